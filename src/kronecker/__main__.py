@@ -210,10 +210,12 @@ def _prune(options: argparse.Namespace) -> None:
         raise ValueError(f"prune: {options.model} holds a compressed model, needed a stock one")
     model = load(options.model).to(options.device)
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    stored, dtypes = model.dtype, {n: t.dtype for n, t in tensors}
+    stored = model.dtype
+    dtypes = {n: t.dtype for n, t in tensors}
     data = calibration(options, name, model)
     with new:
-        fitted, quiet = new.place / "fitted", options.no_progress
+        fitted = new.place / "fitted"
+        quiet = options.no_progress
         report = prune_(model.float(), config, calibration=data, cache=fitted, progress=not quiet)
         new.clear()
         for n, t in (*model.named_parameters(), *model.named_buffers()):
@@ -248,9 +250,13 @@ def _convert(options: argparse.Namespace) -> None:
     new = NewFolder(options.out, "convert", resumable=True)
     name = options.tokenizer or options.model
     model = load(options.model).to(options.device)
-    data = calibration(options, name, model) if options.calibration else None
+    if options.calibration:
+        data = calibration(options, name, model)
+    else:
+        data = None
     with new:
-        fitted, quiet = new.place / "fitted", options.no_progress
+        fitted = new.place / "fitted"
+        quiet = options.no_progress
         report = convert_(model, config, calibration=data, cache=fitted, progress=not quiet)
         new.clear()
         write_files(model, new.folder)

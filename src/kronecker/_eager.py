@@ -26,9 +26,8 @@ from model_components._autograd import Context
 
 ORDERS = ("b_first", "a_first", "rebuild")
 _WORTH = 1.3  # two products have overheads; below this gain the weight is rebuilt instead
-_REBUILD_TOKENS = (
-    24  # building one term's weight costs about as much as so many tokens' dense product
-)
+# building one term's weight costs about as much as so many tokens' dense product
+_REBUILD_TOKENS = 24
 _SMALL = 256  # elements of B's gradient up to which its long sums are made in the next better dtype
 _FEW = 8  # rows of a product below which A is best read where it lies
 _BLOCK = 256  # tokens at a time on a CPU, so that what lies between two products stays in its cache
@@ -48,9 +47,14 @@ def order_of(a_shape: tuple[int, int], b_shape: tuple[int, int], rank: int, toke
         "b_first": rank * (i1 * i2 * o2 + i1 * o1 * o2),
         "a_first": rank * (i1 * i2 * o1 + i2 * o1 * o2),
     }
-    order = "b_first" if costs["b_first"] <= costs["a_first"] else "a_first"
+    if costs["b_first"] <= costs["a_first"]:
+        order = "b_first"
+    else:
+        order = "a_first"
     rebuilt = dense * (tokens + _REBUILD_TOKENS * rank)
-    return order if costs[order] * tokens * _WORTH <= rebuilt else "rebuild"
+    if costs[order] * tokens * _WORTH <= rebuilt:
+        return order
+    return "rebuild"
 
 
 def build(a: Tensor, b: Tensor) -> Tensor:
@@ -77,7 +81,8 @@ def outward(t: Tensor, b: Tensor) -> Tensor:
         torch.float32,
         torch.float64,
     ):  # half precisions are faster as a product
-        out, rows = t.new_empty(n, u, v), t.reshape(n, u)
+        out = t.new_empty(n, u, v)
+        rows = t.reshape(n, u)
         for k in range(v):
             out[..., k] = rows * b[0, 0, k]
         return out
@@ -101,14 +106,19 @@ def _long_product(left: Tensor, right: Tensor) -> Tensor:
     It is made in the next better dtype where that costs little.
     """
     if left.shape[0] * right.shape[1] <= _SMALL:
-        better = torch.float64 if left.dtype in (torch.float32, torch.float64) else torch.float32
+        if left.dtype in (torch.float32, torch.float64):
+            better = torch.float64
+        else:
+            better = torch.float32
         return torch.mm(left.to(better), right.to(better))
     return torch.mm(left, right).to(_work(left.dtype))
 
 
 def scaled(b: Tensor, scales: Tensor | None) -> Tensor:
     """The small factors times their scales."""
-    return b if scales is None else b * scales.view(-1, 1, 1)
+    if scales is None:
+        return b
+    return b * scales.view(-1, 1, 1)
 
 
 def small_gradients(db: Tensor, b: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -120,7 +130,9 @@ def small_gradients(db: Tensor, b: Tensor, scales: Tensor | None) -> tuple[Tenso
 
 
 def _work(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    if dtype == torch.float64:
+        return torch.float64
+    return torch.float32
 
 
 def _packed(a: Tensor) -> Tensor:
@@ -147,7 +159,10 @@ def _blocks(x: Tensor, alone: int) -> Iterator[slice]:
     A single one on a GPU, or where B's side ``alone`` is 1.
     """
     tokens = x.shape[0]
-    step = _BLOCK if x.device.type == "cpu" and alone > 1 else max(1, tokens)
+    if x.device.type == "cpu" and alone > 1:
+        step = _BLOCK
+    else:
+        step = max(1, tokens)
     for start in range(0, max(1, tokens), step):
         yield slice(start, min(start + step, tokens))
 
@@ -169,7 +184,8 @@ class _BFirst(torch.autograd.Function):
         if n * o2 <= _FEW:
             t = inward(x.view(n, i1, i2), b).permute(2, 0, 1, 3).reshape(r, o2 * n, i1)
             return _few(a, t).view(o1, o2, n).permute(2, 0, 1).reshape(n, o1 * o2)
-        out, packed = None, _packed(a)
+        out = None
+        packed = _packed(a)
         for block in _blocks(x, o2):
             part = x[block]
             t = inward(part.view(len(part), i1, i2), b).reshape(-1, r * i1)
@@ -183,11 +199,15 @@ class _BFirst(torch.autograd.Function):
     # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, a, b, scales = ctx.saved_tensors
-        small, packed = scaled(b, scales), _packed(a)
+        small = scaled(b, scales)
+        packed = _packed(a)
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
         need_x, need_a, need_b = _needs(ctx)
         dx = None
-        da = torch.zeros(o1, r * i1, dtype=_work(a.dtype), device=a.device) if need_a else None
+        if need_a:
+            da = torch.zeros(o1, r * i1, dtype=_work(a.dtype), device=a.device)
+        else:
+            da = None
         db = None
         for block in _blocks(x, o2):
             xb = x[block]
@@ -202,7 +222,10 @@ class _BFirst(torch.autograd.Function):
                     dx = _put(dx, block, outward(dt, small), len(x))
                 if need_b:
                     db = _plus(db, gram(dt, xb))
-        da = None if da is None else da.view(o1, r, i1).transpose(0, 1).to(a.dtype)
+        if da is None:
+            da = None
+        else:
+            da = da.view(o1, r, i1).transpose(0, 1).to(a.dtype)
         dx = _whole(dx, *x.shape) if need_x else None
         return dx, da, *(small_gradients(db, b, scales) if db is not None else (None, None))
 
@@ -218,8 +241,11 @@ class _AFirst(torch.autograd.Function):
         ctx: Context, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None
     ) -> Tensor:  # (N, I), factors
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
-        n, out, saved = x.shape[0], None, None
-        flat, turned = a.reshape(r * o1, i1), scaled(b, scales).transpose(1, 2)
+        n = x.shape[0]
+        out = None
+        saved = None
+        flat = a.reshape(r * o1, i1)
+        turned = scaled(b, scales).transpose(1, 2)
         for block in _blocks(x, i2):
             rows = _split(x[block], i1, i2)
             if rows.shape[0] <= _FEW:
@@ -240,9 +266,13 @@ class _AFirst(torch.autograd.Function):
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
         need_x, need_a, need_b = _needs(ctx)
         dx = None
-        da = torch.zeros(r * o1, i1, dtype=_work(a.dtype), device=a.device) if need_a else None
+        if need_a:
+            da = torch.zeros(r * o1, i1, dtype=_work(a.dtype), device=a.device)
+        else:
+            da = None
         db = None
-        flat, turned = a.reshape(r * o1, i1), scaled(b, scales).transpose(1, 2)
+        flat = a.reshape(r * o1, i1)
+        turned = scaled(b, scales).transpose(1, 2)
         for block in _blocks(x, i2):
             n = x[block].shape[0]
             g = grad[block].reshape(n, o1, o2)
@@ -283,7 +313,8 @@ class _Rebuild(torch.autograd.Function):
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
         need_x, need_a, need_b = _needs(ctx)
         dx = torch.mm(grad, build(a, small)) if need_x else None
-        da, db = None, (None, None)
+        da = None
+        db = (None, None)
         if need_a or need_b:
             dw = (
                 torch.mm(grad.T, x)

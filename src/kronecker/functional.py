@@ -99,7 +99,9 @@ def kron_linear(
     )
     if not x.is_meta and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        x, a, b = x.to(dtype), a.to(dtype), b.to(dtype)
+        x = x.to(dtype)
+        a = a.to(dtype)
+        b = b.to(dtype)
     elif x.dtype != a.dtype:
         raise ValueError(
             f"kron_linear: x is {x.dtype} and the factors are {a.dtype}, needed one dtype"
@@ -110,17 +112,21 @@ def kron_linear(
             return reference.kron_linear(x, a, b, bias, scales)
         flat = x.reshape(-1, i1 * i2)
         if not torch.is_grad_enabled():  # nothing is kept for a backward that will not come
-            flat, a, b, scales = (
-                flat.detach(),
-                a.detach(),
-                b.detach(),
-                None if scales is None else scales.detach(),
-            )
+            flat = flat.detach()
+            a = a.detach()
+            b = b.detach()
+            scales = None if scales is None else scales.detach()
         if traced:
-            chosen = order_of((o1, i1), (o2, i2), r, _TRACED_TOKENS) if order == "auto" else order
+            if order == "auto":
+                chosen = order_of((o1, i1), (o2, i2), r, _TRACED_TOKENS)
+            else:
+                chosen = order
             y = plain(flat, a, b, scales, chosen)
         else:
-            chosen = order_of((o1, i1), (o2, i2), r, flat.shape[0]) if order == "auto" else order
+            if order == "auto":
+                chosen = order_of((o1, i1), (o2, i2), r, flat.shape[0])
+            else:
+                chosen = order
             y = CONTRACTIONS[chosen].apply(flat, a, b, scales)
         if traced:
             y = y if bias is None else y + bias
@@ -194,7 +200,10 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         ids, a, b, scales = ctx.saved_tensors
         p, q = _rows(ids, b)
-        better = torch.float32 if a.dtype in (torch.float16, torch.bfloat16) else torch.float64
+        if a.dtype in (torch.float16, torch.bfloat16):
+            better = torch.float32
+        else:
+            better = torch.float64
         g = grad.reshape(-1, a.shape[2], b.shape[2]).to(better)
         da, db = (torch.zeros(t.shape, dtype=better, device=t.device) for t in (a, b))
         small = scaled(b, scales)
@@ -205,5 +214,6 @@ class _Embedding(torch.autograd.Function):
 
 def _rows(ids: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The row of A and the row of B of every id."""
-    flat, o2 = ids.reshape(-1), b.shape[1]
+    flat = ids.reshape(-1)
+    o2 = b.shape[1]
     return torch.div(flat, o2, rounding_mode="floor"), flat % o2

@@ -81,7 +81,8 @@ def random(
         std = min(1.0, (o / i) ** 0.5) / i**0.5
         return torch.randn(rank, o, i, dtype=torch.float32) * std
 
-    a, b = draw(o1, i1), draw(o2, i2) / rank**0.5
+    a = draw(o1, i1)
+    b = draw(o2, i2) / rank**0.5
     return Factors(a.to(dtype), b.to(dtype), float("nan"))
 
 
@@ -121,11 +122,13 @@ def van_loan(
     else:
         a = torch.linalg.eigh(rows @ rows.T).eigenvectors.flip(1)[:, :rank]
         b = rows.T @ a
-    a, b = a.T.reshape(rank, o1, i1), b.T.reshape(rank, o2, i2)
+    a = a.T.reshape(rank, o1, i1)
+    b = b.T.reshape(rank, o2, i2)
     sign = torch.where(
         b.flatten(1).gather(1, b.flatten(1).abs().argmax(1, True)) < 0, -1.0, 1.0
     ).view(-1, 1, 1)
-    a, b = a * sign, b * sign
+    a = a * sign
+    b = b * sign
     if normalize:
         a = a * (weight.double().norm() / build(a, b).norm())
     return Factors(a.to(weight.dtype), b.to(weight.dtype), relative_error(weight, build(a, b)))
@@ -203,7 +206,8 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
         raise ValueError(
             f"als: moments are of a weight {list(moments.cross.shape)}, needed {[o1 * o2, i1 * i2]}"
         )
-    damped, begin = moments.damped(), Factors(start.a.double(), start.b.double(), start.error)
+    damped = moments.damped()
+    begin = Factors(start.a.double(), start.b.double(), start.error)
     ridge = damped - moments.inputs
     # the ridge pulls towards the start, not towards nothing
     wanted = (moments.cross + begin.weight() @ ridge).view(o1, o2, i1, i2)
@@ -211,7 +215,8 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
     solved = None
     if i2 == 1:  # the solve for A is the same in every round
         solved = _solve(damped, wanted.reshape(o1 * o2, i1).T).T.view(o1, o2, i1)
-    a, b = begin.a, begin.b
+    a = begin.a
+    b = begin.b
     for _ in range(rounds):
         if solved is not None:
             mixed = torch.einsum("rq,pqu->rpu", b[:, :, 0], solved)
@@ -227,7 +232,8 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
         right = torch.einsum("rpu,pquv->rvq", a, wanted).reshape(r * i2, o2)
         b = _solve(normal, right).view(r, i2, o2).transpose(1, 2)
         norm = b.flatten(1).norm(dim=1).clamp_min(1e-30).view(-1, 1, 1)
-        a, b = a * norm, b / norm
+        a = a * norm
+        b = b / norm
     error = moments.error(build(a, b))
     return Factors(a.to(start.a).contiguous(), b.to(start.b).contiguous(), error)
 
@@ -278,7 +284,8 @@ def low_rank(weight: Tensor, rank: int, moments: Moments | None = None) -> tuple
     (torch.Size([2, 4]), torch.Size([4, 2]))
     """
     _check("low_rank", weight, rank, min(weight.shape))
-    wanted, root = weight.double(), None
+    wanted = weight.double()
+    root = None
     if moments is not None:
         moment, root = positive(moments.damped())
         wanted = (
@@ -286,7 +293,8 @@ def low_rank(weight: Tensor, rank: int, moments: Moments | None = None) -> tuple
             @ root
         )
     u, s, v = torch.linalg.svd(wanted, full_matrices=False)
-    b, a = u[:, :rank] * s[:rank].sqrt(), s[:rank, None].sqrt() * v[:rank]
+    b = u[:, :rank] * s[:rank].sqrt()
+    a = s[:rank, None].sqrt() * v[:rank]
     if root is not None:
         a = torch.linalg.solve_triangular(root, a, upper=False, left=False)
     return a.to(weight.dtype), b.to(weight.dtype)

@@ -96,7 +96,8 @@ def token_loss(
     total = torch.zeros((), device=student.device)
     if config.logits:
         t = config.temperature
-        log_p, log_q = F.log_softmax(teacher.float() / t, -1), F.log_softmax(student / t, -1)
+        log_p = F.log_softmax(teacher.float() / t, -1)
+        log_q = F.log_softmax(student / t, -1)
         total = total + config.logits * t * t * F.kl_div(
             log_q, log_p, log_target=True, reduction="sum"
         )
@@ -131,7 +132,9 @@ class TeacherMlps:
     """
 
     def __init__(self, teacher: nn.Module, student: nn.Module):
-        self.teacher, self.student, self.mlps = teacher, student, find_mlps(teacher)
+        self.teacher = teacher
+        self.student = student
+        self.mlps = find_mlps(teacher)
         for mlp in self.mlps:
             parent = mlp.ups[0].rpartition(".")[0]
             if not _two_modules(mlp) and not _takes_one_tensor(teacher.get_submodule(parent)):
@@ -165,7 +168,9 @@ class TeacherMlps:
 
     def _run(self, mlp: Mlp, x: Tensor) -> Tensor:
         said = self.student.get_submodule(mlp.ups[0].rpartition(".")[0])(x)
-        return self.student.get_submodule(mlp.down)(said) if _two_modules(mlp) else said
+        if _two_modules(mlp):
+            return self.student.get_submodule(mlp.down)(said)
+        return said
 
 
 def _two_modules(mlp: Mlp) -> bool:

@@ -36,7 +36,8 @@ class Moments:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
 
-        square, cross = zeros(in_features, in_features), zeros(out_features, in_features)
+        square = zeros(in_features, in_features)
+        cross = zeros(out_features, in_features)
         return cls(square, cross, zeros(), zeros(in_features), zeros(out_features))
 
     def add(self, x: Tensor, y: Tensor) -> None:
@@ -45,7 +46,8 @@ class Moments:
             raise ValueError(
                 f"Moments: {len(x)} inputs and {len(y)} wanted outputs, needed as many"
             )
-        x, y = x.detach().float(), y.detach().float()
+        x = x.detach().float()
+        y = y.detach().float()
         self.inputs += x.T @ x
         self.cross += y.T @ x
         self.energy += y.double().square().sum()
@@ -83,7 +85,8 @@ class Moments:
 
     def of_inputs(self, index: Tensor) -> Moments:
         """Those of some of the inputs, or of all in another order."""
-        inputs, cross = self.inputs[index][:, index], self.cross[:, index]
+        inputs = self.inputs[index][:, index]
+        cross = self.cross[:, index]
         return replace(self, inputs=inputs, cross=cross, sum_x=self.sum_x[index])
 
     def error(self, weight: Tensor, bias: Tensor | None = None) -> float:
@@ -109,7 +112,8 @@ def positive(moment: Tensor) -> tuple[Tensor, Tensor]:
     Where the mean of tokens is far from zero, subtracting it loses more digits than a small ridge
     makes up for.
     """
-    ridge, eye = 0.0, torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
+    ridge = 0.0
+    eye = torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
     size = max(float(moment.diagonal().abs().mean()), 1e-300)
     while True:
         damped = moment + ridge * size * eye

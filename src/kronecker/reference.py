@@ -52,7 +52,9 @@ def van_loan(
     u, s, v = torch.linalg.svd(rearranged(weight, b_shape), full_matrices=False)
     a = (u[:, :rank] * s[:rank]).T.reshape(rank, o // o2, i // i2)
     nearest = kron_weight(a, v[:rank].reshape(rank, o2, i2))
-    return nearest * (weight.norm() / nearest.norm()) if normalize else nearest
+    if normalize:
+        return nearest * (weight.norm() / nearest.norm())
+    return nearest
 
 
 def prune(weight: Tensor, b_shape: tuple[int, int], keep: tuple[int, int]) -> Tensor:
@@ -76,7 +78,8 @@ def als(cross: Tensor, moment: Tensor, a: Tensor, b: Tensor, rounds: int) -> Ten
     """
     for _ in range(rounds):
         for which in (0, 1):
-            free, basis = (a, b)[which], []
+            free = (a, b)[which]
+            basis = []
             for k in range(free.numel()):
                 unit = torch.zeros_like(free).reshape(-1)
                 unit[k] = 1

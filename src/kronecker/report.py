@@ -121,7 +121,9 @@ def perplexity(model: nn.Module, batches: Batches) -> float:
     >>> 8 < perplexity(model, [torch.tensor([[1, 2, 3]])]) < 10
     True
     """
-    loss, count, device = 0.0, 0, next(model.parameters()).device
+    loss = 0.0
+    count = 0
+    device = next(model.parameters()).device
     for batch in batches:
         ids, labels = (
             (batch["input_ids"], batch["labels"]) if isinstance(batch, Mapping) else (batch, batch)
@@ -137,9 +139,13 @@ def perplexity(model: nn.Module, batches: Batches) -> float:
 
 def embeddings(model: nn.Module, batches: Batches) -> Tensor:  # (rows, width)
     """The mean of each row's last hidden states, in float32 on the CPU; padding does not count."""
-    parts, device = [], next(model.parameters()).device
+    parts = []
+    device = next(model.parameters()).device
     for batch in batches:
-        arguments = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
+        if isinstance(batch, Mapping):
+            arguments = dict(batch)
+        else:
+            arguments = {"input_ids": batch}
         arguments = {
             name: value.to(device)
             for name, value in arguments.items()
@@ -221,19 +227,17 @@ def compare(
             seconds = _seconds(model, ids, new if generates else 0)
             if run:
                 times[name].append(seconds)
-    originals = (
-        {}
-        if generates
-        else {text: embeddings(next(iter(models.values())), b) for text, b in named.items()}
-    )
+    if generates:
+        originals = {}
+    else:
+        originals = {text: embeddings(next(iter(models.values())), b) for text, b in named.items()}
     rows = []
     for name, model in models.items():
         forward, generate = (sorted(t)[len(t) // 2] for t in zip(*times[name], strict=True))
-        perplexities = (
-            {text: perplexity(model, batches) for text, batches in named.items()}
-            if generates
-            else {}
-        )
+        if generates:
+            perplexities = {text: perplexity(model, batches) for text, batches in named.items()}
+        else:
+            perplexities = {}
         cosines = {
             text: _cosine(embeddings(model, named[text]), o, name) for text, o in originals.items()
         }
@@ -262,7 +266,8 @@ def _seconds(model: Any, ids: Tensor, new: int) -> tuple[float, float]:
     _finish(ids.device)
     middle = time.perf_counter()
     if new:
-        prompt, length = ids[:1, :_PROMPT], {"min_new_tokens": new, "max_new_tokens": new}
+        prompt = ids[:1, :_PROMPT]
+        length = {"min_new_tokens": new, "max_new_tokens": new}
         model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),

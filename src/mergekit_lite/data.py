@@ -73,11 +73,9 @@ class TextExamples(Dataset):
                 f"{max_length!r}; needed a fast tokenizer of transformers, which knows where its "
                 "tokens stand in a text, and 2 or more"
             )
-        self.tokenizer, self.max_length, self.train_on_inputs = (
-            tokenizer,
-            max_length,
-            train_on_inputs,
-        )
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.train_on_inputs = train_on_inputs
         name, rows = _read(source)
         examples = [
             self._example(f"{name}, row {number}", row) for number, row in enumerate(rows, 1)
@@ -105,7 +103,9 @@ class TextExamples(Dataset):
         Args:
             index: Which.
         """
-        example, parts, before = self.examples[index], [], False
+        example = self.examples[index]
+        parts: list[str | int] = []
+        before = False
         for token, label in zip(example["input_ids"], example["labels"], strict=True):
             if (label != -100) != before:
                 parts.append("⟦" if label != -100 else "⟧")
@@ -127,7 +127,8 @@ class TextExamples(Dataset):
         if spans is None:
             return self._example(where, text)[:1]
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, labels = encoded["input_ids"], []
+        ids = encoded["input_ids"]
+        labels = []
         for token, (start, stop) in zip(ids, encoded["offset_mapping"], strict=True):
             # a tokenizer may trim a token of spaces to nothing
             asked = any(
@@ -188,7 +189,8 @@ class TextExamples(Dataset):
                 f"TextExamples: {where}: messages needed roles and contents, and one of an "
                 "assistant"
             )
-        spans, texts = [], []
+        spans = []
+        texts = []
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
                 texts += [
@@ -196,7 +198,8 @@ class TextExamples(Dataset):
                     self._text(messages[: number + 1]),
                 ]
                 spans.append((len(texts[-2]), len(texts[-1])))
-        text, whole = texts[-1], self._text(messages)
+        text = texts[-1]
+        whole = self._text(messages)
         if not all(whole.startswith(part) for part in texts):
             raise ValueError(
                 f"TextExamples: {where}: the tokenizer's chat template changes earlier turns when "

@@ -98,7 +98,9 @@ def numbers(stored: Array) -> Array:
     """
     if stored.dtype == np.uint16:
         return (stored.astype(np.uint32) << 16).view(np.float32)
-    return stored.astype(np.float32) if stored.dtype == np.float16 else stored
+    if stored.dtype == np.float16:
+        return stored.astype(np.float32)
+    return stored
 
 
 def stored_as(values: Array, dtype: DType) -> Array:
@@ -129,4 +131,6 @@ def stored_of(values: Tensor) -> Array:
 
 def byte_view(stored: Array) -> memoryview:
     """The memory of a contiguous array, as bytes."""
-    return stored.reshape(-1).view(np.uint8).data if stored.size else memoryview(b"")
+    if stored.size:
+        return stored.reshape(-1).view(np.uint8).data
+    return memoryview(b"")

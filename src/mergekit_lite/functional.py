@@ -187,13 +187,12 @@ def merge_models(
                 f"merge_models: {method!r} is no method with calibration: {', '.join(CALIBRATED)}"
             )
         if isinstance(models, MergeRecipe) or out is None or calibration is None:
-            lost = (
-                "models in a list"
-                if isinstance(models, MergeRecipe)
-                else "out="
-                if out is None
-                else "calibration="
-            )
+            if isinstance(models, MergeRecipe):
+                lost = "models in a list"
+            elif out is None:
+                lost = "out="
+            else:
+                lost = "calibration="
             raise ValueError(
                 f"merge_models: {method or 'calibration'} came without {lost}; needed models in a "
                 "list, calibration= with a file or rows for each of them, and out="
@@ -240,7 +239,10 @@ def merge_models(
             recipe_file = isinstance(models, (str, os.PathLike)) and os.fspath(models).endswith(
                 (".yml", ".yaml")
             )
-            hint = f", or load_recipe({os.fspath(models)!r})" if recipe_file else ""
+            if recipe_file:
+                hint = f", or load_recipe({os.fspath(models)!r})"
+            else:
+                hint = ""
             raise ValueError(
                 f"merge_models: models is {type(models).__name__}, needed a list with at least one "
                 f"model{hint}"
@@ -314,7 +316,8 @@ def _merge_calibrated(
     """
     from .layerwise import CalibratedMerge, merged_source
 
-    started, cpu_started = time.perf_counter(), time.process_time()
+    started = time.perf_counter()
+    cpu_started = time.process_time()
     path = check_new(out, "merge")
     try:
         merge = CalibratedMerge(method=method, **parameters)
@@ -332,12 +335,14 @@ def _merge_calibrated(
         report = merge_models([source], "passthrough", out=path, **options)
         stage.discard()
     assert isinstance(report, MergeReport)
-    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+    seconds = time.perf_counter() - started
+    cpu_seconds = time.process_time() - cpu_started
     return replace(report, seconds=seconds, cpu_seconds=cpu_seconds)
 
 
 def _default_threads() -> int:
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     return max(1, min(cores, _MOST_THREADS) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -26,7 +26,9 @@ def _total(terms: Iterable[Tensor]) -> Tensor:
 def linear(tensors: list[Tensor], base: None, *, weight: Weights, normalize: bool = True) -> Tensor:
     """Σ w_i W_i / Σ w_i."""
     total = _total(w * t for w, t in zip(weight, tensors, strict=True))
-    return total / sum(weight) if normalize else total
+    if normalize:
+        return total / sum(weight)
+    return total
 
 
 def passthrough(
@@ -38,7 +40,10 @@ def passthrough(
 
 def _scaled_sum(changes: list[Tensor], weight: Weights, normalize: bool, lambda_: float) -> Tensor:
     total = _total(w * c for w, c in zip(weight, changes, strict=True))
-    divisor = sum(weight) if normalize and abs(sum(weight)) >= 1e-8 else 1.0
+    if normalize and abs(sum(weight)) >= 1e-8:
+        divisor = sum(weight)
+    else:
+        divisor = 1.0
     return lambda_ * total / divisor
 
 
@@ -66,7 +71,10 @@ def _arc(x: Tensor, y: Tensor, t: float, straight_below: float) -> Tensor:
     Small: its squared sine is below the limit.
     """
     lengths = x.norm() * y.norm()
-    cosine = (x * y).sum() / lengths if lengths > 0 else torch.zeros_like(lengths)
+    if lengths > 0:
+        cosine = (x * y).sum() / lengths
+    else:
+        cosine = torch.zeros_like(lengths)
     if 1 - cosine**2 <= straight_below:
         return (1 - t) * x + t * y
     angle = torch.arccos(cosine)
@@ -113,7 +121,10 @@ def multislerp(
 ) -> Tensor:
     """Tangent mean of the unit tensors at their weighted mean direction, mapped back and scaled."""
     inputs = tensors if base is None else [t - base for t in tensors]
-    w = [x / sum(weight) for x in weight] if normalize_weights else list(weight)
+    if normalize_weights:
+        w = [x / sum(weight) for x in weight]
+    else:
+        w = list(weight)
     units = [x / (x.norm() + eps) for x in inputs]
     mean = _total(a * u for a, u in zip(w, units, strict=True))
     if mean.norm() <= max(eps, 1e-6 * sum(abs(a) for a in w)):
@@ -122,7 +133,10 @@ def multislerp(
         mean = mean / mean.norm()
         tangent = _total(a * (u - (u * mean).sum() * mean) for a, u in zip(w, units, strict=True))
         length = tangent.norm()
-        point = mean if length <= 1e-6 else mean * length.cos() + tangent / length * length.sin()
+        if length <= 1e-6:
+            point = mean
+        else:
+            point = mean * length.cos() + tangent / length * length.sin()
         merged = point * sum(a * x.norm() for a, x in zip(w, inputs, strict=True))
     return merged if base is None else base + merged
 
@@ -157,7 +171,8 @@ def model_stock(tensors: list[Tensor], base: Tensor, *, filter_wise: bool = Fals
     if filter_wise and base.dim() > 1:
         rows = zip(base, *tensors, strict=True)
         return torch.stack([model_stock(list(row[1:]), row[0], filter_wise=True) for row in rows])
-    changes, count = [t - base for t in tensors], len(tensors)
+    changes = [t - base for t in tensors]
+    count = len(tensors)
     cosines = []
     for i in range(count):
         for j in range(i):
@@ -166,7 +181,10 @@ def model_stock(tensors: list[Tensor], base: Tensor, *, filter_wise: bool = Fals
             cosines.append(dot / lengths if lengths > 0 else torch.zeros_like(dot))
     cosine = _total(cosines) / len(cosines)
     below = 1 + (count - 1) * cosine
-    t = torch.zeros_like(cosine) if below.abs() < 1e-6 else count * cosine / below
+    if below.abs() < 1e-6:
+        t = torch.zeros_like(cosine)
+    else:
+        t = count * cosine / below
     return t * _total(tensors) / count + (1 - t) * base
 
 
@@ -285,9 +303,10 @@ def sce(tensors: list[Tensor], base: Tensor, *, select_topk: float = 1.0) -> Ten
         mask[order[:count]] = 1
         changes = changes * mask.view(variance.shape)
     energy = changes.square().flatten(1).sum(1)
-    weights = (
-        energy / energy.sum() if energy.sum() > 0 else torch.full_like(energy, 1 / len(tensors))
-    )
+    if energy.sum() > 0:
+        weights = energy / energy.sum()
+    else:
+        weights = torch.full_like(energy, 1 / len(tensors))
     elected = torch.where(changes.sum(0) >= 0, 1.0, -1.0).to(changes.dtype)
     agrees = (changes.sign() == elected).to(changes.dtype) * weights.view(-1, *[1] * base.dim())
     return base + (changes * agrees).sum(0) / agrees.sum(0).clamp(min=1e-6)
@@ -343,7 +362,8 @@ def keep_probabilities(change: Tensor, density: float, epsilon: float) -> Tensor
     """Row by row, from density - ε for the smallest magnitude to density + ε for the largest."""
     rows = []
     for row in change:
-        magnitudes, places = row.abs().tolist(), range(row.numel())
+        magnitudes = row.abs().tolist()
+        places = range(row.numel())
         ranked = sorted(places, key=lambda i, m=magnitudes: (m[i], i))
         rank = {place: r for r, place in enumerate(ranked)}
         last = max(1, row.numel() - 1)
@@ -355,7 +375,8 @@ def arcee_fusion(tensors: list[Tensor], base: Tensor) -> Tensor:
     """Take the model where importance is an outlier."""
     model = tensors[0]
     w, b = (t.detach().reshape(-1, t.shape[-1]) for t in (model, base))
-    p, q = w.softmax(-1), b.softmax(-1)
+    p = w.softmax(-1)
+    q = b.softmax(-1)
     importance = (w - b).abs() * (p * (p.log() - q.log())).sum(-1, keepdim=True).clamp(min=0)
     ordered = importance.flatten().sort().values
     low, median, high = (ordered[int(share * (ordered.numel() - 1))] for share in (0.25, 0.5, 0.75))
@@ -383,7 +404,8 @@ def ramplus_tl(
     count = active.sum(0)
     scaled = []
     for change, on in zip(changes, active, strict=True):
-        shared, unique = int((on & (count > 1)).sum()), int((on & (count == 1)).sum())
+        shared = int((on & (count > 1)).sum())
+        unique = int((on & (count == 1)).sum())
         scale = 1 + r * min(max(shared / unique if unique else 0.0, 0.0), alpha)
         scaled.append(change * on * torch.where(count == 1, scale, 1.0).to(change.dtype))
     return base + torch.stack(scaled).sum(0) / count.clamp(min=1)
@@ -405,13 +427,16 @@ def tsv(tensors: list[Tensor], base: Tensor, *, weight: Weights, alpha: float = 
     if base.dim() != 2:
         return _mean_change(tensors, base, weight, alpha)
     keep = max(1, min(base.shape) // len(tensors))
-    us, ss, vs = [], [], []
+    us = []
+    ss = []
+    vs = []
     for w, t in zip(weight, tensors, strict=True):
         u, s, v = torch.linalg.svd(w * (t - base), full_matrices=False)
         us.append(u[:, :keep])
         ss.append(s[:keep])
         vs.append(v[:keep])
-    u, v = _procrustes(torch.cat(us, 1)), _procrustes(torch.cat(vs, 0))
+    u = _procrustes(torch.cat(us, 1))
+    v = _procrustes(torch.cat(vs, 0))
     return base + alpha * u @ torch.diag(torch.cat(ss)) @ v
 
 

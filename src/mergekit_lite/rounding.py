@@ -13,7 +13,9 @@ from .dtypes import DType, numbers, stored_as
 from .files import LoraSource, Source
 from .planning import MergePlan
 
-_LAYERS, _ELEMENTS = 8, 1 << 16  # of each adapter, and how many weights of each
+# of each adapter, and how many weights of each
+_LAYERS = 8
+_ELEMENTS = 1 << 16
 _MUCH = 0.25  # share of an update, as heads.lora's merge_lora has it
 _HALF = 2  # bytes of the dtypes that round an update away
 

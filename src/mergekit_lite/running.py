@@ -124,7 +124,8 @@ def merge_in_memory(recipe: MergeRecipe, run: Run) -> tuple[dict[str, Tensor], M
 
 def merge_to_folder(recipe: MergeRecipe, out: Path, run: Run) -> MergeReport:
     """Merge into a folder that does not exist yet, or is empty."""
-    started, cpu_started = time.perf_counter(), time.process_time()
+    started = time.perf_counter()
+    cpu_started = time.process_time()
     ranks = Ranks()
     with _stages_beside(recipe, out, run, ranks) as (stages, notes):
         plan = make_plan(
@@ -244,7 +245,8 @@ def _write(
                 folder.create(shard)
             ranks.barrier()
             folder.open_shard(shard)
-            mine, facts_of_rank = ranks.mine(members), []
+            mine = ranks.mine(members)
+            facts_of_rank = []
             for t, tensor_fact in zip(mine, engine.run_all(mine, folder.write), strict=True):
                 facts_of_rank.append(tensor_fact)
                 bar.update(t.nbytes * ranks.count)

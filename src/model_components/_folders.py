@@ -50,7 +50,8 @@ def check_new(out: str | os.PathLike[str], operation: str) -> Path:
     Traceback (most recent call last):
     model_components._folders.OutputError: merge to ...: a file is there; name a new folder
     """
-    path, to = Path(os.path.abspath(out)), f"{operation} to {os.fspath(out)}"
+    path = Path(os.path.abspath(out))
+    to = f"{operation} to {os.fspath(out)}"
     try:
         if path.is_symlink():
             raise OutputError(f"{to}: a symbolic link is there; name the folder that it leads to")
@@ -76,11 +77,9 @@ def check_new(out: str | os.PathLike[str], operation: str) -> Path:
 
 
 def _told(to: str, error: OSError) -> OutputError:
-    return (
-        error
-        if isinstance(error, OutputError)
-        else OutputError(f"{to}: cannot be written ({error.strerror})")
-    )
+    if isinstance(error, OutputError):
+        return error
+    return OutputError(f"{to}: cannot be written ({error.strerror})")
 
 
 def is_begun(out: str | os.PathLike[str]) -> bool:
@@ -130,7 +129,9 @@ class NewFolder:
     """
 
     def __init__(self, out: str | os.PathLike[str], operation: str, *, resumable: bool = False):
-        self.out, self.operation, self.resumable = check_new(out, operation), operation, resumable
+        self.out = check_new(out, operation)
+        self.operation = operation
+        self.resumable = resumable
         self.place = self.out.with_name(f".{self.out.name}.partial")
         self.folder = self.place / "result"
         self._to = f"{operation} to {self.out}"
@@ -245,9 +246,10 @@ class NewFolder:
         except OSError as error:
             (self.place / _MARKER).unlink(missing_ok=True)
             self.close()
-            why = (
-                "something was put there meanwhile" if os.path.lexists(self.out) else error.strerror
-            )
+            if os.path.lexists(self.out):
+                why = "something was put there meanwhile"
+            else:
+                why = error.strerror
             raise OutputError(f"{self._to}: {why}; the result is in {self.folder}") from None
         with contextlib.suppress(
             OSError
@@ -331,7 +333,10 @@ def new_file(path: str | os.PathLike[str], operation: str) -> Iterator[Path]:
     make_folder(path.parent, operation)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        mode = stat.S_IMODE(os.lstat(path).st_mode) if os.path.lexists(path) else None
+        if os.path.lexists(path):
+            mode = stat.S_IMODE(os.lstat(path).st_mode)
+        else:
+            mode = None
         if mode is not None and (path.is_symlink() or not path.is_file()):
             raise OutputError(f"{to}: a folder, link or device is there, needed the name of a file")
         os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))

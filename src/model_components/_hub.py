@@ -27,7 +27,9 @@ def hub_id(place: str | Path) -> str | None:
     if found := cached_commit(place):
         return found[0]
     name = str(place).partition("@")[0]
-    return name if _ID.fullmatch(name) and not Path(name).exists() else None
+    if _ID.fullmatch(name) and not Path(name).exists():
+        return name
+    return None
 
 
 def find_folder(
@@ -56,10 +58,8 @@ def find_folder(
     before, at, _ = name.rpartition("@")
     if at and user_path(before).is_dir():  # a folder has no revisions
         return user_path(before)
-    match, missing = (
-        _NAME.fullmatch(name),
-        f"{operation and f'{operation}: '}{name}: there is no such folder",
-    )
+    match = _NAME.fullmatch(name)
+    missing = f"{operation and f'{operation}: '}{name}: there is no such folder"
     if name.startswith((".", "/", "~")) or match is None:
         raise ValueError(f"{missing}{_nearest(folder)}")
     import huggingface_hub
@@ -86,11 +86,14 @@ def _nearest(folder: Path) -> str:
 
     Empty if there is none.
     """
-    beside = (
-        [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
-    )
+    if folder.parent.is_dir():
+        beside = [p.name for p in folder.parent.iterdir() if p.is_dir()]
+    else:
+        beside = []
     near = difflib.get_close_matches(folder.name, beside, n=1, cutoff=0.8)
-    return f"; did you mean {folder.with_name(near[0])}?" if near else ""
+    if near:
+        return f"; did you mean {folder.with_name(near[0])}?"
+    return ""
 
 
 def split_revision(place: str | Path) -> tuple[str, str | None]:
@@ -100,11 +103,9 @@ def split_revision(place: str | Path) -> tuple[str, str | None]:
     """
     name, at, revision = str(place).rpartition("@")
     is_folder = user_path(str(place)).exists() or user_path(name).exists()
-    return (
-        (name, revision)
-        if at and not is_folder and _NAME.fullmatch(str(place))
-        else (str(place), None)
-    )
+    if at and not is_folder and _NAME.fullmatch(str(place)):
+        return (name, revision)
+    return (str(place), None)
 
 
 def user_path(text: str) -> Path:
@@ -118,7 +119,9 @@ def user_path(text: str) -> Path:
 def cached_commit(place: str | Path) -> tuple[str, str] | None:
     """Id and commit of a snapshot in the hub's cache; None for another folder."""
     match = _CACHED.search(str(place))
-    return None if match is None else (match["id"].replace("--", "/", 1), match["commit"])
+    if match is None:
+        return None
+    return (match["id"].replace("--", "/", 1), match["commit"])
 
 
 def upload(

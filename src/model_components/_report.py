@@ -131,7 +131,9 @@ def plain(value: object) -> Any:
         return plain(value.tolist())
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(item) for item in value]
-    return str(value).removeprefix("torch.") if type(value).__name__ == "dtype" else str(value)
+    if type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    return str(value)
 
 
 def needs_matplotlib(operation: str) -> None:

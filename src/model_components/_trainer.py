@@ -63,14 +63,18 @@ class StepTrainer(Trainer):
             # pyrefly: ignore[bad-argument-type]: transformers allows no model, we do not
             kind, options = asked or self.get_optimizer_cls_and_kwargs(self.args, self.model)
             self.optimizer = kind(groups, **options)
-        return self.optimizer if self.optimizer is not None else super().create_optimizer(model)
+        if self.optimizer is not None:
+            return self.optimizer
+        return super().create_optimizer(model)
 
     def processes_of_mean(self) -> int:
         """Return the factor of a loss over the items of all processes.
 
         DDP takes the mean of gradients.
         """
-        return self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        if self.args.average_tokens_across_devices:
+            return self.accelerator.num_processes
+        return 1
 
     def share_of_step(
         self, loss: Tensor, items: Tensor | int, num_items_in_batch: Tensor | int | None

@@ -135,7 +135,9 @@ def _value(text: str) -> object:
     """YAML's, but 1e-1 is a number, too."""
     value = yaml.safe_load(text)
     try:
-        return float(value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            return float(value)
+        return value
     except ValueError:
         return value
 
@@ -178,17 +180,17 @@ def _noise(model: Mapping[str, object]) -> bool:
 def plan_of(told: Settings) -> FlowPlan:
     """What each step does."""
     if told["plan"] in ("every_step", "read_once"):
-        memory, static = (
-            told["model"].get("memory", "none") != "none",
-            bool(told["model"].get("num_static_tokens")),
-        )
+        memory = told["model"].get("memory", "none") != "none"
+        static = bool(told["model"].get("num_static_tokens"))
         return getattr(FlowPlan, told["plan"])(memory=memory, static=static)
     return FlowPlan.from_table(told["plan"])
 
 
 def data_of(told: Settings) -> CurriculumDataset:
     """The data of a run; where latents are the tokens, it thinks a step a token and six more."""
-    task, plan, numbers = make_task(told["task"], **told["options"]), plan_of(told), Settings()
+    task = make_task(told["task"], **told["options"])
+    plan = plan_of(told)
+    numbers = Settings()
     if told["model"].get("latent_init") == "tokens":
         task, numbers["n_step"] = (
             AtTokens(task),
@@ -198,25 +200,25 @@ def data_of(told: Settings) -> CurriculumDataset:
         numbers["n_step"] = tuple(map(plan.num_steps, told["steps"]))
     if _noise(told["model"]):
         numbers["n_latent"] = (8, 16)
-    kind, lengths = (
-        getattr(schedules, told["schedule"].capitalize()),
-        {"max_length": told["length"]},
-    )
-    schedule = (
-        kind(**lengths)
-        if told["schedule"] == "fixed"
-        else kind(min_length=task.min_length, **lengths)
-    )
+    kind = getattr(schedules, told["schedule"].capitalize())
+    lengths = {"max_length": told["length"]}
+    if told["schedule"] == "fixed":
+        schedule = kind(**lengths)
+    else:
+        schedule = kind(min_length=task.min_length, **lengths)
     return CurriculumDataset(task, schedule, seed=told["seed"], batch_size=told["batch"], **numbers)
 
 
 def train(options: argparse.Namespace) -> None:
     """A model, its figures and its log in a folder."""
-    told, out = told_of(options), folder_of(options)
+    told = told_of(options)
+    out = folder_of(options)
     if told["iterations"] < 1:
         raise ValueError(f"iterations is {told['iterations']}; needed 1 or more")
     set_seed(told["seed"])
-    data, plan, choices = data_of(told), plan_of(told), dict(told["model"])
+    data = data_of(told)
+    plan = plan_of(told)
+    choices = dict(told["model"])
     if choices.get("positions") == "aligned":
         choices["separators"] = data.task.separators
     at_tokens = choices.get("latent_init") == "tokens"
@@ -256,13 +258,17 @@ def train(options: argparse.Namespace) -> None:
         logging_steps=max(1, min(50, iterations // 10)),
         disable_tqdm=options.no_progress,
     )
-    loss: Settings = (
-        {"step_loss": Reach(window=choices["window"])} if at_tokens and "window" in choices else {}
-    )
+    if at_tokens and "window" in choices:
+        loss: Settings = {"step_loss": Reach(window=choices["window"])}
+    else:
+        loss = {}
     trainer = ThinkerTrainer(
         model, arguments, train_dataset=data, callbacks=[RewindOnPeak()], **loss
     )
-    checkpoint = whole_checkpoint(out / "checkpoints") if options.resume else None
+    if options.resume:
+        checkpoint = whole_checkpoint(out / "checkpoints")
+    else:
+        checkpoint = None
     if options.resume and checkpoint is None:
         print(f"thinker: {out} has no checkpoint to go on from; it begins anew", file=sys.stderr)
     begin = time.process_time()
@@ -314,11 +320,21 @@ def figures(
     model: LatentThinker, data: CurriculumDataset, told: Settings, samples: int
 ) -> Settings:
     """Accuracy by length, and by latents and steps."""
-    shortest, longest = data.schedule.min_length, told["length"]
-    shorter = [] if told["schedule"] == "fixed" else range(shortest, longest, max(1, longest // 4))
-    plan, at_tokens = plan_of(told), told["model"].get("latent_init") == "tokens"
+    shortest = data.schedule.min_length
+    longest = told["length"]
+    if told["schedule"] == "fixed":
+        shorter = []
+    else:
+        shorter = range(shortest, longest, max(1, longest // 4))
+    plan = plan_of(told)
+    at_tokens = told["model"].get("latent_init") == "tokens"
     lengths = sorted({*shorter, longest, *told["lengths"]})
-    n_steps = (lambda n: [plan.num_steps(2 * n + 6)]) if at_tokens else None
+    n_steps = None
+    if at_tokens:
+
+        def n_steps(length: int) -> list[int]:
+            return [plan.num_steps(2 * length + 6)]
+
     curves = evaluate_steps(model, data, lengths, n_steps=n_steps, samples=samples)
     by_length = {n: cells[0] for n, cells in zip(lengths, curves.cells, strict=True)}
     at = by_length[longest]
@@ -331,9 +347,10 @@ def figures(
     }
     if not at_tokens:
         steps = sorted({plan.num_steps(n) for n in (1, 2, 4, 6, 8, 12, 16, 24, told["steps"][1])})
-        latents: list[Any] = (
-            [4, 6, 8, 12, 16, 24, 32] if _noise(told["model"]) else [model.config.num_latents]
-        )
+        if _noise(told["model"]):
+            latents: list[Any] = [4, 6, 8, 12, 16, 24, 32]
+        else:
+            latents = [model.config.num_latents]
         grid = evaluate_grid(model, data, n_latents=latents, n_steps=steps, samples=samples)
         print(f"\n{grid}")
         result["grid"] = grid.to_dict()
@@ -386,7 +403,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def kept() -> str:
         begun = options.command == "train" and whole_checkpoint(folder_of(options) / "checkpoints")
-        return "the same command with --resume goes on from here" if begun else ""
+        if begun:
+            return "the same command with --resume goes on from here"
+        return ""
 
     return run_command("thinker", work, kept=kept)
 

@@ -19,12 +19,14 @@ def check_layout(operation: str, config: ThinkerConfig, task: Task) -> None:
     `AtTokens` goes with latents at the tokens, and only with them.
     """
     if config.at_tokens != isinstance(task, AtTokens):
-        has = 'latent_init="tokens"' if config.at_tokens else f"latent_init={config.latent_init!r}"
-        needed = (
-            "AtTokens(task)"
-            if config.at_tokens
-            else 'a plain task, or a model with latent_init="tokens"'
-        )
+        if config.at_tokens:
+            has = 'latent_init="tokens"'
+        else:
+            has = f"latent_init={config.latent_init!r}"
+        if config.at_tokens:
+            needed = "AtTokens(task)"
+        else:
+            needed = 'a plain task, or a model with latent_init="tokens"'
         raise ValueError(f"{operation}: the model has {has}, the task is {task!r}; needed {needed}")
 
 
@@ -42,7 +44,10 @@ def check_tokens(
             "needed int64 or int32 ids (B, L), none of the two 0"
         )
     if mask is not None and mask.shape != tokens.shape:
-        hint = "; that is time first: transpose it" if mask.shape == tokens.shape[::-1] else ""
+        if mask.shape == tokens.shape[::-1]:
+            hint = "; that is time first: transpose it"
+        else:
+            hint = ""
         raise ValueError(
             f"LatentThinker: mask has shape {list(mask.shape)}, tokens {list(tokens.shape)}; "
             f"needed the same{hint}"
@@ -56,7 +61,8 @@ def check_tokens(
             f"{tokens.shape[1]}; needed at most max_input_length, {config.max_input_length}{hint}"
         )
     if values:
-        low, high = int(tokens.min()), int(tokens.max())
+        low = int(tokens.min())
+        high = int(tokens.max())
         if low < 0 or high >= config.vocab_size:
             wrong = low if low < 0 else high
             raise ValueError(
@@ -86,7 +92,10 @@ def check_mask(config: ThinkerConfig, mask: Tensor) -> None:
     """No row all padding; in a causal flow, padding on the left."""
     empty = (~mask.any(1)).nonzero()
     if len(empty):
-        which = "no row" if len(empty) == len(mask) else f"not row {int(empty[0])}"
+        if len(empty) == len(mask):
+            which = "no row"
+        else:
+            which = f"not row {int(empty[0])}"
         raise ValueError(
             f"LatentThinker: {which} has a token left by the mask; needed one or more in each row"
         )
@@ -101,18 +110,21 @@ def check_grid(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None) -> No
     """Where positions are of a grid, each row of the batch is one."""
     if config.positions != "rotary_2d":
         return
-    counts = torch.tensor([tokens.shape[1]]) if mask is None else mask.sum(1)
+    if mask is None:
+        counts = torch.tensor([tokens.shape[1]])
+    else:
+        counts = mask.sum(1)
     width = config.grid_width
-    whole = (
-        counts.double().sqrt().round().square() == counts if width is None else counts % width == 0
-    )
+    if width is None:
+        whole = counts.double().sqrt().round().square() == counts
+    else:
+        whole = counts % width == 0
     if not bool(whole.all()):
         wrong = int((~whole).nonzero()[0])
-        needed = (
-            "a square, or ThinkerConfig(grid_width=...)"
-            if width is None
-            else f"a multiple of grid_width, {width}"
-        )
+        if width is None:
+            needed = "a square, or ThinkerConfig(grid_width=...)"
+        else:
+            needed = f"a multiple of grid_width, {width}"
         raise ValueError(
             f"LatentThinker: row {wrong} has {int(counts[wrong])} tokens; needed {needed}"
         )

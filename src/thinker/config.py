@@ -174,15 +174,19 @@ class ThinkerConfig(PreTrainedConfig):
         self.output_size = vocab_size if output_size is None else output_size
         self.hidden_size = hidden_size
         self.num_heads = num_heads
-        self.mlp_size = mlp_size if mlp_size is not None else -(-hidden_size // 3) * 8
+        if mlp_size is not None:
+            self.mlp_size = mlp_size
+        else:
+            self.mlp_size = -(-hidden_size // 3) * 8
         self.layers_per_step = layers_per_step
         self.max_input_length = max_input_length
         self.max_output_length = max_output_length
         self.latent_init = latent_init or ("tokens" if causal else "table")
         self.latent_noise = latent_noise
-        self.num_latents = (
-            8 if num_latents is None and self.latent_init != "tokens" else num_latents
-        )
+        if num_latents is None and self.latent_init != "tokens":
+            self.num_latents = 8
+        else:
+            self.num_latents = num_latents
         self.n_step = n_step
         self.plan: Any = plan
         self.positions = positions
@@ -208,9 +212,10 @@ class ThinkerConfig(PreTrainedConfig):
         super().__init__(**rest)
         for name in _strangers(rest):
             near = difflib.get_close_matches(name, _fields(), 1)
-            hint = (
-                f"; did you mean {near[0]}?" if near else f"; needed some of {', '.join(_fields())}"
-            )
+            if near:
+                hint = f"; did you mean {near[0]}?"
+            else:
+                hint = f"; needed some of {', '.join(_fields())}"
             raise ValueError(
                 f"ThinkerConfig: there is no {name} (which is {rest[name]!r} here){hint}"
             )
@@ -349,14 +354,18 @@ class ThinkerConfig(PreTrainedConfig):
     def latents_for(self, length: int) -> int:
         """How many latents an input of ``length`` tokens has when a call does not say."""
         if self.at_tokens:
-            return length if self.num_latents is None else min(self.num_latents, length)
+            if self.num_latents is None:
+                return length
+            return min(self.num_latents, length)
         assert self.num_latents is not None
         return self.num_latents
 
     @property
     def table_size(self) -> int | None:
         """The most latents there can be; none with noise or tokens."""
-        return self.num_latents if self.latent_init == "table" else None
+        if self.latent_init == "table":
+            return self.num_latents
+        return None
 
     @property
     def longest(self) -> int:

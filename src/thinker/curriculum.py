@@ -125,20 +125,18 @@ class CurriculumDataset(IterableDataset):
             )
         self.task = task
         enumerable = task.every() is not None
-        usual = (
-            Fixed(max_length=1)
-            if enumerable
-            else Frontier(max_length=20, min_length=task.min_length)
-        )
+        if enumerable:
+            usual = Fixed(max_length=1)
+        else:
+            usual = Frontier(max_length=20, min_length=task.min_length)
         self.schedule = schedule or usual
-        self.batch_size, self.holdout, self.seed, self.rank, self.delay = (
-            batch_size,
-            holdout,
-            seed,
-            rank,
-            delay,
-        )
-        self.n_step, self.n_latent = n_step, n_latent
+        self.batch_size = batch_size
+        self.holdout = holdout
+        self.seed = seed
+        self.rank = rank
+        self.delay = delay
+        self.n_step = n_step
+        self.n_latent = n_latent
         for length in (self.schedule.min_length, self.schedule.max_length):
             _pair("n_step", n_step, length)
             _pair("n_latent", n_latent or 1, length)
@@ -166,7 +164,8 @@ class CurriculumDataset(IterableDataset):
             )
         check_sample(task, self._generator(2), longest)
         self._hold_out = HoldOut(task, holdout, longest, self.device)
-        self.step, self.segments = 0, 1
+        self.step = 0
+        self.segments = 1
         # rows of (from which batch on, state): shared, so that workers that live on see what the
         # trainer reports
         initial = self.schedule.initial()
@@ -178,11 +177,9 @@ class CurriculumDataset(IterableDataset):
     @property
     def most_latents(self) -> int | None:
         """The most latents that a batch asks for; none where the model decides."""
-        return (
-            None
-            if self.n_latent is None
-            else _pair("n_latent", self.n_latent, self.schedule.max_length)[1]
-        )
+        if self.n_latent is None:
+            return None
+        return _pair("n_latent", self.n_latent, self.schedule.max_length)[1]
 
     @property
     def most_steps(self) -> int:
@@ -243,7 +240,8 @@ class CurriculumDataset(IterableDataset):
         Raises:
             ValueError: A step before that of an earlier change.
         """
-        start, newest = float(step + self.delay), float(self._states[:, 0].max())
+        start = float(step + self.delay)
+        newest = float(self._states[:, 0].max())
         if start < newest:
             raise ValueError(
                 f"CurriculumDataset: a change at step {step} after a later one; needed steps in "
@@ -268,7 +266,8 @@ class CurriculumDataset(IterableDataset):
         sample = self.task.sample(generator, self.batch_size, lengths)
         if self.holdout:
             sample = self._hold_out.replaced(generator, sample, lengths)
-        longest, n_latent = int(lengths.max()), None
+        longest = int(lengths.max())
+        n_latent = None
         if self.n_latent is not None:
             n_latent = between(_pair("n_latent", self.n_latent, longest), mix(self.seed, 5, first))
         return {
@@ -285,7 +284,8 @@ class CurriculumDataset(IterableDataset):
         info = get_worker_info()
         stride = 1
         if info is not None:
-            self.step, stride = self.step + info.id, info.num_workers
+            self.step = self.step + info.id
+            stride = info.num_workers
         while True:
             self.step += stride
             yield self.batch(self.step - stride)

@@ -28,9 +28,11 @@ class FlowRow(NamedTuple):
     self_attention: bool = True
 
 
-COLUMNS, PARTS = FlowRow._fields, ("prologue", "loop", "epilogue")
+COLUMNS = FlowRow._fields
+PARTS = ("prologue", "loop", "epilogue")
 _USUAL = FlowRow()._asdict()
-_TRUE, _FALSE = {"1", "x", "✓", "true", "yes"}, {"", "0", "-", "false", "no"}
+_TRUE = {"1", "x", "✓", "true", "yes"}
+_FALSE = {"", "0", "-", "false", "no"}
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,9 @@ class FlowPlan:
         7
         """
         plan = cls(loop=(FlowRow(True, memory, memory, static, True, self_attention),))
-        return plan if n_step is None else cls(plan.rows(n_step))
+        if n_step is None:
+            return plan
+        return cls(plan.rows(n_step))
 
     @classmethod
     def read_once(
@@ -114,7 +118,9 @@ class FlowPlan:
             (FlowRow(False, memory, memory, static, False),),
             (FlowRow(False, memory, False, static, True),),
         )
-        return plan if n_step is None else cls(plan.rows(n_step))
+        if n_step is None:
+            return plan
+        return cls(plan.rows(n_step))
 
     @classmethod
     def random(
@@ -188,7 +194,8 @@ class FlowPlan:
                 if lines and bar(lines[0], "|") != lines[0]:
                     lines = [bar(line, "|") for line in lines]
             cells = [[c.strip() for c in line.split("|")] for line in lines]
-            names, cells = [c.lower() for c in cells[0]] if cells else [], cells[1:]
+            names = [c.lower() for c in cells[0]] if cells else []
+            cells = cells[1:]
             doubled = sorted({n for n in names if names.count(n) > 1})
             if doubled:
                 raise ValueError(
@@ -213,7 +220,8 @@ class FlowPlan:
         marked = [i for i, row in enumerate(rows) if str(row.get("step", "")).endswith("*")]
         if not marked:
             return cls(steps)
-        first, end = marked[0], marked[-1] + 1
+        first = marked[0]
+        end = marked[-1] + 1
         if len(marked) != end - first:
             raise ValueError(
                 "FlowPlan.from_table: rows marked with * have others between them; needed one loop"
@@ -242,7 +250,9 @@ class FlowPlan:
 
         Else the plan's own.
         """
-        return self._ends_in_output(max(usual, self.min_steps)) if self.loop else self.min_steps
+        if self.loop:
+            return self._ends_in_output(max(usual, self.min_steps))
+        return self.min_steps
 
     def _ends_in_output(self, n: int) -> int:
         """The first number of steps from ``n`` on whose last step outputs.
@@ -302,8 +312,12 @@ class FlowPlan:
         return {part: [[int(v) for v in row] for row in getattr(self, part)] for part in PARTS}
 
     def __str__(self) -> str:
-        every, first = self.prologue + self.loop + self.epilogue, len(self.prologue)
-        shown = COLUMNS if not all(row.self_attention for row in every) else COLUMNS[:-1]
+        every = self.prologue + self.loop + self.epilogue
+        first = len(self.prologue)
+        if not all(row.self_attention for row in every):
+            shown = COLUMNS
+        else:
+            shown = COLUMNS[:-1]
         names = ["step", *shown]
         lines = [f"| {' | '.join(names)} |", f"|{'|'.join('-' * (len(n) + 2) for n in names)}|"]
         for number, row in enumerate(every):

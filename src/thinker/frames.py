@@ -46,7 +46,9 @@ class Frame:
 
     def memory(self, length: int) -> Tensor | None:
         """The mask of a memory look-up: `own`, once for each write."""
-        return None if self.own is None else self.own.repeat(1, 1, 1, length // self.own.shape[-1])
+        if self.own is None:
+            return None
+        return self.own.repeat(1, 1, 1, length // self.own.shape[-1])
 
 
 def plain_frame(context: Context) -> Frame:
@@ -69,21 +71,22 @@ def token_frame(
     place = torch.arange(context.shape[1], device=context.index.device)
     after = place[-n:, None] - place  # (n, L)
     near = torch.ones(1, *after.shape, dtype=torch.bool, device=after.device)
-    where = context.index if context.index.shape[-1] > 1 else place[None, :, None]
+    if context.index.shape[-1] > 1:
+        where = context.index
+    else:
+        where = place[None, :, None]
     if window is not None:
         for axis in where.to(torch.int32).unbind(-1):  # in a grid by row and by column
             near = near & ((axis[:, -n:, None] - axis[:, None]).abs() < window)
     if causal:
         near = near & (after >= 0)
     # padding sees itself: a softmax over nothing is nan
-    read = (
-        near[:, None]
-        if context.mask is None
-        else near[:, None] & context.mask[:, None, None] | (after == 0)
-    )
-    real = (
-        None
-        if context.mask is None
-        else context.mask[:, -n:, None].to(context.keys_values[0][0].dtype)
-    )
+    if context.mask is None:
+        read = near[:, None]
+    else:
+        read = near[:, None] & context.mask[:, None, None] | (after == 0)
+    if context.mask is None:
+        real = None
+    else:
+        real = context.mask[:, -n:, None].to(context.keys_values[0][0].dtype)
     return Frame(read, read[..., -n:], angles(context.index[:, -n:]), real)

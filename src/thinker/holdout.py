@@ -22,7 +22,9 @@ class HoldOut:
     """
 
     def __init__(self, task: Task, share: float, longest: int, device: torch.device):
-        self.task, self.share, self.given = task, share, task.every()
+        self.task = task
+        self.share = share
+        self.given = task.every()
         enough = _ENOUGH if self.given is None else 1
         has_enough = [
             share > 0 and task.num_samples(n) >= enough for n in range(task.min_length, longest + 1)
@@ -34,9 +36,10 @@ class HoldOut:
         """Which rows are held out."""
         if not self.share:
             return torch.zeros(len(lengths), dtype=torch.bool, device=lengths.device)
-        word = (
-            row_key(sample.tokens, sample.mask, self._words) if sample.key is None else sample.key
-        )
+        if sample.key is None:
+            word = row_key(sample.tokens, sample.mask, self._words)
+        else:
+            word = sample.key
         word = (word ^ (word >> 29)) * signed(0xBF58476D1CE4E5B9)
         hashed = (word ^ (word >> 32)) & 0xFFFFFF
         return (hashed < self.share * (1 << 24)) & self.lengths[lengths]
@@ -68,9 +71,10 @@ class HoldOut:
                     whole[wrong] = part
                     continue
                 width = part.shape[-1]
-                columns = (
-                    slice(whole.shape[-1] - width, None) if self.task.pads_left else slice(width)
-                )
+                if self.task.pads_left:
+                    columns = slice(whole.shape[-1] - width, None)
+                else:
+                    columns = slice(width)
                 whole[wrong, ..., columns] = part
             wrong = wrong[self.rows(again, lengths[wrong])]
         raise ValueError(

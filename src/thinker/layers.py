@@ -26,7 +26,8 @@ class Attention(nn.Module):
         super().__init__()
         d = config.hidden_size
         self.num_heads = config.num_heads
-        self.norm, self.source_norm = make_norm(config), make_norm(config)
+        self.norm = make_norm(config)
+        self.source_norm = make_norm(config)
         self.query = nn.Linear(d, d, bias=False)
         self.key_value = nn.Linear(d, 2 * d, bias=False)
         self.out = nn.Linear(d, d, bias=False)
@@ -80,7 +81,8 @@ class SelfAttention(nn.Module):
         projected = self.query_key_value(self.norm(x)).unflatten(-1, (3, self.num_heads, -1))
         query, keys, values = projected.permute(2, 0, 3, 1, 4).unbind(0)
         if turn is not None:
-            query, keys = rotate(query, turn), rotate(keys, turn)
+            query = rotate(query, turn)
+            keys = rotate(keys, turn)
         return self.out(attention(query, keys, values, mask=mask))
 
 
@@ -157,7 +159,10 @@ class Readout(nn.Module):
         super().__init__()
         if not config.at_tokens:
             self.look = Attention(config)
-            self.self_attention = SelfAttention(config) if config.decoder_self_attention else None
+            if config.decoder_self_attention:
+                self.self_attention = SelfAttention(config)
+            else:
+                self.self_attention = None
             self.mlp = SwiGLU(config)
         self.norm = make_norm(config)
         self.head = nn.Linear(config.hidden_size, config.output_size, bias=False)

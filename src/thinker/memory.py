@@ -31,11 +31,15 @@ class Memory(ABC):
     @property
     def length(self) -> int:
         """Latents that can be looked up."""
-        return self.layers[0][0].shape[2] if self.layers else 0
+        if self.layers:
+            return self.layers[0][0].shape[2]
+        return 0
 
     def read(self, layer: int) -> KeysValues | None:
         """Keys and values of a layer; none while nothing was written."""
-        return self.layers[layer] if self.layers else None
+        if self.layers:
+            return self.layers[layer]
+        return None
 
     @abstractmethod
     def write(self, layers: Sequence[KeysValues]) -> Memory:
@@ -81,7 +85,9 @@ class StaticMemory(Memory):
 
     def __init__(self, size: int, room: _Room | None = None, filled: int = 0):
         super().__init__()
-        self.size, self.room, self.filled = size, room or _Room(), filled
+        self.size = size
+        self.room = room or _Room()
+        self.filled = filled
 
     @property
     def length(self) -> int:

@@ -68,14 +68,19 @@ class LatentThinker(PreTrainedModel):
         self.embedding = nn.Embedding(config.vocab_size, d)
         self.positions = Positions(config)
         rows = config.table_size or 1
-        self.latents = None if config.at_tokens else nn.Parameter(torch.empty(rows, d))
-        self.static_tokens = (
-            nn.Parameter(torch.empty(config.num_static_tokens, d))
-            if config.num_static_tokens
-            else None
-        )
+        if config.at_tokens:
+            self.latents = None
+        else:
+            self.latents = nn.Parameter(torch.empty(rows, d))
+        if config.num_static_tokens:
+            self.static_tokens = nn.Parameter(torch.empty(config.num_static_tokens, d))
+        else:
+            self.static_tokens = None
         self.layers = nn.ModuleList(ThinkLayer(config) for _ in range(config.layers_per_step))
-        self.rate = nn.Parameter(torch.empty(d)) if config.step_update == "normalized" else None
+        if config.step_update == "normalized":
+            self.rate = nn.Parameter(torch.empty(d))
+        else:
+            self.rate = None
         self.readout = Readout(config)
         self.gradient_checkpointing = False
         self.check_inputs = True
@@ -216,7 +221,10 @@ class LatentThinker(PreTrainedModel):
         check_numbers(n_step, n_latent, grad_steps, step_noise)
         check_exit(config, exit_rule)
         rows = chosen_rows(config, plan, n_step)
-        noise = (config.step_noise if self.training else 0.0) if step_noise is None else step_noise
+        if step_noise is None:
+            noise = config.step_noise if self.training else 0.0
+        else:
+            noise = step_noise
         random = bool(noise) or (carry is None and config.latent_init == "noise")
         if random and generator is None and not self.training and not torch.compiler.is_compiling():
             generator = torch.Generator(context.index.device).manual_seed(0)
@@ -226,11 +234,19 @@ class LatentThinker(PreTrainedModel):
             state = carry
             check_latents(config, n_latent, carry.latents.shape, context.shape, carried=True)
         keep = chosen_steps(output_steps, rows)
-        first_grad = 0 if grad_steps is None else max(0, len(rows) - grad_steps)
-        exits = None if exit_rule is None else Exits(exit_rule, context, state, len(rows))
-        latents, memory = state.latents, state.memory or make_memory(config)
+        if grad_steps is None:
+            first_grad = 0
+        else:
+            first_grad = max(0, len(rows) - grad_steps)
+        if exit_rule is None:
+            exits = None
+        else:
+            exits = Exits(exit_rule, context, state, len(rows))
+        latents = state.latents
+        memory = state.memory or make_memory(config)
         frame = self._frame(context, latents.shape[1])
-        kept, residuals = {}, []
+        kept = {}
+        residuals = []
         for number, row in enumerate(rows, 1):
             before = latents
             with torch.set_grad_enabled(torch.is_grad_enabled() and number > first_grad):

@@ -82,12 +82,14 @@ def grid_index(
              [1, 0],
              [1, 1]]])
     """
-    count = (
-        torch.tensor([[tokens.shape[1]]], device=tokens.device)
-        if mask is None
-        else mask.sum(1, keepdim=True)
-    )
-    columns = count.double().sqrt().round().long() if width is None else width
+    if mask is None:
+        count = torch.tensor([[tokens.shape[1]]], device=tokens.device)
+    else:
+        count = mask.sum(1, keepdim=True)
+    if width is None:
+        columns = count.double().sqrt().round().long()
+    else:
+        columns = width
     place = token_index(tokens, mask)
     return torch.stack([place // columns, place % columns], -1)
 
@@ -101,14 +103,20 @@ class Positions(nn.Module):
     def __init__(self, config: ThinkerConfig):
         super().__init__()
         self.config = config
-        d, kind = config.hidden_size, config.positions
+        d = config.hidden_size
+        kind = config.positions
         num = config.num_positions
         table_sizes = {"random": num, "cyclic": num, "aligned": config.longest + config.max_offset}
-        inputs, outputs = table_sizes.get(kind, config.max_input_length), config.max_output_length
-        self.input = (
-            nn.Embedding(inputs, d) if kind in ("learned", "cyclic", "random", "aligned") else None
-        )
-        self.end = nn.Embedding(config.max_input_length, d) if config.from_end else None
+        inputs = table_sizes.get(kind, config.max_input_length)
+        outputs = config.max_output_length
+        if kind in ("learned", "cyclic", "random", "aligned"):
+            self.input = nn.Embedding(inputs, d)
+        else:
+            self.input = None
+        if config.from_end:
+            self.end = nn.Embedding(config.max_input_length, d)
+        else:
+            self.end = None
         if config.at_tokens:
             outputs = 0  # the latents are the answer
         elif kind in SHARED:
@@ -132,7 +140,10 @@ class Positions(nn.Module):
             return Places()
         if generator is None and not self.training and not torch.compiler.is_compiling():
             generator = torch.Generator().manual_seed(0)
-        where = generator.device if generator is not None else torch.device("cpu")
+        if generator is not None:
+            where = generator.device
+        else:
+            where = torch.device("cpu")
         if moved:
             return Places(
                 offset=int(
@@ -153,7 +164,9 @@ class Positions(nn.Module):
         places: Places,
     ) -> Tensor | None:  # (B or 1, L, d)
         """Return what is added to the input's embeddings; nothing with rotary positions alone."""
-        index, kind, code = token_index(tokens, mask), self.config.positions, None
+        index = token_index(tokens, mask)
+        kind = self.config.positions
+        code = None
         if kind == "aligned":
             index = operand_index(tokens, mask, self.config.separators) + places.offset
         elif places.drawn is not None:

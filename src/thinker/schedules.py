@@ -152,7 +152,9 @@ class Progressive(Schedule):
     @property
     def first(self) -> int:
         """The first frontier."""
-        return self.min_length if self.start is None else self.start
+        if self.start is None:
+            return self.min_length
+        return self.start
 
     def initial(self) -> list[float]:
         """Frontier; right and all answers there since it moved."""
@@ -169,7 +171,8 @@ class Progressive(Schedule):
     def update(self, state: Tensor, right: Tensor, total: Tensor) -> Tensor:
         """Move on, back, or stay."""
         at = int(state[0])
-        good, all_ = float(state[1] + right[at]), float(state[2] + total[at])
+        good = float(state[1] + right[at])
+        all_ = float(state[2] + total[at])
         if all_ < self.min_answers:
             return torch.tensor([at, good, all_], dtype=state.dtype)
         if good / all_ >= self.threshold:

@@ -121,7 +121,8 @@ def lora_linear(
         if dropout_p and seed is None:
             seed = torch.randint(-(2**63), 2**63 - 1, (), device=x.device)
         if autocast_dtype(x) is None:
-            lora_a, lora_b = lora_a.to(x.dtype), lora_b.to(x.dtype)
+            lora_a = lora_a.to(x.dtype)
+            lora_b = lora_b.to(x.dtype)
         return reference.lora_linear(
             x,
             weight,

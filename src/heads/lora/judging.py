@@ -44,7 +44,8 @@ class ReferenceOverlap:
             )
         from sacrebleu.metrics import CHRF
 
-        self.references, self._metric = dict(references), CHRF()
+        self.references = dict(references)
+        self._metric = CHRF()
 
     def __call__(self, prompt: str, answer: str) -> float:
         """A score, 0 to 100.
@@ -74,12 +75,17 @@ class LikelihoodGain:
     """
 
     def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase):
-        start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        if tokenizer.bos_token_id is None:
+            start = tokenizer.eos_token_id
+        else:
+            start = tokenizer.bos_token_id
         if start is None:
             raise ValueError(
                 "LikelihoodGain: the tokenizer has neither a beginning nor an end token, needed one"
             )
-        self.model, self.tokenizer, self._start = model, tokenizer, start
+        self.model = model
+        self.tokenizer = tokenizer
+        self._start = start
 
     @torch.no_grad()
     def log_likelihood(self, before: Sequence[int], answer: Sequence[int]) -> float:
@@ -107,9 +113,11 @@ class LikelihoodGain:
         )
         if not said:
             return 0.0
-        asked = (
-            asked if asked[:1] == [self._start] else [self._start, *asked]
-        )  # as chat templates write it
+        # as chat templates write it
+        if asked[:1] == [self._start]:
+            asked = asked
+        else:
+            asked = [self._start, *asked]
         return self.log_likelihood(asked, said) - self.log_likelihood([self._start], said)
 
 
@@ -132,7 +140,8 @@ class WinRate:
                 f"WinRate: the model is a {type(model).__name__}, needed a "
                 "heads.pairwise.PairwiseModel"
             )
-        self.model, self.references = model, dict(references)
+        self.model = model
+        self.references = dict(references)
 
     def __call__(self, prompt: str, answer: str) -> float:
         """A score, 0 to 100.

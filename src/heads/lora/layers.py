@@ -23,9 +23,8 @@ KINDS = ("Linear", "Linear8bitLt", "Linear4bit", "HqqLoraLinear", "TorchaoLoraLi
 for ours."""
 
 _FEW = 256  # tokens up to which keeping a dropout's mask is cheaper than computing it again
-_MERGE_ABOVE = (
-    2  # times the break-even in flops, since a merged weight also has to be written to memory
-)
+# times the break-even in flops, since a merged weight also has to be written to memory
+_MERGE_ABOVE = 2
 _PLAIN = (nn.Parameter, Tensor, FakeTensor)
 
 
@@ -121,12 +120,14 @@ def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
     base = modules["base_layer"]
     active = (layer._active_adapter if spans is None else spans) or ()
     a_of, b_of, drop_of = (modules[n]._modules for n in ("lora_A", "lora_B", "lora_dropout"))
-    factors, adapters = [], []
+    factors: list[Any] = []
+    adapters = []
     for name in (active,) if isinstance(active, str) else active:
         a = a_of.get(name)
         if a is None:
             continue
-        b, drop = b_of[name], drop_of[name]
+        b = b_of[name]
+        drop = drop_of[name]
         if name in layer.lora_variant:
             return f"adapter {name!r} is a {type(layer.lora_variant[name]).__name__}"
         if layer.lora_bias.get(name):
@@ -140,17 +141,16 @@ def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
                 return "a factor has hooks, or a forward that was replaced"
             weight = part._parameters.get("weight")
             if not _is_plain(weight):
-                return (
-                    "a factor's weight is sharded"
-                    if _is_sharded(weight)
-                    else f"a factor is a {type(weight)}"
-                )
+                if _is_sharded(weight):
+                    return "a factor's weight is sharded"
+                return f"a factor is a {type(weight)}"
             factors.append(weight)
         p = drop.p if drop.training and type(drop) is nn.Dropout else 0.0
         adapters.append(Adapter(layer.scaling[name], p, None if spans is None else spans[name]))
-    weight = (
-        base._parameters.get("weight") if type(base) in STOCK and not _is_touched(base) else None
-    )
+    if type(base) in STOCK and not _is_touched(base):
+        weight = base._parameters.get("weight")
+    else:
+        weight = None
     return Route(base, weight if _is_plain(weight) else None, factors, adapters)
 
 
@@ -186,7 +186,8 @@ def compute(chosen_path: Route, x: Tensor) -> Tensor:
     ):  # which raises as a stock layer does
         y = base(x)
         return add_adapters(y.reshape(-1, y.shape[-1]), flat, factors, adapters).view(y.shape)
-    transposed, bias = type(base) is Conv1D, base._parameters.get("bias")
+    transposed = type(base) is Conv1D
+    bias = base._parameters.get("bias")
     in_transform = transforming()
     drops = not torch.compiler.is_compiling() and any(0 < one.dropout_p < 1 for one in adapters)
     if not in_transform and drops and flat.shape[0] > _FEW:

@@ -42,7 +42,8 @@ def answer_loss(
         ValueError: No token is trained.
     """
     device = next(model.parameters()).device
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     with evaluating(model):
         for start in tqdm(
             range(0, len(dataset), batch_size), "evaluating", disable=not progress, leave=False

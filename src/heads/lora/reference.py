@@ -27,7 +27,8 @@ def _mix(word: Tensor) -> Tensor:
 
 def dropout_codes(seed: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """A 32-bit word for each row and each column, in int64, from a 64-bit seed."""
-    low, high = seed & _WORD, (seed >> 32) & _WORD
+    low = seed & _WORD
+    high = (seed >> 32) & _WORD
     key = _mix(low ^ _mix(high))
     at_row, at_column = (
         torch.arange(n, device=seed.device, dtype=torch.int64) for n in (rows, columns)

@@ -74,9 +74,13 @@ def parser() -> argparse.ArgumentParser:
 
 def judged(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
     """A line for each row: its verdict, or why there is none."""
-    pairs, told = [], []
+    pairs = []
+    told = []
     for line, row, pair in each_pair(options.file, columns=dict(options.columns)):
-        known = {"id": row["id"]} if isinstance(row, Mapping) and "id" in row else {}
+        if isinstance(row, Mapping) and "id" in row:
+            known = {"id": row["id"]}
+        else:
+            known = {}
         told.append({"line": line, **known})
         if isinstance(pair, ValueError):
             told[-1]["error"] = str(pair)
@@ -107,7 +111,8 @@ def ranked(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
 
     Or why there are none.
     """
-    first, good = None, False
+    first = None
+    good = False
     for line, row in tqdm(
         raw_rows(options.file), "ranking", disable=options.no_progress, leave=False, delay=1
     ):
@@ -120,7 +125,8 @@ def ranked(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
             first = first or f" (line {line}: {error})"
             yield json.dumps({"line": line, "error": str(error)}, ensure_ascii=False)
             continue
-        good, scores = True, [round(score, 4) for score in ranking.scores.tolist()]
+        good = True
+        scores = [round(score, 4) for score in ranking.scores.tolist()]
         yield json.dumps({"line": line, "order": list(ranking.order), "scores": scores})
     if not good:
         raise ValueError(
@@ -132,7 +138,10 @@ def reported(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]
     """The report."""
     columns = dict(options.columns)
     pairs, read = read_pairs(options.file, columns=columns)
-    train = read_pairs(options.train, columns=columns)[0] if options.train else None
+    if options.train:
+        train = read_pairs(options.train, columns=columns)[0]
+    else:
+        train = None
     progress = not options.no_progress
     data = model.dataset(pairs, progress=progress)
     yield f"{options.file}: {read}"

@@ -54,9 +54,11 @@ def most_tokens(
     """Most tokens of a sequence: what was asked for, if the encoder has so many positions."""
     positions = getattr(encoder.config, "max_position_embeddings", None)
     first = getattr(getattr(encoder, "embeddings", None), "padding_idx", None)
-    counted = (
-        packing.offset if packing.packed or first is None else first + 1
-    )  # as RoBERTa and MPNet count
+    # as RoBERTa and MPNet count
+    if packing.packed or first is None:
+        counted = packing.offset
+    else:
+        counted = first + 1
     most = (positions or 512) - counted
     if asked is not None and positions and asked > most:
         raise ValueError(

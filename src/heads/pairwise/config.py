@@ -89,7 +89,10 @@ class PairwiseConfig(PreTrainedConfig):
             )
         self.encoder = encoder
         self.link = link
-        self.pooling = [pooling] if isinstance(pooling, str) else list(pooling or ())
+        if isinstance(pooling, str):
+            self.pooling = [pooling]
+        else:
+            self.pooling = list(pooling or ())
         self.ties = ties
         self.hidden_features = hidden_features
         self.dropout = dropout

@@ -80,7 +80,10 @@ def packed_attention(
         )
     if impl not in IMPLS:
         raise ValueError(f"{operation}: impl is {impl!r}, needed one of {', '.join(IMPLS)}")
-    ends = cu_seq_lens.tolist() if isinstance(cu_seq_lens, Tensor) else list(cu_seq_lens)
+    if isinstance(cu_seq_lens, Tensor):
+        ends = cu_seq_lens.tolist()
+    else:
+        ends = list(cu_seq_lens)
     lengths = [after - before for before, after in pairwise(ends)]
     if not ends or ends[0] != 0 or ends[-1] != len(query) or min(lengths, default=0) < 0:
         raise ValueError(
@@ -104,11 +107,10 @@ def packed_attention(
     outputs = []
     for parts in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
         count = len(parts[0])
-        near = (
-            None
-            if window is None or count <= window + 1
-            else _near(count, window, causal, query.device)
-        )
+        if window is None or count <= window + 1:
+            near = None
+        else:
+            near = _near(count, window, causal, query.device)
         q, k, v = (part.transpose(0, 1)[None] for part in parts)
         one = F.scaled_dot_product_attention(
             q,
@@ -121,7 +123,9 @@ def packed_attention(
             enable_gqa=groups < heads,
         )
         outputs.append(one[0].transpose(0, 1))
-    return torch.cat(outputs) if outputs else query.clone()
+    if outputs:
+        return torch.cat(outputs)
+    return query.clone()
 
 
 def _not_fused(query: Tensor, dropout_p: float) -> str | None:
@@ -136,7 +140,9 @@ def _not_fused(query: Tensor, dropout_p: float) -> str | None:
         return f"float16 or bfloat16, got {query.dtype}"
     if query.shape[-1] % 8 or query.shape[-1] > 256:
         return f"heads whose width is a multiple of 8, 256 at most, got {query.shape[-1]}"
-    return f"dropout_p=0, got {dropout_p}" if dropout_p else None
+    if dropout_p:
+        return f"dropout_p=0, got {dropout_p}"
+    return None
 
 
 @lru_cache(maxsize=1)
@@ -150,7 +156,9 @@ def _varlen() -> Any:
     except ImportError:
         return None
     needed = {"scale", "window_size", "enable_gqa"}
-    return varlen_attn if needed <= set(inspect.signature(varlen_attn).parameters) else None
+    if needed <= set(inspect.signature(varlen_attn).parameters):
+        return varlen_attn
+    return None
 
 
 def _flash(
@@ -193,7 +201,9 @@ def _near(length: int, window: int, causal: bool, device: torch.device) -> Tenso
     """
     place = torch.arange(length, device=device)
     apart = place[:, None] - place[None]
-    return (apart.abs() <= window) & (apart >= 0) if causal else apart.abs() <= window
+    if causal:
+        return (apart.abs() <= window) & (apart >= 0)
+    return apart.abs() <= window
 
 
 def davidson(score_a: Tensor, score_b: Tensor, log_nu: Tensor) -> Tensor:
@@ -270,11 +280,10 @@ def pairwise_loss(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
             f"needed {list(logits.shape[:1])} classes or {list(logits.shape)} shares"
         )
     log_probs = log_probabilities(logits)
-    wanted = (
-        labels.to(log_probs.dtype)
-        if labels.dim() == 2
-        else F.one_hot(labels, logits.shape[-1]).to(log_probs.dtype)
-    )
+    if labels.dim() == 2:
+        wanted = labels.to(log_probs.dtype)
+    else:
+        wanted = F.one_hot(labels, logits.shape[-1]).to(log_probs.dtype)
     wanted = wanted * (1 - label_smoothing) + label_smoothing / logits.shape[-1]
     return -(wanted * log_probs).sum(-1).mean()
 
@@ -294,5 +303,6 @@ def swap_divergence(logits: Tensor, swapped_logits: Tensor) -> Tensor:
     >>> swap_divergence(torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[0.0, 1.0, 0.0]]))
     tensor(0.)
     """
-    one, other = log_probabilities(logits), swapped(log_probabilities(swapped_logits))
+    one = log_probabilities(logits)
+    other = swapped(log_probabilities(swapped_logits))
     return ((one.exp() - other.exp()) * (one - other)).sum(-1).mean() / 2

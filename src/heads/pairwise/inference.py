@@ -120,8 +120,11 @@ def predict_pairs(
     if not data.encoded:
         warn_if_slow("predict_pairs", model.encoder)
     order = sorted(range(len(data)), key=lambda i: data.lengths[i])
-    collate, device = PairwiseCollator(), next(model.parameters()).device
-    made, turned, scores = [], [], []
+    collate = PairwiseCollator()
+    device = next(model.parameters()).device
+    made = []
+    turned = []
+    scores = []
     alike: dict[str, list[Tensor]] = {part: [] for part in (model.parts if parts else ())}
     with evaluating(model):
         for start in tqdm(
@@ -154,7 +157,8 @@ def sides_of(
     model: Judge, data: PairwiseDataset, numbers: Sequence[int], batch_size: int = 32
 ) -> list[Tensor]:
     """Features of A and of B of these pairs, and their surface features, on the CPU."""
-    collate, device = PairwiseCollator(), next(model.parameters()).device
+    collate = PairwiseCollator()
+    device = next(model.parameters()).device
     sides: list[list[Tensor]] = [[], [], [], []]
     with evaluating(model):
         for start in range(0, len(numbers), batch_size):
@@ -187,7 +191,10 @@ def _sides(model: Judge, batch: dict[str, Tensor]) -> Sides:
     rest = {
         name: value for name, value in batch.items() if name not in ("pairs", "surface", "features")
     }
-    features = batch["features"] if "features" in batch else model.features(**rest)
+    if "features" in batch:
+        features = batch["features"]
+    else:
+        features = model.features(**rest)
     return _parted(features, batch.get("surface"), *batch["pairs"].unbind(1))
 
 
@@ -200,20 +207,25 @@ def _parted(features: Tensor, surface: Tensor | None, a: Tensor, b: Tensor) -> S
 @torch.no_grad()
 def rank_answers(model: Judge, answers: Sequence[Answer], batch_size: int) -> Ranking:
     """Score, compare and order answers, for `PairwiseModel.rank`."""
-    device, count = next(model.parameters()).device, len(answers)
-    features, looks = [], []
+    device = next(model.parameters()).device
+    count = len(answers)
+    features = []
+    looks = []
     with evaluating(model), torch.autocast(device.type, enabled=False):
         for start in range(0, count, max(1, batch_size // 4)):
             part = answers[start : start + max(1, batch_size // 4)]
             batch = flat_batch([(part, [(k, k) for k in range(len(part))])])
             batch = {name: value.to(device) for name, value in batch.items()}
-            places, look = batch.pop("pairs")[:, 0], batch.pop("surface", None)
+            places = batch.pop("pairs")[:, 0]
+            look = batch.pop("surface", None)
             features.append(model.features(**batch)[places].to(model.head.outer.weight.dtype))
             looks += [] if look is None else [look[places].to(model.head.outer.weight.dtype)]
-        states, surface = torch.cat(features), torch.cat(looks) if looks else None
+        states = torch.cat(features)
+        surface = torch.cat(looks) if looks else None
         link = model.config.link == "davidson"
         scores = model.head.score(states, surface) if link else None
-        pairs, shares = torch.combinations(torch.arange(count, device=device)), []
+        pairs = torch.combinations(torch.arange(count, device=device))
+        shares = []
         for some in pairs.split(batch_size):
             first, second = some.unbind(1)
             if scores is not None:
@@ -223,9 +235,10 @@ def rank_answers(model: Judge, answers: Sequence[Answer], batch_size: int) -> Ra
             orders = _verdicts(model, _parted(states, surface, first, second))[:2]
             shares.append(torch.stack(orders).exp().mean(0).cpu())
     wins = _wins(torch.cat(shares) if shares else torch.zeros(0, 2), pairs.cpu(), count)
-    strengths = (
-        bradley_terry(wins.clamp(1e-9, 1 - 1e-9)) if scores is None else scores.double().cpu()
-    )
+    if scores is None:
+        strengths = bradley_terry(wins.clamp(1e-9, 1 - 1e-9))
+    else:
+        strengths = scores.double().cpu()
     return Ranking(
         tuple(strengths.argsort(descending=True, stable=True).tolist()),
         strengths - strengths.mean(),
@@ -279,7 +292,8 @@ def bradley_terry(wins: Tensor, *, iterations: int = 200) -> Tensor:
         raise ValueError(
             "bradley_terry: some never won against the rest, so that no finite scores are best"
         )
-    won, games = table.sum(1), table + table.T
+    won = table.sum(1)
+    games = table + table.T
     ones = torch.ones(count, count, dtype=torch.float64)
 
     def likelihood(scores: Tensor) -> Tensor:

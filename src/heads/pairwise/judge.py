@@ -89,11 +89,10 @@ class Judge(PreTrainedModel):
                 f"PairwiseModel: lengths are {sizes!r:.60} for {len(input_ids)} tokens; needed "
                 "their sum"
             )
-        kinds = (
-            token_type_ids
-            if (getattr(self.config.encoder, "type_vocab_size", 0) or 0) > 1
-            else None
-        )
+        if (getattr(self.config.encoder, "type_vocab_size", 0) or 0) > 1:
+            kinds = token_type_ids
+        else:
+            kinds = None
         if self.packs:
             states = encode_packed(self.encoder, input_ids, sizes, kinds, self.packing.offset)
         else:
@@ -169,7 +168,8 @@ class Judge(PreTrainedModel):
                 ``"style"``, ``"overlap"``.
         """
         dtype = self.head.outer.weight.dtype
-        a, b = a.to(dtype), b.to(dtype)
+        a = a.to(dtype)
+        b = b.to(dtype)
         surface_a, surface_b = (
             look if look is None else look.to(dtype) for look in (surface_a, surface_b)
         )
@@ -178,14 +178,14 @@ class Judge(PreTrainedModel):
         elif alike is not None and surface_a is not None and surface_b is not None:
             columns = columns_of([alike])
             mean = (surface_a[:, columns] + surface_b[:, columns]) / 2
-            surface_a, surface_b = surface_a.clone(), surface_b.clone()
+            surface_a = surface_a.clone()
+            surface_b = surface_b.clone()
             surface_a[:, columns] = surface_b[:, columns] = mean
         divisor = 1.0 if self.training else self.head.temperature
-        consistent = (
-            self.config.swap_consistency
-            if self.config.link == "concat" and labels is not None
-            else 0.0
-        )
+        if self.config.link == "concat" and labels is not None:
+            consistent = self.config.swap_consistency
+        else:
+            consistent = 0.0
         loss = scores = other = None
         if self.config.link == "davidson":
             scores = torch.stack([self.head.score(a, surface_a), self.head.score(b, surface_b)], -1)
@@ -193,11 +193,10 @@ class Judge(PreTrainedModel):
             other = swapped(logits) if both_orders else None
         else:
             logits = self.head(a, b, surface_a, surface_b) / divisor
-            other = (
-                self.head(b, a, surface_b, surface_a) / divisor
-                if both_orders or consistent
-                else None
-            )
+            if both_orders or consistent:
+                other = self.head(b, a, surface_b, surface_a) / divisor
+            else:
+                other = None
         if labels is not None:
             smoothing = self.config.label_smoothing
             loss = pairwise_loss(logits, labels, label_smoothing=smoothing)

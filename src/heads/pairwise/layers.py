@@ -18,7 +18,9 @@ from .config import Link, Pooling
 from .functional import davidson
 from .surface import SurfaceEncoding
 
-_INNER, _COMBINATIONS = 64, 16  # width of a network, and of what it sees of the features
+# width of a network, and of what it sees of the features
+_INNER = 64
+_COMBINATIONS = 16
 
 
 class PairwiseHead(nn.Module):
@@ -61,9 +63,15 @@ class PairwiseHead(nn.Module):
         surface: Sequence[str] = (),
     ):
         super().__init__()
-        self.in_features, self.link, self.ties, self.dropout = in_features, link, ties, dropout
+        self.in_features = in_features
+        self.link = link
+        self.ties = ties
+        self.dropout = dropout
         compares = link == "antisymmetric"
-        self.encoding = SurfaceEncoding(surface, compares=compares) if surface else None
+        if surface:
+            self.encoding = SurfaceEncoding(surface, compares=compares)
+        else:
+            self.encoding = None
         looks = 0 if self.encoding is None else self.encoding.width
         self.project: nn.Linear | None = None
         self.beside: nn.Sequential | None = None
@@ -80,10 +88,16 @@ class PairwiseHead(nn.Module):
                     nn.Linear(width, hidden_features), nn.GELU(), nn.Dropout(dropout)
                 )
                 width = hidden_features
-            self.beside = _network(looks, hidden_features or _INNER, 1, dropout) if looks else None
+            if looks:
+                self.beside = _network(looks, hidden_features or _INNER, 1, dropout)
+            else:
+                self.beside = None
         concat = link == "concat"  # in the other links a bias would cancel, or favour a side
         self.outer = nn.Linear(width, 2 + ties if concat else 1, bias=concat)
-        self.tie = nn.Parameter(torch.zeros(())) if ties and link != "concat" else None
+        if ties and link != "concat":
+            self.tie = nn.Parameter(torch.zeros(()))
+        else:
+            self.tie = None
         self.temperature: Tensor
         self.scale: Tensor
         self.register_buffer("temperature", torch.ones(()))
@@ -94,7 +108,9 @@ class PairwiseHead(nn.Module):
     def _lasts(self) -> list[nn.Linear]:
         """The last layers."""
         beside: Any = self.beside
-        return [self.outer] if beside is None else [self.outer, beside[-1]]
+        if beside is None:
+            return [self.outer]
+        return [self.outer, beside[-1]]
 
     def reset_parameters(self) -> None:
         """Zero the last layers: at first all classes are equally likely."""
@@ -171,8 +187,11 @@ class PairwiseHead(nn.Module):
             return self.linked(self.score(a, surface_a), self.score(b, surface_b))
         if self.project is None or self.beside is None:
             return self._read(a, b)
-        a, b = self._dropped(a / self.scale), self._dropped(b / self.scale)
-        few_a, few_b, made = self.project(a), self.project(b), []
+        a = self._dropped(a / self.scale)
+        b = self._dropped(b / self.scale)
+        few_a = self.project(a)
+        few_b = self.project(b)
+        made = []
         for one, other, looks in (
             (few_a, few_b, (surface_a, surface_b)),
             (few_b, few_a, (surface_b, surface_a)),

@@ -84,18 +84,16 @@ class PairwiseModel(SavedJudge):
                 "PairwiseModel: there is no encoder in its config, so it is no judge; needed one "
                 "that was trained and saved, or from_encoder, which makes a new one"
             )
-        dtype_asked = {
-            "dtype": torch.get_default_dtype()
-        }  # what from_pretrained was asked for, not what was saved
-        inner: Any = (
-            AutoModel.from_config(config.encoder, **dtype_asked) if encoder is None else encoder
-        )
-        for module in () if encoder is None else inner.modules():
-            module._is_hf_initialized = True  # its weights are not to be drawn again
+        inner: Any = encoder
+        if encoder is None:
+            # what from_pretrained was asked for, not what was saved
+            inner = AutoModel.from_config(config.encoder, dtype=torch.get_default_dtype())
+        else:
+            for module in inner.modules():
+                module._is_hf_initialized = True  # its weights are not to be drawn again
         if getattr(inner, "pooler", None) is not None:
-            inner.pooler = (
-                None  # what pools here is ours, and parameters without gradients stop DDP
-            )
+            # what pools here is ours, and parameters without gradients stop DDP
+            inner.pooler = None
         inner.config.use_cache = False  # of keys and values, which nothing here asks for again
         self.encoder = inner
         self.pool = Pool(config.pooling)
@@ -177,9 +175,10 @@ class PairwiseModel(SavedJudge):
                 raise ValueError(
                     f"from_encoder: {place} is no model's folder, nor found on the hub ({reason})"
                 ) from error
-            tokenizer = (
-                AutoTokenizer.from_pretrained(place, **hub) if tokenizer is None else tokenizer
-            )
+            if tokenizer is None:
+                tokenizer = AutoTokenizer.from_pretrained(place, **hub)
+            else:
+                tokenizer = tokenizer
         if isinstance(tokenizer, (str, Path)):
             tokenizer = AutoTokenizer.from_pretrained(str(tokenizer))
         if not isinstance(encoder, PreTrainedModel):

@@ -61,9 +61,11 @@ def _attention(
     if options.get("softcap") is not None or options.get("s_aux") is not None:
         raise ValueError("its attention has a soft cap or sinks")
     causal = options.get("is_causal")
-    causal = (
-        getattr(module, "is_causal", True) if causal is None else causal
-    )  # as transformers decides it
+    # as transformers decides it
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    else:
+        causal = causal
     window = (
         None if sliding_window is None else sliding_window - 1
     )  # theirs counts the token itself
@@ -83,7 +85,9 @@ def _attention(
 
 def _mask(*args: Any, **options: object) -> Tensor | None:
     """No mask in a packed run, where it would have T x T entries; else stock sdpa's."""
-    return None if _PACKED.get() else sdpa_mask(*args, **options)
+    if _PACKED.get():
+        return None
+    return sdpa_mask(*args, **options)
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -161,7 +165,10 @@ def encode_padded(
 def _states(encoder: nn.Module, output: object) -> Tensor:
     states = getattr(output, "last_hidden_state", None)
     if states is None:
-        fields = sorted(output) if isinstance(output, Mapping) else type(output).__name__
+        if isinstance(output, Mapping):
+            fields = sorted(output)
+        else:
+            fields = type(output).__name__
         raise ValueError(
             f"PairwiseModel: {type(encoder).__name__} gives {fields}; needed a last_hidden_state"
         )
@@ -221,7 +228,10 @@ def check_packing(encoder: PreTrainedModel) -> PackingReport:
     )
     if kind not in _CHECKED:
         _CHECKED[kind] = _tried(base)
-    base.config._attn_implementation = ATTENTION if _CHECKED[kind].packed else before
+    if _CHECKED[kind].packed:
+        base.config._attn_implementation = ATTENTION
+    else:
+        base.config._attn_implementation = before
     return _CHECKED[kind]
 
 
@@ -237,12 +247,12 @@ def _tried(encoder: PreTrainedModel) -> PackingReport:
         )
     if encoder.dtype != torch.float32:  # half precision could not tell positions apart
         encoder = copy.deepcopy(encoder).float()
-    before, weight = encoder.config._attn_implementation, embedding_weight(encoder)
-    most, window = (
-        getattr(encoder.config, "max_position_embeddings", None),
-        getattr(encoder.config, "sliding_window", None),
-    )
-    lengths, device = (5, 3, min((window or 0) + 7, (most or 512) // 2)), weight.device
+    before = encoder.config._attn_implementation
+    weight = embedding_weight(encoder)
+    most = getattr(encoder.config, "max_position_embeddings", None)
+    window = getattr(encoder.config, "sliding_window", None)
+    lengths = (5, 3, min((window or 0) + 7, (most or 512) // 2))
+    device = weight.device
     fill = getattr(encoder.config, "pad_token_id", None) or 0
     usual = [token for token in range(min(len(weight), 64)) if token != fill]
     ids = torch.tensor((usual * sum(lengths))[: sum(lengths)], device=device)

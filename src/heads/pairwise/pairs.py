@@ -87,7 +87,9 @@ def turns_of(role: str, words: Words) -> tuple[Turn, ...]:
     """
     if not isinstance(words, str):
         return words
-    return (Turn(role, words),) if words or role == "assistant" else ()
+    if words or role == "assistant":
+        return (Turn(role, words),)
+    return ()
 
 
 def said_by(role: str, words: Words) -> str:
@@ -99,11 +101,9 @@ def said_by(role: str, words: Words) -> str:
     ... )
     'One.\n\nTwo.'
     """
-    return (
-        words
-        if isinstance(words, str)
-        else "\n\n".join(turn.text for turn in words if turn.role == role)
-    )
+    if isinstance(words, str):
+        return words
+    return "\n\n".join(turn.text for turn in words if turn.role == role)
 
 
 def plain(value: object) -> Any:
@@ -112,13 +112,11 @@ def plain(value: object) -> Any:
     So undo what numpy, pandas and parquet make of lists and None.
     """
     value = value.tolist() if hasattr(value, "tolist") else value
-    return (
-        None
-        if isinstance(value, float) and value != value
-        else list(value)
-        if isinstance(value, tuple)
-        else value
-    )
+    if isinstance(value, float) and value != value:
+        return None
+    if isinstance(value, tuple):
+        return list(value)
+    return value
 
 
 def sound(name: str, text: str) -> str:
@@ -143,7 +141,10 @@ def check_words(name: str, value: object) -> Words:
         return sound(name, value)
     turns = []
     for part in value if isinstance(value, (tuple, list)) else [None]:
-        turn = (part.get("role"), part.get("content")) if isinstance(part, Mapping) else part
+        if isinstance(part, Mapping):
+            turn = (part.get("role"), part.get("content"))
+        else:
+            turn = part
         if (
             not isinstance(turn, (tuple, list))
             or len(turn) != 2
@@ -258,7 +259,10 @@ def check_label(label: object, classes: int = 3) -> int | tuple[float, ...] | No
     >>> check_label((0.75, 0.25, 0.0), classes=2)
     (0.75, 0.25)
     """
-    without = "" if classes == len(CLASSES) else ", of a model that knows no ties"
+    if classes == len(CLASSES):
+        without = ""
+    else:
+        without = ", of a model that knows no ties"
     label = plain(label)
     if isinstance(label, str) and label.strip():
         text = label.strip().lower()

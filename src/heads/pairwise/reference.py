@@ -43,6 +43,7 @@ def davidson(score_a: Tensor, score_b: Tensor, log_nu: Tensor) -> Tensor:
 
     Source: Davidson 1970.
     """
-    a, b = score_a.exp(), score_b.exp()
+    a = score_a.exp()
+    b = score_b.exp()
     parts = torch.stack([a, b, log_nu.exp() * (a * b).sqrt()], -1)
     return parts / parts.sum(-1, keepdim=True)

@@ -58,7 +58,8 @@ _COUNTED = tuple(
         r"\b(i cannot|i can't|i am not able|i'm not able|i'm sorry|as an ai|unable to)\b",
     )
 )
-_WORD, _PARAGRAPH = re.compile(r"\w+"), re.compile(r"\n\s*\n")
+_WORD = re.compile(r"\w+")
+_PARAGRAPH = re.compile(r"\n\s*\n")
 
 
 def surface_of(prompt: str, answer: str) -> np.ndarray:
@@ -71,9 +72,11 @@ def surface_of(prompt: str, answer: str) -> np.ndarray:
     (1.1, 1.61, 0.0)
     """
     words = _WORD.findall(answer.lower())
-    asked, distinct = set(_WORD.findall(prompt.lower())), set(words)
+    asked = set(_WORD.findall(prompt.lower()))
+    distinct = set(words)
     triples = list(zip(words, words[1:], words[2:], strict=False))
-    size, count = max(1, len(answer)), max(1, len(words))
+    size = max(1, len(answer))
+    count = max(1, len(words))
     length = [math.log1p(len(answer)), math.log1p(len(words)), len(answer) / count]
     counts = [
         answer.count("\n"),
@@ -143,7 +146,8 @@ class SurfaceEncoding(nn.Module):
 
     def __init__(self, kinds: Sequence[str], *, compares: bool, bins: int = 16):
         super().__init__()
-        self.columns, self.compares = columns_of(kinds), compares
+        self.columns = columns_of(kinds)
+        self.compares = compares
         count = (1 + compares) * len(self.columns)
         self.width = count * bins
         self.edges: Tensor
@@ -158,7 +162,8 @@ class SurfaceEncoding(nn.Module):
 
     def forward(self, a: Tensor, b: Tensor | None = None) -> Tensor:
         """(P, F) features of A, and of B where it compares, to (P, width)."""
-        low, high = self.edges[:, :-1], self.edges[:, 1:]
+        low = self.edges[:, :-1]
+        high = self.edges[:, 1:]
         seen = self._seen(a, b)
         return ((seen[..., None] - low) / (high - low).clamp(min=1e-6)).clamp(0, 1).flatten(1)
 

@@ -49,7 +49,10 @@ def batches(
                 "of token ids (B, T) or a dict of the model's arguments; a tokenizer makes them "
                 "from text"
             )
-        batch = {"input_ids": item} if isinstance(item, Tensor) else _as_tensors(item)
+        if isinstance(item, Tensor):
+            batch = {"input_ids": item}
+        else:
+            batch = _as_tensors(item)
         if not any(
             isinstance(v, Tensor) and v.numel()
             for k, v in batch.items()
@@ -68,10 +71,8 @@ def batches(
         for name, value in batch.items():
             if isinstance(value, Tensor) and name in _OF_TOKENS and value.dim() == 1:
                 batch[name] = value[None]
-        config, main = (
-            getattr(model, "config", None),
-            getattr(model, "main_input_name", "input_ids"),
-        )
+        config = getattr(model, "config", None)
+        main = getattr(model, "main_input_name", "input_ids")
         if main != "input_ids" and main not in batch:
             raise ValueError(
                 f"{operation}: a batch of calibration has {sorted(batch)}, needed dicts with "
@@ -118,17 +119,17 @@ def tokens_seen(data: Sequence[Batch], least: int) -> list[str]:
     """Say how many tokens errors were measured on, and whether a fit of this size needs more."""
     count = 0
     for batch in data:
-        ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+        ids = batch.get("input_ids")
+        mask = batch.get("attention_mask")
         if not isinstance(ids, Tensor):
             return []  # images, say
         count += (
             int(mask.sum()) if isinstance(mask, Tensor) and mask.shape == ids.shape else ids.numel()
         )
-    few = (
-        f", fewer than the {least:,} numbers that are fitted on them: needed thousands"
-        if count < least
-        else ""
-    )
+    if count < least:
+        few = f", fewer than the {least:,} numbers that are fitted on them: needed thousands"
+    else:
+        few = ""
     return [f"errors are those on the {count:,} calibration tokens{few}"]
 
 
@@ -136,7 +137,12 @@ def tokens_seen(data: Sequence[Batch], least: int) -> list[str]:
 def first_output(model: nn.Module, batch: Batch) -> Tensor:
     """What a model says first, in float32: logits or hidden states."""
     out = model(**without_labels(batch))
-    values = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple) else (out,)
+    if isinstance(out, Mapping):
+        values = out.values()
+    elif isinstance(out, tuple):
+        values = out
+    else:
+        values = (out,)
     return next(v for v in values if isinstance(v, Tensor) and v.dim()).float()
 
 
@@ -176,7 +182,9 @@ def positions_of(model: nn.Module) -> int | None:
     ]
     if isinstance(positions, int) and tables and tables[0].padding_idx is not None:
         positions -= tables[0].padding_idx + 1  # RoBERTa counts from behind the padding's
-    return positions if isinstance(positions, int) and positions > 0 else None
+    if isinstance(positions, int) and positions > 0:
+        return positions
+    return None
 
 
 def _check_ids(operation: str, ids: object, model: nn.Module) -> None:
@@ -191,8 +199,10 @@ def _check_ids(operation: str, ids: object, model: nn.Module) -> None:
         raise ValueError(
             f"{operation}: a batch has no token, {list(ids.shape)}; needed one or more"
         )
-    count, positions = getattr(config.get_text_config(), "vocab_size", None), positions_of(model)
-    least, most = int(ids.min()), int(ids.max())
+    count = getattr(config.get_text_config(), "vocab_size", None)
+    positions = positions_of(model)
+    least = int(ids.min())
+    most = int(ids.max())
     if isinstance(count, int) and not 0 <= least <= most < count:
         raise ValueError(
             f"{operation}: token ids go from {least} to {most}, needed 0 to {count - 1}"

@@ -35,7 +35,8 @@ def text_of(path: str | Path) -> str:
         raise ValueError(
             f"text_of: {path} is not a file, needed one of text, or of JSON records with texts"
         )
-    content, suffix = path.read_bytes(), path.suffix.lower()
+    content = path.read_bytes()
+    suffix = path.suffix.lower()
     is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     text = content.decode("utf-16" if is_utf16 else "utf-8-sig", errors="replace")
     if "\0" in text or text.count("\ufffd") > len(text) * _STRANGE:
@@ -63,9 +64,9 @@ def _strings(record: object) -> list[str]:
         return [record] if record else []
     if isinstance(record, Mapping):
         record = [value for name, value in record.items() if name not in _LABELS]
-    return (
-        [text for value in record for text in _strings(value)] if isinstance(record, list) else []
-    )
+    if isinstance(record, list):
+        return [text for value in record for text in _strings(value)]
+    return []
 
 
 def text_batches(
@@ -168,7 +169,8 @@ def strided(batches: Iterable[Tensor], *, context: int, stride: int) -> list[dic
     if not rows:
         raise ValueError("strided: there is no batch of tokens to make windows of, needed some")
     ids = torch.cat(rows)
-    windows, done = [], 0
+    windows = []
+    done = 0
     for begin in range(0, len(ids), stride):
         row = ids[begin : begin + context]
         if begin + len(row) <= done or len(row) < 2:

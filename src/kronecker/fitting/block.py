@@ -44,13 +44,11 @@ class Block:
         singles: Sequence[str],
         calls: Sequence[Call],
     ):
-        self.model, self.name, self.mlps, self.singles, self.calls = (
-            model,
-            name,
-            mlps,
-            singles,
-            calls,
-        )
+        self.model = model
+        self.name = name
+        self.mlps = mlps
+        self.singles = singles
+        self.calls = calls
         self.module = model.get_submodule(name)
         self.kinds: dict[
             str, str | None
@@ -204,7 +202,9 @@ class Block:
         kind = self.kinds[mlp.down]
         if kind == "output":
             return tokens(out, call.keep) - y
-        return x if kind == "read" else torch.zeros_like(y)
+        if kind == "read":
+            return x
+        return torch.zeros_like(y)
 
 
 def blocks_with(
@@ -222,9 +222,13 @@ def blocks_with(
     """
     names = [*(m.down for m in mlps), *singles]
     blocks = blocks_of(model, names)
-    calls = None if not blocks[0][0] else calls_of(model, [b for _, b, _ in blocks], data)
+    if not blocks[0][0]:
+        calls = None
+    else:
+        calls = calls_of(model, [b for _, b, _ in blocks], data)
     if calls is None:  # not a chain of blocks: the whole model is one
-        blocks, calls = [("", model, names)], [[WholeModel(b) for b in data]]
+        blocks = [("", model, names)]
+        calls = [[WholeModel(b) for b in data]]
     return [
         Block(
             model,

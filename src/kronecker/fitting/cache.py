@@ -40,7 +40,8 @@ class FitCache:
         data: Sequence[Batch],
         operation: str,
     ):
-        self.folder, self.operation = None if folder is None else Path(folder), operation
+        self.folder = None if folder is None else Path(folder)
+        self.operation = operation
         self.key = "" if folder is None else _key(model, settings, data)
 
     def store(self, name: str, tensors: Mapping[str, Tensor], errors: Mapping[str, float]) -> None:
@@ -53,7 +54,10 @@ class FitCache:
 
     def load(self, name: str) -> tuple[dict[str, Tensor], dict[str, float]] | None:
         """A part that was kept for just this fit, with its errors, or None."""
-        path = None if self.folder is None else self.folder / f"{name or 'model'}.safetensors"
+        if self.folder is None:
+            path = None
+        else:
+            path = self.folder / f"{name or 'model'}.safetensors"
         if path is None or not path.exists():
             return None
         try:
@@ -69,7 +73,10 @@ class FitCache:
 def _key(model: nn.Module, settings: object, data: Sequence[Batch]) -> str:
     """What a fitted part depends on: the modules, their weights, the settings and the data."""
     config = getattr(model, "config", None)
-    fields = config.to_dict() if isinstance(config, PretrainedConfig) else None
+    if isinstance(config, PretrainedConfig):
+        fields = config.to_dict()
+    else:
+        fields = None
     text = json.dumps([settings, str(type(model)), fields], default=str)
     digest = hashlib.sha256(text.encode())
     for name, module in model.named_modules():  # a user may have put another activation there

@@ -50,7 +50,9 @@ def calls_of(
         One list of calls for each block; None where a block's input is not the output of the one
         before it.
     """
-    body, outputs, inputs = _body(model, blocks, data[0]), [], []
+    body = _body(model, blocks, data[0])
+    outputs: list[Any] = []
+    inputs: list[Any] = []
 
     def reads(module: nn.Module, given: tuple, named: Mapping[str, object]) -> None:
         inputs.append(given[0] if given else named["hidden_states"])
@@ -79,7 +81,9 @@ def _body(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) -> nn.Mod
     body = getattr(model, "base_model", model)
     if not isinstance(body, nn.Module) or not any(m is blocks[0] for m in body.modules()):
         return model
-    return body if set(batch) <= set(inspect.signature(body.forward).parameters) else model
+    if set(batch) <= set(inspect.signature(body.forward).parameters):
+        return body
+    return model
 
 
 def _captured(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) -> list[list[Call]]:
@@ -91,9 +95,11 @@ def _captured(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) -> li
         def capture(module: nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
             named = dict(named)
             if arguments:
-                hidden, rest = arguments[0], arguments[1:]
+                hidden = arguments[0]
+                rest = arguments[1:]
             else:
-                hidden, rest = named.pop("hidden_states"), ()
+                hidden = named.pop("hidden_states")
+                rest = ()
             # a cache would grow with every walk, and later ones would attend to what earlier ones
             # left there
             rest = tuple(None if isinstance(a, Cache) else a for a in rest)
@@ -116,7 +122,9 @@ def _captured(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) -> li
 def not_padding(batch: Batch) -> Tensor | None:
     """Which of a batch's tokens its mask keeps, flat; None where there is no such mask."""
     mask = batch.get("attention_mask")
-    return None if mask is None or mask.dim() != 2 else mask.reshape(-1).bool()
+    if mask is None or mask.dim() != 2:
+        return None
+    return mask.reshape(-1).bool()
 
 
 def _is_one_tensor(out: object) -> bool:
@@ -130,7 +138,9 @@ def _passed_by(blocks: Sequence[nn.Module], size: int | None) -> Iterator[None]:
 
     def same(*arguments: object, **named: object) -> Any:
         hidden = arguments[0] if arguments else named["hidden_states"]
-        return hidden if size is None else (hidden, *[None] * (size - 1))
+        if size is None:
+            return hidden
+        return (hidden, *[None] * (size - 1))
 
     before = [vars(block).get("forward") for block in blocks]
     try:
@@ -164,7 +174,9 @@ def _joined(parts: Sequence[list[list[Call]]]) -> list[list[Call]]:
 def tokens(x: Tensor, keep: Tensor | None) -> Tensor:
     """An activation's tokens that are not padding, (N, F)."""
     flat = x.reshape(-1, x.shape[-1])
-    return flat if keep is None or len(keep) != len(flat) else flat[keep]
+    if keep is None or len(keep) != len(flat):
+        return flat
+    return flat[keep]
 
 
 def outputs_of(block: nn.Module, calls: Sequence[Call], hidden: Sequence[Tensor]) -> list[Tensor]:
@@ -180,11 +192,9 @@ class WholeModel(Call):
     """A whole model as one block."""
 
     def __init__(self, batch: Batch):
-        self.batch, self.hidden, self.keep = (
-            without_labels(batch),
-            torch.empty(0),
-            not_padding(batch),
-        )
+        self.batch = without_labels(batch)
+        self.hidden = torch.empty(0)
+        self.keep = not_padding(batch)
 
     def run(self, block: nn.Module) -> Tensor:
         """Nothing goes from one block to the next."""

@@ -26,7 +26,9 @@ def descended(
         return weights, before
     moved = _moved(weights, x, target, epochs)
     after = moved.error(x, target)
-    return (moved, after) if after < before else (weights, before)
+    if after < before:
+        return (moved, after)
+    return (weights, before)
 
 
 @torch.enable_grad()
@@ -42,7 +44,8 @@ def _moved(weights: MlpWeights, x: Tensor, target: Tensor, epochs: int) -> MlpWe
     weights = weights.with_parameters(parameters)
     groups = [{"params": [t], "lr": 0.0, "size": s} for t, s in zip(parameters, sizes, strict=True)]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
-    generator, batch = torch.Generator().manual_seed(0), min(_BATCH, len(x))
+    generator = torch.Generator().manual_seed(0)
+    batch = min(_BATCH, len(x))
     orders = [torch.randperm(len(x), generator=generator) for _ in range(epochs)]
     chunks = [
         rows.to(x.device) for order in orders for rows in order.split(batch) if len(rows) == batch

@@ -34,10 +34,8 @@ def eliminate(weight: Tensor, moment: Tensor, keep: int, *, step: int = 1) -> Te
     >>> eliminate(weight, moment, 2)
     tensor([1, 2])
     """
-    weight, inverse = (
-        weight.double(),
-        torch.cholesky_inverse(torch.linalg.cholesky(moment.double())),
-    )
+    weight = weight.double()
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(moment.double()))
     alive = torch.arange(weight.shape[1], device=weight.device)
     while len(alive) > keep:
         costs = weight.square().sum(0) / inverse.diagonal()

@@ -26,10 +26,8 @@ Routed = Sequence[
 
 def experts_shapes(module: nn.Module, keep: int) -> dict[str, torch.Size]:
     """The shapes of a stack's parameters with ``keep`` hidden neurons in each expert."""
-    layout, shapes = (
-        layout_of(module),
-        {n: list(p.shape) for n, p in module.named_parameters(recurse=False)},
-    )
+    layout = layout_of(module)
+    shapes = {n: list(p.shape) for n, p in module.named_parameters(recurse=False)}
     count = layout.neurons(torch.Size(shapes["down_proj"]))
     for name, dim in layout.neuron_dims.items():
         shapes[name][dim] = shapes[name][dim] // count * keep
@@ -52,7 +50,8 @@ def fit_expert_neurons(
     """
     layout = layout_of(module)
     new: dict[str, list[Tensor]] = {name: [] for name in (*layout.matrices, *layout.biases)}
-    apart, energy = 0.0, 0.0
+    apart = 0.0
+    energy = 0.0
     for weights, seen in _experts(module, routed, keep_inputs=config.refit == "all"):
         small, error = fit_neurons(_mlp(layout), weights, seen, keep, config)
         for name, tensor in zip(
@@ -60,7 +59,8 @@ def fit_expert_neurons(
         ):
             new[name].append(tensor)
         size = float(seen.moments.energy)
-        apart, energy = apart + error * size, energy + size
+        apart = apart + error * size
+        energy = energy + size
     dtype = module.get_parameter("down_proj").dtype
     return {n: layout.stock(n, torch.stack(t).to(dtype)) for n, t in new.items()}, apart / max(
         1e-30, energy
@@ -80,7 +80,8 @@ def _experts(
     module: nn.Module, routed: Routed, *, keep_inputs: bool
 ) -> Iterator[tuple[MlpWeights, Seen]]:
     """Each expert's weights, and what it sees and should go on saying."""
-    layout, stack = layout_of(module), canonical_parameters(module)
+    layout = layout_of(module)
+    stack = canonical_parameters(module)
 
     def middle(said: Sequence[Tensor]) -> Tensor:
         return between(module, layout, said[0])

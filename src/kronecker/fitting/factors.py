@@ -45,10 +45,13 @@ def fit_factors(mlp: Mlp, weights: MlpWeights, seen: Seen, configs: Configs) -> 
         seen: Over calibration tokens, with inputs and targets.
         configs: By layer.
     """
-    x, target, moments = torch.cat(seen.inputs), torch.cat(seen.targets), seen.moments
+    x = torch.cat(seen.inputs)
+    target = torch.cat(seen.targets)
+    moments = seen.moments
     order = neuron_order(mlp, weights, moments, configs)
     if order is not None:
-        weights, moments = weights.on(mlp, order), moments.of_inputs(order)
+        weights = weights.on(mlp, order)
+        moments = moments.of_inputs(order)
     started = _started(mlp, weights, moments, x, target, configs, sorted_neurons=order is not None)
     epochs = max(c.epochs for c in configs.values())
     if started.middle is None:
@@ -140,4 +143,6 @@ def _group(mlp: Mlp, weights: MlpWeights, configs: Configs) -> int:
         b_shape = config.shapes(*weight.shape)[1]
         sizes.add(b_shape[1] if name == mlp.down else b_shape[0])
     group = sizes.pop()
-    return group if not sizes and count % group == 0 else 1
+    if not sizes and count % group == 0:
+        return group
+    return 1

@@ -49,7 +49,9 @@ class Part:
     def prune(self) -> PruneConfig | None:
         """How neurons are dropped, where they are."""
         config = self.configs[self.name]
-        return config if isinstance(config, PruneConfig) else None
+        if isinstance(config, PruneConfig):
+            return config
+        return None
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,10 @@ def _fitted_alone(
     moments = Moments.zeros(*dense(module).shape, device=said[0].device)
     for x, y in zip(inputs, said, strict=True):
         moments.add(x, y)
-    kind = KroneckerLinear if isinstance(config, KroneckerConfig) else LowRankLinear
+    if isinstance(config, KroneckerConfig):
+        kind = KroneckerLinear
+    else:
+        kind = LowRankLinear
     # pyrefly: ignore[bad-argument-type]: the kind is the config's
     layer = kind.from_linear(module, config, moments)
     seen = moments.centred() if layer.bias is not None else moments
@@ -171,18 +176,18 @@ def _fitted_mlp(
     prune = part.prune
     seen = block.smaller(mlp, states, keep_inputs=prune is None or prune.refit == "all")
     _check_seen(seen, part, operation)
-    descends = (
-        prune.refit == "all"
-        if prune is not None
-        else any(c.epochs for c in _factored(part).values())
-    )
+    if prune is not None:
+        descends = prune.refit == "all"
+    else:
+        descends = any(c.epochs for c in _factored(part).values())
     notes = ("unknown",) if weights.middle is None and descends else ()
     if prune is not None:
         small, error = fit_neurons(mlp, weights, seen, part.neurons, prune)
         return Fitted(_stock_parameters(mlp, modules, small), error, notes=notes)
     small, error, order = fit_factors(mlp, weights, seen, _factored(part))
     tensors: dict[str, Tensor] = {}
-    matrices, biases = (*small.ups, small.down), (*small.up_biases, small.down_bias)
+    matrices = (*small.ups, small.down)
+    biases = (*small.up_biases, small.down_bias)
     for name, module, (a, b), bias in zip(
         (*mlp.ups, mlp.down), modules, matrices, biases, strict=True
     ):
@@ -211,7 +216,8 @@ def _stock_parameters(
 ) -> dict[str, Tensor]:
     """Return an MLP's parameters with fewer neurons, by name, in their dtypes and layouts."""
     state: dict[str, Tensor] = {}
-    matrices, biases = (*weights.ups, weights.down), (*weights.up_biases, weights.down_bias)
+    matrices = (*weights.ups, weights.down)
+    biases = (*weights.up_biases, weights.down_bias)
     for name, module, (matrix,), bias in zip(
         (*mlp.ups, mlp.down), modules, matrices, biases, strict=True
     ):

@@ -76,10 +76,8 @@ class MlpWeights:
     def on(self, mlp: Mlp, neurons: Tensor) -> MlpWeights:
         """Those of some of the hidden neurons, or of all in another order; of dense weights."""
         rows = mlp.rows(neurons, self.down_weight.shape[1])
-        ups, biases = (
-            [(w[rows],) for (w,) in self.ups],
-            [None if b is None else b[rows] for b in self.up_biases],
-        )
+        ups = [(w[rows],) for (w,) in self.ups]
+        biases = [None if b is None else b[rows] for b in self.up_biases]
         return replace(self, ups=ups, up_biases=biases, down=(self.down_weight[:, neurons],))
 
     def parameters(self) -> list[Tensor]:
@@ -182,7 +180,8 @@ def _middles(mlp: Mlp, activation: Callable[[Tensor], Tensor], ups: int) -> list
         if mlp.layout == "halves":
             first, second = said[0].chunk(2, dim=-1)
         elif mlp.layout == "interleaved":
-            first, second = said[0][..., ::2], said[0][..., 1::2]
+            first = said[0][..., ::2]
+            second = said[0][..., 1::2]
         else:
             first, second = said
         return first, second

@@ -77,7 +77,8 @@ def _with_writing_matrix(
     if config.refit == "none" or not moments.count:
         return small
     moment, cross = normal_equations(weights, moments, config.ridge)
-    down, bias = refitted(cross, moment, kept).float(), small.down_bias
+    down = refitted(cross, moment, kept).float()
+    bias = small.down_bias
     if bias is not None:
         bias = correct_bias(moments.of_inputs(kept), down).float()
     return replace(small, down=(down,), down_bias=bias)

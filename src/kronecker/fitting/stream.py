@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from .calls import Call, WholeModel
 
-_NEAR = (
-    0.02  # of the size: far above any dtype's rounding, far below another architecture's difference
-)
+# of the size: far above any dtype's rounding, far below another architecture's difference
+_NEAR = 0.02
 
 
 def stream_kind(
@@ -34,7 +33,9 @@ def stream_kind(
     call.hidden = states
     if _adds_to_output(block, down, call):
         return "output"
-    return "read" if _norm_takes_sum(block, up, down, call) else None
+    if _norm_takes_sum(block, up, down, call):
+        return "read"
+    return None
 
 
 def _adds_to_output(block: nn.Module, down: nn.Module, call: Call) -> bool:

@@ -109,9 +109,8 @@ def low_rank_table(weight: Tensor, rank: int, use: TableUse) -> tuple[Tensor, Te
     a = torch.linalg.solve_triangular(root, kept.T, upper=False, left=False)
     b = torch.cat([rows.double() @ (root @ kept) for rows in weight.split(_ROWS)])
     balance = (b.norm(dim=0) / a.norm(dim=1)).clamp_min(1e-30).sqrt()
-    error = (
-        float((values[:-rank].sum() / values.sum().clamp_min(1e-300)).clamp_min(0))
-        if rank < width
-        else 0.0
-    )
+    if rank < width:
+        error = float((values[:-rank].sum() / values.sum().clamp_min(1e-300)).clamp_min(0))
+    else:
+        error = 0.0
     return (a * balance[:, None]).to(weight.dtype), (b / balance).to(weight.dtype), error

@@ -26,7 +26,8 @@ class SmallerEmbedding(SmallerWeight):
     @classmethod
     def like(cls, embedding: nn.Embedding, config: object) -> Self:
         """An empty table of a dense one's sizes, dtype and device."""
-        weight, padding = embedding.weight, embedding.padding_idx
+        weight = embedding.weight
+        padding = embedding.padding_idx
         rows, columns = weight.shape
         layer = cls(rows, columns, config, padding_idx=padding, dtype=weight.dtype, device="meta")
         return layer.to_empty(device=weight.device)
@@ -74,11 +75,9 @@ class KroneckerEmbedding(SmallerEmbedding, KroneckerLayer):
         device: torch.device | str | None = None,
     ):
         KroneckerLayer.__init__(self, num_embeddings, embedding_dim, config, dtype, device)
-        self.num_embeddings, self.embedding_dim, self.padding_idx = (
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-        )
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = padding_idx
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, config: KroneckerConfig) -> Self:
@@ -134,11 +133,9 @@ class LowRankEmbedding(SmallerEmbedding, LowRankLayer):
         device: torch.device | str | None = None,
     ):
         LowRankLayer.__init__(self, num_embeddings, embedding_dim, config, dtype, device)
-        self.num_embeddings, self.embedding_dim, self.padding_idx = (
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-        )
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = padding_idx
 
     def _fresh_stds(self, rank: int, columns: int) -> tuple[float, float]:
         """Rows of size one, as those of a fresh `nn.Embedding`."""

@@ -40,7 +40,9 @@ class ExpertsLayout:
     @property
     def biases(self) -> tuple[str, ...]:
         """Names of the biases, in the same order."""
-        return (f"{self.up}_bias", "down_proj_bias") if self.biased else ()
+        if self.biased:
+            return (f"{self.up}_bias", "down_proj_bias")
+        return ()
 
     @property
     def neuron_dims(self) -> dict[str, int]:
@@ -58,7 +60,9 @@ class ExpertsLayout:
     @property
     def canonical_rows(self) -> str:
         """Where a neuron's rows are in canonical form: halves or plain."""
-        return "plain" if self.rows == "plain" else "halves"
+        if self.rows == "plain":
+            return "plain"
+        return "halves"
 
     def canonical(self, name: str, tensor: Tensor) -> Tensor:
         """A stack's parameter in canonical form."""
@@ -80,10 +84,8 @@ def experts_layout(module: nn.Module) -> ExpertsLayout | None:
 
     None where it is no stack of experts, or one that nothing here is for.
     """
-    gated, concatenated = (
-        getattr(module, "has_gate", True),
-        getattr(module, "is_concatenated", True),
-    )
+    gated = getattr(module, "has_gate", True)
+    concatenated = getattr(module, "is_concatenated", True)
     layout = ExpertsLayout(
         "gate_up_proj" if gated else "up_proj",
         ("halves" if concatenated else "interleaved") if gated else "plain",
@@ -103,7 +105,9 @@ def experts_layout(module: nn.Module) -> ExpertsLayout | None:
     ):
         return None
     up, down = ((e, b, a) if layout.transposed else (e, a, b) for e, a, b in (up, down))
-    return layout if up == (down[0], (2 if gated else 1) * down[2], down[1]) else None
+    if up == (down[0], (2 if gated else 1) * down[2], down[1]):
+        return layout
+    return None
 
 
 def is_experts(module: nn.Module) -> bool:

@@ -27,10 +27,12 @@ class SmallerLinear(SmallerWeight):
     bias: nn.Parameter | None
 
     def _set_linear(self, in_features: int, out_features: int, bias: bool) -> None:
-        self.in_features, self.out_features = in_features, out_features
-        zeros = (
-            torch.zeros(out_features, dtype=self.a.dtype, device=self.a.device) if bias else None
-        )
+        self.in_features = in_features
+        self.out_features = out_features
+        if bias:
+            zeros = torch.zeros(out_features, dtype=self.a.dtype, device=self.a.device)
+        else:
+            zeros = None
         self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros))
         self.conv1d = False  # what `to_linear` makes
         self.original: nn.Module | None = None
@@ -94,7 +96,9 @@ class SmallerLinear(SmallerWeight):
         if self.original is None:
             return self.product(x)
         before = self.original(x)
-        return before if self.share == 0.0 else torch.lerp(before, self.product(x), self.share)
+        if self.share == 0.0:
+            return before
+        return torch.lerp(before, self.product(x), self.share)
 
     def extra_repr(self) -> str:
         """Sizes, structure and compression."""
@@ -157,7 +161,10 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
         torch.Size([1, 3, 4])
         """
         layer = cls.like(linear, config)
-        centred = moments.centred() if moments is not None and layer.bias is not None else moments
+        if moments is not None and layer.bias is not None:
+            centred = moments.centred()
+        else:
+            centred = moments
         factors = start(dense(linear), layer.b_shape, config, centred)
         layer.set_factors_(factors)
         if moments is not None and layer.bias is not None:
@@ -221,7 +228,10 @@ class LowRankLinear(SmallerLinear, LowRankLayer):
             )
         layer = cls.like(linear, config)
         seen = None if moments is None or config.init == "svd" else moments
-        centred = seen.centred() if seen is not None and layer.bias is not None else seen
+        if seen is not None and layer.bias is not None:
+            centred = seen.centred()
+        else:
+            centred = seen
         a, b = init.low_rank(dense(linear), len(layer.a), centred)
         layer.set_factors_(init.Factors(a, b, 0.0))
         if moments is not None and layer.bias is not None:

@@ -101,7 +101,8 @@ class KroneckerLayer(SmallerWeight):
     @torch.no_grad()
     def set_factors_(self, factors: init.Factors) -> None:
         """Take these factors; with ``scales``, each term's size goes there."""
-        a, b = factors.a, factors.b
+        a = factors.a
+        b = factors.b
         if self.scales is not None:
             size = (
                 a.double().flatten(1).norm(dim=1) * b.double().flatten(1).norm(dim=1)
@@ -181,7 +182,9 @@ def dense(linear: nn.Module) -> Tensor:
     """The weight of an `nn.Linear` or `Conv1D` as (O, I)."""
     weight = linear.weight
     assert isinstance(weight, Tensor)
-    return weight.detach().T if isinstance(linear, Conv1D) else weight.detach()
+    if isinstance(linear, Conv1D):
+        return weight.detach().T
+    return weight.detach()
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -214,7 +217,9 @@ def _computes_a_product(linear: nn.Linear) -> bool:
 def bias_of(linear: nn.Module) -> Tensor | None:
     """The bias of an `nn.Linear` or `Conv1D`."""
     bias = getattr(linear, "bias", None)
-    return bias.detach() if isinstance(bias, Tensor) else None
+    if isinstance(bias, Tensor):
+        return bias.detach()
+    return None
 
 
 def start(
@@ -231,7 +236,8 @@ def start(
     least squares on the layer's moments; with ``alone`` (embeddings, tied weights), where there are
     no moments, it is Van Loan's start.
     """
-    weight, name = weight.contiguous(), config.init
+    weight = weight.contiguous()
+    name = config.init
     if alone and name == "sequential":
         name = "van_loan"
     if name == "random":
@@ -245,7 +251,8 @@ def start(
         factors = init.prune(weight, b_shape, keep=config.keep)
         if config.rank > 1:  # what pruning leaves, in further terms
             rest = init.van_loan(weight - factors.weight(), b_shape, config.rank - 1)
-            a, b = torch.cat([factors.a, rest.a]), torch.cat([factors.b, rest.b])
+            a = torch.cat([factors.a, rest.a])
+            b = torch.cat([factors.b, rest.b])
             factors = init.Factors(a, b, init.relative_error(weight, build(a.double(), b.double())))
     if name != "sequential":
         return factors

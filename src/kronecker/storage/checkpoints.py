@@ -149,7 +149,8 @@ def write_files(
     With ``state``, gathered elsewhere, its tensors.
     """
     layers = compressed(model)
-    tensors, aliases = {}, {}
+    tensors = {}
+    aliases = {}
     first: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in first:
@@ -277,8 +278,11 @@ def dense_again(layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Modul
     """
     weights: dict[int, nn.Parameter] = {}
     for name, layer in layers.items():
-        # pyrefly: ignore[not-callable]: a method, though nn.Module says Tensor
-        dense: Any = layer.to_linear() if isinstance(layer, SmallerLinear) else layer.to_embedding()
+        if isinstance(layer, SmallerLinear):
+            dense: Any = layer.to_linear()
+        else:
+            # pyrefly: ignore[not-callable]: a method, though nn.Module says Tensor
+            dense = layer.to_embedding()
         dense.weight = weights.setdefault(id(layer.a), dense.weight)
         yield name, dense
 

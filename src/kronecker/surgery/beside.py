@@ -30,7 +30,8 @@ def beside(
 
 def permuted(linear: nn.Module, order: Tensor, *, rows: bool) -> nn.Module:
     """A copy of a linear layer with its outputs (and bias) or its inputs in another order."""
-    weight, bias = dense(linear), bias_of(linear)
+    weight = dense(linear)
+    bias = bias_of(linear)
     weight = weight[order] if rows else weight[:, order]
     other = copy.copy(linear)
     other._parameters = dict(linear._parameters)

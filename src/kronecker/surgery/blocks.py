@@ -45,14 +45,18 @@ class Stack:
     def index(self, name: str) -> int | None:
         """The block that a module or parameter is in."""
         first = name.removeprefix(f"{self.name}.").partition(".")[0]
-        return int(first) if name.startswith(f"{self.name}.") else None
+        if name.startswith(f"{self.name}."):
+            return int(first)
+        return None
 
     def renamed(self, name: str, stay: Sequence[int]) -> str | None:
         """What a parameter is called when only these blocks stay; None for one that goes."""
         if (index := self.index(name)) is None:
             return name
         rest = name.removeprefix(f"{self.name}.{index}")
-        return f"{self.name}.{stay.index(index)}{rest}" if index in stay else None
+        if index in stay:
+            return f"{self.name}.{stay.index(index)}{rest}"
+        return None
 
 
 def blocks_to_keep(model: nn.Module, stack: Stack, config: PruneConfig) -> int:
@@ -138,7 +142,8 @@ def new_places(
         dict(empty(type(model), c).named_modules()) for c in (copy.deepcopy(model.config), config)
     )
     for name, module in modules:
-        index, renamed = stack.index(name), stack.renamed(name, stay)
+        index = stack.index(name)
+        renamed = stack.renamed(name, stay)
         if index is None or renamed is None:
             continue
         for key, before in vars(old[name]).items():

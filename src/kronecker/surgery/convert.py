@@ -90,9 +90,10 @@ class ConversionReport(Report):
     def remarks(self) -> list[str]:
         """What was left alone, and what was not as asked for."""
         larger = [r.name for r in self.layers if r.after > r.before]
-        lines = (
-            [f"{len(larger)} layers are larger than they were: {larger[0]}, ..."] if larger else []
-        )
+        if larger:
+            lines = [f"{len(larger)} layers are larger than they were: {larger[0]}, ..."]
+        else:
+            lines = []
         return [
             *self.notes,
             *lines,
@@ -181,7 +182,10 @@ def convert_(
             "train"
         )
     check_model("convert_", model)
-    data = None if calibration is None else batches(calibration, model, "convert_")
+    if calibration is None:
+        data = None
+    else:
+        data = batches(calibration, model, "convert_")
     configs = resolve(model, config, filter_fn, None if data is None else data[0])
     modules = {name: model.get_submodule(name) for name in configs}
     tied = tied_modules(model)
@@ -220,7 +224,10 @@ def convert_(
 
     try:
         with evaluating(model):
-            uses = uses_of(model, tables, data, "convert_") if data is not None and tables else {}
+            if data is not None and tables:
+                uses = uses_of(model, tables, data, "convert_")
+            else:
+                uses = {}
             if data is not None and parts:
                 settings = {n: [structure_of(c), asdict(c)] for n, c in configs.items()}
                 fits = FitCache(None if fade_in else cache, model, settings, data, "convert_")
@@ -271,11 +278,10 @@ def convert_(
         _row(name, model.get_submodule(name), own, name in fitted, sizes[name], errors[name])
         for name, own in configs.items()
     )
-    why = (
-        "not part of an MLP"
-        if isinstance(config, Config) and filter_fn is None
-        else "not asked for"
-    )
+    if isinstance(config, Config) and filter_fn is None:
+        why = "not part of an MLP"
+    else:
+        why = "not asked for"
     skipped = {n: why for n, m in model.named_modules() if n not in configs and convertible(m)}
     return ConversionReport(tuple(rows), skipped, before, num_parameters(model), tuple(notes))
 
@@ -349,7 +355,8 @@ def _parts(
 
     MLPs, where all layers of one have configs of one kind, and layers by themselves.
     """
-    left, parts = dict(configs), []
+    left = dict(configs)
+    parts = []
     for mlp in mlps_if_any(model, None if data is None else data[0]) if left else ():
         names = (*mlp.ups, mlp.down)
         if all(n in left for n in names) and len({type(left[n]) for n in names}) == 1:
@@ -432,7 +439,8 @@ def _converted(
 
     It is made by its weight or by how tokens use it.
     """
-    weight, layer = dense(module), empty_layer(module, config)
+    weight = dense(module)
+    layer = empty_layer(module, config)
     if isinstance(layer, KroneckerLayer):
         layer.set_factors_(start(weight, layer.b_shape, layer.config, None, alone=True))
         return layer, relative_error(

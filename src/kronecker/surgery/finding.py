@@ -64,14 +64,17 @@ def resolve(
     modules = dict(model.named_modules())
     resolved: dict[str, Config] = {}
     if isinstance(config, Config):
-        theirs = find_mlps(model, batch) if filter_fn is None else mlps_if_any(model, batch)
-        downs, members = {m.down for m in theirs}, {n for m in theirs for n in (*m.ups, m.down)}
+        if filter_fn is None:
+            theirs = find_mlps(model, batch)
+        else:
+            theirs = mlps_if_any(model, batch)
+        downs = {m.down for m in theirs}
+        members = {n for m in theirs for n in (*m.ups, m.down)}
         for name, module in modules.items():
-            wanted = (
-                (name in members or is_experts(module))
-                if filter_fn is None
-                else filter_fn(module, name)
-            )
+            if filter_fn is None:
+                wanted = name in members or is_experts(module)
+            else:
+                wanted = filter_fn(module, name)
             if wanted:
                 _refuse_own_forward(name, module)
             if wanted and (convertible(module) or isinstance(module, COMPRESSED)):
@@ -85,7 +88,8 @@ def resolve(
                 f"{near}"
             )
         return resolved
-    unused, shadowed = set(config), set[str]()
+    unused = set(config)
+    shadowed = set[str]()
     if not unused:
         raise ValueError("convert_: the map from patterns to configs is empty, needed some")
     for name, module in modules.items():
@@ -114,7 +118,10 @@ def resolve(
 def _no_match(pattern: str, names: Iterable[str]) -> str:
     names = list(names)
     near = difflib.get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.3)
-    told = f"near it: {', '.join(near)}" if near else f"there are {', '.join(names[:4])}, ..."
+    if near:
+        told = f"near it: {', '.join(near)}"
+    else:
+        told = f"there are {', '.join(names[:4])}, ..."
     return f"{pattern!r} fits no layer that can be converted; {told}"
 
 
@@ -158,11 +165,15 @@ def set_parameters_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Put parameters of other sizes into a model's layers, by name; what was frozen stays so."""
     for name, tensor in state.items():
         owner, _, key = name.rpartition(".")
-        module, old = model.get_submodule(owner), model.get_parameter(name)
+        module = model.get_submodule(owner)
+        old = model.get_parameter(name)
         new = nn.Parameter(tensor.to(old.device).contiguous(), requires_grad=old.requires_grad)
         module.register_parameter(key, new)
         if key == "weight" and isinstance(module, (nn.Linear, Conv1D)):
-            names = ("nx", "nf") if isinstance(module, Conv1D) else ("out_features", "in_features")
+            if isinstance(module, Conv1D):
+                names = ("nx", "nf")
+            else:
+                names = ("out_features", "in_features")
             for attribute, size in zip(names, new.shape, strict=True):
                 setattr(module, attribute, size)
 

@@ -26,10 +26,9 @@ from ..data.batches import first_output, positions_of
 from ..layers.linear import SmallerLinear
 from ..layers.weights import is_linear
 
-_TOKENS, _ROWS = (
-    8,
-    4,
-)  # of what a model is tried with: that many tokens of our own, or rows of a batch, twice
+# of what a model is tried with: that many tokens of our own, or rows of a batch, twice
+_TOKENS = 8
+_ROWS = 4
 # of a layer's input: far above the rounding of two equal rows, far below what is added to one of
 # them
 _NEAR = 1e-2
@@ -156,8 +155,14 @@ def _equal_halves(model: nn.Module, batch: Mapping[str, object] | None) -> dict[
     A row of our own, twice, where a model takes it, else the first of ``batch``.
     """
     device = next(model.parameters()).device
-    simple = _simple_arguments(model, device) if isinstance(model, PreTrainedModel) else {}
-    from_batch = {} if batch is None else {k: _doubled(v, device) for k, v in batch.items()}
+    if isinstance(model, PreTrainedModel):
+        simple = _simple_arguments(model, device)
+    else:
+        simple = {}
+    if batch is None:
+        from_batch = {}
+    else:
+        from_batch = {k: _doubled(v, device) for k, v in batch.items()}
     why = ""
     for arguments in (simple, from_batch):
         if arguments:
@@ -204,11 +209,9 @@ def _simple_arguments(model: PreTrainedModel, device: torch.device) -> dict[str,
 
 
 def _doubled(value: object, device: torch.device) -> Any:
-    return (
-        torch.cat([value[:_ROWS]] * 2).to(device)
-        if isinstance(value, Tensor) and value.dim()
-        else value
-    )
+    if isinstance(value, Tensor) and value.dim():
+        return torch.cat([value[:_ROWS]] * 2).to(device)
+    return value
 
 
 def _runs(
@@ -249,7 +252,8 @@ def _hypotheses(before: Sequence[_Run], run: _Run) -> list[Mlp]:
     ]
     if not ups or ups[-1] is not before[-1] or run.inputs is before[-1].inputs:
         return []
-    sizes, names = [r.out_features for r in ups], tuple(r.name for r in ups)
+    sizes = [r.out_features for r in ups]
+    names = tuple(r.name for r in ups)
     mlps = [Mlp(names, run.name)] if sizes == [run.in_features] * 2 else []
     if sizes[-1] == run.in_features:
         mlps.append(Mlp(names[-1:], run.name))
@@ -282,7 +286,8 @@ def _tried(
     anew.
     """
     generator = torch.Generator().manual_seed(0)
-    layers, sizes = {r.name: r.module for r in runs}, {r.name: r.in_features for r in runs}
+    layers = {r.name: r.module for r in runs}
+    sizes = {r.name: r.in_features for r in runs}
     chosen: dict[str, Tensor] = {}
     changes: dict[str, Callable[[str, Tensor, Tensor], Tensor]] = {}
     right: dict[str, bool] = {}

@@ -191,11 +191,10 @@ class _Walk:
                 dropped=dropped,
             )
         unknown = [f"{n}: {UNKNOWN}" for n, fitted in done.items() if "unknown" in fitted.notes]
-        fits = (
-            []
-            if self.config.refit == "none"
-            else tokens_seen(self.data, max((p.neurons for p in parts), default=0))
-        )
+        if self.config.refit == "none":
+            fits = []
+        else:
+            fits = tokens_seen(self.data, max((p.neurons for p in parts), default=0))
         self.notes = (*fits, *unknown)
         return done
 
@@ -211,7 +210,9 @@ Outcome = tuple[list[PrunedLayer], list[str]]  # a row for each layer, and remar
 
 def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     """Drop hidden neurons of every MLP."""
-    model, keep, first = walk.model, neurons_to_keep(walk.model, parts, walk.config), parts[0]
+    model = walk.model
+    keep = neurons_to_keep(walk.model, parts, walk.config)
+    first = parts[0]
     if all(keep[p.name] == p.count for p in parts):
         _refuse_nothing(walk.config, first.count, f"neurons of {first.name}")
     changes: Changes = []
@@ -240,7 +241,8 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
 
 def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     """Drop the blocks that change hidden states least; the MLPs of the others make up for them."""
-    model, names = walk.model, [p.name for p in parts]
+    model = walk.model
+    names = [p.name for p in parts]
     stack = Stack.of(model, names)
     keep = blocks_to_keep(model, stack, walk.config)
     if keep == stack.count:
@@ -248,11 +250,10 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     with evaluating(model):
         gone = least_influential(block_influences(blocks_with(model, [], names, walk.data)), keep)
     stay = [i for i in range(stack.count) if i not in gone]
-    new_config = (
-        config_with_blocks(model, stack, stay)
-        if isinstance(model, PreTrainedModel) and gone
-        else None
-    )
+    if isinstance(model, PreTrainedModel) and gone:
+        new_config = config_with_blocks(model, stack, stay)
+    else:
+        new_config = None
     places = new_places(model, stack, stay, new_config)
     rows = []
     for index, influence in gone.items():
@@ -276,7 +277,10 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
 def _refuse_nothing(config: PruneConfig, count: int, what: str) -> None:
     """Refuse a share below 1 of which, after rounding, nothing is dropped."""
     if config.budget is None and config.share < 1:
-        sizes = f" or multiple_of below {config.multiple_of}" if config.multiple_of > 1 else ""
+        if config.multiple_of > 1:
+            sizes = f" or multiple_of below {config.multiple_of}"
+        else:
+            sizes = ""
         raise ValueError(
             f"prune_: all {count} {what} would stay of {config.share:.1%}; needed a smaller "
             f"keep{sizes}"
@@ -288,11 +292,9 @@ def _rounded(
 ) -> list[str]:
     """A remark where the share that stays is not what was asked for."""
     exact = config.budget is not None or abs(config.share * count - keep) < near
-    return (
-        []
-        if exact
-        else [f"{keep} of {count} {what} stay, {keep / count:.1%}, asked for {config.share:.1%}"]
-    )
+    if exact:
+        return []
+    return [f"{keep} of {count} {what} stay, {keep / count:.1%}, asked for {config.share:.1%}"]
 
 
 def _refuse(model: nn.Module) -> None:

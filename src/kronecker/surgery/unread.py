@@ -47,7 +47,8 @@ class _Hidden:
 
         Those that are read, then others, then zeros.
         """
-        count, read = self.count(state), self.read_neurons(state)
+        count = self.count(state)
+        read = self.read_neurons(state)
         unread = torch.ones(count, dtype=torch.bool, device=read.device)
         unread[read] = False
         spare = torch.nonzero(unread).flatten()[: max(0, keep - len(read))]
@@ -56,7 +57,8 @@ class _Hidden:
         zeros = torch.arange(len(neurons), keep, device=read.device)
 
         def taken(name: str, dim: int, layout: str) -> Tensor:
-            rows, blank = LAYOUTS[layout](filled, count), LAYOUTS[layout](zeros, keep)
+            rows = LAYOUTS[layout](filled, count)
+            blank = LAYOUTS[layout](zeros, keep)
             return state[name].index_select(dim, rows).index_fill(dim, blank, 0)
 
         name, dim = self.reads
@@ -105,11 +107,10 @@ def smallest_stock(
             sizes = {before: before for before in sizes}
     for part in hidden:
         state = {**state, **part.resized(state, sizes[part.count(stock)])}
-    shapes = (
-        stock
-        if config.to_dict() == model.config.to_dict()
-        else parameter_shapes(empty(type(model), config))
-    )
+    if config.to_dict() == model.config.to_dict():
+        shapes = stock
+    else:
+        shapes = parameter_shapes(empty(type(model), config))
     if wrong := next((n for n, s in shapes.items() if n in state and state[n].shape != s), None):
         raise ValueError(
             f"fold: {wrong} has lost neurons, and its MLP is not found without data, needed "
@@ -120,7 +121,9 @@ def smallest_stock(
 
 def _of_mlp(model: nn.Module, mlp: Mlp) -> _Hidden:
     def rows(name: str) -> int:
-        return 1 if isinstance(model.get_submodule(name), Conv1D) else 0
+        if isinstance(model.get_submodule(name), Conv1D):
+            return 1
+        return 0
 
     writes = []
     for name in mlp.ups:

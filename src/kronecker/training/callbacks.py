@@ -37,13 +37,16 @@ class FreezePretrained(TrainerCallback):
     def __init__(self, steps: int, *, repeat: bool = False):
         if steps < 1:
             raise ValueError(f"FreezePretrained: steps is {steps}, needed 1 or more")
-        self.steps, self.repeat = steps, repeat
+        self.steps = steps
+        self.repeat = repeat
         self._kept: set[int] = set()  # what was frozen before, and stays so
 
     def frozen_at(self, step: int) -> bool:
         """Whether the pretrained rest is frozen in this step."""
         phase = step // self.steps
-        return phase % 2 == 0 if self.repeat else phase == 0
+        if self.repeat:
+            return phase % 2 == 0
+        return phase == 0
 
     def on_train_begin(
         self,
@@ -117,14 +120,18 @@ class FadeIn(TrainerCallback):
                 f"FadeIn: every={every}, over={over}, order={order!r}; needed 0 or more, "
                 "low_to_high or high_to_low"
             )
-        self.every, self.over, self.order = every, over, order
+        self.every = every
+        self.over = over
+        self.order = order
 
     def share(self, layer: int, step: int) -> float:
         """α of the layer that is the ``layer``-th to come in."""
         since = step - layer * self.every
         if since < 0:
             return 0.0
-        return 1.0 if since >= self.over else (since + 1) / (self.over + 1)
+        if since >= self.over:
+            return 1.0
+        return (since + 1) / (self.over + 1)
 
     def on_train_begin(
         self,

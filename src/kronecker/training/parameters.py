@@ -58,26 +58,32 @@ def parameter_groups(
     for module in model.modules():
         if not isinstance(module, COMPRESSED):
             continue
-        times = module.learning_rate_multipliers() if isinstance(module, KroneckerLayer) else {}
+        if isinstance(module, KroneckerLayer):
+            times = module.learning_rate_multipliers()
+        else:
+            times = {}
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in factors:
                 continue
             if name.endswith("scales"):
-                key, rate, decay = "scales", learning_rate, 0.0
+                key = "scales"
+                rate = learning_rate
+                decay = 0.0
             else:
                 many = times.get(name, 1.0) if structure_aware else 1.0
-                key, rate, decay = (
-                    f"factors x{many:g}" if structure_aware else "factors",
-                    learning_rate * many,
-                    weight_decay,
-                )
+                key = f"factors x{many:g}" if structure_aware else "factors"
+                rate = learning_rate * many
+                decay = weight_decay
             group = groups.setdefault(
                 key, {"name": key, "params": [], "lr": rate, "weight_decay": decay}
             )
             if not any(parameter is p for p in group["params"]):
                 group["params"].append(parameter)
     filled = list(groups.values())
-    rate = learning_rate if pretrained_learning_rate is None else pretrained_learning_rate
+    if pretrained_learning_rate is None:
+        rate = learning_rate
+    else:
+        rate = pretrained_learning_rate
     rest = [p for p in model.parameters() if id(p) not in factors]
     if rate > 0 and rest:
         filled.append({"name": "pretrained", "params": rest, "lr": rate, "weight_decay": 0.0})

@@ -86,8 +86,14 @@ class KroneckerTrainer(StepTrainer):
                 "in bfloat16 all the same)",
                 stacklevel=2,
             )
-        self.teacher = None if teacher is None else teacher.eval().requires_grad_(False)
-        self.distill = (distill or DistillConfig()) if teacher is not None else None
+        if teacher is None:
+            self.teacher = None
+        else:
+            self.teacher = teacher.eval().requires_grad_(False)
+        if teacher is not None:
+            self.distill = distill or DistillConfig()
+        else:
+            self.distill = None
         self.rates = {
             "pretrained_learning_rate": pretrained_learning_rate,
             "structure_aware": structure_aware,
@@ -100,11 +106,10 @@ class KroneckerTrainer(StepTrainer):
                     f"{type(model).__name__}, whose two sides have their own tokens; needed "
                     "hidden=0 and layers=0"
                 )
-        self._mlps = (
-            TeacherMlps(teacher, model)
-            if teacher is not None and self.distill and self.distill.layers
-            else None
-        )
+        if teacher is not None and self.distill and self.distill.layers:
+            self._mlps = TeacherMlps(teacher, model)
+        else:
+            self._mlps = None
         callbacks = options.get("callbacks") or []
         if any(isinstance(c, (FreezePretrained, FadeIn)) for c in callbacks):
             args.ddp_find_unused_parameters = True  # what learns changes on the way
@@ -120,7 +125,8 @@ class KroneckerTrainer(StepTrainer):
     def optimizer_groups(self) -> list[dict[str, object]]:
         """`parameter_groups` at the arguments' rate and decay."""
         assert self.model is not None
-        rate, decay = self.args.learning_rate, self.args.weight_decay
+        rate = self.args.learning_rate
+        decay = self.args.weight_decay
         return parameter_groups(self.model, learning_rate=rate, weight_decay=decay, **self.rates)
 
     def compute_loss(
@@ -133,7 +139,8 @@ class KroneckerTrainer(StepTrainer):
         """The weighted sum of `DistillConfig`; without a teacher the model's own loss."""
         if self.distill is None or self.teacher is None or not model.training:
             return self._own_loss(model, inputs, return_outputs, num_items_in_batch)
-        config, watch = self.distill, self._mlps.watched() if self._mlps else nullcontext({})
+        config = self.distill
+        watch = self._mlps.watched() if self._mlps else nullcontext({})
         named = {"output_hidden_states": config.hidden > 0}
         unlabelled = {k: v for k, v in inputs.items() if k not in ("labels", "label")}
         two_sides = _has_two_sides(self.unwrapped())
@@ -157,11 +164,13 @@ class KroneckerTrainer(StepTrainer):
             shifted=self.unwrapped().can_generate() and not two_sides,
             device=states.device,
         )
-        loss, answers = torch.zeros((), device=self.args.device), keep.sum()
+        loss = torch.zeros((), device=self.args.device)
+        answers = keep.sum()
         if config.logits or config.labels:
             student, teacher = (self._logits(o) for o in (ours, theirs))
             if student.dim() == 3:
-                student, teacher = student[keep], teacher[keep]
+                student = student[keep]
+                teacher = teacher[keep]
             else:
                 answers = len(student)  # one a row
             loss = loss + token_loss(config, student, teacher, labels)
@@ -196,7 +205,8 @@ class KroneckerTrainer(StepTrainer):
         items: Tensor | int | None,
     ) -> Loss:
         """The stock trainer's loss, with the stock flag."""
-        before, self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs, self._accepts
+        before = self.model_accepts_loss_kwargs
+        self.model_accepts_loss_kwargs = self._accepts
         try:
             return super().compute_loss(
                 model, inputs, return_outputs, items if self._accepts else None
@@ -251,18 +261,19 @@ def _states_that_count(
 
     Of one answer a row, a row for each.
     """
-    names = (
-        ("decoder_input_ids", "decoder_inputs_embeds")
-        if two_sides
-        else ("input_ids", "inputs_embeds")
-    )
+    if two_sides:
+        names = ("decoder_input_ids", "decoder_inputs_embeds")
+    else:
+        names = ("input_ids", "inputs_embeds")
     tokens = next((inputs[name] for name in names if name in inputs), None)
     if tokens is not None:
         return tokens
     inside = [x for x, _ in seen.values()] + list(
         getattr(outputs, "hidden_states", None) or ()
     )  # of images, patches
-    return inside[0] if inside else torch.empty(len(outputs[0]), 1, device=outputs[0].device)
+    if inside:
+        return inside[0]
+    return torch.empty(len(outputs[0]), 1, device=outputs[0].device)
 
 
 def _check_depth(model: nn.Module, teacher: nn.Module) -> None:

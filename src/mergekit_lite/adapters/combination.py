@@ -85,11 +85,10 @@ def merge_adapters(
     if dtype is not None and dtype not in FLOATS:
         raise ValueError(f"merge_adapters: dtype is {dtype!r}, needed one of {', '.join(FLOATS)}")
     merged = _method(method)
-    bound = (
-        merged.bind(len(adapters), parameters)
-        if merged
-        else _cat_weights(len(adapters), parameters)
-    )
+    if merged:
+        bound = merged.bind(len(adapters), parameters)
+    else:
+        bound = _cat_weights(len(adapters), parameters)
     if bound.get("scope") == "global":
         raise ValueError(
             "merge_adapters: scope is 'global'; modules are merged one by one: needed 'tensor'"
@@ -148,7 +147,10 @@ def _cat_weights(count: int, parameters: Bound) -> Bound:
     if unknown := sorted(parameters.keys() - {"weight"}):
         raise ValueError(f"merge_adapters: cat has no parameter {unknown[0]!r}; it takes weight")
     weight = parameters.get("weight", 1.0)
-    weights = list(weight) if isinstance(weight, (list, tuple)) else [weight] * count
+    if isinstance(weight, (list, tuple)):
+        weights = list(weight)
+    else:
+        weights = [weight] * count
     if len(weights) != count or not all(
         isinstance(w, (int, float)) and np.isfinite(w) for w in weights
     ):
@@ -195,7 +197,10 @@ def _open(adapters: Sequence[str | os.PathLike[str]]) -> tuple[list[Adapter], li
     bases = sorted(
         {str(adapter.settings.get("base_model_name_or_path") or "") for adapter in opened} - {""}
     )
-    notes = [f"the adapters name different bases: {', '.join(bases)}"] if len(bases) > 1 else []
+    if len(bases) > 1:
+        notes = [f"the adapters name different bases: {', '.join(bases)}"]
+    else:
+        notes = []
     strange = [a.folder for a in opened[1:] if not a.pairs.keys() & opened[0].pairs.keys()]
     if notes and strange:
         raise PlanError(

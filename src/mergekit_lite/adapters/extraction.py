@@ -144,8 +144,12 @@ class _Extraction:
     def __init__(
         self, base: Source, tuned: Source, rank: int, energy: float, dtype: str, save_others: bool
     ):
-        self._base, self._tuned, self._rank, self._energy = base, tuned, rank, energy
-        self._dtype, self._save_others = FLOATS[dtype], save_others
+        self._base = base
+        self._tuned = tuned
+        self._rank = rank
+        self._energy = energy
+        self._dtype = FLOATS[dtype]
+        self._save_others = save_others
         self._tied = base.config.get(
             "tie_word_embeddings", not any(HEAD.search(n) for n in base.tensors)
         )
@@ -168,7 +172,10 @@ class _Extraction:
             raise PlanError([f"{name}: one of the models holds NaN or infinity"], _WHAT)
         if self._is_linear(name, info.shape):
             module = name.removesuffix(".weight")
-            change = change.T if stores_transposed(self._base.config, module) else change
+            if stores_transposed(self._base.config, module):
+                change = change.T
+            else:
+                change = change
             up, down = truncated(change, self._rank, self._energy)
             self.factors[module] = up, down
             self.modules.append(module_of(module, change, up, down, self._dtype))

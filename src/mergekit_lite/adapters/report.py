@@ -49,7 +49,8 @@ class AdapterReport(Report):
 
     def summary(self) -> list[str]:
         """How much there is, and how well it fits."""
-        ranks, errors = [m.rank for m in self.modules], [m.error for m in self.modules]
+        ranks = [m.rank for m in self.modules]
+        errors = [m.error for m in self.modules]
         lines = [f"{len(self.modules)} modules, {self.nbytes / 1e6:.1f} MB at {self.out}"]
         if errors:
             spread = f"median {statistics.median(errors):.2%}, worst {max(errors):.2%}"

@@ -36,7 +36,10 @@ def with_bar(names: Sequence[str], operation: str, unit: str, *, progress: bool)
 def task_of(config: Mapping[str, object]) -> str | None:
     """Peft's name of what a model of this config is for; None where it has none."""
     architectures = config.get("architectures")
-    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    if isinstance(architectures, list) and architectures:
+        name = str(architectures[0])
+    else:
+        name = ""
     return next((task for end, task in _TASKS.items() if name.endswith(end)), None)
 
 
@@ -59,7 +62,8 @@ def truncated(
     wide = change.astype(np.float64)
     tall = wide.shape[0] > wide.shape[1]
     values, vectors = np.linalg.eigh(wide.T @ wide if tall else wide @ wide.T)
-    values, vectors = values[::-1].clip(0), vectors[:, ::-1]
+    values = values[::-1].clip(0)
+    vectors = vectors[:, ::-1]
     enough = 1 + int(
         np.searchsorted(np.cumsum(values) / max(values.sum(), 1e-300), energy * (1 - 1e-12))
     )
@@ -80,7 +84,10 @@ def module_of(name: str, change: Array, up: Array, down: Array, dtype: DType) ->
         stored_as(down, dtype)
     ).astype(np.float32)
     size = float(np.linalg.norm(change))
-    error = float(np.linalg.norm(change - rounded)) / size if size > 0 else 0.0
+    if size > 0:
+        error = float(np.linalg.norm(change - rounded)) / size
+    else:
+        error = 0.0
     return AdapterModule(name, (change.shape[0], change.shape[1]), down.shape[0], error)
 
 
@@ -110,7 +117,8 @@ def write_adapter(
         arrays[f"{PREFIX}{module}.lora_A.weight"] = stored_as(down, FLOATS[dtype])
         arrays[f"{PREFIX}{module}.lora_B.weight"] = stored_as(up, FLOATS[dtype])
     arrays |= {f"{PREFIX}{name}": value for name, value in (saved or {}).items()}
-    placed, offset = [], 0
+    placed = []
+    offset = 0
     for name, value in arrays.items():
         info = TensorInfo(name, value.shape, from_numpy(value))
         placed.append((info, offset))

@@ -48,9 +48,14 @@ class Engine:
         impl: str = "auto",
         hashing: bool = False,
     ):
-        self.plan, self.notes = plan, list[str]()
-        self._seed, self._device, self._executor, self._progress = seed, device, executor, progress
-        self._hashing, self._said = hashing, False
+        self.plan = plan
+        self.notes = list[str]()
+        self._seed = seed
+        self._device = device
+        self._executor = executor
+        self._progress = progress
+        self._hashing = hashing
+        self._said = False
         self._streaming: StreamingEngine | None = None
         self._fused = self._compiled(impl) if impl != "eager" else None
         if impl == "fused" and (
@@ -135,7 +140,8 @@ class Engine:
         """Hashes of every input's stored values, by the same blocks as in the compiled engine."""
         if not self._hashing:
             return ()
-        sources, count = self.plan.sources, t.info.count
+        sources = self.plan.sources
+        count = t.info.count
         blocks = [
             [
                 hash_bytes(sources[i.source].read(i.name, at, min(at + BLOCK, count)))

@@ -37,16 +37,15 @@ def _donor_folder(plan: MergePlan) -> Path | None:
 def foreign_code(plan: MergePlan) -> list[str]:
     """Python files of the donor's folder, which its config may have transformers run."""
     folder = _donor_folder(plan)
-    return (
-        []
-        if folder is None
-        else sorted({path.name for pattern in _CODE for path in folder.glob(pattern)})
-    )
+    if folder is None:
+        return []
+    return sorted({path.name for pattern in _CODE for path in folder.glob(pattern)})
 
 
 def code_note(plan: MergePlan, trust_remote_code: bool) -> list[str]:
     """What the report says of a donor that brings code of its own."""
-    files, donor = foreign_code(plan), plan.sources[plan.donor].label
+    files = foreign_code(plan)
+    donor = plan.sources[plan.donor].label
     if not files and "auto_map" not in plan.config:
         return []
     names = ", ".join(files) or "code on the hub"
@@ -111,8 +110,13 @@ def _template_of(folder: Path | None) -> str | None:
     if (folder / "chat_template.jinja").exists():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8").strip()
     settings = folder / "tokenizer_config.json"
-    template = read_json(settings).get("chat_template") if settings.exists() else None
-    return template.strip() if isinstance(template, str) else None
+    if settings.exists():
+        template = read_json(settings).get("chat_template")
+    else:
+        template = None
+    if isinstance(template, str):
+        return template.strip()
+    return None
 
 
 def chosen_template(plan: MergePlan) -> str | None:
@@ -126,7 +130,9 @@ def chosen_template(plan: MergePlan) -> str | None:
         return None
     if asked == "auto":
         templates = [t for s in plan.sources if (t := _template_of(s.folder)) is not None]
-        return max(templates, key=templates.count) if templates else None
+        if templates:
+            return max(templates, key=templates.count)
+        return None
     if asked in TEMPLATES:
         return TEMPLATES[asked]
     if "{" in asked:
@@ -139,8 +145,13 @@ def chosen_template(plan: MergePlan) -> str | None:
 
 def _id_of(source: Source) -> str | None:
     """The id under which the hub knows a model, where the cache's folder or the recipe says it."""
-    cached = None if source.folder is None else cached_commit(source.folder)
-    return cached[0] if cached else hub_id(source.label.partition("+")[0])
+    if source.folder is None:
+        cached = None
+    else:
+        cached = cached_commit(source.folder)
+    if cached:
+        return cached[0]
+    return hub_id(source.label.partition("+")[0])
 
 
 def _labels(recipe: MergeRecipe) -> list[str]:
@@ -162,11 +173,9 @@ def _renamed(recipe: object, names: Callable[[str], str], key: str = "") -> obje
         return [_renamed(v, names, key) for v in recipe]
     if isinstance(recipe, str) and key in ("model", "base_model", "source"):
         return names(recipe)
-    return (
-        Path(recipe).name
-        if isinstance(recipe, str) and key == "chat_template" and "{" not in recipe
-        else recipe
-    )
+    if isinstance(recipe, str) and key == "chat_template" and "{" not in recipe:
+        return Path(recipe).name
+    return recipe
 
 
 def model_card(plan: MergePlan) -> str:

@@ -22,7 +22,10 @@ class FusedEngine:
     """Runs a plan's tensors that have a kernel."""
 
     def __init__(self, plan: MergePlan, seed: int, executor: Executor | None, hashing: bool):
-        self._plan, self._seed, self._executor, self._hashing = plan, seed, executor, hashing
+        self._plan = plan
+        self._seed = seed
+        self._executor = executor
+        self._hashing = hashing
         self._buffers = Buffers()
 
     def takes(self, t: TensorPlan) -> bool:
@@ -53,8 +56,9 @@ class FusedEngine:
                     raise not_finite(t)
             sink(t, place, out)
 
-        hashes: list[list[str]] | None = (
-            [[] for _ in range(0, t.info.count, BLOCK)] if self._hashing else None
-        )
+        if self._hashing:
+            hashes: list[list[str]] | None = [[] for _ in range(0, t.info.count, BLOCK)]
+        else:
+            hashes = None
         x.each(work, hashes)
         return fact(t, x.passes, hash_inputs(t, hashes) if hashes else ())

@@ -85,7 +85,8 @@ class OutputFolder(NewFolder):
 
     def __init__(self, out: Path, plan: MergePlan, fingerprint: str):
         super().__init__(out, "merge", resumable=True)
-        self._plan, self._fingerprint = plan, fingerprint
+        self._plan = plan
+        self._fingerprint = fingerprint
         self.finished: dict[str, list[TensorFact]] = {}
         self._hashes: dict[str, str] = {}
         self._descriptor: int | None = None  # of the shard that is being written
@@ -207,7 +208,8 @@ class OutputFolder(NewFolder):
 
     def complete(self, facts: Sequence[TensorFact], seed: int, trust_remote_code: bool) -> None:
         """Write everything that is not a tensor, then give the folder its final name."""
-        plan, folder = self._plan, self.folder
+        plan = self._plan
+        folder = self.folder
         if len(plan.shards) > 1:
             index = {
                 "metadata": {"total_size": plan.bytes_written, "total_parameters": plan.parameters},

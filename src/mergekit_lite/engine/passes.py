@@ -27,7 +27,9 @@ from .hashing import hash_bytes
 
 T = TypeVar("T")
 
-_STRETCHES, _STRETCH = 32, 2048  # the sample that thresholds start from
+# the sample that thresholds start from
+_STRETCHES = 32
+_STRETCH = 2048
 
 Finish = Callable[[Array, int, int, int, Array], bool]
 """Makes a block of the result: ``finish(raw, count, place, block, out)``; True where it is not
@@ -91,8 +93,13 @@ class FusedTensor:
         buffers: Buffers,
         executor: Executor | None,
     ):
-        self.plan, self.models, self.passes = t, len(t.inputs), 0
-        self._sources, self._seed, self._buffers, self._executor = sources, seed, buffers, executor
+        self.plan = t
+        self.models = len(t.inputs)
+        self.passes = 0
+        self._sources = sources
+        self._seed = seed
+        self._buffers = buffers
+        self._executor = executor
         self._size = t.info.count
         infos = [sources[i.source].tensors[i.name] for i in t.everything]
         nothing = np.empty(0, np.uint8)
@@ -193,7 +200,10 @@ class FusedTensor:
         self._search(selectors)  # once at least, which finds NaN
         while not all(selector.done for selector in selectors):
             self._search(selectors)
-        kind = kernels.TRIM if len(selectors) == self.models else kernels.MIDDLE
+        if len(selectors) == self.models:
+            kind = kernels.TRIM
+        else:
+            kind = kernels.MIDDLE
         return Kept(kind, float32([selector.threshold for selector in selectors]), selectors)
 
     def _search(self, selectors: Sequence[Selector]) -> None:
@@ -203,7 +213,8 @@ class FusedTensor:
 
         def work(raw: Array, count: int, place: int, block: int) -> None:
             patterns = self._buffers.get("patterns", len(selectors), BLOCK, np.uint32)
-            above, inside = np.zeros(len(selectors), np.int64), np.zeros(len(selectors), np.int64)
+            above = np.zeros(len(selectors), np.int64)
+            inside = np.zeros(len(selectors), np.int64)
             if kernels.window(raw, count, self.models, lows, highs, top, patterns, above, inside):
                 raise _nan(self.plan)
             for k, selector in enumerate(selectors):
@@ -216,7 +227,9 @@ class FusedTensor:
 
     def drawn(self, density: Sequence[float]) -> Kept:
         """Random keep decisions, those of `methods.noise.Noise.keep`."""
-        keys, wholes, limits = [], [], []
+        keys = []
+        wholes = []
+        limits = []
         for model, probability in enumerate(density):
             name = f"{self._seed}|{self.plan.name}|{model}"
             keys.append([*_words(f"{name}|0"), *_words(f"{name}|own|0")])
@@ -249,7 +262,8 @@ class FusedTensor:
         """
         kept = kept or Kept()
         scales = np.empty(0, np.float32) if scales is None else scales
-        w, lowest = float32(weights), float(min(weights))
+        w = float32(weights)
+        lowest = float(min(weights))
         voting = (
             normalize is not None,
             bool(normalize),
@@ -283,7 +297,9 @@ class FusedTensor:
         return True, np.float32(selector.threshold), selector
 
     def _search_variance(self, selector: Selector) -> int:
-        low, high, top = np.uint32(selector.low), np.uint32(selector.high), np.uint32(selector.top)
+        low = np.uint32(selector.low)
+        high = np.uint32(selector.high)
+        top = np.uint32(selector.top)
 
         def work(raw: Array, count: int, place: int, block: int) -> int:
             patterns = self._buffers.get("patterns", self.models, BLOCK, np.uint32)[0]

@@ -15,7 +15,9 @@ T = TypeVar("T")
 def _process_group() -> ModuleType | None:
     """torch.distributed, where somebody has imported and initialised it."""
     dist = sys.modules.get("torch.distributed")
-    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return dist
+    return None
 
 
 class Ranks:

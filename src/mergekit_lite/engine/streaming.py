@@ -23,7 +23,9 @@ from ..planning import CHUNK, MergePlan, TensorPlan
 from .facts import NotFiniteError, Sink, TensorFact, fact, not_finite
 
 _CACHED = 24_000_000  # bytes of one tensor's inputs that are kept between passes
-_SLICES, _SLICE = 32, 2048  # the sample that thresholds start from
+# the sample that thresholds start from
+_SLICES = 32
+_SLICE = 2048
 _GLOBAL_SAMPLE = 1 << 18
 _LARGE = 10**9  # a size at which two tensors that ask for different shares ask for different counts
 
@@ -34,18 +36,25 @@ class StreamBlocks:
     def __init__(
         self, t: TensorPlan, sources: Sequence[Source], device: str | torch.device, cached: bool
     ):
-        self._plan, self._sources, self._device = t, sources, device
+        self._plan = t
+        self._sources = sources
+        self._device = device
         self.total = t.info.count
         row = block_shape(t.shape, "rows")[1] if t.chunking == "rows" else 1
-        size = (
-            max(1, self.total) if t.chunking == "tensor" else max(row, CHUNK // max(1, row) * row)
-        )
+        if t.chunking == "tensor":
+            size = max(1, self.total)
+        else:
+            size = max(row, CHUNK // max(1, row) * row)
         self._row = row
-        self._edges = [*range(0, self.total, size), self.total] if self.total else [0, 0]
+        if self.total:
+            self._edges = [*range(0, self.total, size), self.total]
+        else:
+            self._edges = [0, 0]
         nbytes = self.total * t.work.itemsize * (len(t.inputs) + 1)
-        self._cache: dict[int, Block] | None = (
-            {} if cached and t.passes > 1 and nbytes <= _CACHED else None
-        )
+        if cached and t.passes > 1 and nbytes <= _CACHED:
+            self._cache: dict[int, Block] | None = {}
+        else:
+            self._cache = None
 
     def __len__(self) -> int:
         return len(self._edges) - 1
@@ -90,7 +99,9 @@ class _Shifted:
     """A collector over many tensors, seen from the blocks of one of them."""
 
     def __init__(self, collector: Collector, first: int):
-        self._collector, self._first, self.done = collector, first, True
+        self._collector = collector
+        self._first = first
+        self.done = True
 
     def answer(self, block: int) -> object:
         return self._collector.answer(self._first + block)
@@ -105,12 +116,10 @@ class StreamingEngine:
     def __init__(
         self, plan: MergePlan, seed: int, device: str | torch.device, executor: Executor | None
     ):
-        self.plan, self._seed, self._device, self._executor = (
-            plan,
-            seed,
-            torch.device(device),
-            executor,
-        )
+        self.plan = plan
+        self._seed = seed
+        self._device = torch.device(device)
+        self._executor = executor
         self._global: dict[str, list[_Shifted]] = {}
 
     def _evaluation(self, t: TensorPlan, cached: bool = True) -> tuple[Evaluation, StreamBlocks]:
@@ -159,9 +168,10 @@ class StreamingEngine:
             counts = [request.count(total) for request in requests if isinstance(request, Largest)]
             samples = samples or [[] for _ in requests]
             for i, request in enumerate(requests):
-                scores = (
-                    torch.cat(sampled[i]) if sampled[i] else request.compute().detach().flatten()
-                )
+                if sampled[i]:
+                    scores = torch.cat(sampled[i])
+                else:
+                    scores = request.compute().detach().flatten()
                 wanted = max(
                     1, round(t.info.count / total * _GLOBAL_SAMPLE)
                 )  # its share of the sample is its size

@@ -19,7 +19,8 @@ _LORA_KEY = re.compile(
     r"\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(?:\.weight)?$"
 )
 _PAIRS = (["lora_A", "lora_B"], ["lora_embedding_A", "lora_embedding_B"])
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _RESIDUAL = (
     "pissa",
@@ -145,7 +146,8 @@ class Adapter:
     """
 
     def __init__(self, folder: Path):
-        self.folder, self.settings = folder, read_adapter_config(folder)
+        self.folder = folder
+        self.settings = read_adapter_config(folder)
         self.pairs: dict[str, Pair] = {}
         self.replaced: dict[str, tuple[TensorInfo, Array]] = {}
         stored = FolderSource(folder, str(folder), read_header(folder / WEIGHTS))
@@ -178,7 +180,8 @@ class Adapter:
             raise CheckpointError(
                 f"adapter {self.folder}: {module} has {kinds}, needed an A and a B"
             )
-        down, up = parts[kinds[0]], parts[kinds[1]]
+        down = parts[kinds[0]]
+        up = parts[kinds[1]]
         rank, scale = scale_of(self.settings, module)
         if {up.shape[1], down.shape[0]} != {rank}:
             raise CheckpointError(
@@ -195,8 +198,10 @@ class LoraSource(Source):
     """
 
     def __init__(self, base: Source, folder: Path):
-        self.label, self.folder = f"{base.label}+{folder}", base.folder
-        self.base, self._adapter_folder = base, folder
+        self.label = f"{base.label}+{folder}"
+        self.folder = base.folder
+        self.base = base
+        self._adapter_folder = folder
         self.config = dict(base.config)
         self.adapter = adapter = Adapter(folder)
         self._pairs = {
@@ -234,7 +239,8 @@ class LoraSource(Source):
                 f"adapter {self._adapter_folder}: {name} is not a tensor of {self.base.label}"
             )
         shape = self.base.tensors[name].shape
-        down, up = pair.down, pair.up
+        down = pair.down
+        up = pair.up
         if pair.embedding or self._is_transposed(name, (up.shape[0], down.shape[1])):
             up, down = np.ascontiguousarray(down.T), np.ascontiguousarray(up.T)
         if (up.shape[0], down.shape[1]) != shape:
@@ -262,16 +268,16 @@ class LoraSource(Source):
         They are float32 where an adapter changes it, as stored elsewhere.
         """
         replaced = self._replaced.get(name)
-        stored = (
-            self.base.read(name, start, stop)
-            if replaced is None
-            else replaced.reshape(-1)[start:stop]
-        )
+        if replaced is None:
+            stored = self.base.read(name, start, stop)
+        else:
+            stored = replaced.reshape(-1)[start:stop]
         if name not in self._pairs or start == stop:
             return stored
         pair = self._pairs[name]
         columns = pair.down.shape[1]
-        first, last = start // columns, -(-stop // columns)
+        first = start // columns
+        last = -(-stop // columns)
         change = (pair.up[first:last] @ pair.down).reshape(-1)[
             start - first * columns : stop - first * columns
         ]

@@ -97,7 +97,9 @@ def _described(path: Path, name: str, entry: Any) -> tuple[DType, tuple[int, ...
         raise CheckpointError(
             f"{path}: {name} is described by {entry!r}, needed dtype, shape and data_offsets"
         )
-    code, shape, offsets = entry.get("dtype"), sizes("shape"), sizes("data_offsets")
+    code = entry.get("dtype")
+    shape = sizes("shape")
+    offsets = sizes("data_offsets")
     if not isinstance(code, str) or code not in BY_CODE:
         raise CheckpointError(
             f"{path}: {name} has dtype {code}, which is quantised or unknown; merge originals"
@@ -131,7 +133,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise CheckpointError(f"{path}: __metadata__ is {str(metadata)[:60]}, needed texts by name")
     described = [(name, *_described(path, name, entry)) for name, entry in entries.items()]
     tensors: dict[str, TensorInfo] = {}
-    end, body = 0, size - 8 - length
+    end = 0
+    body = size - 8 - length
     for name, dtype, shape, start, stop in sorted(described, key=lambda d: (d[3], d[4])):
         info = TensorInfo(name, shape, dtype, path, 8 + length + start)
         if stop - start != info.nbytes:

@@ -25,7 +25,8 @@ def _values() -> Array:
     A sign, four bits of exponent (bias 7), three of mantissa, no infinity.
     """
     codes = np.arange(128)
-    exponent, mantissa = codes >> 3, (codes & 7) / 8
+    exponent = codes >> 3
+    mantissa = (codes & 7) / 8
     size = np.where(exponent > 0, (1 + mantissa) * 2.0 ** (exponent - 7), mantissa * 2.0**-6)
     size[127] = np.nan
     return np.concatenate([size, -size]).astype(np.float32)
@@ -106,7 +107,8 @@ class Float8:
         if scale.size == 1:
             return values * scale[0, 0]
         place = np.arange(start, stop)
-        rows, columns = place // self._columns[name], place % self._columns[name]
+        rows = place // self._columns[name]
+        columns = place % self._columns[name]
         if name in self._by_row:
             return values * scale[rows, 0]
         return values * scale[rows // 128, columns // 128]

@@ -52,7 +52,10 @@ def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | Non
         if not isinstance(loaded, Mapping):
             raise CheckpointError(f"{file}: holds a {type(loaded).__name__}, needed a state dict")
         state |= loaded
-    config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+    if (folder / "config.json").exists():
+        config = read_json(folder / "config.json")
+    else:
+        config = {}
     source = _from_state(state, label, config)
     source.folder = folder
     return source
@@ -115,19 +118,19 @@ def open_source(
             )  # of the hub's files, pickles come when nothing else is
         pickled = _pickled(folder, allow_pickle, text)
         if pickled is None:
-            where = (
-                ""
-                if _hub.user_path(text).is_dir() or allow_pickle
-                else ' (allow_pickle="weights_only" asks for more)'
-            )
+            if _hub.user_path(text).is_dir() or allow_pickle:
+                where = ""
+            else:
+                where = ' (allow_pickle="weights_only" asks for more)'
             names = " and no ".join(f"{stem}.safetensors" for stem in STEMS)
             raise CheckpointError(f"{text}: holds no {names}{where}")
         return pickled
     source = FolderSource(folder, label or text, tensors)
     if quantised := source.config.get("quantization_config"):
-        kind = (
-            quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
-        )
+        if isinstance(quantised, dict):
+            kind = quantised.get("quant_method", "unknown")
+        else:
+            kind = quantised
         if kind in METHODS and any(info.dtype == FLOAT8 for info in tensors.values()):
             del source.config["quantization_config"]  # what is written is not quantised
             return source

@@ -76,7 +76,9 @@ class FolderSource(Source):
     """
 
     def __init__(self, folder: Path | None, label: str, tensors: dict[str, TensorInfo]):
-        self.label, self._stored, self.folder = label, tensors, folder
+        self.label = label
+        self._stored = tensors
+        self.folder = folder
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
         self.config: dict[str, object] = {}
@@ -84,7 +86,10 @@ class FolderSource(Source):
         if folder is not None and (folder / "config.json").exists():
             self.config = read_json(folder / "config.json")
         self._float8 = Float8(tensors, self._read_stored)
-        self.tensors = self._float8.shown(tensors) if self._float8.names else tensors
+        if self._float8.names:
+            self.tensors = self._float8.shown(tensors)
+        else:
+            self.tensors = tensors
 
     def _descriptor(self, path: Path) -> int:
         if path not in self._descriptors:
@@ -116,7 +121,8 @@ class FolderSource(Source):
         info = self._stored[name]
         assert info.file is not None
         view = byte_view(out)
-        position, done = info.start + start * info.dtype.itemsize, 0
+        position = info.start + start * info.dtype.itemsize
+        done = 0
         while done < len(view):
             count = os.preadv(self._descriptor(info.file), [view[done:]], position + done)
             if count == 0:
@@ -151,7 +157,8 @@ class DictSource(Source):
     """
 
     def __init__(self, state: Mapping[str, Tensor], label: str, config: Json | None = None):
-        self.label, self.config = label, config or {}
+        self.label = label
+        self.config = config or {}
         self.folder: Path | None = None
         self._state: dict[str, Tensor] = {}
         self.tensors: dict[str, TensorInfo] = {}

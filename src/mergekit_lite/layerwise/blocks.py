@@ -42,7 +42,9 @@ class Call:
     def tokens(self, x: Tensor) -> Tensor:  # (N, F)
         """Rows of an activation that are no padding."""
         flat = x.reshape(-1, x.shape[-1])
-        return flat if self.keep is None or len(self.keep) != len(flat) else flat[self.keep]
+        if self.keep is None or len(self.keep) != len(flat):
+            return flat
+        return flat[self.keep]
 
 
 class Skeleton:
@@ -137,7 +139,8 @@ class Skeleton:
     def _fill(self, module: nn.Module, own: str, weights: Weights, name: str) -> None:
         """Give a buffer a source's value; merged weights have none."""
         if not isinstance(weights, Mapping):
-            stored, buffer = self.stored_name(weights, name), module.get_buffer(own)
+            stored = self.stored_name(weights, name)
+            buffer = module.get_buffer(own)
             value = tensor_of(weights.read(stored, 0, weights.tensors[stored].count)).view(
                 buffer.shape
             )
@@ -178,7 +181,10 @@ class Skeleton:
         first: list[Tensor] = []
         for batch in batches:
             mask = batch.get("attention_mask")
-            keep = None if mask is None or mask.dim() != 2 else mask.reshape(-1).bool()
+            if mask is None or mask.dim() != 2:
+                keep = None
+            else:
+                keep = mask.reshape(-1).bool()
 
             def record(
                 number: int, hidden: Tensor, arguments: tuple, named: dict, keep: Any = keep

@@ -97,4 +97,6 @@ def _batched(data: Any, source: Source, batch_size: int, max_length: int) -> lis
 def _without_padding(row: Mapping[str, object]) -> Tensor:
     ids = torch.as_tensor(row["input_ids"], dtype=torch.long)
     mask = row.get("attention_mask")
-    return ids if mask is None else ids[torch.as_tensor(mask).bool()]
+    if mask is None:
+        return ids
+    return ids[torch.as_tensor(mask).bool()]

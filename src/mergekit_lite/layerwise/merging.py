@@ -116,12 +116,10 @@ class _Joined(Source):
     """
 
     def __init__(self, first: Source, parts: Iterable[Source]):
-        self.label, self.config, self.folder, self._first = (
-            "merged",
-            first.config,
-            first.folder,
-            first,
-        )
+        self.label = "merged"
+        self.config = first.config
+        self.folder = first.folder
+        self._first = first
         self._of = {name: part for part in parts for name in part.tensors}
         self.tensors: dict[str, TensorInfo] = {
             n: self._of[n].tensors[n] if n in self._of else info

@@ -25,9 +25,11 @@ def regmean(
     The Gram matrices' entries off the diagonal are multiplied by ``reduce``.
     """
     shares = [1.0] * len(weights) if weight is None else list(weight)
-    left, right = 0, 0
+    left = 0
+    right = 0
     for w, x, share in zip(weights, inputs, shares, strict=True):
         gram = share * x.double().T @ x.double() / len(x)
         gram = reduce * gram + (1 - reduce) * torch.diag(gram.diagonal())
-        left, right = left + w.double() @ gram, right + gram
+        left = left + w.double() @ gram
+        right = right + gram
     return torch.linalg.solve(torch.as_tensor(right), torch.as_tensor(left), left=False)

@@ -32,8 +32,12 @@ class BlockMerge:
         merge: CalibratedMerge,
         folder: Path,
     ):
-        self.skeleton, self.sources, self.data = skeleton, sources, data
-        self.shares, self.merge, self.folder = shares, merge, folder
+        self.skeleton = skeleton
+        self.sources = sources
+        self.data = data
+        self.shares = shares
+        self.merge = merge
+        self.folder = folder
         self.calls: list[list[list[Call]]] = []  # of each model, block and batch
         self.hidden: list[list[Tensor]] = []
 
@@ -67,8 +71,10 @@ class BlockMerge:
     @torch.no_grad()
     def merge_block(self, number: int) -> None:
         """Write the merged block; hidden states go on through the models' own, or through it."""
-        skeleton, merged_inputs = self.skeleton, self.merge.method == "regmean++"
-        blocks, seen = [], []
+        skeleton = self.skeleton
+        merged_inputs = self.merge.method == "regmean++"
+        blocks = []
+        seen = []
         for k, source in enumerate(self.sources):
             block = skeleton.block(number, source)
             statistics, outputs = self._watched(block, k, number)
@@ -79,7 +85,8 @@ class BlockMerge:
         layers = linear_layers(skeleton.blocks[number])
         merged: dict[str, Tensor] = {}
         for name in blocks[0]:
-            weights, owner = [b[name] for b in blocks], name.rpartition(".")[0]
+            weights = [b[name] for b in blocks]
+            owner = name.rpartition(".")[0]
             if name.endswith("weight") and owner in layers:
                 value = self._solved(layers[owner], weights, [s[owner] for s in seen])
             else:
@@ -95,7 +102,8 @@ class BlockMerge:
     @torch.no_grad()
     def merge_outside(self) -> None:
         """Write what is in no block: a head of its own by its inputs, all else averaged."""
-        head, merged = self.skeleton.model.get_output_embeddings(), {}
+        head = self.skeleton.model.get_output_embeddings()
+        merged = {}
         tied = head is not None and head.weight is self.skeleton.model.get_input_embeddings().weight
         solved = (
             next((n for n, m in self.skeleton.model.named_modules() if m is head), "") + ".weight"

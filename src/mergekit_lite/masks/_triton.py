@@ -21,9 +21,8 @@ from triton import knobs
 MOST = 4
 """Components that a kernel takes; eager takes any number."""
 _ROWS, _COLUMNS = 4, 256  # a tile: 8 elements a thread; 16 spill on sm_90
-_STEPS = (
-    32  # tiles that a program sums before it writes: partial sums are a 128th of the bytes read
-)
+# tiles that a program sums before it writes: partial sums are a 128th of the bytes read
+_STEPS = 32
 _INTERPRETED = knobs.runtime.interpret  # when kernels are made, which is now
 
 

@@ -72,8 +72,11 @@ def share_frozen(models: Sequence[Module], *, over_base: bool = False) -> list[M
 def without_adapter(model: nn.Module) -> PreTrainedModel:
     """A model in memory; of a `PeftModel` a copy with the adapter folded in."""
     fold = getattr(model, "merge_and_unload", None)
-    # pyrefly: ignore[bad-return, not-callable]: peft's method, which gives the model within
-    return copy.deepcopy(model).merge_and_unload() if callable(fold) else model
+    if callable(fold):
+        # pyrefly: ignore[not-callable]: peft's method, though nn.Module says Tensor
+        return copy.deepcopy(model).merge_and_unload()
+    # pyrefly: ignore[bad-return]: what is no PeftModel is one of transformers'
+    return model
 
 
 def _attributes(module: nn.Module) -> dict[str, object]:
@@ -148,7 +151,8 @@ def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str]) -> I
             f"{changed[0]} is tied to another tensor in one of {labels[0]} and {labels[1]}; untie "
             "or tie it in both"
         )
-    own, theirs = dict(one.named_parameters()), dict(other.named_parameters())
+    own = dict(one.named_parameters())
+    theirs = dict(other.named_parameters())
     for name, parameter in own.items():
         if name not in theirs:
             continue
@@ -158,7 +162,10 @@ def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str]) -> I
                 f"({labels[1]})"
             )
             hint = ""
-            tokens = one.get_input_embeddings() if isinstance(one, PreTrainedModel) else None
+            if isinstance(one, PreTrainedModel):
+                tokens = one.get_input_embeddings()
+            else:
+                tokens = None
             if (
                 parameter is getattr(tokens, "weight", None)
                 and parameter.shape[1:] == theirs[name].shape[1:]
@@ -264,7 +271,10 @@ def say_or_refuse(
     """Raise what is different, or without ``strict`` warn of it."""
     if not differences:
         return
-    more = f"\nand {len(differences) - 5} more" if len(differences) > 5 else ""
+    if len(differences) > 5:
+        more = f"\nand {len(differences) - 5} more"
+    else:
+        more = ""
     lines = "\n- ".join(differences[:5]) + more
     if strict:
         raise ValueError(f"Merger: these models cannot be merged by masks:\n- {lines}")

@@ -89,7 +89,9 @@ def acting_masks(raw: Tensor, constraint: str, *, over_base: bool = False) -> Te
     tensor([ 0.5000,  0.7500, -0.2500])
     """
     masks = constrain(raw, constraint)
-    return torch.cat([masks, 1 - masks.sum(0, keepdim=True)]) if over_base else masks
+    if over_base:
+        return torch.cat([masks, 1 - masks.sum(0, keepdim=True)])
+    return masks
 
 
 def unconstrain(masks: Tensor, constraint: str) -> Tensor:
@@ -190,9 +192,8 @@ def initial_masks(
             )
         values = [float(k == chosen) for k in range(count)]
     else:
-        values = (
-            [float(initial)] * count
-            if isinstance(initial, (int, float))
-            else [float(v) for v in initial]
-        )
+        if isinstance(initial, (int, float)):
+            values = [float(initial)] * count
+        else:
+            values = [float(v) for v in initial]
     return torch.tensor(values).view(count, *[1] * len(shape)).expand(count, *shape).clone()

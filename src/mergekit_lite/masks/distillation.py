@@ -70,9 +70,10 @@ def distill(
     else:
         teachers = _cached(merger, kl, count, teacher_hidden)
     if kl.coefficients == "evidence" and shares is None:
-        examples = (
-            _examples(ids, inputs.get("position_ids"))[places] if where.dim() > 1 else places[0]
-        )
+        if where.dim() > 1:
+            examples = _examples(ids, inputs.get("position_ids"))[places]
+        else:
+            examples = places[0]
         shares = _evidence(teachers, head, answers, examples)
     student = _outputs(merger, head is not None, inputs)[places]
     options: dict[str, Any] = {}
@@ -125,7 +126,10 @@ def positions(
         )
     causal = merger.model.can_generate()
     if labels is None and causal:
-        labels = ids if attention is None else ids.masked_fill(attention == 0, -100)
+        if attention is None:
+            labels = ids
+        else:
+            labels = ids.masked_fill(attention == 0, -100)
     if labels is None and type(merger.model).__name__.endswith("ForSequenceClassification"):
         return torch.ones(ids.shape[:1], dtype=torch.bool, device=ids.device), None
     if labels is None:  # an encoder's every token
@@ -198,9 +202,10 @@ def _shares(
     if task.numel() and not (int(task.min()) >= 0 and int(task.max()) < count):
         span = f"{int(task.min())} to {int(task.max())}"
         raise ValueError(f"Merger.distill: task labels span {span}, needed 0 to {count - 1}")
-    task_of_place = (
-        task.view(-1, *[1] * (where.dim() - 1)).expand(where.shape) if task.dim() == 1 else task
-    )
+    if task.dim() == 1:
+        task_of_place = task.view(-1, *[1] * (where.dim() - 1)).expand(where.shape)
+    else:
+        task_of_place = task
     return nn.functional.one_hot(task_of_place[places].long(), count).float()
 
 
@@ -230,7 +235,10 @@ def _evidence(
         )
     heads = Heads(None, None, [None] * len(teachers))
     if head is not None:
-        biases = [None] * len(teachers) if head.bias is None else head.frozen("bias")
+        if head.bias is None:
+            biases = [None] * len(teachers)
+        else:
+            biases = head.frozen("bias")
         heads = Heads(head.frozen("weight"), None, biases)
     log_probs = [
         label_log_probs(t, heads, k, answers) for k, t in enumerate(teachers) if t is not None
@@ -239,9 +247,9 @@ def _evidence(
 
 
 def _outputs(merger: MaskedModel, hidden: bool, inputs: Mapping[str, object]) -> Tensor:
-    return (
-        merger.final_hidden(**inputs) if hidden else merger.model(**merger.uncached(inputs)).logits
-    )
+    if hidden:
+        return merger.final_hidden(**inputs)
+    return merger.model(**merger.uncached(inputs)).logits
 
 
 def _cached(merger: MaskedModel, kl: KLConfig, count: int, cached: Tensor) -> list[Tensor | None]:
@@ -270,17 +278,17 @@ def _run_teachers(
 
     It runs on the rows that it has a share in.
     """
-    rows, device = places[0], places[0].device
+    rows = places[0]
+    device = places[0].device
     count = rows.numel()
     batch = next(v.shape[0] for v in inputs.values() if isinstance(v, Tensor))
     logits_of_teachers: list[Tensor | None] = []
     with evaluating(merger):  # teachers drop nothing out
         for k in range(merger.count):
-            used = (
-                torch.arange(count, device=device)
-                if shares is None
-                else shares[:, k].nonzero()[:, 0]
-            )
+            if shares is None:
+                used = torch.arange(count, device=device)
+            else:
+                used = shares[:, k].nonzero()[:, 0]
             if used.numel() == 0:
                 logits_of_teachers.append(None)
                 continue

@@ -26,7 +26,8 @@ def _check_weights(operation: str, weights: Sequence[Tensor], impl: str) -> None
     """Refuse weights that are not one kind, or not frozen."""
     if impl not in IMPLS:
         raise ValueError(f"{operation}: impl is {impl!r}, needed one of {', '.join(IMPLS)}")
-    shapes, dtypes = {tuple(w.shape) for w in weights}, {w.dtype for w in weights}
+    shapes = {tuple(w.shape) for w in weights}
+    dtypes = {w.dtype for w in weights}
     if len(shapes) != 1 or len(dtypes) != 1:
         raise ValueError(
             f"{operation}: weights have shapes {sorted(shapes)} and dtypes {dtypes}, needed one of "
@@ -157,7 +158,8 @@ def masked_linear(
             "masked_linear: impl 'fused' has no path for mode 'efficient', which blends nothing"
         )
     if rule is not None and (mode == "efficient" or impl == "reference"):
-        masks, rule = rule(masks), None
+        masks = rule(masks)
+        rule = None
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
@@ -185,7 +187,9 @@ def _linear_mode(mode: str, x: Tensor, masks: Tensor, in_features: int) -> str:
     if mode == "auto":
         training = torch.is_grad_enabled() and (x.requires_grad or masks.requires_grad)
         few = x.numel() <= (FEW_TOKENS_TRAINING if training else FEW_TOKENS) * in_features
-        return "efficient" if few and not element else "accurate"
+        if few and not element:
+            return "efficient"
+        return "accurate"
     if mode not in ("accurate", "efficient"):
         raise ValueError(f"masked_linear: mode is {mode!r}, needed accurate, efficient or auto")
     if mode == "efficient" and element:

@@ -116,7 +116,12 @@ class MaskedLayer(nn.Module):
             if masks and name in masks:
                 self.masks[name] = masks[name]
                 continue
-            value = 0.0 if same else initial(name) if initial else self.config.initial
+            if same:
+                value = 0.0
+            elif initial:
+                value = initial(name)
+            else:
+                value = self.config.initial
             shape = mask_shape(first.shape, self.config.granularity, self.transposed)
             raw = unconstrain(initial_masks(count, shape, value, generator), self._constraint(name))
             self.masks[name] = nn.Parameter(
@@ -144,7 +149,9 @@ class MaskedLayer(nn.Module):
         return self._rule(name)(self.masks[name])
 
     def _constraint(self, name: str) -> str:
-        return "none" if name in self._same else self.config.constraint
+        if name in self._same:
+            return "none"
+        return self.config.constraint
 
     def _rule(self, name: str) -> Callable[[Tensor], Tensor]:
         """The function from the trained values to the constrained masks."""
@@ -164,7 +171,9 @@ class MaskedLayer(nn.Module):
         if self.selection.component is not None:
             return getattr(self.components[self.selection.component], name)
         folded = self._usable_fold()
-        return self.merged(name) if folded is None else folded[name]
+        if folded is None:
+            return self.merged(name)
+        return folded[name]
 
     @property
     def weight(self) -> Tensor:
@@ -174,7 +183,9 @@ class MaskedLayer(nn.Module):
     @property
     def bias(self) -> Tensor | None:
         """The bias of whatever runs, or None."""
-        return self.current("bias") if "bias" in self.masks else None
+        if "bias" in self.masks:
+            return self.current("bias")
+        return None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -270,7 +281,9 @@ class MaskedLinear(MaskedLayer):
 
     def run(self, x: Tensor) -> Tensor:
         """`masked_linear` in the layer's mode."""
-        weights, masks, rule = self.frozen("weight"), self.masks["weight"], None
+        weights = self.frozen("weight")
+        masks = self.masks["weight"]
+        rule = None
         if self.over_base or self.config.constraint != "none":
             rule = self._rule("weight")
         bias = self.merged("bias") if "bias" in self.masks else None

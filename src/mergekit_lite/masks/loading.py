@@ -191,7 +191,8 @@ def _vocabularies(bases: Sequence[str | os.PathLike[str]], labels: Sequence[str]
 @torch.no_grad()
 def _fold_in(model: PreTrainedModel, name: str) -> None:
     """Give a model the weights that a merge of files reads of its base and adapter."""
-    source, state = open_source(name), model.state_dict()
+    source = open_source(name)
+    state = model.state_dict()
     assert isinstance(source, LoraSource)
     prefix = f"{model.base_model_prefix}."
     for tensor in source.changed:

@@ -201,7 +201,8 @@ def _check_numbers(
 def _checked_shares(
     coefficients: Tensor, student: Tensor, teachers: Sequence[Tensor | None]
 ) -> Tensor:  # (N, K)
-    positions, count = student.shape[0], len(teachers)
+    positions = student.shape[0]
+    count = len(teachers)
     if coefficients.shape not in ((count,), (positions, count)):
         raise ValueError(
             f"masked_kl: coefficients are {list(coefficients.shape)}, needed ({positions}, "
@@ -210,7 +211,8 @@ def _checked_shares(
     coefficients = coefficients.to(work_dtype(student.dtype)).expand(positions, count)
     if not positions:
         return coefficients
-    low, sums = coefficients.amin(), coefficients.sum(1)
+    low = coefficients.amin()
+    sums = coefficients.sum(1)
     if not (bool(low >= 0) and bool(((sums - 1).abs() <= 1e-2).all())):
         raise ValueError(
             f"masked_kl: coefficients go down to {float(low):.3g}, rows sum to "
@@ -241,7 +243,8 @@ def mask_penalty(masks: Sequence[Tensor], config: KLConfig) -> Tensor:
     total = masks[0].new_zeros(())
     if not config.penalises:
         return total
-    count, places = masks[0].shape[0], sum(m[0].numel() for m in masks)
+    count = masks[0].shape[0]
+    places = sum(m[0].numel() for m in masks)
     # sums over all tensors, so that they need not be one
     products = torch.stack([torch.mm(m.flatten(1), m.flatten(1).T) for m in masks]).sum(0)
     energy = products.diagonal()
@@ -250,7 +253,9 @@ def mask_penalty(masks: Sequence[Tensor], config: KLConfig) -> Tensor:
     if config.l2:
         total = total + config.l2 * energy.sum() / (count * places)
     pairs = torch.triu_indices(count, count, 1, device=energy.device)
-    own, other, both = energy[pairs[0]], energy[pairs[1]], products[pairs[0], pairs[1]]
+    own = energy[pairs[0]]
+    other = energy[pairs[1]]
+    both = products[pairs[0], pairs[1]]
     if config.similarity and count > 1:
         total = total + config.similarity * (both / (own * other).sqrt().clamp_min(1e-12)).mean()
     return total

@@ -38,7 +38,9 @@ class LowRankLinear(nn.Module):
 
     def __init__(self, base: nn.Linear, down: Tensor, up: Tensor, scale: float):
         super().__init__()
-        self.base_weight, self.bias, self.scale = base.weight, base.bias, scale
+        self.base_weight = base.weight
+        self.bias = base.bias
+        self.scale = scale
         self.down = nn.Parameter(down.to(base.weight), requires_grad=False)
         self.up = nn.Parameter(up.to(base.weight), requires_grad=False)
 
@@ -76,7 +78,8 @@ class LowRankMaskedLinear(MaskedLayer):
 
     def run(self, x: Tensor) -> Tensor:
         """The base's product, and the masked changes."""
-        total, masks = self.plain(x), self.mask("weight").to(x.dtype)
+        total = self.plain(x)
+        masks = self.mask("weight").to(x.dtype)
         for k, component in enumerate(self.components[:-1]):
             if not isinstance(component, LowRankLinear):
                 continue  # an adapter that leaves this layer alone
@@ -94,8 +97,10 @@ class LowRankMaskedLinear(MaskedLayer):
         """
         if name != "weight":
             return super().merged(name)
-        masks, total = self.mask(name), self.plain.get_parameter(name)
-        rounded, total = total.dtype, total.to(torch.promote_types(total.dtype, torch.float32))
+        masks = self.mask(name)
+        total = self.plain.get_parameter(name)
+        rounded = total.dtype
+        total = total.to(torch.promote_types(total.dtype, torch.float32))
         for mask, component in zip(masks, self.components[:-1], strict=False):
             if isinstance(component, LowRankLinear):
                 total = total + mask * component.weight_delta()
@@ -126,7 +131,9 @@ def adapted_layers(model: PreTrainedModel, adapter: Adapter) -> dict[str, Pair] 
         model: What it is an adapter of.
         adapter: Its factors.
     """
-    prefix, modules, found = f"{model.base_model_prefix}.", dict(model.named_modules()), {}
+    prefix = f"{model.base_model_prefix}."
+    modules = dict(model.named_modules())
+    found = {}
     owners = Counter(
         id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
     )
@@ -164,10 +171,8 @@ def with_adapter(base: PreTrainedModel, adapter: Adapter) -> PreTrainedModel | N
     model = copy.deepcopy(base, {id(t): t for t in chain(base.parameters(), base.buffers())})
     for name, pair in pairs.items():
         parent, _, last = name.rpartition(".")
-        layer, factors = (
-            model.get_submodule(name),
-            (torch.from_numpy(pair.down), torch.from_numpy(pair.up)),
-        )
+        layer = model.get_submodule(name)
+        factors = (torch.from_numpy(pair.down), torch.from_numpy(pair.up))
         assert isinstance(layer, nn.Linear)
         setattr(model.get_submodule(parent), last, LowRankLinear(layer, *factors, pair.scale))
     return model

@@ -39,9 +39,14 @@ class MaskedSource(Source):
         rounds: Callable[[str], bool],
         lone: bool,
     ):
-        self._inner, self._k, self._masks, self._rounds, self._lone = inner, k, masks, rounds, lone
+        self._inner = inner
+        self._k = k
+        self._masks = masks
+        self._rounds = rounds
+        self._lone = lone
         self.label = f"{inner.label} x mask {k}"
-        self.config, self.folder = inner.config, inner.folder
+        self.config = inner.config
+        self.folder = inner.folder
         self._dtypes = dtypes
         self.tensors = {
             name: TensorInfo(name, info.shape, dtype, info.file, info.start)
@@ -54,12 +59,16 @@ class MaskedSource(Source):
 
         Integers as they are.
         """
-        stored, info = self._inner.read(name, start, stop), self.tensors[name]
+        stored = self._inner.read(name, start, stop)
+        info = self.tensors[name]
         if not info.dtype.is_floating_point:
             return stored
         work = torch.float64 if info.dtype.name == "float64" else torch.float32
         values = tensor_of(stored)
-        values = values.to(self._dtypes[name]).to(work) if self._rounds(name) else values.to(work)
+        if self._rounds(name):
+            values = values.to(self._dtypes[name]).to(work)
+        else:
+            values = values.to(work)
         if name in self._masks:
             values = values * stretch(self._masks[name][self._k], info.shape, start, stop)
         elif not self._lone:
@@ -89,8 +98,10 @@ def stretch(mask: Tensor, shape: Sequence[int], start: int, stop: int) -> Tensor
     if not shape:
         return mask.expand(1)[start:stop]
     columns = shape[-1]
-    first, last = start // columns, math.ceil(stop / columns)
-    index, rows = [], torch.arange(first, last)
+    first = start // columns
+    last = math.ceil(stop / columns)
+    index = []
+    rows = torch.arange(first, last)
     for size, own in zip(reversed(shape[:-1]), reversed(mask.shape[:-1]), strict=True):
         index.insert(0, rows % size if own > 1 else torch.zeros_like(rows))
         rows = rows // size

@@ -57,9 +57,8 @@ class Merger(MaskedModel):
     [0.5, 0.5]
     """
 
-    accepts_loss_kwargs = (
-        True  # the Trainer counts the items of all micro-batches of a step and hands them over
-    )
+    # the Trainer counts the items of all micro-batches of a step and hands them over
+    accepts_loss_kwargs = True
 
     @classmethod
     def from_pretrained(
@@ -105,7 +104,10 @@ class Merger(MaskedModel):
                 f"Merger.from_pretrained: {unknown[0]!r} is no field of MaskConfig: "
                 f"{', '.join(known)}"
             )
-        settings = read_config(Path(masks)) if masks is not None else MaskConfig(**config)
+        if masks is not None:
+            settings = read_config(Path(masks))
+        else:
+            settings = MaskConfig(**config)
         models, labels = load_components(
             paths,
             auto_class,
@@ -115,9 +117,11 @@ class Merger(MaskedModel):
             low_rank=base is not None and settings.granularity != "element",
             strict=strict,
         )
-        start = (
-            replace(settings, initial="average") if masks is not None else settings
-        )  # its recipe may be gone
+        # its recipe may be gone
+        if masks is not None:
+            start = replace(settings, initial="average")
+        else:
+            start = settings
         base_model = None if base is None else models.pop()
         merger = cls(models, start, base=base_model, labels=labels, strict=strict)
         merger.mask_config = settings.resolved(over_base=base is not None)

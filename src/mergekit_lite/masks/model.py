@@ -56,7 +56,8 @@ class MaskedModel(nn.Module):
         strict: bool = True,
     ):
         super().__init__()
-        self.count, self.over_base = len(models), base is not None
+        self.count = len(models)
+        self.over_base = base is not None
         self.mask_config = (config or MaskConfig()).resolved(over_base=self.over_base)
         models = [without_adapter(model) for model in (models if base is None else [*models, base])]
         labels = labels or [m.config.name_or_path or f"model {k}" for k, m in enumerate(models)]
@@ -109,12 +110,12 @@ class MaskedModel(nn.Module):
                 )
             )
         self.model = model
-        self._layers, self._raw = surgeon.layers, surgeon.raw
+        self._layers = surgeon.layers
+        self._raw = surgeon.raw
         self._hashes: list[str] | None = None
         self._plain_head: bool | None = None
-        self.sources: list[StoredAs] | None = (
-            None  # where the components are stored, if that is known for sure
-        )
+        # where the components are stored, if that is known for sure
+        self.sources: list[StoredAs] | None = None
         self.eval()
 
     @property
@@ -191,7 +192,8 @@ class MaskedModel(nn.Module):
         """
         if not isinstance(k, int) or not 0 <= k < len(self.labels):
             raise ValueError(f"Merger.component: k is {k}, needed 0 to {len(self.labels) - 1}")
-        before, self.selection.component = self.selection.component, k
+        before = self.selection.component
+        self.selection.component = k
         try:
             yield self
         finally:
@@ -219,7 +221,8 @@ class MaskedModel(nn.Module):
         return self
 
     def _apply(self, fn: object, recurse: bool = True) -> Self:
-        before, masks = self.model.dtype, {name: mask.data for name, mask in self._raw.items()}
+        before = self.model.dtype
+        masks = {name: mask.data for name, mask in self._raw.items()}
         super()._apply(fn, recurse)
         for (
             name,
@@ -353,12 +356,15 @@ class MaskedModel(nn.Module):
 
     def uncached(self, inputs: Mapping[str, object]) -> dict[str, object]:
         """A model's inputs, and that it need not keep keys and values."""
-        return {**inputs, "use_cache": False} if self.model.can_generate() else dict(inputs)
+        if self.model.can_generate():
+            return {**inputs, "use_cache": False}
+        return dict(inputs)
 
 
 def _change(layer: MaskedLayer, k: int, name: str) -> Tensor:
     """What a component changes of a parameter of the base, in its dtype."""
-    module, base = layer.components[k], getattr(layer.plain, name)
+    module = layer.components[k]
+    base = getattr(layer.plain, name)
     if name == "weight" and isinstance(module, LowRankLinear):
         return module.weight_delta().to(base.dtype).detach()
     return (getattr(module, name) - base).detach()

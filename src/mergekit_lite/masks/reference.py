@@ -35,7 +35,8 @@ def masked_linear(
     Efficient: each component's own product, its input or output masked.
     """
     if transposed:
-        weights, masks = [w.T for w in weights], masks.transpose(1, 2)
+        weights = [w.T for w in weights]
+        masks = masks.transpose(1, 2)
     if mode == "accurate":
         return F.linear(x, blend(weights, masks), bias)
     if masks.shape[1] > 1:  # one value an output row

@@ -81,7 +81,10 @@ class MaskReport(Report):
         """A row for each weight."""
         rows = []
         for r in self.rows:
-            wins = f"{r.winner} at {r.wins[r.winner]:.0%}" if max(r.wins) > min(r.wins) else "none"
+            if max(r.wins) > min(r.wins):
+                wins = f"{r.winner} at {r.wins[r.winner]:.0%}"
+            else:
+                wins = "none"
             rows.append(
                 (r.name, " ".join(f"{m:6.3f}" for m in r.mean), f"{max(r.spread):.3f}", wins)
             )
@@ -98,7 +101,8 @@ class MaskReport(Report):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        cells, count = [_cell(r.name) for r in self.rows], len(self.labels)
+        cells = [_cell(r.name) for r in self.rows]
+        count = len(self.labels)
         layers, kinds = (list(dict.fromkeys(cell[i] for cell in cells)) for i in (0, 1))
         grid = torch.full(
             (len(layers), count * (len(kinds) + 1) - 1), torch.nan
@@ -107,7 +111,8 @@ class MaskReport(Report):
         for row, (layer, kind) in zip(self.rows, cells, strict=True):
             for start, mean in zip(starts, row.mean, strict=True):
                 grid[layers.index(layer), start + kinds.index(kind)] = mean
-        width, height = 2.5 + 0.32 * grid.shape[1], 2.4 + 0.26 * len(layers)
+        width = 2.5 + 0.32 * grid.shape[1]
+        height = 2.4 + 0.26 * len(layers)
         figure, axes = axes_for(ax, "MaskReport.plot", width=width, height=height)
         even = 1 / count  # where all components count alike: the middle of the scale
         reach = max(0.05, float((grid[~grid.isnan()] - even).abs().max()))

@@ -193,7 +193,8 @@ def _claim(training: Path, run: MaskRun) -> None:
 
     Refuse a folder of a run with others.
     """
-    settings, path = plain(run), training / "run.json"
+    settings = plain(run)
+    path = training / "run.json"
     if path.is_file():
         if json.loads(path.read_text(encoding="utf-8")) != settings:
             raise ValueError(
@@ -224,18 +225,21 @@ class _Task:
             )
             for f in data.files
         ]
-        self.data, self.first = data, texts[0].decoded(0)
+        self.data = data
+        self.first = texts[0].decoded(0)
         examples = [example for text in texts for example in text.examples]
         random.Random(f"{run.seed} {data.name}").shuffle(examples)
-        count = (
-            max(1, round(run.held_out * len(examples))) if run.held_out < 1 else int(run.held_out)
-        )
+        if run.held_out < 1:
+            count = max(1, round(run.held_out * len(examples)))
+        else:
+            count = int(run.held_out)
         if count >= len(examples):
             raise ValueError(
                 f"masks: {data.name} has {len(examples)} examples, {count} are held out; needed "
                 "more"
             )
-        self.test, self.train = examples[:count], examples[count:]
+        self.test = examples[:count]
+        self.train = examples[count:]
 
 
 @torch.no_grad()
@@ -257,7 +261,8 @@ def held_out_losses(
     means = []
     with evaluating(model):
         for examples in tasks:
-            total, count = 0.0, 0
+            total = 0.0
+            count = 0
             ordered = sorted(examples, key=lambda e: len(e["input_ids"]))
             for start in range(0, len(ordered), batch_size):
                 batch = collator(ordered[start : start + batch_size])
@@ -267,7 +272,8 @@ def held_out_losses(
                 losses = F.cross_entropy(
                     logits[chosen].float(), labels[chosen].to(logits.device), reduction="sum"
                 )
-                total, count = total + float(losses), count + int(chosen.sum())
+                total = total + float(losses)
+                count = count + int(chosen.sum())
             means.append(total / max(1, count))
     return tuple(means)
 

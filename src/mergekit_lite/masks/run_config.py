@@ -112,10 +112,13 @@ class MaskRun:
         if self.compare is not None:
             return self.compare
         followed = len({data.component for data in self.data}) == len(self.components)
-        several = (
-            ("linear", *(("regmean",) if followed else ())) if len(self.components) > 1 else ()
-        )
-        return several if self.base is None else (*several, "task_arithmetic")
+        if len(self.components) > 1:
+            several = ("linear", *(("regmean",) if followed else ()))
+        else:
+            several = ()
+        if self.base is None:
+            return several
+        return (*several, "task_arithmetic")
 
     def __post_init__(self) -> None:
         _known("MaskRun: training", self.training, [f.name for f in fields(TrainingArguments)])
@@ -123,9 +126,10 @@ class MaskRun:
         if self.base is not None and not isinstance(self.base, str):
             raise ValueError(f"MaskRun: base is {self.base!r}, needed the name of a model")
         if len(self.components) < (2 if self.base is None else 1) or not self.data or outside:
-            wrong = (
-                f"; {outside[0].name} follows component {outside[0].component}" if outside else ""
-            )
+            if outside:
+                wrong = f"; {outside[0].name} follows component {outside[0].component}"
+            else:
+                wrong = ""
             raise ValueError(
                 f"MaskRun: {len(self.components)} components and {len(self.data)} tasks{wrong}; "
                 "needed two components or more (one over a base), and data that follow them"
@@ -171,7 +175,10 @@ def _known(
     for name in values:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known[:12])}"
+            if near:
+                hint = f"did you mean {near[0]}?"
+            else:
+                hint = f"it has {', '.join(known[:12])}"
             raise ValueError(f"{where}: unknown field {name!r}; {hint}")
     if lost := [name for name in needed if name not in values]:
         raise ValueError(f"{where}: has no {lost[0]}")
@@ -184,7 +191,8 @@ def _numbers(values: object, kind: Any) -> Any:
     """
     if not isinstance(values, Mapping):
         return values
-    numbers, usual = dict(values), {field.name: field.default for field in fields(kind)}
+    numbers = dict(values)
+    usual = {field.name: field.default for field in fields(kind)}
     for name, value in values.items():
         default = usual.get(name)
         if (

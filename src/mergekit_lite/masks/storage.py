@@ -74,8 +74,11 @@ def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
 
     It must be sure that they belong to the merger's components and config.
     """
-    metadata, dtype, masks = _metadata(path), str(merger.model.dtype), merger.masks()
-    theirs, names = json.loads(metadata["sha256"]), json.loads(metadata["components"])
+    metadata = _metadata(path)
+    dtype = str(merger.model.dtype)
+    masks = merger.masks()
+    theirs = json.loads(metadata["sha256"])
+    names = json.loads(metadata["components"])
     if json.loads(metadata["over_base"]) != merger.over_base or len(theirs) != len(merger.labels):
         of = [" (no base)", ", the last a base (base=...)"]
         raise ValueError(
@@ -93,7 +96,8 @@ def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
                 f"load_masks: {path} was made for other components: number {k} was {names[k]} with "
                 f"sha256 {other[:12]}…, here it is {merger.labels[k]} with {own[:12]}…"
             )
-    saved, config = MaskConfig.from_json(metadata["config"]), merger.mask_config
+    saved = MaskConfig.from_json(metadata["config"])
+    config = merger.mask_config
     if (saved.granularity, saved.constraint) != (config.granularity, config.constraint):
         raise ValueError(
             f"load_masks: {path} has {saved.granularity} masks with constraint {saved.constraint}, "
@@ -167,7 +171,8 @@ def _stored(merger: MaskedModel, k: int) -> Source | None:
     """
     if merger.sources is None or merger.sources[k].fingerprint is None:
         return None  # in memory they may have been changed since they were loaded
-    source, state = open_source(merger.sources[k].name), merger.state(k)
+    source = open_source(merger.sources[k].name)
+    state = merger.state(k)
     if not all(
         n in source.tensors and source.tensors[n].shape == tuple(v.shape) for n, v in state.items()
     ):
@@ -209,5 +214,8 @@ def _resident(merger: MaskedModel, k: int) -> Source:
     """The component's weights in memory; tokenizer files still come from its folder."""
     config = {**merger.model.config.to_dict(), "architectures": [type(merger.model).__name__]}
     source = DictSource(merger.state(k), merger.labels[k], config)
-    source.folder = Path(merger.labels[k]) if Path(merger.labels[k]).is_dir() else None
+    if Path(merger.labels[k]).is_dir():
+        source.folder = Path(merger.labels[k])
+    else:
+        source.folder = None
     return source

@@ -55,12 +55,10 @@ class Surgeon:
         *,
         over_base: bool = False,
     ):
-        self.config, self.selection, self.weights, self.over_base = (
-            config,
-            selection,
-            weights,
-            over_base,
-        )
+        self.config = config
+        self.selection = selection
+        self.weights = weights
+        self.over_base = over_base
         self.generator = torch.Generator().manual_seed(config.seed)
         self.layers: dict[str, tuple[MaskedLayer, str]] = {}
         self.raw: dict[str, nn.Parameter] = {}

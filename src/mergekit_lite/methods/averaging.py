@@ -61,7 +61,9 @@ def passthrough(tensors: list[Tensor], base: None, *, scale: PerModel = None) ->
     >>> passthrough([torch.tensor([1.0, 2.0])], scale=0.5)
     tensor([0.5000, 1.0000])
     """
-    return tensors[0].clone() if scale[0] is None else tensors[0] * scale[0]
+    if scale[0] is None:
+        return tensors[0].clone()
+    return tensors[0] * scale[0]
 
 
 @merge_method("task_arithmetic", base="required", chunking="elements")
@@ -89,7 +91,9 @@ def task_arithmetic(
 def normaliser(weights: Sequence[float], normalize: bool) -> float:
     """Σ w_i, or 1 when the sum is 0 or not wanted."""
     total = sum(weights)
-    return total if normalize and abs(total) >= 1e-8 else 1.0
+    if normalize and abs(total) >= 1e-8:
+        return total
+    return 1.0
 
 
 @merge_method(

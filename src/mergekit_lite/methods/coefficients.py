@@ -87,7 +87,10 @@ def multislerp(
     The plain sum where it vanishes.
     """
     units, norms = unit_gram(g, eps, xp)
-    shares = [w / sum(weight) for w in weight] if normalize_weights else list(weight)
+    if normalize_weights:
+        shares = [w / sum(weight) for w in weight]
+    else:
+        shares = list(weight)
     w = xp.stack([xp.full_like(norms[0], share) for share in shares], -1)
     length = xp.sqrt((w @ units @ w).clip(min=0))
     least = max(eps, _CANCELLED * sum(abs(share) for share in shares))

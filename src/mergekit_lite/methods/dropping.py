@@ -31,7 +31,9 @@ def _dropped(
         change * noise.keep(i, change, p)
         for i, (change, p) in enumerate(zip(changes, density, strict=True))
     ]
-    return (yield from rescaled(changes, remaining)) if rescale else remaining
+    if rescale:
+        return (yield from rescaled(changes, remaining))
+    return remaining
 
 
 def dropping_passes(parameters: Bound) -> int:
@@ -39,7 +41,9 @@ def dropping_passes(parameters: Bound) -> int:
 
     One is for the norms that are restored, one for the result.
     """
-    return 2 if min(parameters["density"]) < 1 and parameters["rescale"] else 1
+    if min(parameters["density"]) < 1 and parameters["rescale"]:
+        return 2
+    return 1
 
 
 _DARE: dict[str, Any] = {
@@ -131,7 +135,9 @@ def _sampled_by_magnitude(
         change if p >= 1 else change * noise.keep_each(i, keep_probabilities(change, p, e))
         for i, (change, p, e) in enumerate(zip(changes, density, epsilon, strict=True))
     ]
-    return (yield from rescaled(changes, remaining)) if rescale else remaining
+    if rescale:
+        return (yield from rescaled(changes, remaining))
+    return remaining
 
 
 def _check_spread(parameters: Bound) -> None:

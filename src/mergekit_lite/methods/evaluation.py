@@ -101,8 +101,11 @@ class Evaluation:
         noise: Noise | None = None,
         executor: Executor | None = None,
     ):
-        self._function, self._parameters, self._blocks = function, parameters, blocks
-        self._noise, self._executor = noise, executor
+        self._function = function
+        self._parameters = parameters
+        self._blocks = blocks
+        self._noise = noise
+        self._executor = executor
         self._answered: list[list[Answering]] = []
         self._first: Tensor | None = None
         self.passes = 0
@@ -119,7 +122,10 @@ class Evaluation:
 
         Return (requests, None) or (None, result).
         """
-        extra = {} if self._noise is None else {"noise": self._noise.at(block.offset)}
+        if self._noise is None:
+            extra = {}
+        else:
+            extra = {"noise": self._noise.at(block.offset)}
         outcome = self._function(block.tensors, block.base, **self._parameters, **extra)
         if isinstance(outcome, torch.Tensor):
             return None, outcome
@@ -175,7 +181,10 @@ class Evaluation:
         """Answer every request of the method."""
         while (requests := self.requests()) is not None:
             thresholds = any(isinstance(request, Largest) for request in requests)
-            samples = self.samples(len(requests)) if thresholds else [[] for _ in requests]
+            if thresholds:
+                samples = self.samples(len(requests))
+            else:
+                samples = [[] for _ in requests]
             collectors: list[Collector] = []
             for request, sampled in zip(requests, samples, strict=True):
                 if (
@@ -197,7 +206,8 @@ class Evaluation:
     def result(self, index: int) -> Tensor:
         """The merged values of block ``index``; every request must have been answered."""
         if index == 0 and self._first is not None:  # computed when it was asked for requests
-            first, self._first = self._first, None
+            first = self._first
+            self._first = None
             return first
         requests, result = self._replay(self._blocks.load(index), index)
         assert requests is None

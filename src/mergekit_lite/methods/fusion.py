@@ -29,7 +29,8 @@ def arcee_fusion(tensors: list[Tensor], base: Tensor) -> Asking[Tensor]:
     model = tensors[0]
 
     def importance() -> Tensor:
-        log_p, log_q = model.log_softmax(-1), base.log_softmax(-1)
+        log_p = model.log_softmax(-1)
+        log_q = base.log_softmax(-1)
         divergence = (log_p.exp() * (log_p - log_q)).sum(-1, keepdim=True).clamp(min=0)
         return (model - base).abs() * divergence
 

@@ -23,7 +23,9 @@ from .._torch import Tensor, torch
 
 
 def _signed(word: int) -> int:
-    return word - (1 << 32) if word >= 1 << 31 else word
+    if word >= 1 << 31:
+        return word - (1 << 32)
+    return word
 
 
 def _xor_shift_(x: Tensor, scratch: Tensor, shift: int) -> None:
@@ -82,7 +84,8 @@ def random_bits(key: str, start: int, count: int, device: torch.device | str = "
     pieces = []
     end = start + count
     while start < end:  # one key serves 2**32 words
-        page, low = start >> 32, start & 0xFFFFFFFF
+        page = start >> 32
+        low = start & 0xFFFFFFFF
         size = min(end - start, (1 << 32) - low)
         pieces.append(_hash_(_counter(size, torch.device(device)) + _signed(low), f"{key}|{page}"))
         start += size

@@ -45,7 +45,8 @@ class Range:
         return above and (value < self.high if self.open_high else value <= self.high)
 
     def __str__(self) -> str:
-        left, right = "(" if self.open_low else "[", ")" if self.open_high else "]"
+        left = "(" if self.open_low else "["
+        right = ")" if self.open_high else "]"
         return f"{left}{self.low:g}, {self.high:g}{right}"
 
 
@@ -68,7 +69,9 @@ class Parameter:
     @property
     def argument(self) -> str:
         """The Python argument's name."""
-        return "lambda_" if self.name == "lambda" else self.name
+        if self.name == "lambda":
+            return "lambda_"
+        return self.name
 
     def check(self, value: object, method: str) -> Value:
         """``value`` in the parameter's type, or a ValueError that says what was needed."""

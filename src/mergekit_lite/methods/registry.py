@@ -106,9 +106,10 @@ class MergeMethod:
                 raise ValueError(f"{self.name}: parameter {name!r} is required and was not given")
             value = parameters.get(name, parameter.default)
             if parameter.per_model:
-                many = (
-                    list(value) if isinstance(value, (list, tuple)) else [value] * number_of_models
-                )
+                if isinstance(value, (list, tuple)):
+                    many = list(value)
+                else:
+                    many = [value] * number_of_models
                 if len(many) != number_of_models:
                     raise ValueError(
                         f"{self.name}: {name} has {len(many)} values, needed one for each of "
@@ -136,23 +137,26 @@ class MergeMethod:
             raise ValueError(f"{self.name}: needs a base model and none was given")
         fewest, most = self.inputs
         if number_of_models < fewest or (most is not None and number_of_models > most):
-            need = (
-                f"exactly {fewest}"
-                if most == fewest
-                else f"at least {fewest}"
-                if most is None
-                else f"{fewest}-{most}"
-            )
+            if most == fewest:
+                need = f"exactly {fewest}"
+            elif most is None:
+                need = f"at least {fewest}"
+            else:
+                need = f"{fewest}-{most}"
             beside = " beside the base model" if self.base == "required" else ""
             raise ValueError(f"{self.name}: got {number_of_models} models{beside}, needed {need}")
 
     def chunking_for(self, bound: dict[str, object]) -> Chunking:
         """How a tensor may be cut under these parameters."""
-        return self.chunking(bound) if callable(self.chunking) else self.chunking
+        if callable(self.chunking):
+            return self.chunking(bound)
+        return self.chunking
 
     def passes_for(self, bound: dict[str, object]) -> int:
         """How often a tensor is read under these parameters."""
-        return self.passes(bound) if callable(self.passes) else self.passes
+        if callable(self.passes):
+            return self.passes(bound)
+        return self.passes
 
     def __call__(
         self,
@@ -289,7 +293,10 @@ def merge_method(
                 range=(ranges or {}).get(public),
                 choices=(choices or {}).get(public, ()),
             )
-        reads = (2 if inspect.isgeneratorfunction(function) else 1) if passes is None else passes
+        if passes is None:
+            reads = 2 if inspect.isgeneratorfunction(function) else 1
+        else:
+            reads = passes
         method = MergeMethod(
             name,
             function,

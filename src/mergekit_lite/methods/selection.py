@@ -47,11 +47,10 @@ class Cut:
             return x
         if self.ties is None or self.ties == 0:
             dtype = np.float64 if x.dtype == torch.float64 else np.float32
-            below = (
-                self.threshold
-                if self.ties == 0
-                else float(np.nextafter(dtype(self.threshold), dtype(0)))
-            )
+            if self.ties == 0:
+                below = self.threshold
+            else:
+                below = float(np.nextafter(dtype(self.threshold), dtype(0)))
             return torch.nn.functional.hardshrink(x, below)
         return x * self.mask(x.detach().abs())
 
@@ -88,7 +87,8 @@ class Selector:
     """
 
     def __init__(self, k: int, total: int, sample: np.ndarray, wide: bool = False):
-        self._k, self._wide = k, wide
+        self._k = k
+        self._wide = wide
         self._np = np.float64 if wide else np.float32
         self.top = int(np.array(np.inf, self._np).view(f"i{self._np().itemsize}")) + 1
         self._lock = threading.Lock()
@@ -103,19 +103,29 @@ class Selector:
         bits = np.sort(sample)[::-1]
         if bits.size == 0:
             return 0, self.top, total <= _COLLECT
-        rank, margin = self._k / total, _MARGIN + bits.size**-0.5
-        high_at, low_at = int((rank - margin) * bits.size), int((rank + margin) * bits.size) + 1
-        high = min(int(bits[high_at]) + 1, self.top) if high_at >= 0 else self.top
+        rank = self._k / total
+        margin = _MARGIN + bits.size**-0.5
+        high_at = int((rank - margin) * bits.size)
+        low_at = int((rank + margin) * bits.size) + 1
+        if high_at >= 0:
+            high = min(int(bits[high_at]) + 1, self.top)
+        else:
+            high = self.top
         low = max(int(bits[low_at]), 0) if low_at < bits.size else 0
         share = ((bits >= low) & (bits < high)).mean()
         return low, max(high, low + 1), share * total <= _COLLECT
 
     def _open(self, low: int, high: int, collect: bool) -> None:
-        self.low, self.high, self._collect = low, high, collect and high - low > 1
+        self.low = low
+        self.high = high
+        self._collect = collect and high - low > 1
         self._above = self._inside = 0
         self._blocks = {}
         self._shift = max(0, (high - low - 1).bit_length() - 16)
-        self._histogram = None if self._collect or high - low == 1 else np.zeros(_BINS, np.int64)
+        if self._collect or high - low == 1:
+            self._histogram = None
+        else:
+            self._histogram = np.zeros(_BINS, np.int64)
 
     def observe(self, block: int, scores: Tensor) -> None:
         """Count one block in the current pass; blocks may come in any order and from any thread."""
@@ -124,7 +134,8 @@ class Selector:
         )  # numpy compares and compresses several times faster than torch does on CPU
         if not self._seen and bits.size and (bits.max() >= self.top or bits.min() < 0):
             raise ValueError("selecting the largest elements: the tensor holds NaN")
-        reach, over = bits >= self.low, bits >= self.high
+        reach = bits >= self.low
+        over = bits >= self.high
         self.take(block, int(np.count_nonzero(over)), bits[reach ^ over])
 
     def take(self, block: int, above: int, inside: np.ndarray) -> None:
@@ -132,11 +143,10 @@ class Selector:
 
         How many scores lie above the window, and the bit patterns inside it.
         """
-        bins = (
-            None
-            if self._histogram is None
-            else np.bincount((inside - self.low) >> self._shift, minlength=_BINS)
-        )
+        if self._histogram is None:
+            bins = None
+        else:
+            bins = np.bincount((inside - self.low) >> self._shift, minlength=_BINS)
         with self._lock:
             self._above += above
             self._inside += inside.size

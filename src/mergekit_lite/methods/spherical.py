@@ -35,7 +35,10 @@ def gram(tensors: list[Tensor]) -> Tensor:
         wide = [p.double() for p in part]
         for i in range(count):
             for j in range(i, count):
-                product = torch.dot(wide[i], wide[j]) if flat else (wide[i] * wide[j]).sum(-1)
+                if flat:
+                    product = torch.dot(wide[i], wide[j])
+                else:
+                    product = (wide[i] * wide[j]).sum(-1)
                 total[i, j] = total[i, j] + product if (i, j) in total else product
     rows = [
         torch.stack([total[min(i, j), max(i, j)] for j in range(count)], -1) for i in range(count)
@@ -73,7 +76,9 @@ def slerp(tensors: list[Tensor], base: Tensor, *, t: float) -> Asking[Tensor]:
 def _nuslerp_chunking(parameters: Mapping[str, object]) -> str:
     if parameters["nuslerp_flatten"]:
         return "elements"
-    return "tensor" if parameters["nuslerp_row_wise"] else "rows"
+    if parameters["nuslerp_row_wise"]:
+        return "tensor"
+    return "rows"
 
 
 @merge_method(
@@ -106,10 +111,16 @@ def nuslerp(
     """
     inputs = tensors if base is None else deltas(tensors, base)
     along_first = nuslerp_row_wise and not nuslerp_flatten
-    shape = inputs[0].movedim(0, -1).shape if along_first else inputs[0].shape
+    if along_first:
+        shape = inputs[0].movedim(0, -1).shape
+    else:
+        shape = inputs[0].shape
     if along_first:  # the whole tensor is here
         inputs = [x.movedim(0, -1).reshape(-1, x.shape[0]) for x in inputs]
-    g = (yield Sum(lambda: gram(inputs))) if nuslerp_flatten else gram(inputs)
+    if nuslerp_flatten:
+        g = yield Sum(lambda: gram(inputs))
+    else:
+        g = gram(inputs)
     merged = combine(inputs, coefficients.nuslerp(g, weight, torch))
     if along_first:
         merged = merged.reshape(shape).movedim(-1, 0)
@@ -174,7 +185,9 @@ def karcher(
 
 
 def _model_stock_chunking(parameters: Mapping[str, object]) -> str:
-    return "rows" if parameters["filter_wise"] else "elements"
+    if parameters["filter_wise"]:
+        return "rows"
+    return "elements"
 
 
 @merge_method(

@@ -106,7 +106,9 @@ def trimming_passes(parameters: Bound) -> int:
 
     One for thresholds, one for the norms that are restored, one for the result.
     """
-    return 1 if min(parameters["density"]) >= 1 else 2 + parameters["rescale"]
+    if min(parameters["density"]) >= 1:
+        return 1
+    return 2 + parameters["rescale"]
 
 
 @merge_method(
@@ -149,7 +151,10 @@ def ties(
         counts = [lambda n, d=d: trimmed_count(n, d) for d in density]
         cuts = yield from largest_magnitudes(changes, counts, scope)
         remaining = [cut.trim(change) for cut, change in zip(cuts, changes, strict=True)]
-        changes = (yield from rescaled(changes, remaining)) if rescale else remaining
+        if rescale:
+            changes = yield from rescaled(changes, remaining)
+        else:
+            changes = remaining
     return base + lambda_ * consensus_mean(changes, weight, normalize)
 
 
@@ -170,7 +175,9 @@ def _without_outliers(
         wide.trim(c) - top.trim(c)
         for c, wide, top in zip(changes, cuts, cuts[len(changes) :], strict=False)
     ]
-    return (yield from rescaled(changes, remaining)) if rescale else remaining
+    if rescale:
+        return (yield from rescaled(changes, remaining))
+    return remaining
 
 
 _CRUMBS: dict[str, Any] = {
@@ -268,7 +275,10 @@ def sce(tensors: list[Tensor], base: Tensor, *, select_topk: float = 1.0) -> Ask
         changes = [change * keep for change in changes]
     energy = yield Sum(lambda: torch.stack([change.double().square().sum() for change in changes]))
     total = energy.sum()
-    weights = energy / total if total > 0 else torch.full_like(energy, 1 / len(changes))
+    if total > 0:
+        weights = energy / total
+    else:
+        weights = torch.full_like(energy, 1 / len(changes))
     elected = torch.copysign(torch.ones((), dtype=base.dtype), sum(changes[1:], changes[0] + 0.0))
     agrees = [
         (change * elected > 0).to(base.dtype) * w.to(base.dtype)

@@ -76,14 +76,16 @@ def make_plan(
         problems.append(str(error))
     if method is not None:
         wrong, idle = check_parameters(recipe, method)
-        problems, notes = problems + wrong, notes + idle
+        problems = problems + wrong
+        notes = notes + idle
     models, unopened = open_models(recipe, stages, allow_pickle)
     if models is None or method is None or problems:
         _stop_if(problems + unopened)
     assert models is not None
     assert method is not None
     wrong, differing = compare_configs(models)
-    problems, notes = problems + wrong, notes + differing
+    problems = problems + wrong
+    notes = notes + differing
     try:
         vocabulary, aligned = _align(recipe, models)
     except (CheckpointError, RecipeError, OSError) as error:
@@ -91,7 +93,8 @@ def make_plan(
     notes += compare_tokenizers(models) if vocabulary is None else vocabulary.notes
     uses_base = method.base != "unused"
     layout = (stacked_slices if recipe.slices else whole_models)(recipe, aligned, uses_base)
-    problems, notes = problems + layout.problems, notes + layout.notes
+    problems = problems + layout.problems
+    notes = notes + layout.notes
     tensors = []
     for slot in layout.slots:
         why = tensor_problem(slot, aligned, vocabulary is not None)
@@ -134,7 +137,10 @@ def _align(recipe: MergeRecipe, models: Models) -> tuple[Vocabulary | None, Mode
     """The output's vocabulary, where one is asked for, and the models as seen through it."""
     if recipe.tokenizer is None:
         return None, models
-    base = models.of(recipe.base_model) if recipe.base_model is not None else None
+    if recipe.base_model is not None:
+        base = models.of(recipe.base_model)
+    else:
+        base = None
     vocabulary = plan_vocabulary(models.sources, recipe.tokenizer, models.donor, base, models.index)
     aligned = [AlignedSource(models.sources, i, vocabulary) for i in range(len(models.sources))]
     return vocabulary, replace(models, sources=aligned)
@@ -161,9 +167,15 @@ def _tensor(slot: Slot, recipe: MergeRecipe, method: MergeMethod, models: Models
         )
     stored = promote(info.dtype for info in infos)
     asked = FLOATS[recipe.dtype] if recipe.dtype else None
-    dtype = FLOATS[recipe.out_dtype] if recipe.out_dtype else asked or stored
+    if recipe.out_dtype:
+        dtype = FLOATS[recipe.out_dtype]
+    else:
+        dtype = asked or stored
     method.check_inputs(len(inputs), slot.base is not None)
-    common: list[Mapping[str, object]] = [slot.piece.parameters] if slot.piece else []
+    if slot.piece:
+        common: list[Mapping[str, object]] = [slot.piece.parameters]
+    else:
+        common = []
     by_model = [(entry.parameters if entry else {}, i.name) for entry, i in slot.inputs]
     bound = settings_for(method, slot.name, slot.depth, by_model, [*common, recipe.parameters])
     return TensorPlan(

@@ -48,13 +48,16 @@ def _flat(config: Mapping[str, object]) -> dict[str, object]:
 
 def compare_configs(models: Models) -> tuple[list[str], list[str]]:
     """Differences that make a merge impossible, and those that are only worth a note."""
-    problems, notes = [], []
+    problems = []
+    notes = []
     configured = [source for source in models.sources if source.config]
     for other in configured[1:]:
         first = configured[0]
-        ours, theirs = _flat(first.config), _flat(other.config)
+        ours = _flat(first.config)
+        theirs = _flat(other.config)
         for key in dict.fromkeys([*ours, *theirs]):
-            name, pair = key.rpartition(".")[2], (ours.get(key), theirs.get(key))
+            name = key.rpartition(".")[2]
+            pair = (ours.get(key), theirs.get(key))
             if pair[0] == pair[1]:
                 continue
             text = f"{pair[0]!r} in {first.label}, {pair[1]!r} in {other.label}"
@@ -77,7 +80,9 @@ def _tokens_of(source: Source) -> dict[str, int] | None:
         Path(name) if isinstance(name, str) and name and Path(name).is_dir() else None
     )
     try:
-        return None if folder is None else read_vocabulary(folder, source.label)
+        if folder is None:
+            return None
+        return read_vocabulary(folder, source.label)
     except CheckpointError:
         return None
 
@@ -122,11 +127,12 @@ def tensor_problem(slot: Slot, models: Models, by_token: bool) -> str | None:
             slot.name
         )
         vocabulary = not by_token and rows_alone
-        hint = (
-            " (vocabularies differ; tokenizer_source: union or base would match them by token)"
-            if vocabulary
-            else ""
-        )
+        if vocabulary:
+            hint = (
+                " (vocabularies differ; tokenizer_source: union or base would match them by token)"
+            )
+        else:
+            hint = ""
         return f"shapes differ: {slot.name}: {shown}{hint}"
     if (
         not all(info.dtype.is_floating_point for info in infos)

@@ -42,7 +42,10 @@ def output_config(
             config["tie_word_embeddings"] = False
     elif config.get("tie_word_embeddings") is False and True in flags:
         config["tie_word_embeddings"] = True  # the head came from a tied model, as its embedding
-    inner = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    if isinstance(config.get("text_config"), dict):
+        inner = config["text_config"]
+    else:
+        inner = config
     if rows is not None:
         for part in (config, inner):
             if part is inner or "vocab_size" in part:

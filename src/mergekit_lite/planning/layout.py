@@ -90,7 +90,10 @@ def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout
     layout = Layout([], [], [])
     entries: list[ModelEntry | None] = list(recipe.models)
     members = [models.of(entry.model) for entry in recipe.models]
-    base = models.of(recipe.base_model) if recipe.base_model is not None else None
+    if recipe.base_model is not None:
+        base = models.of(recipe.base_model)
+    else:
+        base = None
     if base is not None and base not in members:
         members.append(base)
         entries.append(None)
@@ -145,7 +148,10 @@ def stacked_slices(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layo
     after: list[Slot] = []
     first = 0
     for number, piece in enumerate(recipe.slices):
-        base = recipe.base_model if piece.base_model is None else piece.base_model
+        if piece.base_model is None:
+            base = recipe.base_model
+        else:
+            base = piece.base_model
         stack = _Piece(piece, base, models, uses_base, problems)
         layers += stack.layers(first)
         first += stack.length
@@ -172,10 +178,15 @@ class _Piece:
     def __init__(
         self, piece: Slice, base: object, models: Models, uses_base: bool, problems: list[str]
     ):
-        self._piece, self._models, self._problems = piece, models, problems
+        self._piece = piece
+        self._models = models
+        self._problems = problems
         self._members = [models.of(source.model) for source in piece.sources]
         self._ranges = [source.layer_range or (0, 0) for source in piece.sources]
-        self._base = models.index[model_key(base)] if uses_base and base is not None else None
+        if uses_base and base is not None:
+            self._base = models.index[model_key(base)]
+        else:
+            self._base = None
         self.count, self.length = len(self._members), self._ranges[0][1] - self._ranges[0][0]
         self._by_layer: list[dict[int | None, list[str]]] = []
         for member, (_, stop) in zip(self._members, self._ranges, strict=True):

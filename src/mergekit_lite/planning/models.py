@@ -54,7 +54,8 @@ class PlannedSource(Source):
     """
 
     def __init__(self, plan: MergePlan):
-        self.label, self.config = model_label(plan.recipe), plan.config
+        self.label = model_label(plan.recipe)
+        self.config = plan.config
         self.folder = plan.sources[plan.donor].folder
         self.tensors = {t.name: t.info for t in plan.tensors}
         self.copied = {
@@ -97,7 +98,10 @@ def open_models(
         index[model_key(model)] = len(sources) - 1
     if problems:
         return None, problems
-    donor = index[model_key(recipe.base_model)] if recipe.base_model is not None else 0
+    if recipe.base_model is not None:
+        donor = index[model_key(recipe.base_model)]
+    else:
+        donor = 0
     if not sources[
         donor
     ].config:  # a state dict, say: then the first model that has a config is the donor

@@ -69,7 +69,9 @@ class TensorPlan:
     @property
     def everything(self) -> tuple[Input, ...]:
         """The inputs and the base."""
-        return self.inputs if self.base is None else (*self.inputs, self.base)
+        if self.base is None:
+            return self.inputs
+        return (*self.inputs, self.base)
 
     @property
     def info(self) -> TensorInfo:
@@ -145,10 +147,8 @@ class MergePlan(Report):
         """What will be read, written and held."""
         passes = max((t.passes for t in self.tensors), default=1)
         plural = "s" if len(self.shards) > 1 else ""
-        labels, base = (
-            dict.fromkeys(model_label(entry.model) for entry in self.recipe.entries()),
-            self.recipe.base_model,
-        )
+        labels = dict.fromkeys(model_label(entry.model) for entry in self.recipe.entries())
+        base = self.recipe.base_model
         if base is not None:
             labels.pop(model_label(base), None)
         models = f"{self.recipe.merge_method} of {len(labels)}: {', '.join(labels)}"
@@ -206,7 +206,9 @@ def size_text(count: float) -> str:
     """Bytes as people read them, in decimal units."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+            if unit == "B":
+                return f"{count:.0f} {unit}"
+            return f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.2f} TB"
 
@@ -223,10 +225,13 @@ def shard_layout(
         limit: Bytes.
         stem: How the files' names begin.
     """
-    placed, shard, offset = [], 0, 0
+    placed = []
+    shard = 0
+    offset = 0
     for t in tensors:
         if offset and offset + t.nbytes > limit:
-            shard, offset = shard + 1, 0
+            shard = shard + 1
+            offset = 0
         placed.append(replace(t, shard=shard, offset=offset))
         offset += t.nbytes
     count = shard + 1

@@ -159,7 +159,8 @@ def check_parameters(recipe: MergeRecipe, method: MergeMethod) -> tuple[list[str
     Returns:
         Problems, and notes on what has no effect.
     """
-    problems, notes = [], []
+    problems = []
+    notes = []
     elsewhere = {name for other in METHODS.values() for name in other.parameters} | _IDLE
     for where, parameters, of_model in _places(recipe):
         for name, value in parameters.items():

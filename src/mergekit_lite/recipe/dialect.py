@@ -199,7 +199,8 @@ class _Parser:
         if data.get("modules") is not None:
             self._open_modules(data)
         tokenizer = self._tokenizer(data.pop("tokenizer_source", None), data.pop("tokenizer", None))
-        models, slices = data.pop("models", None), data.pop("slices", None)
+        models = data.pop("models", None)
+        slices = data.pop("slices", None)
         base = data.pop("base_model", None)
         data.pop("modules", None)
         for key in ("dtype", "out_dtype"):
@@ -303,7 +304,8 @@ class _Parser:
     def _token_rule(self, where: str, value: object) -> TokenRule:
         data = as_mapping(where, value)
         self._known(where, data, ["source", "force"])
-        source, force = data.get("source"), bool(data.get("force"))
+        source = data.get("source")
+        force = bool(data.get("force"))
         kind = source.get("kind") if isinstance(source, Mapping) else None
         if source is None:
             return TokenRule(force=force)
@@ -316,7 +318,8 @@ class _Parser:
                 f"{where}: source kind is {kind!r}, needed model_token, zero or a model's name"
             )
         self._known(f"{where} source", source, ["kind", "model", "token", "token_id"])
-        token, row = source.get("token"), source.get("token_id")
+        token = source.get("token")
+        row = source.get("token_id")
         if (token is None) == (row is None) or "model" not in source:
             raise RecipeError(
                 f"{where}: a model_token needs a model, and either a token or a token_id"
@@ -337,11 +340,9 @@ def _whole(value: Any) -> Any:
     Anything else as it is, for `ModelEntry` to refuse.
     """
     try:
-        return (
-            int(value)
-            if not isinstance(value, bool) and float(value) == int(float(value))
-            else value
-        )
+        if not isinstance(value, bool) and float(value) == int(float(value)):
+            return int(value)
+        return value
     except (TypeError, ValueError, OverflowError):
         return value
 
@@ -372,13 +373,13 @@ def _reference(where: str, value: object) -> str:
         return value
     if isinstance(value, Mapping) and "model" in value:
         base = _reference(where, value["model"])
-        return base if value.get("lora") is None else f"{base}+{_reference(where, value['lora'])}"
+        if value.get("lora") is None:
+            return base
+        return f"{base}+{_reference(where, value['lora'])}"
     if isinstance(value, Mapping) and isinstance(value.get("path"), str):
-        return (
-            value["path"]
-            if value.get("revision") is None
-            else f"{value['path']}@{value['revision']}"
-        )
+        if value.get("revision") is None:
+            return value["path"]
+        return f"{value['path']}@{value['revision']}"
     raise RecipeError(
         f"{where}: is {value!r}, needed a path or hub id, or MODEL+ADAPTER, as one text"
     )

@@ -144,11 +144,17 @@ class TokenRule:
 
     def to_dict(self) -> dict[str, object]:
         """What its YAML would hold."""
-        source: object = None if self.model is None else model_label(self.model)
+        if self.model is None:
+            source: object = None
+        else:
+            source = model_label(self.model)
         if self.zero:
             source = {"kind": "zero"}
         elif self.token is not None or self.token_id is not None:
-            place = {"token": self.token} if self.token is not None else {"token_id": self.token_id}
+            if self.token is not None:
+                place = {"token": self.token}
+            else:
+                place = {"token_id": self.token_id}
             source = {"kind": "model_token", "model": source, **place}
         return ({"source": source} if source is not None else {}) | (
             {"force": True} if self.force else {}
@@ -289,7 +295,10 @@ class MergeRecipe:
 
     def to_dict(self) -> dict[str, object]:
         """What its YAML would hold; models that are in memory, and stages, appear by label."""
-        data: dict[str, object] = {} if self.name is None else {"name": self.name}
+        if self.name is None:
+            data: dict[str, object] = {}
+        else:
+            data = {"name": self.name}
         data["merge_method"] = self.merge_method
         if self.models:
             data["models"] = [entry.to_dict() for entry in self.models]
@@ -339,4 +348,6 @@ def model_key(model: object) -> str | int:
     if not isinstance(model, (str, os.PathLike)):
         return id(model)
     text = os.fspath(model)
-    return os.path.realpath(text) if os.path.isdir(text) else text
+    if os.path.isdir(text):
+        return os.path.realpath(text)
+    return text

@@ -106,7 +106,8 @@ def _with_new(tokens: dict[str, int], new: Sequence[str]) -> None:
 
 def _vocabularies(sources: Sequence[Source], donor: int) -> tuple[list[dict[str, int]], list[str]]:
     """Each model's vocabulary; a model without a tokenizer is taken to have the donor's."""
-    donors, notes = read_vocabulary(sources[donor].folder, sources[donor].label), []
+    donors = read_vocabulary(sources[donor].folder, sources[donor].label)
+    notes = []
     vocabularies = []
     for source in sources:
         if has_tokenizer(source.folder):
@@ -141,16 +142,24 @@ def plan_vocabulary(
         RecipeError: A token rule that names an unknown model, or a token that the model lacks.
     """
     vocabularies, notes = _vocabularies(sources, donor)
-    folder, tokens, rows = sources[donor].folder, dict(vocabularies[donor]), _rows(sources[donor])
+    folder = sources[donor].folder
+    tokens = dict(vocabularies[donor])
+    rows = _rows(sources[donor])
     if spec.source == "union":
         for vocabulary in vocabularies:
             _with_new(tokens, sorted(vocabulary, key=vocabulary.__getitem__))
     elif spec.source != "base":
         place = index.get(model_key(spec.source))
-        folder = find_folder(spec.source) if place is None else sources[place].folder
+        if place is None:
+            folder = find_folder(spec.source)
+        else:
+            folder = sources[place].folder
         tokens = dict(read_vocabulary(folder, spec.source))
         rows = 0 if place is None else _rows(sources[place])
-    before = len(tokens) if spec.source not in ("base", "union") else len(vocabularies[donor])
+    if spec.source not in ("base", "union"):
+        before = len(tokens)
+    else:
+        before = len(vocabularies[donor])
     _with_new(tokens, list(spec.tokens))
     extended = None
     if len(tokens) > before:
@@ -212,9 +221,15 @@ def _given_row(
         raise RecipeError(f"{where}: source must name one of the recipe's models")
     place = index[model_key(rule.model)]
     theirs = rule.token if rule.token is not None else token
-    row = rule.token_id if rule.token_id is not None else vocabularies[place].get(theirs, -1)
+    if rule.token_id is not None:
+        row = rule.token_id
+    else:
+        row = vocabularies[place].get(theirs, -1)
     if not 0 <= row < _rows(sources[place]):
-        wanted = f"row {rule.token_id}" if rule.token_id is not None else "such token"
+        if rule.token_id is not None:
+            wanted = f"row {rule.token_id}"
+        else:
+            wanted = "such token"
         raise RecipeError(f"{where}: {model_label(rule.model)} has no {wanted}")
     return place, row
 
@@ -230,9 +245,14 @@ class AlignedSource(Source):
 
     def __init__(self, sources: Sequence[Source], index: int, vocabulary: Vocabulary):
         self.model = source = sources[index]
-        self.label, self.folder, self.config = source.label, source.folder, source.config
-        self._sources, self._vocabulary, self._index = sources, vocabulary, index
-        self._model_of, self._row_of = vocabulary.model_of[index], vocabulary.row_of[index]
+        self.label = source.label
+        self.folder = source.folder
+        self.config = source.config
+        self._sources = sources
+        self._vocabulary = vocabulary
+        self._index = index
+        self._model_of = vocabulary.model_of[index]
+        self._row_of = vocabulary.row_of[index]
         self._averages: dict[str, Array] = {}
         named = dict(source.tensors)
         embedding = next((info for name, info in named.items() if EMBEDDING.search(name)), None)
@@ -260,8 +280,10 @@ class AlignedSource(Source):
             return self._sources[self._index].read(name, start, stop)
         info = self.tensors[name]
         width = info.count // info.shape[0]
-        first, last = start // width, -(-stop // width)
-        model, row = self._model_of[first:last], self._row_of[first:last]
+        first = start // width
+        last = -(-stop // width)
+        model = self._model_of[first:last]
+        row = self._row_of[first:last]
         breaks = np.flatnonzero((np.diff(model) != 0) | (np.diff(row) != 1) | (row[1:] < 0)) + 1
         pieces = []
         for left, right in pairwise([0, *breaks.tolist(), last - first]):
@@ -303,12 +325,14 @@ class AlignedSource(Source):
                     self._vocabulary.tokens.values(), np.int64, len(self._vocabulary.tokens)
                 )
             )
-            step, total = max(1, _AVERAGED // width), np.zeros(width)
+            step = max(1, _AVERAGED // width)
+            total = np.zeros(width)
             for run in np.split(
                 rows, np.flatnonzero(np.diff(rows) != 1) + 1
             ):  # padding may lie between
                 for begin in range(0, len(run), step):
-                    first, last = int(run[begin]), int(run[begin : begin + step][-1]) + 1
+                    first = int(run[begin])
+                    last = int(run[begin : begin + step][-1]) + 1
                     stretch = numbers(self.read(name, first * width, last * width)).reshape(
                         -1, width
                     )
@@ -322,7 +346,9 @@ class AlignedSource(Source):
             for model, rows in enumerate(self._vocabulary.has)
             if rows[row] >= 0 and self._stored_name(model, name) is not None
         ]
-        return np.mean(rows_of_models, 0) if rows_of_models else np.zeros(width, np.float32)
+        if rows_of_models:
+            return np.mean(rows_of_models, 0)
+        return np.zeros(width, np.float32)
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
         """As the model does, where rows are no tokens."""

@@ -64,11 +64,10 @@ def _fast_vocabulary(path: Path) -> dict[str, int]:
     data = read_json(path)
     try:
         vocab = data["model"]["vocab"]
-        ids = (
-            {piece[0]: i for i, piece in enumerate(vocab)}
-            if isinstance(vocab, list)
-            else dict(vocab)
-        )
+        if isinstance(vocab, list):
+            ids = {piece[0]: i for i, piece in enumerate(vocab)}
+        else:
+            ids = dict(vocab)
         ids |= {token["content"]: token["id"] for token in data.get("added_tokens") or []}
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise CheckpointError(

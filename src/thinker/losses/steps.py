@@ -32,7 +32,8 @@ class LastAndRandom(StepLoss):
             raise ValueError(
                 f"LastAndRandom: last {last}, random {random}; needed above 0, and 0 or more"
             )
-        self.last, self.random = last, random
+        self.last = last
+        self.random = random
 
     def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
         """One."""
@@ -46,7 +47,9 @@ class LastAndRandom(StepLoss):
         self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None
     ) -> Sequence[float]:
         """The two."""
-        return [self.random, self.last] if len(steps) == 2 else [self.last + self.random]
+        if len(steps) == 2:
+            return [self.random, self.last]
+        return [self.last + self.random]
 
 
 class AllSteps(StepLoss):
@@ -116,7 +119,8 @@ class Reach(StepLoss):
             raise ValueError(
                 f"Reach: grad_steps {grad_steps}, window {window}; needed 1 or more, and 2 or more"
             )
-        self.grad_steps, self.window = grad_steps, window
+        self.grad_steps = grad_steps
+        self.window = window
 
     @property
     def counts_from_start(self) -> bool:

@@ -40,7 +40,8 @@ def accuracies(
     }
     labels = model.answers_of(batch["labels"].to(model.device), n_latent)
     inputs["out_len"] = labels.shape[-1]
-    chosen, most = chosen_plan(model.config, plan), max(n_steps)
+    chosen = chosen_plan(model.config, plan)
+    most = max(n_steps)
     with evaluating(model):
         if (
             chosen.loop
@@ -62,7 +63,8 @@ def accuracies(
         labels_of_steps(counted, n_steps),
         strict=True,
     ):
-        right, asked = (logits.argmax(-1) == answers) & counts, counts.any(1)
+        right = (logits.argmax(-1) == answers) & counts
+        asked = counts.any(1)
         if not bool(asked.any()):
             raise ValueError(
                 f"accuracies: none of {len(asked)} rows has an answer that counts; needed one or "

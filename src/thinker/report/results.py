@@ -73,7 +73,8 @@ class Grid(Report):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        width, height = 0.6 * len(self.n_steps) + 2.5, max(3.4, 0.45 * len(self.n_latents) + 1.6)
+        width = 0.6 * len(self.n_steps) + 2.5
+        height = max(3.4, 0.45 * len(self.n_latents) + 1.6)
         figure, axes = axes_for(ax, "Grid.plot", width=width + (0 if ax else 5), height=height)
         values = self.token()
         low = float(values.min())
@@ -82,10 +83,8 @@ class Grid(Report):
         )
         for i, row in enumerate(values.tolist()):
             for j, value in enumerate(row):
-                shown, colour = (
-                    f"{value:.3f}".removeprefix("0"),
-                    "white" if value < (low + 1) / 2 else "black",
-                )
+                shown = f"{value:.3f}".removeprefix("0")
+                colour = "white" if value < (low + 1) / 2 else "black"
                 axes.text(j, i, shown, ha="center", va="center", fontsize=7, color=colour)
         axes.set_xticks(range(len(self.n_steps)), [str(n) for n in self.n_steps])
         axes.set_yticks(range(len(self.n_latents)), [str(n) for n in self.n_latents])

@@ -66,11 +66,13 @@ class Add(Task):
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
         """Digits of both numbers, smallest first, then laid out."""
         lengths, longest = self.checked(generator, batch, length)
-        device, place = generator.device, torch.arange(longest, device=generator.device)
+        device = generator.device
+        place = torch.arange(longest, device=generator.device)
         if self.max_value is None:
             a, b = integers(generator, self.base, 2, batch, longest)
         else:
-            values, digits = integers(generator, self.max_value + 1, 2, batch), []
+            values = integers(generator, self.max_value + 1, 2, batch)
+            digits = []
             for _ in range(longest):
                 digits.append(values % self.base)
                 values = values // self.base
@@ -83,7 +85,8 @@ class Add(Task):
             )
             b = torch.where(heavy & most, carried, b)
         inside = place < lengths
-        a, b = a * inside, b * inside
+        a = a * inside
+        b = b * inside
         answer = _carried(self.base, F.pad(a + b, (0, 1)))
         width = lengths + 1
         out = torch.arange(answer.shape[1], device=device)
@@ -104,7 +107,8 @@ class Add(Task):
 
 def _carried(base: int, digits: Tensor) -> Tensor:  # (B, n) to the same
     """Digits in range, what is above or below it carried on; as many as there were."""
-    result, carry = [], torch.zeros_like(digits[:, 0])
+    result = []
+    carry = torch.zeros_like(digits[:, 0])
     for digit in digits.unbind(1):
         total = digit + carry
         carry = total.div(base, rounding_mode="floor")

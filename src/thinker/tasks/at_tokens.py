@@ -114,7 +114,9 @@ class AtTokens(Task):
     def every(self) -> Sample | None:
         """The other's, laid out."""
         rows = self.task.every()
-        return None if rows is None else self._laid_out(rows)
+        if rows is None:
+            return None
+        return self._laid_out(rows)
 
     def inputs(
         self,
@@ -162,7 +164,8 @@ class AtTokens(Task):
 
     def _laid_out(self, sample: Sample) -> Sample:
         tokens, mask, targets, distance, key = sample
-        start, blank = self._start, self._start + 1
+        start = self._start
+        blank = self._start + 1
         if distance is None:  # anything may depend on everything
             distance = mask.sum(1, keepdim=True).expand(-1, targets.shape[-1])
         if not self._blanks:  # an answer at padding is none
@@ -171,18 +174,26 @@ class AtTokens(Task):
         if self._blanks:
             nothing = torch.full_like(tokens, IGNORED)
             tokens = torch.cat([tokens, torch.full_like(targets, blank)], 1)
-            mask, targets = torch.cat([mask, known], 1), torch.cat([nothing, targets], 1)
+            mask = torch.cat([mask, known], 1)
+            targets = torch.cat([nothing, targets], 1)
             distance = torch.cat([torch.zeros_like(nothing), distance + known.cumsum(1)], 1)
         if not self.grid:
             first = torch.full_like(tokens[:, :1], start)
-            tokens, mask = torch.cat([first, tokens], 1), torch.cat([first == start, mask], 1)
+            tokens = torch.cat([first, tokens], 1)
+            mask = torch.cat([first == start, mask], 1)
             targets = torch.cat([torch.full_like(targets[..., :1], IGNORED), targets], -1)
             distance = torch.cat([torch.zeros_like(first), distance], 1)
         order = mask.long().argsort(dim=1, stable=True)  # padding to the left
         tokens, mask, distance = (column.gather(1, order) for column in (tokens, mask, distance))
-        turned = order[:, None].expand(-1, targets.shape[1], -1) if targets.dim() == 3 else order
+        if targets.dim() == 3:
+            turned = order[:, None].expand(-1, targets.shape[1], -1)
+        else:
+            turned = order
         targets = targets.gather(-1, turned)
-        answered = (targets != IGNORED).any(1) if targets.dim() == 3 else targets != IGNORED
+        if targets.dim() == 3:
+            answered = (targets != IGNORED).any(1)
+        else:
+            answered = targets != IGNORED
         return Sample(
             tokens.masked_fill(~mask, 0), mask, targets, distance.masked_fill(~answered, 0), key
         )

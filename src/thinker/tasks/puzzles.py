@@ -104,13 +104,16 @@ class Depth(Task):
 
         With ``max_depth=2``, the fewest above 1, every other bracket is a choice.
         """
-        return 1 if self.max_depth == 1 else 2 ** (length // 2)
+        if self.max_depth == 1:
+            return 1
+        return 2 ** (length // 2)
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
         """A walk between two walls."""
         lengths, longest = self.checked(generator, batch, length)
         up = torch.rand(batch, longest, generator=generator, device=generator.device) < 0.5
-        depth, depths = torch.zeros(batch, dtype=torch.long, device=generator.device), []
+        depth = torch.zeros(batch, dtype=torch.long, device=generator.device)
+        depths = []
         for choice in up.unbind(1):
             opens = (choice | (depth == 0)) & (depth < self.max_depth)
             depth = depth + torch.where(opens, 1, -1)

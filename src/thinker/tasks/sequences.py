@@ -88,7 +88,9 @@ class _Rearranged(SequenceTask):
 
     def distance(self, lengths: Tensor, place: Tensor) -> Tensor | None:
         """Of a step's answer, none but the neighbours; otherwise anything."""
-        return torch.ones_like(place).expand(len(lengths), -1) if self.by_step else None
+        if self.by_step:
+            return torch.ones_like(place).expand(len(lengths), -1)
+        return None
 
     @abstractmethod
     def exchanged(self, left: Tensor, right: Tensor) -> Tensor:
@@ -100,10 +102,12 @@ class _Rearranged(SequenceTask):
         place = torch.arange(length - 1, device=tokens.device)
         states = []
         for step in range(length):
-            left, right = tokens[:, :-1], tokens[:, 1:]
+            left = tokens[:, :-1]
+            right = tokens[:, 1:]
             active = (place % 2 == step % 2) & (place + 1 < lengths) & (step < lengths)
             swap = active & self.exchanged(left, right)
-            gives, takes = F.pad(swap, (0, 1)), F.pad(swap, (1, 0))
+            gives = F.pad(swap, (0, 1))
+            takes = F.pad(swap, (1, 0))
             tokens = torch.where(
                 gives, tokens.roll(-1, 1), torch.where(takes, tokens.roll(1, 1), tokens)
             )

@@ -137,8 +137,10 @@ def sudoku_shuffle(
         generator: torch.Generator, puzzles: Tensor, solutions: Tensor
     ) -> tuple[Tensor, Tensor]:
         _check("sudoku_shuffle", puzzles, box)
-        n, device = len(puzzles), generator.device
-        row, column = lines(generator, n), lines(generator, n)
+        n = len(puzzles)
+        device = generator.device
+        row = lines(generator, n)
+        column = lines(generator, n)
         turned = integers(generator, 2, n, 1, 1).bool()
         cells = row[:, :, None] * side + column[:, None]
         cells = torch.where(turned, cells.transpose(1, 2), cells).flatten(1)
@@ -172,7 +174,8 @@ def _units(box: int) -> Tensor:  # (3 S, L) float
     """Which cells each row, column and box has."""
     side = box**2
     place = torch.arange(side**2)
-    row, column = place // side, place % side
+    row = place // side
+    column = place % side
     kinds = (row, column, row // box * box + column // box)
     return torch.cat([torch.arange(side)[:, None] == kind for kind in kinds]).float()
 
@@ -200,7 +203,8 @@ def _narrowed(can: Tensor, box: int, *, hidden: bool = True) -> Tensor:
     In a puzzle that cannot be solved everything is struck out.
     """
     can, going = can.clone(), torch.arange(len(can))
-    units, peers = _units(box), _peers(box)
+    units = _units(box)
+    peers = _peers(box)
     while len(going):
         before = can[going]
         alone = (before.sum(2, keepdim=True) == 1) & before
@@ -252,20 +256,24 @@ def _solvable(generator: torch.Generator, can: Tensor, box: int) -> Tensor:  # (
 
     One digit of a cell is tried, and its others, until one is found or none is left.
     """
-    found, owner = torch.zeros(len(can), dtype=torch.bool), torch.arange(len(can))
+    found = torch.zeros(len(can), dtype=torch.bool)
+    owner = torch.arange(len(can))
     while len(can):
         can = _narrowed(can, box)
         found[owner[_solved(can)]] = True
         keep = can.any(2).all(1) & ~found[owner]
-        can, owner = can[keep], owner[keep]
+        can = can[keep]
+        owner = owner[keep]
         if not len(can):
             break
         (cell, digit), rows = _choose(generator, can), torch.arange(len(can))
-        tried, others = can.clone(), can
+        tried = can.clone()
+        others = can
         tried[rows, cell] = False
         tried[rows, cell, digit] = True
         others[rows, cell, digit] = False
-        can, owner = torch.cat([tried, others]), torch.cat([owner, owner])
+        can = torch.cat([tried, others])
+        owner = torch.cat([owner, owner])
     return found
 
 
@@ -273,7 +281,8 @@ def _dug(
     generator: torch.Generator, solutions: Tensor, box: int, difficulty: Difficulty, clues: int
 ) -> Tensor:  # (N, L)
     """Remove digits in a random order, each one only if the rest still determines the solution."""
-    puzzles, rows = solutions.clone(), torch.arange(len(solutions))
+    puzzles = solutions.clone()
+    rows = torch.arange(len(solutions))
     for cell in torch.rand(solutions.shape, generator=generator).argsort(1).unbind(1):
         fewer = puzzles.clone()
         fewer[rows, cell] = 0

@@ -190,7 +190,8 @@ class Task(ABC):
 
 def check_sample(task: Task, generator: torch.Generator, length: int) -> None:
     """Refuse a task whose samples do not have the shapes and ids that it states."""
-    sample, name = task.sample(generator, 2, length), type(task).__name__
+    sample = task.sample(generator, 2, length)
+    name = type(task).__name__
     if not isinstance(sample, Sample):
         raise ValueError(f"{name}.sample gives {type(sample).__name__}; needed a Sample")
     sizes = len(sample.tokens), sample.targets.shape[-1] if sample.targets.dim() else 0

@@ -63,7 +63,8 @@ class TensorTask(Task):
                     f"TensorTask: {name} is {_told(tensor)}; needed tensors of whole numbers, (N, "
                     "L) and (N, O)"
                 )
-        rows, shape = len(self.tokens), list(self.tokens.shape)
+        rows = len(self.tokens)
+        shape = list(self.tokens.shape)
         if len(self.targets) != rows or (self.grid and self.targets.shape != self.tokens.shape):
             needed = shape if self.grid else f"{rows} rows, as tokens have"
             raise ValueError(f"TensorTask: targets is {_told(self.targets)}; needed {needed}")
@@ -109,8 +110,12 @@ class TensorTask(Task):
 
     @cached_property
     def _rows(self) -> Sample:
-        tokens, targets = self.tokens.long(), self.targets.long()
-        mask = torch.ones_like(tokens, dtype=torch.bool) if self.mask is None else self.mask.bool()
+        tokens = self.tokens.long()
+        targets = self.targets.long()
+        if self.mask is None:
+            mask = torch.ones_like(tokens, dtype=torch.bool)
+        else:
+            mask = self.mask.bool()
         return Sample(
             tokens,
             mask,
@@ -182,4 +187,6 @@ class TensorTask(Task):
 
 def _told(value: object) -> str:
     """A tensor's shape and type, or what else came."""
-    return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else repr(value)
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} of {value.dtype}"
+    return repr(value)

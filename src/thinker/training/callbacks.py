@@ -154,13 +154,11 @@ class RewindOnPeak(ThinkerCallback):
                 f"RewindOnPeak: factor {factor}, margin {margin}, every {every}, limit {limit}, "
                 f"cooling {cooling}; needed from 1, 0, 1, 1, and above 0 to 1"
             )
-        self.factor, self.margin, self.every, self.limit, self.cooling = (
-            factor,
-            margin,
-            every,
-            limit,
-            cooling,
-        )
+        self.factor = factor
+        self.margin = margin
+        self.every = every
+        self.limit = limit
+        self.cooling = cooling
         self.count = 0
         self.best: StateDict = {}
         self.newest: StateDict = {}  # where the present window began
@@ -176,7 +174,9 @@ class RewindOnPeak(ThinkerCallback):
         **kwargs: object,
     ) -> None:
         """Count from here; there is nothing better yet."""
-        self.count, self.first, self.last = 0, math.nan, math.nan
+        self.count = 0
+        self.first = math.nan
+        self.last = math.nan
         self.before = self.trainer.tally.mark()
         self.newest = self.best = self._point(state.global_step)
 

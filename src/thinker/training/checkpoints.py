@@ -39,7 +39,9 @@ def unpack_carry(
         return None
 
     def there(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(device)
+        if tensor is None:
+            return None
+        return tensor.to(device)
 
     memory = make_memory(config)
     if memory is not None and packed["memory"] is not None:

@@ -65,13 +65,14 @@ def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> 
 
 def check_reach(model: LatentThinker, data: CurriculumDataset, loss: StepLoss) -> None:
     """Refuse a loss on what is in reach where nothing ever is: it would train nothing."""
-    distance = data.batch(data.step).get("distance") if loss.counts_from_start else None
+    if loss.counts_from_start:
+        distance = data.batch(data.step).get("distance")
+    else:
+        distance = None
     if distance is None or not bool((distance > 0).any()):
         return
-    nearest, most = (
-        int(distance[distance > 0].min()),
-        data.most_steps * ((model.config.window or 2) - 1),
-    )
+    nearest = int(distance[distance > 0].min())
+    most = data.most_steps * ((model.config.window or 2) - 1)
     if nearest > most:
         raise ValueError(
             f"ThinkerTrainer: answers of {data.task!r} depend on tokens {nearest} away or farther, "
@@ -90,7 +91,10 @@ def check_segments(segments: int, data: CurriculumDataset, loss: StepLoss) -> No
             f"ThinkerTrainer: segments is {segments!r}; needed a whole number, 1 or more"
         )
     if segments > 1 and (data.task.by_step or loss.counts_from_start):
-        what = f"answers of {data.task!r}" if data.task.by_step else type(loss).__name__
+        if data.task.by_step:
+            what = f"answers of {data.task!r}"
+        else:
+            what = type(loss).__name__
         raise ValueError(
             f"ThinkerTrainer: segments is {segments}, but {what} counts steps from the start; "
             "needed 1, or another loss"

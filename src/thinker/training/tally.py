@@ -26,7 +26,8 @@ class Tally:
     """
 
     def __init__(self, max_length: int, device: torch.device, total: Callable[[Tensor], Tensor]):
-        self._total, self._device = total, device
+        self._total = total
+        self._device = device
         sizes = {"right": max_length + 1, "total": max_length + 1, "loss": 3}
         self.counts: Counts = {
             n: torch.zeros(size, dtype=torch.float64, device=device) for n, size in sizes.items()
@@ -69,4 +70,8 @@ def mean_loss(counts: Counts) -> float:
     Infinite where none was, nan where there was none at all.
     """
     total, finite, other = counts["loss"].tolist()
-    return total / finite if finite else math.inf if other else math.nan
+    if finite:
+        return total / finite
+    if other:
+        return math.inf
+    return math.nan

@@ -100,20 +100,21 @@ class ThinkerTrainer(StepTrainer):
             raise ValueError(f"ThinkerTrainer: ema is {ema}; needed a decay between 0 and 1")
         check_segments(segments, train_dataset, self.step_loss)
         check_reach(model, train_dataset, self.step_loss)
-        self.data, self.segments = train_dataset, segments
+        self.data = train_dataset
+        self.segments = segments
         self.data.segments = segments
-        self.eval_lengths, self.eval_samples = (
-            eval_lengths or [train_dataset.schedule.max_length],
-            eval_samples,
-        )
+        self.eval_lengths = eval_lengths or [train_dataset.schedule.max_length]
+        self.eval_samples = eval_samples
         if isinstance(self.eval_lengths, int) or not is_whole(eval_samples) or eval_samples < 1:
             raise ValueError(
                 f"ThinkerTrainer: eval_lengths {eval_lengths!r}, eval_samples {eval_samples!r}; "
                 "needed a list of lengths, and 1 or more"
             )
-        args = (
-            copy.copy(args) if args else thinker_arguments("runs/thinker")
-        )  # the caller's stay as they are
+        # the caller's stay as they are
+        if args:
+            args = copy.copy(args)
+        else:
+            args = thinker_arguments("runs/thinker")
         args.per_device_train_batch_size = train_dataset.batch_size
         args.ignore_data_skip = True  # the data set knows where it was
         args.remove_unused_columns = False
@@ -132,7 +133,8 @@ class ThinkerTrainer(StepTrainer):
         self.ema = None
         if ema is not None:
             self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema))
-        longest, device = self.data.schedule.max_length, self.args.device
+        longest = self.data.schedule.max_length
+        device = self.args.device
         self.tally = Tally(longest, device, lambda counts: self.accelerator.reduce(counts, "sum"))
         self._logged = self.tally.mark()
         self._start_of_data = self.data.step
@@ -171,9 +173,10 @@ class ThinkerTrainer(StepTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """Whole batches; each process draws its own stream."""
         workers = self.args.dataloader_num_workers
-        options: dict[str, Any] = (
-            {"prefetch_factor": self.args.dataloader_prefetch_factor} if workers else {}
-        )
+        if workers:
+            options: dict[str, Any] = {"prefetch_factor": self.args.dataloader_prefetch_factor}
+        else:
+            options = {}
         persistent = bool(workers) and self.args.dataloader_persistent_workers
         return DataLoader(
             self.data,
@@ -186,12 +189,13 @@ class ThinkerTrainer(StepTrainer):
     def optimizer_groups(self) -> list[dict[str, object]]:
         """`parameter_groups`, and what the loss learns."""
         assert self.model is not None
-        rate, decay = self.args.learning_rate, self.args.weight_decay
+        rate = self.args.learning_rate
+        decay = self.args.weight_decay
         groups = parameter_groups(self.model, learning_rate=rate, weight_decay=decay)
         learned = [p for p in self.step_loss.parameters() if p.requires_grad]
-        return (
-            [*groups, {"params": learned, "lr": rate, "weight_decay": 0.0}] if learned else groups
-        )
+        if learned:
+            return [*groups, {"params": learned, "lr": rate, "weight_decay": 0.0}]
+        return groups
 
     def compute_loss(  # pyrefly: ignore[bad-override]
         self,
@@ -201,19 +205,22 @@ class ThinkerTrainer(StepTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, ThinkerOutput]:
         """The step loss, over the answers of the whole step."""
-        n_step, n_latent, distance = inputs["n_step"], inputs["n_latent"], inputs.get("distance")
+        n_step = inputs["n_step"]
+        n_latent = inputs["n_latent"]
+        distance = inputs.get("distance")
         labels, counted = (
             self.thinker.answers_of(inputs[name], n_latent) for name in ("labels", "counted")
         )
-        distance = None if distance is None else self.thinker.answers_of(distance, n_latent)
+        if distance is None:
+            distance = None
+        else:
+            distance = self.thinker.answers_of(distance, n_latent)
         words = (self.args.seed, inputs["rank"], inputs["step"])
         choose = torch.Generator().manual_seed(seed_of(*words, 1))
         noise = torch.Generator(labels.device).manual_seed(seed_of(*words, 2))
-        plan, loss, first = (
-            self._plan_of(choose, self.thinker, n_step),
-            torch.zeros((), device=labels.device),
-            None,
-        )
+        plan = self._plan_of(choose, self.thinker, n_step)
+        loss = torch.zeros((), device=labels.device)
+        first = None
         n_step = plan.num_steps(n_step)
         carry = self._carry if model.training and inputs["segment"] else None
         for part in self.step_loss.passes(n_step, plan, choose):
@@ -349,7 +356,9 @@ class ThinkerTrainer(StepTrainer):
 
     @staticmethod
     def _state_name(rank: int) -> str:
-        return f"thinker_state_{rank}.pt" if rank else "thinker_state.pt"
+        if rank:
+            return f"thinker_state_{rank}.pt"
+        return "thinker_state.pt"
 
     def _thinker_callbacks(self) -> dict[str, ThinkerCallback]:
         """Name by class and number within it.
@@ -417,7 +426,8 @@ class ThinkerTrainer(StepTrainer):
 
     def restore(self, snapshot: StateDict) -> None:
         """Back to a `snapshot`; the stream of data and the schedule of learning rates go on."""
-        snapshot, optimizer = copy.deepcopy(snapshot), bare_optimizer(self.optimizer)
+        snapshot = copy.deepcopy(snapshot)
+        optimizer = bare_optimizer(self.optimizer)
         rates = [group["lr"] for group in optimizer.param_groups]
         self.thinker.load_state_dict(snapshot["model"])
         self.step_loss.load_state_dict(snapshot["step_loss"])

@@ -50,7 +50,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> 
     """The stock layers' own products of x (T, I), `nn.Linear`'s and transformers' `Conv1D`'s."""
     if not transposed:
         return F.linear(x, weight, bias)
-    return x @ weight if bias is None else torch.addmm(bias, x, weight)
+    if bias is None:
+        return x @ weight
+    return torch.addmm(bias, x, weight)
 
 
 def add_adapters(
@@ -78,8 +80,10 @@ def add_adapters(
     autocast = autocast_dtype(x) is not None
     in_place = in_place and not autocast
     for k, one in enumerate(adapters):
-        a, b = factors[2 * k], factors[2 * k + 1]
-        seen, mask = x, None if masks is None else masks[k]
+        a = factors[2 * k]
+        b = factors[2 * k + 1]
+        seen = x
+        mask = None if masks is None else masks[k]
         if mask is not None:
             seen = x * mask
         elif one.dropout_p and masks is None:
@@ -90,7 +94,10 @@ def add_adapters(
         rows = torch.cat([torch.arange(*span, device=y.device) for span in one.spans])
         part = y.index_select(0, rows)
         part = _added(part, seen.index_select(0, rows), a, b, one.scaling, in_place, autocast)
-        y = y.index_copy_(0, rows, part) if in_place else y.index_copy(0, rows, part)
+        if in_place:
+            y = y.index_copy_(0, rows, part)
+        else:
+            y = y.index_copy(0, rows, part)
     return y
 
 
@@ -101,10 +108,9 @@ def _added(
 
     Few tokens are cast to wider factors'.
     """
-    dtype, dynamic = (
-        y.dtype,
-        torch.compiler.is_compiling(),
-    )  # a compiled graph must not depend on the number of tokens
+    # a compiled graph must not depend on the number of tokens
+    dtype = y.dtype
+    dynamic = torch.compiler.is_compiling()
     if autocast:  # addmm with y would round y as well
         return (y + F.linear(F.linear(x, a), b) * scaling).to(dtype)
     if a.dtype != dtype:
@@ -113,11 +119,14 @@ def _added(
             return torch.addmm(y.to(a.dtype), F.linear(x.to(a.dtype), a), b.T, alpha=scaling).to(
                 dtype
             )
-        a, b = a.to(dtype), b.to(dtype)
+        a = a.to(dtype)
+        b = b.to(dtype)
     h = F.linear(x.to(dtype), a)
     if in_place and dtype.itemsize == 2 and not dynamic and y.numel() <= _FEW:
         return y.add_(F.linear(h, b), alpha=scaling)
-    return y.addmm_(h, b.T, alpha=scaling) if in_place else torch.addmm(y, h, b.T, alpha=scaling)
+    if in_place:
+        return y.addmm_(h, b.T, alpha=scaling)
+    return torch.addmm(y, h, b.T, alpha=scaling)
 
 
 class _Tensors(NamedTuple):
@@ -152,7 +161,8 @@ def _pieces(plan: _Plan, t: _Tensors, seeds: Tensor | None, x: Tensor) -> Iterat
             assert seeds is not None
             drop = products.dropout(seeds[k], x.shape[0], x.shape[1], one.dropout_p)
         for start, stop in one.spans or ((None, None),):
-            rows, rows_dropped = slice(start, stop), drop
+            rows = slice(start, stop)
+            rows_dropped = drop
             if drop is not None and one.spans is not None:
                 rows_dropped = drop._replace(rows=drop.rows[rows])
             yield _Piece(
@@ -279,7 +289,8 @@ def run(
 
     X (T, I) is not copied where it has the right dtype.
     """
-    adapters, autocast = tuple(adapters), autocast_dtype(x)
+    adapters = tuple(adapters)
+    autocast = autocast_dtype(x)
     if autocast is not None:
         x = x.to(autocast)
     if seeds is None and any(one.dropout_p for one in adapters):

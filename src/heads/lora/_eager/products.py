@@ -16,7 +16,9 @@ from torch import Tensor
 _BLOCK = (
     1 << 18
 )  # elements of x that dropout handles at once: they and their mask stay in the cache
-_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)  # reference.keep_mask's factors, as int32
+# reference.keep_mask's factors, as int32
+_FIRST = 0x7FEB352D
+_SECOND = 0x846CA68B - (1 << 32)
 
 
 class Dropout(NamedTuple):
@@ -50,7 +52,8 @@ def _mixed(word: Tensor) -> Tensor:
 
 def dropout(seed: Tensor, rows: int, columns: int, dropout_p: float) -> Dropout:
     """`Dropout` of a 64-bit seed."""
-    low, high = seed.to(torch.int32), (seed >> 32).to(torch.int32)
+    low = seed.to(torch.int32)
+    high = (seed >> 32).to(torch.int32)
     key = _mixed(low ^ _mixed(high))
     at_row, at_column = (
         torch.arange(n, device=seed.device, dtype=torch.int32) for n in (rows, columns)
@@ -71,7 +74,8 @@ def _blocks(x: Tensor, drop: Dropout | None) -> Iterator[tuple[slice, Tensor, Te
         keep = drop.keep(whole)
         yield whole, x * keep, keep
         return
-    tokens, step = max(1, x.shape[0]), max(1, _BLOCK // max(1, x.shape[1]))
+    tokens = max(1, x.shape[0])
+    step = max(1, _BLOCK // max(1, x.shape[1]))
     for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))
         keep = drop.keep(rows)
@@ -100,8 +104,12 @@ def gradients(
     ``g = s dy B``, ``dA = gᵀ drop(x)``, ``dB = s dyᵀ (drop(x) Aᵀ)``, ``dx += drop(g A)``. Here g
     and h = drop(x) Aᵀ are (r, T): narrow products are faster that way round.
     """
-    g = (b.T.contiguous() @ grad.T).mul_(scale) if dx is not None or need_a else x.new_empty(0)
-    das, hs = [], []
+    if dx is not None or need_a:
+        g = (b.T.contiguous() @ grad.T).mul_(scale)
+    else:
+        g = x.new_empty(0)
+    das = []
+    hs = []
     for rows, seen, keep in _blocks(x, drop):
         if need_a:
             das.append(g[:, rows] @ seen)

@@ -30,7 +30,9 @@ def check_packed_examples(model: PreTrainedModel | PeftModel) -> None:
     ...     )
     ... )
     """
-    length, device = 8, next(model.parameters()).device  # tokens of each of the two examples
+    # tokens of each of the two examples
+    length = 8
+    device = next(model.parameters()).device
     vocabulary = next(model.get_input_embeddings().parameters()).shape[0]
     first = torch.arange(2 * length, device=device).remainder(vocabulary)[None]
     other = first.clone()

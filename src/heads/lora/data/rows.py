@@ -132,8 +132,12 @@ def read_rows(
     Traceback (most recent call last):
     ValueError: read_rows: rows: no output in row 2; ...
     """
-    operation, name = "read_rows", str(source) if isinstance(source, (str, Path)) else "rows"
-    rows = _parsed(operation, source) if isinstance(source, (str, Path)) else list(source)
+    operation = "read_rows"
+    name = str(source) if isinstance(source, (str, Path)) else "rows"
+    if isinstance(source, (str, Path)):
+        rows = _parsed(operation, source)
+    else:
+        rows = list(source)
     custom = template is not alpaca_template and template is not chat_template
     bad: dict[str, list[int]] = {}
     for number, row in enumerate(rows, 1):
@@ -188,13 +192,15 @@ def _templated(operation: str, template: Template, row: Row, number: int) -> Exa
     try:
         example = template(row)
     except Exception as error:  # a template is the user's own code: anything can come out of it
-        told = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
+        if isinstance(error, LookupError):
+            told = f"{type(error).__name__}: {error}"
+        else:
+            told = error
         raise ValueError(f"{operation}: the template failed on row {number}: {told}") from error
-    parts = (
-        [example.get(k) for k in ("prompt", "completion")]
-        if isinstance(example, Mapping)
-        else [None]
-    )
+    if isinstance(example, Mapping):
+        parts = [example.get(k) for k in ("prompt", "completion")]
+    else:
+        parts = [None]
     if not (all(isinstance(p, str) for p in parts) or all(p and _are_messages(p) for p in parts)):
         raise ValueError(
             f"{operation}: the template made {example!r:.60} of row {number}, needed prompt and "
@@ -230,7 +236,9 @@ def _wrong_with(row: object, any_fields: bool) -> str | None:
     messages = row.get("messages")
     if messages is not None:
         sound = _are_messages(messages) and len(messages) > 1
-        return None if sound else "messages that are not a list of two or more roles and texts"
+        if sound:
+            return None
+        return "messages that are not a list of two or more roles and texts"
     for field in ("instruction", "output"):
         if field not in row:
             return f"no {field}"

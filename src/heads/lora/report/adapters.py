@@ -84,11 +84,9 @@ class LoraReport(Report):
             "gradients": self.gradient_bytes,
             "AdamW's moments": self.optimizer_bytes,
         }
-        return (
-            sizes
-            if self.activation_bytes is None
-            else sizes | {"saved activations": self.activation_bytes}
-        )
+        if self.activation_bytes is None:
+            return sizes
+        return sizes | {"saved activations": self.activation_bytes}
 
     def table(self) -> Table:
         """Counts and bytes."""
@@ -211,18 +209,17 @@ def lora_report(
             if adapter not in layer.r:
                 continue
             a, b = _factors_of(layer, adapter)
-            rank, scaling = int(layer.r[adapter]), float(layer.scaling[adapter])
+            rank = int(layer.r[adapter])
+            scaling = float(layer.scaling[adapter])
             meta = a.device.type == "meta"
-            step = (
-                float("nan")
-                if meta
-                else scaling * float(a.detach().float().flatten(1).norm(dim=1).sum())
-            )
-            update = (
-                float("nan")
-                if meta
-                else scaling * float((_gram(a) * _gram(b.T)).sum().clamp(min=0).sqrt())
-            )
+            if meta:
+                step = float("nan")
+            else:
+                step = scaling * float(a.detach().float().flatten(1).norm(dim=1).sum())
+            if meta:
+                update = float("nan")
+            else:
+                update = scaling * float((_gram(a) * _gram(b.T)).sum().clamp(min=0).sqrt())
             rows.append(AdapterRow(name, rank, scaling, a.numel() + b.numel(), step, update))
             if not meta and not b.detach().any():
                 zero.append(name)
@@ -239,9 +236,10 @@ def lora_report(
     warnings = _warnings(model, layers, rows, zero, broken, copied, base_vocab_size)
     trainable = [p for p in model.parameters() if p.requires_grad]
     size = sum(p.nbytes for p in trainable)
-    activations = (
-        None if batch is None or context is None else saved_activation_bytes(model, batch, context)
-    )
+    if batch is None or context is None:
+        activations = None
+    else:
+        activations = saved_activation_bytes(model, batch, context)
     return LoraReport(
         parameters=sum(p.numel() for p in model.parameters()),
         lora=sum(row.parameters for row in rows),
@@ -305,7 +303,10 @@ def _warnings(
             "which copies their input: call accelerate_lora_, or pass autocast_adapter_dtype=False"
         )
     for name, config in getattr(model, "peft_config", {}).items():
-        targets = config.target_modules if not isinstance(config.target_modules, str) else ()
+        if not isinstance(config.target_modules, str):
+            targets = config.target_modules
+        else:
+            targets = ()
         unused = [
             t for t in targets or () if not any(n == t or n.endswith(f".{t}") for n in layers)
         ]
@@ -317,10 +318,16 @@ def _warnings(
 
 def _untrained_tables(model: object, base_vocab_size: int) -> list[str]:
     """Warnings of tables that grew and do not learn."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if hasattr(model, "get_base_model"):
+        base = model.get_base_model()
+    else:
+        base = model
     if not hasattr(base, "get_input_embeddings"):
         return []
-    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    if hasattr(base, "get_output_embeddings"):
+        head = base.get_output_embeddings()
+    else:
+        head = None
     tables = {"embedding": base.get_input_embeddings(), "head": head}
     size = tables["embedding"].weight.shape[0]
     return [

@@ -15,14 +15,12 @@ from model_components._report import Axes, Figure, Report, axes_for
 if TYPE_CHECKING:
     import numpy as np
 
-_WINDOW, _FEWEST = (
-    40,
-    10,
-)  # logs before a step that say which loss is usual, and the fewest that can
-_SUSTAINED, _SINGLE = (
-    5.0,
-    15.0,
-)  # deviations above the usual that make a spike: in two logs of three, in one
+# logs before a step that say which loss is usual, and the fewest that can
+_WINDOW = 40
+_FEWEST = 10
+# deviations above the usual that make a spike: in two logs of three, in one
+_SUSTAINED = 5.0
+_SINGLE = 15.0
 _ENOUGH = 5  # third differences of held-out losses, from which their noise is estimated
 _RISEN = 4.0  # deviations of that noise by which the last held-out loss must be above the least
 
@@ -223,7 +221,8 @@ def tuning_report(
         ):  # in float16 single steps are left out and training recovers
             break
         broken.append(step)
-    low, rise = math.inf, 0.0
+    low = math.inf
+    rise = 0.0
     for _, loss in _finite(held_out_losses):
         low = min(low, loss)
         rise = max(rise, loss - low)
@@ -255,7 +254,10 @@ def _turn(held_out: Sequence[tuple[int, float]], tolerance: float) -> int | None
         for a, b, c, d in zip(*(losses[k:] for k in range(4)), strict=False)
     ]
     # of independent noise, third differences have 20 times the variance (1 + 9 + 9 + 1)
-    noise = 1.4826 * statistics.median(bends) / 20**0.5 if len(bends) >= _ENOUGH else 0.0
+    if len(bends) >= _ENOUGH:
+        noise = 1.4826 * statistics.median(bends) / 20**0.5
+    else:
+        noise = 0.0
     least = min(losses)
     if losses[-1] - least <= max(tolerance, _RISEN * noise):
         return None
@@ -277,13 +279,18 @@ def _rises(looks: Sequence[tuple[int, float]]) -> bool:
 
 def _spikes(train: Sequence[tuple[int, float]], norms: Sequence[float | None]) -> list[Spike]:
     """The highest of each run of logs that are above the threshold."""
-    usual, above = [], []
+    usual = []
+    above = []
     for place, (_, loss) in enumerate(train):
         before = [value for _, value in train[max(0, place - _WINDOW) : place]]
-        middle = statistics.median(before) if len(before) >= _FEWEST else math.inf
-        deviation = (
-            1.4826 * statistics.median(abs(value - middle) for value in before) if before else 0.0
-        )
+        if len(before) >= _FEWEST:
+            middle = statistics.median(before)
+        else:
+            middle = math.inf
+        if before:
+            deviation = 1.4826 * statistics.median(abs(value - middle) for value in before)
+        else:
+            deviation = 0.0
         usual.append(middle)  # below, a hundredth of the loss is the least that a deviation may be
         above.append(
             (loss - middle) / max(deviation, 0.01 * abs(middle)) if math.isfinite(middle) else 0.0

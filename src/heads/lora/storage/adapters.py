@@ -85,9 +85,15 @@ def load_lora(
         ) from error
     if not isinstance(config, LoraConfig):
         raise ValueError(f"{operation}: {path} holds an adapter of {config.peft_type}, needed LoRA")
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if isinstance(model, PeftModel):
+        base = model.get_base_model()
+    else:
+        base = model
     if not is_quantised(base):
-        trial = skeleton(model).unload() if isinstance(model, PeftModel) else skeleton(model)
+        if isinstance(model, PeftModel):
+            trial = skeleton(model).unload()
+        else:
+            trial = skeleton(model)
         _compare(operation, path, shapes, trial, config)
     with quiet():
         if isinstance(model, PeftModel):
@@ -109,11 +115,10 @@ def _shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
     """
     if not (path / WEIGHTS).exists():
         file_names = sorted(p.name for p in path.iterdir())
-        why = (
-            " (a pickle can run code: save it again with safetensors)"
-            if "adapter_model.bin" in file_names
-            else ""
-        )
+        if "adapter_model.bin" in file_names:
+            why = " (a pickle can run code: save it again with safetensors)"
+        else:
+            why = ""
         raise ValueError(f"{operation}: {path} has no {WEIGHTS}{why}; it holds {file_names}")
     shapes = {}
     try:
@@ -161,7 +166,8 @@ def _compare(
         )
     expected = {name: tuple(p.shape) for name, p in base.named_parameters()}
     trial = copy.deepcopy(config)
-    trial.init_lora_weights, trial.inference_mode = False, False
+    trial.init_lora_weights = False
+    trial.inference_mode = False
     injected = inject(base, trial, "default")
     tensors = get_peft_model_state_dict(injected, save_embedding_layers=False)
     needed = {name: tuple(t.shape) for name, t in tensors.items()}
@@ -180,11 +186,10 @@ def _compare(
         raise ValueError(f"{of} does not fit: {wrong[0]}{more}")
     left = sorted(set(shapes) - set(expected))
     if left:
-        named = (
-            config.target_modules
-            if isinstance(config.target_modules, str)
-            else sorted(config.target_modules or ())
-        )
+        if isinstance(config.target_modules, str):
+            named = config.target_modules
+        else:
+            named = sorted(config.target_modules or ())
         raise ValueError(
             f"{of} holds {left[0]} and {len(left) - 1} more that its config does not name ({named})"
         )

@@ -145,16 +145,19 @@ def merge_lora(
         raise ValueError(
             f"{operation}: the model is a {type(model).__name__}, needed a peft.PeftModel"
         )
-    named, dtype = dtype, getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    named = dtype
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    else:
+        dtype = dtype
     if named is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(
             f"{operation}: dtype is {named!r}, needed a floating one such as torch.float32"
         )
-    names = (
-        [adapters]
-        if isinstance(adapters, str)
-        else list(model.active_adapters if adapters is None else adapters)
-    )
+    if isinstance(adapters, str):
+        names = [adapters]
+    else:
+        names = list(model.active_adapters if adapters is None else adapters)
     unknown = [name for name in names if name not in model.peft_config]
     if unknown or not names:
         raise ValueError(
@@ -174,7 +177,8 @@ def merge_lora(
             )
     for name, layer in adapted.items():
         _check_layer(operation, name, layer)
-    layers, merged = [], {}
+    layers = []
+    merged = {}
     for name, layer in tqdm(adapted.items(), "merging", disable=not progress, leave=False):
         parts = _parts_of(layer, names)
         layers.append(_measured(operation, name, layer, parts["weight"], dtype))
@@ -254,7 +258,8 @@ def _measured(
                 f"{operation}: the merged weight of {name} has numbers that are not finite{where}"
             )
     update = exact - _wide(weight)
-    size, before = float(update.norm()), float(weight.float().norm())
+    size = float(update.norm())
+    before = float(weight.float().norm())
     lost = rounded.to(exact.dtype) - weight.to(rounded.dtype).to(exact.dtype) - update
     share = float(lost.norm()) / size if size else 0.0
     ratio = size / before if before else math.inf  # a new head is zeros
@@ -271,7 +276,8 @@ def _state(
     adapted = lora_layers(base)
     for key, tensor in base.state_dict(keep_vars=True).items():
         name, _, last = key.rpartition(".")
-        place, value = key, tensor.detach()
+        place = key
+        value = tensor.detach()
         wrapper = next((w for w in wrappers if key.startswith(f"{w}.")), None)
         if f"{name.removesuffix('.base_layer')}.{last}" in merged:
             place = f"{name.removesuffix('.base_layer')}.{last}"
@@ -279,7 +285,10 @@ def _state(
         elif wrapper is not None:
             saved = wrappers[wrapper].modules_to_save
             active = next((n for n in names if n in saved), None)
-            inside = "original_module." if active is None else f"modules_to_save.{active}."
+            if active is None:
+                inside = "original_module."
+            else:
+                inside = f"modules_to_save.{active}."
             rest = key.removeprefix(f"{wrapper}.")
             if not rest.startswith(inside):
                 continue

@@ -66,7 +66,8 @@ def accelerate_lora_(model: nn.Module) -> AccelerationReport:
             f"accelerate_lora_: {type(model).__name__} has no LoRA layers; needed a model of "
             "peft.get_peft_model or PeftModel.from_pretrained"
         )
-    done, skipped = [], {}
+    done = []
+    skipped = {}
     for name, layer in layers.items():
         kind = type(layer)
         _forget_own_forward(layer)
@@ -75,11 +76,10 @@ def accelerate_lora_(model: nn.Module) -> AccelerationReport:
                 skipped[name] = f"lora.{kind.__name__}"
                 continue
             layer.__class__ = lean(kind)
-        chosen_path = (
-            "its forward was replaced, by an accelerate hook, say"
-            if "forward" in vars(layer)
-            else route(layer)
-        )
+        if "forward" in vars(layer):
+            chosen_path = "its forward was replaced, by an accelerate hook, say"
+        else:
+            chosen_path = route(layer)
         if isinstance(chosen_path, str):
             skipped[name] = chosen_path
         else:

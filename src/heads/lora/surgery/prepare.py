@@ -68,11 +68,9 @@ def check_adapter_name(operation: str, adapter_name: str) -> None:
 
 def _near(name: str, known: set[str]) -> str:
     close = difflib.get_close_matches(name, sorted(known), 3, 0.4)
-    return (
-        f"; near it: {', '.join(close)}"
-        if close
-        else f"; there are {', '.join(sorted(known)[:12])}"
-    )
+    if close:
+        return f"; near it: {', '.join(close)}"
+    return f"; there are {', '.join(sorted(known)[:12])}"
 
 
 def _check_config(operation: str, model: nn.Module, config: object, adapter_name: str) -> None:

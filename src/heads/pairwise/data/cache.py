@@ -67,7 +67,10 @@ def encoded(
         )
     warn_if_slow("encode_", model.encoder)
     kinds = model.pool.pooling
-    folders: dict[str, Path] = {} if cache is None else _folders(model, Path(cache))
+    if cache is None:
+        folders: dict[str, Path] = {}
+    else:
+        folders = _folders(model, Path(cache))
     keys = [_key(one) for one in sequences]
     rows = {kind: _found(folders.get(kind)) for kind in kinds}
     missing = {
@@ -96,7 +99,8 @@ def encoded(
                     ).cpu()
                 )
                 bar.update(len(inputs["input_ids"]))
-            chunk, features = [key for batch in batches for key in batch], torch.cat(feature_parts)
+            chunk = [key for batch in batches for key in batch]
+            features = torch.cat(feature_parts)
             table = torch.frombuffer(bytearray(b"".join(chunk)), dtype=torch.uint8).view(
                 len(chunk), -1
             )
@@ -141,7 +145,8 @@ def _found(folder: Path | None) -> dict[bytes, np.ndarray]:
     for path in sorted(folder.glob("*.safetensors")) if folder is not None else ():
         try:
             stored = load_file(path)
-            keys, features = stored["keys"].numpy(), stored["features"].numpy()
+            keys = stored["keys"].numpy()
+            features = stored["features"].numpy()
         except (SafetensorError, KeyError, OSError):
             continue
         rows |= zip((key.tobytes() for key in keys), features, strict=False)

@@ -158,10 +158,8 @@ class PairwiseDataset(Dataset):
             )
         self._ids = np.concatenate([np.zeros(0, np.int32), *(one.ids for one in flat)])
         self._types = np.concatenate([np.zeros(0, np.int8), *(one.types for one in flat)])
-        self._starts, self._begins = (
-            np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
-            begins,
-        )
+        self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self._begins = begins
         self._surface = np.concatenate(looks[1:] or looks)
         self._features: np.ndarray | None = None
         self._features_of = ""
@@ -319,4 +317,6 @@ class PairwiseCollator:
         """Return pairs, tokens or features and, if there are any, surface features and labels."""
         batch = flat_batch((item["answers"], [(0, 1)]) for item in items)
         labels = [item["label"] for item in items]
-        return batch if labels[0] is None else batch | {"labels": torch.tensor(labels)}
+        if labels[0] is None:
+            return batch
+        return batch | {"labels": torch.tensor(labels)}

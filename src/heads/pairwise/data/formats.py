@@ -18,7 +18,8 @@ _ROLES = {
     "model": "assistant",
     "system": "system",
 }
-_TRUE, _FALSE = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no", "", "none", "nan")
+_TRUE = ("1", "1.0", "true", "yes")
+_FALSE = ("0", "0.0", "false", "no", "", "none", "nan")
 
 
 def pair_of(row: object) -> Pair:
@@ -87,18 +88,21 @@ def _preferred(row: Mapping[str, object], one: str, other: str) -> tuple[Words, 
     if all(isinstance(value, list) for value in values):
         a, b = (_messages(name, value) for name, value in zip((one, other), values, strict=True))
         if before and a[:1] and a[0].role == "assistant":  # the answers alone
-            asked = (
-                _messages("prompt", before)
-                if isinstance(before, list)
-                else turns_of("user", _text("prompt", before))
-            )
-            a, b = asked + a, asked + b
+            if isinstance(before, list):
+                asked = _messages("prompt", before)
+            else:
+                asked = turns_of("user", _text("prompt", before))
+            a = asked + a
+            b = asked + b
         return _parted(a, b)
     texts = [_text(name, value) for name, value in zip((one, other), values, strict=True)]
     dialogues = [_dialogue(text) for text in texts]
     if before in (None, "") and all(dialogues):
         return _parted(*dialogues)
-    asked = _messages("prompt", before) if isinstance(before, list) else _text("prompt", before)
+    if isinstance(before, list):
+        asked = _messages("prompt", before)
+    else:
+        asked = _text("prompt", before)
     return asked, texts[0], texts[1]
 
 
@@ -141,7 +145,10 @@ def _parted(a: Sequence[Turn], b: Sequence[Turn]) -> tuple[Words, Words, Words]:
         shared and not a[shared].role == b[shared].role == "assistant"
     ):  # both rests must begin with an answer
         shared -= 1
-    prompt: Words = a[0].text if shared == 1 and a[0].role == "user" else tuple(a[:shared])
+    if shared == 1 and a[0].role == "user":
+        prompt: Words = a[0].text
+    else:
+        prompt = tuple(a[:shared])
     rest = [
         side[shared].text if len(side) == shared + 1 else tuple(side[shared:]) for side in (a, b)
     ]
@@ -242,7 +249,9 @@ def _preference(value: object) -> int | tuple[float, ...] | None:
     ):
         raise ValueError(f"preference is {value!r}, needed 1, 2, 1.5 or between")
     fixed = {0: 2, 1: 0, 1.5: 2, 2: 1}
-    return fixed[value] if value in fixed else (2.0 - value, value - 1.0, 0.0)
+    if value in fixed:
+        return fixed[value]
+    return (2.0 - value, value - 1.0, 0.0)
 
 
 _ANSWERS: dict[

@@ -19,10 +19,9 @@ from ..config import CLASSES
 from ..pairs import Pair, count_labels, said_by
 from .formats import COLUMNS, pair_of
 
-_SHOWN, _LONGEST = (
-    5,
-    200,
-)  # line numbers, and different reasons, in a message; characters of a reason
+# line numbers, and different reasons, in a message; characters of a reason
+_SHOWN = 5
+_LONGEST = 200
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,10 @@ class ReadReport(Report):
 
     def remarks(self) -> list[str]:
         """What was not read, or left out."""
-        lines = [f"not read: {', '.join(self.ignored)}"] if self.ignored else []
+        if self.ignored:
+            lines = [f"not read: {', '.join(self.ignored)}"]
+        else:
+            lines = []
         lines += [f"{self.empty} have an empty answer"] if self.empty else []
         return lines + [f"left out: {_told(self.bad)}"] * bool(self.bad)
 
@@ -227,13 +229,12 @@ def raw_rows(source: Any) -> Iterator[tuple[int, Any]]:
     kind = Path(path.stem if suffix == ".gz" else path.name).suffix.lower()
     reader = _READERS.get(kind)
     if reader is None:
-        told = (
-            f"a {kind} in a .gz"
-            if suffix == ".gz"
-            else f"a {kind}"
-            if kind
-            else "a file without a suffix"
-        )
+        if suffix == ".gz":
+            told = f"a {kind} in a .gz"
+        elif kind:
+            told = f"a {kind}"
+        else:
+            told = "a file without a suffix"
         raise ValueError(
             f"read_pairs: {path} is {told}; needed .parquet, or .csv, .json or .jsonl, these also "
             "with .gz"

@@ -52,7 +52,8 @@ class Template:
             raise ValueError(
                 f"PairwiseDataset: tokenizer is a {type(tokenizer).__name__}, needed a fast one"
             )
-        self.tokenizer, self.with_prompt = tokenizer, config.append_prompt
+        self.tokenizer = tokenizer
+        self.with_prompt = config.append_prompt
         self._before: dict[str, list[int]] = {}  # by the role of the first turn
         self._between: dict[tuple[str, str], list[int]] = {}
         self._after: list[int] = []
@@ -78,19 +79,20 @@ class Template:
     def _read_pair(self, config: PairwiseConfig) -> None:
         """Special tokens as the tokenizer puts them around two texts, or around one."""
         encoding = self.tokenizer(*(("a", "b") if self.with_prompt else ("b",)))
-        owners, ids = encoding.sequence_ids(0), encoding["input_ids"]
-        kinds = (
-            encoding.get("token_type_ids")
-            if (getattr(config.encoder, "type_vocab_size", 0) or 0) > 1
-            else None
-        )
+        owners = encoding.sequence_ids(0)
+        ids = encoding["input_ids"]
+        if (getattr(config.encoder, "type_vocab_size", 0) or 0) > 1:
+            kinds = encoding.get("token_type_ids")
+        else:
+            kinds = None
         kinds = [0] * len(ids) if kinds is None else kinds
         answer = [i for i, owner in enumerate(owners) if owner == int(self.with_prompt)]
         prompt = [i for i, owner in enumerate(owners) if owner == 0 and self.with_prompt] or answer[
             :1
         ]
         gap = prompt[-1] + 1
-        between, self._after = ids[gap : answer[0]], ids[answer[-1] + 1 :]
+        between = ids[gap : answer[0]]
+        self._after = ids[answer[-1] + 1 :]
         if self.with_prompt and not between:  # a tokenizer that does not tell two texts apart
             between = token_ids(self.tokenizer, ["\n\n"])[0]
         if not self._after and self.tokenizer.eos_token_id is not None:
@@ -138,7 +140,9 @@ class Template:
         return [*parts, text]
 
     def _special(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        if text:
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return []
 
     def _room(self, first: str, last: str) -> int:
         """Return how many tokens are left for a prompt and an answer.
@@ -157,7 +161,10 @@ class Template:
 
         In an order that a template does not expect, those of the usual order.
         """
-        usual = ("user", "assistant") if other == "assistant" else ("assistant", "user")
+        if other == "assistant":
+            usual = ("user", "assistant")
+        else:
+            usual = ("assistant", "user")
         return self._between.get((one, other), self._between[usual])
 
     def sequences(

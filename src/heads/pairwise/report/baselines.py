@@ -162,12 +162,14 @@ def rivals_of(
     log_probs: Tensor, labels: Sequence[object], train: Sequence[Pair], test: Sequence[Pair]
 ) -> tuple[Rival, ...]:
     """The baselines' metrics on the test pairs, of which a model has (N, C) log-probabilities."""
-    wanted, near = shares_of(labels, log_probs.shape[-1]), near_in_length(test)
+    wanted = shares_of(labels, log_probs.shape[-1])
+    near = near_in_length(test)
 
     def losses(verdicts: Tensor) -> Tensor:
         return torch.where(wanted > 0, -wanted * verdicts, 0.0).sum(1)
 
-    model_losses, rivals = losses(log_probs.double()), []
+    model_losses = losses(log_probs.double())
+    rivals = []
     groups = [
         pair.prompt or number for number, pair in enumerate(test)
     ]  # no prompts are not the same prompt
@@ -198,7 +200,9 @@ def near_in_length(pairs: Sequence[Pair]) -> Tensor:
 def near_accuracy(found: Tensor, wanted: Tensor, near: Tensor) -> float:
     """Share of right verdicts among pairs of like length; nan where there are none."""
     right = at_verdict(wanted, found)
-    return float(right[near].mean()) if near.any() else float("nan")
+    if near.any():
+        return float(right[near].mean())
+    return float("nan")
 
 
 def clustered(differences: Tensor, groups: Sequence[object]) -> tuple[float, float]:
@@ -245,7 +249,9 @@ def _fitted(model: Any, seen: _Sides, labels: np.ndarray, new: _Sides) -> Tensor
         stack = vstack
     classes = labels.shape[1]
     turned = labels[:, [1, 0, *range(2, classes)]]
-    rows, targets, weights = [], [], []
+    rows = []
+    targets = []
+    weights = []
     for side, shares in zip(seen, (labels, turned), strict=True):
         for k in range(classes):
             counted = shares[:, k] > 0
@@ -256,7 +262,10 @@ def _fitted(model: Any, seen: _Sides, labels: np.ndarray, new: _Sides) -> Tensor
         only = torch.full((new[0].shape[0], classes), 1e-9, dtype=torch.float64)
         only[:, present.pop()] = 1.0
         return only.log()
-    last = model.steps[-1][0] + "__sample_weight" if hasattr(model, "steps") else "sample_weight"
+    if hasattr(model, "steps"):
+        last = model.steps[-1][0] + "__sample_weight"
+    else:
+        last = "sample_weight"
     model.fit(stack(rows), np.concatenate(targets), **{last: np.concatenate(weights)})
     there = torch.tensor(model.classes_)
     both = []

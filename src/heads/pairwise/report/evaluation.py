@@ -222,10 +222,8 @@ def pairwise_report(
     if train is not None:
         needs_scikit_learn("pairwise_report")
         train = as_pairs("pairwise_report", train, model.config.num_classes)
-    found, labels = (
-        predict_pairs(model, data, batch_size=batch_size, parts=True, progress=progress),
-        _labels(data),
-    )
+    found = predict_pairs(model, data, batch_size=batch_size, parts=True, progress=progress)
+    labels = _labels(data)
     lengths = tuple(
         (len(said_by("assistant", p.a)), len(said_by("assistant", p.b))) for p in data.pairs
     )
@@ -236,7 +234,10 @@ def pairwise_report(
         length_difference=[a - b for a, b in lengths],
     )
     verdicts = found.log_probabilities.double()
-    rivals = () if train is None else rivals_of(verdicts, labels, train, data.pairs)
+    if train is None:
+        rivals = ()
+    else:
+        rivals = rivals_of(verdicts, labels, train, data.pairs)
     near = near_accuracy(
         verdicts, shares_of(labels, verdicts.shape[-1]), near_in_length(data.pairs)
     )
@@ -277,11 +278,10 @@ class CalibrationReport(Report):
 
     def summary(self) -> list[str]:
         """One line."""
-        end = (
-            ""
-            if LEAST < self.temperature < MOST
-            else ", the limit: pairs are few, or other than those of training"
-        )
+        if LEAST < self.temperature < MOST:
+            end = ""
+        else:
+            end = ", the limit: pairs are few, or other than those of training"
         if not end and self.pairs < _ENOUGH:
             end = f"; {_ENOUGH} pairs or more say it better"
         losses = f"log-loss {self.before:.4f} before, {self.after:.4f} after"
@@ -312,7 +312,8 @@ def calibrate_(
     log_probs = predict_pairs(
         model, data, batch_size=batch_size, progress=progress
     ).log_probabilities
-    old_temperature, labels = float(model.head.temperature), _labels(data)
+    old_temperature = float(model.head.temperature)
+    labels = _labels(data)
     logits = log_probs.double() * old_temperature
     temperature = fit_temperature(logits, labels)
     losses = [

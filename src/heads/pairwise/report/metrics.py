@@ -18,7 +18,9 @@ from ..config import CLASSES
 from ..inference import verdicts_of
 
 _BINS = 15
-LEAST, MOST = 0.02, 50.0  # temperatures
+# temperatures
+LEAST = 0.02
+MOST = 50.0
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,9 @@ def at_verdict(table: Tensor, found: Tensor) -> Tensor:
 def shares_of(labels: Sequence[object] | Tensor, classes: int) -> Tensor:
     """(N, C) float64 shares of classes or shares."""
     shares = torch.as_tensor(labels)
-    return shares.double() if shares.dim() == 2 else F.one_hot(shares.long(), classes).double()
+    if shares.dim() == 2:
+        return shares.double()
+    return F.one_hot(shares.long(), classes).double()
 
 
 def pairwise_metrics(
@@ -124,7 +128,8 @@ def pairwise_metrics(
     >>> pairwise_metrics(found, [0, 0]).accuracy
     0.5
     """
-    found, classes = log_probabilities.double(), log_probabilities.shape[-1]
+    found = log_probabilities.double()
+    classes = log_probabilities.shape[-1]
     wanted = shares_of(labels, classes)
     if not len(found) or wanted.shape != found.shape:
         raise ValueError(
@@ -140,7 +145,10 @@ def pairwise_metrics(
     flips = float("nan")
     if swapped_log_probabilities is not None:
         flips = float((verdicts_of(swapped_log_probabilities.double()) != best).double().mean())
-    longer = None if length_difference is None else torch.as_tensor(length_difference).double()
+    if length_difference is None:
+        longer = None
+    else:
+        longer = torch.as_tensor(length_difference).double()
     return PairwiseMetrics(
         pairs=len(found),
         accuracy=float(right.mean()),
@@ -211,7 +219,8 @@ def fit_temperature(logits: Tensor, labels: Sequence[object] | Tensor) -> float:
             "pairs, a label each, and finite numbers"
         )
     wanted = (shares * logits).sum(1).mean()
-    low, high = 1 / MOST, 1 / LEAST
+    low = 1 / MOST
+    high = 1 / LEAST
     for _ in range(100):
         middle = (low * high) ** 0.5
         mean = ((middle * logits).softmax(-1) * logits).sum(1).mean()

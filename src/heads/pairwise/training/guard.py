@@ -12,7 +12,9 @@ from ..config import CLASSES
 from ..functional import log_probabilities
 from ..report.metrics import alike
 
-_SAMPLED, _EACH = 8, 4096  # weights that are watched, and how many numbers of each
+# weights that are watched, and how many numbers of each
+_SAMPLED = 8
+_EACH = 4096
 _STEPS_TO_MOVE = 10  # after warm-up: LoRA's A waits for B, and B for a new head
 _PATIENT = 0.3  # share of a run before its log-loss is judged: a weak signal shows late
 _LOOK = 5  # steps between two checks
@@ -49,7 +51,8 @@ class DeadRunGuard(TrainerCallback):
             raise ValueError(
                 f"DeadRunGuard: window is {window} and patience {patience}, needed 1 or more"
             )
-        self.window, self.patience = window, patience
+        self.window = window
+        self.patience = patience
         self.trainer: Any = None  # `PairwiseTrainer` puts itself here
         self._seen: Tensor | None = None  # of this window: sums that `observe` makes
         self._steps = self._poor = self._first = 0
@@ -61,9 +64,10 @@ class DeadRunGuard(TrainerCallback):
         """Add a micro-batch's (P, C) logits, and its labels, to the sums of this window."""
         classes = logits.shape[-1]
         log_probs = log_probabilities(logits.detach().float())
-        wanted = (
-            labels.float() if labels.dim() == 2 else nn.functional.one_hot(labels, classes).float()
-        )
+        if labels.dim() == 2:
+            wanted = labels.float()
+        else:
+            wanted = nn.functional.one_hot(labels, classes).float()
         bad = (~torch.isfinite(log_probs)).any().float()
         said = nn.functional.one_hot(log_probs.argmax(-1), classes).float()
         lost = (wanted * -log_probs.nan_to_num(0.0, 0.0, 0.0)).sum(1)
@@ -81,8 +85,11 @@ class DeadRunGuard(TrainerCallback):
         **rest: object,
     ) -> None:
         """Remembers some of the weights."""
-        self._seen, self._steps, self._poor = None, 0, 0
-        self._first, self._fair = state.global_step, model.config.link != "concat"
+        self._seen = None
+        self._steps = 0
+        self._poor = 0
+        self._first = state.global_step
+        self._fair = model.config.link != "concat"
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         weights = [
             p
@@ -122,13 +129,15 @@ class DeadRunGuard(TrainerCallback):
             )
         if self._steps < window:
             return
-        self._seen, self._steps = None, 0
+        self._seen = None
+        self._steps = 0
         if state.global_step > max(warm, _PATIENT * state.max_steps):
             self._check_window(state, seen, window)
 
     def _check_motion(self, state: TrainerState, lr_scheduler: Any) -> None:
         """A few steps after warm-up, most of the weights that were remembered must have changed."""
-        watched, self._start = self._start or [], None
+        watched = self._start or []
+        self._start = None
         moved = [float((_sample(p) != before).float().mean()) for p, before in watched]
         share = sum(moved) / max(1, len(moved))
         if watched and share < _MIN_MOVED:
@@ -141,8 +150,12 @@ class DeadRunGuard(TrainerCallback):
 
     def _check_window(self, state: TrainerState, seen: Tensor, window: int) -> None:
         """Require a log-loss below the labels' own shares', by more than one standard error."""
-        said, labels, lost, moments = seen[0], seen[1], seen[2], seen[4:]
-        count, shares = float(labels.sum()), labels / labels.sum()
+        said = seen[0]
+        labels = seen[1]
+        lost = seen[2]
+        moments = seen[4:]
+        count = float(labels.sum())
+        shares = labels / labels.sum()
         if self._fair:  # and cannot know which of A and B wins more often
             shares = alike(shares)
         prior = -shares.clamp(min=1e-12).log()  # of each class
@@ -150,16 +163,19 @@ class DeadRunGuard(TrainerCallback):
             float((labels * prior - lost).sum()) / count
         )  # of each pair, on average, and its variance
         spread = float(seen[3, 1] - 2 * prior @ lost + prior @ moments @ prior) / count - gain**2
-        self._poor = self._poor + 1 if gain <= (max(spread, 0.0) / count) ** 0.5 else 0
+        if gain <= (max(spread, 0.0) / count) ** 0.5:
+            self._poor = self._poor + 1
+        else:
+            self._poor = 0
         if self._poor < self.patience:
             return
-        same = (
-            f"every verdict was {CLASSES[int(said.argmax())]}, and "
-            if int((said > 0).sum()) == 1
-            else ""
-        )
+        if int((said > 0).sum()) == 1:
+            same = f"every verdict was {CLASSES[int(said.argmax())]}, and "
+        else:
+            same = ""
         told = ", ".join(f"{share:.0%}" for share in shares)
-        loss, known = float(lost.sum()) / count, float((labels * prior).sum()) / count
+        loss = float(lost.sum()) / count
+        known = float((labels * prior).sum()) / count
         raise DeadRunError(
             f"step {state.global_step}: {same}log-loss {loss:.4f} over {window} steps is no better "
             f"than the {known:.4f} of the shares of labels ({told}), {self._poor} times running; "

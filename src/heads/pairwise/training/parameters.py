@@ -41,11 +41,10 @@ def parameter_groups(
             f"parameter_groups: layer_decay is {layer_decay}, needed a share in (0, 1]"
         )
     depth_of: dict[int, int] = {}
-    layers = (
-        list(encoder_layers("parameter_groups", model.encoder, "layer_decay=1")[1])
-        if layer_decay < 1
-        else []
-    )
+    if layer_decay < 1:
+        layers = list(encoder_layers("parameter_groups", model.encoder, "layer_decay=1")[1])
+    else:
+        layers = []
     for depth, layer in enumerate(layers):
         depth_of |= {id(p): len(layers) - 1 - depth for p in layer.parameters()}
     lowest = encoder_parts(model.encoder, "embeddings") if layers else []
@@ -55,11 +54,10 @@ def parameter_groups(
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            rate = (
-                head_lr_ratio
-                if id(parameter) in head
-                else layer_decay ** depth_of.get(id(parameter), 0)
-            )
+            if id(parameter) in head:
+                rate = head_lr_ratio
+            else:
+                rate = layer_decay ** depth_of.get(id(parameter), 0)
             decay = weight_decay if parameter.dim() > 1 else 0.0
             groups.setdefault((learning_rate * rate, decay), []).append(parameter)
     ordered = sorted(groups.items(), key=lambda group: group[0][0] != learning_rate)

@@ -29,10 +29,9 @@ from ..report.metrics import pairwise_metrics
 from .guard import DeadRunGuard
 from .parameters import parameter_groups
 
-_SOME, _ALL = (
-    256,
-    20_000,
-)  # pairs that features' scales are estimated from: if read for that, if already encoded
+# pairs that features' scales are estimated from: if read for that, if already encoded
+_SOME = 256
+_ALL = 20_000
 
 
 class _Buckets(LengthGroupedSampler):
@@ -43,7 +42,8 @@ class _Buckets(LengthGroupedSampler):
 
     def __init__(self, batch_size: int, lengths: list[int], seed: int):
         super().__init__(batch_size, lengths=lengths)
-        self.seed, self.epoch = seed, 0
+        self.seed = seed
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -111,15 +111,15 @@ class PairwiseTrainer(StepTrainer):
             raise ValueError(
                 "PairwiseTrainer: label_smoothing_factor is set; needed the model's label_smoothing"
             )
-        self.layer_decay, self.head_lr_ratio = layer_decay, head_lr_ratio
+        self.layer_decay = layer_decay
+        self.head_lr_ratio = head_lr_ratio
         self.args.remove_unused_columns = False  # the collator reads them
         self.args.dataloader_pin_memory &= (
             self.args.device.type != "cpu"
         )  # there is nothing to pin memory for
         if self.args.ddp_find_unused_parameters is None:
-            self.args.ddp_find_unused_parameters = (
-                False  # there are none, and looking for them takes time
-            )
+            # there are none, and looking for them takes time
+            self.args.ddp_find_unused_parameters = False
         self.model_accepts_loss_kwargs = True  # losses are over the pairs of a whole step
         for name, data in (
             ("train_dataset", self.train_dataset),
@@ -204,11 +204,17 @@ class PairwiseTrainer(StepTrainer):
 
     def _get_train_sampler(self, train_dataset: TrainData = None) -> Sampler | None:
         """Batches of like length for an encoder that is padded."""
-        data: TrainData = self.train_dataset if train_dataset is None else train_dataset
+        if train_dataset is None:
+            data: TrainData = self.train_dataset
+        else:
+            data = train_dataset
         if self.judge.packs or data.encoded:
             return super()._get_train_sampler(train_dataset)
         size = self.args.train_batch_size * self.args.gradient_accumulation_steps
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        if self.args.data_seed is None:
+            seed = self.args.seed
+        else:
+            seed = self.args.data_seed
         return _Buckets(size, data.lengths, seed)
 
     def optimizer_groups(self) -> list[dict[str, object]]:
@@ -233,13 +239,17 @@ class PairwiseTrainer(StepTrainer):
         if model.training and self.guard is not None:
             self.guard.observe(outputs.logits, inputs["labels"])
         loss = self.share_of_step(outputs.loss, inputs["labels"].numel(), num_items_in_batch)
-        return (loss, outputs) if return_outputs else loss
+        if return_outputs:
+            return (loss, outputs)
+        return loss
 
 
 def _told(data: object) -> str:
     if not isinstance(data, PairwiseDataset):
         return f"a {type(data).__name__}"
-    return f"{len(data)} pairs without labels" if len(data) else "empty"
+    if len(data):
+        return f"{len(data)} pairs without labels"
+    return "empty"
 
 
 def _metrics(found: EvalPrediction) -> dict[str, float]:

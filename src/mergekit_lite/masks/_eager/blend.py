@@ -29,7 +29,9 @@ _STRETCH = {
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sums over components are made in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    if dtype == torch.float64:
+        return torch.float64
+    return torch.float32
 
 
 def pieces(total: int, size: int) -> Iterator[slice]:
@@ -40,7 +42,9 @@ def pieces(total: int, size: int) -> Iterator[slice]:
 
 def part_of(mask: Tensor, rows: slice, dim: int = 0) -> Tensor:
     """The rows of a mask that belong to rows of a weight: all of it where it is broadcast."""
-    return mask[(slice(None),) * dim + (rows,)] if mask.shape[dim] > 1 else mask
+    if mask.shape[dim] > 1:
+        return mask[(slice(None),) * dim + (rows,)]
+    return mask
 
 
 def _blend_piece(weights: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
@@ -101,7 +105,10 @@ class Blend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: _BlendContext, masks: Tensor, fused: bool, *weights: Tensor) -> Tensor:
-        ctx.weights, ctx.shape, ctx.dtype, ctx.fused = weights, masks.shape, masks.dtype, fused
+        ctx.weights = weights
+        ctx.shape = masks.shape
+        ctx.dtype = masks.dtype
+        ctx.fused = fused
         return blend_any(weights, masks, fused)
 
     @staticmethod

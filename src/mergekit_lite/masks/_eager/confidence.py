@@ -26,7 +26,8 @@ class ByConfidence:
     """
 
     def __init__(self, target: Tensor, temperature: float):
-        self.target, self.temperature = target.fill_(-math.inf), temperature
+        self.target = target.fill_(-math.inf)
+        self.temperature = temperature
         self.least = torch.full(
             (target.shape[0], 1), math.inf, dtype=target.dtype, device=target.device
         )

@@ -59,20 +59,32 @@ class _Work:
         objective: Objective,
         gradients: Sequence[bool],
     ):
-        self.student, self.teachers, self.heads, self.bias = student, teachers, heads, bias
-        self.labels, self.normalizer, self.objective = labels, normalizer, objective
+        self.student = student
+        self.teachers = teachers
+        self.heads = heads
+        self.bias = bias
+        self.labels = labels
+        self.normalizer = normalizer
+        self.objective = objective
         work = self.work = work_dtype(student.dtype)
         self.loss = torch.zeros(
             (), dtype=torch.float64, device=student.device
         )  # of many small terms
         # float32, and divided by the normalizer last: in float16 the quotient would vanish before a
         # scaler sees it
-        self.d_student = torch.empty_like(student, dtype=work) if gradients[0] else None
+        if gradients[0]:
+            self.d_student = torch.empty_like(student, dtype=work)
+        else:
+            self.d_student = None
         masks = heads.masks if gradients[1] else None
-        self.d_masks = None if masks is None else torch.zeros_like(masks, dtype=work)
-        self.d_bias = (
-            torch.zeros_like(bias, dtype=work) if gradients[2] and bias is not None else None
-        )
+        if masks is None:
+            self.d_masks = None
+        else:
+            self.d_masks = torch.zeros_like(masks, dtype=work)
+        if gradients[2] and bias is not None:
+            self.d_bias = torch.zeros_like(bias, dtype=work)
+        else:
+            self.d_bias = None
         self.wants_gradient = any(gradients)
 
     def run(self) -> None:
@@ -131,7 +143,8 @@ class _Work:
 
     def compare(self, target: Tensor, logits: Tensor, labels: Tensor | None) -> None:
         """Add the rows' loss; turn their ``logits`` into its gradient."""
-        t, weight = self.objective.temperature, self.objective.cross_entropy
+        t = self.objective.temperature
+        weight = self.objective.cross_entropy
         extra: Tensor | None = None
         if weight and labels is not None:
             log_probs = torch.log_softmax(logits, -1)
@@ -198,7 +211,10 @@ _DIVERGENCES = {"forward": _forward, "reverse": _reverse}
 
 def _between(cumulative: list[list[int]], chunk: slice) -> list[int]:
     """How many positions of a chunk each teacher has a share in."""
-    before = cumulative[chunk.start - 1] if chunk.start else [0] * len(cumulative[0])
+    if chunk.start:
+        before = cumulative[chunk.start - 1]
+    else:
+        before = [0] * len(cumulative[0])
     return [b - a for a, b in zip(before, cumulative[chunk.stop - 1], strict=True)]
 
 

@@ -64,7 +64,10 @@ class AccurateLinear(torch.autograd.Function):
         fused: bool,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.weights, ctx.rule, ctx.transposed, ctx.fused = weights, rule, transposed, fused
+        ctx.weights = weights
+        ctx.rule = rule
+        ctx.transposed = transposed
+        ctx.fused = fused
         ctx.save_for_backward(x, masks)
         weight = blend_any(weights, masks if rule is None else rule(masks), fused).to(x.dtype)
         return linear(x, weight, bias, transposed)
@@ -75,19 +78,23 @@ class AccurateLinear(torch.autograd.Function):
     def backward(ctx: _WeightsContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, trained = ctx.saved_tensors
         need_x, need_masks, need_bias = ctx.needs_input_grad[:3]
-        leaf, masks = trained, trained
+        leaf = trained
+        masks = trained
         if ctx.rule is not None:
             with torch.enable_grad():
                 leaf = trained.detach().requires_grad_()
                 masks = ctx.rule(leaf)
         acting = masks.detach()
-        g, flat = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        dx = torch.empty_like(flat, memory_format=torch.contiguous_format) if need_x else None
-        dm = (
-            torch.zeros(acting.shape, dtype=work_dtype(acting.dtype), device=acting.device)
-            if need_masks
-            else None
-        )
+        g = grad.reshape(-1, grad.shape[-1])
+        flat = x.reshape(-1, x.shape[-1])
+        if need_x:
+            dx = torch.empty_like(flat, memory_format=torch.contiguous_format)
+        else:
+            dx = None
+        if need_masks:
+            dm = torch.zeros(acting.shape, dtype=work_dtype(acting.dtype), device=acting.device)
+        else:
+            dm = None
         dim = 0 if ctx.transposed else 1  # of a weight, where input columns are
         for columns in _column_blocks(ctx.weights, ctx.transposed):
             index = (slice(None),) * dim + (columns,)
@@ -96,7 +103,10 @@ class AccurateLinear(torch.autograd.Function):
                 weight = blend_any(parts, part_of(acting, columns, dim + 1), ctx.fused).to(g.dtype)
                 dx[:, columns] = g @ (weight.T if ctx.transposed else weight)
             if dm is not None:
-                dw = flat[:, columns].T @ g if ctx.transposed else g.T @ flat[:, columns]
+                if ctx.transposed:
+                    dw = flat[:, columns].T @ g
+                else:
+                    dw = g.T @ flat[:, columns]
                 part = part_of(dm, columns, dim + 1)
                 part += reduce_any(dw, parts, part.shape, ctx.fused)
         if dm is not None:
@@ -129,7 +139,8 @@ class EfficientLinear(torch.autograd.Function):
         transposed: bool,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.weights, ctx.transposed = weights, transposed
+        ctx.weights = weights
+        ctx.transposed = transposed
         ctx.save_for_backward(x, masks)
         flat = x.reshape(-1, x.shape[-1])
         total: Tensor | None = None
@@ -152,9 +163,13 @@ class EfficientLinear(torch.autograd.Function):
     def backward(ctx: _WeightsContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, masks = ctx.saved_tensors
         need_x, need_masks, need_bias = ctx.needs_input_grad[:3]
-        g, flat = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        g = grad.reshape(-1, grad.shape[-1])
+        flat = x.reshape(-1, x.shape[-1])
         work = work_dtype(masks.dtype)
-        dx = torch.zeros(flat.shape, dtype=work_dtype(x.dtype), device=x.device) if need_x else None
+        if need_x:
+            dx = torch.zeros(flat.shape, dtype=work_dtype(x.dtype), device=x.device)
+        else:
+            dx = None
         mask_gradients: list[Tensor] = []
         for weight, mask, output in _matrices(ctx.weights, masks, ctx.transposed, x.dtype):
             product = torch.mm(g * mask.to(g.dtype) if output else g, weight)
@@ -194,7 +209,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> 
     if not transposed:
         return F.linear(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])
-    output = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
+    if bias is None:
+        output = flat @ weight
+    else:
+        output = torch.addmm(bias, flat, weight)
     return output.view(*x.shape[:-1], weight.shape[1])
 
 
@@ -208,7 +226,8 @@ class Embedding(torch.autograd.Function):
     def forward(
         ctx: _WeightsContext, masks: Tensor, ids: Tensor, fused: bool, *weights: Tensor
     ) -> Tensor:
-        ctx.weights, ctx.fused = weights, fused
+        ctx.weights = weights
+        ctx.fused = fused
         ctx.save_for_backward(masks, ids)
         flat = ids.reshape(-1)
         parts = masks[:, flat] if masks.shape[1] > 1 else masks
@@ -221,7 +240,8 @@ class Embedding(torch.autograd.Function):
     # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
     def backward(ctx: _WeightsContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         masks, ids = ctx.saved_tensors
-        flat, g = ids.reshape(-1), grad.reshape(-1, grad.shape[-1])
+        flat = ids.reshape(-1)
+        g = grad.reshape(-1, grad.shape[-1])
         rows = masks.shape[1] > 1
         shape = (masks.shape[0], flat.numel() if rows else 1, masks.shape[2])
         mask_gradient = reduce_any(g, [w[flat] for w in ctx.weights], shape, ctx.fused)

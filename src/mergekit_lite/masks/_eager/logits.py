@@ -13,7 +13,10 @@ from torch import Tensor
 from .blend import blend_any, part_of, pieces
 
 _ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}  # of a chunk that one elementwise step touches
-_SMALLEST, _SHARE, _LARGEST = 16, 16, 512  # positions in a chunk: a sixteenth of all, between these
+# positions in a chunk: a sixteenth of all, between these
+_SMALLEST = 16
+_SHARE = 16
+_LARGEST = 512
 _BLOCK = {"cpu": 2048, "cuda": 16384}  # vocabulary rows of the head that are blended at a time
 
 
@@ -26,18 +29,19 @@ class Heads:
     def __init__(
         self, heads: Sequence[Tensor] | None, masks: Tensor | None, biases: Sequence[Tensor | None]
     ):
-        self.heads, self.masks, self.biases = heads, masks, biases
+        self.heads = heads
+        self.masks = masks
+        self.biases = biases
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """The student's head by rows."""
         assert self.heads is not None
         for rows in pieces(self.heads[0].shape[0], _BLOCK.get(self.heads[0].device.type, 16384)):
             parts = [h[rows] for h in self.heads]
-            weight = (
-                parts[0]
-                if self.masks is None
-                else blend_any(parts, part_of(self.masks, rows, 1), False)
-            )
+            if self.masks is None:
+                weight = parts[0]
+            else:
+                weight = blend_any(parts, part_of(self.masks, rows, 1), False)
             yield rows, weight
 
     def teacher(self, k: int, hidden: Tensor, out: Tensor) -> Tensor:
@@ -103,7 +107,10 @@ def chunks(
 ) -> Iterator[tuple[slice, list[Tensor]]]:
     """Consecutive positions, and room for their logits."""
     positions = states.shape[0]
-    vocabulary = states.shape[1] if heads.heads is None else heads.heads[0].shape[0]
+    if heads.heads is None:
+        vocabulary = states.shape[1]
+    else:
+        vocabulary = heads.heads[0].shape[0]
     size = min(positions, max(_SMALLEST, min(_LARGEST, positions // _SHARE)))
     room = [
         torch.empty(size, vocabulary, dtype=dtype, device=states.device) for _ in range(buffers)

@@ -109,7 +109,8 @@ def _by_tokens(parts: Sequence[Examples]) -> float:
 
     0 where there are none.
     """
-    count, tokens = 0, 0
+    count = 0
+    tokens = 0
     for example in (part[i] for part in parts for i in range(len(part))):
         labels = example.get("labels")
         labels = example["input_ids"] if labels is None else labels

@@ -112,7 +112,8 @@ def cache_teachers(
     ...     cached[0]["teacher_hidden"].shape  # positions that predict a token, teachers kept, H
     torch.Size([2, 1, 4])
     """
-    kl, folder = kl or KLConfig(), Path(folder)
+    kl = kl or KLConfig()
+    folder = Path(folder)
     if merger.output_head() is None:
         raise ValueError(
             "cache_teachers: this model's logits are not one product of its hidden states; cannot "
@@ -163,7 +164,8 @@ def cache_teachers(
 
 def _hidden(merger: Merger, batch: dict[str, Tensor], by_task: bool) -> list[Tensor]:
     """For each example (positions, 1 or K, H), on the CPU."""
-    labels, task = batch.pop("labels"), batch.pop("task", None)
+    labels = batch.pop("labels")
+    task = batch.pop("task", None)
     if task is None and by_task:
         raise ValueError(
             "cache_teachers: the examples have no task, but coefficients 'task' keep each one's "
@@ -179,13 +181,15 @@ def _hidden(merger: Merger, batch: dict[str, Tensor], by_task: bool) -> list[Ten
     where, _ = positions(merger, batch["input_ids"], labels, batch.get("attention_mask"))
     states = []
     for k in range(merger.count):
-        rows = (
-            (task == k).nonzero()[:, 0] if by_task else torch.arange(len(task), device=task.device)
-        )
+        if by_task:
+            rows = (task == k).nonzero()[:, 0]
+        else:
+            rows = torch.arange(len(task), device=task.device)
         with merger.component(k):
-            hidden = (
-                merger.final_hidden(**{n: v[rows] for n, v in batch.items()}) if len(rows) else None
-            )
+            if len(rows):
+                hidden = merger.final_hidden(**{n: v[rows] for n, v in batch.items()})
+            else:
+                hidden = None
         states.append(dict(zip(rows.tolist(), hidden, strict=True)) if hidden is not None else {})
     joined = []
     for i in range(len(task)):

@@ -448,9 +448,8 @@ def tune(given: argparse.Namespace) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated() / 2**20
-    trained = seconds - sum(
-        entry.get("eval_runtime", 0.0) for entry in log
-    )  # looks cost what --looks says
+    # looks cost what --looks says
+    trained = seconds - sum(entry.get("eval_runtime", 0.0) for entry in log)
     tokens = max(entry.get("num_tokens", 0) for entry in log)
     timed = {"seconds": "", "tokens_per_second": ""}  # of a part of a run they would mislead
     if checkpoint is None:

@@ -72,9 +72,8 @@ class Maze(Task):
         tokens = torch.where(cells, OPEN, WALL).scatter(1, ends, kinds)
         place = torch.arange(longest**2, device=generator.device)
         mask = place < lengths**2
-        index = (place // lengths * longest + place % lengths).clamp(
-            max=longest**2 - 1
-        )  # of each row's own square
+        # of each row's own square
+        index = (place // lengths * longest + place % lengths).clamp(max=longest**2 - 1)
         tokens, filled, cells = (x.gather(1, index) for x in (tokens, filled, cells))
         targets = (filled == 0).long().masked_fill(~(cells & mask), IGNORED)
         return Sample(tokens.masked_fill(~mask, 0), mask, targets, filled.clamp(min=1))

@@ -82,9 +82,8 @@ def study_of(given: argparse.Namespace, parts: list[list]) -> tuple[optuna.Study
         study.enqueue_trial(trial.params)
     if not study.get_trials(states=(*WHOLE, TrialState.WAITING)):
         study.enqueue_trial(first_trial(given))
-    drawn = given.seed + len(
-        study.trials
-    )  # the seed alone would draw again what earlier runs have tried
+    # the seed alone would draw again what earlier runs have tried
+    drawn = given.seed + len(study.trials)
     return study, place | {"sampler": optuna.samplers.TPESampler(seed=drawn)}
 
 

@@ -86,9 +86,8 @@ def main() -> None:
         "on disk:",
         ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items() if size),
     )
-    smaller = AutoModelForCausalLM.from_pretrained(
-        given.out, dtype=torch.float32
-    ).eval()  # as anyone would load it
+    # as anyone would load it
+    smaller = AutoModelForCausalLM.from_pretrained(given.out, dtype=torch.float32).eval()
     found = compare({"original": original, str(given.out): smaller}, held_out)
     print(found)
     if given.json is not None:

@@ -46,12 +46,10 @@ class Puzzle:
 def sudoku(box: int, count: int, tested: int, seed: int, **recipe: Any) -> Puzzle:
     """Puzzles of one kind, some of whose solutions are kept for the test."""
     puzzles, solutions = sudoku_puzzles(count, box=box, seed=seed)
-    which = torch.unique(solutions, dim=0, return_inverse=True)[
-        1
-    ]  # the same number, the same solution, in order
-    test = (
-        which < which.max() * tested // count + 1
-    )  # the first ones: none in training begins as they do
+    # the same number, the same solution, in order
+    which = torch.unique(solutions, dim=0, return_inverse=True)[1]
+    # the first ones: none in training begins as they do
+    test = which < which.max() * tested // count + 1
     # every 4 x 4 grid can be made of every other: there training makes no others of its puzzles
     others = sudoku_shuffle(box) if box > 2 else None
     parts = [

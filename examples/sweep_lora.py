@@ -133,9 +133,8 @@ def main() -> None:
         sys.exit(f"{given.config}: {error}")
     named = {key: getattr(given, key) for key in ("model", "data") if getattr(given, key)}
     runs = [run | named for run in settings(config)]
-    given.out = (
-        given.out / "smoke" if given.smoke else given.out
-    )  # these are not the runs that are asked for
+    # these are not the runs that are asked for
+    given.out = given.out / "smoke" if given.smoke else given.out
     varied = [
         key
         for key in dict.fromkeys(k for run in runs for k in run)

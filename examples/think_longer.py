@@ -22,13 +22,8 @@ from transformers import set_seed
 
 import thinker as th
 
-SCAN = {
-    "causal": True,
-    "window": 2,
-    "positions": "rotary",
-    "hidden_size": 32,
-    "num_heads": 2,
-}  # from left to right
+# from left to right
+SCAN = {"causal": True, "window": 2, "positions": "rotary", "hidden_size": 32, "num_heads": 2}
 EXCHANGE = {
     "latent_init": "tokens",
     "window": 2,

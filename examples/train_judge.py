@@ -52,13 +52,8 @@ from heads.pairwise.__main__ import column
 from heads.pairwise.data.rows import each_pair
 
 SURFACE = ["length", "style", "overlap"]
-MAY_CHANGE = (
-    "out",
-    "trials",
-    "resume",
-    "submit",
-    "evaluate",
-)  # flags that what is in OUT does not depend on
+# flags that what is in OUT does not depend on
+MAY_CHANGE = ("out", "trials", "resume", "submit", "evaluate")
 
 
 class Asked(NamedTuple):

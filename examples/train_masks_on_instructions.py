@@ -203,9 +203,8 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
     given = parser.parse_args()
     logging.disable_progress_bar()
-    warnings.filterwarnings(
-        "ignore", message=".*is deprecated.*"
-    )  # transformers' and peft's own affair
+    # transformers' and peft's own affair
+    warnings.filterwarnings("ignore", message=".*is deprecated.*")
     if not any(given.data.glob("*.json")):
         print(
             f"skipped: {given.data} is no folder with *.json of instructions; name one with --data"

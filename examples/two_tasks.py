@@ -141,9 +141,8 @@ def options(description: str) -> argparse.Namespace:
     )
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
     set_seed(0)
-    torch.set_num_threads(
-        1
-    )  # matrices of 64 columns gain nothing from more, and on a busy machine lose much
+    # matrices of 64 columns gain nothing from more, and on a busy machine lose much
+    torch.set_num_threads(1)
     logging.disable_progress_bar()  # of loading; training keeps its own
     logging.set_verbosity_error()
     return parser.parse_args()

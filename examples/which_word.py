@@ -45,9 +45,8 @@ def short(row: dict) -> dict:
 
 
 def own_rows(smoke: bool) -> list[dict]:
-    rows = {
-        str(row): row for row in made_up(200 if smoke else 2400, list(TASKS), seed=0)
-    }  # each once
+    # each once
+    rows = {str(row): row for row in made_up(200 if smoke else 2400, list(TASKS), seed=0)}
     return read_rows(rows.values(), short)
 
 

@@ -60,10 +60,8 @@ REPLACED = {
     "&": "|",
     "|": "&",
 }
-FIRST, PATIENCE = (
-    2,
-    1200,
-)  # files of tests before all the others; seconds of one run: one that does not end is noticed
+# files of tests before all the others; seconds of one run: one that does not end is noticed
+FIRST, PATIENCE = (2, 1200)
 HARMLESS: dict[str, str] = {  # by the line when it is changed, judged by reading
     'if not (order == "b_first"):': "both orders are one product; their speed differs",
     "if not mlps and _tried(model, mlps, runs, "

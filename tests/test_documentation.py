@@ -354,9 +354,8 @@ def test_the_instruction_example_runs(tmp_path):
     ):
         assert re.search(rf"^{re.escape(name)}.* +\d+\.\d+ +\d+\.\d+ ", printed, re.M), name
     rows = tmp_path / "out" / "rows"
-    assert all(
-        (rows / f"{name}.json").stat().st_mtime_ns == when for name, when in done.items()
-    )  # none twice
+    # none twice
+    assert all((rows / f"{name}.json").stat().st_mtime_ns == when for name, when in done.items())
 
 
 GRANULARITIES = ("scalar", "input", "output", "element")
@@ -370,9 +369,8 @@ MASKED = [
 MASK_ROWS = [
     (op, g, "eager", d) for op in MASKED for g in GRANULARITIES for d in ("float32", "bfloat16")
 ]
-MASK_ROWS = [
-    row for row in MASK_ROWS if row[:2] != ("masked_linear efficient", "element")
-]  # there is no such thing
+# there is no such thing
+MASK_ROWS = [row for row in MASK_ROWS if row[:2] != ("masked_linear efficient", "element")]
 FUSED = ["blend", "masked_embedding", "masked_linear accurate"]
 MASK_ROWS += [(op, g, "fused", "float32") for op in FUSED for g in GRANULARITIES]
 
@@ -409,9 +407,8 @@ def test_the_guide_to_kronecker_has_every_preset_and_start():
     guide = (ROOT / "docs" / "kronecker.md").read_text(encoding="utf-8")
     assert all(f"`{name}` " in guide for name in kronecker.PRESETS)
     assert all(f'`"{name}"`' in guide for name in INITS)
-    assert (
-        len(re.findall(r"^\| (half|quarter),", guide, re.M)) == 4
-    )  # the starts that were measured
+    # the starts that were measured
+    assert len(re.findall(r"^\| (half|quarter),", guide, re.M)) == 4
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -796,9 +793,8 @@ def test_the_fine_tuning_example_runs_and_resumes(kind, tmp_path):
     (row,) = runs_in(tmp_path / "new")
     assert row["steps"] == "6"
     state = tmp_path / "new" / kind / "checkpoints" / "checkpoint-6" / "trainer_state.json"
-    state.write_text(
-        json.dumps(json.loads(state.read_text()) | {"global_step": 4})
-    )  # as if it had been stopped there
+    # as if it had been stopped there
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"global_step": 4}))
     assert "going on from" in run_example("finetune_lora.py", *anew, *named)
     assert [row["tokens_per_second"] for row in runs_in(tmp_path / "new")][
         1

@@ -118,9 +118,8 @@ def begin(description: str | None) -> Story | None:
     given = parser.parse_args()
     given.seeds, given.only = 1, ["*"]
     logging.disable_progress_bar()
-    warnings.filterwarnings(
-        "ignore", message=".*is deprecated.*"
-    )  # transformers' and peft's own affair
+    # transformers' and peft's own affair
+    warnings.filterwarnings("ignore", message=".*is deprecated.*")
     if not any(given.data.glob("*.json")):
         print(
             f"skipped: {given.data} is no folder with *.json of instructions; name one with --data"

@@ -77,10 +77,8 @@ def outward(t: Tensor, b: Tensor) -> Tensor:
     """Σ_{q, r} b[r, q, v] t[q, n, r, u], as (n, u, v)."""
     q, n, r, u = t.shape
     v = b.shape[2]
-    if q * r == 1 and t.dtype in (
-        torch.float32,
-        torch.float64,
-    ):  # half precisions are faster as a product
+    # half precisions are faster as a product
+    if q * r == 1 and t.dtype in (torch.float32, torch.float64):
         out = t.new_empty(n, u, v)
         rows = t.reshape(n, u)
         for k in range(v):

@@ -79,20 +79,9 @@ def kron_linear(
     tensor([[ 3., 30.]])
     """
     check_factors("kron_linear", a, b, scales)
-    (r, o1, i1), (_, o2, i2) = a.shape, b.shape
-    if impl not in IMPLS:
-        raise ValueError(f"kron_linear: impl is {impl!r}, needed one of {', '.join(IMPLS)}")
-    if order not in (*ORDERS, "auto"):
-        raise ValueError(
-            f"kron_linear: order is {order!r}, needed one of {', '.join(ORDERS)} or auto"
-        )
-    if not x.dim() or x.shape[-1] != i1 * i2:
-        raise ValueError(
-            f"kron_linear: last dim of x is {x.shape[-1] if x.dim() else 'missing'}, but a "
-            f"{(o1, i1)} and b {(o2, i2)} need {i1} * {i2} = {i1 * i2}"
-        )
-    if bias is not None and tuple(bias.shape) != (o1 * o2,):
-        raise ValueError(f"kron_linear: bias has shape {list(bias.shape)}, needed ({o1 * o2},)")
+    r, o1, i1 = a.shape
+    _, o2, i2 = b.shape
+    _check_linear(x, a, b, bias, impl, order)
     device = x.device.type
     traced = (
         x.is_meta or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
@@ -115,27 +104,43 @@ def kron_linear(
             flat = flat.detach()
             a = a.detach()
             b = b.detach()
-            scales = None if scales is None else scales.detach()
+            if scales is not None:
+                scales = scales.detach()
         if traced:
             if order == "auto":
-                chosen = order_of((o1, i1), (o2, i2), r, _TRACED_TOKENS)
-            else:
-                chosen = order
-            y = plain(flat, a, b, scales, chosen)
-        else:
-            if order == "auto":
-                chosen = order_of((o1, i1), (o2, i2), r, flat.shape[0])
-            else:
-                chosen = order
-            y = CONTRACTIONS[chosen].apply(flat, a, b, scales)
-        if traced:
-            y = y if bias is None else y + bias
+                order = order_of((o1, i1), (o2, i2), r, _TRACED_TOKENS)
+            y = plain(flat, a, b, scales, order)
+            if bias is not None:
+                y = y + bias
             return y.reshape(*x.shape[:-1], o1 * o2)
+        if order == "auto":
+            order = order_of((o1, i1), (o2, i2), r, flat.shape[0])
+        y = CONTRACTIONS[order].apply(flat, a, b, scales)
         if bias is not None:
             y = y + bias if torch.is_grad_enabled() else y.add_(bias)
-        return torch.ops.aten._unsafe_view(
-            y, (*x.shape[:-1], o1 * o2)
-        )  # no view: `relu_` may write into it
+        # no view: `relu_` may write into it
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], o1 * o2))
+
+
+def _check_linear(
+    x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, impl: str, order: str
+) -> None:
+    """Refuse an unknown path or order, and an input or a bias that does not fit the factors."""
+    _, o1, i1 = a.shape
+    _, o2, i2 = b.shape
+    if impl not in IMPLS:
+        raise ValueError(f"kron_linear: impl is {impl!r}, needed one of {', '.join(IMPLS)}")
+    if order not in (*ORDERS, "auto"):
+        raise ValueError(
+            f"kron_linear: order is {order!r}, needed one of {', '.join(ORDERS)} or auto"
+        )
+    if not x.dim() or x.shape[-1] != i1 * i2:
+        raise ValueError(
+            f"kron_linear: last dim of x is {x.shape[-1] if x.dim() else 'missing'}, but a "
+            f"{(o1, i1)} and b {(o2, i2)} need {i1} * {i2} = {i1 * i2}"
+        )
+    if bias is not None and tuple(bias.shape) != (o1 * o2,):
+        raise ValueError(f"kron_linear: bias has shape {list(bias.shape)}, needed ({o1 * o2},)")
 
 
 def kron_embedding(

@@ -197,17 +197,7 @@ def compare(
         raise ValueError(
             f"compare: {len(models)} models and {len(texts)} texts, needed one or more of both"
         )
-    kinds = {
-        name: bool(getattr(model, "can_generate", lambda: False)())
-        for name, model in models.items()
-    }
-    if len(set(kinds.values())) > 1:
-        other = next(name for name, generates in kinds.items() if not generates)
-        raise ValueError(
-            f"compare: {other} is a {type(models[other]).__name__}, needed language models alone, "
-            "or none"
-        )
-    generates = next(iter(kinds.values()))
+    generates = _all_generate(models)
     positions = [p for p in map(positions_of, models.values()) if p]
     new = min([new, *(p - _PROMPT for p in positions)])
     if generates and new < 1:
@@ -215,11 +205,7 @@ def compare(
             f"compare: the models have {min(positions)} positions, needed over {_PROMPT}"
         )
     named = texts if isinstance(texts, Mapping) else {"": texts}
-    batches_of_first = next(iter(named.values()))
-    first = batches_of_first[0] if len(batches_of_first) else {}
-    ids = first.get("input_ids") if isinstance(first, Mapping) else first
-    if not isinstance(ids, Tensor):
-        raise ValueError("compare: the first text has no batch of token ids, needed one or more")
+    ids = _first_ids(next(iter(named.values())))
     ids = ids.to(next(next(iter(models.values())).parameters()).device)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     for run in range(runs + 1):
@@ -248,6 +234,33 @@ def compare(
             )
         )
     return Comparison(tuple(rows))
+
+
+def _all_generate(models: Mapping[str, nn.Module]) -> bool:
+    """Return whether the models are language models; refuse a mixture of kinds."""
+    kinds = {
+        name: bool(getattr(model, "can_generate", lambda: False)())
+        for name, model in models.items()
+    }
+    if len(set(kinds.values())) > 1:
+        other = next(name for name, generates in kinds.items() if not generates)
+        raise ValueError(
+            f"compare: {other} is a {type(models[other]).__name__}, needed language models alone, "
+            "or none"
+        )
+    return next(iter(kinds.values()))
+
+
+def _first_ids(batches: Sequence[object]) -> Tensor:
+    """Return the token ids of the first batch."""
+    ids: object = None
+    if len(batches):
+        ids = batches[0]
+    if isinstance(ids, Mapping):
+        ids = ids.get("input_ids")
+    if not isinstance(ids, Tensor):
+        raise ValueError("compare: the first text has no batch of token ids, needed one or more")
+    return ids
 
 
 def _cosine(ours: Tensor, original: Tensor, name: str) -> float:

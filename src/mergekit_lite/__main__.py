@@ -42,9 +42,8 @@ def parser() -> argparse.ArgumentParser:
         help="text or JSON, one of each model's data in order, for regmean and regmean++",
     )
     merge.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
-    merge.add_argument(
-        "--cuda", action="store_true", help=argparse.SUPPRESS
-    )  # as mergekit's users write it
+    # as mergekit's users write it
+    merge.add_argument("--cuda", action="store_true", help=argparse.SUPPRESS)
     merge.add_argument(
         "--impl", default="auto", help="auto, fused (compiled kernels) or eager (torch functions)"
     )
@@ -135,9 +134,8 @@ def _run(options: argparse.Namespace) -> None:
             )
         )
     elif options.command == "masks":
-        from .masks.run import (
-            run_masks,
-        )  # imports transformers, which a recipe's merge does not need
+        # imports transformers, which a recipe's merge does not need
+        from .masks.run import run_masks
         from .masks.run_config import MaskRun
 
         print(

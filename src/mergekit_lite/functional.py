@@ -174,49 +174,37 @@ def merge_models(
         and method is None
         and not parameters
     ):
-        dtype, (models, method, parameters) = dtype or models.dtype, _calibrated_recipe(models)
+        dtype = dtype or models.dtype
+        models, method, parameters = _calibrated_recipe(models)
     if calibration is not None or method in CALIBRATED:
         unsupported = {
             "base_model": base_model,
             "out_dtype": out_dtype,
             "allow_pickle": allow_pickle,
+            "device": None if str(device) == "cpu" else device,  # blocks run on the CPU
         }
-        unsupported |= {"device": None if str(device) == "cpu" else device}  # blocks run on the CPU
-        if method is not None and method not in CALIBRATED:
-            raise ValueError(
-                f"merge_models: {method!r} is no method with calibration: {', '.join(CALIBRATED)}"
-            )
-        if isinstance(models, MergeRecipe) or out is None or calibration is None:
-            if isinstance(models, MergeRecipe):
-                lost = "models in a list"
-            elif out is None:
-                lost = "out="
-            else:
-                lost = "calibration="
-            raise ValueError(
-                f"merge_models: {method or 'calibration'} came without {lost}; needed models in a "
-                "list, calibration= with a file or rows for each of them, and out="
-            )
-        if passed := [name for name, value in unsupported.items() if value]:
-            raise ValueError(
-                f"merge_models: {method} has no {passed[0]}; needed none of "
-                f"{', '.join(unsupported)}"
-            )
+        _check_calibrated(models, method, calibration, out, unsupported)
+        assert calibration is not None  # it has seen that
+        assert out is not None
         chosen = {
             "threads": threads,
             "device": device,
             "impl": impl,
             "seed": seed,
             "max_shard_size": max_shard_size,
-        }
-        chosen |= {
             "dtype": dtype,
             "progress": progress,
             "resume": resume,
             "trust_remote_code": trust_remote_code,
         }
         return _merge_calibrated(
-            models, method or CALIBRATED[0], calibration, out, parameters, chosen
+            # pyrefly: ignore[bad-argument-type]: _check_calibrated refuses recipes
+            models,
+            method or CALIBRATED[0],
+            calibration,
+            out,
+            parameters,
+            chosen,
         )
     if isinstance(models, MergeRecipe):
         options = {
@@ -231,22 +219,7 @@ def merge_models(
             )
         recipe = models
     else:
-        if (
-            isinstance(models, (str, os.PathLike, Mapping))
-            or not isinstance(models, Sequence)
-            or not models
-        ):
-            recipe_file = isinstance(models, (str, os.PathLike)) and os.fspath(models).endswith(
-                (".yml", ".yaml")
-            )
-            if recipe_file:
-                hint = f", or load_recipe({os.fspath(models)!r})"
-            else:
-                hint = ""
-            raise ValueError(
-                f"merge_models: models is {type(models).__name__}, needed a list with at least one "
-                f"model{hint}"
-            )
+        _check_list(models)
         names = {"dtype": dtype, "out_dtype": out_dtype}
         rest = {k: str(v).removeprefix("torch.") for k, v in names.items() if v is not None}
         recipe = build_recipe(models, method or "linear", base_model, parameters, **rest)
@@ -269,6 +242,50 @@ def merge_models(
         return merge_in_memory(recipe, run)[0]
     check_new(out, "merge")
     return merge_to_folder(recipe, Path(out), run)
+
+
+def _check_list(models: object) -> None:
+    """Refuse what is no list of models; a recipe's file is told how to be read."""
+    if isinstance(models, Sequence) and models and not isinstance(models, str):
+        return
+    hint = ""
+    if isinstance(models, (str, os.PathLike)) and os.fspath(models).endswith((".yml", ".yaml")):
+        hint = f", or load_recipe({os.fspath(models)!r})"
+    raise ValueError(
+        f"merge_models: models is {type(models).__name__}, needed a list with at least one "
+        f"model{hint}"
+    )
+
+
+def _check_calibrated(
+    models: object,
+    method: str | None,
+    calibration: object,
+    out: object,
+    unsupported: Mapping[str, object],
+) -> None:
+    """Refuse a merge with calibration that lacks something, or has what it cannot use."""
+    if method is not None and method not in CALIBRATED:
+        raise ValueError(
+            f"merge_models: {method!r} is no method with calibration: {', '.join(CALIBRATED)}"
+        )
+    lost = None
+    if isinstance(models, MergeRecipe):
+        lost = "models in a list"
+    elif out is None:
+        lost = "out="
+    elif calibration is None:
+        lost = "calibration="
+    if lost is not None:
+        raise ValueError(
+            f"merge_models: {method or 'calibration'} came without {lost}; needed models in a "
+            "list, calibration= with a file or rows for each of them, and out="
+        )
+    passed = [name for name, value in unsupported.items() if value]
+    if passed:
+        raise ValueError(
+            f"merge_models: {method} has no {passed[0]}; needed none of {', '.join(unsupported)}"
+        )
 
 
 def _calibrated_recipe(recipe: MergeRecipe) -> tuple[list[object], str, dict[str, object]]:

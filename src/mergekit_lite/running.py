@@ -113,9 +113,8 @@ def merge_in_memory(recipe: MergeRecipe, run: Run) -> tuple[dict[str, Tensor], M
     def sink(t: TensorPlan, start: int, values: Array) -> None:
         stored_of(merged[t.name].view(-1))[start : start + values.size] = values
 
-    eager = replace(
-        run, hashing=False, impl="eager" if run.impl == "auto" else run.impl
-    )  # no wait for a compiler
+    # no wait for a compiler
+    eager = replace(run, hashing=False, impl="eager" if run.impl == "auto" else run.impl)
     with _running(plan, eager, Ranks()) as (engine, bar, _):
         for t, _ in zip(plan.tensors, engine.run_all(plan.tensors, sink), strict=True):
             bar.update(t.nbytes)
@@ -176,9 +175,8 @@ def _stages_beside(
     folder = NewFolder(out.with_name(f"{out.name}.stages"), "merge", resumable=True)
     stages: dict[int, Source] = {}
     notes: list[str] = []
-    make_plan(
-        recipe, allow_pickle=run.allow_pickle
-    )  # check the last stage before the first is merged
+    # check the last stage before the first is merged
+    make_plan(recipe, allow_pickle=run.allow_pickle)
     ranks.lead(folder.open)
     try:
         for stage in recipe.stages():
@@ -262,9 +260,8 @@ def _write(
         facts = ranks.share(facts)
         ranks.lead(lambda: folder.complete(facts, run.seed, run.trust_remote_code))
     except BaseException as error:
-        executor.shutdown(
-            wait=True, cancel_futures=True
-        )  # nothing may write once the folder is let go
+        # nothing may write once the folder is let go
+        executor.shutdown(wait=True, cancel_futures=True)
         full = isinstance(error, OSError) and error.errno == errno.ENOSPC
         if ranks.rank == 0 and (full or isinstance(error, NotFiniteError)):
             with contextlib.suppress(OSError):  # the error of the merge is the one to tell

@@ -240,9 +240,8 @@ class NewFolder:
             raise self._foreign()
         self._check_result()
         try:
-            os.rename(
-                self.folder, self.out
-            )  # onto nothing, or onto an empty folder; atomic, and follows no link
+            # onto nothing, or onto an empty folder; atomic, and follows no link
+            os.rename(self.folder, self.out)
         except OSError as error:
             (self.place / _MARKER).unlink(missing_ok=True)
             self.close()
@@ -251,9 +250,8 @@ class NewFolder:
             else:
                 why = error.strerror
             raise OutputError(f"{self._to}: {why}; the result is in {self.folder}") from None
-        with contextlib.suppress(
-            OSError
-        ):  # the result is there; what cannot be removed, a later run clears
+        # the result is there; what cannot be removed, a later run clears
+        with contextlib.suppress(OSError):
             self.discard()
 
     def discard(self) -> None:
@@ -270,9 +268,8 @@ class NewFolder:
         """Let go of the lock; what is written stays for a later run."""
         if self._lock is not None:
             with contextlib.suppress(OSError):
-                fcntl.flock(
-                    self._lock, fcntl.LOCK_UN
-                )  # a forked child may still hold the descriptor
+                # a forked child may still hold the descriptor
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = None
 

@@ -292,9 +292,8 @@ class CurriculumDataset(IterableDataset):
 
     def is_held_out(self, sample: Sample, lengths: Tensor) -> Tensor:  # (B,)
         """Which rows training never sees."""
-        held_out = torch.ones(
-            len(lengths), dtype=torch.bool, device=lengths.device
-        )  # and all that are longer
+        # and all that are longer
+        held_out = torch.ones(len(lengths), dtype=torch.bool, device=lengths.device)
         trained = (lengths <= self.schedule.max_length).nonzero()[:, 0]
         held_out[trained] = self._hold_out.rows(sample.rows(trained), lengths[trained])
         return held_out

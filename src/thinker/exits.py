@@ -90,9 +90,8 @@ class Exits:
         self.places = context.places
         self.num_steps = num_steps
         self.due = False  # a look that waits for a step that outputs
-        self.rows = torch.arange(
-            batch, device=device
-        )  # which row of the whole batch each present one is
+        # which row of the whole batch each present one is
+        self.rows = torch.arange(batch, device=device)
         self.going = torch.ones(batch, dtype=torch.bool, device=device)  # of the present rows
         self.calm = torch.zeros(batch, dtype=torch.long, device=device)
         self.latents = state.latents.clone()

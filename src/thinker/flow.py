@@ -184,38 +184,15 @@ class FlowPlan:
         ... ''') == FlowPlan((FlowRow(read_input=True), FlowRow(output=True)))
         True
         """
-        rows: list[Mapping[str, object]] = []
+        rows: list[Mapping[str, object]]
         if isinstance(table, str):
-            lines = [line.strip() for line in table.splitlines() if line.strip()]
-            for bar in (
-                str.removeprefix,
-                str.removesuffix,
-            ):  # where the first line has one, all lines have
-                if lines and bar(lines[0], "|") != lines[0]:
-                    lines = [bar(line, "|") for line in lines]
-            cells = [[c.strip() for c in line.split("|")] for line in lines]
-            names = [c.lower() for c in cells[0]] if cells else []
-            cells = cells[1:]
-            doubled = sorted({n for n in names if names.count(n) > 1})
-            if doubled:
-                raise ValueError(
-                    f"FlowPlan.from_table: two columns are called {doubled[0]!r}; needed each once"
-                )
-            if cells and all(re.fullmatch(":?-{2,}:?", c) for c in cells[0]):
-                cells = cells[1:]
-            for number, line in enumerate(cells, 1):
-                if len(line) != len(names):
-                    raise ValueError(
-                        f"FlowPlan.from_table: row {number} has {len(line)} cells, the head "
-                        f"{len(names)}"
-                    )
-                rows.append(dict(zip(names, line, strict=True)))
-        else:
-            if not isinstance(table, Sequence):
-                raise ValueError(
-                    f"FlowPlan.from_table: table is {table!r}; needed text, or a list of rows"
-                )
+            rows = _rows_of(table)
+        elif isinstance(table, Sequence):
             rows = [row if isinstance(row, Mapping) else _row(row)._asdict() for row in table]
+        else:
+            raise ValueError(
+                f"FlowPlan.from_table: table is {table!r}; needed text, or a list of rows"
+            )
         steps = tuple(_row({c: v for c, v in row.items() if c != "step"}) for row in rows)
         marked = [i for i, row in enumerate(rows) if str(row.get("step", "")).endswith("*")]
         if not marked:
@@ -330,6 +307,35 @@ class FlowPlan:
                 f"| {' | '.join(c.ljust(len(n)) for c, n in zip(cells, names, strict=True))} |"
             )
         return "\n".join(lines)
+
+
+def _rows_of(table: str) -> list[Mapping[str, object]]:
+    """Return the rows of a Markdown table, by column."""
+    lines = [line.strip() for line in table.splitlines() if line.strip()]
+    # where the first line has one, all lines have
+    for bar in (str.removeprefix, str.removesuffix):
+        if lines and bar(lines[0], "|") != lines[0]:
+            lines = [bar(line, "|") for line in lines]
+    cells = [[c.strip() for c in line.split("|")] for line in lines]
+    if not cells:
+        return []
+    names = [c.lower() for c in cells[0]]
+    cells = cells[1:]
+    doubled = sorted({n for n in names if names.count(n) > 1})
+    if doubled:
+        raise ValueError(
+            f"FlowPlan.from_table: two columns are called {doubled[0]!r}; needed each once"
+        )
+    if cells and all(re.fullmatch(":?-{2,}:?", c) for c in cells[0]):
+        cells = cells[1:]
+    rows: list[Mapping[str, object]] = []
+    for number, line in enumerate(cells, 1):
+        if len(line) != len(names):
+            raise ValueError(
+                f"FlowPlan.from_table: row {number} has {len(line)} cells, the head {len(names)}"
+            )
+        rows.append(dict(zip(names, line, strict=True)))
+    return rows
 
 
 def _row(row: object) -> FlowRow:

@@ -52,9 +52,8 @@ class HoldOut:
         """
         wrong = self.rows(sample, lengths).nonzero()[:, 0]
         if sample.distance is not None:
-            sample = sample._replace(
-                distance=sample.distance.clone()
-            )  # an expanded view cannot be written to
+            # an expanded view cannot be written to
+            sample = sample._replace(distance=sample.distance.clone())
         for _ in range(64):
             if not len(wrong):
                 return sample

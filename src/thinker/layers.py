@@ -53,9 +53,8 @@ class Attention(nn.Module):
         query = self.query(self.norm(x)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         if turn is not None:
             query = rotate(query, turn)
-        batch = max(
-            x.shape[0], keys_values[0].shape[0]
-        )  # answer queries and static tokens are one row for all
+        # answer queries and static tokens are one row for all
+        batch = max(x.shape[0], keys_values[0].shape[0])
         query, keys, values = (t.expand(batch, -1, -1, -1) for t in (query, *keys_values))
         return self.out(attention(query, keys, values, mask=mask))
 

@@ -273,9 +273,7 @@ class LatentThinker(PreTrainedModel):
         )
 
     def decode(
-        self,
-        state: ThinkerState,
-        out_len: int | None = None,
+        self, state: ThinkerState, out_len: int | None = None
     ) -> Tensor:  # (B, O, output_size)
         """Read the answer off.
 

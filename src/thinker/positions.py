@@ -60,9 +60,8 @@ def operand_index(
     ends = torch.isin(tokens, torch.tensor(separators, device=tokens.device))
     if mask is not None:
         ends = ends & mask
-    after = (
-        torch.where(ends, place + 1, 0).cummax(1).values.roll(1, 1)
-    )  # where the next operand starts
+    # where the next operand starts
+    after = torch.where(ends, place + 1, 0).cummax(1).values.roll(1, 1)
     after[:, :1] = 0
     return (place - after).clamp_(min=0)
 

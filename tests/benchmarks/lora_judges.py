@@ -22,10 +22,8 @@ from tests.benchmarks.results import RESULTS, ROOT, commit, put, today
 from tests.support import real
 
 FOUND, GUIDE = RESULTS / "lora_judges.json", ROOT / "docs" / "lora.md"
-COUNT, LONGEST = (
-    300,
-    1500,
-)  # cases of a kind; characters of an answer at most, which bounds the time
+# cases of a kind; characters of an answer at most, which bounds the time
+COUNT, LONGEST = (300, 1500)
 
 
 class Case(NamedTuple):

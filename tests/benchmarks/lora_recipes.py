@@ -58,9 +58,8 @@ def model_of(setting: dict[str, Any]) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(real.smollm2(), dtype=dtype)
     if not rank:
         return model
-    alpha = rank * (
-        rank if setting["scaling"] == "alpha" else float(setting["scaling"])
-    )  # peft divides by r
+    # peft divides by r
+    alpha = rank * (rank if setting["scaling"] == "alpha" else float(setting["scaling"]))
     config = LoraConfig(
         r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM"
     )

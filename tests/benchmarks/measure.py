@@ -75,9 +75,8 @@ def _child(
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     else:
-        Path("/proc/self/clear_refs").write_text(
-            "5"
-        )  # the largest resident size counts anew from here
+        # the largest resident size counts anew from here
+        Path("/proc/self/clear_refs").write_text("5")
         before = _resident()
     cpu, wall = time.process_time(), time.perf_counter()
     step()

@@ -244,9 +244,8 @@ def timed(command: list[str], out: Path) -> tuple[float, float, int]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONPYCACHEPREFIX": str(WORK / "pyc"),
     }
-    environment.pop(
-        "PYTHONDONTWRITEBYTECODE", None
-    )  # both sides run from compiled files, as installed packages do
+    # both sides run from compiled files, as installed packages do
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(
         [sys.executable, "-c", SPAWN, *command], env=environment, capture_output=True, text=True
     )

@@ -166,9 +166,8 @@ def write_memory_account() -> None:
         "|---" * (len(impls) + 1) + "|",
     ]
     lines += [f"| {c} | {' | '.join(f'{peaks[i, c]:.0f}' for i in impls)} |" for c in contexts]
-    first, last = contexts[
-        -2:
-    ]  # where every activation is a block of its own, which the allocator gives back at once
+    # where every activation is a block of its own, which the allocator gives back at once
+    first, last = contexts[-2:]
     slopes = [(peaks[i, last] - peaks[i, first]) / (last - first) for i in impls]
     lines.append(f"| MB a token, {first} to {last} | {' | '.join(f'{s:.2f}' for s in slopes)} |")
     plain = {

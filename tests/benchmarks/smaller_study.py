@@ -57,9 +57,8 @@ PLOT = ROOT / "docs" / "smaller_models.svg"
 STEPS, SEEDS, BATCH, CONTEXT = 300, (0, 1, 2), 2, 128
 BUDGETS, TABLE = (0.75, 0.5, 0.25), "table"  # shares of MLPs; half of the embeddings
 RATES = {"smollm2": 2e-4, "minilm": 2e-4}
-AUTOCAST = (
-    torch.ops.mkldnn._is_mkldnn_bf16_supported()
-)  # elsewhere a product takes 50 times as long as in float32
+# elsewhere a product takes 50 times as long as in float32
+AUTOCAST = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def kronecker(b_shape: tuple[int, int], rank: int) -> KroneckerConfig:

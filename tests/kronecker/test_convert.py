@@ -563,10 +563,8 @@ def test_two_sizes_and_no_numbers_are_refused(make, message):
     ("kind", "config"),
     [
         ("gpt2", KroneckerConfig(b_shape=(2, 2), rank=2, init="van_loan")),
-        (
-            "llama-tied",
-            {"*.down_proj": LowRankConfig(rank=16, init="svd")},
-        ),  # A has the shape of the weight
+        # A has the shape of the weight
+        ("llama-tied", {"*.down_proj": LowRankConfig(rank=16, init="svd")}),
     ],
 )
 def test_a_model_around_a_converted_one_writes_what_stock_loading_refuses(kind, config, tmp_path):
@@ -576,9 +574,8 @@ def test_a_model_around_a_converted_one_writes_what_stock_loading_refuses(kind, 
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         auto_class(kind).from_pretrained(tmp_path)
     before = output(model)
-    cpu_offload(
-        model, execution_device=torch.device("cpu")
-    )  # finds the names of a state among parameters
+    # finds the names of a state among parameters
+    cpu_offload(model, execution_device=torch.device("cpu"))
     assert torch.equal(output(model), before)
 
 
@@ -766,14 +763,12 @@ def test_a_norm_between_the_matrices_keeps_neurons_in_their_order():
     model, x = Model(), made(300, 6)
     before = model(x).detach()
     config = KroneckerConfig(b_shape=(2, 1), rank=2)
-    with pytest.raises(
-        ValueError, match="nothing to convert in Model"
-    ):  # its hidden neurons are not independent
+    # its hidden neurons are not independent
+    with pytest.raises(ValueError, match="nothing to convert in Model"):
         convert_(model, config, calibration=[x], progress=False)
     convert_(model, {"*.fc1": config, "*.fc2": config.opposite()}, calibration=[x], progress=False)
-    torch.testing.assert_close(
-        model(x).detach(), before, rtol=1e-2, atol=1e-2
-    )  # all terms: as it was
+    # all terms: as it was
+    torch.testing.assert_close(model(x).detach(), before, rtol=1e-2, atol=1e-2)
 
 
 def test_text_is_no_calibration():
@@ -797,9 +792,8 @@ def test_a_walk_through_the_blocks_is_the_models_own_forward_every_time(kind):
     calls = calls_of(model, [block for _, block, _ in blocks], data)
     with torch.no_grad():
         for _ in range(3):
-            for parameter in blocks[0][
-                1
-            ].parameters():  # as a fit changes them, after the calls were taken
+            # as a fit changes them, after the calls were taken
+            for parameter in blocks[0][1].parameters():
                 parameter.mul_(1.1)
             expected = [model(**batch, output_hidden_states=True).hidden_states for batch in data]
             states = [call.hidden for call in calls[0]]
@@ -955,9 +949,8 @@ def test_neurons_dropped_layer_by_layer_are_saved_with_their_sizes(kind, tmp_pat
 def test_only_neurons_that_nothing_reads_go_in_low_precision(tmp_path):
     model = tiny("llama")
     with torch.no_grad():
-        for (
-            block
-        ) in model.model.layers:  # the same function, one column much larger than the others
+        # the same function, one column much larger than the others
+        for block in model.model.layers:
             block.mlp.down_proj.weight[:, 0] *= 1000
             block.mlp.up_proj.weight[0] /= 1000
     model = model.to(torch.bfloat16)

@@ -134,9 +134,8 @@ def test_the_order_is_the_cheapest():
     assert order_of((768, 768), (4, 1), 2, 1024) == "a_first"
     assert order_of((1024, 256), (3, 3), 2, 1024) == "b_first"
     assert order_of((1024, 256), (3, 3), 4, 1024) == "rebuild"
-    assert (
-        order_of((1024, 256), (3, 3), 4, 1) == "b_first"
-    )  # building a weight for one token is dearer
+    # building a weight for one token is dearer
+    assert order_of((1024, 256), (3, 3), 4, 1) == "b_first"
 
 
 def test_what_is_saved_for_backward():

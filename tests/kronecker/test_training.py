@@ -183,9 +183,8 @@ def test_layers_learn_on_the_teachers_real_inputs(kind, tmp_path):
     learned = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.any()}
     assert learned
     held = [n for n, m in model.named_modules() if isinstance(m, KroneckerLinear)]
-    assert all(
-        any(n.startswith(h) for h in held) for n in learned
-    )  # each MLP alone: nothing flows through attention
+    # each MLP alone: nothing flows through attention
+    assert all(any(n.startswith(h) for h in held) for n in learned)
     same_weights = tiny(kind)
     convert_(same_weights, KroneckerConfig(b_shape=(2, 1), rank=2, init="van_loan"), progress=False)
     exact = KroneckerTrainer(
@@ -224,9 +223,8 @@ def test_an_encoder_decoder_learns_from_its_decoders_tokens(tmp_path):
     )
     unlabelled = {"input_ids": batch["input_ids"], "decoder_input_ids": shifted}
     unlabelled["decoder_attention_mask"] = (batch["labels"] != -100).long()
-    masked = trainer.compute_loss(
-        model, unlabelled
-    )  # what counts is what the mask says, on either side alone
+    # what counts is what the mask says, on either side alone
+    masked = trainer.compute_loss(model, unlabelled)
     with torch.no_grad():
         ours, theirs = (
             m(**unlabelled).logits[unlabelled["decoder_attention_mask"].bool()]
@@ -254,9 +252,8 @@ def test_an_encoder_decoder_learns_from_its_decoders_tokens(tmp_path):
         for _ in range(2)
     ]
     trainer = KroneckerTrainer(classifiers[0].train(), arguments(tmp_path), teacher=classifiers[1])
-    assert trainer.compute_loss(
-        classifiers[0], rows
-    ).isfinite()  # without a way to make decoder_input_ids of labels
+    # without a way to make decoder_input_ids of labels
+    assert trainer.compute_loss(classifiers[0], rows).isfinite()
     with pytest.raises(ValueError, match="for an encoder-decoder, T5ForCond"):
         KroneckerTrainer(
             model, arguments(tmp_path), teacher=teacher, distill=DistillConfig(hidden=1.0)

@@ -42,13 +42,14 @@ def weights(*values: float) -> dict[str, Any]:
     return {"weight": list(values)}
 
 
+# one dimension has two directions and no mean of them
 PLANES = (
     (2,),
     (7,),
     (5, 3),
     (17, 33),
     (3, 2, 5),
-)  # one dimension has two directions and no mean of them
+)
 MATRICES = ((6, 4), (4, 6), (17, 9), (5,), (2, 3, 2))
 CASES = [
     Case("linear", 2, base=False, parameters=weights(0.3, 0.9)),

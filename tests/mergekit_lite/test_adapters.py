@@ -252,9 +252,8 @@ def test_extraction_refuses_before_it_writes(tmp_path, capsys):
             save(tiny("llama", 1, num_hidden_layers=3), tmp_path / "short"), base, tmp_path / "out"
         )
     other = save(tiny("gpt2"), tmp_path / "other")
-    count = sum(
-        len(load_file(Path(folder, "model.safetensors"))) for folder in (base, other)
-    )  # no name in common
+    # no name in common
+    count = sum(len(load_file(Path(folder, "model.safetensors"))) for folder in (base, other))
     with pytest.raises(
         PlanError, match=rf"this extraction cannot be done \({count} problems\):"
     ) as refused:
@@ -403,9 +402,8 @@ def test_single_files_and_diffusers_folders(tmp_path):
         (tmp_path / str(number) / "config.json").write_text(
             '{"_class_name": "UNet2DConditionModel"}'
         )
-    (tmp_path / "0.safetensors").rename(
-        tmp_path / "0+a.safetensors"
-    )  # no adapter, where there is such a file
+    # no adapter, where there is such a file
+    (tmp_path / "0.safetensors").rename(tmp_path / "0+a.safetensors")
     merge_models(
         [tmp_path / "0+a.safetensors", tmp_path / "1"],
         weight=[1, 3],

@@ -623,6 +623,5 @@ def test_memory_stays_in_bounds_while_the_model_grows(tmp_path):
             [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True
         )
         peaks.append(int(done.stdout))
-    assert (
-        peaks[1] - peaks[0] < 0.25 * 12000 * 512 * 4 * 2
-    )  # of one more copy of the larger model's growth, bfloat16
+    # of one more copy of the larger model's growth, bfloat16
+    assert peaks[1] - peaks[0] < 0.25 * 12000 * 512 * 4 * 2

@@ -243,9 +243,8 @@ def test_the_manifest_says_what_went_in_and_is_the_same_after_a_resume(tmp_path,
     assert len(set(values)) == 3
     shutil.copytree(paths[1], tmp_path / "copy")
     moved = merge([paths[0], tmp_path / "copy", paths[2]], "moved")
-    assert [
-        entry["values"] for entry in moved["inputs"]
-    ] == values  # what is hashed is what was read, not its name
+    # what is hashed is what was read, not its name
+    assert [entry["values"] for entry in moved["inputs"]] == values
     states[1]["layers.3.w"][5, 5] += 1
     other = merge([paths[0], folder_of(tmp_path / "other", states[1]), paths[2]], "changed")
     assert [entry["values"] == v for entry, v in zip(other["inputs"], values, strict=True)] == [

@@ -58,15 +58,13 @@ def test_a_union_matches_rows_by_token(folders, tmp_path, tensor, chunk, monkeyp
         torch.testing.assert_close(merged[at[token]], sum(rows) / 3)
     only_base, only_x = (row(folders, n, f"only-{n}", tensor) for n in ("base", "x"))
     torch.testing.assert_close(merged[at["only-base"]], only_base)  # the others take the base's row
-    torch.testing.assert_close(
-        merged[at["only-x"]], only_x
-    )  # one has it: the mean of those that have it
+    # one has it: the mean of those that have it
+    torch.testing.assert_close(merged[at["only-x"]], only_x)
     shared = (row(folders, "x", "shared-xy", tensor) + row(folders, "y", "shared-xy", tensor)) / 2
     torch.testing.assert_close(merged[at["shared-xy"]], (shared + 2 * shared) / 3)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert (
-        model.config.vocab_size == merged.shape[0] == 27
-    )  # the base's padding holds the two new tokens
+    # the base's padding holds the two new tokens
+    assert model.config.vocab_size == merged.shape[0] == 27
     assert tokenizer("w3 only-x shared-xy")["input_ids"] == [
         at["w3"],
         at["only-x"],

@@ -89,9 +89,8 @@ def test_a_namesake_is_named_with_the_line_that_repairs(site, tmp_path, name):
         "--upgrade",
         "--target",
     ]
-    subprocess.run(
-        [*pip, str(site), str(wheel)], check=True, capture_output=True
-    )  # pip says nothing of the loss
+    # pip says nothing of the loss
+    subprocess.run([*pip, str(site), str(wheel)], check=True, capture_output=True)
     done = python(site, "-m", "model_components", "doctor")
     assert done.returncode == 1
     repair = f"pip uninstall -y {name} && pip install --force-reinstall --no-deps model-components"
@@ -111,9 +110,8 @@ def test_a_namesake_is_named_with_the_line_that_repairs(site, tmp_path, name):
 def test_a_namesake_that_lies_beneath_is_told_of(site, tmp_path):
     with zipfile.ZipFile(wheel_of_namesake(tmp_path)) as file:
         file.extractall(site)
-    shutil.copyfile(
-        SOURCE / "kronecker" / "__init__.py", site / "kronecker" / "__init__.py"
-    )  # ours came later
+    # ours came later
+    shutil.copyfile(SOURCE / "kronecker" / "__init__.py", site / "kronecker" / "__init__.py")
     done = python(site, "-m", "model_components", "doctor")
     assert done.returncode == 0
     assert "kronecker: ours, but kronecker has a package of that name, too" in done.stdout

@@ -177,9 +177,8 @@ def test_another_users_folder_is_not_ours(tmp_path, monkeypatch):
         (new.folder / "a").write_text("part")
         raise KeyboardInterrupt
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    save(
-        tmp_path / "n"
-    )  # a folder made just now is ours, whomever a network drive says it belongs to
+    # a folder made just now is ours, whomever a network drive says it belongs to
+    save(tmp_path / "n")
     with pytest.raises(OutputError, match="was not made by model-components"):
         save(tmp_path / "m")
 
@@ -408,9 +407,8 @@ def test_a_name_that_goes_to_another_run_in_between(tmp_path, monkeypatch):
         descriptor = real(path, flags, *rest, **named)
         if str(path).endswith(".partial") and not turns:
             turns.append(path)
-            hidden(tmp_path / "m").rename(
-                tmp_path / "gone"
-            )  # as a run that finished and removed it
+            # as a run that finished and removed it
+            hidden(tmp_path / "m").rename(tmp_path / "gone")
         return descriptor
 
     monkeypatch.setattr(os, "open", slow)

@@ -63,9 +63,8 @@ def smollm2() -> Path:
 
     stored = AutoModelForCausalLM.from_pretrained(package, gguf_file=GGUF, dtype=torch.float32)
     settings = {key: value for key, value in stored.config.to_dict().items() if key not in _LOADERS}
-    model = LlamaForCausalLM(
-        LlamaConfig(**settings)
-    )  # what is loaded from GGUF refuses to be saved
+    # what is loaded from GGUF refuses to be saved
+    model = LlamaForCausalLM(LlamaConfig(**settings))
     model.load_state_dict(stored.state_dict())
     model.tie_weights()
     part = out.with_name(f"smollm2.{os.getpid()}")

@@ -27,9 +27,8 @@ def test_train_resume_evaluate_and_draw(tmp_path, capsys):
     assert "24 iterations" in capsys.readouterr().out
     assert main(["train", "copy", *options, "--seed", "1"]) == 1  # another run's folder
     assert "is a run with another seed (0)" in capsys.readouterr().err
-    for checkpoint in (out / "checkpoints").glob(
-        "checkpoint-*"
-    ):  # as a kill leaves it, while it is written
+    # as a kill leaves it, while it is written
+    for checkpoint in (out / "checkpoints").glob("checkpoint-*"):
         (checkpoint / "thinker_state.pt").unlink()
     assert main(["train", "copy", *options]) == 0
     assert not json.loads((out / "result.json").read_text())["resumed"]

@@ -338,9 +338,8 @@ def test_a_batch_that_comes_in_segments_is_one_batch_whatever_the_schedule_does(
         Progressive(max_length=9, start=2, share=1.0, min_answers=1), n_latent=(2, 9), delay=8
     )
     data.segments = 4
-    data.change(
-        torch.tensor([9.0, 0.0, 0.0]), step=-2
-    )  # from batch 6 on, in the middle of the second four
+    # from batch 6 on, in the middle of the second four
+    data.change(torch.tensor([9.0, 0.0, 0.0]), step=-2)
     batches = [data.batch(step) for step in range(12)]
     assert [b["segment"] for b in batches] == [0, 1, 2, 3] * 3
     for whole in (batches[:4], batches[4:8], batches[8:]):

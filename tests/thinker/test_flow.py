@@ -117,9 +117,8 @@ def test_random_plans():
 
 
 def test_numbers_of_steps_end_in_an_output():
-    once = FlowPlan(
-        prologue=(FlowRow(True),), loop=(FlowRow(output=True),)
-    )  # read, then think and answer
+    # read, then think and answer
+    once = FlowPlan(prologue=(FlowRow(True),), loop=(FlowRow(output=True),))
     assert once.min_steps == len(once.rows()) == 2
     two = FlowPlan(loop=(FlowRow(True), FlowRow(output=True)))
     assert [two.num_steps(n) for n in (1, 2, 3, 5)] == [2, 2, 4, 6]

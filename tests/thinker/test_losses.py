@@ -62,9 +62,8 @@ def test_all_steps():
 def test_learned_weights_never_fall():
     loss = LearnedWeights(max_steps=8)
     out, _, found = run(loss)
-    torch.testing.assert_close(
-        found, dense(out, [0.1, 0.2, 0.3, 0.4])
-    )  # equal scores: a straight line
+    # equal scores: a straight line
+    torch.testing.assert_close(found, dense(out, [0.1, 0.2, 0.3, 0.4]))
     found.backward()
     assert loss.scores.grad.abs().sum() > 0
     with torch.no_grad():

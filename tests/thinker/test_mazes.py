@@ -28,9 +28,8 @@ def maze(task, tokens, answer, length):
     places = [(i // length, i % length) for i in range(length**2)]
     cells = {place for place, token in zip(places, tokens, strict=True) if token != 1}
     assert {(r, c) for r in range(0, length, 2) for c in range(0, length, 2)} <= cells
-    assert sum(len(ways(cells, cell)) for cell in cells) == 2 * (
-        len(cells) - 1
-    )  # with all connected: no loop
+    # with all connected: no loop
+    assert sum(len(ways(cells, cell)) for cell in cells) == 2 * (len(cells) - 1)
     start, goal = (places[tokens.index(kind)] for kind in (2, 3))
     back, edge = {start: start}, [start]
     for cell in edge:
@@ -67,9 +66,8 @@ def test_at_tokens_a_grid_stays_one():
 
 def test_mazes_are_drawn_at_random():
     sample = Maze().sample(torch.Generator().manual_seed(0), 4000, 5)
-    assert (
-        len((sample.tokens != 1).unique(dim=0)) > 80
-    )  # of the 192 trees on 3 x 3 rooms, those that such a walk makes
+    # of the 192 trees on 3 x 3 rooms, those that such a walk makes
+    assert len((sample.tokens != 1).unique(dim=0)) > 80
     starts, goals = ((sample.tokens == kind).nonzero()[:, 1] for kind in (2, 3))
     assert len(torch.stack([starts, goals], 1).unique(dim=0)) == 9 * 8
     assert [Maze().num_samples(n) for n in (3, 4, 5)] == [2 * 12, 2 * 12, 2**4 * 72]

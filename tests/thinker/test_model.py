@@ -228,9 +228,8 @@ def test_every_parameters_gradient_in_float64(case):
         results.append({"output": made.detach()} | {name: w.grad for name, w in weights.items()})
     for name, expected in results[1].items():
         assert expected is not None, name
-        assert expected.abs().max() > 0 or case == "one latent, one token", (
-            name
-        )  # nothing to choose from there
+        # nothing to choose from there
+        assert expected.abs().max() > 0 or case == "one latent, one token", name
         torch.testing.assert_close(
             results[0][name], expected, rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
         )
@@ -415,9 +414,8 @@ def test_nothing_leaks_from_the_future_in_a_causal_flow(changes, padded):
             assert moved[place - 3] > 0
         earlier = tokens.clone()
         earlier[:, 0] = (earlier[:, 0] + 1) % 11
-        assert (
-            (model(earlier, mask, n_step=4).logits - logits)[0].abs().amax(1) > 0
-        ).all()  # all of the past is read
+        # all of the past is read
+        assert ((model(earlier, mask, n_step=4).logits - logits)[0].abs().amax(1) > 0).all()
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -610,9 +608,8 @@ def test_checkpointed_steps_have_the_same_gradients():
     gradients, saved = [], []
     for on in (False, True):
         if on:
-            getattr(
-                model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
-            )()  # its newer name
+            # its newer name
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         kept = {}
 
         def pack(tensor, kept=kept):

@@ -121,9 +121,8 @@ def test_shuffling_reaches_every_symmetry(box):
     numbered = torch.zeros_like(answers)
     numbered[:, 1] = answers[:, 1]
     moved, _ = sudoku_shuffle(box)(torch.Generator().manual_seed(0), numbered, answers)
-    assert set((moved > 0).nonzero()[:, 1].tolist()) == set(
-        range(side**2)
-    )  # bands and lines of both axes
+    # bands and lines of both axes
+    assert set((moved > 0).nonzero()[:, 1].tolist()) == set(range(side**2))
     assert set(moved[moved > 0].tolist()) == set(range(1, side + 1))  # digits
     numbered[:, 0] = 1  # and its neighbour on the left
     moved, _ = sudoku_shuffle(box)(torch.Generator().manual_seed(0), numbered, answers)

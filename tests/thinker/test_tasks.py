@@ -145,14 +145,12 @@ def test_exchanges_of_neighbours_bring_the_answer_about(name, at_tokens):
         states = [once.tokens[row][known], *steps.targets[row][:length, known]]
         for number, (before, after) in enumerate(itertools.pairwise(states)):
             assert sorted(before.tolist()) == sorted(after.tolist())
-            for place in (
-                (before != after).nonzero()[:, 0].tolist()
-            ):  # only between the pairs whose turn it is
+            # only between the pairs whose turn it is
+            for place in (before != after).nonzero()[:, 0].tolist():
                 other = place + 1 if place % 2 == number % 2 else place - 1
                 assert before[place] == after[other]
-        for after in steps.targets[row][
-            length:, known
-        ]:  # sorted stays sorted; reversed is asked for no longer
+        # sorted stays sorted; reversed is asked for no longer
+        for after in steps.targets[row][length:, known]:
             assert torch.equal(after, states[-1]) if name == "sort" else (after == -100).all()
 
 

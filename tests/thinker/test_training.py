@@ -308,9 +308,8 @@ def test_a_plan_is_drawn_for_each_batch(tmp_path):
     )
     again.train()
     same(trainer.model, again.model, rtol=0, atol=0)
-    assert (
-        plans[-6:] == plans[8:14]
-    )  # the first were drawn to see whether the model has what they need
+    # the first were drawn to see whether the model has what they need
+    assert plans[-6:] == plans[8:14]
     with pytest.raises(ValueError, match='the plan uses the memory, but memory is "none"'):
         trainer_of(tmp_path, draw_plan=lambda generator, n_step: FlowPlan.read_once())
 
@@ -366,9 +365,8 @@ def test_a_carry_is_of_the_batch_before_and_of_no_other(tmp_path, monkeypatch):
     )
     trainer.train()
     monkeypatch.undo()
-    both = [
-        carried[i : i + 2] for i in range(0, 12, 2)
-    ]  # the loss has two passes, which go on from the same latents
+    # the loss has two passes, which go on from the same latents
+    both = [carried[i : i + 2] for i in range(0, 12, 2)]
     assert [pair[0] is None for pair in both] == [True, False, False, False, True, False]
     assert all(a == b for a, b in both)
     trainer.restore(trainer.snapshot())
@@ -640,9 +638,8 @@ def test_a_peak_goes_back_to_the_best_point(tmp_path):
     )
     trainer.train()
     peak = [r for r in trainer.state.log_history if "rewinds" in r]
-    assert [(r["rewinds"], r["rewound_to_step"], r["step"]) for r in peak][:1] == [
-        (1, 30, 50)
-    ]  # the best is 31 to 40
+    # the best is 31 to 40
+    assert [(r["rewinds"], r["rewound_to_step"], r["step"]) for r in peak][:1] == [(1, 30, 50)]
     assert peak[0]["peak"] > 3
     for a, b, spoilt in zip(held[30], held["after", 50], held[50], strict=True):
         flat = [list(_tensors(x)) for x in (a, b, spoilt)]
@@ -801,9 +798,8 @@ def test_a_run_that_never_recovers_stops_at_its_limit(tmp_path, caplog):
     )
     trainer.train()
     assert rewind.count == 3
-    assert (
-        trainer.state.global_step == 14
-    )  # three windows were good, three were given up, one is too many
+    # three windows were good, three were given up, one is too many
+    assert trainer.state.global_step == 14
     assert "3 rewinds, and the loss peaks again at step 14" in caplog.text
     assert trainer.lr_scheduler.state_dict()["base_lrs"][0] == pytest.approx(3e-3 / 8)
     assert trainer.state.log_history[-1]["rewound_to_step"] == rewind.best["step"] < 6
@@ -839,9 +835,8 @@ def test_an_explosion_ends_at_or_below_the_best_loss_seen(rate, tmp_path):
     exploded, rewound = trained(), trained(rewind)
     assert rewind.count > 0
     assert loss_of(exploded) > 1.5  # chance is log 4, 1.39
-    assert (
-        loss_of(rewound) <= rewind.best["loss"] + 0.06
-    )  # which is of 10 training batches of 96 symbols
+    # which is of 10 training batches of 96 symbols
+    assert loss_of(rewound) <= rewind.best["loss"] + 0.06
 
 
 def test_a_peak_in_a_last_window_that_is_not_whole_is_seen(tmp_path):

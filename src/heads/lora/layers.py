@@ -135,16 +135,10 @@ def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
         if (type(drop) is not nn.Dropout and type(drop) is not nn.Identity) or _is_touched(drop):
             return f"adapter {name!r} has a {type(drop).__name__}, or hooks on its dropout"
         for part in (a, b):
-            if type(part) is not nn.Linear:
-                return f"a factor is a {type(part).__name__}"
-            if _is_touched(part):
-                return "a factor has hooks, or a forward that was replaced"
-            weight = part._parameters.get("weight")
-            if not _is_plain(weight):
-                if _is_sharded(weight):
-                    return "a factor's weight is sharded"
-                return f"a factor is a {type(weight)}"
-            factors.append(weight)
+            reason = _unusual(part)
+            if reason is not None:
+                return reason
+            factors.append(part._parameters["weight"])
         p = drop.p if drop.training and type(drop) is nn.Dropout else 0.0
         adapters.append(Adapter(layer.scaling[name], p, None if spans is None else spans[name]))
     if type(base) in STOCK and not _is_touched(base):
@@ -152,6 +146,20 @@ def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
     else:
         weight = None
     return Route(base, weight if _is_plain(weight) else None, factors, adapters)
+
+
+def _unusual(factor: nn.Module) -> str | None:
+    """Return why a factor's forward is peft's to run; None where it is a plain product."""
+    if type(factor) is not nn.Linear:
+        return f"a factor is a {type(factor).__name__}"
+    if _is_touched(factor):
+        return "a factor has hooks, or a forward that was replaced"
+    weight = factor._parameters.get("weight")
+    if _is_plain(weight):
+        return None
+    if _is_sharded(weight):
+        return "a factor's weight is sharded"
+    return f"a factor is a {type(weight)}"
 
 
 def _is_touched(module: nn.Module) -> bool:
@@ -181,9 +189,8 @@ def compute(chosen_path: Route, x: Tensor) -> Tensor:
     """Return a layer's output: by `_Lora` for dropout over many tokens, else by plain products."""
     base, weight, factors, adapters = chosen_path
     flat = x.reshape(-1, x.shape[-1])
-    if weight is None or (
-        weight.dtype != x.dtype and autocast_dtype(x) is None
-    ):  # which raises as a stock layer does
+    # which raises as a stock layer does
+    if weight is None or (weight.dtype != x.dtype and autocast_dtype(x) is None):
         y = base(x)
         return add_adapters(y.reshape(-1, y.shape[-1]), flat, factors, adapters).view(y.shape)
     transposed = type(base) is Conv1D

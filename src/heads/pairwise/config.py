@@ -111,6 +111,10 @@ class PairwiseConfig(PreTrainedConfig):
         super().__init__(**rest)
 
     def _check(self) -> None:
+        self._check_choices()
+        self._check_numbers()
+
+    def _check_choices(self) -> None:
         if self.link not in get_args(Link):
             _refuse("link", self.link, f"one of {', '.join(get_args(Link))}")
         for name, choices, least in (
@@ -126,18 +130,19 @@ class PairwiseConfig(PreTrainedConfig):
                     value,
                     f"{'one or more' if least else 'any'} of {', '.join(choices)}, each once",
                 )
-        if not isinstance(self.hidden_features, int) or self.hidden_features < 0:
-            _refuse("hidden_features", self.hidden_features, "a width, or 0")
         if self.link == "concat" and self.surface:
             _refuse("surface", self.surface, "none of them for link='concat'")
         for name in ("ties", "append_prompt"):
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "True or False")
+
+    def _check_numbers(self) -> None:
+        if not isinstance(self.hidden_features, int) or self.hidden_features < 0:
+            _refuse("hidden_features", self.hidden_features, "a width, or 0")
         for name in ("dropout", "label_smoothing", "swap_consistency"):
-            if isinstance(getattr(self, name), bool) or not isinstance(
-                getattr(self, name), (int, float)
-            ):
-                _refuse(name, getattr(self, name), "a number")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                _refuse(name, value, "a number")
         for name in ("dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 _refuse(name, getattr(self, name), "a share in [0, 1)")

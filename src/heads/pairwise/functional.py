@@ -66,18 +66,7 @@ def packed_attention(
     True
     """
     operation = "packed_attention"
-    tokens, heads, width = query.shape if query.dim() == 3 else (0, 0, 0)
-    groups = key.shape[1] if key.dim() == 3 else 0
-    if (
-        key.shape != (tokens, groups, width)
-        or key.shape != value.shape
-        or not groups
-        or heads % groups
-    ):
-        raise ValueError(
-            f"{operation}: query, key, value are {list(query.shape)}, {list(key.shape)}, "
-            f"{list(value.shape)}; needed (T, H, d), and (T, G, d) twice, H a multiple of G"
-        )
+    _check_packed(operation, query, key, value)
     if impl not in IMPLS:
         raise ValueError(f"{operation}: impl is {impl!r}, needed one of {', '.join(IMPLS)}")
     if isinstance(cu_seq_lens, Tensor):
@@ -104,28 +93,54 @@ def packed_attention(
         )
     if unsupported is None and impl != "eager" and lengths:
         return _flash(query, key, value, ends, max(lengths), scale, window, causal)
-    outputs = []
-    for parts in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
-        count = len(parts[0])
-        if window is None or count <= window + 1:
-            near = None
-        else:
-            near = _near(count, window, causal, query.device)
-        q, k, v = (part.transpose(0, 1)[None] for part in parts)
-        one = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            near,
-            dropout_p,
-            is_causal=causal and near is None,
-            scale=scale,
-            enable_gqa=groups < heads,
+    outputs = [
+        _attend(*parts, scale, dropout_p, window, causal)
+        for parts in zip(
+            query.split(lengths), key.split(lengths), value.split(lengths), strict=True
         )
-        outputs.append(one[0].transpose(0, 1))
+    ]
     if outputs:
         return torch.cat(outputs)
     return query.clone()
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    dropout_p: float,
+    window: int | None,
+    causal: bool,
+) -> Tensor:
+    """Return attention within one sequence, (L, H, d)."""
+    near = None
+    if window is not None and len(query) > window + 1:
+        near = _near(len(query), window, causal, query.device)
+    attended = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        near,
+        dropout_p,
+        is_causal=causal and near is None,
+        scale=scale,
+        enable_gqa=key.shape[1] < query.shape[1],
+    )
+    return attended[0].transpose(0, 1)
+
+
+def _check_packed(operation: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Refuse shapes other than (T, H, d) and (T, G, d) twice, H a multiple of G."""
+    if query.dim() == key.dim() == 3 and key.shape == value.shape and key.shape[1]:
+        tokens, heads, width = query.shape
+        groups = key.shape[1]
+        if key.shape == (tokens, groups, width) and heads % groups == 0:
+            return
+    raise ValueError(
+        f"{operation}: query, key, value are {list(query.shape)}, {list(key.shape)}, "
+        f"{list(value.shape)}; needed (T, H, d), and (T, G, d) twice, H a multiple of G"
+    )
 
 
 def _not_fused(query: Tensor, dropout_p: float) -> str | None:

@@ -201,9 +201,8 @@ class PairwiseModel(SavedJudge):
         if tokenizer is not None:
             check_tokenizer(tokenizer, inner)
         encoder_config = copy.deepcopy(inner.config)
-        encoder_config._name_or_path = (
-            hub_id(encoder_config._name_or_path or "") or ""
-        )  # no folder of this machine
+        # no folder of this machine
+        encoder_config._name_or_path = hub_id(encoder_config._name_or_path or "") or ""
         config = PairwiseConfig(encoder=encoder_config, **options)
         config.max_tokens = most_tokens(
             "from_encoder", config.max_tokens, inner, packing, tokenizer

@@ -33,9 +33,8 @@ from .functional import packed_attention
 
 ATTENTION = "heads_packed"
 _ENDS = "cu_seq_lens_q"  # transformers' own name for where packed sequences start and end
-_PACKED: ContextVar[bool] = ContextVar(
-    "_PACKED", default=False
-)  # whether a packed run is under way
+# whether a packed run is under way
+_PACKED: ContextVar[bool] = ContextVar("_PACKED", default=False)
 
 
 def _attention(
@@ -66,9 +65,8 @@ def _attention(
         causal = getattr(module, "is_causal", True)
     else:
         causal = causal
-    window = (
-        None if sliding_window is None else sliding_window - 1
-    )  # theirs counts the token itself
+    # theirs counts the token itself
+    window = None if sliding_window is None else sliding_window - 1
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
     output = packed_attention(
         q,

@@ -114,9 +114,8 @@ def text_batches(
         )
     size = 20 * (tokens + skip)
     encoded = encode(text[:size])
-    while (
-        isinstance(encoded, list) and len(encoded) < tokens + skip and size < len(text)
-    ):  # of long words
+    # of long words
+    while isinstance(encoded, list) and len(encoded) < tokens + skip and size < len(text):
         size *= 2
         encoded = encode(text[:size])
     if not isinstance(encoded, list):

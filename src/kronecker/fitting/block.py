@@ -50,16 +50,13 @@ class Block:
         self.singles = singles
         self.calls = calls
         self.module = model.get_submodule(name)
-        self.kinds: dict[
-            str, str | None
-        ] = {}  # where the residual stream that each MLP adds to can be read
-        self.ran: list[
-            str
-        ] = []  # the layers that write an MLP's output, and the singles, in the order they run
+        # where the residual stream that each MLP adds to can be read
+        self.kinds: dict[str, str | None] = {}
+        # the layers that write an MLP's output, and the singles, in the order they run
+        self.ran: list[str] = []
         self.said: dict[str, list[Tensor]] = {}  # outputs of the original's singles, batch by batch
-        self.wanted: dict[
-            str, list[Tensor]
-        ] = {}  # target of each MLP, plus the residual stream where it can be read
+        # target of each MLP, plus the residual stream where it can be read
+        self.wanted: dict[str, list[Tensor]] = {}
 
     def original(self, states: Sequence[Tensor]) -> list[Tensor]:
         """Run it as it is on the original's states.

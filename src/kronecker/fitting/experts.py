@@ -19,9 +19,8 @@ from ..surgery.mlps import Mlp
 from .mlp import MlpWeights, Seen
 from .neurons import fit_neurons
 
-Routed = Sequence[
-    tuple[Tensor, Tensor]
-]  # for each batch the tokens (N, H) and the experts of each (N, k)
+# for each batch the tokens (N, H) and the experts of each (N, k)
+Routed = Sequence[tuple[Tensor, Tensor]]
 
 
 def experts_shapes(module: nn.Module, keep: int) -> dict[str, torch.Size]:

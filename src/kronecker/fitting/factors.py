@@ -101,9 +101,8 @@ def _factors(config: Factored, weight: Tensor, moments: Moments, *, sorted_neuro
     if isinstance(config, LowRankConfig):
         return init.low_rank(weight, config.rank_of(*weight.shape), moments)
     b_shape = config.shapes(*weight.shape)[1]
-    if (
-        sorted_neurons and config.rank == 1 and b_shape[1] == 1
-    ):  # the neurons that matter, as they are
+    # the neurons that matter, as they are
+    if sorted_neurons and config.rank == 1 and b_shape[1] == 1:
         return init.prune(weight, b_shape)[:2]
     return start(weight, b_shape, replace(config, keep="even"), moments)[:2]
 

@@ -96,9 +96,8 @@ def fit_(
     ours = list(theirs)
     for index, block in enumerate(blocks):
         if block.name in dropped:
-            if all(
-                b.name in dropped for b in blocks[:index]
-            ):  # the first blocks: those after them make up for them
+            # the first blocks: those after them make up for them
+            if all(b.name in dropped for b in blocks[:index]):
                 theirs = outputs_of(block.module, block.calls, theirs)
             continue
         theirs = block.original(theirs)

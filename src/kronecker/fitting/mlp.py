@@ -124,9 +124,8 @@ class Seen:
     """What an MLP sees in the smaller model, and what it should give, over calibration tokens."""
 
     moments: Moments  # of hidden neurons (N, I) and wanted outputs (N, O)
-    inputs: list[Tensor] = field(
-        default_factory=list
-    )  # (N, H), where the matrices before are fitted too
+    # (N, H), where the matrices before are fitted too
+    inputs: list[Tensor] = field(default_factory=list)
     targets: list[Tensor] = field(default_factory=list)  # (N, O)
 
     def add(self, hidden: Tensor, target: Tensor, inputs: Tensor | None = None) -> None:

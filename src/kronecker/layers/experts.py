@@ -137,9 +137,8 @@ def between(experts: nn.Module, layout: ExpertsLayout, said: Tensor) -> Tensor:
     if layout.rows == "plain":
         return act_fn(said)
     first, second = said.chunk(2, dim=-1)
-    if (
-        gate := getattr(experts, "_apply_gate", None)
-    ) is None:  # transformers' own: some families do it in another way
+    # transformers' own: some families do it in another way
+    if (gate := getattr(experts, "_apply_gate", None)) is None:
         return act_fn(first) * second
     return gate(
         torch.stack([first, second], -1).flatten(-2) if layout.rows == "interleaved" else said

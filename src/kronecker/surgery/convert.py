@@ -204,65 +204,33 @@ def convert_(
             f"(batches of token ids), or a config with another init"
         )
     before = num_parameters(model)
-    original = {
-        n: m
-        for n, m in model.named_modules()
-        if n in {*configs, *(t for ts in tied.values() for t in ts)}
-    }
+    converted = {*configs, *(name for names in tied.values() for name in names)}
+    original = {n: m for n, m in model.named_modules() if n in converted}
     put_back = snapshot(model, original)
     sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in original.items()}
     gradients = [(p, p.requires_grad) for p in model.parameters()]  # fading in freezes originals
     frozen = {n for n, m in original.items() if not any(p.requires_grad for p in m.parameters())}
-    errors: dict[str, float] = {}
-    notes: list[str] = []
     fitted = {name for part in parts for name in part.configs}
-
-    def fade(part: Part, done: Fitted) -> None:
-        for name in part.configs if fade_in and part.prune is None else ():
-            if isinstance(layer := model.get_submodule(name), SmallerLinear):
-                layer.fade_in_(beside(modules[name], name, part.mlp, done.order))
-
     try:
         with evaluating(model):
+            uses = {}
             if data is not None and tables:
                 uses = uses_of(model, tables, data, "convert_")
-            else:
-                uses = {}
+            errors: dict[str, float] = {}
+            notes: list[str] = []
             if data is not None and parts:
-                settings = {n: [structure_of(c), asdict(c)] for n, c in configs.items()}
-                fits = FitCache(None if fade_in else cache, model, settings, data, "convert_")
-                with tqdm(
-                    total=len(parts), desc="fitting", unit="part", disable=not progress
-                ) as bar:
-                    done = fit_(
-                        model,
-                        parts,
-                        data,
-                        operation="convert_",
-                        cache=fits,
-                        progress=bar,
-                        placed=fade,
-                    )
-                errors |= {n: done[p.name].error ** 0.5 for p in parts for n in p.configs}
-                widest = max(
-                    (dense(m).shape[1] for n, m in modules.items() if n in fitted and is_linear(m)),
-                    default=0,
-                )
-                notes = tokens_seen(data, widest)
-                notes += [f"{n}: {UNKNOWN}" for n, fit in done.items() if "unknown" in fit.notes]
-            notes += [
-                f"{n}: calibration tokens look up {use.looked_up:,} of {len(use.counts):,} rows"
-                for n, use in uses.items()
-            ]
-            for name in (
-                n for n in configs if n not in fitted
-            ):  # after the walk, which begins with the original
+                where = None if fade_in else cache
+                errors, notes = _fit_parts(model, parts, configs, data, where, fade_in, progress)
+            for name, use in uses.items():
+                looked_up = f"{use.looked_up:,} of {len(use.counts):,} rows"
+                notes.append(f"{name}: calibration tokens look up {looked_up}")
+            # after the walk, which begins with the original
+            for name in configs:
+                if name in fitted:
+                    continue
                 errors[name] = _convert_alone(model, name, configs[name], tied, uses.get(name))
-                if (
-                    fade_in
-                    and isinstance(layer := model.get_submodule(name), SmallerLinear)
-                    and name not in tied
-                ):
+                layer = model.get_submodule(name)
+                if fade_in and isinstance(layer, SmallerLinear) and name not in tied:
                     layer.fade_in_(beside(modules[name], name))
         for name, module in original.items():
             layer = model.get_submodule(name).train(module.training)
@@ -284,6 +252,37 @@ def convert_(
         why = "not asked for"
     skipped = {n: why for n, m in model.named_modules() if n not in configs and convertible(m)}
     return ConversionReport(tuple(rows), skipped, before, num_parameters(model), tuple(notes))
+
+
+def _fit_parts(
+    model: nn.Module,
+    parts: Sequence[Part],
+    configs: Mapping[str, Config],
+    data: Sequence[Batch],
+    cache: str | Path | None,
+    fade_in: bool,
+    progress: bool,
+) -> tuple[dict[str, float], list[str]]:
+    """Fit MLPs and layers block by block; return relative errors by layer, and remarks."""
+    modules = {name: model.get_submodule(name) for part in parts for name in part.configs}
+
+    def fade(part: Part, done: Fitted) -> None:
+        if not fade_in or part.prune is not None:
+            return
+        for name in part.configs:
+            layer = model.get_submodule(name)
+            if isinstance(layer, SmallerLinear):
+                layer.fade_in_(beside(modules[name], name, part.mlp, done.order))
+
+    settings = {n: [structure_of(c), asdict(c)] for n, c in configs.items()}
+    fits = FitCache(cache, model, settings, data, "convert_")
+    with tqdm(total=len(parts), desc="fitting", unit="part", disable=not progress) as bar:
+        done = fit_(model, parts, data, operation="convert_", cache=fits, progress=bar, placed=fade)
+    errors = {name: done[part.name].error ** 0.5 for part in parts for name in part.configs}
+    widths = [dense(module).shape[1] for module in modules.values() if is_linear(module)]
+    notes = tokens_seen(data, max(widths, default=0))
+    notes += [f"{n}: {UNKNOWN}" for n, fit in done.items() if "unknown" in fit.notes]
+    return errors, notes
 
 
 def _check_each(

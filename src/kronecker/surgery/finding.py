@@ -61,33 +61,54 @@ def resolve(
     (`fnmatch`) that fits a layer's name gives its config. ``batch`` is what a model is run with to
     find its MLPs where it reads neither tokens nor images.
     """
+    if isinstance(config, Config):
+        return _resolve_one(model, config, filter_fn, batch)
+    return _resolve_map(model, config, filter_fn)
+
+
+def _resolve_one(
+    model: nn.Module,
+    config: Config,
+    filter_fn: Callable[[nn.Module, str], bool] | None,
+    batch: Mapping[str, object] | None,
+) -> dict[str, Config]:
+    """Resolve a single config."""
+    modules = dict(model.named_modules())
+    if filter_fn is None:
+        mlps = find_mlps(model, batch)
+    else:
+        mlps = mlps_if_any(model, batch)
+    downs = {mlp.down for mlp in mlps}
+    members = {name for mlp in mlps for name in (*mlp.ups, mlp.down)}
+    resolved: dict[str, Config] = {}
+    for name, module in modules.items():
+        if filter_fn is None:
+            chosen = name in members or is_experts(module)
+        else:
+            chosen = filter_fn(module, name)
+        if not chosen:
+            continue
+        _refuse_own_forward(name, module)
+        if convertible(module) or isinstance(module, COMPRESSED):
+            resolved[name] = config.opposite() if name in downs else config
+    if not resolved:
+        for name, module in modules.items():
+            _refuse_own_forward(name, module)
+        near = ", ".join([n for n, m in modules.items() if convertible(m)][:6])
+        raise ValueError(
+            f"convert_: nothing to convert in {type(model).__name__}; layers that could be: {near}"
+        )
+    return resolved
+
+
+def _resolve_map(
+    model: nn.Module,
+    config: Mapping[str, Config],
+    filter_fn: Callable[[nn.Module, str], bool] | None,
+) -> dict[str, Config]:
+    """Resolve a map from patterns to configs."""
     modules = dict(model.named_modules())
     resolved: dict[str, Config] = {}
-    if isinstance(config, Config):
-        if filter_fn is None:
-            theirs = find_mlps(model, batch)
-        else:
-            theirs = mlps_if_any(model, batch)
-        downs = {m.down for m in theirs}
-        members = {n for m in theirs for n in (*m.ups, m.down)}
-        for name, module in modules.items():
-            if filter_fn is None:
-                wanted = name in members or is_experts(module)
-            else:
-                wanted = filter_fn(module, name)
-            if wanted:
-                _refuse_own_forward(name, module)
-            if wanted and (convertible(module) or isinstance(module, COMPRESSED)):
-                resolved[name] = config.opposite() if name in downs else config
-        if not resolved:
-            for name, module in modules.items():
-                _refuse_own_forward(name, module)
-            near = ", ".join([n for n, m in modules.items() if convertible(m)][:6])
-            raise ValueError(
-                f"convert_: nothing to convert in {type(model).__name__}; layers that could be: "
-                f"{near}"
-            )
-        return resolved
     unused = set(config)
     shadowed = set[str]()
     if not unused:

@@ -33,9 +33,8 @@ _ROWS = 4
 # them
 _NEAR = 1e-2
 
-LAYOUTS: dict[
-    str, Callable[[Tensor, int], Tensor]
-] = {  # where an up layer's outputs of these neurons are
+# where an up layer's outputs of these neurons are
+LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "plain": lambda neurons, count: neurons,
     "halves": lambda neurons, count: torch.cat([neurons, neurons + count]),
     "interleaved": lambda neurons, count: torch.stack([2 * neurons, 2 * neurons + 1], 1).flatten(),
@@ -222,9 +221,8 @@ def _runs(
 
     def see(name: str, given: Tensor, out: Tensor) -> None:
         module = layers[name]
-        if len(module._forward_hooks) > 1 and not torch.equal(
-            module.forward(given), out
-        ):  # one is ours
+        # one is ours
+        if len(module._forward_hooks) > 1 and not torch.equal(module.forward(given), out):
             raise ValueError(
                 f"kronecker: a forward hook changes what {name} says, needed a model without it"
             )

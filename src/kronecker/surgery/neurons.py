@@ -74,9 +74,8 @@ def neurons_to_keep(
     model: nn.Module, parts: Sequence[PrunablePart], config: PruneConfig
 ) -> dict[str, int]:
     """How many hidden neurons each part keeps."""
-    grouped = {
-        p.count for p in parts if p.mlp is None
-    }  # layers of one size have one field in a config
+    # layers of one size have one field in a config
+    grouped = {p.count for p in parts if p.mlp is None}
     units = {
         p.name: math.lcm(config.multiple_of, GROUPED if p.count in grouped else 1) for p in parts
     }

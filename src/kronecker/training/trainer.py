@@ -86,30 +86,19 @@ class KroneckerTrainer(StepTrainer):
                 "in bfloat16 all the same)",
                 stacklevel=2,
             )
-        if teacher is None:
-            self.teacher = None
-        else:
-            self.teacher = teacher.eval().requires_grad_(False)
+        self.teacher = None
+        self.distill = None
+        self._mlps = None
         if teacher is not None:
+            self.teacher = teacher.eval().requires_grad_(False)
             self.distill = distill or DistillConfig()
-        else:
-            self.distill = None
+            _check_distillation(self.distill, model, teacher)
+            if self.distill.layers:
+                self._mlps = TeacherMlps(teacher, model)
         self.rates = {
             "pretrained_learning_rate": pretrained_learning_rate,
             "structure_aware": structure_aware,
         }
-        if teacher is not None and self.distill and (self.distill.hidden or self.distill.layers):
-            _check_depth(model, teacher)
-            if _has_two_sides(model):
-                raise ValueError(
-                    f"KroneckerTrainer: {self.distill} for an encoder-decoder, "
-                    f"{type(model).__name__}, whose two sides have their own tokens; needed "
-                    "hidden=0 and layers=0"
-                )
-        if teacher is not None and self.distill and self.distill.layers:
-            self._mlps = TeacherMlps(teacher, model)
-        else:
-            self._mlps = None
         callbacks = options.get("callbacks") or []
         if any(isinstance(c, (FreezePretrained, FadeIn)) for c in callbacks):
             args.ddp_find_unused_parameters = True  # what learns changes on the way
@@ -144,9 +133,8 @@ class KroneckerTrainer(StepTrainer):
         named = {"output_hidden_states": config.hidden > 0}
         unlabelled = {k: v for k, v in inputs.items() if k not in ("labels", "label")}
         two_sides = _has_two_sides(self.unwrapped())
-        prepare = getattr(
-            self.unwrapped(), "prepare_decoder_input_ids_from_labels", None
-        )  # not all families have it
+        # not all families have it
+        prepare = getattr(self.unwrapped(), "prepare_decoder_input_ids_from_labels", None)
         if (
             prepare
             and "labels" in inputs
@@ -181,9 +169,8 @@ class KroneckerTrainer(StepTrainer):
                 + config.hidden * torch.stack([token_errors(s, t, keep) for s, t in pairs]).mean()
             )
         if self._mlps:
-            everything = (
-                0.0 * ours[0].float().sum()
-            )  # DDP waits for every parameter that the forward used
+            # DDP waits for every parameter that the forward used
+            everything = 0.0 * ours[0].float().sum()
             loss = loss + config.layers * self._mlps.loss(seen, keep) + everything
         loss = self.share_of_step(loss, answers, num_items_in_batch)
         return (loss, ours) if return_outputs else loss
@@ -268,12 +255,23 @@ def _states_that_count(
     tokens = next((inputs[name] for name in names if name in inputs), None)
     if tokens is not None:
         return tokens
-    inside = [x for x, _ in seen.values()] + list(
-        getattr(outputs, "hidden_states", None) or ()
-    )  # of images, patches
+    # of images, patches
+    inside = [x for x, _ in seen.values()] + list(getattr(outputs, "hidden_states", None) or ())
     if inside:
         return inside[0]
     return torch.empty(len(outputs[0]), 1, device=outputs[0].device)
+
+
+def _check_distillation(distill: DistillConfig, model: nn.Module, teacher: nn.Module) -> None:
+    """Refuse to compare hidden states or layers where they do not correspond."""
+    if not distill.hidden and not distill.layers:
+        return
+    _check_depth(model, teacher)
+    if _has_two_sides(model):
+        raise ValueError(
+            f"KroneckerTrainer: {distill} for an encoder-decoder, {type(model).__name__}, whose "
+            "two sides have their own tokens; needed hidden=0 and layers=0"
+        )
 
 
 def _check_depth(model: nn.Module, teacher: nn.Module) -> None:

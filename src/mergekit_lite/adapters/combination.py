@@ -22,10 +22,8 @@ from .report import AdapterModule, AdapterReport
 from .storage import module_of, truncated, with_bar, write_adapter
 
 _MUCH = 0.2  # of a change, missed, that is worth a note
-_NEEDS_WEIGHTS = (
-    "slerp",
-    "arcee_fusion",
-)  # which look at the weights themselves and not at their changes alone
+# which look at the weights themselves and not at their changes alone
+_NEEDS_WEIGHTS = ("slerp", "arcee_fusion")
 
 
 def merge_adapters(

@@ -31,26 +31,20 @@ if getattr(config, "DISABLE_JIT", False):
 
 TILE, _GROUP = 2048, 16
 ALL, TRIM, MIDDLE, DRAW = 0, 1, 2, 3  # what is kept of a task vector
-EVERY, SPENT = (
-    -1,
-    -2,
-)  # of elements that equal a threshold: all are kept; a block's share of them is used up
+# of elements that equal a threshold: all are kept; a block's share of them is used up
+EVERY, SPENT = (-1, -2)
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _NOTHING = np.float32(-0.0)  # to which any number can be added, -0 included, and be what it was
 _SMALL, _LEAST = np.float32(1e-8), np.float32(1e-6)
-_SIZE, _INFINITE = (
-    np.uint32(0x7FFFFFFF),
-    np.uint32(0x7F800000),
-)  # all of a pattern but its sign; and infinity's
+# all of a pattern but its sign; and infinity's
+_SIZE, _INFINITE = (np.uint32(0x7FFFFFFF), np.uint32(0x7F800000))
 
 
 def _kernel(function: Callable[..., object], **options: Any) -> Any:
     """Compile at the first call, keep on disk where that can be, and free Python's lock."""
-    options |= {
-        "nogil": True,
-        "error_model": "numpy",
-    }  # a division that asks for 0 first does not run in vectors
+    # a division that asks for 0 first does not run in vectors
+    options |= {"nogil": True, "error_model": "numpy"}
     try:
         return njit(cache=True, **options)(function)
     except RuntimeError:  # no folder that a cache could be in
@@ -263,9 +257,8 @@ def _draw(row, place, words, keys, whole, limit):
             if lanes[i] == whole:
                 word = np.uint32(_hash(np.uint32(place + i), keys[2], keys[3]) & _SIZE)
                 lanes[i] = -128 if np.float32(word) < limit else 127
-    if (
-        limit >= 0 and whole == -128
-    ):  # nothing lies below the first byte, so the mark for "kept" needs a step up
+    # nothing lies below the first byte, so the mark for "kept" needs a step up
+    if limit >= 0 and whole == -128:
         whole += 1
     _keep_lanes(row, lanes, np.int8(whole))
 

@@ -138,9 +138,8 @@ class StreamingEngine:
         filter gives some tensors another density, they are a vector of their own. Every pass reads
         every tensor anew; what is kept between passes is a window or a histogram for each model.
         """
-        vectors: dict[
-            tuple[int, ...], list[tuple[TensorPlan, int]]
-        ] = {}  # shares: its tensors, and their blocks
+        # shares: its tensors, and their blocks
+        vectors: dict[tuple[int, ...], list[tuple[TensorPlan, int]]] = {}
         for t in self.plan.tensors:
             if t.parameters.get("scope") == "global" and t.info.count:
                 evaluation, blocks = self._evaluation(t, cached=False)
@@ -172,9 +171,8 @@ class StreamingEngine:
                     scores = torch.cat(sampled[i])
                 else:
                     scores = request.compute().detach().flatten()
-                wanted = max(
-                    1, round(t.info.count / total * _GLOBAL_SAMPLE)
-                )  # its share of the sample is its size
+                # its share of the sample is its size
+                wanted = max(1, round(t.info.count / total * _GLOBAL_SAMPLE))
                 samples[i].append(scores[:: max(1, scores.numel() // wanted)].clone())
         wide = any(t.work.name == "float64" for t, _ in members)
         collectors = [

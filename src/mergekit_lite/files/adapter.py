@@ -22,12 +22,8 @@ _PAIRS = (["lora_A", "lora_B"], ["lora_embedding_A", "lora_embedding_B"])
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-_RESIDUAL = (
-    "pissa",
-    "olora",
-    "corda",
-    "loftq",
-)  # initialisations that subtract the adapter from the base
+# initialisations that subtract the adapter from the base
+_RESIDUAL = ("pissa", "olora", "corda", "loftq")
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 _CONV1D_LAYERS = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)$")
 

@@ -110,21 +110,7 @@ def open_source(
     folder = find_folder(text)
     tensors = read_folder(folder)
     if tensors is None:
-        if (folder / CONFIG).exists():
-            raise CheckpointError(f"{text}: is a LoRA adapter; name it as MODEL+{text}")
-        if allow_pickle == "weights_only":
-            folder = find_folder(
-                text, (*_PATTERNS, _PICKLES)
-            )  # of the hub's files, pickles come when nothing else is
-        pickled = _pickled(folder, allow_pickle, text)
-        if pickled is None:
-            if _hub.user_path(text).is_dir() or allow_pickle:
-                where = ""
-            else:
-                where = ' (allow_pickle="weights_only" asks for more)'
-            names = " and no ".join(f"{stem}.safetensors" for stem in STEMS)
-            raise CheckpointError(f"{text}: holds no {names}{where}")
-        return pickled
+        return _open_pickled(folder, allow_pickle, text)
     source = FolderSource(folder, label or text, tensors)
     if quantised := source.config.get("quantization_config"):
         if isinstance(quantised, dict):
@@ -140,15 +126,31 @@ def open_source(
     return source
 
 
+def _open_pickled(folder: Path, allow_pickle: str | None, text: str) -> Source:
+    """Return the source of a folder without safetensors; refuse adapters and empty folders."""
+    if (folder / CONFIG).exists():
+        raise CheckpointError(f"{text}: is a LoRA adapter; name it as MODEL+{text}")
+    if allow_pickle == "weights_only":
+        # of the hub's files, pickles come when nothing else is
+        folder = find_folder(text, (*_PATTERNS, _PICKLES))
+    pickled = _pickled(folder, allow_pickle, text)
+    if pickled is not None:
+        return pickled
+    where = ' (allow_pickle="weights_only" asks for more)'
+    if _hub.user_path(text).is_dir() or allow_pickle:
+        where = ""
+    names = " and no ".join(f"{stem}.safetensors" for stem in STEMS)
+    raise CheckpointError(f"{text}: holds no {names}{where}")
+
+
 def _from_module(model: torch.nn.Module, label: str) -> DictSource:
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     config = to_dict() if callable(to_dict) else {}
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     state = model.state_dict()
     first_names: dict[int, str] = {}
-    for name, value in list(
-        state.items()
-    ):  # a tied tensor is one tensor, under the name a checkpoint has
+    # a tied tensor is one tensor, under the name a checkpoint has
+    for name, value in list(state.items()):
         if value.device.type == "meta" or not value.numel():
             continue
         if first_names.setdefault(value.data_ptr(), name) != name and (not tied or name in tied):

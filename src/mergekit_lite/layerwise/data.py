@@ -42,23 +42,32 @@ def calibration_batches(
     return batches
 
 
-def _batched(data: Any, source: Source, batch_size: int, max_length: int) -> list[Batch]:
+def _rows_of(data: Any, source: Source) -> list[Any]:
+    """Return batches, examples or rows as a list; refuse what is none of these."""
     if isinstance(data, Tensor) or (isinstance(data, Mapping) and "input_ids" in data):
-        data = [data]  # one batch
+        return [data]  # one batch
     if isinstance(data, Mapping):
         names = ", ".join(map(str, data))
         raise ValueError(
             f"calibration of {source.label} is a mapping of {names}; needed rows, or input_ids"
         )
-    is_file = isinstance(data, (str, Path))
-    if not is_file and not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         raise ValueError(
             f"calibration of {source.label}: is {data!r}; needed a file, rows, examples or batches"
         )
-    rows: list[Any] = [] if is_file else list(data)
-    if not is_file and not rows:
+    rows = list(data)
+    if not rows:
         raise ValueError(f"calibration of {source.label}: the data are empty; needed examples")
-    first: Any = rows[0] if rows else None
+    return rows
+
+
+def _batched(data: Any, source: Source, batch_size: int, max_length: int) -> list[Batch]:
+    """Return calibration data of any admitted form as batches of ids and attention masks."""
+    rows: list[Any] = []
+    first: Any = None
+    if not isinstance(data, (str, Path)):
+        rows = _rows_of(data, source)
+        first = rows[0]
     if isinstance(first, Tensor):
         if any(batch.dim() != 2 for batch in rows):
             raise ValueError(
@@ -74,7 +83,7 @@ def _batched(data: Any, source: Source, batch_size: int, max_length: int) -> lis
     if not has_ids:
         tokenizer = AutoTokenizer.from_pretrained(source.folder)
         examples = TextExamples(
-            data if is_file else rows, tokenizer, max_length=max_length, train_on_inputs=True
+            rows or data, tokenizer, max_length=max_length, train_on_inputs=True
         )
         rows = [examples[i] for i in range(len(examples))]
     ids = sorted((_without_padding(row)[:max_length] for row in rows), key=len)

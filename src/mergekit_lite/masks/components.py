@@ -38,11 +38,8 @@ _COSMETIC = re.compile(
     r"|tokenizer_class|finetuning_task|return_.*|keys_to_ignore_at_inference"
     r"|router_aux_loss_coef|router_jitter_noise|.*_version|pretraining_tp"
 )
-_LENGTH = (
-    "max_position_embeddings",
-    "max_seq_len_cached",
-    "original_max_seq_len",
-)  # of tables that only look further
+# of tables that only look further
+_LENGTH = ("max_position_embeddings", "max_seq_len_cached", "original_max_seq_len")
 _ANY_LENGTH = {"default", "linear", "llama3"}  # kinds of rotary positions that do not depend on it
 
 
@@ -107,10 +104,8 @@ def _is_of_any_length(config: object) -> bool:
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, Mapping) or not rope:
         return False
-    parts = [
-        rope,
-        *(p for p in rope.values() if isinstance(p, Mapping)),
-    ]  # a kind for each kind of layer
+    # a kind for each kind of layer
+    parts = [rope, *(p for p in rope.values() if isinstance(p, Mapping))]
     return {p["rope_type"] for p in parts if "rope_type" in p} <= _ANY_LENGTH
 
 
@@ -234,9 +229,8 @@ def refuse_different(
         for other, label in zip(models[1:], labels[1:], strict=True)
     ]
     say_or_refuse([line for one, other, names in pairs for line in _differences(one, other, names)])
-    if (
-        strict or values
-    ):  # without strict the one warning is given by the call that also compares buffers
+    # without strict the one warning is given by the call that also compares buffers
+    if strict or values:
         lines = [
             line
             for one, other, names in pairs

@@ -253,9 +253,8 @@ def _outputs(merger: MaskedModel, hidden: bool, inputs: Mapping[str, object]) ->
 
 
 def _cached(merger: MaskedModel, kl: KLConfig, count: int, cached: Tensor) -> list[Tensor | None]:
-    needed = (
-        1 if kl.coefficients == "task" else merger.count
-    )  # by task, each position keeps its own teacher's alone
+    # by task, each position keeps its own teacher's alone
+    needed = 1 if kl.coefficients == "task" else merger.count
     teachers = cached.shape[1] if cached.dim() == 3 else 0
     if cached.shape[0] != count or teachers not in (needed, merger.count):
         raise ValueError(
@@ -292,9 +291,8 @@ def _run_teachers(
             if used.numel() == 0:
                 logits_of_teachers.append(None)
                 continue
-            kept, row = rows[used].unique(
-                return_inverse=True
-            )  # rows of the batch, and of what is left of it
+            # rows of the batch, and of what is left of it
+            kept, row = rows[used].unique(return_inverse=True)
             part = {
                 n: v[kept] if isinstance(v, Tensor) and v.shape[:1] == (batch,) else v
                 for n, v in inputs.items()

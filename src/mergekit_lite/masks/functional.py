@@ -56,9 +56,8 @@ def _check_masks(operation: str, weights: Sequence[Tensor], masks: Tensor) -> No
 
 def _uses_fused(impl: str, weights: Sequence[Tensor], operation: str) -> bool:
     """Whether the Triton path runs; an explicit choice that cannot run raises."""
-    if (
-        impl != "fused"
-    ):  # "auto" is eager until a row measured on a GPU says that the kernels are faster there
+    # "auto" is eager until a row measured on a GPU says that the kernels are faster there
+    if impl != "fused":
         return False
     from . import _triton
 

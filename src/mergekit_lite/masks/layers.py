@@ -26,9 +26,8 @@ from .functional import blend, masked_embedding, masked_linear
 Output = Any
 """Of a stock module: a tensor, a tuple, what transformers returns."""
 
-_WORTH_REPEATING = (
-    1 << 16
-)  # elements of a parameter from which its blend is made again in backward, not kept
+# elements of a parameter from which its blend is made again in backward, not kept
+_WORTH_REPEATING = 1 << 16
 
 
 @dataclass
@@ -242,9 +241,8 @@ class MaskedLayer(nn.Module):
             return self.stock({name: self.merged(name) for name in self.masks}, *args, **kwargs)
 
         large = any(p.numel() >= _WORTH_REPEATING for p in self.plain.parameters(recurse=False))
-        if (
-            large and torch.is_grad_enabled()
-        ):  # run again in backward, so that no blended parameter is kept until then
+        # run again in backward, so that no blended parameter is kept until then
+        if large and torch.is_grad_enabled():
             return checkpoint(blended, use_reentrant=False)
         return blended()
 
@@ -313,6 +311,5 @@ class MaskedEmbedding(MaskedLayer):
         scale = getattr(self.plain, "embed_scale", None)
         if scale is None:
             return rows
-        return rows * (
-            scale.to(rows.dtype) if isinstance(scale, Tensor) else scale
-        )  # as the stock layers do
+        # as the stock layers do
+        return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)

@@ -67,9 +67,8 @@ def load_components(
     labels = [own if adapter is None else f"{own}+{adapter}" for own, adapter in names]
     refuse_unlike(configs, bases, labels, auto_class, making, strict=strict)
     models: list[PreTrainedModel] = []
-    for (own, adapter), config, rest in reversed(
-        list(zip(names, configs, unused, strict=True))
-    ):  # the base first
+    # the base first
+    for (own, adapter), config, rest in reversed(list(zip(names, configs, unused, strict=True))):
         model = None
         if (
             low_rank

@@ -90,31 +90,9 @@ def masked_kl(
     """
     positions = student.shape[0]
     _check_states(student, teachers, heads, masks)
-    if heads is None and bias is not None:
-        raise ValueError(
-            "masked_kl: a bias came without heads, needed the heads that it belongs to, or states "
-            "with it"
-        )
-    if teacher_biases and len(teacher_biases) < len(
-        teachers
-    ):  # a base, which teaches nothing, may have one, too
-        raise ValueError(
-            f"masked_kl: {len(teacher_biases)} teacher_biases for {len(teachers)} teachers, needed "
-            "one each"
-        )
+    _check_biases(teachers, heads, bias, teacher_biases)
     _check_numbers(direction, impl, temperature, confidence_temperature)
-    if isinstance(coefficients, Tensor):
-        coefficients = _checked_shares(coefficients, student, teachers)
-    elif coefficients != "confidence":
-        raise ValueError(
-            f"masked_kl: coefficients must be shares or 'confidence', got {coefficients!r}"
-        )
-    elif positions and any(t is None for t in teachers):
-        absent = next(k for k, t in enumerate(teachers) if t is None)
-        raise ValueError(
-            f"masked_kl: coefficients {coefficients!r} weigh every teacher, and {absent} was not "
-            "given"
-        )
+    coefficients = _checked_coefficients(coefficients, student, teachers)
     if cross_entropy:
         if labels is None:
             raise ValueError("masked_kl: cross_entropy needs labels")
@@ -152,6 +130,45 @@ def masked_kl(
     }
     with torch.autocast(student.device.type, enabled=False):
         return Distillation.apply(student, masks, bias, arguments)
+
+
+def _check_biases(
+    teachers: Sequence[Tensor | None],
+    heads: Sequence[Tensor] | None,
+    bias: Tensor | None,
+    teacher_biases: Sequence[Tensor | None] | None,
+) -> None:
+    """Refuse a bias without heads, and fewer biases than teachers."""
+    if heads is None and bias is not None:
+        raise ValueError(
+            "masked_kl: a bias came without heads, needed the heads that it belongs to, or states "
+            "with it"
+        )
+    # a base, which teaches nothing, may have one, too
+    if teacher_biases and len(teacher_biases) < len(teachers):
+        raise ValueError(
+            f"masked_kl: {len(teacher_biases)} teacher_biases for {len(teachers)} teachers, needed "
+            "one each"
+        )
+
+
+def _checked_coefficients(
+    coefficients: Tensor | str, student: Tensor, teachers: Sequence[Tensor | None]
+) -> Tensor | str:
+    """Return shares as a tensor, or ``"confidence"``; refuse anything else."""
+    if isinstance(coefficients, Tensor):
+        return _checked_shares(coefficients, student, teachers)
+    if coefficients != "confidence":
+        raise ValueError(
+            f"masked_kl: coefficients must be shares or 'confidence', got {coefficients!r}"
+        )
+    absent = [k for k, teacher in enumerate(teachers) if teacher is None]
+    if len(student) and absent:
+        raise ValueError(
+            f"masked_kl: coefficients {coefficients!r} weigh every teacher, and {absent[0]} was "
+            "not given"
+        )
+    return coefficients
 
 
 def _check_states(

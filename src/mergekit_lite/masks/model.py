@@ -67,9 +67,8 @@ class MaskedModel(nn.Module):
                 "base's last"
             )
         self.labels = list(labels)
-        whole = [
-            k for k, model in enumerate(models) if not has_factors(model)
-        ]  # the others are copies of the base
+        # the others are copies of the base
+        whole = [k for k, model in enumerate(models) if not has_factors(model)]
         if len(whole) > 1 or base is None:
             whose = "first component's" if base is None else "base's"
             refuse_different(

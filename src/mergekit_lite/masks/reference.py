@@ -69,9 +69,8 @@ def masked_kl(
     if heads is not None:
         head = heads[0] if masks is None else blend(heads, masks)
         student = student @ head.T
-        teachers = [
-            t @ h.T for t, h in zip(teachers, heads, strict=False)
-        ]  # a base's head is the student's alone
+        # a base's head is the student's alone
+        teachers = [t @ h.T for t, h in zip(teachers, heads, strict=False)]
     logs = torch.stack([torch.log_softmax(t / temperature, -1) for t in teachers], 1)  # (N, K, V)
     entropies = -(logs.exp() * logs).sum(-1)
     if isinstance(coefficients, Tensor):

@@ -104,9 +104,8 @@ class MaskReport(Report):
         cells = [_cell(r.name) for r in self.rows]
         count = len(self.labels)
         layers, kinds = (list(dict.fromkeys(cell[i] for cell in cells)) for i in (0, 1))
-        grid = torch.full(
-            (len(layers), count * (len(kinds) + 1) - 1), torch.nan
-        )  # a gap between components
+        # a gap between components
+        grid = torch.full((len(layers), count * (len(kinds) + 1) - 1), torch.nan)
         starts = [k * (len(kinds) + 1) for k in range(count)]
         for row, (layer, kind) in zip(self.rows, cells, strict=True):
             for start, mean in zip(starts, row.mean, strict=True):

@@ -138,9 +138,8 @@ def bake(merger: MaskedModel, out: Path, options: Mapping[str, Any]) -> MergeRep
         for name, (layer, _) in merger.places().items()
         if isinstance(layer, LowRankMaskedLinear)
     }
-    plain = (
-        count - 1 if merger.over_base else 0
-    )  # the base, or the first component, whose config the result has
+    # the base, or the first component, whose config the result has
+    plain = count - 1 if merger.over_base else 0
     models = [
         MaskedSource(
             source, k, masks, dtypes, rounds=lambda name: name not in factored, lone=k == plain

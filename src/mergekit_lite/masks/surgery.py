@@ -62,9 +62,8 @@ class Surgeon:
         self.generator = torch.Generator().manual_seed(config.seed)
         self.layers: dict[str, tuple[MaskedLayer, str]] = {}
         self.raw: dict[str, nn.Parameter] = {}
-        self._masks: dict[
-            int, nn.Parameter
-        ] = {}  # by the id of the frozen tensor: tied weights share a mask
+        # by the id of the frozen tensor: tied weights share a mask
+        self._masks: dict[int, nn.Parameter] = {}
         self._replacements: dict[int, MaskedLayer] = {}  # by the id of the module that was replaced
 
     def replace(self, module: nn.Module, others: Sequence[nn.Module], prefix: str = "") -> None:

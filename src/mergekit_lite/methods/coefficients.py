@@ -35,9 +35,8 @@ def great_circle(
 
     On the line where ``straight``.
     """
-    angle = xp.arccos(
-        xp.where(straight, 0.0, cosine)
-    )  # kept off ±1, where the gradient is infinite
+    # kept off ±1, where the gradient is infinite
+    angle = xp.arccos(xp.where(straight, 0.0, cosine))
     sine = xp.sin(angle)
     arc = xp.stack([xp.sin((1 - t) * angle) / sine, xp.sin(t * angle) / sine], -1)
     line = xp.stack([xp.full_like(cosine, 1 - t), xp.full_like(cosine, t)], -1)

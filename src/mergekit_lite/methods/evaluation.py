@@ -187,9 +187,8 @@ class Evaluation:
                 samples = [[] for _ in requests]
             collectors: list[Collector] = []
             for request, sampled in zip(requests, samples, strict=True):
-                if (
-                    isinstance(request, Largest) and not sampled
-                ):  # one block: its own stride is the sample
+                # one block: its own stride is the sample
+                if isinstance(request, Largest) and not sampled:
                     scores = request.compute().detach().flatten()
                     sampled = [scores[:: max(1, scores.numel() // _SAMPLE)]]
                 collectors.append(

@@ -34,9 +34,8 @@ def arcee_fusion(tensors: list[Tensor], base: Tensor) -> Asking[Tensor]:
         divergence = (log_p.exp() * (log_p - log_q)).sum(-1, keepdim=True).clamp(min=0)
         return (model - base).abs() * divergence
 
-    def above(
-        share: float,
-    ) -> Callable[[int], int]:  # rank from the top of the lower order statistic at this quantile
+    # rank from the top of the lower order statistic at this quantile
+    def above(share: float) -> Callable[[int], int]:
         return lambda n: n - int(share * (n - 1))
 
     cuts = yield [Largest(importance, above(q)) for q in (0.25, 0.5, 0.75)]

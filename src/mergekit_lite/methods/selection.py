@@ -129,9 +129,8 @@ class Selector:
 
     def observe(self, block: int, scores: Tensor) -> None:
         """Count one block in the current pass; blocks may come in any order and from any thread."""
-        bits = bits_of(
-            scores, self._wide
-        )  # numpy compares and compresses several times faster than torch does on CPU
+        # numpy compares and compresses several times faster than torch does on CPU
+        bits = bits_of(scores, self._wide)
         if not self._seen and bits.size and (bits.max() >= self.top or bits.min() < 0):
             raise ValueError("selecting the largest elements: the tensor holds NaN")
         reach = bits >= self.low

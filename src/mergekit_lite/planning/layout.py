@@ -238,9 +238,8 @@ class _Piece:
         base = None
         if self._base is not None:
             base = next((i for _, i in inputs if i.source == self._base), None)
-            if (
-                base is None
-            ):  # not among the sources: it gives the layers that the first source gives
+            # not among the sources: it gives the layers that the first source gives
+            if base is None:
                 alias = self._models.alias(self._base, names[0])
                 if alias is None:
                     self._problems.append(

@@ -102,8 +102,7 @@ def open_models(
         donor = index[model_key(recipe.base_model)]
     else:
         donor = 0
-    if not sources[
-        donor
-    ].config:  # a state dict, say: then the first model that has a config is the donor
+    # a state dict, say: then the first model that has a config is the donor
+    if not sources[donor].config:
         donor = next((i for i, source in enumerate(sources) if source.config), donor)
     return Models(sources, index, donor), []

@@ -182,9 +182,8 @@ def plan_vocabulary(
         size = _rows(source)
         for token, row in tokens.items():
             rows_here[row] = vocabulary.get(token, -1)
-        rows_here[padding] = np.where(
-            padding < size, padding, -1
-        )  # these keep their place, where the model has one
+        # these keep their place, where the model has one
+        rows_here[padding] = np.where(padding < size, padding, -1)
         rows_here[rows_here >= size] = -1
     model_of = np.repeat(np.arange(len(sources))[:, None], rows, 1)
     row_of = has.copy()
@@ -327,9 +326,8 @@ class AlignedSource(Source):
             )
             step = max(1, _AVERAGED // width)
             total = np.zeros(width)
-            for run in np.split(
-                rows, np.flatnonzero(np.diff(rows) != 1) + 1
-            ):  # padding may lie between
+            # padding may lie between
+            for run in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
                 for begin in range(0, len(run), step):
                     first = int(run[begin])
                     last = int(run[begin : begin + step][-1]) + 1

@@ -89,6 +89,7 @@ class StepLoss(nn.Module, ABC):
         assert output.step_logits is not None
         assert output.output_steps is not None
         steps = output.output_steps
+        # (S, B, O)
         errors = torch.stack(
             [
                 F.cross_entropy(
@@ -98,7 +99,7 @@ class StepLoss(nn.Module, ABC):
                     output.step_logits, labels_of_steps(labels, steps), strict=True
                 )
             ]
-        )  # (S, B, O)
+        )
         weights = self.weights(output, steps, distance)
         if not isinstance(weights, Tensor):
             weights = torch.tensor(weights, device=errors.device, dtype=errors.dtype)

@@ -83,10 +83,8 @@ def newest_whole(folder: Path, name: str) -> Path:
         (p for p, n in numbers.items() if n.isdigit()), key=lambda p: -int(numbers[p])
     ):
         try:
-            for file in {
-                path / name,
-                *path.glob(f"{Path(name).stem}*{Path(name).suffix}"),
-            }:  # of all processes
+            # of all processes
+            for file in {path / name, *path.glob(f"{Path(name).stem}*{Path(name).suffix}")}:
                 read_state(file)
         except ValueError as error:
             logger.warning(

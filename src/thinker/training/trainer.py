@@ -512,9 +512,8 @@ class _Housekeeping(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        self.trainer.data.step = (
-            self.trainer.batches
-        )  # workers advance copies of the data set, not this one
+        # workers advance copies of the data set, not this one
+        self.trainer.data.step = self.trainer.batches
 
     def on_pre_optimizer_step(
         self,

@@ -608,11 +608,8 @@ def test_adapters_of_samples_keep_apart_under_dropout():
     assert shares[2] == 0
     assert all(0.4 < share < 0.6 for share in (shares[0], shares[1], shares[3]))
     both = (layer(x[:1]) - layer.base_layer(x[:1]))[..., :4].detach() / (2 * layer.scaling["a"])
-    assert set(both.round(decimals=4).unique().tolist()) == {
-        0.0,
-        1.0,
-        2.0,
-    }  # active together: masks of their own
+    # active together: masks of their own
+    assert set(both.round(decimals=4).unique().tolist()) == {0.0, 1.0, 2.0}
 
 
 def test_what_a_base_layer_takes_besides_x_reaches_it():
@@ -646,10 +643,8 @@ def test_layers_that_others_changed_are_told_and_not_half_restored():
     layers[1].__class__ = LoraLinear
     assert restore_lora_(model) == len(layers)
     assert all(type(layer) is lora.Linear for layer in layers)
-    for when in (
-        "before",
-        "after",
-    ):  # what accelerate's hooks leave behind is the class's own forward
+    # what accelerate's hooks leave behind is the class's own forward
+    for when in ("before", "after"):
         if when == "after":
             accelerate_lora_(model)
         add_hook_to_module(layers[2], ModelHook())

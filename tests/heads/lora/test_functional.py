@@ -13,9 +13,8 @@ from tests.support.equivalence import judge, place
 
 SEED = torch.tensor(-1234567890123456789)
 SIZES = ((7, 12, 9, 3), (1, 1, 1, 1), (0, 6, 4, 2), (33, 40, 70, 24))  # tokens, in, out, rank
-CASES = list(
-    itertools.product((False, True), (False, True), (0.0, 0.3))
-)  # bias, transposed, dropout
+# bias, transposed, dropout
+CASES = list(itertools.product((False, True), (False, True), (0.0, 0.3)))
 
 
 def inputs_of(size, bias, transposed, seed=0):
@@ -139,9 +138,8 @@ def test_the_mask_is_the_same_everywhere_and_drops_the_share_that_it_should():
     assert abs((a * b).mean() * 4) < 5 / 500  # masks of neighbouring seeds,
     assert abs((a[1:] * a[:-1]).mean() * 4) < 5 / 500  # rows
     assert abs((a[:, 1:] * a[:, :-1]).mean() * 4) < 5 / 500  # and columns do not know of each other
-    corners = (
-        a[:-1, :-1] * a[1:, :-1] * a[:-1, 1:] * a[1:, 1:]
-    )  # what a mere xor of row and column would give away
+    # what a mere xor of row and column would give away
+    corners = a[:-1, :-1] * a[1:, :-1] * a[:-1, 1:] * a[1:, 1:]
     assert abs(corners.mean() * 16) < 5 / 500
 
 

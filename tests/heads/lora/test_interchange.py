@@ -640,9 +640,8 @@ def test_ordinary_use_warns_of_nothing(kind, tmp_path):
     by itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings(
-            "ignore", message="Could not find a config file in"
-        )  # peft 0.18, saving a tiny model
+        # peft 0.18, saving a tiny model
+        warnings.filterwarnings("ignore", message="Could not find a config file in")
         config = LoraConfig(target_modules=[t for t in TARGETS[kind] if t != "lm_head"])
         model = spoken(prepare_lora(tiny(kind), config))
         model.save_pretrained(tmp_path / "adapter")

@@ -109,9 +109,8 @@ def failures(*options):
 @pytest.mark.peers
 def test_pefts_own_tests_find_nothing_that_plain_peft_does_not_have(monkeypatch):
     files = [f"tests/test_{name}.py" for name in FILES.split()]
-    with fake_hub(
-        monkeypatch
-    ):  # that it has nothing is said at once; the real one is asked five times, with pauses
+    # that it has nothing is said at once; the real one is asked five times, with pauses
+    with fake_hub(monkeypatch):
         failed, passed = failures("-p", "ours", "-n", "2", "-k", CHOSEN, *files)
         assert passed > 4000
         assert failed <= failures(*sorted(failed))[0] if failed else True

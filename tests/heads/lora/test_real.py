@@ -24,9 +24,8 @@ def adapted(folder, dtype, accelerate):
     )
     draw = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        if (
-            ".lora_" in name
-        ):  # in float32 and rounded once, so that every dtype has the same numbers
+        # in float32 and rounded once, so that every dtype has the same numbers
+        if ".lora_" in name:
             parameter.data = (0.02 * torch.randn(parameter.shape, generator=draw)).to(
                 parameter.dtype
             )
@@ -61,9 +60,8 @@ def test_the_accelerated_model_is_pefts(smollm2):
         errors = [(found[who][name] - true).norm() / true.norm() for name, true in truth.items()]
         return float(torch.stack(errors).square().mean().sqrt())
 
-    assert error("ours") <= 2 * error(
-        "peft"
-    )  # as the judge has it: twice the plain way's own error in float32
+    # as the judge has it: twice the plain way's own error in float32
+    assert error("ours") <= 2 * error("peft")
 
 
 def test_a_chat_is_answered_after_tuning_and_merging(smollm2, tmp_path):

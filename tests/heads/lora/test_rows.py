@@ -202,9 +202,8 @@ def test_what_trl_cuts_and_leaves_out_is_counted(tmp_path):
     trainer.train_dataset = trainer.train_dataset.select_columns(["input_ids", "labels"])
     assert row_report(rows, trainer) == report
     bare = read_rows([{"instruction": "", "output": "a b c"}], plain)
-    assert (
-        row_report(bare, trainer_of(tmp_path, bare)).trained_tokens == 3
-    )  # nothing predicts a first token
+    # nothing predicts a first token
+    assert row_report(bare, trainer_of(tmp_path, bare)).trained_tokens == 3
     for changes in ({"packing": True}, {"packing": True, "packing_strategy": "wrapped"}):
         with pytest.raises(
             ValueError, match="needed a trainer whose rows lie in memory as input_ids and labels"

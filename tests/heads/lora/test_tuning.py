@@ -188,9 +188,8 @@ def test_a_run_that_overfits_and_one_that_does_not():
     ):
         report = tuning_report(log_of(falling, held))
         assert report.overfits_from is report.diverges_from is None
-    assert (
-        tuning_report(log_of([], [(0, 3.0), (50, 2.2), (100, 2.5)])).overfits_from == 50
-    )  # no training loss was logged
+    # no training loss was logged
+    assert tuning_report(log_of([], [(0, 3.0), (50, 2.2), (100, 2.5)])).overfits_from == 50
 
 
 def test_a_run_that_diverges():
@@ -213,9 +212,8 @@ def test_a_run_that_breaks():
     assert "breaks at step 13" in str(report)
     assert tuning_report([{"step": 1, "eval_loss": math.nan}]).breaks_at == 1
     assert tuning_report(log_of([2.0, math.inf, 2.0])).breaks_at == 2
-    assert (
-        tuning_report(log_of([2.0] * 3, norms=[math.inf, 1.0, 1.0])).breaks_at is None
-    )  # float16 finding its scale
+    # float16 finding its scale
+    assert tuning_report(log_of([2.0] * 3, norms=[math.inf, 1.0, 1.0])).breaks_at is None
 
 
 def test_several_held_out_sets_are_told_apart():
@@ -245,9 +243,8 @@ def test_spikes_are_told_with_step_and_norm_and_noise_is_not():
     assert [(s.step, s.loss, s.grad_norm) for s in spikes] == [(101, 6.0, 100.0), (301, 9.0, 300.0)]
     assert all(abs(s.usual - 1.7) < 0.3 for s in spikes)
     assert tuning_report(log_of([2.0] * 20 + [2.001] * 20)).spikes == ()  # no noise at all
-    assert (
-        tuning_report(log_of([2.0] * 9 + [9.0] + [2.0] * 9)).spikes == ()
-    )  # too little is known yet
+    # too little is known yet
+    assert tuning_report(log_of([2.0] * 9 + [9.0] + [2.0] * 9)).spikes == ()
     assert len(tuning_report(log_of([2.0] * 10 + [9.0] + [2.0] * 9)).spikes) == 1
 
 

@@ -43,9 +43,8 @@ def ids_of(*numbers):
 
 def test_a_prompt_loses_its_beginning_and_an_answer_its_middle():
     prompt, long, short = words(*range(10)), words(*range(20, 40)), words(50)
-    made, data = sequences_of(
-        (prompt, long, short)
-    )  # 16 tokens: 3 are special, 4 the prompt's at least
+    # 16 tokens: 3 are special, 4 the prompt's at least
+    made, data = sequences_of((prompt, long, short))
     assert made[0] == [1, *ids_of(6, 7, 8, 9), 2, *ids_of(20, 21, 22, 23, 24, 36, 37, 38, 39), 2]
     assert made[1] == [1, *ids_of(*range(10)), 2, *ids_of(50), 2]
     assert str(data.report).splitlines() == [
@@ -101,9 +100,8 @@ def test_an_empty_answer_is_a_sequence_without_one():
 
 
 def test_items_are_counted_from_both_ends():
-    data = PairwiseDataset(
-        pairs_of(300), tokenizer_of(), config_of(), progress=False
-    )  # more than are tokenised at once
+    # more than are tokenised at once
+    data = PairwiseDataset(pairs_of(300), tokenizer_of(), config_of(), progress=False)
     assert tokens_of(data, -1)[1].ids.tolist() == tokens_of(data, 299)[1].ids.tolist()
     alone = PairwiseDataset([data.pairs[270]], tokenizer_of(), config_of(), progress=False)
     for one, other in zip(tokens_of(data, 270), tokens_of(alone), strict=True):

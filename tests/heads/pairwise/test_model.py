@@ -231,9 +231,8 @@ def test_rank_orders_answers(link):
     with pytest.raises(ValueError, match="rank: answer 1 is 3, needed text or turns"):
         model.rank("p", ["one", 3])
     more = model.rank("w1 w2", [*answers, words(*range(80))])
-    torch.testing.assert_close(
-        more.wins[:6, :6], found.wins, rtol=1e-5, atol=1e-6
-    )  # a further answer changes nothing
+    # a further answer changes nothing
+    torch.testing.assert_close(more.wins[:6, :6], found.wins, rtol=1e-5, atol=1e-6)
     backwards = model.rank("w1 w2", answers[::-1])
     torch.testing.assert_close(backwards.scores.flip(0), found.scores, rtol=1e-4, atol=1e-5)
 

@@ -143,9 +143,8 @@ def test_training_mode_and_random_state_are_left_alone():
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*activation_checkpointing_enable.*:FutureWarning"
-)  # transformers 5.23 and on
+# transformers 5.23 and on
+@pytest.mark.filterwarnings("ignore:.*activation_checkpointing_enable.*:FutureWarning")
 def test_gradient_checkpointing_gives_the_same_gradients():
     found = []
     for checkpointing in (False, True):

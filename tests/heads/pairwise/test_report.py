@@ -47,10 +47,8 @@ def test_metrics_are_what_they_say():
 def test_nothing_depends_on_which_side_the_better_answer_is_on():
     draw = torch.Generator().manual_seed(0)
     found = torch.randn(300, 2, generator=draw).log_softmax(-1)
-    labels, lengths = (
-        torch.zeros(300, dtype=torch.long),
-        torch.randn(300, generator=draw) + 1,
-    )  # chosen and rejected
+    # chosen and rejected
+    labels, lengths = (torch.zeros(300, dtype=torch.long), torch.randn(300, generator=draw) + 1)
     turn = torch.rand(300, generator=draw) < 0.5
     turned = torch.where(turn[:, None], found.flip(1), found), torch.where(turn, 1, labels)
     one = pairwise_metrics(found, labels, length_difference=lengths)
@@ -120,10 +118,8 @@ def test_calibration_keeps_verdicts_and_lowers_the_log_loss(link):
     drawn = torch.multinomial(true, 1, generator=torch.Generator().manual_seed(2))[:, 0].tolist()
     with torch.no_grad():
         lasts = [p for last in model.head._lasts for p in last.parameters()]
-        for parameter in (
-            *lasts,
-            *([] if model.head.tie is None else [model.head.tie]),
-        ):  # too sure of itself
+        # too sure of itself
+        for parameter in (*lasts, *([] if model.head.tie is None else [model.head.tie])):
             parameter.mul_(3)
     data = model.dataset(
         [(*pair, label) for pair, label in zip(pairs, drawn, strict=True)], progress=False
@@ -184,9 +180,8 @@ def test_the_report_says_everything_and_draws(tmp_path):
 def test_each_bin_of_confidence_stands_alone():
     confidence = torch.tensor([0.99, 0.97, 0.90, 0.88], dtype=torch.float64)
     right = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
-    bins = calibration_bins(
-        confidence, right
-    )  # 15 bins: the last from 14/15, the one before from 13/15
+    # 15 bins: the last from 14/15, the one before from 13/15
+    bins = calibration_bins(confidence, right)
     assert [b[0] for b in bins] == [0.5, 0.5]
     assert [b[2] for b in bins] == [1.0, 0.5]
     assert bins[0][1] == pytest.approx(0.89)

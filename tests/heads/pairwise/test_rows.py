@@ -319,14 +319,12 @@ def test_parts_have_no_prompt_in_common():
     asked = [{pair.prompt for pair in part} for part in parts]
     assert not asked[0] & asked[1] | asked[0] & asked[2] | asked[1] & asked[2]
     assert sorted(pair.a for part in parts for pair in part) == sorted(pair.a for pair in pairs)
-    assert [pair.a for pair in parts[0]] == [
-        pair.a for pair in pairs if pair in parts[0]
-    ]  # in their order
+    # in their order
+    assert [pair.a for pair in parts[0]] == [pair.a for pair in pairs if pair in parts[0]]
     assert split_pairs(pairs, (0.5, 0.3, 0.2), seed=3) == parts
     assert split_pairs(pairs, (0.5, 0.3, 0.2), seed=4) != parts
-    few = split_pairs(
-        [Pair("p", f"a{k}", "b", 0) for k in range(10)]
-    )  # one prompt: pairs are drawn
+    # one prompt: pairs are drawn
+    few = split_pairs([Pair("p", f"a{k}", "b", 0) for k in range(10)])
     assert [len(part) for part in few] == [8, 1, 1]
 
 

@@ -79,12 +79,8 @@ def test_it_learns_which_answer_is_better(tmp_path):
 
 @pytest.mark.parametrize("kind", ["bert", "mpnet"])
 def test_stopped_and_resumed_is_as_if_never_stopped(kind, tmp_path):
-    options = {
-        "kind": kind,
-        "max_steps": 13,
-        "save_strategy": "steps",
-        "save_steps": 5,
-    }  # an epoch is 8 steps
+    # an epoch is 8 steps
+    options = {"kind": kind, "max_steps": 13, "save_strategy": "steps", "save_steps": 5}
     whole = trained(tmp_path, **options)
     again = trained(tmp_path, resume=str(tmp_path / "checkpoint-10"), **options)
     assert all(torch.equal(v, state_of(again)[k]) for k, v in state_of(whole).items())

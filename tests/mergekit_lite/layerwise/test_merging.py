@@ -67,9 +67,8 @@ def test_inputs_that_nobody_has_are_averaged():
     seen = [statistics_of(x), statistics_of(0 * x)]
     found = merge_by_inputs(weights, seen, reduce=0.9, shares=(0.5, 0.5))
     torch.testing.assert_close(found[:, 1:].float(), torch.full((2, 2), 2.0))
-    torch.testing.assert_close(
-        found[:, 0].float(), torch.ones(2), rtol=1e-4, atol=1e-4
-    )  # who has it decides
+    # who has it decides
+    torch.testing.assert_close(found[:, 0].float(), torch.ones(2), rtol=1e-4, atol=1e-4)
     none = [statistics_of(0 * x) for _ in range(2)]
     torch.testing.assert_close(
         merge_by_inputs(weights, none, reduce=0.9, shares=(0.5, 0.5)).float(),
@@ -123,9 +122,8 @@ def dense(paths, kind, data, method, reduce=0.9):
     for number in range(len(blocks[0])):
         runs, start = [], [b[number] for b in blocks[1:]]
         for k, model in enumerate(models):
-            if (
-                method == "regmean++"
-            ):  # this block of the model, on what the merged blocks before it give
+            # this block of the model, on what the merged blocks before it give
+            if method == "regmean++":
                 kept = [blocks[k + 1][i] for i in range(number)]
                 for i in range(number):
                     blocks[k + 1][i] = blocks[0][i]

@@ -18,9 +18,8 @@ GRANULARITIES = ("scalar", "input", "output", "element")
 IMPLS = ["eager"]
 if CUDA or importlib.util.find_spec("triton"):
     IMPLS.append("fused")
-DTYPES = {
-    "eager": (torch.float32, torch.bfloat16, torch.float16)
-}  # float64: by finite differences, below
+# float64: by finite differences, below
+DTYPES = {"eager": (torch.float32, torch.bfloat16, torch.float16)}
 # triton's interpreter stores bfloat16 wrongly: that dtype is for a GPU
 DTYPES["fused"] = (
     (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32, torch.float16)
@@ -227,9 +226,8 @@ def test_autocast_computes_in_its_dtype_and_keeps_masks_float32():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y = masked_linear(x, weights, masks, mode=mode)
             assert y.dtype == torch.nn.functional.linear(x, weights[0]).dtype == torch.bfloat16
-        node = (
-            y.grad_fn
-        )  # what it keeps beside saved tensors: the components' weights, and no copies of them
+        # what it keeps beside saved tensors: the components' weights, and no copies of them
+        node = y.grad_fn
         assert all(kept is weight for kept, weight in zip(node.weights, weights, strict=True))
         y.float().sum().backward()
         assert masks.grad.dtype == x.grad.dtype == torch.float32

@@ -44,9 +44,8 @@ CASES += [("forward", "hard", "input", 1, 0)] + [
 DRAWS = [(torch.float32, 0), (torch.float32, 400), (torch.bfloat16, 0), (torch.float16, 0)]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "draw"), DRAWS
-)  # one draw may hide a rounding that another shows
+# one draw may hide a rounding that another shows
+@pytest.mark.parametrize(("dtype", "draw"), DRAWS)
 @pytest.mark.parametrize(
     ("direction", "kind", "granularity", "temperature", "cross_entropy"), CASES
 )
@@ -318,10 +317,8 @@ def test_refuses(message):
 def test_what_no_teacher_is_needed_for():
     student, none = torch.zeros(2, 3), [None, None]
     assert masked_kl(student[:0], none, coefficients="confidence") == 0
-    states, heads = (
-        torch.randn(3, 4),
-        [torch.randn(6, 4) for _ in range(3)],
-    )  # two teachers, and a base
+    # two teachers, and a base
+    states, heads = (torch.randn(3, 4), [torch.randn(6, 4) for _ in range(3)])
     biases = [torch.randn(6) for _ in range(3)]
     numbers = {"coefficients": torch.tensor([0.5, 0.5]), "bias": biases[2]}
     masks = torch.ones(3, 1, 1)

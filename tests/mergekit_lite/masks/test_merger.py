@@ -128,12 +128,8 @@ def test_what_is_masked_and_what_is_trainable():
     experts = Merger(
         [tiny("mixtral", seed) for seed in range(2)], MaskConfig(granularity="output")
     ).masks()
-    assert experts["model.layers.0.mlp.experts.down_proj"].shape == (
-        1,
-        3,
-        16,
-        1,
-    )  # the first is what is left of 1
+    # the first is what is left of 1
+    assert experts["model.layers.0.mlp.experts.down_proj"].shape == (1, 3, 16, 1)
 
 
 def test_models_are_shared_and_not_changed():
@@ -232,9 +228,8 @@ def test_baking_reads_the_components_files_in_blocks_and_keeps_what_lies_beside(
     assert (tmp_path / "out" / "tokenizer.json").exists()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "llama"
-    assert {fact.method for fact in report.tensors} == {
-        "linear"
-    }  # it went through the engine, tensor by tensor
+    # it went through the engine, tensor by tensor
+    assert {fact.method for fact in report.tensors} == {"linear"}
     in_memory = Merger([tiny("llama", seed) for seed in range(2)], merger.mask_config)
     in_memory.bake(tmp_path / "memory", progress=False)
     with pytest.raises(ValueError, match=f"bake to {tmp_path / 'memory'}"):

@@ -132,9 +132,8 @@ def test_one_component_over_a_base_has_a_run_of_its_own(config, tmp_path):
     values |= {"components": ["model0"], "data": ["task0.jsonl"], "base": "bse"}
     (tmp_path / "run.yml").write_text(yaml.safe_dump(values))
     assert main(["masks", "run.yml", "merged", "--no-progress"]) == 1
-    (tmp_path / "run.yml").write_text(
-        yaml.safe_dump(values | {"base": "base"})
-    )  # what failed has claimed nothing
+    # what failed has claimed nothing
+    (tmp_path / "run.yml").write_text(yaml.safe_dump(values | {"base": "base"}))
     assert main(["masks", "run.yml", "merged", "--no-progress"]) == 0
     report = json.loads((tmp_path / "merged.training" / "report.json").read_text())
     assert list(report["losses"]) == ["model0", "base", "task_arithmetic", "masks"]

@@ -318,9 +318,8 @@ def test_cached_teachers_give_the_very_loss(coefficients, pack, tmp_path, monkey
     (tmp_path / "c" / "hidden-00001.safetensors").unlink()
     cache_teachers(merger, MIXTURE, collator, tmp_path / "c", kl=kl, batch_size=4, progress=False)
     kept = {p: p.stat().st_mtime_ns for p in (tmp_path / "c").iterdir()}
-    assert [p.name for p in kept if kept[p] != times.get(p)] == [
-        "hidden-00001.safetensors"
-    ]  # the rest was found
+    # the rest was found
+    assert [p.name for p in kept if kept[p] != times.get(p)] == ["hidden-00001.safetensors"]
     if coefficients == "task":  # it holds one teacher a position: of no use where all count
         with pytest.raises(ValueError, match="the cache was made from other batches or settings"):
             merger.distill(KLConfig(coefficients="fixed", shares=(0.5, 0.5)), **stored)
@@ -456,9 +455,8 @@ def test_accumulated_and_checkpointed_steps_are_plain_steps(tmp_path):
         tmp_path / "b", per_device_train_batch_size=2, gradient_accumulation_steps=2
     )
     same(plain, values(accumulated.merger), rtol=1e-3, atol=1e-4)
-    new = (
-        "activation_checkpointing" in TrainingArguments.__dataclass_fields__
-    )  # its name since transformers 5.2x
+    # its name since transformers 5.2x
+    new = "activation_checkpointing" in TrainingArguments.__dataclass_fields__
     name = "activation_checkpointing" if new else "gradient_checkpointing"
     checkpointed = train(tmp_path / "c", **{name: True})
     assert checkpointed.merger.model.is_gradient_checkpointing

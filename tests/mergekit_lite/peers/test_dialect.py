@@ -73,9 +73,8 @@ def test_mergekit_still_does_what_was_recorded(models):
             assert ("refused" in outcome) == ("refused" in recorded), name
             assert "refused" in outcome or dialect.same(outcome, recorded, name), name
     for name, verdict in verdicts(ours, theirs).items():
-        if verdict.startswith(
-            "equal"
-        ):  # element by element, which the recorded projections are not
+        # element by element, which the recorded projections are not
+        if verdict.startswith("equal"):
             left, right = our_tensors[name], their_tensors[name]
             assert left.keys() == right.keys(), name
             for key in left:

@@ -22,9 +22,8 @@ from model_components._autograd import Context
 from .. import reference
 from . import products
 
-_SMALL = (
-    1 << 20
-)  # multiplications up to which float32 products are cheaper than casting float32 factors
+# multiplications up to which float32 products are cheaper than casting float32 factors
+_SMALL = 1 << 20
 _FEW = 1 << 15  # outputs up to which half precision adds a product faster than it accumulates one
 
 Spans = tuple[tuple[int, int], ...]
@@ -258,9 +257,8 @@ def _differentiable(
             masks[k] = (reference.keep_mask(seeds[k], x.shape[0], x.shape[1], p) / (1 - p)).to(
                 x.dtype
             )
-    views = [
-        None if t is None else t.view_as(t) for t in (x, *tensors)
-    ]  # since x may itself depend on a weight
+    # since x may itself depend on a weight
+    views = [None if t is None else t.view_as(t) for t in (x, *tensors)]
     wanted = (needs[0], *needs[3:])
     with torch.autocast(x.device.type, enabled=False):
         assert views[0] is not None

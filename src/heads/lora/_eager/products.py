@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_BLOCK = (
-    1 << 18
-)  # elements of x that dropout handles at once: they and their mask stay in the cache
+# elements of x that dropout handles at once: they and their mask stay in the cache
+_BLOCK = 1 << 18
 # reference.keep_mask's factors, as int32
 _FIRST = 0x7FEB352D
 _SECOND = 0x846CA68B - (1 << 32)

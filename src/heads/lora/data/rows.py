@@ -174,9 +174,8 @@ def _parsed(operation: str, path: str | Path) -> list[Row]:
         raise ValueError(f"{operation}: {path} is not in UTF-8: {error}") from error
     whole = text.lstrip().startswith("[")
     rows = []
-    for number, part in enumerate(
-        [text] if whole else text.split("\n"), 1
-    ):  # JSON may hold what splitlines splits
+    # JSON may hold what splitlines splits
+    for number, part in enumerate([text] if whole else text.split("\n"), 1):
         try:
             rows += [json.loads(part)] if part.strip() else []
         except (json.JSONDecodeError, RecursionError) as error:
@@ -335,7 +334,6 @@ def row_report(rows: Sequence[object], trainer: Any) -> RowReport:
     for row in data.with_format(None):
         full += len(row["input_ids"]) == trainer.args.max_length
         tokens += len(row["input_ids"])
-        trained += sum(
-            label != -100 for label in row["labels"][1:]
-        )  # nothing comes before the first
+        # nothing comes before the first
+        trained += sum(label != -100 for label in row["labels"][1:])
     return RowReport(len(rows), len(data), full, tokens, trained)

@@ -111,9 +111,8 @@ class LoraReport(Report):
             )
             names = ", ".join(f"{number} {name}" for name, number in layers.items())
             lines.append(f"{count} adapters of rank {rank}, scaling {scaling:g}: {names}")
-        filled = [
-            row for row in self.adapters if math.isfinite(row.update)
-        ]  # not on the meta device
+        # not on the meta device
+        filled = [row for row in self.adapters if math.isfinite(row.update)]
         if any(row.update for row in filled):
             lines.append(f"updates s B A have norms of {_spread([row.update for row in filled])}")
         elif filled:

@@ -216,9 +216,8 @@ def tuning_report(
     ]
     broken = [step for step, loss in (*train, *held_out_losses) if not math.isfinite(loss)]
     for (step, _), norm in zip(reversed(train), reversed(norms), strict=True):
-        if norm is None or math.isfinite(
-            norm
-        ):  # in float16 single steps are left out and training recovers
+        # in float16 single steps are left out and training recovers
+        if norm is None or math.isfinite(norm):
             break
         broken.append(step)
     low = math.inf
@@ -266,9 +265,8 @@ def _turn(held_out: Sequence[tuple[int, float]], tolerance: float) -> int | None
 
 def _rises(looks: Sequence[tuple[int, float]]) -> bool:
     """Whether a line through losses climbs, by three standard errors."""
-    if (
-        len({step for step, _ in looks}) < 3
-    ):  # of logs that were put together one step may have several
+    # of logs that were put together one step may have several
+    if len({step for step, _ in looks}) < 3:
         return False
     line = statistics.linear_regression(*zip(*looks, strict=True))
     middle = statistics.fmean(step for step, _ in looks)

@@ -125,9 +125,8 @@ def _shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(path / WEIGHTS, "pt") as file:
             for name in file.keys():  # noqa: SIM118, not a mapping
                 tensor = file.get_tensor(name)
-                if (
-                    ".lora_" in name and not tensor.is_floating_point()
-                ):  # others may be counters of a whole module
+                # others may be counters of a whole module
+                if ".lora_" in name and not tensor.is_floating_point():
                     raise ValueError(
                         f"{operation}: {name} in {path} is {tensor.dtype}, needed floating numbers"
                     )
@@ -171,9 +170,8 @@ def _compare(
     injected = inject(base, trial, "default")
     tensors = get_peft_model_state_dict(injected, save_embedding_layers=False)
     needed = {name: tuple(t.shape) for name, t in tensors.items()}
-    parameters = injected.named_parameters(
-        remove_duplicate=False
-    )  # base layers that peft saves, too
+    # base layers that peft saves, too
+    parameters = injected.named_parameters(remove_duplicate=False)
     adapted = {name: tuple(p.shape) for name, p in parameters}
     expected = {PREFIX + name: shape for name, shape in expected.items()} | adapted | needed
     wrong = [

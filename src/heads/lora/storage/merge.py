@@ -296,9 +296,8 @@ def _state(
         elif key.partition(".lora_")[0] in adapted:
             continue
         if dtype is not None and value.is_floating_point():
-            value = cast.setdefault(
-                (value.data_ptr(), value.shape), value.to(dtype)
-            )  # what was one tensor stays one
+            # what was one tensor stays one
+            value = cast.setdefault((value.data_ptr(), value.shape), value.to(dtype))
         state[place] = value
     return state
 
@@ -327,9 +326,8 @@ def _stock(base: PreTrainedModel, state: dict[str, Tensor]) -> PreTrainedModel:
     Its head stays tied to its embedding if both are one tensor.
     """
     config = copy.deepcopy(base.config)
-    if getattr(
-        config, "tie_word_embeddings", False
-    ):  # a head that was trained apart is a tensor of its own
+    # a head that was trained apart is a tensor of its own
+    if getattr(config, "tie_word_embeddings", False):
         pairs = [
             (state.get(one), state.get(other)) for one, other in base.all_tied_weights_keys.items()
         ]

@@ -119,9 +119,8 @@ def _rehearse(operation: str, model: nn.Module, config: LoraConfig, adapter_name
         return
     trial = copy.deepcopy(config)
     trial.init_lora_weights = False
-    with torch.random.fork_rng(
-        devices=[]
-    ):  # this draw of initial values must not change the user's
+    # this draw of initial values must not change the user's
+    with torch.random.fork_rng(devices=[]):
         injected = inject(skeleton(model), trial, adapter_name)
     for name, layer in injected.named_modules():
         if isinstance(layer, LoraLayer) and adapter_name in layer.r:

@@ -33,19 +33,10 @@ from .template import Tokens, sequence_batch
 _TOKENS = 8192  # of a batch
 _BATCHES = 8  # of a file
 _SAMPLED = 64  # numbers of each tensor
-_ADAPTERS = (
-    "active_adapters",
-    "disable_adapters",
-    "merged_adapters",
-    "scaling",
-)  # of peft's layers, in no state dict
-_ELSEWHERE = (
-    "_name_or_path",
-    "architectures",
-    "dtype",
-    "transformers_version",
-    "use_cache",
-)  # do not change outputs
+# of peft's layers, in no state dict
+_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+# do not change outputs
+_ELSEWHERE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 
 
 @torch.no_grad()

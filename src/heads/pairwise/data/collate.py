@@ -123,9 +123,8 @@ class PairwiseDataset(Dataset):
         self.soft = any(isinstance(label, tuple) for label in self.labels)
         self.num_classes = config.num_classes
         template = Template(tokenizer, config)
-        flat: list[
-            Tokens
-        ] = []  # one entry a chunk: an array for each sequence would cost more memory
+        # one entry a chunk: an array for each sequence would cost more memory
+        flat: list[Tokens] = []
         sizes: list[int] = []
         begins: list[int] = []
         looks = [np.zeros((0, 0), np.float32)]

@@ -141,9 +141,8 @@ def _parted(a: Sequence[Turn], b: Sequence[Turn]) -> tuple[Words, Words, Words]:
     shared = 0
     while shared < min(len(a), len(b)) - 1 and a[shared] == b[shared]:
         shared += 1
-    while (
-        shared and not a[shared].role == b[shared].role == "assistant"
-    ):  # both rests must begin with an answer
+    # both rests must begin with an answer
+    while shared and not a[shared].role == b[shared].role == "assistant":
         shared -= 1
     if shared == 1 and a[0].role == "user":
         prompt: Words = a[0].text

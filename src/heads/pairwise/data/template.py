@@ -16,9 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from ..config import PairwiseConfig
 from ..pairs import ROLES, Turn, Words, turns_of
 
-_MARKS = tuple(
-    f"zqx{k}xqz" for k in "abcde"
-)  # stand for texts where a chat template is taken apart
+# stand for texts where a chat template is taken apart
+_MARKS = tuple(f"zqx{k}xqz" for k in "abcde")
 
 
 class Tokens(NamedTuple):
@@ -220,9 +219,8 @@ class Template:
                 "of them"
             )
         kinds = [kind for piece, kind in zip(pieces, self._kinds, strict=True) for _ in piece]
-        begin = min(
-            sum(map(len, pieces[:3])), len(ids) - 1
-        )  # an empty answer and nothing after it: the last token
+        # an empty answer and nothing after it: the last token
+        begin = min(sum(map(len, pieces[:3])), len(ids) - 1)
         tokens = Tokens(np.array(ids, dtype=np.int32), np.array(kinds, dtype=np.int8), begin)
         return tokens, len(prompt) - room_for_prompt, len(answer) - len(cut[1])
 

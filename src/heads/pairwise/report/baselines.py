@@ -170,9 +170,8 @@ def rivals_of(
 
     model_losses = losses(log_probs.double())
     rivals = []
-    groups = [
-        pair.prompt or number for number, pair in enumerate(test)
-    ]  # no prompts are not the same prompt
+    # no prompts are not the same prompt
+    groups = [pair.prompt or number for number, pair in enumerate(test)]
     for name, verdicts in baseline_verdicts(train, test, classes=log_probs.shape[-1]).items():
         metrics = pairwise_metrics(verdicts, labels)
         gain, error = clustered(losses(verdicts) - model_losses, groups)

@@ -87,9 +87,8 @@ class PairwiseReport(Report):
         ]
         for one in self.rivals:
             told = _told(one.accuracy, one.near_accuracy, one.log_loss, one.calibration_error)
-            if (
-                one.name == BASELINES[0]
-            ):  # A and B alike for every pair: no verdict that could be right
+            # A and B alike for every pair: no verdict that could be right
+            if one.name == BASELINES[0]:
                 told = ("-", "-", *told[2:])
             rows.append((one.name, *told, f"{one.gain:+.4f} ± {one.error:.4f}"))
         names = (

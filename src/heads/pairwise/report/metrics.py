@@ -186,9 +186,8 @@ def _calibration(confidence: Tensor, right: Tensor) -> float:
 def _correlation(one: Tensor, other: Tensor | None) -> float:
     if other is None or not one.any() or not other.any():
         return float("nan")
-    return float(
-        F.cosine_similarity(one, other, dim=0)
-    )  # both means are 0 where each pair comes in both orders
+    # both means are 0 where each pair comes in both orders
+    return float(F.cosine_similarity(one, other, dim=0))
 
 
 def fit_temperature(logits: Tensor, labels: Sequence[object] | Tensor) -> float:

@@ -159,9 +159,8 @@ class DeadRunGuard(TrainerCallback):
         if self._fair:  # and cannot know which of A and B wins more often
             shares = alike(shares)
         prior = -shares.clamp(min=1e-12).log()  # of each class
-        gain = (
-            float((labels * prior - lost).sum()) / count
-        )  # of each pair, on average, and its variance
+        # of each pair, on average, and its variance
+        gain = float((labels * prior - lost).sum()) / count
         spread = float(seen[3, 1] - 2 * prior @ lost + prior @ moments @ prior) / count - gain**2
         if gain <= (max(spread, 0.0) / count) ** 0.5:
             self._poor = self._poor + 1

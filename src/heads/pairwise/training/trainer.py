@@ -114,9 +114,8 @@ class PairwiseTrainer(StepTrainer):
         self.layer_decay = layer_decay
         self.head_lr_ratio = head_lr_ratio
         self.args.remove_unused_columns = False  # the collator reads them
-        self.args.dataloader_pin_memory &= (
-            self.args.device.type != "cpu"
-        )  # there is nothing to pin memory for
+        # there is nothing to pin memory for
+        self.args.dataloader_pin_memory &= self.args.device.type != "cpu"
         if self.args.ddp_find_unused_parameters is None:
             # there are none, and looking for them takes time
             self.args.ddp_find_unused_parameters = False

@@ -21,10 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from model_components._autograd import Context
 
-_STRETCH = {
-    "cpu": 1 << 18,
-    "cuda": 1 << 24,
-}  # elements blended at a time: what a cache holds; on a GPU, few launches
+# elements blended at a time: what a cache holds; on a GPU, few launches
+_STRETCH = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -51,9 +49,8 @@ def _blend_piece(weights: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
     work = work_dtype(weights[0].dtype)
     total = torch.mul(weights[0].to(work), masks[0])
     for weight, mask in zip(weights[1:], masks[1:], strict=True):
-        total += torch.mul(
-            weight.to(work), mask
-        )  # two roundings, not a fused one: the same bits everywhere
+        # two roundings, not a fused one: the same bits everywhere
+        total += torch.mul(weight.to(work), mask)
     return total
 
 

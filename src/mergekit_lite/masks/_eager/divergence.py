@@ -67,9 +67,8 @@ class _Work:
         self.normalizer = normalizer
         self.objective = objective
         work = self.work = work_dtype(student.dtype)
-        self.loss = torch.zeros(
-            (), dtype=torch.float64, device=student.device
-        )  # of many small terms
+        # of many small terms
+        self.loss = torch.zeros((), dtype=torch.float64, device=student.device)
         # float32, and divided by the normalizer last: in float16 the quotient would vanish before a
         # scaler sees it
         if gradients[0]:
@@ -90,9 +89,8 @@ class _Work:
     def run(self) -> None:
         """All chunks."""
         shares = self.objective.coefficients
-        used = (
-            None if shares is None else (shares > 0).cumsum(0).tolist()
-        )  # one copy from the device for all chunks
+        # one copy from the device for all chunks
+        used = None if shares is None else (shares > 0).cumsum(0).tolist()
         for chunk, (target, logits) in chunks(self.student, self.heads, self.work, buffers=2):
             self.mix(chunk, None if used is None else _between(used, chunk), target, logits)
             hidden = self.student[chunk]

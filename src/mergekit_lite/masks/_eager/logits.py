@@ -79,9 +79,8 @@ def sum_of(terms: Tensor) -> Tensor:
 def log_softmax_(logits: Tensor) -> None:
     """In place."""
     for piece in stretches(logits):
-        logits[piece] = logits[piece].log_softmax(
-            -1
-        )  # less its maximum first: more exact than less logsumexp
+        # less its maximum first: more exact than less logsumexp
+        logits[piece] = logits[piece].log_softmax(-1)
 
 
 def entropies(logs: Tensor) -> Tensor:  # (N, 1)

@@ -86,9 +86,8 @@ class MaskCollator:
                 "none"
             )
         if self.pack and tasks:
-            examples.sort(
-                key=lambda e: e["task"]
-            )  # a stable sort: rows keep the order of the batch
+            # a stable sort: rows keep the order of the batch
+            examples.sort(key=lambda e: e["task"])
             rows = [
                 [e for e in examples if e["task"] == k]
                 for k in sorted({e["task"] for e in examples})

@@ -24,14 +24,8 @@ from ..merger import Merger
 from .collator import Examples, MaskCollator
 
 _SHARD = 512  # examples in a file
-_SEEN = (
-    "input_ids",
-    "attention_mask",
-    "token_type_ids",
-    "labels",
-    "label",
-    "task",
-)  # what the collator reads
+# what the collator reads
+_SEEN = ("input_ids", "attention_mask", "token_type_ids", "labels", "label", "task")
 
 
 class CachedTeachers(Dataset):

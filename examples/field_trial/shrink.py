@@ -16,7 +16,7 @@ from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback
 
 from kronecker import KroneckerTrainer, PruneConfig, num_parameters, prune_
-from kronecker.surgery.finding import find_mlps
+from kronecker.discovery.finding import find_mlps
 
 
 def merged(story: Story) -> Any:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .surgery.mlps import Mlp, find_mlps, watched
+from .discovery.mlps import Mlp, find_mlps, watched
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from kronecker import PruneConfig, num_parameters, perplexity, prune_
 from kronecker.data.text import text_batches
-from kronecker.surgery.mlps import find_mlps
+from kronecker.discovery.mlps import find_mlps
 from tests.benchmarks.results import KRONECKER_GUIDE, RESULTS, commit, put, today
 from tests.support import real
 

@@ -48,7 +48,7 @@ from kronecker import (
 )
 from kronecker.config import Config
 from kronecker.data.text import text_batches
-from kronecker.surgery.mlps import find_mlps
+from kronecker.discovery.mlps import find_mlps
 from tests.benchmarks.results import KRONECKER_GUIDE, RESULTS, ROOT, commit, put, today
 from tests.support import real
 

@@ -23,7 +23,7 @@ from kronecker import (
 from kronecker.__main__ import main
 from kronecker.data.batches import positions_of
 from kronecker.data.text import strided, text_batches, text_of
-from kronecker.surgery.finding import COMPRESSED
+from kronecker.discovery.finding import COMPRESSED
 from tests.support.models import save, save_tokenizer, tiny
 
 WORDS = ["<unk>", *(f"w{i}" for i in range(95))]

@@ -31,13 +31,13 @@ from kronecker import (
 )
 from kronecker.config import from_dict, to_dict
 from kronecker.data.batches import batches
+from kronecker.discovery.finding import blocks_of, resolve
+from kronecker.discovery.mlps import find_mlps
 from kronecker.fitting.block import blocks_with
 from kronecker.fitting.calls import calls_of, outputs_of
 from kronecker.fitting.stream import stream_kind
 from kronecker.layers.weights import dense
 from kronecker.surgery.beside import permuted
-from kronecker.surgery.finding import blocks_of, resolve
-from kronecker.surgery.mlps import find_mlps
 from tests.kronecker.test_functional import made
 from tests.support.equivalence import judge
 from tests.support.models import auto_class, tiny
@@ -120,7 +120,7 @@ def test_sorting_hidden_neurons_changes_nothing(kind):
         order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
         for name in (*mlp.ups, mlp.down):
             changed = permuted(model.get_submodule(name), order, rows=name != mlp.down)
-            kronecker.surgery.finding.put(model, name, changed)
+            kronecker.discovery.finding.put(model, name, changed)
     torch.testing.assert_close(output(model), before)
 
 
@@ -165,7 +165,7 @@ def test_golden_counts_of_the_presets(name):
     found = resolve(model, PRESETS[name], None)
     assert len(found) == 24
     for layer, config in found.items():
-        kronecker.surgery.finding.put(
+        kronecker.discovery.finding.put(
             model, layer, KroneckerLinear.like(model.get_submodule(layer), config)
         )
     assert num_parameters(model) == GOLDEN[name]
@@ -630,7 +630,7 @@ def test_layers_with_a_forward_of_their_own_are_refused():
         ("transformer.h.0.mlp.c_fc", Quantised(16, 64)),
     ):
         model = tiny("gpt2")
-        kronecker.surgery.finding.put(model, path, layer)
+        kronecker.discovery.finding.put(model, path, layer)
         with pytest.raises(ValueError, match=r"with a forward of its own; needed a plain layer"):
             convert_(model, VAN_LOAN, filter_fn=lambda m, n, path=path: n == path)
 

@@ -7,7 +7,7 @@ import transformers
 from torch import nn
 
 from kronecker import KroneckerConfig, convert_, prune_
-from kronecker.surgery.mlps import find_mlps
+from kronecker.discovery.mlps import find_mlps
 from tests.support.models import MAKERS, MIXTURES, tiny
 
 DECODER = {

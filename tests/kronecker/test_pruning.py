@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 from kronecker import LowRankConfig, PruneConfig, convert_, num_parameters, prune_
+from kronecker.discovery.mlps import Mlp, find_mlps
 from kronecker.fitting.calls import Call
 from kronecker.fitting.elimination import eliminate, refitted
 from kronecker.fitting.mlp import MlpWeights, Seen
@@ -19,7 +20,6 @@ from kronecker.fitting.neurons import fit_neurons
 from kronecker.layers.experts import is_experts
 from kronecker.moments import Moments
 from kronecker.surgery.blocks import Stack, config_with_blocks, keep_blocks_, new_places
-from kronecker.surgery.mlps import Mlp, find_mlps
 from tests.support.models import MAKERS, MIXTURES, auto_class, tiny
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ..data.batches import Batch
+from ..discovery.finding import blocks_of
+from ..discovery.mlps import Mlp, watched
 from ..layers.experts import is_experts
 from ..layers.weights import dense
 from ..moments import Moments
-from ..surgery.finding import blocks_of
-from ..surgery.mlps import Mlp, watched
 from .calls import Call, Stop, WholeModel, calls_of, tokens
 from .mlp import Middle, Seen, middle_of
 from .stream import stream_kind

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..config import PruneConfig
+from ..discovery.mlps import Mlp
 from ..layers.experts import ExpertsLayout, between, canonical_parameters, layout_of
 from ..moments import Moments
-from ..surgery.mlps import Mlp
 from .mlp import MlpWeights, Seen
 from .neurons import fit_neurons
 

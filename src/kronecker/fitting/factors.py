@@ -17,9 +17,9 @@ from torch import Tensor
 from .. import init
 from .._eager import build
 from ..config import KroneckerConfig, LowRankConfig
+from ..discovery.mlps import Mlp
 from ..layers.weights import start
 from ..moments import Moments
-from ..surgery.mlps import Mlp
 from .descent import descended
 from .mlp import Matrix, MlpWeights, Seen
 from .neurons import most_important

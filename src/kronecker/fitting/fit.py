@@ -14,14 +14,14 @@ from transformers.pytorch_utils import Conv1D
 
 from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig
 from ..data.batches import Batch
+from ..discovery.finding import put, set_parameters_
+from ..discovery.mlps import Mlp
 from ..init import Factors
 from ..layers import empty_layer
 from ..layers.experts import is_experts
 from ..layers.linear import KroneckerLinear, LowRankLinear
 from ..layers.weights import dense
 from ..moments import Moments
-from ..surgery.finding import put, set_parameters_
-from ..surgery.mlps import Mlp
 from .block import Block, blocks_with
 from .cache import FitCache
 from .calls import outputs_of

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from ..discovery.mlps import Mlp
 from ..layers.weights import bias_of, dense
 from ..moments import Moments
-from ..surgery.mlps import Mlp
 
 _CHUNK = 2048  # tokens at a time
 _ACTIVATIONS = (

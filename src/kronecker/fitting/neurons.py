@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..config import PruneConfig
+from ..discovery.mlps import Mlp
 from ..init import correct_bias
 from ..moments import Moments
-from ..surgery.mlps import Mlp
 from .descent import descended
 from .elimination import eliminate, refitted
 from .mlp import MlpWeights, Seen

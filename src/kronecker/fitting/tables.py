@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..data.batches import Batch, without_labels
+from ..discovery.mlps import watched
 from ..layers.weights import dense
-from ..surgery.mlps import watched
 from .calls import not_padding, tokens
 
 READ_IN = 0.03

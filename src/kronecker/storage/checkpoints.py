@@ -24,11 +24,11 @@ from model_components._folders import NewFolder, check_new, make_folder
 from model_components._hub import find_folder
 
 from ..config import PruneConfig, from_dict, to_dict
+from ..discovery.finding import COMPRESSED, mlps_if_any, put, set_parameters_
+from ..discovery.stock import empty, parameter_shapes
+from ..discovery.unread import smallest_stock
 from ..layers import empty_layer
 from ..layers.linear import SmallerLinear
-from ..surgery.finding import COMPRESSED, mlps_if_any, put, set_parameters_
-from ..surgery.stock import empty, parameter_shapes
-from ..surgery.unread import smallest_stock
 
 MARK = "kronecker.json"
 WEIGHTS = "model.safetensors"

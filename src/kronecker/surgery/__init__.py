@@ -1,1 +1,1 @@
-"""Changing a model in place: which layers it has, `convert_`, `prune_` and `revert_`."""
+"""Change a model in place: `convert_`, `prune_` and `revert_`."""

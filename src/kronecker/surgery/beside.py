@@ -7,9 +7,9 @@ import copy
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ..discovery.finding import HOOKS
+from ..discovery.mlps import Mlp
 from ..layers.weights import bias_of, dense
-from .finding import HOOKS
-from .mlps import Mlp
 
 
 def beside(

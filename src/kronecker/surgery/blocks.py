@@ -11,10 +11,17 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..config import PruneConfig
+from ..discovery.finding import blocks_of
+from ..discovery.stock import (
+    Changes,
+    Shapes,
+    attribute_changes,
+    empty,
+    set_attributes_,
+    stock_config,
+)
 from ..fitting.block import Block
 from ..fitting.calls import tokens
-from .finding import blocks_of
-from .stock import Changes, Shapes, attribute_changes, empty, set_attributes_, stock_config
 
 _PLACES = ("layer_idx", "layer_id")
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ..config import Config, KroneckerConfig, PruneConfig
+from ..discovery.finding import COMPRESSED
 from ..layers.experts import is_experts
 from ..layers.weights import dense, is_linear
-from .finding import COMPRESSED
 
 
 def tied_modules(model: nn.Module) -> dict[str, list[str]]:

@@ -18,6 +18,15 @@ from model_components._report import Axes, Figure, Report, Table, bars
 from .._eager import build, scaled
 from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig, structure_of
 from ..data.batches import Batch, batches, check_model, tokens_seen
+from ..discovery.finding import (
+    COMPRESSED,
+    convertible,
+    is_embedding,
+    mlps_if_any,
+    put,
+    resolve,
+    snapshot,
+)
 from ..fitting.cache import FitCache
 from ..fitting.fit import UNKNOWN, Fitted, Part, fit_
 from ..fitting.tables import TableUse, low_rank_table, uses_of
@@ -29,7 +38,6 @@ from ..layers.weights import KroneckerLayer, LowRankLayer, SmallerWeight, dense,
 from ..storage.checkpoints import own_saving_, resized
 from .beside import beside
 from .checks import check_config, check_layer, tied_modules
-from .finding import COMPRESSED, convertible, is_embedding, mlps_if_any, put, resolve, snapshot
 
 
 @dataclass(frozen=True)

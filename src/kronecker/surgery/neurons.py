@@ -15,12 +15,12 @@ from transformers.pytorch_utils import Conv1D
 
 from ..config import PruneConfig
 from ..data.batches import Batch
+from ..discovery.mlps import Mlp, find_mlps
 from ..fitting.experts import experts_shapes
 from ..layers.experts import GROUPED, is_experts, layout_of
 from ..layers.weights import bias_of, dense
 from .checks import check_own
 from .convert import num_parameters
-from .mlps import Mlp, find_mlps
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,14 @@ from model_components._report import Axes, Figure, Report, Table, bars
 
 from ..config import PruneConfig
 from ..data.batches import Batch, batches, check_model, tokens_seen
+from ..discovery.finding import COMPRESSED, all_or_nothing
+from ..discovery.stock import (
+    Changes,
+    attribute_changes,
+    parameter_shapes,
+    set_attributes_,
+    stock_config,
+)
 from ..fitting.block import blocks_with
 from ..fitting.cache import FitCache
 from ..fitting.fit import UNKNOWN, Fitted, Part, fit_
@@ -29,9 +37,7 @@ from .blocks import (
     new_places,
 )
 from .convert import num_parameters
-from .finding import COMPRESSED, all_or_nothing
 from .neurons import PrunablePart, neurons_to_keep, prunable_parts
-from .stock import Changes, attribute_changes, parameter_shapes, set_attributes_, stock_config
 
 _NEURONS = "neurons"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ..discovery.finding import put
 from ..storage.checkpoints import compressed, dense_again, own_saving_, refuse_fading
-from .finding import put
 
 
 @torch.no_grad()

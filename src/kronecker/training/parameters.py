@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from ..discovery.finding import COMPRESSED
 from ..layers.weights import KroneckerLayer
-from ..surgery.finding import COMPRESSED
 
 Group = dict[str, Any]
 """Of an optimizer: ``params``, ``name``, ``lr``, ``weight_decay``."""

@@ -19,9 +19,9 @@ from transformers.utils import ModelOutput
 from model_components._folders import make_folder
 from model_components._trainer import Loss, StepTrainer, TrainData, TrainerOptions, bare_optimizer
 
+from ..discovery.finding import COMPRESSED
 from ..losses import DistillConfig, TeacherMlps, targets_of, token_errors, token_loss
 from ..storage.checkpoints import has_smaller_layers, is_compressed, read_files, write_files
-from ..surgery.finding import COMPRESSED
 from .callbacks import FadeIn, FreezePretrained
 from .parameters import group_kind, parameter_groups
 

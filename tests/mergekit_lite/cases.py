@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mergekit_lite import Noise, reference
+from mergekit_lite import Noise
 from mergekit_lite.methods.registry import block_shape
+from tests.mergekit_lite import reference
 
 SEED, NAME = 5, "layers.0.weight"
 

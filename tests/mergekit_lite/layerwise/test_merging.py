@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from mergekit_lite import merge_models
 from mergekit_lite.__main__ import main
 from mergekit_lite.files import open_source
-from mergekit_lite.layerwise import CalibratedMerge, InputStatistics, merge_by_inputs, reference
+from mergekit_lite.layerwise import CalibratedMerge, InputStatistics, merge_by_inputs
 from mergekit_lite.layerwise.blocks import Skeleton, linear_layers
+from tests.mergekit_lite.layerwise import reference
 from tests.support.models import auto_class, save, save_tokenizer, tiny
 
 IDS = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))

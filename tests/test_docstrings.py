@@ -36,7 +36,6 @@ PAPERS = {  # what has one, and words of it
     "thinker.ThinkerTrainer": "Wang et al. 2025",
     "heads.lora.lora_linear": "2312.03415",
     "heads.lora.ReferenceOverlap": "chrF",
-    "heads.pairwise.PairwiseConfig": "2507.09973",
     "heads.pairwise.bradley_terry": "Bradley and Terry 1952",
     "heads.pairwise.parameter_groups": "ULMFiT",
 }

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 
 from heads.lora import accelerate_lora_, lora_report, merge_lora
 from heads.pairwise import calibrate_, freeze_, pairwise_report
-from kronecker import KroneckerConfig, compare, convert_, num_parameters, plan
+from kronecker import KroneckerConfig, PruneConfig, compare, convert_, prune_
 from mergekit_lite import load_recipe, make_plan, merge_models
 from mergekit_lite.masks import Merger
 from model_components._report import Report, Table, bars, needs_matplotlib, plain
@@ -46,7 +46,7 @@ def merging(tmp_path):
 
 def compressing(tmp_path):
     model = tiny("gpt2")
-    yield plan(model, budget=num_parameters(model) - 1000, calibration=[IDS], progress=False)
+    yield prune_(tiny("gpt2"), PruneConfig(keep=0.5), calibration=[IDS], progress=False)
     yield convert_(model, KroneckerConfig(b_shape=(2, 1), init="van_loan"), progress=False)
     yield compare({"small": model}, [IDS], runs=1, new=2)
 

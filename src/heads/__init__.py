@@ -1,6 +1,6 @@
-"""Add-ons for models: `heads.lora`, peft's LoRA with a leaner forward.
+"""Add-ons for models: `heads.lora` and `heads.pairwise`.
 
-`heads.pairwise`, which answer is better.
+The first is peft's LoRA with a leaner forward; the second says which answer is better.
 """
 
 from model_components import __version__ as __version__

@@ -69,9 +69,9 @@ def prune(weight: Tensor, b_shape: tuple[int, int], keep: tuple[int, int]) -> Te
 
 
 def als(cross: Tensor, moment: Tensor, a: Tensor, b: Tensor, rounds: int) -> Tensor:
-    """Return, as a dense weight, alternating least squares of ‖(W - Σ A ⊗ B) C^½‖, D = W C.
+    """Return the dense weight of alternating least squares of ‖(W - Σ A ⊗ B) C^½‖.
 
-    It solves for the whole design matrix.
+    D = W C. Each solve takes the whole design matrix.
 
     vec of the weight is linear in A for a given B, and in B for a given A; each half step solves
     the normal equations that C makes of that linear map.

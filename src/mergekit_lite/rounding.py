@@ -1,6 +1,6 @@
 """What the output's dtype will lose of adapters that are folded in.
 
-Measured on samples before a merge.
+It is measured on samples before a merge.
 """
 
 from __future__ import annotations

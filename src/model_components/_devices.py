@@ -1,6 +1,6 @@
 """A device by its name, once something could be put there.
 
-And a dtype that it does not compute in.
+It also warns of a dtype that a processor does not compute in.
 """
 
 from __future__ import annotations

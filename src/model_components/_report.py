@@ -1,6 +1,6 @@
 """What every report and plan can do: print as a table, show itself in a notebook, become JSON.
 
-And axes to plot on.
+It also gives axes to plot on.
 """
 
 from __future__ import annotations

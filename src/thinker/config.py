@@ -223,7 +223,7 @@ class ThinkerConfig(PreTrainedConfig):
     def __setattr__(self, key: str, value: object) -> None:
         """Store a plan as plain lists, as in JSON.
 
-        Also one given to ``from_pretrained`` or set later.
+        So is one given to ``from_pretrained`` or set later.
         """
         super().__setattr__(key, _plain(value) if key == "plan" else value)
 
@@ -231,7 +231,7 @@ class ThinkerConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: Mapping[str, object], **kwargs: object) -> Any:
         """Read a saved config, without fields of other models that trainers may have left in it.
 
-        Such as ``use_cache``.
+        ``use_cache`` is one of them.
         """
         strangers = _strangers(config_dict)
         known = {name: value for name, value in config_dict.items() if name not in strangers}

@@ -225,7 +225,7 @@ class FlowPlan:
     def num_steps(self, usual: int) -> int:
         """Steps to take: with a loop ``usual`` or the next number after which the plan outputs.
 
-        Else the plan's own.
+        Without a loop they are the plan's own.
         """
         if self.loop:
             return self._ends_in_output(max(usual, self.min_steps))

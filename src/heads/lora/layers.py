@@ -104,7 +104,7 @@ class Route(NamedTuple):
 def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
     """What this call is computed from, by the active adapters or those named in spans.
 
-    Or, as text, why peft does it.
+    Where peft does the work it is a text that says why.
 
     Evaluated in every call, since adapters, hooks, dtypes and parameters may have changed since the
     last one.

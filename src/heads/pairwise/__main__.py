@@ -109,7 +109,7 @@ def judged(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
 def ranked(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
     """A line for each row: places of its answers, the best first, and their scores.
 
-    Or why there are none.
+    A row without them says why.
     """
     first = None
     good = False

@@ -274,7 +274,7 @@ def _tried(
 ) -> tuple[list[Mlp], bool]:
     """Those of the MLPs whose hidden neurons are what they should be, by one run for all.
 
-    Also whether the model says the same of both halves then: if not, something else has read hidden
+    Say also whether the model says the same of both halves then: if not, something else has read hidden
     neurons.
 
     There are two equal halves. In the second one, some neurons get another value at the first

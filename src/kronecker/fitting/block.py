@@ -59,9 +59,9 @@ class Block:
         self.wanted: dict[str, list[Tensor]] = {}
 
     def original(self, states: Sequence[Tensor]) -> list[Tensor]:
-        """Run it as it is on the original's states.
+        """Run the block as it is on the original's states.
 
-        Returns its outputs, and keeps what its layers should give.
+        Return its outputs, and keep what its layers should give.
         """
         self.kinds = {m.down: self._kind(m, states[0]) for m in self.mlps}
         outputs: list[Tensor] = []

@@ -39,7 +39,7 @@ def _itself(weight: Tensor) -> Tensor:
 class MlpWeights:
     """An MLP's weights, (out, in), in float32 while they are fitted.
 
-    Each built from its factors, or itself.
+    Each is built from its factors, or is itself.
     """
 
     ups: list[Matrix]
@@ -97,7 +97,7 @@ class MlpWeights:
     def sizes(self, x: Tensor) -> list[float]:
         """For each of `parameters` its standard deviation.
 
-        Of a bias that of what it is added to.
+        A bias has that of what it is added to.
         """
         said = [F.linear(x, self.build(*m)) for m in self.ups]
         outputs = [

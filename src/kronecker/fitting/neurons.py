@@ -54,7 +54,7 @@ def fit_neurons(
 ) -> tuple[MlpWeights, float]:
     """The best ``keep`` hidden neurons and their weights.
 
-    And the relative error that they leave, squared.
+    With them comes the relative error that they leave, squared.
 
     Args:
         mlp: Its layers.

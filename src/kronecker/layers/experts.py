@@ -33,7 +33,7 @@ class ExpertsLayout:
     def matrices(self) -> tuple[str, str]:
         """Return the names of the parameters that are matrices.
 
-        Those that write hidden neurons, those that read them.
+        They write hidden neurons, or read them.
         """
         return self.up, "down_proj"
 

@@ -1,1 +1,1 @@
-"""Compressed models on disk, and checkpoints of Krony-PT."""
+"""Compressed models on disk."""

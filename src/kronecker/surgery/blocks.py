@@ -130,7 +130,7 @@ def new_places(
 ) -> Changes:
     """Return changes to attributes in which blocks store their index, when only ``stay`` are left.
 
-    Such as ``layer_idx``.
+    ``layer_idx`` is such an attribute.
 
     Raises:
         ValueError: A family whose blocks depend on their places in another way: loaded again they

@@ -281,7 +281,7 @@ class FusedTensor:
     def selected(self, share: float) -> tuple[bool, np.float32, Selector | None]:
         """Whether columns are selected, the cut on their variance, and its selector.
 
-        A share of variances above 0.
+        What is selected is a share of the variances that are above 0.
         """
         if share >= 1:
             return False, np.float32(0), None

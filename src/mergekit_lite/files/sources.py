@@ -40,7 +40,7 @@ class Source(Protocol):
     def read_into(self, name: str, start: int, out: Array) -> bool:
         """Fill ``out``, of the stored dtype, from element ``start`` on.
 
-        False where `read` must be used.
+        Return False where `read` must be used.
         """
         return False
 

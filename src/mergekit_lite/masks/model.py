@@ -135,7 +135,7 @@ class MaskedModel(nn.Module):
     def gradient_checkpointing_enable(self, **options: object) -> None:
         """Run blocks again in backward, and keep only their inputs until then.
 
-        Options of transformers' models.
+        It takes the options of transformers' models.
         """
         self.model.gradient_checkpointing_enable(**options)
 

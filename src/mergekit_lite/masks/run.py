@@ -52,9 +52,9 @@ _TRAINING = {
 
 @dataclass(frozen=True)
 class MaskRunReport(Report):
-    """Measure what the masks are worth, in nats a supervised token of held-out examples.
+    """What the masks are worth: nats a supervised token of held-out examples.
 
-    Every model is measured on every task.
+    There is a figure for each model on each task.
     """
 
     out: Path

@@ -187,7 +187,7 @@ def _known(
 def _numbers(values: object, kind: Any) -> Any:
     """Return numbers that YAML reads as text, as 1e-2, as numbers.
 
-    Only where the field of ``kind`` is one.
+    They are so only where the field of ``kind`` is one.
     """
     if not isinstance(values, Mapping):
         return values

@@ -1,6 +1,6 @@
 """Masks on disk, bound to their components by hash.
 
-And baking, which hands masked components to `merge_models`.
+Baking hands masked components to `merge_models`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def read_config(path: Path) -> MaskConfig:
 def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
     """Return the values in a file of masks.
 
-    It must be sure that they belong to the merger's components and config.
+    They are checked to belong to the merger's components and config first.
     """
     metadata = _metadata(path)
     dtype = str(merger.model.dtype)

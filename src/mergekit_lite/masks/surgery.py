@@ -1,6 +1,6 @@
 """`Surgeon`: masked layers in the place of every module that owns parameters.
 
-And masks that begin as a recipe says.
+Masks may begin as a recipe says.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`MaskTrainer`: transformers' Trainer with the masks' loss and the masks' files.
 
-Frozen weights sharded over ranks.
+`shard_frozen_` shards frozen weights over ranks.
 """
 
 from __future__ import annotations

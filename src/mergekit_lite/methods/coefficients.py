@@ -1,6 +1,6 @@
 """From the dot products of the inputs to the coefficients of their combination.
 
-For every method that follows angles.
+Every method that follows angles needs it.
 
 Each function takes ``xp``, the module that computes: torch, which keeps gradients, or numpy, for
 the compiled kernels.

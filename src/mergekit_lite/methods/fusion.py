@@ -77,7 +77,7 @@ def ramplus_tl(
 ) -> Asking[Tensor]:
     """`ram`, with a model's unique changes scaled by 1 + r clamp(shared / unique, 0, α).
 
-    Counts are its own in the tensor.
+    Shared and unique changes are counted for each model over the whole tensor.
 
     Shared: elements where the model and another are active; unique: where it alone is.
     Source: Reinforced agent merging (arXiv 2601.13572), tensor-level RAM+.

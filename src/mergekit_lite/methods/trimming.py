@@ -1,6 +1,6 @@
-"""Methods that keep the largest (or middling) changes: ties, breadcrumbs, breadcrumbs_ties, sce.
+"""Methods that keep the largest (or middling) changes, and sign consensus.
 
-And sign consensus.
+They are ties, breadcrumbs, breadcrumbs_ties and sce.
 
 Trimming keeps exactly k elements; equal magnitudes at the threshold are kept lowest index first.
 ``scope="tensor"`` ranks each tensor on its own; ``"global"`` ranks a model's whole task vector, as

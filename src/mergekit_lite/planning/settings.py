@@ -1,6 +1,6 @@
-"""Return a method's arguments for one tensor.
+"""A method's arguments for one tensor.
 
-From a recipe's values, gradients over layers and filters by name.
+They come from a recipe's values, gradients over layers and filters by name.
 
 A value is looked up from the most specific place to the least: the slice's source or model, the
 slice, the recipe. A parameter that has one value for all models is not looked up at a model: as in

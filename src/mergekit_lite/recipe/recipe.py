@@ -280,7 +280,7 @@ class MergeRecipe:
     def mentions(self) -> list[object]:
         """Return every model that the recipe names, bases included, each once.
 
-        In order of first mention.
+        They are in the order of first mention.
         """
         bases = [self.base_model, *(piece.base_model for piece in self.slices)]
         everyone = [

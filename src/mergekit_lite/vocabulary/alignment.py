@@ -1,6 +1,6 @@
 """For each row of the output's vocabulary, the row and model to read it from.
 
-And the models seen that way.
+The models are seen that way, too.
 
 A model that lacks a token of the output gets, for that token, the base model's row, or else the
 mean of the rows of the models that have it; a recipe's ``tokens`` entry can name the row to take.

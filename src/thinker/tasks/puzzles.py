@@ -1,4 +1,4 @@
-"""Tasks that need a look at one thing after another: pointers, brackets, look-up."""
+"""Tasks that need a look at one thing after another: pointers, and depth in brackets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks on sequences of uniform symbols: copy, reverse, flip, roll, sort, sums, majority."""
+"""Tasks on sequences of uniform symbols: copy, reverse, flip, roll, sort, prefix sums."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SequenceTask(Task):
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
         """The answer of every position, (B, L), or of the whole, (B, 1).
 
-        Or of every step and position, (B, T, L).
+        By step it is (B, T, L).
 
         What lies behind the end does not matter.
         """

@@ -1,6 +1,6 @@
 """What a task is: batches of inputs and answers, made by tensor operations on any device.
 
-And the names of tasks.
+Tasks have names here.
 
 Shapes: B batch, L input length, O answer length; a task's ``length`` is its own measure: symbols,
 digits, hops.

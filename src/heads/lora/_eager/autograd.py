@@ -285,7 +285,7 @@ def run(
 ) -> Tensor:
     """A layer and its adapters, without checks.
 
-    X (T, I) is not copied where it has the right dtype.
+    ``x``, (T, I), is not copied where it has the right dtype.
     """
     adapters = tuple(adapters)
     autocast = autocast_dtype(x)

@@ -1,6 +1,6 @@
 """`pairwise_report`: everything that verdicts on labelled pairs are worth, printed and plotted.
 
-And calibration.
+`calibrate_` sets a model's temperature.
 """
 
 from __future__ import annotations

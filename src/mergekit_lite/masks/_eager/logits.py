@@ -23,7 +23,7 @@ _BLOCK = {"cpu": 2048, "cuda": 16384}  # vocabulary rows of the head that are bl
 class Heads:
     """Hidden states to logits: through the frozen heads, blended for the student.
 
-    Or as they are.
+    Without heads they stay as they are.
     """
 
     def __init__(

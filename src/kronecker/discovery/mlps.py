@@ -274,8 +274,8 @@ def _tried(
 ) -> tuple[list[Mlp], bool]:
     """Those of the MLPs whose hidden neurons are what they should be, by one run for all.
 
-    Say also whether the model says the same of both halves then: if not, something else has read hidden
-    neurons.
+    Say also whether the model then says the same of both halves: if not, something else has read
+    hidden neurons.
 
     There are two equal halves. In the second one, some neurons get another value at the first
     token: the last layer's input must change there and nowhere else. At the last token all get what

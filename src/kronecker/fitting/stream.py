@@ -50,7 +50,8 @@ def _adds_to_output(block: nn.Module, down: nn.Module, call: Call) -> bool:
 def _norm_takes_sum(block: nn.Module, up: nn.Module, down: nn.Module, call: Call) -> bool:
     """Return whether a norm reads the sum of a layer's input and another's output.
 
-    The block's input may stand in the first one's place."""
+    The block's input may stand in the first one's place.
+    """
     seen: dict[str, Tensor] = {}
     takes = [False]
 

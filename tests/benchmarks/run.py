@@ -51,7 +51,7 @@ GATES = {
     "kron_model": [f"{KRONECKER}/test_convert.py", "-k", "all_terms or golden"],
     "kron_starts": [f"{KRONECKER}/test_init.py"],
     "prune_model": [f"{KRONECKER}/test_pruning.py"],
-    "shrink_example": [f"{KRONECKER}/test_planning.py"],
+    "shrink_example": [f"{KRONECKER}/test_pruning.py"],
     "smaller_study": [f"{KRONECKER}/test_convert.py", "-k", "all_terms or all_ranks or low_rank"],
     "thinker_step": [f"{THINKER}/test_model.py"],
     "thinker_accuracy": [f"{THINKER}/test_tasks.py", f"{THINKER}/test_curriculum.py"],

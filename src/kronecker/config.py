@@ -88,37 +88,23 @@ class KroneckerConfig(_Config):
                 "one of them"
             )
         shape = self.a_shape or self.b_shape
-        if (
-            not isinstance(shape, tuple)
-            or len(shape) != 2
-            or not all(is_whole(n, 1) for n in shape)
-        ):
+        if not _are_two(shape, 1):
             raise ValueError(
                 f"KroneckerConfig: shape is {shape}, needed two whole numbers, 1 or more"
             )
-        if not is_whole(self.rank, 1):
-            raise ValueError(
-                f"KroneckerConfig: rank is {self.rank}, needed a whole number, 1 or more"
-            )
+        for name, least in (("rank", 1), ("rounds", 1), ("epochs", 0)):
+            value = getattr(self, name)
+            if not is_whole(value, least):
+                raise ValueError(
+                    f"KroneckerConfig: {name} is {value}, needed a whole number, {least} or more"
+                )
         if not isinstance(self.scales, bool):
             raise ValueError(f"KroneckerConfig: scales must be True or False, got {self.scales!r}")
-        if not is_whole(self.rounds, 1):
-            raise ValueError(
-                f"KroneckerConfig: rounds is {self.rounds}, needed a whole number, 1 or more"
-            )
-        if not is_whole(self.epochs, 0):
-            raise ValueError(
-                f"KroneckerConfig: epochs is {self.epochs}, needed a whole number, 0 or more"
-            )
         if self.init not in INITS:
             raise ValueError(
                 f"KroneckerConfig: init is {self.init!r}, needed one of {', '.join(INITS)}"
             )
-        if self.keep not in ("even", "odd", "energy") and not (
-            isinstance(self.keep, tuple)
-            and len(self.keep) == 2
-            and all(is_whole(n, 0) for n in self.keep)
-        ):
+        if self.keep not in ("even", "odd", "energy") and not _are_two(self.keep, 0):
             raise ValueError(
                 f"KroneckerConfig: keep is {self.keep!r}, needed even, odd, energy or (row, column)"
             )
@@ -291,14 +277,18 @@ class PruneConfig(_Config):
             raise ValueError(
                 f"PruneConfig: multiple_of is {self.multiple_of} for {self.granularity}s, needed 1"
             )
-        if self.budget is not None and not is_whole(self.budget, 1):
-            raise ValueError(f"PruneConfig: budget is {self.budget}, needed a number of parameters")
-        if self.budget is not None and self.keep is not None:
-            raise ValueError(
-                f"PruneConfig: keep is {self.keep} and budget {self.budget:,}, needed one of them"
-            )
+        if self.budget is not None:
+            self._check_budget(self.budget)
         if not is_number(self.ridge) or not 0 < self.ridge < 1:
             raise ValueError(f"PruneConfig: ridge is {self.ridge}, needed a share between 0 and 1")
+
+    def _check_budget(self, budget: int) -> None:
+        if not is_whole(budget, 1):
+            raise ValueError(f"PruneConfig: budget is {budget}, needed a number of parameters")
+        if self.keep is not None:
+            raise ValueError(
+                f"PruneConfig: keep is {self.keep} and budget {budget:,}, needed one of them"
+            )
 
     @property
     def share(self) -> float:
@@ -318,6 +308,13 @@ class PruneConfig(_Config):
 def is_whole(value: object, least: int) -> bool:
     """Whether it is a whole number, at least so large."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _are_two(values: object, least: int) -> bool:
+    """Whether it is a tuple of two whole numbers, both at least so large."""
+    return (
+        isinstance(values, tuple) and len(values) == 2 and all(is_whole(n, least) for n in values)
+    )
 
 
 def is_number(value: object) -> bool:

@@ -205,25 +205,18 @@ def compare(
             f"compare: the models have {min(positions)} positions, needed over {_PROMPT}"
         )
     named = texts if isinstance(texts, Mapping) else {"": texts}
-    ids = _first_ids(next(iter(named.values())))
-    ids = ids.to(next(next(iter(models.values())).parameters()).device)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
-    for run in range(runs + 1):
-        for name, model in models.items():
-            seconds = _seconds(model, ids, new if generates else 0)
-            if run:
-                times[name].append(seconds)
-    if generates:
-        originals = {}
-    else:
-        originals = {text: embeddings(next(iter(models.values())), b) for text, b in named.items()}
+    first = next(iter(models.values()))
+    ids = _first_ids(next(iter(named.values()))).to(next(first.parameters()).device)
+    times = _median_seconds(models, ids, new if generates else 0, runs)
+    originals = {}
+    if not generates:
+        originals = {text: embeddings(first, batches) for text, batches in named.items()}
     rows = []
     for name, model in models.items():
-        forward, generate = (sorted(t)[len(t) // 2] for t in zip(*times[name], strict=True))
+        forward, generate = times[name]
+        perplexities = {}
         if generates:
             perplexities = {text: perplexity(model, batches) for text, batches in named.items()}
-        else:
-            perplexities = {}
         cosines = {
             text: _cosine(embeddings(model, named[text]), o, name) for text, o in originals.items()
         }
@@ -234,6 +227,23 @@ def compare(
             )
         )
     return Comparison(tuple(rows))
+
+
+def _median_seconds(
+    models: Mapping[str, nn.Module], ids: Tensor, new: int, runs: int
+) -> dict[str, tuple[float, float]]:
+    """Return each model's median time of a forward and of generating, timed in turn."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+    for run in range(runs + 1):
+        for name, model in models.items():
+            seconds = _seconds(model, ids, new)
+            if run:  # the first run warms up
+                times[name].append(seconds)
+    middle = runs // 2
+    return {
+        name: (sorted(f for f, _ in pairs)[middle], sorted(g for _, g in pairs)[middle])
+        for name, pairs in times.items()
+    }
 
 
 def _all_generate(models: Mapping[str, nn.Module]) -> bool:

@@ -206,23 +206,9 @@ def merge_models(
             parameters,
             chosen,
         )
-    if isinstance(models, MergeRecipe):
-        options = {
-            "method": method,
-            "base_model": base_model,
-            "dtype": dtype,
-            "out_dtype": out_dtype,
-        }
-        if extra := [k for k, v in options.items() if v] + list(parameters):
-            raise ValueError(
-                f"merge_models: {extra[0]} was given beside a recipe, which says it itself"
-            )
-        recipe = models
-    else:
-        _check_list(models)
-        names = {"dtype": dtype, "out_dtype": out_dtype}
-        rest = {k: str(v).removeprefix("torch.") for k, v in names.items() if v is not None}
-        recipe = build_recipe(models, method or "linear", base_model, parameters, **rest)
+    recipe = _recipe_of(
+        models, method, base_model, parameters, {"dtype": dtype, "out_dtype": out_dtype}
+    )
     if threads is not None and (type(threads) is not int or threads < 1):
         raise ValueError(f"merge_models: threads is {threads}, needed a whole number from 1")
     if impl not in _IMPLS:
@@ -255,6 +241,26 @@ def _check_list(models: object) -> None:
         f"merge_models: models is {type(models).__name__}, needed a list with at least one "
         f"model{hint}"
     )
+
+
+def _recipe_of(
+    models: Any,
+    method: str | None,
+    base_model: object,
+    parameters: Mapping[str, object],
+    dtypes: Mapping[str, object],
+) -> MergeRecipe:
+    """Return a recipe as it came, or one of the other arguments."""
+    named = {name: str(v).removeprefix("torch.") for name, v in dtypes.items() if v is not None}
+    if not isinstance(models, MergeRecipe):
+        _check_list(models)
+        return build_recipe(models, method or "linear", base_model, parameters, **named)
+    beside = {"method": method, "base_model": base_model, **named, **parameters}
+    if extra := [name for name, value in beside.items() if value or name in parameters]:
+        raise ValueError(
+            f"merge_models: {extra[0]} was given beside a recipe, which says it itself"
+        )
+    return models
 
 
 def _check_calibrated(

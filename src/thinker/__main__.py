@@ -234,18 +234,7 @@ def train(options: argparse.Namespace) -> None:
     except TypeError as error:  # a name or value of NAME=VALUE
         raise ValueError(error) from error
     model = LatentThinker(config)
-    if not options.resume and (out / "result.json").exists():
-        raise ValueError(
-            f"{out} has a run already; needed another --out, or --resume to go on with it"
-        )
-    if options.resume and (out / "run.json").is_file():
-        before = read_json(out, "run.json")
-        changed = [name for name in told if told[name] != before.get(name) and name != "iterations"]
-        if changed:
-            raise ValueError(
-                f"{out} is a run with another {changed[0]} ({before.get(changed[0])!r}); needed "
-                "another --out"
-            )
+    _check_out(out, told, options.resume)
     write_json(make_folder(out, "train") / "run.json", told)
     iterations = told["iterations"]
     arguments = thinker_arguments(
@@ -265,12 +254,13 @@ def train(options: argparse.Namespace) -> None:
     trainer = ThinkerTrainer(
         model, arguments, train_dataset=data, callbacks=[RewindOnPeak()], **loss
     )
+    checkpoint = None
     if options.resume:
         checkpoint = whole_checkpoint(out / "checkpoints")
-    else:
-        checkpoint = None
-    if options.resume and checkpoint is None:
-        print(f"thinker: {out} has no checkpoint to go on from; it begins anew", file=sys.stderr)
+        if checkpoint is None:
+            print(
+                f"thinker: {out} has no checkpoint to go on from; it begins anew", file=sys.stderr
+            )
     begin = time.process_time()
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.process_time() - begin
@@ -284,23 +274,39 @@ def train(options: argparse.Namespace) -> None:
         "seed": told["seed"],
     }
     write_json(out / "result.json", result)
-    print(
-        f"\n{told['task']}, length {told['length']}: {iterations} iterations, {seconds:.0f} CPU "
-        "seconds"
-    )
-    print(
-        f"held out: {result['token']:.4f} of symbols, {result['sequence']:.4f} of rows\n\nlength  "
-        "symbols     rows"
-    )
-    for length, (symbols, rows) in result["by_length"].items():
-        print(
-            f"{length:>6} {symbols:>8.4f} "
-            f"{rows:>8.4f}{'  (longer)' if length > told['length'] else ''}"
-        )
+    _print_result(result, told)
     print(
         f"\n{out}: model/, result.json; next: python -m thinker evaluate {out}, python -m thinker "
         f"draw {out}"
     )
+
+
+def _check_out(out: Path, told: Settings, resume: bool) -> None:
+    """Refuse a folder with a run, unless it goes on with the settings that it had."""
+    if not resume and (out / "result.json").exists():
+        raise ValueError(
+            f"{out} has a run already; needed another --out, or --resume to go on with it"
+        )
+    if not resume or not (out / "run.json").is_file():
+        return
+    before = read_json(out, "run.json")
+    for name, value in told.items():
+        if name != "iterations" and value != before.get(name):
+            raise ValueError(
+                f"{out} is a run with another {name} ({before.get(name)!r}); needed another --out"
+            )
+
+
+def _print_result(result: Settings, told: Settings) -> None:
+    print(
+        f"\n{told['task']}, length {told['length']}: {result['iterations']} iterations, "
+        f"{result['cpu_seconds']:.0f} CPU seconds"
+    )
+    print(f"held out: {result['token']:.4f} of symbols, {result['sequence']:.4f} of rows\n")
+    print("length  symbols     rows")
+    for length, (symbols, rows) in result["by_length"].items():
+        longer = "  (longer)" if length > told["length"] else ""
+        print(f"{length:>6} {symbols:>8.4f} {rows:>8.4f}{longer}")
 
 
 def folder_of(options: argparse.Namespace) -> Path:

@@ -255,11 +255,12 @@ class ThinkerConfig(PreTrainedConfig):
         for name in ("latent_noise", "step_rate", "step_noise", "initializer_range"):
             if not isinstance(getattr(self, name), int | float):
                 refuse(name, getattr(self, name), "a number")
+        self._check_heads()
         self._check_positions()
         self._check_steps()
         self._check_latents()
 
-    def _check_positions(self) -> None:
+    def _check_heads(self) -> None:
         if self.hidden_size % self.num_heads:
             refuse("num_heads", self.num_heads, f"a divisor of hidden_size, {self.hidden_size}")
         size = self.hidden_size // self.num_heads
@@ -271,6 +272,8 @@ class ThinkerConfig(PreTrainedConfig):
                 size,
                 "a multiple of 4 for rotary positions in two dimensions",
             )
+
+    def _check_positions(self) -> None:
         if self.grid_width is not None and self.positions != "rotary_2d":
             refuse("grid_width", self.grid_width, 'none without positions="rotary_2d"')
         if self.positions == "random" and self.num_positions < self.longest:

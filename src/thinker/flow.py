@@ -321,11 +321,11 @@ def _rows_of(table: str) -> list[Mapping[str, object]]:
         return []
     names = [c.lower() for c in cells[0]]
     cells = cells[1:]
-    doubled = sorted({n for n in names if names.count(n) > 1})
-    if doubled:
-        raise ValueError(
-            f"FlowPlan.from_table: two columns are called {doubled[0]!r}; needed each once"
-        )
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"FlowPlan.from_table: two columns are called {name!r}; needed each once"
+            )
     if cells and all(re.fullmatch(":?-{2,}:?", c) for c in cells[0]):
         cells = cells[1:]
     rows: list[Mapping[str, object]] = []

@@ -221,26 +221,22 @@ class LatentThinker(PreTrainedModel):
         check_numbers(n_step, n_latent, grad_steps, step_noise)
         check_exit(config, exit_rule)
         rows = chosen_rows(config, plan, n_step)
-        if step_noise is None:
+        noise = step_noise
+        if noise is None:
             noise = config.step_noise if self.training else 0.0
-        else:
-            noise = step_noise
-        random = bool(noise) or (carry is None and config.latent_init == "noise")
-        if random and generator is None and not self.training and not torch.compiler.is_compiling():
-            generator = torch.Generator(context.index.device).manual_seed(0)
+        if generator is None and (noise or (carry is None and config.latent_init == "noise")):
+            generator = self._generator(context.index.device)
         if carry is None:
             state = self._start(context, n_latent, generator)
         else:
             state = carry
             check_latents(config, n_latent, carry.latents.shape, context.shape, carried=True)
         keep = chosen_steps(output_steps, rows)
-        if grad_steps is None:
-            first_grad = 0
-        else:
+        first_grad = 0
+        if grad_steps is not None:
             first_grad = max(0, len(rows) - grad_steps)
-        if exit_rule is None:
-            exits = None
-        else:
+        exits = None
+        if exit_rule is not None:
             exits = Exits(exit_rule, context, state, len(rows))
         latents = state.latents
         memory = state.memory or make_memory(config)
@@ -271,6 +267,12 @@ class LatentThinker(PreTrainedModel):
             residuals=torch.stack(residuals, 1),
             steps=torch.full((latents.shape[0],), len(rows), device=latents.device),
         )
+
+    def _generator(self, device: torch.device) -> torch.Generator | None:
+        """Return a generator that is the same each time; None in training, and in a compiler."""
+        if self.training or torch.compiler.is_compiling():
+            return None
+        return torch.Generator(device).manual_seed(0)
 
     def decode(
         self, state: ThinkerState, out_len: int | None = None

@@ -109,12 +109,7 @@ def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
     Evaluated in every call, since adapters, hooks, dtypes and parameters may have changed since the
     last one.
     """
-    if (
-        module_state._global_forward_hooks
-        or module_state._global_forward_pre_hooks
-        or module_state._global_backward_hooks
-        or module_state._global_backward_pre_hooks
-    ):
+    if _hooks_on_all_modules():
         return "there are hooks on all modules"
     modules = layer._modules
     base = modules["base_layer"]
@@ -128,17 +123,10 @@ def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
             continue
         b = b_of[name]
         drop = drop_of[name]
-        if name in layer.lora_variant:
-            return f"adapter {name!r} is a {type(layer.lora_variant[name]).__name__}"
-        if layer.lora_bias.get(name):
-            return f"adapter {name!r} has a bias of its own"
-        if (type(drop) is not nn.Dropout and type(drop) is not nn.Identity) or _is_touched(drop):
-            return f"adapter {name!r} has a {type(drop).__name__}, or hooks on its dropout"
-        for part in (a, b):
-            reason = _unusual(part)
-            if reason is not None:
-                return reason
-            factors.append(part._parameters["weight"])
+        reason = _unusual_adapter(layer, name, drop) or _unusual(a) or _unusual(b)
+        if reason is not None:
+            return reason
+        factors += [a._parameters["weight"], b._parameters["weight"]]
         p = drop.p if drop.training and type(drop) is nn.Dropout else 0.0
         adapters.append(Adapter(layer.scaling[name], p, None if spans is None else spans[name]))
     if type(base) in STOCK and not _is_touched(base):
@@ -146,6 +134,26 @@ def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
     else:
         weight = None
     return Route(base, weight if _is_plain(weight) else None, factors, adapters)
+
+
+def _hooks_on_all_modules() -> bool:
+    return bool(
+        module_state._global_forward_hooks
+        or module_state._global_forward_pre_hooks
+        or module_state._global_backward_hooks
+        or module_state._global_backward_pre_hooks
+    )
+
+
+def _unusual_adapter(layer: Any, name: str, drop: nn.Module) -> str | None:
+    """Return why an adapter is peft's to run; None where it is two factors and a dropout."""
+    if name in layer.lora_variant:
+        return f"adapter {name!r} is a {type(layer.lora_variant[name]).__name__}"
+    if layer.lora_bias.get(name):
+        return f"adapter {name!r} has a bias of its own"
+    if (type(drop) is not nn.Dropout and type(drop) is not nn.Identity) or _is_touched(drop):
+        return f"adapter {name!r} has a {type(drop).__name__}, or hooks on its dropout"
+    return None
 
 
 def _unusual(factor: nn.Module) -> str | None:

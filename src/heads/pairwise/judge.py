@@ -7,6 +7,7 @@ surface features.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -176,11 +177,7 @@ class Judge(PreTrainedModel):
         if alike == "encoder":
             a = b = (a + b) / 2
         elif alike is not None and surface_a is not None and surface_b is not None:
-            columns = columns_of([alike])
-            mean = (surface_a[:, columns] + surface_b[:, columns]) / 2
-            surface_a = surface_a.clone()
-            surface_b = surface_b.clone()
-            surface_a[:, columns] = surface_b[:, columns] = mean
+            surface_a, surface_b = _averaged(surface_a, surface_b, columns_of([alike]))
         divisor = 1.0 if self.training else self.head.temperature
         if self.config.link == "concat" and labels is not None:
             consistent = self.config.swap_consistency
@@ -195,8 +192,6 @@ class Judge(PreTrainedModel):
             logits = self.head(a, b, surface_a, surface_b) / divisor
             if both_orders or consistent:
                 other = self.head(b, a, surface_b, surface_a) / divisor
-            else:
-                other = None
         if labels is not None:
             smoothing = self.config.label_smoothing
             loss = pairwise_loss(logits, labels, label_smoothing=smoothing)
@@ -206,3 +201,11 @@ class Judge(PreTrainedModel):
         return PairwiseOutput(
             loss, logits, None if self.training else scores, other if both_orders else None
         )
+
+
+def _averaged(a: Tensor, b: Tensor, columns: Any) -> tuple[Tensor, Tensor]:
+    """Return copies of both that hold their mean in these columns."""
+    a = a.clone()
+    b = b.clone()
+    a[:, columns] = b[:, columns] = (a[:, columns] + b[:, columns]) / 2
+    return a, b

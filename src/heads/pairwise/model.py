@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,16 +148,7 @@ class PairwiseModel(SavedJudge):
             ValueError: A tokenizer that is not the encoder's, an encoder without hidden states, an
                 unknown option, more layers than there are.
         """
-        fields = [
-            name
-            for name in inspect.signature(PairwiseConfig).parameters
-            if name not in ("encoder", "rest")
-        ]
-        if not set(options) <= set(fields):
-            unknown = ", ".join(sorted(set(options) - set(fields)))
-            raise ValueError(
-                f"from_encoder: there is no option {unknown}; there are {', '.join(fields)}"
-            )
+        _check_options(options)
         if isinstance(encoder, (str, Path)):
             place, at = split_revision(encoder)
             hub = {
@@ -166,19 +157,9 @@ class PairwiseModel(SavedJudge):
                 "trust_remote_code": trust_remote_code,
             }
             hub = {name: value for name, value in hub.items() if value}
-            try:
-                encoder = AutoModel.from_pretrained(
-                    place, dtype="auto" if dtype is None else dtype, **hub
-                )
-            except OSError as error:
-                reason = str(error).strip().split("\n")[0]
-                raise ValueError(
-                    f"from_encoder: {place} is no model's folder, nor found on the hub ({reason})"
-                ) from error
+            encoder = _load_encoder(place, dtype, hub)
             if tokenizer is None:
                 tokenizer = AutoTokenizer.from_pretrained(place, **hub)
-            else:
-                tokenizer = tokenizer
         if isinstance(tokenizer, (str, Path)):
             tokenizer = AutoTokenizer.from_pretrained(str(tokenizer))
         if not isinstance(encoder, PreTrainedModel):
@@ -281,6 +262,30 @@ class PairwiseModel(SavedJudge):
                 "PairwiseModel: it has no tokenizer; needed model.tokenizer = the encoder's"
             )
         return self.tokenizer
+
+
+def _check_options(options: Mapping[str, object]) -> None:
+    """Refuse names that are no fields of a config."""
+    fields = [
+        name
+        for name in inspect.signature(PairwiseConfig).parameters
+        if name not in ("encoder", "rest")
+    ]
+    if unknown := sorted(set(options) - set(fields)):
+        raise ValueError(
+            f"from_encoder: there is no option {', '.join(unknown)}; there are {', '.join(fields)}"
+        )
+
+
+def _load_encoder(place: str, dtype: torch.dtype | None, hub: Mapping[str, Any]) -> PreTrainedModel:
+    """Load a model from a folder or the hub, in its checkpoint's dtype where none is given."""
+    try:
+        return AutoModel.from_pretrained(place, dtype="auto" if dtype is None else dtype, **hub)
+    except OSError as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"from_encoder: {place} is no model's folder, nor found on the hub ({reason})"
+        ) from error
 
 
 AutoConfig.register(PairwiseConfig.model_type, PairwiseConfig, exist_ok=True)

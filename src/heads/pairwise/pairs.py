@@ -271,13 +271,8 @@ def check_label(label: object, classes: int = 3) -> int | tuple[float, ...] | No
     if label is None or (isinstance(label, str) and not label.strip()):
         return None
     if isinstance(label, list):
-        try:
-            shares = tuple(float(share) for share in label)
-        except (TypeError, ValueError):
-            shares = ()
-        if len(shares) > classes and not any(shares[classes:]):
-            shares = shares[:classes]
-        if len(shares) != classes or not min(shares) >= 0 or not abs(sum(shares) - 1) < 1e-3:
+        shares = _shares(label, classes)
+        if shares is None:
             raise ValueError(
                 f"a label is {label!r}, needed {classes} shares that sum to 1{without}"
             )
@@ -290,3 +285,16 @@ def check_label(label: object, classes: int = 3) -> int | tuple[float, ...] | No
         known = ", ".join(f"{k} ({name})" for k, name in enumerate(CLASSES[:classes]))
         raise ValueError(f"a label is {label!r}, needed {known}{without}")
     return int(label)
+
+
+def _shares(label: list[Any], classes: int) -> tuple[float, ...] | None:
+    """Return a label's shares of the classes; None where they are none, or do not sum to 1."""
+    try:
+        shares = tuple(float(share) for share in label)
+    except (TypeError, ValueError):
+        return None
+    if not any(shares[classes:]):
+        shares = shares[:classes]
+    if len(shares) != classes or not min(shares) >= 0 or not abs(sum(shares) - 1) < 1e-3:
+        return None
+    return shares

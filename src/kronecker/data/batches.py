@@ -18,6 +18,7 @@ _OF_TOKENS = (
     "decoder_input_ids",
     "decoder_attention_mask",
 )
+_LABELS = ("labels", "label")
 
 
 def batches(
@@ -43,49 +44,52 @@ def batches(
     device = next(model.parameters()).device
     checked = []
     for item in calibration:
-        if not isinstance(item, (Tensor, Mapping)):
-            raise ValueError(
-                f"{operation}: a batch of calibration is a {type(item).__name__}, needed a tensor "
-                "of token ids (B, T) or a dict of the model's arguments; a tokenizer makes them "
-                "from text"
-            )
-        if isinstance(item, Tensor):
-            batch = {"input_ids": item}
-        else:
-            batch = _as_tensors(item)
-        if not any(
-            isinstance(v, Tensor) and v.numel()
-            for k, v in batch.items()
-            if k not in ("labels", "label")
-        ):
-            raise ValueError(
-                f"{operation}: a batch of calibration has no tensor but {sorted(batch)}, needed "
-                "token ids"
-            )
-        if any(
-            isinstance(v, Tensor) and not v.dim()
-            for k, v in batch.items()
-            if k.endswith("input_ids")
-        ):
-            raise ValueError(f"{operation}: token ids are one number, needed (B, T)")
-        for name, value in batch.items():
-            if isinstance(value, Tensor) and name in _OF_TOKENS and value.dim() == 1:
-                batch[name] = value[None]
-        config = getattr(model, "config", None)
-        main = getattr(model, "main_input_name", "input_ids")
-        if main != "input_ids" and main not in batch:
-            raise ValueError(
-                f"{operation}: a batch of calibration has {sorted(batch)}, needed dicts with "
-                f"{main!r} for {type(model).__name__}"
-            )
-        for name in ("input_ids", "decoder_input_ids"):
-            _check_ids(operation, batch.get(name), model)
-        if isinstance(config, PretrainedConfig) and config.is_encoder_decoder:
-            _check_two_sides(operation, batch)
+        batch = _arguments_of(item, operation)
+        _check_batch(batch, model, operation)
         checked.append({k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()})
     if not checked:
         raise ValueError(f"{operation}: calibration is empty, needed batches of token ids")
     return checked
+
+
+def _arguments_of(item: object, operation: str) -> dict[str, Any]:
+    """Return a batch as keyword arguments; a single row of token ids becomes a batch of one."""
+    if isinstance(item, Tensor):
+        batch: dict[str, Any] = {"input_ids": item}
+    elif isinstance(item, Mapping):
+        batch = _as_tensors(item)
+    else:
+        raise ValueError(
+            f"{operation}: a batch of calibration is a {type(item).__name__}, needed a tensor "
+            "of token ids (B, T) or a dict of the model's arguments; a tokenizer makes them "
+            "from text"
+        )
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    if not any(value.numel() for name, value in tensors.items() if name not in _LABELS):
+        raise ValueError(
+            f"{operation}: a batch of calibration has no tensor but {sorted(batch)}, needed "
+            "token ids"
+        )
+    for name, value in tensors.items():
+        if name.endswith("input_ids") and not value.dim():
+            raise ValueError(f"{operation}: token ids are one number, needed (B, T)")
+        if name in _OF_TOKENS and value.dim() == 1:
+            batch[name] = value[None]
+    return batch
+
+
+def _check_batch(batch: Mapping[str, Any], model: nn.Module, operation: str) -> None:
+    main = getattr(model, "main_input_name", "input_ids")
+    if main != "input_ids" and main not in batch:
+        raise ValueError(
+            f"{operation}: a batch of calibration has {sorted(batch)}, needed dicts with "
+            f"{main!r} for {type(model).__name__}"
+        )
+    for name in ("input_ids", "decoder_input_ids"):
+        _check_ids(operation, batch.get(name), model)
+    config = getattr(model, "config", None)
+    if isinstance(config, PretrainedConfig) and config.is_encoder_decoder:
+        _check_two_sides(operation, batch)
 
 
 def _as_tensors(row: Mapping[str, object]) -> dict[str, Any]:

@@ -199,30 +199,23 @@ def set_parameters_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                 setattr(module, attribute, size)
 
 
-def snapshot(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
-    """Return a function that puts these submodules back as they are now.
+@contextmanager
+def all_or_nothing(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Put these submodules back on any error within, their parameters and attributes, too.
 
-    Parameters and attributes come back, too.
+    What was trainable in the model is so again.
     """
     modules = {name: model.get_submodule(name) for name in names}
     contents = {name: (dict(m._parameters), dict(vars(m))) for name, m in modules.items()}
-
-    def put_back() -> None:
+    trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    except BaseException:
         for name, module in modules.items():
             parameters, attributes = contents[name]
             vars(module).update(attributes)
             module._parameters.update(parameters)
             put(model, name, module)
-
-    return put_back
-
-
-@contextmanager
-def all_or_nothing(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """On any error within, these submodules are as they were."""
-    put_back = snapshot(model, names)
-    try:
-        yield
-    except BaseException:
-        put_back()
+        for parameter, wanted in trainable:
+            parameter.requires_grad_(wanted)
         raise

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -107,19 +107,17 @@ def find_mlps(model: nn.Module, batch: Mapping[str, object] | None = None) -> li
         for index, run in enumerate(runs):
             run.hypotheses = _hypotheses(runs[:index], run)
         confirmed: list[Mlp] = []
-        for place in range(max((len(r.hypotheses) for r in runs), default=0)):
-            trials = [
-                r.hypotheses[place] for r in runs if len(r.hypotheses) > place and not r.square
-            ]
+        # the best guess of every layer, then all second guesses, and so on
+        for guesses in zip_longest(*(run.hypotheses for run in runs if not run.square)):
+            trials = [mlp for mlp in guesses if mlp is not None]
             while trials:
                 trials, now = _apart(trials, taken=_names(confirmed))
                 confirmed += _tried(model, now, runs, rows)[0]
         kinds = {_kind(m) for m in confirmed}
         # Square matrices are attention's nearly always, and what is done to those reaches far.
         for mlp in (mlp for run in runs for mlp in run.hypotheses if run.square):
-            if (_kind(mlp) in kinds or not kinds) and _names(confirmed).isdisjoint(
-                (*mlp.ups, mlp.down)
-            ):
+            alike = _kind(mlp) in kinds or not kinds
+            if alike and _names(confirmed).isdisjoint((*mlp.ups, mlp.down)):
                 confirmed += _tried(model, [mlp], runs, rows)[0]
         confirmed = _read_once(model, confirmed, runs, rows)
     order = {r.name: i for i, r in enumerate(runs)}

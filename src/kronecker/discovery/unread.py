@@ -85,12 +85,7 @@ def smallest_stock(
     stock_model = empty(type(model), model.config)
     stock = parameter_shapes(stock_model)
     hidden = [*(_of_mlp(stock_model, mlp) for mlp in mlps), *_of_experts(model)]
-    sizes: dict[int, int] = {}
-    for before in {part.count(stock) for part in hidden}:  # one field of the config
-        alike = [part for part in hidden if part.count(stock) == before]
-        unit = math.lcm(*(part.unit for part in alike))
-        needed = max(1, *(len(part.read_neurons(state)) for part in alike))
-        sizes[before] = min(before, -(-needed // unit) * unit)
+    sizes = _fewest_neurons(hidden, stock, state)
     smaller = {before: keep for before, keep in sizes.items() if keep < before}
     config = copy.deepcopy(model.config)
     if smaller:
@@ -117,6 +112,19 @@ def smallest_stock(
             f"batch=, arguments to run {type(model).__name__} with"
         )
     return dict(state), config
+
+
+def _fewest_neurons(
+    hidden: Sequence[_Hidden], stock: Mapping[str, torch.Size], state: Mapping[str, Tensor]
+) -> dict[int, int]:
+    """Return by the size in the config how many neurons all layers of that size can do with."""
+    sizes: dict[int, int] = {}
+    for before in {part.count(stock) for part in hidden}:  # one field of the config
+        alike = [part for part in hidden if part.count(stock) == before]
+        unit = math.lcm(*(part.unit for part in alike))
+        needed = max(1, *(len(part.read_neurons(state)) for part in alike))
+        sizes[before] = min(before, -(-needed // unit) * unit)
+    return sizes
 
 
 def _of_mlp(model: nn.Module, mlp: Mlp) -> _Hidden:

@@ -6,10 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from model_components._modes import evaluating
@@ -20,13 +21,14 @@ from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig, struct
 from ..data.batches import Batch, batches, check_model, tokens_seen
 from ..discovery.finding import (
     COMPRESSED,
+    all_or_nothing,
     convertible,
     is_embedding,
     mlps_if_any,
     put,
     resolve,
-    snapshot,
 )
+from ..discovery.mlps import Mlp
 from ..fitting.cache import FitCache
 from ..fitting.fit import UNKNOWN, Fitted, Part, fit_
 from ..fitting.tables import TableUse, low_rank_table, uses_of
@@ -190,45 +192,25 @@ def convert_(
             "train"
         )
     check_model("convert_", model)
-    if calibration is None:
-        data = None
-    else:
-        data = batches(calibration, model, "convert_")
-    configs = resolve(model, config, filter_fn, None if data is None else data[0])
-    modules = {name: model.get_submodule(name) for name in configs}
+    data = [] if calibration is None else batches(calibration, model, "convert_")
+    configs = resolve(model, config, filter_fn, data[0] if data else None)
     tied = tied_modules(model)
     _check_each(model, configs, tied, fade_in)
-    parts = _parts(
-        model,
-        {n: c for n, c in configs.items() if n not in tied and _is_fitted(modules[n], c)},
-        data,
-    )
+    parts = _parts(model, configs, tied, data)
     tables = _fitted_tables(model, configs, tied)
-    if data is None and (
-        needing := [c for p in parts for c in p.configs.values()] + [configs[n] for n in tables]
-    ):
-        raise ValueError(
-            f"convert_: {needing[0]} looks at what layers see, needed calibration data "
-            f"(batches of token ids), or a config with another init"
-        )
+    if not data:
+        _check_no_data(parts, [configs[name] for name in tables])
     before = num_parameters(model)
-    converted = {*configs, *(name for names in tied.values() for name in names)}
+    converted = {*configs, *chain.from_iterable(tied.values())}
     original = {n: m for n, m in model.named_modules() if n in converted}
-    put_back = snapshot(model, original)
-    sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in original.items()}
-    gradients = [(p, p.requires_grad) for p in model.parameters()]  # fading in freezes originals
-    frozen = {n for n, m in original.items() if not any(p.requires_grad for p in m.parameters())}
-    fitted = {name for part in parts for name in part.configs}
-    try:
+    sizes = {name: num_parameters(module) for name, module in original.items()}
+    frozen = {name for name, module in original.items() if _is_frozen(module)}
+    with all_or_nothing(model, original):
         with evaluating(model):
-            uses = {}
-            if data is not None and tables:
-                uses = uses_of(model, tables, data, "convert_")
-            errors: dict[str, float] = {}
-            notes: list[str] = []
-            if data is not None and parts:
-                where = None if fade_in else cache
-                errors, notes = _fit_parts(model, parts, configs, data, where, fade_in, progress)
+            uses = uses_of(model, tables, data, "convert_") if tables else {}
+            where = None if fade_in else cache
+            errors, notes = _fit_parts(model, parts, configs, data, where, fade_in, progress)
+            fitted = set(errors)
             for name, use in uses.items():
                 looked_up = f"{use.looked_up:,} of {len(use.counts):,} rows"
                 notes.append(f"{name}: calibration tokens look up {looked_up}")
@@ -237,29 +219,52 @@ def convert_(
                 if name in fitted:
                     continue
                 errors[name] = _convert_alone(model, name, configs[name], tied, uses.get(name))
-                layer = model.get_submodule(name)
-                if fade_in and isinstance(layer, SmallerLinear) and name not in tied:
-                    layer.fade_in_(beside(modules[name], name))
+                if fade_in and name not in tied:
+                    _fade_in(model, name, original[name])
         for name, module in original.items():
             layer = model.get_submodule(name).train(module.training)
             if name in frozen:
                 layer.requires_grad_(False)
-    except BaseException:
-        put_back()
-        for parameter, wanted in gradients:
-            parameter.requires_grad_(wanted)
-        raise
     own_saving_(model)
     rows = (
         _row(name, model.get_submodule(name), own, name in fitted, sizes[name], errors[name])
         for name, own in configs.items()
     )
-    if isinstance(config, Config) and filter_fn is None:
-        why = "not part of an MLP"
-    else:
-        why = "not asked for"
-    skipped = {n: why for n, m in model.named_modules() if n not in configs and convertible(m)}
+    one_for_mlps = isinstance(config, Config) and filter_fn is None
+    skipped = _skipped(model, configs, "not part of an MLP" if one_for_mlps else "not asked for")
     return ConversionReport(tuple(rows), skipped, before, num_parameters(model), tuple(notes))
+
+
+def _skipped(model: nn.Module, converted: Iterable[str], why: str) -> dict[str, str]:
+    """Return the layers that could have been converted, with the reason why they were not."""
+    left = [name for name, module in model.named_modules() if convertible(module)]
+    return dict.fromkeys((name for name in left if name not in converted), why)
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    return not any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _check_no_data(parts: Sequence[Part], of_tables: Sequence[Config]) -> None:
+    """Refuse layers and tables that are fitted to data, where no data came."""
+    if fitted := [*(config for part in parts for config in part.configs.values()), *of_tables]:
+        raise ValueError(
+            f"convert_: {fitted[0]} looks at what layers see, needed calibration data "
+            f"(batches of token ids), or a config with another init"
+        )
+
+
+def _fade_in(
+    model: nn.Module,
+    name: str,
+    before: nn.Module,
+    mlp: Mlp | None = None,
+    order: Tensor | None = None,
+) -> None:
+    """Keep a linear layer beside the factors that have taken its place."""
+    layer = model.get_submodule(name)
+    if isinstance(layer, SmallerLinear):
+        layer.fade_in_(beside(before, name, mlp, order))
 
 
 def _fit_parts(
@@ -272,15 +277,15 @@ def _fit_parts(
     progress: bool,
 ) -> tuple[dict[str, float], list[str]]:
     """Fit MLPs and layers block by block; return relative errors by layer, and remarks."""
+    if not parts:
+        return {}, []
     modules = {name: model.get_submodule(name) for part in parts for name in part.configs}
 
     def fade(part: Part, done: Fitted) -> None:
         if not fade_in or part.prune is not None:
             return
         for name in part.configs:
-            layer = model.get_submodule(name)
-            if isinstance(layer, SmallerLinear):
-                layer.fade_in_(beside(modules[name], name, part.mlp, done.order))
+            _fade_in(model, name, modules[name], part.mlp, done.order)
 
     settings = {n: [structure_of(c), asdict(c)] for n, c in configs.items()}
     fits = FitCache(cache, model, settings, data, "convert_")
@@ -356,15 +361,19 @@ def _is_fitted(module: nn.Module, config: Config) -> bool:
 
 
 def _parts(
-    model: nn.Module, configs: Mapping[str, Config], data: Sequence[Batch] | None
+    model: nn.Module, configs: Mapping[str, Config], tied: Iterable[str], data: Sequence[Batch]
 ) -> list[Part]:
     """Return the layers that are fitted.
 
     MLPs, where all layers of one have configs of one kind, and layers by themselves.
     """
-    left = dict(configs)
+    left = {
+        name: config
+        for name, config in configs.items()
+        if name not in tied and _is_fitted(model.get_submodule(name), config)
+    }
     parts = []
-    for mlp in mlps_if_any(model, None if data is None else data[0]) if left else ():
+    for mlp in mlps_if_any(model, data[0] if data else None) if left else ():
         names = (*mlp.ups, mlp.down)
         if all(n in left for n in names) and len({type(left[n]) for n in names}) == 1:
             if isinstance(left[mlp.down], PruneConfig) and len({left[n] for n in names}) > 1:

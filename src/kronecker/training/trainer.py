@@ -67,17 +67,7 @@ class KroneckerTrainer(StepTrainer):
         structure_aware: bool = False,
         **options: Unpack[TrainerOptions],
     ):
-        if teacher is None and not any(isinstance(m, COMPRESSED) for m in model.modules()):
-            raise ValueError(
-                f"KroneckerTrainer: {type(model).__name__} has no compressed layer, needed one "
-                "(convert_) or a teacher to learn from"
-            )
-        if distill is not None and teacher is None:
-            raise ValueError("KroneckerTrainer: distill needs a teacher, got None")
-        if teacher is model:
-            raise ValueError(
-                "KroneckerTrainer: teacher is the model itself, needed the original, loaded again"
-            )
+        _check_models(model, teacher, distill)
         learning = {p.dtype for p in model.parameters() if p.requires_grad}
         if half := next((d for d in learning if d in (torch.bfloat16, torch.float16)), None):
             warnings.warn(
@@ -131,16 +121,8 @@ class KroneckerTrainer(StepTrainer):
         config = self.distill
         watch = self._mlps.watched() if self._mlps else nullcontext({})
         named = {"output_hidden_states": config.hidden > 0}
-        unlabelled = {k: v for k, v in inputs.items() if k not in ("labels", "label")}
+        unlabelled = self._without_labels(inputs)
         two_sides = _has_two_sides(self.unwrapped())
-        # not all families have it
-        prepare = getattr(self.unwrapped(), "prepare_decoder_input_ids_from_labels", None)
-        if (
-            prepare
-            and "labels" in inputs
-            and not any(name.startswith("decoder_input") for name in unlabelled)
-        ):
-            unlabelled["decoder_input_ids"] = prepare(inputs["labels"])
         with torch.no_grad(), watch as seen:
             theirs = self.teacher(**unlabelled, **named)
         ours = model(**unlabelled, **named)
@@ -174,6 +156,17 @@ class KroneckerTrainer(StepTrainer):
             loss = loss + config.layers * self._mlps.loss(seen, keep) + everything
         loss = self.share_of_step(loss, answers, num_items_in_batch)
         return (loss, ours) if return_outputs else loss
+
+    def _without_labels(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return what both models read; a decoder's input is made of the labels."""
+        unlabelled = {k: v for k, v in inputs.items() if k not in ("labels", "label")}
+        has_decoder_input = any(name.startswith("decoder_input") for name in unlabelled)
+        if "labels" in inputs and not has_decoder_input:
+            # not all families have it
+            prepare = getattr(self.unwrapped(), "prepare_decoder_input_ids_from_labels", None)
+            if prepare:
+                unlabelled["decoder_input_ids"] = prepare(inputs["labels"])
+        return unlabelled
 
     def _logits(self, outputs: object) -> Tensor:
         logits = getattr(outputs, "logits", None)
@@ -260,6 +253,20 @@ def _states_that_count(
     if inside:
         return inside[0]
     return torch.empty(len(outputs[0]), 1, device=outputs[0].device)
+
+
+def _check_models(model: nn.Module, teacher: nn.Module | None, distill: object) -> None:
+    if teacher is None and not any(isinstance(m, COMPRESSED) for m in model.modules()):
+        raise ValueError(
+            f"KroneckerTrainer: {type(model).__name__} has no compressed layer, needed one "
+            "(convert_) or a teacher to learn from"
+        )
+    if distill is not None and teacher is None:
+        raise ValueError("KroneckerTrainer: distill needs a teacher, got None")
+    if teacher is model:
+        raise ValueError(
+            "KroneckerTrainer: teacher is the model itself, needed the original, loaded again"
+        )
 
 
 def _check_distillation(distill: DistillConfig, model: nn.Module, teacher: nn.Module) -> None:

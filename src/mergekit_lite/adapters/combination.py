@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -74,31 +76,24 @@ def merge_adapters(
             out="adapters/both",
         )
     """
-    if isinstance(adapters, (str, os.PathLike)) or not adapters:
-        raise ValueError(
-            f"merge_adapters: adapters is {adapters!r}, needed a list with at least one adapter"
-        )
-    if rank is not None and (type(rank) is not int or rank < 1):
-        raise ValueError(f"merge_adapters: rank is {rank!r}, needed a whole number from 1")
-    if dtype is not None and dtype not in FLOATS:
-        raise ValueError(f"merge_adapters: dtype is {dtype!r}, needed one of {', '.join(FLOATS)}")
+    _check_arguments(adapters, rank, dtype)
     merged = _method(method)
-    if merged:
-        bound = merged.bind(len(adapters), parameters)
-    else:
+    if merged is None:
         bound = _cat_weights(len(adapters), parameters)
+    else:
+        bound = merged.bind(len(adapters), parameters)
     if bound.get("scope") == "global":
         raise ValueError(
             "merge_adapters: scope is 'global'; modules are merged one by one: needed 'tensor'"
         )
     check_new(out, "merge_adapters")
     opened, notes = _open(adapters)
-    largest = max(pair.down.shape[0] for adapter in opened for pair in adapter.pairs.values())
+    largest = max(_largest_rank(adapter) for adapter in opened)
     stored = promote(info.dtype for adapter in opened for info in adapter.tensors.values())
     chosen = dtype or stored.name
     factors: dict[str, tuple[Array, Array]] = {}
     modules: list[AdapterModule] = []
-    names = list(dict.fromkeys(name for adapter in opened for name in adapter.pairs))
+    names = list(dict.fromkeys(chain.from_iterable(adapter.pairs for adapter in opened)))
     for name in with_bar(names, "merge_adapters", "module", progress=progress):
         pairs = [adapter.pairs.get(name) for adapter in opened]
         if merged is None:
@@ -124,6 +119,21 @@ def merge_adapters(
             "misses less"
         )
     return AdapterReport(Path(out), modules, [], {}, nbytes, notes)
+
+
+def _largest_rank(adapter: Any) -> int:
+    return max(pair.down.shape[0] for pair in adapter.pairs.values())
+
+
+def _check_arguments(adapters: object, rank: object, dtype: str | None) -> None:
+    if isinstance(adapters, (str, os.PathLike)) or not adapters:
+        raise ValueError(
+            f"merge_adapters: adapters is {adapters!r}, needed a list with at least one adapter"
+        )
+    if rank is not None and (type(rank) is not int or rank < 1):
+        raise ValueError(f"merge_adapters: rank is {rank!r}, needed a whole number from 1")
+    if dtype is not None and dtype not in FLOATS:
+        raise ValueError(f"merge_adapters: dtype is {dtype!r}, needed one of {', '.join(FLOATS)}")
 
 
 def _method(name: str) -> MergeMethod | None:

@@ -14,7 +14,7 @@ from model_components import _hub
 from .._torch import torch
 from ..dtypes import FLOAT8
 from .adapter import CONFIG, LoraSource
-from .headers import STEMS, CheckpointError, read_folder, read_header, read_json
+from .headers import STEMS, CheckpointError, TensorInfo, read_folder, read_header, read_json
 from .quantised import METHODS
 from .sources import DictSource, FolderSource, Source
 
@@ -112,18 +112,21 @@ def open_source(
     if tensors is None:
         return _open_pickled(folder, allow_pickle, text)
     source = FolderSource(folder, label or text, tensors)
-    if quantised := source.config.get("quantization_config"):
-        if isinstance(quantised, dict):
-            kind = quantised.get("quant_method", "unknown")
-        else:
-            kind = quantised
-        if kind in METHODS and any(info.dtype == FLOAT8 for info in tensors.values()):
-            del source.config["quantization_config"]  # what is written is not quantised
-            return source
+    if source.config.get("quantization_config"):
+        _unquantise(source, tensors, text)
+    return source
+
+
+def _unquantise(source: FolderSource, stored: Mapping[str, TensorInfo], text: str) -> None:
+    """Take the quantisation out of a config whose float8 weights are read as floats."""
+    kind = source.config["quantization_config"]
+    if isinstance(kind, dict):
+        kind = kind.get("quant_method", "unknown")
+    if kind not in METHODS or all(info.dtype != FLOAT8 for info in stored.values()):
         raise CheckpointError(
             f"{text}: is quantised ({kind}); merge the original weights and quantise the result"
         )
-    return source
+    del source.config["quantization_config"]  # what is written is not quantised
 
 
 def _open_pickled(folder: Path, allow_pickle: str | None, text: str) -> Source:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +69,7 @@ def _batched(data: Any, source: Source, batch_size: int, max_length: int) -> lis
         rows = _rows_of(data, source)
         first = rows[0]
     if isinstance(first, Tensor):
-        if any(batch.dim() != 2 for batch in rows):
-            raise ValueError(
-                f"calibration: a tensor is {list(first.shape)}; needed token ids (B, L)"
-            )
-        return [{"input_ids": batch} for batch in rows]
+        return _of_tensors(rows)
     has_ids = isinstance(first, Mapping) and "input_ids" in first
     if has_ids and isinstance(first["input_ids"], Tensor) and first["input_ids"].dim() == 2:
         return [
@@ -91,16 +87,24 @@ def _batched(data: Any, source: Source, batch_size: int, max_length: int) -> lis
         raise ValueError(
             f"calibration of {source.label}: an example has no token; needed one or more"
         )
-    parts = [ids[i : i + batch_size] for i in range(0, len(ids), batch_size)]
-    return [
-        {
-            "input_ids": pad_sequence(part, batch_first=True),
-            "attention_mask": pad_sequence(
-                [torch.ones_like(row) for row in part], batch_first=True
-            ),
-        }
-        for part in parts
-    ]
+    return [_padded(ids[i : i + batch_size]) for i in range(0, len(ids), batch_size)]
+
+
+def _of_tensors(batches: Sequence[Tensor]) -> list[Batch]:
+    for batch in batches:
+        if batch.dim() != 2:
+            raise ValueError(
+                f"calibration: a tensor is {list(batch.shape)}; needed token ids (B, L)"
+            )
+    return [{"input_ids": batch} for batch in batches]
+
+
+def _padded(rows: list[Tensor]) -> Batch:
+    masks = [torch.ones_like(row) for row in rows]
+    return {
+        "input_ids": pad_sequence(rows, batch_first=True),
+        "attention_mask": pad_sequence(masks, batch_first=True),
+    }
 
 
 def _without_padding(row: Mapping[str, object]) -> Tensor:

@@ -95,21 +95,7 @@ class MaskedLayer(nn.Module):
         generator = generator or torch.Generator().manual_seed(self.config.seed)
         self._same: set[str] = set()  # parameters that no component changes
         for name, first in self.plain.named_parameters(recurse=False):
-            parameters_of_components = [getattr(c, name, None) for c in self.components]
-            shapes = [
-                None if p is None else (tuple(p.shape), p.dtype) for p in parameters_of_components
-            ]
-            if len(set(shapes)) > 1:
-                raise ValueError(
-                    f"{type(self).__name__}: {name} is {shapes} in the components, needed one "
-                    "shape and dtype"
-                )
-            for parameter in parameters_of_components:
-                assert parameter is not None
-                parameter.requires_grad_(False)
-            same = self.over_base and all(
-                p is parameters_of_components[0] for p in parameters_of_components
-            )
+            same = self._freeze(name)
             if same:
                 self._same.add(name)
             if masks and name in masks:
@@ -126,6 +112,20 @@ class MaskedLayer(nn.Module):
             self.masks[name] = nn.Parameter(
                 raw.to(first.device), requires_grad=trained and not same
             )
+
+    def _freeze(self, name: str) -> bool:
+        """Freeze the components' parameters of that name; return whether all are the base's."""
+        parameters = [getattr(component, name, None) for component in self.components]
+        shapes = [None if p is None else (tuple(p.shape), p.dtype) for p in parameters]
+        if len(set(shapes)) > 1:
+            raise ValueError(
+                f"{type(self).__name__}: {name} is {shapes} in the components, needed one shape "
+                "and dtype"
+            )
+        for parameter in parameters:
+            assert parameter is not None
+            parameter.requires_grad_(False)
+        return self.over_base and all(p is parameters[0] for p in parameters)
 
     @property
     def plain(self) -> nn.Module:

@@ -70,29 +70,28 @@ def load_components(
     # the base first
     for (own, adapter), config, rest in reversed(list(zip(names, configs, unused, strict=True))):
         model = None
-        if (
-            low_rank
-            and models
-            and adapter is not None
-            and _are_one(own, bases[-1])
-            and names[-1][1] is None
-        ):
-            model = with_adapter(models[-1], Adapter(find_folder(adapter)))
+        if low_rank and models and adapter is not None:
+            base_is_plain = names[-1][1] is None
+            if base_is_plain and _are_one(own, bases[-1]):
+                model = with_adapter(models[-1], Adapter(find_folder(adapter)))
         if model is None:
-            model, loading_info = auto_class.from_pretrained(
-                own, config=config, dtype=dtype, output_loading_info=True, **where | rest
-            )
-            model.eval()
-            if lost := sorted(loading_info["missing_keys"]):
-                raise ValueError(
-                    f"Merger: {own} has no {lost[0]} ({len(lost)} such), which "
-                    f"{type(model).__name__} would draw anew; needed a checkpoint of the whole "
-                    "model"
-                )
+            model = _load(auto_class, own, {"config": config, "dtype": dtype, **where, **rest})
             if adapter is not None:
                 _fold_in(model, f"{own}+{adapter}")
         models.insert(0, model)
     return models, labels
+
+
+def _load(auto_class: Any, path: str, options: Mapping[str, object]) -> PreTrainedModel:
+    """Load a model all of whose weights are in its checkpoint."""
+    model, loading_info = auto_class.from_pretrained(path, output_loading_info=True, **options)
+    model.eval()
+    if lost := sorted(loading_info["missing_keys"]):
+        raise ValueError(
+            f"Merger: {path} has no {lost[0]} ({len(lost)} such), which "
+            f"{type(model).__name__} would draw anew; needed a checkpoint of the whole model"
+        )
+    return model
 
 
 def refuse_unlike(

@@ -106,18 +106,17 @@ def masked_kl(
         "cross_entropy": cross_entropy,
     }
     if impl == "reference":
-        if any(t is None for t in teachers) or bias is not None or normalizer is not None:
+        plain = [t for t in teachers if t is not None]
+        if len(plain) < len(teachers) or bias is not None or normalizer is not None:
             raise ValueError(
                 "masked_kl: impl 'reference' takes every teacher, no bias and no normalizer"
             )
-        plain = [t for t in teachers if t is not None]
         return reference.masked_kl(
             student, plain, heads, masks, coefficients=coefficients, labels=labels, **numbers
         )
-    fixed = [None if t is None else t.detach() for t in teachers]
-    if heads is not None and student.dtype != heads[0].dtype:  # autocast's
-        student = student.to(heads[0].dtype)
-        fixed = [None if t is None else t.to(heads[0].dtype) for t in fixed]
+    dtype = student.dtype if heads is None else heads[0].dtype  # autocast may have another
+    student = student.to(dtype)
+    fixed = [None if t is None else t.detach().to(dtype) for t in teachers]
     arguments = {
         "teachers": fixed,
         "heads": heads,

@@ -76,15 +76,8 @@ class MaskedModel(nn.Module):
             )
         refuse_not_finite(models, labels)
         self.selection = Selection()
-        weights = None
-        if isinstance(self.mask_config.initial, str) and self.mask_config.initial.endswith(
-            (".yml", ".yaml")
-        ):
-            weights = recipe_weights(
-                self.mask_config.initial, self.labels, over_base=self.over_base
-            )
         shared = share_frozen(models, over_base=self.over_base)
-        model, others = (shared[0], shared[1:]) if base is None else (shared[-1], shared[:-1])
+        model = shared.pop(-1 if self.over_base else 0)
         if loose := [name for name, _ in model.named_parameters(recurse=False)]:
             raise ValueError(
                 f"Merger: {type(model).__name__} itself owns {loose[0]}; needed parameters of its "
@@ -94,20 +87,11 @@ class MaskedModel(nn.Module):
         self._stored_buffers = {
             name: value for name, value in model.named_buffers() if name in stored
         }
+        weights = self._weights_of_recipe()
         surgeon = Surgeon(self.mask_config, self.selection, weights, over_base=self.over_base)
-        surgeon.replace(model, others)
+        surgeon.replace(model, shared)
         if not any(mask.requires_grad for mask in surgeon.raw.values()):
-            raise ValueError(
-                "Merger: no mask is trained: no component changes the base in a module like "
-                f"{self.mask_config.modules or 'any'}; needed patterns such as "
-                f"{next(iter(surgeon.raw)).rpartition('.')[0]!r}, and components that differ from "
-                "the base"
-                if self.over_base
-                else (
-                    f"Merger: no module has a name like {self.mask_config.modules}; needed "
-                    f"patterns such as {next(iter(surgeon.raw)).rpartition('.')[0]!r}"
-                )
-            )
+            raise ValueError(self._no_mask(next(iter(surgeon.raw)).rpartition(".")[0]))
         self.model = model
         self._layers = surgeon.layers
         self._raw = surgeon.raw
@@ -116,6 +100,24 @@ class MaskedModel(nn.Module):
         # where the components are stored, if that is known for sure
         self.sources: list[StoredAs] | None = None
         self.eval()
+
+    def _weights_of_recipe(self) -> Any:
+        """Return the weights of the recipe that ``initial`` names; None where it names none."""
+        initial = self.mask_config.initial
+        if not isinstance(initial, str) or not initial.endswith((".yml", ".yaml")):
+            return None
+        return recipe_weights(initial, self.labels, over_base=self.over_base)
+
+    def _no_mask(self, example: str) -> str:
+        """Return why no mask is trained, with the name of a module as an example."""
+        modules = self.mask_config.modules
+        if self.over_base:
+            return (
+                "Merger: no mask is trained: no component changes the base in a module like "
+                f"{modules or 'any'}; needed patterns such as {example!r}, and components that "
+                "differ from the base"
+            )
+        return f"Merger: no module has a name like {modules}; needed patterns such as {example!r}"
 
     @property
     def config(self) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -107,27 +107,20 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
     )
     _claim(training, run)
     if progress:
-        for task in tasks:
-            print(
-                f"{task.data.name}, the first example, what is supervised in "
-                f"brackets:\n{task.first}\n"
-            )
+        _print_first(tasks)
     mixture = TaskMixture(
         [[t.train for t in tasks if t.data.component == k] for k in range(merger.count)],
         weights="tokens",
     )
-    usual = {
-        k: v
-        for k, v in _TRAINING.items()
-        if k != "max_steps" or "num_train_epochs" not in run.training
-    }
     options: dict[str, Any] = {
-        **usual,
+        **_TRAINING,
         "seed": run.seed,
         "disable_tqdm": not progress,
         **run.training,
         "output_dir": str(training),
     }
+    if "num_train_epochs" in run.training and "max_steps" not in run.training:
+        del options["max_steps"]
     collator = MaskCollator(pad_token_id=tokenizer.pad_token_id or 0, max_length=run.max_length)
     trainer = MaskTrainer(
         merger,
@@ -152,12 +145,21 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
         )
     losses["masks"] = held_out_losses(merger.fold_(), test, collator)
     merger.unfold_().bake(path, progress=progress)
-    tokens = tuple(
-        sum(sum(label != -100 for label in e["labels"][1:]) for e in part) for part in test
-    )
+    tokens = tuple(map(_supervised_tokens, test))
     report = MaskRunReport(path, masks, tuple(t.data.name for t in tasks), tokens, losses)
     write_json(training / "report.json", report.to_dict(), "masks")
     return report
+
+
+def _print_first(tasks: Sequence[_Task]) -> None:
+    for task in tasks:
+        print(
+            f"{task.data.name}, the first example, what is supervised in brackets:\n{task.first}\n"
+        )
+
+
+def _supervised_tokens(examples: Iterable[Mapping[str, Any]]) -> int:
+    return sum(label != -100 for example in examples for label in example["labels"][1:])
 
 
 def _refuse_method(name: str, run: MaskRun) -> None:

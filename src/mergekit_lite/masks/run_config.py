@@ -122,6 +122,11 @@ class MaskRun:
 
     def __post_init__(self) -> None:
         _known("MaskRun: training", self.training, [f.name for f in fields(TrainingArguments)])
+        self._check_models()
+        self._check_tasks()
+        self._check_numbers()
+
+    def _check_models(self) -> None:
         outside = [d for d in self.data if not 0 <= d.component < len(self.components)]
         if self.base is not None and not isinstance(self.base, str):
             raise ValueError(f"MaskRun: base is {self.base!r}, needed the name of a model")
@@ -139,12 +144,15 @@ class MaskRun:
                 raise ValueError(
                     f"MaskRun: {name} has {odd[0]!r}; needed names, without parameters"
                 )
-        if twice := [
-            d.name for d in self.data if [other.name for other in self.data].count(d.name) > 1
-        ]:
+
+    def _check_tasks(self) -> None:
+        names = [task.name for task in self.data]
+        if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(
                 f"MaskRun: two tasks are called {twice[0]!r}; needed names that differ"
             )
+
+    def _check_numbers(self) -> None:
         for name, low in (("max_length", 2), ("seed", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:

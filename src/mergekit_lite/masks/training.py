@@ -85,20 +85,7 @@ class MaskTrainer(StepTrainer):
         if hasattr(data, "__len__") and not len(data):
             raise ValueError("MaskTrainer: train_dataset is empty; needed examples")
         if isinstance(data, TaskMixture) and (kl or KLConfig()).coefficients == "task":
-            if len(data.datasets) > model.count:
-                raise ValueError(
-                    f"MaskTrainer: {len(data.datasets)} tasks, but the merger has {model.count} "
-                    "components; needed one for each, or coefficients='evidence', which asks for "
-                    "no task"
-                )
-            followed = [any(len(d) for d in parts) for parts in data.datasets]
-            idle = [k for k in range(model.count) if k >= len(followed) or not followed[k]]
-            if idle:
-                warnings.warn(
-                    f"MaskTrainer: no example follows component {idle[0]} "
-                    f"({model.labels[idle[0]]})",
-                    stacklevel=2,
-                )
+            _check_mixture(data, model)
         args.remove_unused_columns = False
         if args.ddp_find_unused_parameters is None and model.model.can_generate():
             args.ddp_find_unused_parameters = False  # every mask takes part in every step
@@ -160,6 +147,20 @@ class MaskTrainer(StepTrainer):
         merger = self.unwrapped()
         assert isinstance(merger, Merger)
         return merger
+
+
+def _check_mixture(data: TaskMixture, model: Merger) -> None:
+    """Refuse tasks that follow no component; warn of a component that no example follows."""
+    if len(data.datasets) > model.count:
+        raise ValueError(
+            f"MaskTrainer: {len(data.datasets)} tasks, but the merger has {model.count} "
+            "components; needed one for each, or coefficients='evidence', which asks for no task"
+        )
+    followed = [any(len(d) for d in parts) for parts in data.datasets]
+    for k, label in enumerate(model.labels[: model.count]):
+        if k >= len(followed) or not followed[k]:
+            warnings.warn(f"MaskTrainer: no example follows component {k} ({label})", stacklevel=3)
+            break
 
 
 def shard_frozen_(merger: Merger, mesh: DeviceMesh | None = None) -> list[str]:

@@ -27,7 +27,7 @@ from typing import Any
 from .._torch import Tensor, torch
 from .evaluation import Block, Evaluation, OneBlock
 from .noise import Noise
-from .parameters import Bound, Parameter, PerModel, Range, value_type
+from .parameters import Bound, Parameter, PerModel, Range, Value, value_type
 
 Chunking = str
 """``"elements"``: any stretch; ``"rows"``: whole rows of the last dimension; ``"tensor"``: all at
@@ -106,28 +106,30 @@ class MergeMethod:
                 raise ValueError(f"{self.name}: parameter {name!r} is required and was not given")
             value = parameters.get(name, parameter.default)
             if parameter.per_model:
-                if isinstance(value, (list, tuple)):
-                    many = list(value)
-                else:
-                    many = [value] * number_of_models
-                if len(many) != number_of_models:
-                    raise ValueError(
-                        f"{self.name}: {name} has {len(many)} values, needed one for each of "
-                        f"{number_of_models} models"
-                    )
-                if parameter.required and any(v is None for v in many):
-                    raise ValueError(
-                        f"{self.name}: parameter {name!r} is required and model number "
-                        f"{many.index(None) + 1} has none"
-                    )
-                bound[parameter.argument] = [
-                    parameter.check(parameter.default if v is None else v, self.name) for v in many
-                ]
+                bound[parameter.argument] = self._one_each(parameter, value, number_of_models)
             else:
                 bound[parameter.argument] = parameter.check(value, self.name)
         if self.validate is not None:
             self.validate(bound)
         return bound
+
+    def _one_each(self, parameter: Parameter, value: object, number_of_models: int) -> list[Value]:
+        """Return a per-model parameter's checked value for each model."""
+        if isinstance(value, (list, tuple)):
+            many = list(value)
+        else:
+            many = [value] * number_of_models
+        if len(many) != number_of_models:
+            raise ValueError(
+                f"{self.name}: {parameter.name} has {len(many)} values, needed one for each of "
+                f"{number_of_models} models"
+            )
+        if parameter.required and None in many:
+            raise ValueError(
+                f"{self.name}: parameter {parameter.name!r} is required and model number "
+                f"{many.index(None) + 1} has none"
+            )
+        return [parameter.check(parameter.default if v is None else v, self.name) for v in many]
 
     def check_inputs(self, number_of_models: int, has_base: bool) -> None:
         """Refuse a wrong number of models or a base where it does not belong."""

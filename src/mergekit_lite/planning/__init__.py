@@ -12,7 +12,7 @@ from ..recipe import MergeRecipe, RecipeError
 from ..vocabulary import AlignedSource, Vocabulary, plan_vocabulary
 from .checks import check_copies, compare_configs, compare_tokenizers, tensor_problem
 from .configs import output_config
-from .layout import Slot, stacked_slices, whole_models
+from .layout import Layout, Slot, stacked_slices, whole_models
 from .models import Models, PlannedSource, open_models
 from .plan import (
     CHUNK,
@@ -95,20 +95,8 @@ def make_plan(
     layout = (stacked_slices if recipe.slices else whole_models)(recipe, aligned, uses_base)
     problems = problems + layout.problems
     notes = notes + layout.notes
-    tensors = []
-    for slot in layout.slots:
-        why = tensor_problem(slot, aligned, vocabulary is not None)
-        if why is None:
-            try:
-                tensors.append(_tensor(slot, recipe, method, aligned))
-            except ValueError as error:
-                why = str(error)
-        problems += [] if why is None else [why]
-    if recipe.slices and any(t.parameters.get("scope") == "global" for t in tensors):
-        problems.append(
-            "scope global ranks whole models; a recipe with slices can only use scope tensor"
-        )
-    _stop_if(problems)
+    tensors, wrong = _plan_tensors(layout, recipe, method, aligned, vocabulary is not None)
+    _stop_if(problems + wrong)
     _stop_if(check_copies(tensors, aligned))
     notes += idle_filters(recipe, [t.name for t in tensors])
     placed, shards = shard_layout(
@@ -144,6 +132,28 @@ def _align(recipe: MergeRecipe, models: Models) -> tuple[Vocabulary | None, Mode
     vocabulary = plan_vocabulary(models.sources, recipe.tokenizer, models.donor, base, models.index)
     aligned = [AlignedSource(models.sources, i, vocabulary) for i in range(len(models.sources))]
     return vocabulary, replace(models, sources=aligned)
+
+
+def _plan_tensors(
+    layout: Layout, recipe: MergeRecipe, method: MergeMethod, models: Models, aligned: bool
+) -> tuple[list[TensorPlan], list[str]]:
+    """Plan every tensor that can be planned; return them, and what is wrong with the others."""
+    tensors = []
+    problems = []
+    for slot in layout.slots:
+        why = tensor_problem(slot, models, aligned)
+        if why is not None:
+            problems.append(why)
+            continue
+        try:
+            tensors.append(_tensor(slot, recipe, method, models))
+        except ValueError as error:
+            problems.append(str(error))
+    if recipe.slices and any(t.parameters.get("scope") == "global" for t in tensors):
+        problems.append(
+            "scope global ranks whole models; a recipe with slices can only use scope tensor"
+        )
+    return tensors, problems
 
 
 def _tensor(slot: Slot, recipe: MergeRecipe, method: MergeMethod, models: Models) -> TensorPlan:

@@ -123,22 +123,16 @@ def tensor_problem(slot: Slot, models: Models, by_token: bool) -> str | None:
         shown = ", ".join(
             f"{models.label(i.source)} {list(t.shape)}" for i, t in zip(inputs, infos, strict=True)
         )
-        rows_alone = len({info.shape[1:] for info in infos}) == 1 and is_vocabulary_tensor(
-            slot.name
-        )
-        vocabulary = not by_token and rows_alone
-        if vocabulary:
+        hint = ""
+        rows_alone = len({info.shape[1:] for info in infos}) == 1
+        if rows_alone and is_vocabulary_tensor(slot.name) and not by_token:
             hint = (
                 " (vocabularies differ; tokenizer_source: union or base would match them by token)"
             )
-        else:
-            hint = ""
         return f"shapes differ: {slot.name}: {shown}{hint}"
-    if (
-        not all(info.dtype.is_floating_point for info in infos)
-        and len({info.dtype for info in infos}) > 1
-    ):
-        return f"dtypes differ: {slot.name}: {', '.join(info.dtype.name for info in infos)}"
+    dtypes = [info.dtype for info in infos]
+    if len(set(dtypes)) > 1 and not all(dtype.is_floating_point for dtype in dtypes):
+        return f"dtypes differ: {slot.name}: {', '.join(dtype.name for dtype in dtypes)}"
     return None
 
 

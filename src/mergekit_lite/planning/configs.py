@@ -36,12 +36,7 @@ def output_config(
     if floats := {t.dtype for t in tensors if t.dtype.is_floating_point}:
         config.pop("torch_dtype", None)
         config["dtype"] = promote(floats).name
-    flags = [source.config.get("tie_word_embeddings") for source in sources]
-    if any(HEAD.search(t.name) for t in tensors):
-        if False in flags:
-            config["tie_word_embeddings"] = False
-    elif config.get("tie_word_embeddings") is False and True in flags:
-        config["tie_word_embeddings"] = True  # the head came from a tied model, as its embedding
+    _set_tie(config, sources, any(HEAD.search(t.name) for t in tensors))
     if isinstance(config.get("text_config"), dict):
         inner = config["text_config"]
     else:
@@ -53,6 +48,16 @@ def output_config(
     if slices:
         _count_layers(inner, [s.sources[0].layer_range or (0, 0) for s in slices])
     return config
+
+
+def _set_tie(config: dict[str, object], sources: Sequence[Source], has_head: bool) -> None:
+    """Set the tie flag where the models differ: the output has a head of its own, or it has not."""
+    flags = [source.config.get("tie_word_embeddings") for source in sources]
+    if has_head:
+        if False in flags:
+            config["tie_word_embeddings"] = False
+    elif config.get("tie_word_embeddings") is False and True in flags:
+        config["tie_word_embeddings"] = True  # the head came from a tied model, as its embedding
 
 
 def _count_layers(config: dict[str, object], spans: Sequence[tuple[int, int]]) -> None:

@@ -88,15 +88,16 @@ def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout
         uses_base: Whether the method treats the base apart; else it is one more model.
     """
     layout = Layout([], [], [])
+    base = None
     entries: list[ModelEntry | None] = list(recipe.models)
     members = [models.of(entry.model) for entry in recipe.models]
     if recipe.base_model is not None:
         base = models.of(recipe.base_model)
-    else:
-        base = None
-    if base is not None and base not in members:
-        members.append(base)
-        entries.append(None)
+        if base not in members:
+            members.append(base)
+            entries.append(None)
+    if not uses_base:
+        base = None  # one more model
     names = list(
         dict.fromkeys(name for m in [models.donor, *members] for name in models.sources[m].tensors)
     )
@@ -108,24 +109,18 @@ def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout
         if lacking and _COMPUTED.search(name):
             layout.notes.append(f"{name} is computed, and not in every model: it is left out")
             continue
-        for m in lacking:
-            missing.setdefault(m, []).append(name)
         if lacking:
+            for m in lacking:
+                missing.setdefault(m, []).append(name)
             continue
         inputs = [
             (e, Input(m, alias))
             for e, m in zip(entries, members, strict=True)
             if (alias := aliases[m])
         ]
-        apart = uses_base and base is not None
-        layout.slots.append(
-            Slot(
-                name,
-                _depth(layer_of(name), count),
-                tuple(i for i in inputs if not (apart and i[1].source == base)),
-                next(i for _, i in inputs if i.source == base) if apart else None,
-            )
-        )
+        own = tuple(pair for pair in inputs if pair[1].source != base)
+        of_base = next((i for _, i in inputs if i.source == base), None)
+        layout.slots.append(Slot(name, _depth(layer_of(name), count), own, of_base))
     for m, names_there in missing.items():
         others = [models.label(o) for o in members if names_there[0] in models.sources[o].tensors]
         layout.problems.append(

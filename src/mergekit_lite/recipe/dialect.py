@@ -7,7 +7,7 @@ supported is refused.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,18 +127,7 @@ def _final_stage(documents: list[dict[str, object]]) -> MergeRecipe:
     if len(documents) == 1:
         return parse_recipe(documents[0])
     names = [data.get("name") for data in documents]
-    if (
-        any(not isinstance(name, str) for name in names if name is not None)
-        or names.count(None) > 1
-    ):
-        raise RecipeError(
-            "recipe: of several documents each needs a name, but for the one that is the result"
-        )
-    for name in names:
-        if isinstance(name, str) and (Path(name).name != name or name.startswith(".")):
-            raise RecipeError(f"recipe: a stage cannot be called {name!r}; needed a plain name")
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise RecipeError(f"recipe: two documents have the name {twice[0]!r}")
+    _check_names(names)
     by_name = dict(zip(names, documents, strict=True))
     finished: dict[object, MergeRecipe] = {}
     under_way: list[object] = []
@@ -163,6 +152,20 @@ def _final_stage(documents: list[dict[str, object]]) -> MergeRecipe:
             "own"
         )
     return result
+
+
+def _check_names(names: Sequence[object]) -> None:
+    """Refuse documents' names unless all are plain, different, and one at most is missing."""
+    given = [name for name in names if name is not None]
+    if not all(isinstance(name, str) for name in given) or len(given) < len(names) - 1:
+        raise RecipeError(
+            "recipe: of several documents each needs a name, but for the one that is the result"
+        )
+    for name in map(str, given):
+        if Path(name).name != name or name.startswith("."):
+            raise RecipeError(f"recipe: a stage cannot be called {name!r}; needed a plain name")
+    if twice := [name for name in given if given.count(name) > 1]:
+        raise RecipeError(f"recipe: two documents have the name {twice[0]!r}")
 
 
 def parse_recipe(data: Mapping[str, object], model_of: ModelOf = str) -> MergeRecipe:

@@ -260,6 +260,9 @@ class MergeRecipe:
                 raise RecipeError(f"recipe {key}: is {value!r}, needed one of {', '.join(FLOATS)}")
         if self.chat_template is not None and not isinstance(self.chat_template, str):
             raise RecipeError(f"recipe chat_template: is {self.chat_template!r}, needed a text")
+        self._check_no_name_twice()
+
+    def _check_no_name_twice(self) -> None:
         labels = [model_label(stage) for stage in self.stages()]
         if twice := [label for label in labels if labels.count(label) > 1]:
             raise RecipeError(

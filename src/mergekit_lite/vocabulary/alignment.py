@@ -163,16 +163,7 @@ def plan_vocabulary(
     _with_new(tokens, list(spec.tokens))
     extended = None
     if len(tokens) > before:
-        if folder is None or not (folder / "tokenizer.json").exists():
-            raise CheckpointError(
-                f"{sources[donor].label}: a tokenizer needs a tokenizer.json to be extended"
-            )
-        others = [
-            s.folder
-            for s in sources
-            if s.folder is not None and (s.folder / "tokenizer.json").exists()
-        ]
-        extended = extend_tokenizer(folder / "tokenizer.json", tokens, others)
+        extended = _extended(folder, tokens, sources, sources[donor].label)
     rows = max(rows, max(tokens.values(), default=-1) + 1)
     multiple = spec.pad_to_multiple_of or 1
     rows = -(-rows // multiple) * multiple
@@ -199,6 +190,17 @@ def plan_vocabulary(
         if place is not None or theirs == ZERO:
             model_of[takers, row], row_of[takers, row] = place or 0, theirs
     return Vocabulary(rows, tokens, has, model_of, row_of, folder, extended, notes)
+
+
+def _extended(
+    folder: Path | None, tokens: Mapping[str, int], sources: Sequence[Source], label: str
+) -> str:
+    """Return a folder's tokenizer.json with all tokens, whose merges the other models may have."""
+    if folder is None or not (folder / "tokenizer.json").exists():
+        raise CheckpointError(f"{label}: a tokenizer needs a tokenizer.json to be extended")
+    folders = [source.folder for source in sources if source.folder is not None]
+    others = [other for other in folders if (other / "tokenizer.json").exists()]
+    return extend_tokenizer(folder / "tokenizer.json", tokens, others)
 
 
 def _given_row(

@@ -76,6 +76,15 @@ def _fast_vocabulary(path: Path) -> dict[str, int]:
     return _whole_numbers(path, ids)
 
 
+def _builds_new(
+    merge: list[str] | str, vocabulary: Mapping[str, int], tokens: Mapping[str, int]
+) -> bool:
+    """Whether a BPE merge makes a token that the vocabulary lacks, of parts that are tokens."""
+    pair = merge if isinstance(merge, list) else merge.split(" ")
+    built = "".join(pair)
+    return built not in vocabulary and all(token in tokens for token in (*pair, built))
+
+
 def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Path]) -> str:
     """Return a tokenizer.json with every one of ``tokens``.
 
@@ -101,14 +110,10 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
         for token in theirs.get("added_tokens", []):
             if token["content"] in tokens:
                 added.setdefault(token["content"], token | {"id": tokens[token["content"]]})
-        for merge in theirs["model"].get("merges", []) if "merges" in model else ():
-            pair = merge if isinstance(merge, list) else merge.split(" ")
-            new = "".join(pair) not in model["vocab"]
-            if (
-                new
-                and all(t in tokens for t in (*pair, "".join(pair)))
-                and json.dumps(merge) not in merges
-            ):
+        if "merges" not in model:
+            continue
+        for merge in theirs["model"].get("merges", []):
+            if _builds_new(merge, model["vocab"], tokens) and json.dumps(merge) not in merges:
                 model["merges"].append(merge)
                 merges.add(json.dumps(merge))
     plain = {

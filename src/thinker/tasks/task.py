@@ -205,24 +205,22 @@ def check_sample(task: Task, generator: torch.Generator, length: int) -> None:
             raise ValueError(
                 f"{name}.sample: {column} of 2 rows have shape {tuple(ids.shape)}; needed {needed}"
             )
-        ids = ids[ids != IGNORED] if column == "targets" else ids
-        if ids.dtype != torch.int64 or (
-            ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < high
-        ):
-            span = f" from {ids.min()} to {ids.max()}" if ids.numel() else ""
-            raise ValueError(
-                f"{name}.sample: {column} are {ids.dtype}{span}; needed int64 from 0 to {high - 1}"
-            )
-    for column, shape in (
-        ("mask", sample.tokens.shape),
-        ("distance", (sizes[0], sizes[1])),
-        ("key", (sizes[0],)),
-    ):
+        _check_ids(f"{name}.sample: {column}", ids[ids != IGNORED], high)
+    optional = {"mask": sample.tokens.shape, "distance": sizes, "key": sizes[:1]}
+    for column, shape in optional.items():
         value = getattr(sample, column)
         if value is not None and value.shape != shape:
             raise ValueError(
                 f"{name}.sample: {column} has shape {tuple(value.shape)}; needed {tuple(shape)}"
             )
+
+
+def _check_ids(what: str, ids: Tensor, high: int) -> None:
+    if ids.dtype == torch.int64 and not ids.numel():
+        return
+    if ids.dtype != torch.int64 or not 0 <= int(ids.min()) <= int(ids.max()) < high:
+        span = f" from {ids.min()} to {ids.max()}" if ids.numel() else ""
+        raise ValueError(f"{what} are {ids.dtype}{span}; needed int64 from 0 to {high - 1}")
 
 
 def row_words(length: int, device: torch.device) -> Tensor:  # (length,)

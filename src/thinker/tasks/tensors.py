@@ -52,6 +52,15 @@ class TensorTask(Task):
     symbols: int | None = None
 
     def __post_init__(self):
+        self._check_tensors()
+        self._check_ids()
+        if not isinstance(self.grid, bool) or not (self.augment is None or callable(self.augment)):
+            raise ValueError(
+                f"TensorTask: grid {self.grid!r}, augment {self.augment!r}; needed True or False, "
+                "and a function"
+            )
+
+    def _check_tensors(self) -> None:
         for name, tensor in (("tokens", self.tokens), ("targets", self.targets)):
             if (
                 not isinstance(tensor, Tensor)
@@ -81,6 +90,8 @@ class TensorTask(Task):
                 raise ValueError(
                     "TensorTask: mask leaves a row without any token; needed one or more in each"
                 )
+
+    def _check_ids(self) -> None:
         targets = self.targets[self.targets != IGNORED]
         if int(self.tokens.min()) < 0 or not len(targets) or int(targets.min()) < 0:
             least = int(targets.min()) if len(targets) else IGNORED
@@ -91,11 +102,6 @@ class TensorTask(Task):
         most = max(int(self.tokens.max()), int(targets.max()))
         if self.symbols is not None and self.symbols <= most:
             raise ValueError(f"TensorTask: symbols is {self.symbols}; needed {most + 1} or more")
-        if not isinstance(self.grid, bool) or not (self.augment is None or callable(self.augment)):
-            raise ValueError(
-                f"TensorTask: grid {self.grid!r}, augment {self.augment!r}; needed True or False, "
-                "and a function"
-            )
 
     def __repr__(self) -> str:
         rows = self._rows

@@ -208,28 +208,13 @@ def lora_report(
             if adapter not in layer.r:
                 continue
             a, b = _factors_of(layer, adapter)
-            rank = int(layer.r[adapter])
-            scaling = float(layer.scaling[adapter])
-            meta = a.device.type == "meta"
-            if meta:
-                step = float("nan")
-            else:
-                step = scaling * float(a.detach().float().flatten(1).norm(dim=1).sum())
-            if meta:
-                update = float("nan")
-            else:
-                update = scaling * float((_gram(a) * _gram(b.T)).sum().clamp(min=0).sqrt())
-            rows.append(AdapterRow(name, rank, scaling, a.numel() + b.numel(), step, update))
-            if not meta and not b.detach().any():
-                zero.append(name)
-            if not meta and not (a.isfinite().all() and b.isfinite().all()):
-                broken.append(name)
-            base = getattr(layer.get_base_layer(), "weight", a)
-            if (
-                base.dtype.itemsize < a.dtype.itemsize
-                and base.is_floating_point()
-                and not isinstance(layer, LeanForward)
-            ):
+            rows.append(_row(name, layer, adapter))
+            if a.device.type != "meta":
+                if not b.detach().any():
+                    zero.append(name)
+                if not (a.isfinite().all() and b.isfinite().all()):
+                    broken.append(name)
+            if _casts_input(layer, a):
                 copied.append(name)
     zero = zero if trained or len(zero) < len(rows) else []
     warnings = _warnings(model, layers, rows, zero, broken, copied, base_vocab_size)
@@ -249,6 +234,27 @@ def lora_report(
         activation_bytes=activations,
         adapters=tuple(rows),
         warnings=tuple(warnings),
+    )
+
+
+def _row(name: str, layer: LoraLayer, adapter: str) -> AdapterRow:
+    """Return an adapter's counts, and the sizes of its step and update; nan without weights."""
+    a, b = _factors_of(layer, adapter)
+    scaling = float(layer.scaling[adapter])
+    step = update = math.nan
+    if a.device.type != "meta":
+        step = scaling * float(a.detach().float().flatten(1).norm(dim=1).sum())
+        update = scaling * float((_gram(a) * _gram(b.T)).sum().clamp(min=0).sqrt())
+    return AdapterRow(name, int(layer.r[adapter]), scaling, a.numel() + b.numel(), step, update)
+
+
+def _casts_input(layer: LoraLayer, a: Tensor) -> bool:
+    """Whether peft's forward copies the input into the adapter's wider dtype."""
+    base = getattr(layer.get_base_layer(), "weight", a)
+    return (
+        base.dtype.itemsize < a.dtype.itemsize
+        and base.is_floating_point()
+        and not isinstance(layer, LeanForward)
     )
 
 

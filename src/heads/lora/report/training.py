@@ -15,6 +15,9 @@ from model_components._report import Axes, Figure, Report, axes_for
 if TYPE_CHECKING:
     import numpy as np
 
+Looks = Sequence[tuple[int, float]]
+"""Losses by step."""
+
 # logs before a step that say which loss is usual, and the fewest that can
 _WINDOW = 40
 _FEWEST = 10
@@ -153,7 +156,7 @@ def _perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def _finite(looks: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+def _finite(looks: Looks) -> list[tuple[int, float]]:
     return [look for look in looks if math.isfinite(look[1])]
 
 
@@ -214,17 +217,7 @@ def tuning_report(
     norms = [
         None if entry.get("grad_norm") is None else float(entry["grad_norm"]) for entry in steps
     ]
-    broken = [step for step, loss in (*train, *held_out_losses) if not math.isfinite(loss)]
-    for (step, _), norm in zip(reversed(train), reversed(norms), strict=True):
-        # in float16 single steps are left out and training recovers
-        if norm is None or math.isfinite(norm):
-            break
-        broken.append(step)
-    low = math.inf
-    rise = 0.0
-    for _, loss in _finite(held_out_losses):
-        low = min(low, loss)
-        rise = max(rise, loss - low)
+    broken = _broken_steps(train, held_out_losses, norms)
     turn = _turn(held_out_losses, tolerance)
     rises = turn is not None and _rises([look for look in _finite(train) if look[0] > turn])
     spikes = [] if broken else _spikes(train, norms)  # Trainer logs what is not finite as 0
@@ -235,11 +228,32 @@ def tuning_report(
         None if rises else turn,
         turn if rises else None,
         min(broken, default=None),
-        rise,
+        _largest_rise(held_out_losses),
     )
 
 
-def _turn(held_out: Sequence[tuple[int, float]], tolerance: float) -> int | None:
+def _broken_steps(train: Looks, held_out: Looks, norms: Sequence[float | None]) -> list[int]:
+    """Return the steps from which losses, or the last gradients, are not finite."""
+    broken = [step for step, loss in (*train, *held_out) if not math.isfinite(loss)]
+    for (step, _), norm in zip(reversed(train), reversed(norms), strict=True):
+        # in float16 single steps are left out and training recovers
+        if norm is None or math.isfinite(norm):
+            break
+        broken.append(step)
+    return broken
+
+
+def _largest_rise(losses: Looks) -> float:
+    """Return how far a loss rose above the least before it."""
+    low = math.inf
+    rise = 0.0
+    for _, loss in _finite(losses):
+        low = min(low, loss)
+        rise = max(rise, loss - low)
+    return rise
+
+
+def _turn(held_out: Looks, tolerance: float) -> int | None:
     """Return the step of the least held-out loss, if the last loss is clearly above it.
 
     Clearly means by more than tolerance and noise.
@@ -263,7 +277,7 @@ def _turn(held_out: Sequence[tuple[int, float]], tolerance: float) -> int | None
     return next(step for step, loss in looks if loss == least)
 
 
-def _rises(looks: Sequence[tuple[int, float]]) -> bool:
+def _rises(looks: Looks) -> bool:
     """Whether a line through losses climbs, by three standard errors."""
     # of logs that were put together one step may have several
     if len({step for step, _ in looks}) < 3:
@@ -275,7 +289,7 @@ def _rises(looks: Sequence[tuple[int, float]]) -> bool:
     return line.slope > 3 * (left / (len(looks) - 2) / spread) ** 0.5
 
 
-def _spikes(train: Sequence[tuple[int, float]], norms: Sequence[float | None]) -> list[Spike]:
+def _spikes(train: Looks, norms: Sequence[float | None]) -> list[Spike]:
     """The highest of each run of logs that are above the threshold."""
     usual = []
     above = []

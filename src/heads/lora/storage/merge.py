@@ -145,27 +145,11 @@ def merge_lora(
         raise ValueError(
             f"{operation}: the model is a {type(model).__name__}, needed a peft.PeftModel"
         )
-    named = dtype
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype, None)
-    else:
-        dtype = dtype
-    if named is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(
-            f"{operation}: dtype is {named!r}, needed a floating one such as torch.float32"
-        )
-    if isinstance(adapters, str):
-        names = [adapters]
-    else:
-        names = list(model.active_adapters if adapters is None else adapters)
-    unknown = [name for name in names if name not in model.peft_config]
-    if unknown or not names:
-        raise ValueError(
-            f"{operation}: adapters are {names}, the model has {sorted(model.peft_config)}"
-        )
+    chosen = _floating(dtype, operation)
+    names = _adapter_names(model, adapters, operation)
     check_new(out, operation)
     base = model.get_base_model()
-    stored = dtype or next(base.parameters()).dtype
+    stored = chosen or next(base.parameters()).dtype
     adapted = lora_layers(base)
     for name, wrapper in base.named_modules():
         if isinstance(wrapper, AuxiliaryTrainingWrapper) and not isinstance(
@@ -181,10 +165,10 @@ def merge_lora(
     merged = {}
     for name, layer in tqdm(adapted.items(), "merging", disable=not progress, leave=False):
         parts = _parts_of(layer, names)
-        layers.append(_measured(operation, name, layer, parts["weight"], dtype))
+        layers.append(_measured(operation, name, layer, parts["weight"], chosen))
         base_layer = layer.base_layer
         merged |= {
-            f"{name}.{w}": part.to(dtype or base_layer.get_parameter(w).dtype)
+            f"{name}.{w}": part.to(chosen or base_layer.get_parameter(w).dtype)
             for w, part in parts.items()
         }
     lossy = [one for one in layers if max_lost is not None and one.lost > max_lost]
@@ -195,10 +179,36 @@ def merge_lora(
             f"{len(lossy)} of {len(layers)} layers, {worst.lost:.0%} of {worst.name}'s; needed "
             "dtype=torch.float32 (--dtype float32), or max_lost=None to have it so (--max-lost 99)"
         )
-    state = _state(base, merged, names, dtype)
+    state = _state(base, merged, names, chosen)
     with NewFolder(out, operation) as new:
         _write(new.folder, base, state, max_shard_size, tokenizer)
     return MergeReport(new.out, str(stored).removeprefix("torch."), tuple(layers))
+
+
+def _floating(dtype: object, operation: str) -> torch.dtype | None:
+    """Return a floating dtype, given as itself or by its name; None for None."""
+    if dtype is None:
+        return None
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(
+            f"{operation}: dtype is {dtype!r}, needed a floating one such as torch.float32"
+        )
+    return found
+
+
+def _adapter_names(
+    model: PeftModel, adapters: str | Sequence[str] | None, operation: str
+) -> list[str]:
+    if isinstance(adapters, str):
+        names = [adapters]
+    else:
+        names = list(model.active_adapters if adapters is None else adapters)
+    if not names or any(name not in model.peft_config for name in names):
+        raise ValueError(
+            f"{operation}: adapters are {names}, the model has {sorted(model.peft_config)}"
+        )
+    return names
 
 
 def _check_layer(operation: str, name: str, layer: LoraLayer) -> None:

@@ -92,6 +92,11 @@ def _check_config(operation: str, model: nn.Module, config: object, adapter_name
     for name, rank in ranks.items():
         if not isinstance(rank, int) or rank < 1:
             raise ValueError(f"{operation}: {name} is {rank!r}, needed at least 1")
+    _check_targets(operation, model, config)
+
+
+def _check_targets(operation: str, model: nn.Module, config: LoraConfig) -> None:
+    """Refuse names and patterns that fit no module."""
     names = [name for name, _ in model.named_modules()]
     last = {name.rpartition(".")[2] for name, m in model.named_modules() if not list(m.children())}
     targets = config.target_modules

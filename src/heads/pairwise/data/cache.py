@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from model_components._devices import warn_if_slow
@@ -48,10 +48,7 @@ def encoded(
     Raises:
         ValueError: An encoder that trains.
     """
-    trained = [
-        name for name, parameter in model.encoder.named_parameters() if parameter.requires_grad
-    ]
-    if trained:
+    if trained := [name for name, p in model.encoder.named_parameters() if p.requires_grad]:
         raise ValueError(
             f"encode_: {len(trained)} of the encoder's tensors train, such as {trained[0]}; call "
             "freeze_(model, 'all') before"
@@ -92,18 +89,21 @@ def encoded(
                 bar.update(len(inputs["input_ids"]))
             chunk = [key for batch in batches for key in batch]
             features = torch.cat(feature_parts)
-            table = torch.frombuffer(bytearray(b"".join(chunk)), dtype=torch.uint8).view(
-                len(chunk), -1
-            )
-            name = f"{hashlib.sha256(b''.join(chunk)).hexdigest()[:32]}.safetensors"
             for kind, pooled in zip(kinds, features.chunk(len(kinds), 1), strict=True):
                 rows[kind] |= zip(chunk, pooled.numpy(), strict=True)
                 if kind in folders:
-                    with new_file(folders[kind] / name, "encode_") as part:
-                        save_file({"keys": table, "features": pooled.contiguous()}, part)
+                    _store(folders[kind], chunk, pooled)
     if not keys:
         return np.zeros((0, 0), np.float32)
     return np.concatenate([np.stack([rows[kind][key] for key in keys]) for kind in kinds], 1)
+
+
+def _store(folder: Path, keys: Sequence[bytes], features: Tensor) -> None:
+    joined = b"".join(keys)
+    table = torch.frombuffer(bytearray(joined), dtype=torch.uint8).view(len(keys), -1)
+    name = f"{hashlib.sha256(joined).hexdigest()[:32]}.safetensors"
+    with new_file(folder / name, "encode_") as part:
+        save_file({"keys": table, "features": features.contiguous()}, part)
 
 
 def _key(tokens: Tokens) -> bytes:

@@ -94,23 +94,9 @@ class PairwiseTrainer(StepTrainer):
         if options.get("compute_metrics") is None:
             options["compute_metrics"] = _metrics
         super().__init__(model=model, args=args, train_dataset=train_dataset, **options)
-        if (
-            int(os.environ.get("WORLD_SIZE", 1)) > 1
-            and self.args.parallel_mode != ParallelMode.DISTRIBUTED
-        ):
-            raise ValueError(
-                "PairwiseTrainer: there are several processes, and each would train alone; needed "
-                "use_cpu=True where there is no accelerator"
-            )
-        if self.args.n_gpu > 1:
-            raise ValueError(
-                "PairwiseTrainer: torch.nn.DataParallel would cut a flat run of tokens; needed "
-                "torchrun"
-            )
-        if self.args.label_smoothing_factor:
-            raise ValueError(
-                "PairwiseTrainer: label_smoothing_factor is set; needed the model's label_smoothing"
-            )
+        _check_arguments(self.args)
+        _check_labelled("train_dataset", self.train_dataset)
+        _check_labelled("eval_dataset", self.eval_dataset)
         self.layer_decay = layer_decay
         self.head_lr_ratio = head_lr_ratio
         self.args.remove_unused_columns = False  # the collator reads them
@@ -120,18 +106,6 @@ class PairwiseTrainer(StepTrainer):
             # there are none, and looking for them takes time
             self.args.ddp_find_unused_parameters = False
         self.model_accepts_loss_kwargs = True  # losses are over the pairs of a whole step
-        for name, data in (
-            ("train_dataset", self.train_dataset),
-            ("eval_dataset", self.eval_dataset),
-        ):
-            for one in data.values() if isinstance(data, dict) else [data]:
-                if one is not None and not (
-                    isinstance(one, PairwiseDataset) and len(one) and one.labels[0] is not None
-                ):
-                    raise ValueError(
-                        f"PairwiseTrainer: {name} is {_told(one)}; needed a PairwiseDataset with "
-                        "labels"
-                    )
         if not any(p.requires_grad for p in self.judge.parameters()):
             raise ValueError("PairwiseTrainer: nothing is trainable")
         self._begin(self.judge)
@@ -161,30 +135,7 @@ class PairwiseTrainer(StepTrainer):
         data: TrainData = self.train_dataset
         if data is None:
             return
-        if data.encoded and any(
-            p.requires_grad for part in (judge.encoder, judge.pool) for p in part.parameters()
-        ):
-            raise ValueError(
-                "PairwiseTrainer: train_dataset holds features of a frozen encoder, and the "
-                "encoder trains; needed freeze_(model, 'all'), or a dataset without encode_"
-            )
-        data.check_encoded("PairwiseTrainer", judge)
-        if not data.encoded:
-            warn_if_slow("PairwiseTrainer", judge.encoder)
-        if all(
-            label == 2 or (isinstance(label, tuple) and label[2:] == (1.0,))
-            for label in data.labels
-        ):
-            raise ValueError(
-                "PairwiseTrainer: every label is a tie; needed pairs of which some are won"
-            )
-        won = count_labels(data.pairs)[:2]
-        if judge.config.link == "concat" and not judge.config.swap_consistency and not all(won):
-            raise ValueError(
-                f"PairwiseTrainer: {CLASSES[won.index(max(won))]} wins every pair, and link "
-                "'concat' would learn the side; needed another link, swap_consistency=1.0, or "
-                "pairs in both orders"
-            )
+        _check_training_data(data, judge)
         if not judge.head.untrained:
             return
         if not any(p.requires_grad for p in judge.head.parameters()):
@@ -241,6 +192,60 @@ class PairwiseTrainer(StepTrainer):
         if return_outputs:
             return (loss, outputs)
         return loss
+
+
+def _check_arguments(args: TrainingArguments) -> None:
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if several and args.parallel_mode != ParallelMode.DISTRIBUTED:
+        raise ValueError(
+            "PairwiseTrainer: there are several processes, and each would train alone; needed "
+            "use_cpu=True where there is no accelerator"
+        )
+    if args.n_gpu > 1:
+        raise ValueError(
+            "PairwiseTrainer: torch.nn.DataParallel would cut a flat run of tokens; needed torchrun"
+        )
+    if args.label_smoothing_factor:
+        raise ValueError(
+            "PairwiseTrainer: label_smoothing_factor is set; needed the model's label_smoothing"
+        )
+
+
+def _check_labelled(name: str, data: object) -> None:
+    """Refuse what is not a data set with labels, or None, or a dict of such."""
+    for one in data.values() if isinstance(data, dict) else [data]:
+        if one is None:
+            continue
+        if not isinstance(one, PairwiseDataset) or not len(one) or one.labels[0] is None:
+            raise ValueError(
+                f"PairwiseTrainer: {name} is {_told(one)}; needed a PairwiseDataset with labels"
+            )
+
+
+def _check_training_data(data: PairwiseDataset, judge: Judge) -> None:
+    """Refuse data from which the model would learn nothing, or the side that wins."""
+    encoder = [*judge.encoder.parameters(), *judge.pool.parameters()]
+    if data.encoded and any(p.requires_grad for p in encoder):
+        raise ValueError(
+            "PairwiseTrainer: train_dataset holds features of a frozen encoder, and the "
+            "encoder trains; needed freeze_(model, 'all'), or a dataset without encode_"
+        )
+    data.check_encoded("PairwiseTrainer", judge)
+    if not data.encoded:
+        warn_if_slow("PairwiseTrainer", judge.encoder)
+    if all(
+        label == 2 or (isinstance(label, tuple) and label[2:] == (1.0,)) for label in data.labels
+    ):
+        raise ValueError(
+            "PairwiseTrainer: every label is a tie; needed pairs of which some are won"
+        )
+    won = count_labels(data.pairs)[:2]
+    if judge.config.link == "concat" and not judge.config.swap_consistency and not all(won):
+        raise ValueError(
+            f"PairwiseTrainer: {CLASSES[won.index(max(won))]} wins every pair, and link "
+            "'concat' would learn the side; needed another link, swap_consistency=1.0, or "
+            "pairs in both orders"
+        )
 
 
 def _told(data: object) -> str:

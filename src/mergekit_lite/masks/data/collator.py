@@ -85,43 +85,33 @@ class MaskCollator:
                 f"MaskCollator: {tasks} of {len(examples)} examples have a task; needed all, or "
                 "none"
             )
-        if self.pack and tasks:
-            # a stable sort: rows keep the order of the batch
-            examples.sort(key=lambda e: e["task"])
-            rows = [
-                [e for e in examples if e["task"] == k]
-                for k in sorted({e["task"] for e in examples})
-            ]
-        elif self.pack:
-            rows = [examples]
-        else:
-            rows = [[e] for e in examples]
-        length = max(sum(len(e["input_ids"]) for e in row) for row in rows)
-
-        def fill(key: str, empty: int) -> Tensor:
-            padded = torch.full((len(rows), length), empty)
-            for line, row in zip(padded, rows, strict=True):
-                values = torch.cat([torch.as_tensor(e[key]) for e in row])
-                line[: len(values)] = values
-            return padded
-
-        batch = {"input_ids": fill("input_ids", self.pad_token_id), "labels": fill("labels", -100)}
-        if self.pack:
-            batch["position_ids"] = fill("position_ids", 0)
-        else:
-            batch["attention_mask"] = fill("attention_mask", 0)
-        if tasks:
-            task_of_row = torch.tensor([row[0]["task"] for row in rows])
-            batch["task"] = (
-                task_of_row[:, None].expand(-1, length).contiguous() if self.pack else task_of_row
-            )
+        rows = self._rows(examples)
+        # in the order of the rows from here on
+        examples = [example for row in rows for example in row]
+        empty = {"input_ids": self.pad_token_id, "labels": -100}
+        empty["position_ids" if self.pack else "attention_mask"] = 0
         if "token_type_ids" in examples[0]:
-            batch["token_type_ids"] = fill("token_type_ids", 0)
+            empty["token_type_ids"] = 0
+        batch = {key: _filled(rows, key, value) for key, value in empty.items()}
+        if tasks:
+            batch["task"] = torch.tensor([row[0]["task"] for row in rows])
+            if self.pack:
+                length = batch["input_ids"].shape[1]
+                batch["task"] = batch["task"][:, None].expand(-1, length).contiguous()
         if "label" in examples[0]:  # a classifier's, one an example
             batch["labels"] = torch.tensor([e["label"] for e in examples])
         if "teacher_hidden" in examples[0]:
             batch["teacher_hidden"] = torch.cat([e["teacher_hidden"] for e in examples])
         return batch
+
+    def _rows(self, examples: Sequence[Example]) -> list[list[Example]]:
+        """Return the examples of each row: one, or when packing all of a task, in their order."""
+        if not self.pack:
+            return [[example] for example in examples]
+        by_task: dict[int, list[Example]] = {}
+        for example in examples:
+            by_task.setdefault(example.get("task", 0), []).append(example)
+        return [by_task[task] for task in sorted(by_task)]
 
     def _example(self, feature: Example) -> Example:
         given_ids = torch.as_tensor(feature["input_ids"])
@@ -150,6 +140,16 @@ class MaskCollator:
         if "teacher_hidden" in feature:
             example["teacher_hidden"] = feature["teacher_hidden"]
         return example
+
+
+def _filled(rows: Sequence[Sequence[Example]], key: str, empty: int) -> Tensor:
+    """Return (rows, longest row) values of the examples of each row, one after the other."""
+    length = max(sum(len(example["input_ids"]) for example in row) for row in rows)
+    padded = torch.full((len(rows), length), empty)
+    for line, row in zip(padded, rows, strict=True):
+        values = torch.cat([torch.as_tensor(example[key]) for example in row])
+        line[: len(values)] = values
+    return padded
 
 
 def _component(task: SupportsIndex) -> int:

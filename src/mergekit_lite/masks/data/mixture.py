@@ -63,14 +63,14 @@ class TaskMixture(Dataset):
             [(k, d, i) for d in range(len(parts)) for i in range(len(parts[d]))]
             for k, parts in enumerate(self.datasets)
         ]
+        if temperature is not None and (weights is not None or not temperature > 0):
+            raise ValueError(
+                f"TaskMixture: temperature {temperature}, weights {weights}; needed one of "
+                "them, the first above 0"
+            )
         if temperature is not None:
-            if weights is not None or not temperature > 0:
-                raise ValueError(
-                    f"TaskMixture: temperature {temperature}, weights {weights}; needed one of "
-                    "them, the first above 0"
-                )
             weights = [len(p) ** (1 / temperature) for p in places]
-        if isinstance(weights, str):
+        elif isinstance(weights, str):
             weights = [_by_tokens(parts) for parts in self.datasets]
         if weights is not None:
             _check_weights("TaskMixture", weights, [len(p) for p in places])

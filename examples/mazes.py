@@ -1,9 +1,6 @@
-"""Mazes as a task of one's own: a grid that is read row by row.
+"""Mazes as a task of one's own: a grid that is read row by row, with an answer for each cell.
 
-Each cell is a token, and has an answer.
-
-`solve_puzzles.py --puzzle maze` learns it. Importing this file registers the task under the name
-"maze".
+Importing this file registers the task "maze", which `solve_puzzles.py --puzzle maze` learns.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from torch import Tensor
 from thinker import Task, register_task
 from thinker.tasks import Sample
 
-IGNORED = -100  # a label that counts nowhere
 OPEN, WALL, START, GOAL = range(4)
 
 
@@ -27,44 +23,30 @@ OPEN, WALL, START, GOAL = range(4)
 class Maze(Task):
     """Which cells lie on the way from start to goal, in a maze without loops.
 
-    ``length`` is its side in cells.
-
-    Walls are cells too: rooms lie where row and column are even, and a random walk that goes back
-    where it is stuck breaks the walls between them (depth first, which makes long corridors). Ids
-    are 0 open, 1 wall, 2 start, 3 goal; answers are 1 on the way, both ends included, and 0
-    elsewhere, walls not asked. All of it can be found by filling dead ends: an answer's
-    ``distance`` is the round that fills its cell, and 1 on the way, which a cell is taken to be
-    until it is filled.
+    ``length`` is its side in cells, and walls are cells too: rooms lie where row and column are
+    even, and a random walk that goes back where it is stuck breaks the walls between them. Answers
+    are 1 on the way, both ends included, and 0 elsewhere; walls have none. Filling dead ends finds
+    the way: an answer's ``distance`` is the round that fills its cell, and 1 on the way.
     """
 
     min_length: ClassVar[int] = 3
     grid: ClassVar[bool] = True
-
-    @property
-    def vocab_size(self) -> int:
-        """Open, wall, start, goal."""
-        return 4
-
-    @property
-    def output_size(self) -> int:
-        """Off the way, on it."""
-        return 2
+    vocab_size = property(lambda self: 4)  # open, wall, start, goal
+    output_size = property(lambda self: 2)  # off the way, on it
 
     def input_length(self, length: int) -> int:
-        """Cells."""
+        """Count the cells."""
         return length**2
 
-    def output_length(self, length: int) -> int:
-        """Cells."""
-        return length**2
+    output_length = input_length
 
     def num_samples(self, length: int) -> int:
-        """Ends, and about as many trees as there are on so many rooms."""
+        """Count the ends, times about as many trees as there are on so many rooms."""
         side = (length + 1) // 2
         return 2 ** (side - 1) ** 2 * side**2 * (side**2 - 1)
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
-        """Trees on the rooms, two of which are the ends, and the way between them."""
+        """Draw trees on the rooms, two of which are the ends, and the way between them."""
         lengths, longest = self.checked(generator, batch, length)
         cells, ends = _trees(generator, lengths, longest), _two_rooms(generator, lengths, longest)
         filled = _filled(cells, ends, longest)
@@ -75,14 +57,14 @@ class Maze(Task):
         # of each row's own square
         index = (place // lengths * longest + place % lengths).clamp(max=longest**2 - 1)
         tokens, filled, cells = (x.gather(1, index) for x in (tokens, filled, cells))
-        targets = (filled == 0).long().masked_fill(~(cells & mask), IGNORED)
+        targets = (filled == 0).long().masked_fill(~(cells & mask), -100)  # no answer
         return Sample(tokens.masked_fill(~mask, 0), mask, targets, filled.clamp(min=1))
 
 
 def _trees(
     generator: torch.Generator, lengths: Tensor, longest: int
 ) -> Tensor:  # (B, 1) to (B, longest²)
-    """Cells that are open, of each row's own square at the upper left."""
+    """Return which cells are open, of each row's own square at the upper left."""
     wide = longest + 4  # two cells around it that are never entered
     place = torch.arange(wide**2, device=lengths.device)
     row, column = place // wide - 2, place % wide - 2
@@ -109,22 +91,20 @@ def _trees(
 
 
 def _two_rooms(generator: torch.Generator, lengths: Tensor, longest: int) -> Tensor:  # (B, 2) cells
-    """Two that differ."""
+    """Draw two that differ."""
     side = (lengths + 1) // 2
-    size = (len(lengths), 1)
-    first = torch.randint(1 << 30, size, generator=generator, device=generator.device) % side**2
-    other = torch.randint(1 << 30, size, generator=generator, device=generator.device) % (
-        side**2 - 1
+    first, other = (
+        torch.randint(1 << 30, (len(lengths), 1), generator=generator, device=generator.device)
+        for _ in range(2)
     )
+    first = first % side**2
+    other = other % (side**2 - 1)
     both = torch.cat([first, other + (other >= first)], 1)
     return 2 * (both // side) * longest + 2 * (both % side)
 
 
 def _filled(cells: Tensor, ends: Tensor, longest: int) -> Tensor:  # (B, longest²)
-    """In which round each open cell is filled as a dead end, counted from 1.
-
-    0 on the way between the ends.
-    """
+    """Return the round, from 1, in which a cell is filled as a dead end; 0 on the way."""
     ends_kept = torch.zeros_like(cells).scatter(1, ends, value=True)
     filled, number = torch.zeros(cells.shape, dtype=torch.long, device=cells.device), 0
     while True:

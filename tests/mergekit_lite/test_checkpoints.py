@@ -6,7 +6,6 @@ import logging
 import shutil
 import subprocess
 import sys
-import time
 
 import peft
 import pytest
@@ -207,7 +206,7 @@ def test_integer_buffers_are_copied_when_equal_and_refused_when_not(tmp_path):
     assert torch.equal(merged["ids"], torch.arange(5))
     assert merged["mask"].dtype == torch.bool
     states[1]["ids"] = torch.arange(5) + 1
-    with pytest.raises(PlanError, match=r"ids: is int64 and differs"):
+    with pytest.raises(PlanError, match=r"ids:.*int64"):
         merge_models(states, weight=1.0, progress=False)
 
 
@@ -497,9 +496,16 @@ base_model: {tmp_path / "base"}
 models: [{tmp_path / "x"}, {tmp_path / "y"}]
 parameters: {{weight: 0.5, density: 0.2}}
 """)
-    started = time.process_time()
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
     plan = make_plan(recipe, threads=4)
-    assert time.process_time() - started < 5
+    sys.setprofile(None)
+    assert calls < 500 * len(plan.tensors)
     text = str(plan)
     assert 400e9 < plan.parameters < 410e9
     assert "TB" in text
@@ -520,7 +526,7 @@ def test_pickled_checkpoints_need_the_opt_in(tmp_path):
 
 def test_a_result_that_is_not_finite_is_refused(tmp_path):
     save_file({"w": torch.tensor([60000.0])}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="NaN or infinity"):
+    with pytest.raises(ValueError, match=r"w:.*NaN"):
         merge_models(
             [tmp_path],
             "passthrough",
@@ -553,7 +559,7 @@ def test_a_hub_id_is_fetched_with_weights_and_texts_only(tmp_path, monkeypatch):
     (pickles / "model.safetensors").unlink()
     with pytest.raises(
         PlanError,
-        match=r'holds no model.safetensors .*\(allow_pickle="weights_only" asks for more\)',
+        match=r'model.safetensors.*\(allow_pickle="weights_only".*more\)',
     ):
         merge_models(["someone/model"], "passthrough", progress=False)
     torch.save(model.state_dict(), pickles / "pytorch_model.bin")

@@ -8,10 +8,6 @@ import json
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections import namedtuple
 
 import pytest
@@ -22,10 +18,12 @@ import mergekit_lite.engine.output
 from mergekit_lite import OutputError, merge_models
 from mergekit_lite.__main__ import main
 from mergekit_lite.engine.hashing import hash_file
+from tests.support.kills import KILLS, run_killed
 
-SCRIPT = """
+SCRIPT = f"""
 import sys, mergekit_lite.engine.streaming as e, mergekit_lite
 e.CHUNK = 512
+{KILLS}
 mergekit_lite.merge_models(sys.argv[2:4], "dare_ties", base_model=sys.argv[4], weight=0.5, density=0.5, seed=1,
     out=sys.argv[1], max_shard_size="40KB", threads=2, progress=False)
 """
@@ -44,10 +42,8 @@ def models(tmp_path_factory):
     return [str(folder / str(n)) for n in range(3)]
 
 
-def run(out, models):
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(out), models[1], models[2], models[0]]
-    )
+def run(out, models, at=0):
+    return run_killed([SCRIPT, out, models[1], models[2], models[0]], out.parent, at)
 
 
 def contents(folder):
@@ -55,40 +51,25 @@ def contents(folder):
 
 
 def test_killed_at_random_points_then_finished(models, tmp_path):
-    process = run(tmp_path / "whole", models)
-    assert process.wait() == 0
-    expected = contents(tmp_path / "whole")
+    out = tmp_path / "out"
+    changes = run(out, models)
+    expected = contents(out)
     assert len(expected) > 4
-    chance, partial, kept = random.Random(0), tmp_path / ".out.partial", []
-    for number in range(8):
-        process = run(tmp_path / "out", models)
-        # The record is written once at the start and once for each finished file: killed somewhere
-        # after one of those.
-        for _ in range(1 + number % 4):
-            seen = progress(partial)
-            while process.poll() is None and progress(partial) == seen:
-                time.sleep(0.0002)
-        time.sleep(chance.uniform(0, 0.02))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        if (tmp_path / "out").exists():  # it was faster: whole, or the name would not be there
-            assert contents(tmp_path / "out") == expected
-            assert json.loads((tmp_path / "out" / "merge_manifest.json").read_text())
-            shutil.rmtree(tmp_path / "out")
+    shutil.rmtree(out)
+    partial, kept = tmp_path / ".out.partial", []
+    for at in random.Random(0).sample(range(1, changes + 1), 8):
+        run(out, models, at)
+        if out.exists():  # killed after the end, or it went on from so much: whole
+            assert contents(out) == expected
+            assert json.loads((out / "merge_manifest.json").read_text())
+            shutil.rmtree(out)
         else:
             record = partial / "progress.json"  # gone between its removal and the folder's renaming
             kept.append(len(json.loads(record.read_text())["shards"]) if record.exists() else 0)
     assert any(kept)  # some left whole files behind, which later ones went on from
-    assert run(tmp_path / "out", models).wait() == 0
-    assert contents(tmp_path / "out") == expected
+    run(out, models)
+    assert contents(out) == expected
     assert not partial.exists()
-
-
-def progress(partial):
-    try:
-        return (partial / "progress.json").stat().st_mtime_ns
-    except OSError:
-        return None
 
 
 def merge(models, out, **extra):

@@ -2,7 +2,6 @@
 
 import math
 import random
-import time
 
 import pytest
 import torch
@@ -104,12 +103,10 @@ def test_shares_of_judges_weigh_and_classes_may_be_absent():
 def test_what_cannot_be_fitted_is_refused(monkeypatch):
     many, bare = judged(30, len), [Pair("p", "a", "b")] * 30
     for train, test in (([], many), (bare, many), (many, [])):
-        with pytest.raises(ValueError, match="needed some of both, the first with labels"):
+        with pytest.raises(ValueError, match=r"baseline_verdicts:.*labels"):
             baseline_verdicts(train, test)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        ImportError, match=r"pairwise_report: .* pip install 'model-components\[judge\]'"
-    ):
+    with pytest.raises(ImportError, match=r"pairwise_report:.*'model-components\[judge\]'"):
         pairwise_report(
             model_of(), model_of().dataset(pairs_of(3), progress=False), train=judged(30, len)
         )
@@ -171,9 +168,8 @@ def test_the_report_puts_them_beside_the_model():
 
 
 def test_long_runs_of_empty_lines_take_no_time():
-    start = time.process_time()
-    found = dict(zip(NAMES, surface_of("", "\n" * 100_000 + "- x\n\n  2. y"), strict=True))
-    assert time.process_time() - start < 1
+    # a pattern that looks at every line from every line would take hours
+    found = dict(zip(NAMES, surface_of("", "\n" * 1_000_000 + "- x\n\n  2. y"), strict=True))
     assert found["bullets"] == found["numbered items"] == pytest.approx(math.log(2))
 
 

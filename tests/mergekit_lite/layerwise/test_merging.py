@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+import mergekit_lite.layerwise
 from mergekit_lite import merge_models
 from mergekit_lite.__main__ import main
 from mergekit_lite.files import open_source
@@ -152,17 +153,25 @@ def dense(paths, kind, data, method, reduce=0.9):
 
 @pytest.mark.parametrize("method", ["regmean", "regmean++"])
 @pytest.mark.parametrize("kind", ["llama-tied", "llama", "gpt2", "gemma3", "qwen2"])
-def test_block_by_block_is_the_dense_merge(kind, method, tmp_path):
+def test_block_by_block_is_the_dense_merge(kind, method, tmp_path, monkeypatch):
     paths = pair(kind, tmp_path)
     save_tokenizer(tmp_path / "0", [f"t{i}" for i in range(96)])
-    begin = time.perf_counter()
+    merged_source = mergekit_lite.layerwise.merged_source
+    seconds_of_blocks = []
+
+    def timed(*args, **options):
+        begin = time.perf_counter()
+        source = merged_source(*args, **options)
+        seconds_of_blocks.append(time.perf_counter() - begin)
+        return source
+
+    monkeypatch.setattr(mergekit_lite.layerwise, "merged_source", timed)
     report = merge_models(
         paths, method, calibration=DATA, out=tmp_path / "out", batch_size=4, progress=False
     )
-    seconds = time.perf_counter() - begin
     assert (tmp_path / "out" / "tokenizer.json").exists()
     assert report.bytes_written > 0
-    assert 0.9 * seconds <= report.seconds <= seconds  # the blocks' time is in it
+    assert seconds_of_blocks[0] <= report.seconds
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "out"]  # no stage is left
     found = auto_class(kind).from_pretrained(tmp_path / "out").eval()
     expected = dense(paths, kind, DATA, method)
@@ -383,7 +392,7 @@ def test_models_that_differ_are_refused(tmp_path):
     ]
     with pytest.raises(ValueError, match="data-driven merges needed models of one architecture"):
         merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
-    with pytest.raises(ValueError, match="'linear' is no method with calibration"):
+    with pytest.raises(ValueError, match=r"merge_models:.*'linear'"):
         merge_models(paths, "linear", calibration=DATA, out=tmp_path / "out", progress=False)
 
 

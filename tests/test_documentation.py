@@ -23,6 +23,7 @@ from tests.support.notebooks import NAMES as NOTEBOOKS
 from tests.support.notebooks import cells as cells_of
 from tests.support.reference import PAGES
 from tests.support.reference import text as text_of
+from tests.support.warm import run_script
 from thinker import TASKS
 
 ROOT = Path(__file__).parents[1]
@@ -178,18 +179,11 @@ def test_a_how_to_page_runs_as_it_stands(page, users_files):
     assert f"howto/{page}.md\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
 
-def run_example(name, *options, without=None):
-    """What an example prints; ``without``: a folder for code that makes matplotlib absent."""
-    command = [sys.executable, str(ROOT / "examples" / name), "--smoke", *map(str, options)]
-    environment = dict(os.environ)
-    if without is not None:
-        (without / "sitecustomize.py").write_text("import sys; sys.modules['matplotlib'] = None\n")
-        environment["PYTHONPATH"] = os.pathsep.join(
-            [str(without), environment.get("PYTHONPATH", "")]
-        )
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+def run_example(name, *options, absent=()):
+    """What an example prints; ``absent``: modules that are not installed."""
+    done = run_script(ROOT / "examples" / name, "--smoke", *options, absent=absent)
     assert done.returncode == 0, done.stderr[-2000:]
-    if without is not None:  # said before any training starts, and nothing fails after it
+    if "matplotlib" in absent:  # said before any training starts, and nothing fails after it
         assert (
             "no plots will be drawn: they need matplotlib, pip install 'model-components[plot]'"
             in done.stdout
@@ -298,7 +292,8 @@ def test_the_field_trial_runs_and_goes_on(tmp_path):
     save_tokenizer(tmp_path / "model", words)
     save(tiny("bert"), tmp_path / "judge")
     tokenizer_of().save_pretrained(tmp_path / "judge")
-    printed = run_example("field_trial/run.py", *given)
+    chapters = ("tune", "merge", "shrink", "judge", "think")
+    printed = "".join(run_example(f"field_trial/{name}.py", *given) for name in chapters)
     for name in (
         "specialist edit",
         "a step of training",
@@ -552,7 +547,9 @@ def test_the_snippets_about_thinking_run(tmp_path, monkeypatch):
 def test_the_example_that_thinks_longer_runs(task, tmp_path):
     figures = tmp_path / "figures.json"
     options = ["--task", task, "--lengths", 4, 9, "--json", figures, "--out", tmp_path]
-    printed = run_example("think_longer.py", *options, without=tmp_path if task == "sort" else None)
+    printed = run_example(
+        "think_longer.py", *options, absent=["matplotlib"] if task == "sort" else ()
+    )
     assert re.search(
         r"^\d+ parameters, lengths up to \d+, 20 iterations, \d+ CPU s$", printed, re.M
     )
@@ -718,11 +715,9 @@ def test_the_judge_example_runs_and_resumes(tmp_path):
     assert re.search(rf"{last.name} is not whole", printed)
     assert re.search(r"going on from .*checkpoint-3$", printed, re.M)
     for flags in (["--resume"], []):  # the judge that is there would be lost
-        with pytest.raises(
-            AssertionError, match=r"was begun with --batch 8; needed the same, or another --out"
-        ):
+        with pytest.raises(AssertionError, match=r"train_judge:.*--batch.*8.*--out"):
             run_example("train_judge.py", *options, *flags, "--batch", 4)
-    with pytest.raises(AssertionError, match=r"--evaluate .*test\.csv\.gz .*pairs without a label"):
+    with pytest.raises(AssertionError, match=r"--evaluate.*test\.csv\.gz.*pairs"):
         run_example("train_judge.py", *options, "--evaluate", tmp_path / "test.csv.gz")
     options[3:4] = [
         tmp_path / "encoder",
@@ -788,7 +783,7 @@ def test_the_fine_tuning_example_runs_and_resumes(kind, tmp_path):
         "--resume",
     ]
     anew = ["--out", tmp_path / "new", *options[2:]]
-    assert "starting anew" in run_example("finetune_lora.py", *anew, *named, without=tmp_path)
+    assert "starting anew" in run_example("finetune_lora.py", *anew, *named, absent=["matplotlib"])
     assert "is finished" in run_example("finetune_lora.py", *anew, *named)
     (row,) = runs_in(tmp_path / "new")
     assert row["steps"] == "6"
@@ -799,7 +794,7 @@ def test_the_fine_tuning_example_runs_and_resumes(kind, tmp_path):
     assert [row["tokens_per_second"] for row in runs_in(tmp_path / "new")][
         1
     ] == ""  # of a part of a run
-    with pytest.raises(AssertionError, match=r"the run in .* has lr"):
+    with pytest.raises(AssertionError, match=r"finetune_lora:.*the"):
         run_example("finetune_lora.py", *anew, *named, "--lr", "1")
 
 
@@ -814,15 +809,8 @@ def test_the_fine_tuning_example_runs_and_resumes(kind, tmp_path):
     ],
 )
 def test_what_cannot_be_tuned_is_told_in_a_line(options, told, tmp_path):
-    command = [
-        sys.executable,
-        str(ROOT / "examples" / "finetune_lora.py"),
-        "--smoke",
-        "--out",
-        str(tmp_path),
-        *options,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    options = ["--smoke", "--out", tmp_path, *options]
+    done = run_script(ROOT / "examples" / "finetune_lora.py", *options, cwd=tmp_path)
     assert done.returncode != 0
     assert told in done.stderr
     assert "Traceback" not in done.stderr
@@ -831,18 +819,15 @@ def test_what_cannot_be_tuned_is_told_in_a_line(options, told, tmp_path):
 
 def test_the_sweep_makes_each_run_once(tmp_path):
     config = tmp_path / "sweep.yml"
-    config.write_text(
-        "common: {batch: 4}\nruns:\n  - {rank: [2, 4]}\n  - {full: true, lr: 5.0e-4}\n"
-    )
+    config.write_text("common: {batch: 4}\nruns:\n  - {rank: 2}\n  - {full: true, lr: [5.0e-4]}\n")
     printed = run_example("sweep_lora.py", config, "--out", tmp_path)
     assert [row["name"] for row in runs_in(tmp_path / "smoke")] == [
         "rank2",
-        "rank4",
         "full-lr0.0005",
     ]
     assert (tmp_path / "smoke" / "table.md").read_text() in printed
     assert (tmp_path / "smoke" / "sweep.png").stat().st_size > 5_000
-    assert run_example("sweep_lora.py", config, "--out", tmp_path).count("is there already") == 3
+    assert run_example("sweep_lora.py", config, "--out", tmp_path).count("is there already") == 2
 
 
 def test_the_compression_example_runs(tmp_path):
@@ -854,7 +839,7 @@ def test_the_compression_example_runs(tmp_path):
     )
     assert (tmp_path / "losses.png").stat().st_size > 10_000
     assert (tmp_path / "sequential" / "folded" / "model.safetensors").exists()
-    again = run_example("compress_gpt2.py", *options, "--resume", without=tmp_path)
+    again = run_example("compress_gpt2.py", *options, "--resume", absent=["matplotlib"])
     assert [line.split()[:4] for line in again.splitlines() if line.startswith("sequential")] == [
         line.split()[:4] for line in printed.splitlines() if line.startswith("sequential")
     ]

@@ -99,9 +99,9 @@ def test_text_becomes_rows():
         )
     ]
     assert count == [(1, 4)]
-    with pytest.raises(ValueError, match="has 4 tokens, needed two or more after the first 3"):
+    with pytest.raises(ValueError, match=r"text_batches:.*4.*tokens.*3"):
         text_batches("abcd", lambda t: [1] * len(t), tokens=5, skip=3)
-    with pytest.raises(ValueError, match="the tokenizer makes no tokens of the text"):
+    with pytest.raises(ValueError, match=r"text_batches:.*tokenizer"):
         text_batches("abcd", lambda t: [], tokens=5)
 
 
@@ -136,10 +136,10 @@ def test_records_are_read_as_they_stand(name, content, text, tmp_path):
 
 def test_numbers_are_no_text_and_sizes_are_positive(tmp_path):
     (tmp_path / "a.json").write_text("3")
-    with pytest.raises(ValueError, match="has no text, needed some"):
+    with pytest.raises(ValueError, match=r"text_of:.*text"):
         text_of(tmp_path / "a.json")
     for size in ({"tokens": -5}, {"tokens": 5, "context": 0}):
-        with pytest.raises(ValueError, match=r"tokens is .*, context .*, needed 1 or more"):
+        with pytest.raises(ValueError, match=r"text_batches:.*context.*1"):
             text_batches("abc", lambda t: [1] * len(t), **size)
 
 
@@ -262,7 +262,7 @@ def test_comparing_measures_what_it_says():
     assert [r.parameters for r in rows] == [num_parameters(model), num_parameters(small)]
     assert all(r.forward_tokens_per_second > 0 and r.generated_tokens_per_second > 0 for r in rows)
     assert str(comparison).count("\n") == 2
-    with pytest.raises(ValueError, match="no token to predict"):
+    with pytest.raises(ValueError, match=r"perplexity:.*predict"):
         perplexity(model, [ids[:, :1]])
 
 
@@ -288,23 +288,21 @@ def test_comparing_encoders_says_how_near_their_embeddings_are():
     assert "cosine" in str(found)
     assert "generate" not in str(found)
     assert found.plot() is not None
-    with pytest.raises(ValueError, match="needed language models alone, or none"):
+    with pytest.raises(ValueError, match=r"compare:.*language"):
         compare({"a": tiny("gpt2"), "b": model}, [ids])
 
 
 def test_comparing_refuses_what_it_cannot_measure():
     ids = torch.randint(3, 96, (1, 8))
-    with pytest.raises(ValueError, match="0 models and 1 texts"):
+    with pytest.raises(ValueError, match=r"compare:.*0.*models.*1"):
         compare({}, [ids])
-    with pytest.raises(ValueError, match="the first text has no batch of token ids"):
+    with pytest.raises(ValueError, match=r"compare:.*first"):
         compare({"a": tiny("gpt2")}, {"empty": []})
-    with pytest.raises(
-        ValueError, match="gives no last_hidden_state, needed an encoder without a head"
-    ):
+    with pytest.raises(ValueError, match=r"compare:.*last_hidden_state"):
         compare({"a": tiny("classifier")}, [ids], runs=1)
-    with pytest.raises(ValueError, match="embeddings of b are"):
+    with pytest.raises(ValueError, match=r"compare:.*embeddings"):
         compare({"a": tiny("bert"), "b": tiny("bert", hidden_size=8)}, [ids], runs=1)
-    with pytest.raises(ValueError, match="the models have 8 positions, needed over 8"):
+    with pytest.raises(ValueError, match=r"compare:.*8.*positions.*8"):
         compare({"short": tiny("gpt2", n_positions=8)}, [ids])
 
 

@@ -498,11 +498,11 @@ def test_bad_files_are_refused(tmp_path):
     mark = json.loads((tmp_path / "out" / "kronecker.json").read_text())
     mark["layers"] = {n: c | {"b_shape": [4, 1]} for n, c in mark["layers"].items()}
     (tmp_path / "out" / "kronecker.json").write_text(json.dumps(mark))
-    with pytest.raises(ValueError, match=r"mlp\.c_fc\.a is .*needed"):
+    with pytest.raises(ValueError, match=r"from_pretrained:.*mlp\.c_fc\.a.*needed"):
         from_pretrained(tmp_path / "out")
     weights = tmp_path / "out" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match=r"from_pretrained:.*cannot"):
         from_pretrained(tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 
@@ -581,21 +581,17 @@ def test_a_model_around_a_converted_one_writes_what_stock_loading_refuses(kind, 
 
 def test_patterns_that_earlier_ones_hide_and_experts_are_refused():
     config = KroneckerConfig(b_shape=(2, 1), init="van_loan")
-    with pytest.raises(
-        ValueError, match=r"'\*\.mlp\.c_fc' fits only layers that an earlier pattern takes"
-    ):
+    with pytest.raises(ValueError, match=r"convert_:.*'\*\.mlp\.c_fc'"):
         convert_(tiny("gpt2"), {"*.mlp.*": config, "*.mlp.c_fc": config}, progress=False)
     for refused in (config, LowRankConfig(init="svd")):
-        with pytest.raises(
-            ValueError, match=r"experts is a stack of experts, got .*; experts take PruneConfig"
-        ):
+        with pytest.raises(ValueError, match=r"convert_:.*PruneConfig"):
             convert_(tiny("mixtral"), refused, progress=False)
 
 
 def test_configs_round_trip():
     for configs in PRESETS.values():
         assert all(from_dict(to_dict(config)) == config for config in configs.values())
-    with pytest.raises(ValueError, match="unknown fields rang"):
+    with pytest.raises(ValueError, match=r"KroneckerConfig:.*unknown"):
         KroneckerConfig.from_dict({"b_shape": [2, 1], "rang": 1})
 
 
@@ -631,7 +627,7 @@ def test_layers_with_a_forward_of_their_own_are_refused():
     ):
         model = tiny("gpt2")
         kronecker.discovery.finding.put(model, path, layer)
-        with pytest.raises(ValueError, match=r"with a forward of its own; needed a plain layer"):
+        with pytest.raises(ValueError, match=r"convert_:.*forward"):
             convert_(model, VAN_LOAN, filter_fn=lambda m, n, path=path: n == path)
 
 
@@ -656,7 +652,7 @@ def test_folding_changes_nothing_of_the_model_and_waits_for_fading(tmp_path):
     ):
         with pytest.raises(ValueError, match=r"c_fc still runs its original layer"):
             attempt()
-    with pytest.raises(ValueError, match="still runs its original"):
+    with pytest.raises(ValueError, match=r"revert_:.*original"):
         revert_(model)
     layers = [m for m in model.modules() if isinstance(m, KroneckerLinear)]
     for layer in layers:
@@ -764,7 +760,7 @@ def test_a_norm_between_the_matrices_keeps_neurons_in_their_order():
     before = model(x).detach()
     config = KroneckerConfig(b_shape=(2, 1), rank=2)
     # its hidden neurons are not independent
-    with pytest.raises(ValueError, match="nothing to convert in Model"):
+    with pytest.raises(ValueError, match=r"convert_:.*convert"):
         convert_(model, config, calibration=[x], progress=False)
     convert_(model, {"*.fc1": config, "*.fc2": config.opposite()}, calibration=[x], progress=False)
     # all terms: as it was
@@ -772,9 +768,7 @@ def test_a_norm_between_the_matrices_keeps_neurons_in_their_order():
 
 
 def test_text_is_no_calibration():
-    with pytest.raises(
-        ValueError, match="a batch of calibration is a str, needed a tensor of token ids"
-    ):
+    with pytest.raises(ValueError, match=r"convert_:.*calibration"):
         convert_(
             tiny("gpt2"), KroneckerConfig(b_shape=(2, 1)), calibration=["some text"], progress=False
         )
@@ -940,9 +934,7 @@ def test_neurons_dropped_layer_by_layer_are_saved_with_their_sizes(kind, tmp_pat
     stock = auto_class(kind).from_pretrained(tmp_path / "stock").eval()
     torch.testing.assert_close(output(stock), after)
     assert {dense(stock.get_submodule(m.down)).shape[1] for m in mlps} == {max(sizes.values())}
-    with pytest.raises(
-        ValueError, match="is not an MLP by itself; PruneConfig needs all layers of one"
-    ):
+    with pytest.raises(ValueError, match=r"convert_:.*PruneConfig"):
         convert_(tiny(kind), {mlps[0].down: PruneConfig()}, calibration=[ids()], progress=False)
 
 
@@ -1025,9 +1017,7 @@ def test_folding_says_when_it_needs_a_batch(tmp_path):
         for n in ("intermediate", "output")
     }
     convert_(model, configs, calibration=[batch], progress=False)
-    with pytest.raises(
-        ValueError, match="has lost neurons, and its MLP is not found without data, needed batch="
-    ):
+    with pytest.raises(ValueError, match=r"fold:.*batch="):
         fold(model, tmp_path / "stock")
     fold(model, tmp_path / "stock", batch=batch)
     stock = transformers.HubertModel.from_pretrained(tmp_path / "stock").eval()
@@ -1243,11 +1233,9 @@ def test_configs_that_make_no_sense_are_refused(config, named, message):
 def test_neurons_go_once_and_not_in_inference_mode():
     model = tiny("llama")
     convert_(model, PruneConfig(), calibration=[ids()], progress=False)
-    with pytest.raises(
-        ValueError, match="has lost neurons already, needed all of a layer's changes in one call"
-    ):
+    with pytest.raises(ValueError, match=r"convert_:.*neurons"):
         convert_(model, LowRankConfig(), calibration=[ids()], progress=False)
-    with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode is on"):
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"convert_:.*inference_mode"):
         convert_(tiny("llama"), LowRankConfig(), calibration=[ids()], progress=False)
 
 

@@ -108,7 +108,7 @@ def test_mlps_are_found_pruned_and_stock(name, tmp_path):
     assert [(len(m.ups), m.layout) for m in mlps] == [(ups, layout)] * count
     batch = calibration(model)
     if name in ("BloomForCausalLM", "Dinov2Model"):
-        with pytest.raises(ValueError, match="needed a family whose config has one"):
+        with pytest.raises(ValueError, match=r"prune_:.*family"):
             prune_(model, calibration=[batch], progress=False)
         return
     report = prune_(model, calibration=[batch], progress=False)
@@ -186,11 +186,9 @@ def test_mixing_tokens_is_no_mlp():
 
 
 def test_a_model_that_cannot_be_run_is_refused():
-    with pytest.raises(
-        ValueError, match=r"Rows could not be run to find its MLPs; needed a first batch"
-    ):
+    with pytest.raises(ValueError, match=r"kronecker:.*first"):
         find_mlps(Rows(nn.ReLU()))
-    with pytest.raises(ValueError, match="could not be run"):
+    with pytest.raises(ValueError, match=r"kronecker:.*not"):
         find_mlps(Rows(nn.ReLU()), {"x": torch.randn(5, 7)})
 
 
@@ -211,7 +209,7 @@ def test_batches_of_an_encoder_decoder_are_whole():
     ):
         with pytest.raises(ValueError, match=message):
             prune_(model, calibration=[bad], progress=False)
-    with pytest.raises(ValueError, match="calibration is None, needed batches"):
+    with pytest.raises(ValueError, match=r"prune_:.*calibration"):
         prune_(model, calibration=None, progress=False)
     prune_(model, calibration=[batch | {"attention_mask": torch.ones(8, 16)}], progress=False)
 
@@ -242,9 +240,7 @@ def test_hooks_that_change_what_a_layer_says_are_refused(changes):
     if not changes:
         assert len(find_mlps(model)) == model.config.num_hidden_layers
         return
-    with pytest.raises(
-        ValueError, match=r"a forward hook changes what model\.layers\.0\.mlp\.down_proj says"
-    ):
+    with pytest.raises(ValueError, match=r"kronecker:.*model\.layers\.0\.mlp\.down_proj"):
         find_mlps(model)
 
 
@@ -255,16 +251,14 @@ def test_adapters_are_merged_first():
             target_modules=[target], r=2, init_lora_weights=False, task_type="CAUSAL_LM"
         )
         model = peft.get_peft_model(tiny("llama"), config)
-        with pytest.raises(ValueError, match=r"convert_: .* is an adapter's; merge adapters first"):
+        with pytest.raises(ValueError, match=r"convert_:.*adapters"):
             convert_(
                 model, KroneckerConfig(b_shape=(2, 1), rank=2, init="van_loan"), progress=False
             )
-        with pytest.raises(ValueError, match=r"prune_: .* is an adapter's; merge adapters first"):
+        with pytest.raises(ValueError, match=r"prune_:.*adapters"):
             prune_(model, calibration=[batch], progress=False)
 
 
 def test_short_ids_are_refused_by_their_type():
-    with pytest.raises(
-        ValueError, match=r"token ids are torch\.int16, needed integers of 32 or 64 bits"
-    ):
+    with pytest.raises(ValueError, match=r"prune_:.*torch\.int16.*32.*64"):
         prune_(tiny("llama"), calibration=[torch.randint(3, 96, (2, 8)).short()], progress=False)

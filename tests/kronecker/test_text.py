@@ -10,13 +10,13 @@ from tests.support.models import tiny
 
 def test_a_name_of_a_file_is_not_its_text(tmp_path):
     (tmp_path / "text.txt").write_text("words")
-    with pytest.raises(ValueError, match="text is the name of a file"):
+    with pytest.raises(ValueError, match=r"text_batches:.*text"):
         text_batches(str(tmp_path / "text.txt"), lambda t: [1] * len(t), tokens=8)
 
 
 @pytest.mark.parametrize("encode", [lambda t: {"input_ids": [1, 2]}, lambda t: torch.ones(4)])
 def test_a_tokenizer_itself_is_not_its_encode(encode):
-    with pytest.raises(ValueError, match="needed a list of token ids"):
+    with pytest.raises(ValueError, match=r"text_batches:.*token"):
         text_batches("some words", encode, tokens=8)
 
 
@@ -37,9 +37,7 @@ def test_a_vision_model_says_what_it_reads():
         "num_attention_heads": 2,
     }
     model = ViTModel(ViTConfig(**sizes, intermediate_size=16))
-    with pytest.raises(
-        ValueError, match=r"has \['input_ids'\], needed dicts with 'pixel_values' for ViTModel"
-    ):
+    with pytest.raises(ValueError, match=r"prune_:.*\['input_ids'\].*'pixel_values'.*ViTModel"):
         prune_(model, PruneConfig(), calibration=[torch.ones(1, 4, dtype=torch.long)])
 
 
@@ -80,15 +78,15 @@ def test_what_is_no_text_is_refused_and_marks_are_read(tmp_path):
     assert text_of(tmp_path / "a.txt") == "Grüße"
     for held in (bytes(range(256)) * 20, b"\xe9" * 50):
         (tmp_path / "b.txt").write_bytes(held)
-        with pytest.raises(ValueError, match=r"text_of: .*b\.txt is no text in UTF-8"):
+        with pytest.raises(ValueError, match=r"text_of:.*b\.txt.*UTF-8"):
             text_of(tmp_path / "b.txt")
     (tmp_path / "c.JSON").write_text('[{"text": "x"}]')
     assert text_of(tmp_path / "c.JSON") == "x"
     (tmp_path / "d.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match=r"text_of:.*JSON"):
         text_of(tmp_path / "d.json")
     (tmp_path / "e.jsonl").write_text('{"text": "x"}\n\n{"text": "y"}\n{"text":')
-    with pytest.raises(ValueError, match=r"e\.jsonl is no JSON: line 4: "):
+    with pytest.raises(ValueError, match=r"text_of:.*e\.jsonl.*4"):
         text_of(tmp_path / "e.jsonl")
 
 

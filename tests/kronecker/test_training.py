@@ -254,7 +254,7 @@ def test_an_encoder_decoder_learns_from_its_decoders_tokens(tmp_path):
     trainer = KroneckerTrainer(classifiers[0].train(), arguments(tmp_path), teacher=classifiers[1])
     # without a way to make decoder_input_ids of labels
     assert trainer.compute_loss(classifiers[0], rows).isfinite()
-    with pytest.raises(ValueError, match="for an encoder-decoder, T5ForCond"):
+    with pytest.raises(ValueError, match=r"KroneckerTrainer:.*T5ForCond"):
         KroneckerTrainer(
             model, arguments(tmp_path), teacher=teacher, distill=DistillConfig(hidden=1.0)
         )
@@ -335,7 +335,7 @@ def test_freezing_and_releasing(steps, repeat, moved, tmp_path):
     weights += look.seen
     assert [not torch.equal(a, b) for a, b in pairwise(weights)] == moved
     assert all(p.requires_grad for p in model.parameters())
-    with pytest.raises(ValueError, match="steps is 0"):
+    with pytest.raises(ValueError, match=r"FreezePretrained:.*steps.*0"):
         FreezePretrained(0)
 
 
@@ -363,9 +363,9 @@ def test_layers_come_in_one_at_a_time(order, tmp_path):
     )
     assert shares[7] == [1.0] * 6
     assert all(m.original is None for m in model.modules() if isinstance(m, KroneckerLinear))
-    with pytest.raises(ValueError, match="no layer has its original"):
+    with pytest.raises(ValueError, match=r"FadeIn:.*original"):
         train(model, tmp_path, callbacks=[FadeIn()])
-    with pytest.raises(ValueError, match="low_to_high or high_to_low"):
+    with pytest.raises(ValueError, match=r"FadeIn:.*low_to_high.*high_to_low"):
         FadeIn(order="middle")
 
 
@@ -555,16 +555,14 @@ def test_what_a_pruned_model_cannot_learn_from_is_refused(tmp_path):
         model, PruneConfig(keep=0.5, granularity="block"), calibration=calibration, progress=False
     )
     for distill in (DistillConfig(hidden=1.0), DistillConfig(layers=1.0)):
-        with pytest.raises(
-            ValueError, match=r"has \d blocks and its teacher \d, needed DistillConfig of logits"
-        ):
+        with pytest.raises(ValueError, match=r"KroneckerTrainer:.*\d.*\d.*DistillConfig"):
             KroneckerTrainer(model, arguments(tmp_path), teacher=teacher, distill=distill)
-    with pytest.raises(ValueError, match="teacher is the model itself"):
+    with pytest.raises(ValueError, match=r"KroneckerTrainer:.*teacher"):
         KroneckerTrainer(model, arguments(tmp_path), teacher=model)
     rows = [{"input_ids": row, "labels": row} for row in calibration[0]]
     freeze = [FreezePretrained(1)]
     trainer = KroneckerTrainer(
         model, arguments(tmp_path), teacher=teacher, train_dataset=rows, callbacks=freeze
     )
-    with pytest.raises(ValueError, match="FreezePretrained: GPT2LMHeadModel has no factors"):
+    with pytest.raises(ValueError, match="FreezePretrained: GPT2LMHeadModel"):
         trainer.train()

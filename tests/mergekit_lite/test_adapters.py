@@ -133,7 +133,7 @@ def test_a_dtype_that_would_lose_an_adapter_is_noted(tmp_path):
         [name], "passthrough", dtype="float32", out=tmp_path / "whole", progress=False
     )
     assert not any("rounding" in note for note in report.notes)
-    with pytest.warns(UserWarning, match="rounding to bfloat16 loses"):
+    with pytest.warns(UserWarning, match="merge_models:.*bfloat16"):
         merge_models([name, base], weight=1.0, progress=False)
     staged = (
         f"name: one\nmerge_method: passthrough\nmodels: ['{name}']\n---\nmerge_method: linear\n"
@@ -468,7 +468,5 @@ def test_float8_in_blocks_and_every_value(tmp_path):
     save_file(
         {"w.weight": weight, "w.weight_scale": torch.ones(3)}, tmp_path / "m" / "model.safetensors"
     )
-    with pytest.raises(
-        PlanError, match=r"w.weight of shape \[200, 150\] has scales of shape \[3\]"
-    ):
+    with pytest.raises(PlanError, match=r"w.weight.*\[200.*150\].*\[3\]"):
         merge_models([tmp_path / "m"], "passthrough")

@@ -284,9 +284,7 @@ def test_a_file_that_is_no_recipe_is_named_and_not_shown_whole(tmp_path):
         with pytest.raises(RecipeError, match=rf"recipe .*recipe\.yml: .*{message}") as caught:
             load_recipe(tmp_path / "recipe.yml")
         assert len(str(caught.value)) < 500
-    with pytest.raises(
-        ValueError, match=r"models is str, needed a list .*, or load_recipe\('ties.yml'\)"
-    ):
+    with pytest.raises(ValueError, match=r"merge_models:.*load_recipe\('ties.yml'\)"):
         merge_models("ties.yml", out=tmp_path / "out")
     with pytest.raises(ValueError, match="'TIES' is unknown; did you mean ties"):
         merge_models([{}], "TIES")
@@ -297,7 +295,7 @@ def test_recipe_values_that_only_the_plan_can_judge(paths, out):
         merge_models(load_recipe(text), out=out, progress=False)
 
     head = f"merge_method: linear\nmodels: [{paths[0]}, {paths[1]}]\n"
-    with pytest.raises(RecipeError, match="no such file"):
+    with pytest.raises(RecipeError, match=r"recipe nowhere\.yml:.*such"):
         load_recipe("nowhere.yml")
     with pytest.raises(PlanError, match="unknown parameter 'wight'"):
         plan(head + "parameters: {wight: 1}")
@@ -313,7 +311,7 @@ def test_recipe_values_that_only_the_plan_can_judge(paths, out):
         plan(f"merge_method: ties\nbase_model: {paths[0]}\nslices: [{{sources: {piece}}}]\n{scope}")
     with pytest.raises(PlanError, match="weight is 'a', needed a finite number"):
         plan(head + "parameters: {weight: [a, b]}")
-    with pytest.raises(PlanError, match=r"layer_range ends at 9.*has 4 layers"):
+    with pytest.raises(PlanError, match=r"layer_range.*9.*has.*4"):
         plan(
             f"merge_method: passthrough\nslices: [{{sources: [{{model: {paths[0]}, layer_range: "
             "[0, 9]}]}]"
@@ -322,5 +320,5 @@ def test_recipe_values_that_only_the_plan_can_judge(paths, out):
         plan(head + "parameters: {weight: 1}\nchat_template: chatlm")
     with pytest.raises(PlanError, match=r"no tokenizer\.json"):
         plan(head + "parameters: {weight: 1}\ntokenizer_source: union")
-    with pytest.raises(ValueError, match="given beside a recipe"):
+    with pytest.raises(ValueError, match=r"merge_models:.*beside"):
         merge_models(load_recipe(head + "parameters: {weight: 1}"), weight=2)

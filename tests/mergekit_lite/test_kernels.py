@@ -221,9 +221,9 @@ def test_values_that_overflow_the_output_are_refused(tmp_path):
 
 def test_an_explicit_impl_runs_or_raises(tmp_path):
     states = [{"w": torch.randn(6, 5)} for _ in range(2)]
-    with pytest.raises(ValueError, match="impl is 'fast', needed one of"):
+    with pytest.raises(ValueError, match=r"merge_models:.*'fast'"):
         merge_models(states, weight=1, impl="fast")
-    with pytest.raises(ValueError, match="w is merged in a way without a kernel"):
+    with pytest.raises(ValueError, match=r"merge_models:.*without"):
         merge_models(
             states[:1],
             "tsv",
@@ -232,7 +232,7 @@ def test_an_explicit_impl_runs_or_raises(tmp_path):
             progress=False,
             impl="fused",
         )
-    with pytest.raises(ValueError, match="without a kernel"):
+    with pytest.raises(ValueError, match=r"merge_models:.*without"):
         merge_models(
             states, weight=1, dtype="float64", out=tmp_path / "o", progress=False, impl="fused"
         )

@@ -112,7 +112,7 @@ def test_per_model_lists_skip_the_base():
 
 
 def test_a_model_is_text():
-    with pytest.raises(RecipeError, match="needed a path or hub id"):
+    with pytest.raises(RecipeError, match=r"models model:.*path"):
         load_recipe("merge_method: linear\nmodels: [{model: [a]}]")
     text = (
         "merge_method: linear\nmodels: [{model: {model: {path: a, revision: v1}, lora: {path: b}}}]"
@@ -274,7 +274,7 @@ def test_one_slice_object_may_stand_twice_and_has_sources(tmp_path):
         "layers.3.w": [2.0],
         "norm": [9.0],
     }
-    with pytest.raises(RecipeError, match="slice: it has no sources"):
+    with pytest.raises(RecipeError, match=r"slice:.*sources"):
         Slice(sources=())
 
 
@@ -295,7 +295,7 @@ def test_what_is_wrong_with_the_last_stage_is_said_before_the_first_is_merged(th
 
 def test_a_recipe_says_its_method_itself(three):
     recipe = load_recipe(f"merge_method: passthrough\nmodels: [{three[0]}]\n")
-    with pytest.raises(ValueError, match="method was given beside a recipe"):
+    with pytest.raises(ValueError, match=r"merge_models:.*method"):
         merge_models(recipe, "linear")
 
 
@@ -303,7 +303,7 @@ def test_stages_made_in_python_have_names(three):
     stages = [
         MergeRecipe(merge_method="linear", models=[ModelEntry(model=path)]) for path in three[:2]
     ]
-    with pytest.raises(RecipeError, match="two stages are called"):
+    with pytest.raises(RecipeError, match=r"recipe:.*stages"):
         MergeRecipe(merge_method="linear", models=[ModelEntry(model=stage) for stage in stages])
 
 

@@ -67,7 +67,7 @@ def test_a_global_scope_keeps_to_the_densities_of_single_tensors(method):
 
 def test_weights_too_large_for_float32_are_refused():
     states = [{"w": torch.ones(2)}, {"w": torch.ones(2)}]
-    with pytest.raises(PlanError, match=r"weight is 1e\+308, needed a finite number of float32"):
+    with pytest.raises(PlanError, match=r"1e\+308.*float32"):
         merge_models(states, weight=[1e308, 1e308])
 
 
@@ -83,7 +83,7 @@ def test_no_method_takes_nan_or_infinity_for_an_answer(method, poison, tmp_path)
 
 
 def test_a_key_twice_is_no_recipe():
-    with pytest.raises(RecipeError, match=r"'weight' stands twice in one mapping \(line 4\)"):
+    with pytest.raises(RecipeError, match=r"recipe:.*'weight'.*\(line.*4\)"):
         load_recipe("merge_method: linear\nmodels: [a, b]\nparameters:\n  {weight: 1, weight: 2}\n")
     anchors = (
         "x: &w {weight: 1}\nmerge_method: linear\nmodels: [{model: a, parameters: {<<: *w}}]\n"
@@ -137,7 +137,7 @@ def test_parts_of_a_model_must_agree_too(tmp_path):
         for n in (4, 8)
     ]
     paths = [folder_of(tmp_path / str(i), state, config) for i, config in enumerate(configs)]
-    with pytest.raises(PlanError, match=r"text_config.num_attention_heads is 4 in .*, 8 in"):
+    with pytest.raises(PlanError, match=r"text_config.num_attention_heads.*4.*8"):
         merge_models(paths, weight=1.0)
     (paths[1] / "config.json").write_text(
         json.dumps({"model_type": "x", "text_config": {"rope_theta": 5}})
@@ -264,7 +264,7 @@ def test_tokenizers_that_differ_at_equal_size_are_said(tmp_path):
     assert any(
         "the tokenizers of" in note and "differ in 20 tokens" in note for note in report.notes
     )
-    with pytest.warns(UserWarning, match="the tokenizers of"):
+    with pytest.warns(UserWarning, match="merge_models:.*tokenizers"):
         merge_models(paths, weight=1.0, progress=False)
     settings = (
         f"merge_method: linear\nmodels: [{paths[0]}, {paths[1]}]\nparameters: {{weight: 1}}\n"
@@ -277,5 +277,5 @@ def test_the_disk_message_tells_the_two_figures_apart(tmp_path, monkeypatch):
     path = folder_of(tmp_path / "m", {"w": torch.zeros(1000)})
     free = shutil.disk_usage(tmp_path)._replace(free=3999)
     monkeypatch.setattr(mergekit_lite.engine.output.shutil, "disk_usage", lambda _: free)
-    with pytest.raises(OSError, match=r"needs 4\.0 kB of disk, 1 B more than the 4\.0 kB free"):
+    with pytest.raises(OSError, match=r"4\.0.*kB.*1.*4\.0.*kB"):
         merge_models([path], "passthrough", out=tmp_path / "o", progress=False)

@@ -63,9 +63,7 @@ def test_folders_are_no_ids(tmp_path):
     assert find_folder(f"{tmp_path}@v1") == tmp_path
     assert split_revision(tmp_path / "a@b") == (str(tmp_path / "a@b"), None)
     (tmp_path / "models").mkdir()
-    with pytest.raises(
-        ValueError, match=r"modles: there is no such folder; did you mean .*/models\?$"
-    ):
+    with pytest.raises(ValueError, match=r"modles:.*/models\?$"):
         find_folder(tmp_path / "modles")
     for name in ("./nowhere", "/no/where", "a b"):
         with pytest.raises(ValueError, match=r"there is no such folder$"):

@@ -159,7 +159,7 @@ def test_a_figure_shows_itself_in_a_notebook():
 def test_what_a_plot_needs_is_said_before(monkeypatch):
     needs_matplotlib("demo")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match="demo: a plot needs matplotlib"):
+    with pytest.raises(ImportError, match=r"demo:.*matplotlib"):
         needs_matplotlib("demo")
 
 

@@ -349,7 +349,7 @@ def test_a_batch_that_comes_in_segments_is_one_batch_whatever_the_schedule_does(
     assert [int(b["lengths"].max()) for b in batches[::4]] == [2, 2, 9]
     state = data.state_dict(4)
     data.segments = 1
-    with pytest.raises(ValueError, match="the state has segments 4; needed 1, as here"):
+    with pytest.raises(ValueError, match=r"CurriculumDataset:.*segments.*4.*1"):
         data.load_state_dict(state)
 
 
@@ -363,9 +363,7 @@ def test_short_lengths_hold_nothing_out():
 
 def test_with_everything_held_out_it_says_so():
     data = data_of(Fixed(max_length=9), holdout=0.999999)
-    with pytest.raises(
-        ValueError, match="every sample of length 9 is held out; needed a smaller holdout"
-    ):
+    with pytest.raises(ValueError, match=r"CurriculumDataset:.*9.*smaller"):
         data.batch(0)
 
 

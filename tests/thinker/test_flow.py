@@ -43,9 +43,7 @@ def test_a_loop_of_several_rows_is_cut():
     read, think, say = FlowRow(read_input=True), FlowRow(), FlowRow(output=True)
     plan = FlowPlan(loop=(read, think, say))
     assert plan.rows(6) == (read, think, say) * 2
-    with pytest.raises(
-        ValueError, match="with n_step 4 the loop of 3 rows ends where none outputs"
-    ):
+    with pytest.raises(ValueError, match=r"FlowPlan:.*n_step.*4.*3"):
         plan.rows(4)
     assert FlowPlan((read,), (read, think), (say,)).rows(5) == (read, read, think, read, say)
 
@@ -123,9 +121,7 @@ def test_numbers_of_steps_end_in_an_output():
     two = FlowPlan(loop=(FlowRow(True), FlowRow(output=True)))
     assert [two.num_steps(n) for n in (1, 2, 3, 5)] == [2, 2, 4, 6]
     assert all(two.rows(two.num_steps(n))[-1].output for n in range(1, 9))
-    with pytest.raises(
-        ValueError, match="with n_step 5 the loop of 2 rows ends where none outputs"
-    ):
+    with pytest.raises(ValueError, match=r"FlowPlan:.*n_step.*5.*2"):
         two.rows(5)
 
 

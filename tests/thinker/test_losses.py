@@ -71,7 +71,7 @@ def test_learned_weights_never_fall():
     weights = loss.weights(out, (1, 2, 3, 4))
     assert (weights.diff() >= 0).all()
     assert float(weights.detach().sum()) == pytest.approx(1)
-    with pytest.raises(ValueError, match="step 9; needed at most max_steps, 8"):
+    with pytest.raises(ValueError, match=r"LearnedWeights:.*9.*max_steps.*8"):
         loss.weights(out, (9,))
 
 
@@ -116,7 +116,7 @@ def test_reach_counts_what_can_be_known():
     torch.testing.assert_close(loss(out, LABELS, distance), total)
     wide = Reach(window=3).weights(out, (1, 2), distance)
     assert (wide[0, 2] > 0).tolist() == [True, True, False, False]
-    with pytest.raises(ValueError, match="the batch has no distances"):
+    with pytest.raises(ValueError, match=r"Reach:.*distances"):
         loss(out, LABELS)
 
 

@@ -101,5 +101,5 @@ def test_a_maze_is_its_definition(ragged):
 
 
 def test_a_maze_too_small_is_refused():
-    with pytest.raises(ValueError, match="Maze: length 2"):
+    with pytest.raises(ValueError, match=r"Maze: length.*2"):
         Maze().sample(torch.Generator(), 2, 2)

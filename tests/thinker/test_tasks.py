@@ -122,7 +122,7 @@ def test_at_tokens_wants_tasks_whose_answers_all_count():
         def accuracy_mask(self, sample):
             return sample.targets.cumsum(1) == 1
 
-    with pytest.raises(ValueError, match="says which answers count; needed a Task where all do"):
+    with pytest.raises(ValueError, match=r"AtTokens:.*answers"):
         AtTokens(Some())
 
 
@@ -245,7 +245,7 @@ def test_a_users_own_task():
     try:
         sample = make_task("test_double", symbols=7).sample(torch.Generator().manual_seed(0), 4, 5)
         assert torch.equal(sample.targets, 2 * sample.tokens % 7)
-        with pytest.raises(ValueError, match="'test_double' is taken, by Double"):
+        with pytest.raises(ValueError, match=r"register_task:.*'test_double'"):
             register_task("test_double")(Double)
     finally:
         del TASKS["test_double"]

@@ -239,7 +239,7 @@ def test_rows_without_an_answer_are_neither_right_nor_wrong():
     last = model_of(
         vocab_size=13, max_input_length=3, max_output_length=3, causal=True, num_latents=1
     )
-    with pytest.raises(ValueError, match="none of 6 rows has an answer that counts"):
+    with pytest.raises(ValueError, match=r"accuracies:.*6.*answer"):
         evaluate_steps(last, CurriculumDataset(none, holdout=0.0), [1])
 
 
@@ -310,7 +310,7 @@ def test_a_plan_is_drawn_for_each_batch(tmp_path):
     same(trainer.model, again.model, rtol=0, atol=0)
     # the first were drawn to see whether the model has what they need
     assert plans[-6:] == plans[8:14]
-    with pytest.raises(ValueError, match='the plan uses the memory, but memory is "none"'):
+    with pytest.raises(ValueError, match=r'LatentThinker:.*"none"'):
         trainer_of(tmp_path, draw_plan=lambda generator, n_step: FlowPlan.read_once())
 
 
@@ -377,7 +377,7 @@ def test_a_carry_is_of_the_batch_before_and_of_no_other(tmp_path, monkeypatch):
     trainer.load_progress(tmp_path / "checkpoint-6")
     assert trainer._carry is None
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="the state has segments 4; needed 3, as here"):
+    with pytest.raises(ValueError, match=r"CurriculumDataset:.*segments.*4.*3"):
         trainer_of(tmp_path / "b", segments=3).train(
             resume_from_checkpoint=str(tmp_path / "checkpoint-6")
         )
@@ -724,7 +724,7 @@ def test_evaluation_is_on_the_data_that_was_given(tmp_path):
     expected = evaluate_steps(trainer.model, other, [6], samples=64).cells[0][0].token
     assert trainer.evaluate()["eval_accuracy"] == pytest.approx(expected)
     assert trainer.evaluate(trainer.data)["eval_accuracy"] != pytest.approx(expected)
-    with pytest.raises(ValueError, match="the data to evaluate on are list"):
+    with pytest.raises(ValueError, match=r"ThinkerTrainer:.*evaluate"):
         trainer.evaluate([1, 2])
 
 
@@ -931,11 +931,9 @@ def test_a_checkpoint_cut_short_is_passed_over(tmp_path, caplog):
     again.train(resume_from_checkpoint=True)
     assert "checkpoint-6 is not whole and is passed over" in caplog.text
     assert begins == [4]
-    with pytest.raises(
-        ValueError, match=r"thinker_state[.]pt cannot be read .*; needed a whole checkpoint"
-    ):
+    with pytest.raises(ValueError, match=r"ThinkerTrainer:.*thinker_state[.]pt"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
-    with pytest.raises(ValueError, match="has no whole checkpoint to resume from"):
+    with pytest.raises(ValueError, match=r"ThinkerTrainer:.*checkpoint"):
         trainer_of(tmp_path / "none").train(resume_from_checkpoint=True)
 
 
@@ -1007,9 +1005,9 @@ def test_grids_lengths_and_plots(tmp_path):
     ]
     plot_training(history).savefig(tmp_path / "training.png")
     assert all((tmp_path / f"{n}.png").stat().st_size > 5000 for n in ("grid", "training"))
-    with pytest.raises(ValueError, match=r"needed lists, as \[8\]"):
+    with pytest.raises(ValueError, match=r"evaluate_grid:.*\[8\]"):
         evaluate_grid(model, data, n_latents=8, n_steps=[1])
-    with pytest.raises(ValueError, match=r"n_latents \[\], n_steps \[1\]"):
+    with pytest.raises(ValueError, match=r"evaluate_grid:.*n_latents.*\[\].*n_steps.*\[1\]"):
         evaluate_grid(model, data, n_latents=[], n_steps=[1])
 
 
@@ -1194,9 +1192,7 @@ def test_a_foreign_checkpoint_is_refused(tmp_path):
     trainer = trainer_of(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
     trainer.train()
     (tmp_path / "checkpoint-2" / "thinker_state.pt").unlink()
-    with pytest.raises(
-        ValueError, match=r"has no thinker_state[.]pt; needed a whole checkpoint that"
-    ):
+    with pytest.raises(ValueError, match=r"ThinkerTrainer:.*thinker_state[.]pt"):
         trainer_of(tmp_path, max_steps=4).train(
             resume_from_checkpoint=str(tmp_path / "checkpoint-2")
         )

@@ -157,7 +157,7 @@ def test_the_running_model_and_the_merged_one_share_an_adapter_added_later(tmp_p
     both = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "both").eval()
     with torch.no_grad():
         torch.testing.assert_close(both(input_ids=IDS)[0], expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match=r"adapters are \['none'\], the model has"):
+    with pytest.raises(ValueError, match=r"merge_lora:.*\['none'\]"):
         merge_lora(model, tmp_path / "none", adapters=["none"])
 
 
@@ -177,7 +177,7 @@ def test_half_precision_says_what_it_loses_and_refuses_to_lose_more(tmp_path):
         if scale == 1e-3:
             with pytest.raises(
                 ValueError,
-                match=r"rounding to torch.bfloat16 loses more than 25% of the update of 4 of 4",
+                match=r"merge_lora:.*torch.bfloat16.*25%.*4.*4",
             ):
                 merge_lora(model, tmp_path / "out", progress=False)
             assert not list(tmp_path.iterdir())
@@ -207,24 +207,20 @@ def test_new_tokens_that_are_trained_load_and_are_left_to_pefts_own_merge(tmp_pa
     loaded = load_lora(tiny("llama"), tmp_path / "adapter")
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=IDS)[0], model(input_ids=IDS)[0])
-    with pytest.raises(
-        ValueError, match="embed_tokens is a TrainableTokensWrapper; needed peft's own"
-    ):
+    with pytest.raises(ValueError, match=r"merge_lora:.*embed_tokens.*TrainableTokensWrapper"):
         merge_lora(model, tmp_path / "out")
 
 
 def test_merging_refuses_what_it_cannot_take(tmp_path):
     model = spoken(prepare_lora(tiny("llama"), LoraConfig(target_modules=["q_proj"])))
     model.merge_adapter()
-    with pytest.raises(ValueError, match="q_proj is merged already"):
+    with pytest.raises(ValueError, match=r"merge_lora:.*q_proj"):
         merge_lora(model, tmp_path / "out")
     model = prepare_lora(tiny("llama"), LoraConfig(target_modules=["q_proj"]))
     for dtype in (torch.int8, "int8", "half precision"):
-        with pytest.raises(ValueError, match="needed a floating one"):
+        with pytest.raises(ValueError, match=r"merge_lora:.*floating"):
             merge_lora(model, tmp_path / "out", dtype=dtype)
-    with pytest.raises(
-        ValueError, match=r"the model is a LlamaForCausalLM, needed a peft\.PeftModel"
-    ):
+    with pytest.raises(ValueError, match=r"merge_lora:.*LlamaForCausalLM.*peft\.PeftModel"):
         merge_lora(tiny("llama"), tmp_path / "out")
     report = merge_lora(
         model, tmp_path / "out", dtype="bfloat16", adapters="default", progress=False
@@ -358,9 +354,7 @@ def test_a_head_that_its_models_forward_needs_tied_is_refused(tmp_path):
     model = spoken(
         get_peft_model(base, LoraConfig(target_modules=["q"], modules_to_save=["lm_head"]))
     )
-    with pytest.raises(
-        ValueError, match="whose head is no longer its embedding computes otherwise"
-    ):
+    with pytest.raises(ValueError, match=r"merge_lora:.*embedding"):
         merge_lora(model, tmp_path / "out", max_lost=None, progress=False)
     assert not (tmp_path / "out").exists()
 
@@ -385,15 +379,13 @@ def test_weights_made_of_others_and_biases_without_a_place_are_refused(tmp_path)
         torch.nn.Sequential(torch.nn.Linear(4, 4)), LoraConfig(target_modules=["0"])
     )
     torch.nn.utils.parametrizations.weight_norm(model.base_model.model[0].base_layer)
-    with pytest.raises(ValueError, match="merge_lora: 0's weight is no parameter of its own"):
+    with pytest.raises(ValueError, match="merge_lora: 0's"):
         merge_lora(model, tmp_path / "out")
     bare = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = get_peft_model(bare, LoraConfig(target_modules=["0"], lora_bias=True))
-    with pytest.raises(
-        ValueError, match="has an adapter with a bias, and the layer itself has none"
-    ):
+    with pytest.raises(ValueError, match=r"merge_lora:.*adapter"):
         merge_lora(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -418,14 +410,14 @@ def test_numbers_that_the_dtype_cannot_hold_and_other_tuners_beneath_are_refused
     model = spoken(get_peft_model(tiny("llama"), LoraConfig(target_modules=["q_proj"])))
     layer = next(m for m in model.modules() if isinstance(m, lora.Linear))
     layer.base_layer.weight.data.fill_(1e5)
-    with pytest.raises(ValueError, match="numbers that are not finite in"):
+    with pytest.raises(ValueError, match=r"merge_lora:.*numbers"):
         merge_lora(model, tmp_path / "out", dtype="float16", max_lost=None)
     layer.base_layer.weight.data = layer.base_layer.weight.data.to(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match=r"is quantised \(torch.float8_e4m3fn\)"):
+    with pytest.raises(ValueError, match=r"merge_lora:.*\(torch.float8_e4m3fn\)"):
         merge_lora(model, tmp_path / "out", max_lost=None)
     inner = get_peft_model(tiny("llama"), peft.LoHaConfig(target_modules=["q_proj"]))
     outer = get_peft_model(inner.base_model.model, LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="stands on another adapter, a Linear"):
+    with pytest.raises(ValueError, match=r"merge_lora:.*another"):
         merge_lora(outer, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -520,12 +512,12 @@ def test_a_rank_below_one_a_bad_name_and_a_model_with_adapters_are_refused():
         with pytest.raises(ValueError, match="needed a name without dots"):
             prepare_lora(tiny("llama"), config, adapter_name=name)
     model = prepare_lora(tiny("llama"), config)
-    with pytest.raises(ValueError, match="has adapters already"):
+    with pytest.raises(ValueError, match=r"prepare_lora:.*adapters"):
         prepare_lora(model, config)
     config.r = 0
-    with pytest.raises(ValueError, match="r is 0, needed at least 1"):
+    with pytest.raises(ValueError, match=r"prepare_lora:.*0.*least.*1"):
         prepare_lora(tiny("llama"), config)
-    with pytest.raises(ValueError, match="config is a dict"):
+    with pytest.raises(ValueError, match=r"prepare_lora:.*config"):
         prepare_lora(tiny("llama"), {"r": 4})
 
 
@@ -591,7 +583,7 @@ def test_bad_checkpoints_are_refused_before_the_model_is_touched(tmp_path):
     (good / "adapter_model.bin").rename(path)
     stock(config_of("llama")[1], "llama").save_pretrained(good)
     model = load_lora(tiny("llama"), good)
-    with pytest.raises(ValueError, match="has an adapter 'default' already"):
+    with pytest.raises(ValueError, match=r"load_lora:.*'default'"):
         load_lora(model, good)
     assert load_lora(model, good, adapter_name="second").peft_config.keys() == {"default", "second"}
     names = list(model.state_dict())

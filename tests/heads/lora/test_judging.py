@@ -30,7 +30,7 @@ def test_overlap_tells_signs_stems_and_scripts_apart(good, near, far):
 
 
 def test_overlap_needs_a_reference():
-    with pytest.raises(ValueError, match="no reference for the prompt 'q'"):
+    with pytest.raises(ValueError, match=r"ReferenceOverlap:.*'q'"):
         ReferenceOverlap({"p": "a"})("q", "a")
 
 
@@ -53,9 +53,7 @@ def test_the_gain_is_what_the_prompt_adds(speaker):
     assert model.training
     assert judge("a", "") == 0
     assert judge("", "b c") == pytest.approx(0, abs=1e-6)
-    with pytest.raises(
-        ValueError, match="1 tokens of prompt and 70 of answer; the model has 64 positions"
-    ):
+    with pytest.raises(ValueError, match=r"LikelihoodGain:.*1.*70.*64.*positions"):
         judge("", "a " * 70)
     with_start = LikelihoodGain(
         model, AutoTokenizer.from_pretrained(tokenizer.name_or_path, bos_token="<pad>")
@@ -63,7 +61,7 @@ def test_the_gain_is_what_the_prompt_adds(speaker):
     assert with_start("a", "b c") != judge("a", "b c")
     assert isinstance(LikelihoodGain(model.bfloat16(), tokenizer)("a", "b"), float)
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="neither a beginning nor an end token"):
+    with pytest.raises(ValueError, match=r"LikelihoodGain:.*beginning"):
         LikelihoodGain(model, tokenizer)
 
 
@@ -84,11 +82,11 @@ def test_a_pairwise_model_judges_against_references(tmp_path):
     assert judge("a", "d e f") == pytest.approx(100 * float(shares[0] + shares[2] / 2), rel=1e-5)
     assert judge("a", "b c") == pytest.approx(50, abs=1e-3)  # against itself, by fairness
     assert judge("a", "") != 50
-    with pytest.raises(ValueError, match="WinRate: the model is a BertModel"):
+    with pytest.raises(ValueError, match=r"WinRate:.*BertModel"):
         WinRate(encoder, {})
     two = PairwiseModel.from_encoder(encoder, tokenizer=tokenizer, ties=False)
     assert WinRate(two, {"a": "b c"})("a", "b c") == pytest.approx(50)
-    with pytest.raises(ValueError, match="WinRate: there is no reference for the prompt 'q'"):
+    with pytest.raises(ValueError, match=r"WinRate:.*'q'"):
         judge("q", "a")
 
 
@@ -97,5 +95,5 @@ def test_scores_are_averaged_and_must_be_finite():
     for wrong in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match=f"the judge gave {wrong}"):
             judge_answers(lambda p, a, wrong=wrong: wrong, ["a"], ["b"], progress=False)
-    with pytest.raises(ValueError, match="1 prompts and 0 answers"):
+    with pytest.raises(ValueError, match=r"judge_answers:.*1.*prompts.*0"):
         judge_answers(lambda p, a: 1, ["a"], [])

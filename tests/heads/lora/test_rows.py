@@ -63,9 +63,7 @@ def test_messages_layout():
     made = chat_template({"instruction": "a", "input": "b", "output": "c"})
     assert made["prompt"] == [{"role": "user", "content": "a\n\nb"}]
     for last in (messages[:3], [*messages, {"role": "tool", "content": "e"}]):
-        with pytest.raises(
-            ValueError, match=r"the last message is of role '(user|tool)', needed the assistant's"
-        ):
+        with pytest.raises(ValueError, match=r"chat_template:.*'(user|tool)'"):
             chat_template({"messages": last})
     assert chat_template({"messages": None, "instruction": "a", "output": "b", "tools": [1]})[
         "tools"
@@ -93,20 +91,18 @@ def test_bad_rows_are_refused_with_their_numbers(tmp_path):
     assert "no instruction in row 5, 6, 7, 8, 9 and 2 more;" in text
     assert "messages that are not a list of two or more roles and texts in row 12" in text
     for row in ({"instruction": None, "output": "a"}, {"instruction": "a", "output": None}):
-        with pytest.raises(ValueError, match="that is not text in row 1"):
+        with pytest.raises(ValueError, match=r"read_rows:.*text.*1"):
             read_rows([row])
-    with pytest.raises(ValueError, match="none of 0 rows has an answer"):
+    with pytest.raises(ValueError, match=r"read_rows:.*0.*answer"):
         read_rows([])
     messages = {"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]}
     with pytest.raises(
-        ValueError, match=r"failed on row 2: alpaca_template: a row has .'messages'.; chat_template"
+        ValueError, match=r"read_rows:.*2.*alpaca_template.*'messages'.*chat_template"
     ):
         read_rows([GOOD, messages])
     mixed = {"prompt": "a", "completion": [{"content": "b"}]}
     for wrong in ("b", {"prompt": "a"}, mixed, {"prompt": [], "completion": []}):
-        with pytest.raises(
-            ValueError, match="of row 1, needed prompt and completion, both texts or both messages"
-        ):
+        with pytest.raises(ValueError, match=r"read_rows:.*1.*completion"):
             read_rows([GOOD], lambda row, wrong=wrong: wrong)
     for wrong in (KeyError("text"), IndexError("out")):
 
@@ -123,13 +119,11 @@ def test_bad_rows_are_refused_with_their_numbers(tmp_path):
         {"content": "a"},
         "a",
     ):
-        with pytest.raises(
-            ValueError, match="messages that are not a list of two or more roles and texts in row 1"
-        ):
+        with pytest.raises(ValueError, match=r"read_rows:.*messages.*1"):
             read_rows([{"messages": [bad, {"role": "assistant", "content": "b"}]}], chat_template)
-    with pytest.raises(ValueError, match="two or more roles"):
+    with pytest.raises(ValueError, match=r"read_rows:.*roles"):
         read_rows([{"messages": [{"role": "assistant", "content": "b"}]}], chat_template)
-    with pytest.raises(ValueError, match="row 2 has half of a surrogate pair"):
+    with pytest.raises(ValueError, match=r"read_rows:.*2.*surrogate"):
         read_rows([GOOD, {"instruction": "a", "output": "\ud83d"}])
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
     assert (
@@ -149,22 +143,22 @@ def test_files_of_both_kinds_and_empty_answers(tmp_path):
             warnings.simplefilter("error")
             assert read_rows(path, plain) == [{"prompt": "a", "completion": " b"}] * 2
     path.write_text(json.dumps(GOOD) + "\n{\n")
-    with pytest.raises(ValueError, match="neither a JSON list nor JSON lines: line 2: "):
+    with pytest.raises(ValueError, match=r"read_rows:.*lines.*2"):
         read_rows(path)
     path.write_text("[" * 10**5)
-    with pytest.raises(ValueError, match="neither a JSON list nor JSON lines"):
+    with pytest.raises(ValueError, match=r"read_rows:.*lines"):
         read_rows(path)
     path.write_bytes(json.dumps([GOOD]).encode("utf-16"))
-    with pytest.raises(ValueError, match="is not in UTF-8"):
+    with pytest.raises(ValueError, match=r"read_rows:.*UTF-8"):
         read_rows(path)
     path.write_text(json.dumps([GOOD]), encoding="utf-8-sig")
     assert len(read_rows(path)) == 1
     path.write_text("[{]")
-    with pytest.raises(ValueError, match=r"rows\.json is neither a JSON list nor JSON lines"):
+    with pytest.raises(ValueError, match=r"read_rows:.*rows\.json"):
         read_rows(path)
     path.write_text('{"instruction": "a\u2028b", "output": "c"}\n   \n')
     assert len(read_rows(path)) == 1
-    with pytest.warns(UserWarning, match="rows: 1 of 3 rows have an empty answer and are left out"):
+    with pytest.warns(UserWarning, match="read_rows:.*1.*3.*answer"):
         assert len(read_rows([GOOD, {"instruction": "a", "output": " "}, GOOD], chat_template)) == 2
 
 
@@ -205,9 +199,7 @@ def test_what_trl_cuts_and_leaves_out_is_counted(tmp_path):
     # nothing predicts a first token
     assert row_report(bare, trainer_of(tmp_path, bare)).trained_tokens == 3
     for changes in ({"packing": True}, {"packing": True, "packing_strategy": "wrapped"}):
-        with pytest.raises(
-            ValueError, match="needed a trainer whose rows lie in memory as input_ids and labels"
-        ):
+        with pytest.raises(ValueError, match=r"row_report:.*input_ids"):
             row_report(rows, trainer_of(tmp_path, rows, **changes))
-    with pytest.raises(ValueError, match="row_report: a list with the columns"):
+    with pytest.raises(ValueError, match=r"row_report:.*columns"):
         row_report(rows, rows)

@@ -111,7 +111,7 @@ def test_the_loss_is_of_tokens_whatever_the_batch(tmp_path):
     answer_loss(trainer.model, trainer.train_dataset, trainer.data_collator, progress=False)
     assert trainer.model.training
     bare = [{"input_ids": [3, 4], "labels": [-100, -100]}]
-    with pytest.raises(ValueError, match="no token of the data set is trained"):
+    with pytest.raises(ValueError, match=r"answer_loss:.*trained"):
         answer_loss(trainer.model, bare, trainer.data_collator, progress=False)
 
 
@@ -152,10 +152,10 @@ def test_a_model_in_which_packed_examples_see_each_other_is_refused():
         def forward(self, input_ids, position_ids, use_cache):
             return self.inner(input_ids=input_ids, use_cache=use_cache)
 
-    with pytest.raises(ValueError, match="in Forgetful packed examples see each other"):
+    with pytest.raises(ValueError, match=r"check_packed_examples:.*Forgetful"):
         check_packed_examples(Forgetful())
     with pytest.raises(
-        ValueError, match=r"BertForSequenceClassification gives \[1, 3\] for 16 tokens"
+        ValueError, match=r"check_packed_examples:.*BertForSequenceClassification.*\[1.*3\].*16"
     ):
         check_packed_examples(tiny("classifier"))
 
@@ -220,7 +220,7 @@ def test_several_held_out_sets_are_told_apart():
     log = [{"step": i, "eval_a_loss": 3 - i, "eval_b_loss": 3 + i} for i in range(3)]
     assert tuning_report(log, held_out="eval_b_loss").held_out == ((0, 3.0), (1, 4.0), (2, 5.0))
     with pytest.raises(
-        ValueError, match="has no eval_loss; needed held_out= one of eval_a_loss, eval_b_loss"
+        ValueError, match=r"tuning_report:.*eval_loss.*held_out=.*eval_a_loss.*eval_b_loss"
     ):
         tuning_report(log)
     for wrong in ("log.json", {"loss": 1.0}, ["loss"]):
@@ -270,7 +270,7 @@ def test_what_trembles_from_look_to_look_is_no_overfitting():
 
 
 def test_a_log_without_losses_is_refused_and_a_run_is_drawn(tmp_path):
-    with pytest.raises(ValueError, match="neither loss nor eval_loss"):
+    with pytest.raises(ValueError, match=r"tuning_report:.*eval_loss"):
         tuning_report([{"step": 1, "train_runtime": 3.0}])
     report = tuning_report(trained(tmp_path).state.log_history)
     assert "training: loss" in str(report)

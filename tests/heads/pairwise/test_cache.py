@@ -125,15 +125,13 @@ def test_an_interrupted_run_loses_nothing(tmp_path, monkeypatch):
 def test_what_trains_is_not_kept():
     model = model_of()
     data = model.dataset(pairs_of(4), progress=False)
-    with pytest.raises(ValueError, match=r"encode_: \d+ of the encoder's tensors train"):
+    with pytest.raises(ValueError, match=r"encode_: \d+"):
         data.encode_(model)
     model = frozen()
     data = model.dataset(pairs_of(4), progress=False)
     data.encode_(model, progress=False)
     freeze_(model, "none")
-    with pytest.raises(
-        ValueError, match="holds features of a frozen encoder, and the encoder trains"
-    ):
+    with pytest.raises(ValueError, match=r"PairwiseTrainer:.*features"):
         PairwiseTrainer(
             model=model, args=TrainingArguments("unused", use_cpu=True), train_dataset=data
         )
@@ -196,13 +194,9 @@ def test_features_of_another_encoder_are_refused(what):
     if what == "weights":
         with torch.no_grad():
             other.encoder.encoder.layer[0].attention.self.query.weight.mul_(1.01)
-    with pytest.raises(
-        ValueError, match="predict_pairs: the pairs hold features of another encoder or pooling"
-    ):
+    with pytest.raises(ValueError, match=r"predict_pairs:.*features"):
         predict_pairs(other, data, progress=False)
-    with pytest.raises(
-        ValueError, match="PairwiseTrainer: the pairs hold features of another encoder or pooling"
-    ):
+    with pytest.raises(ValueError, match=r"PairwiseTrainer:.*features"):
         PairwiseTrainer(
             model=other, args=TrainingArguments("unused", use_cpu=True), train_dataset=data
         )

@@ -188,19 +188,17 @@ def test_shares_without_ties_serve_a_model_that_knows_none():
     ]
     with pytest.raises(
         ValueError,
-        match=r"pair 0: a label is .*, needed 2 shares .*, of a model that knows no ties",
+        match=r"PairwiseDataset:.*2.*shares",
     ):
         model.dataset([("p", "a", "b", (0.25, 0.5, 0.25))], progress=False)
 
 
 def test_labels_outside_two_classes_and_odd_tokenizers_are_refused():
-    with pytest.raises(
-        ValueError, match=r"a label is 2, needed 0 \(A\), 1 \(B\), of a model that knows no ties$"
-    ):
+    with pytest.raises(ValueError, match=r"PairwiseDataset:.*2.*0.*\(A\).*1.*\(B\)"):
         PairwiseDataset([("p", "x", "y", 2)], tokenizer_of(), config_of(ties=False), progress=False)
-    with pytest.raises(ValueError, match="needed a fast one"):
+    with pytest.raises(ValueError, match=r"PairwiseDataset:.*fast"):
         PairwiseDataset([("p", "x", "y")], object(), config_of(), progress=False)
-    with pytest.raises(ValueError, match="max_tokens is 4, which special tokens fill"):
+    with pytest.raises(ValueError, match=r"PairwiseDataset:.*max_tokens.*4"):
         PairwiseDataset([("p", "x", "y")], tokenizer_of(), config_of(max_tokens=4), progress=False)
 
 

@@ -151,7 +151,7 @@ def test_bad_input_is_refused(changes, said):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_fused_without_a_gpu_raises_and_does_not_fall_back():
     one = torch.zeros(5, 1, 2)
-    with pytest.raises(ValueError, match="impl='fused' needs CUDA tensors"):
+    with pytest.raises(ValueError, match=r"packed_attention:.*impl='fused'"):
         packed_attention(one, one, one, [0, 5], impl="fused")
 
 
@@ -211,7 +211,7 @@ def test_loss_is_cross_entropy():
     torch.testing.assert_close(pairwise_loss(logits, shares), F.cross_entropy(logits, shares))
     hard = F.one_hot(labels, 3).float()
     torch.testing.assert_close(pairwise_loss(logits, hard), pairwise_loss(logits, labels))
-    with pytest.raises(ValueError, match=r"labels are \[5\] for logits \[6, 3\]"):
+    with pytest.raises(ValueError, match=r"pairwise_loss:.*\[5\].*\[6.*3\]"):
         pairwise_loss(logits, labels[:5])
 
 

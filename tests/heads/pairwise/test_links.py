@@ -65,7 +65,7 @@ def test_swapping_moves_no_bit_with_surface_features(link, ties):
     assert (straight - head(a, b, look_a, look_a)).abs().amax() > 1e-2  # they say something
     same = head(a, a, look_a, look_a)
     assert torch.equal(same[:, 0], same[:, 1])
-    with pytest.raises(ValueError, match="surface features are None"):
+    with pytest.raises(ValueError, match=r"PairwiseHead:.*features"):
         head(a, b)
 
 
@@ -124,9 +124,9 @@ def test_every_verdict_is_open_at_first(link):
             )
         two = PairwiseHead(8, link=link, hidden_features=hidden, ties=False).eval()
         torch.testing.assert_close(log_probabilities(two(a, b)).exp(), torch.full((5, 2), 0.5))
-        with pytest.raises(ValueError, match="no class for ties"):
+        with pytest.raises(ValueError, match=r"PairwiseHead:.*class"):
             two.set_tie_rate_(0.2)
-        with pytest.raises(ValueError, match="rate is 1, needed a share"):
+        with pytest.raises(ValueError, match=r"PairwiseHead:.*1.*share"):
             head.set_tie_rate_(1)
 
 
@@ -149,7 +149,7 @@ def test_scores_belong_to_single_answers():
     a, b = torch.randn(2, 4, 24)
     logits = head(a, b)
     torch.testing.assert_close(logits[:, 0] - logits[:, 1], head.score(a) - head.score(b))
-    with pytest.raises(ValueError, match="link 'concat' compares answers"):
+    with pytest.raises(ValueError, match=r"PairwiseHead:.*'concat'"):
         head_of("concat", True, 0).score(a)
 
 

@@ -126,7 +126,7 @@ def test_saved_and_loaded(kind, tmp_path):
     model.save_pretrained(tmp_path / "bare")
     bare = PairwiseModel.from_pretrained(tmp_path / "bare")
     assert bare.tokenizer is None
-    with pytest.raises(ValueError, match="it has no tokenizer"):
+    with pytest.raises(ValueError, match=r"PairwiseModel:.*tokenizer"):
         bare.predict(["p"], ["x"], ["y"])
 
 
@@ -159,11 +159,11 @@ def test_a_head_on_a_model_with_another_head_takes_the_encoder_inside():
 
 def test_wrong_encoders_and_tokenizers_are_refused():
     other = tokenizer_of(pad=3)
-    with pytest.raises(ValueError, match=r"the tokenizer's pad_token_id is 3, the encoder's 0"):
+    with pytest.raises(ValueError, match=r"from_encoder:.*pad_token_id.*3.*0"):
         PairwiseModel.from_encoder(tiny("bert"), other)
-    with pytest.raises(ValueError, match="the tokenizer has 94 tokens, the encoder 50"):
+    with pytest.raises(ValueError, match=r"from_encoder:.*tokenizer.*94.*50"):
         PairwiseModel.from_encoder(tiny("bert", vocab_size=50), tokenizer_of())
-    with pytest.raises(ValueError, match="the tokenizer has 94 tokens, the encoder 93"):
+    with pytest.raises(ValueError, match=r"from_encoder:.*tokenizer.*94.*93"):
         PairwiseModel.from_encoder(tiny("bert", vocab_size=93), tokenizer_of())
     assert (
         PairwiseModel.from_encoder(
@@ -171,24 +171,24 @@ def test_wrong_encoders_and_tokenizers_are_refused():
         ).config.encoder.vocab_size
         == 94
     )
-    with pytest.raises(ValueError, match="encoder is a Linear"):
+    with pytest.raises(ValueError, match=r"from_encoder:.*encoder"):
         PairwiseModel.from_encoder(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="max_tokens is 99, and BertModel has 32 positions"):
+    with pytest.raises(ValueError, match=r"from_encoder:.*max_tokens.*99.*BertModel.*32"):
         PairwiseModel.from_encoder(tiny("bert"), tokenizer_of(), max_tokens=99)
-    with pytest.raises(ValueError, match="there is no option pool; there are link, pooling"):
+    with pytest.raises(ValueError, match=r"from_encoder:.*pooling"):
         PairwiseModel.from_encoder(tiny("bert"), pool="max")
-    with pytest.raises(ValueError, match="there is no encoder in its config, so it is no judge"):
+    with pytest.raises(ValueError, match=r"PairwiseModel:.*encoder"):
         PairwiseModel(PairwiseConfig())
-    with pytest.raises(ValueError, match=r"gives .*; needed a last_hidden_state"):
+    with pytest.raises(ValueError, match=r"PairwiseModel:.*last_hidden_state"):
         encode_padded(tiny("classifier"), torch.tensor([5]), [1], None)
     config = T5Config(vocab_size=96, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    with pytest.raises(ValueError, match=r"T5Model (is no encoder|cannot read)"):
+    with pytest.raises(ValueError, match=r"from_encoder:.*T5Model"):
         PairwiseModel.from_encoder(T5Model(config), tokenizer_of())
 
 
 def test_long_positions_leave_room_for_the_padding_id():
     assert model_of("roberta", max_tokens=61).config.max_tokens == 61
-    with pytest.raises(ValueError, match="has 62 positions"):
+    with pytest.raises(ValueError, match=r"from_encoder:.*62.*positions"):
         model_of("roberta", max_tokens=63)
 
 
@@ -204,9 +204,9 @@ def test_predict_leaves_the_mode_alone_and_refuses_numbers_that_are_none():
     assert model.training
     with torch.no_grad():
         model.head.outer.weight.fill_(float("nan"))
-    with pytest.raises(ValueError, match="logits are not finite"):
+    with pytest.raises(ValueError, match=r"predict_pairs:.*logits"):
         predicted(model)
-    with pytest.raises(ValueError, match="predict_pairs: 0 pairs"):
+    with pytest.raises(ValueError, match=r"predict_pairs: 0.*pairs"):
         predict_pairs(model, model.dataset([], progress=False))
 
 
@@ -226,9 +226,9 @@ def test_rank_orders_answers(link):
         assert found.order == tuple(both.argsort(descending=True).tolist())
     alone = model.rank("p", ["one"])
     assert (alone.order, alone.scores.tolist(), alone.wins.tolist()) == ((0,), [0.0], [[0.5]])
-    with pytest.raises(ValueError, match="needed a text or more"):
+    with pytest.raises(ValueError, match=r"rank:.*text"):
         model.rank("p", [])
-    with pytest.raises(ValueError, match="rank: answer 1 is 3, needed text or turns"):
+    with pytest.raises(ValueError, match=r"rank: answer.*1.*3"):
         model.rank("p", ["one", 3])
     more = model.rank("w1 w2", [*answers, words(*range(80))])
     # a further answer changes nothing
@@ -251,14 +251,14 @@ def test_bradley_terry_scores_are_the_likeliest():
     torch.testing.assert_close(bradley_terry(near), far - far.mean(), rtol=1e-4, atol=1e-3)
     apart = torch.tensor([[0, 1, 5, 5], [1, 0, 5, 5], [0, 0, 0, 1], [0, 0, 1, 0]]).double()
     for table in (torch.tensor([[0.0, 2.0], [0.0, 0.0]]), apart):
-        with pytest.raises(ValueError, match="some never won against the rest"):
+        with pytest.raises(ValueError, match=r"bradley_terry:.*against"):
             bradley_terry(table)
-    with pytest.raises(ValueError, match="needed an answer or more"):
+    with pytest.raises(ValueError, match=r"bradley_terry:.*answer"):
         bradley_terry(torch.zeros(0, 0))
     for bad in (float("nan"), -1.0):
-        with pytest.raises(ValueError, match="below 0 or not finite"):
+        with pytest.raises(ValueError, match=r"bradley_terry:.*0.*finite"):
             bradley_terry(torch.tensor([[0.0, bad], [1.0, 0.0]]))
-    with pytest.raises(ValueError, match=r"wins is \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"bradley_terry:.*\[2.*3\]"):
         bradley_terry(torch.zeros(2, 3))
 
 
@@ -318,7 +318,7 @@ def test_rates_fall_from_layer_to_layer():
     assert found["head.tie"] == (10.0, 0.0)
     freeze_(model, "all")
     assert sum(len(g["params"]) for g in parameter_groups(model, learning_rate=1.0)) == 2
-    with pytest.raises(ValueError, match="layer_decay is 0, needed"):
+    with pytest.raises(ValueError, match=r"parameter_groups:.*layer_decay.*0"):
         parameter_groups(model, learning_rate=1.0, layer_decay=0)
 
 
@@ -367,7 +367,7 @@ def test_adapters_keep_their_calibration_and_are_not_thawed(tmp_path):
     torch.testing.assert_close(
         predicted(again).log_probabilities, predicted(tuned).log_probabilities
     )
-    with pytest.raises(ValueError, match="the model has adapters"):
+    with pytest.raises(ValueError, match=r"freeze_:.*adapters"):
         freeze_(tuned, "none")
 
 
@@ -379,7 +379,7 @@ def test_a_tokenizer_may_be_a_folder(tmp_path):
 def test_without_max_tokens_there_is_a_clear_error():
     model = PairwiseModel(PairwiseConfig(encoder=tiny("bert").config))
     model.tokenizer = tokenizer_of()
-    with pytest.raises(ValueError, match=r"config\.max_tokens is None"):
+    with pytest.raises(ValueError, match=r"PairwiseDataset:.*config\.max_tokens"):
         model.predict(["p"], ["x"], ["y"])
 
 
@@ -394,7 +394,7 @@ def test_the_trunk_of_autocast_is_half_and_the_head_is_not():
 
 def test_lengths_that_do_not_add_up_are_refused():
     model = model_of()
-    with pytest.raises(ValueError, match=r"lengths are \[2, 2\] for 5 tokens"):
+    with pytest.raises(ValueError, match=r"PairwiseModel:.*\[2.*2\].*5"):
         model(torch.tensor([4, 5, 6, 7, 8]), torch.tensor([2, 2]), torch.tensor([[0, 1]]))
 
 
@@ -497,9 +497,9 @@ def test_ranking_in_batches_changes_nothing(link):
 
 def test_forward_says_what_it_needs():
     model = model_of()
-    with pytest.raises(ValueError, match="needed tokens or features"):
+    with pytest.raises(ValueError, match=r"PairwiseModel:.*features"):
         model(pairs=torch.tensor([[0, 1]]))
-    with pytest.raises(ValueError, match="needed which sequences are compared"):
+    with pytest.raises(ValueError, match=r"PairwiseModel:.*sequences"):
         model(features=torch.zeros(2, 16))
 
 
@@ -530,11 +530,9 @@ def test_a_head_in_half_precision_ranks_and_judges(link):
 
 def test_batches_of_nothing_are_refused():
     model = model_of()
-    with pytest.raises(
-        ValueError, match="predict_pairs: 1 pairs in batches of 0; needed 1 or more"
-    ):
+    with pytest.raises(ValueError, match=r"predict_pairs: 1.*batches.*0.*1"):
         model.predict(["p"], ["a"], ["b"], batch_size=0, progress=False)
-    with pytest.raises(ValueError, match="rank: batch_size is 0, needed 1 or more"):
+    with pytest.raises(ValueError, match=r"rank: batch_size.*0.*1"):
         model.rank("p", ["a", "b"], batch_size=0)
 
 
@@ -558,7 +556,5 @@ def test_a_config_that_was_edited_is_refused(changes, said, tmp_path):
 
 
 def test_an_encoder_that_is_not_there_is_named():
-    with pytest.raises(
-        ValueError, match=r"models/encodr is no model's folder, nor found on the hub \(We couldn't"
-    ):
+    with pytest.raises(ValueError, match=r"from_encoder:.*\(We"):
         PairwiseModel.from_encoder("models/encodr")

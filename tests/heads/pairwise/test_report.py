@@ -87,9 +87,9 @@ def test_certain_verdicts_lose_nothing_and_temperatures_have_a_limit():
     assert fit_temperature(right, [0, 1]) == pytest.approx(0.02)
     assert fit_temperature(right, [1, 0]) == pytest.approx(50)
     for bad in (right[:0], right * float("nan")):
-        with pytest.raises(ValueError, match="needed pairs, a label each, and finite numbers"):
+        with pytest.raises(ValueError, match=r"fit_temperature:.*numbers"):
             fit_temperature(bad, torch.zeros(len(bad), dtype=torch.long))
-    with pytest.raises(ValueError, match="needed pairs, a label each"):
+    with pytest.raises(ValueError, match=r"fit_temperature:.*pairs"):
         fit_temperature(right, [0])
     model, pair = model_of(), pairs_of(1)[0][:3]
     said = predict_pairs(model, model.dataset([pair], progress=False), progress=False).verdicts[0]
@@ -169,11 +169,11 @@ def test_the_report_says_everything_and_draws(tmp_path):
         assert (tmp_path / f"{link}.png").stat().st_size > 5_000
         assert sum(map(sum, report.metrics.confusion)) == 50
         assert (report.metrics.flip_rate == 0) == (link == "davidson")
-    with pytest.raises(ValueError, match="50 pairs without labels; needed labelled pairs"):
+    with pytest.raises(ValueError, match=r"pairwise_report:.*50.*labelled"):
         pairwise_report(model, model.dataset([p[:3] for p in pairs_of(50)], progress=False))
-    with pytest.raises(ValueError, match="data is a list, needed a PairwiseDataset"):
+    with pytest.raises(ValueError, match=r"calibrate_:.*PairwiseDataset"):
         calibrate_(model, [])
-    with pytest.raises(ValueError, match="0 pairs; needed labelled pairs"):
+    with pytest.raises(ValueError, match=r"calibrate_:.*0.*labelled"):
         calibrate_(model, model.dataset([], progress=False))
 
 

@@ -158,7 +158,7 @@ def test_turns_of_the_arena_stay_turns():
         }
     )
     assert pair.prompt == (Turn("system", "s"), Turn("user", "p"))
-    with pytest.raises(ValueError, match="does not end with an answer"):
+    with pytest.raises(ValueError, match=r"read_pairs:.*answer"):
         one({"conversation_a": [user("p")], "conversation_b": [user("p")]})
 
 
@@ -261,17 +261,17 @@ def test_what_is_no_file_may_be_on_the_hub(monkeypatch):
 def test_packed_parquet_is_refused_by_its_name(tmp_path):
     (tmp_path / "a.parquet.gz").write_bytes(b"x")
     with pytest.raises(
-        ValueError, match=r"a\.parquet\.gz is a \.parquet in a \.gz; needed \.parquet, or"
+        ValueError, match=r"read_pairs:.*a\.parquet\.gz.*\.parquet.*\.gz.*\.parquet"
     ):
         read_pairs(tmp_path / "a.parquet.gz")
     (tmp_path / "a.parquet").write_bytes(b"x")
-    with pytest.raises(ValueError, match=r"a\.parquet cannot be read by datasets"):
+    with pytest.raises(ValueError, match=r"read_pairs:.*a\.parquet"):
         read_pairs(tmp_path / "a.parquet")
 
 
 def test_bad_files_are_refused(tmp_path):
     for name in ("no.csv", "folder/no.json", "nothing"):
-        with pytest.raises(ValueError, match="there is no file"):
+        with pytest.raises(ValueError, match=r"read_pairs:.*file"):
             read_pairs(tmp_path / name)
     for name, held, said in (
         ("a.json", b"{", "cannot be read"),
@@ -373,7 +373,7 @@ def test_broken_json_is_a_bad_row_and_broken_files_are_named(tmp_path):
 
 def test_many_reasons_are_counted():
     rows = [ARENA | {"winner_tie": f"{k} " + "x" * 1000} for k in range(50)]
-    with pytest.raises(ValueError, match=r"45 for other reasons$") as caught:
+    with pytest.raises(ValueError, match=r"read_pairs:.*45.*reasons") as caught:
         read_pairs([PLAIN, *rows])
     assert len(str(caught.value)) < 2000
     assert "\ud83d" not in str(read_pairs([PLAIN | {"\ud83d": 1}])[1])
@@ -388,9 +388,9 @@ def test_columns_of_other_names():
     pairs, report = read_pairs(rows, columns=names)
     assert pairs == read_pairs([{"prompt": "q", "a": "x", "b": "y", "label": "b"}] * 2)[0]
     assert report.ignored == ("id",)
-    with pytest.raises(ValueError, match="columns names 'answer'; needed some of a, b, "):
+    with pytest.raises(ValueError, match=r"read_pairs:.*'answer'"):
         read_pairs(rows, columns={"answer": "first"})
-    with pytest.raises(ValueError, match="no 'thrid' among question, first"):
+    with pytest.raises(ValueError, match=r"read_pairs:.*'thrid'"):
         read_pairs(rows, columns=names | {"b": "thrid"})
 
 

@@ -201,24 +201,24 @@ def test_frozen_parts_do_not_move_and_everything_frozen_is_refused(tmp_path):
     moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     assert moved == {"head.outer.weight", "head.tie"}  # a score's bias cancels
     model.requires_grad_(False)
-    with pytest.raises(ValueError, match="nothing is trainable"):
+    with pytest.raises(ValueError, match=r"PairwiseTrainer:.*trainable"):
         PairwiseTrainer(model=model, args=arguments_of(tmp_path), train_dataset=data)
 
 
 def test_what_would_train_apart_is_refused(tmp_path, monkeypatch):
     model = model_of()
     data = data_of(model)
-    with pytest.raises(ValueError, match="needed the model's label_smoothing"):
+    with pytest.raises(ValueError, match=r"PairwiseTrainer:.*label_smoothing"):
         PairwiseTrainer(
             model=model, args=arguments_of(tmp_path, label_smoothing_factor=0.1), train_dataset=data
         )
     arguments = arguments_of(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="there are several processes, and each would train alone"):
+    with pytest.raises(ValueError, match=r"PairwiseTrainer:.*processes"):
         PairwiseTrainer(model=model, args=arguments, train_dataset=data)
     monkeypatch.delenv("WORLD_SIZE")
     arguments._n_gpu = 2
-    with pytest.raises(ValueError, match="DataParallel would cut"):
+    with pytest.raises(ValueError, match=r"PairwiseTrainer:.*DataParallel"):
         PairwiseTrainer(model=model, args=arguments, train_dataset=data)
 
 
@@ -226,9 +226,7 @@ def test_data_without_labels_are_refused(tmp_path):
     model = model_of()
     bare = model.dataset([pair[:3] for pair in pairs_of(4)], progress=False)
     for data in (bare, [1, 2]):
-        with pytest.raises(
-            ValueError, match=r"train_dataset is .*; needed a PairwiseDataset with labels"
-        ):
+        with pytest.raises(ValueError, match=r"PairwiseTrainer:.*train_dataset.*PairwiseDataset"):
             PairwiseTrainer(model=model, args=arguments_of(tmp_path), train_dataset=data)
         with pytest.raises(ValueError, match="eval_dataset is"):
             PairwiseTrainer(
@@ -410,7 +408,7 @@ def test_a_run_that_is_well_is_left_alone(tmp_path):
     assert any(isinstance(c, DeadRunGuard) for c in trainer.callback_handler.callbacks)
     none = trained(tmp_path, trainer={"guard": False})
     assert not any(isinstance(c, DeadRunGuard) for c in none.callback_handler.callbacks)
-    with pytest.raises(ValueError, match="window is 0"):
+    with pytest.raises(ValueError, match=r"DeadRunGuard:.*window.*0"):
         DeadRunGuard(window=0)
 
 
@@ -456,19 +454,17 @@ def test_a_side_that_always_wins_is_refused_for_a_link_that_could_learn_it(tmp_p
         if (link, options) != ("concat", {}):
             PairwiseTrainer(**given)
             continue
-        with pytest.raises(
-            ValueError, match=r"A wins every pair, and link 'concat' would learn the side; needed"
-        ):
+        with pytest.raises(ValueError, match=r"PairwiseTrainer:.*'concat'"):
             PairwiseTrainer(**given)
 
 
 def test_what_cannot_learn_is_refused_before_it_runs(tmp_path):
     model = model_of(trained=False)
     ties = model.dataset([(*pair[:3], 2) for pair in pairs_of(20)], progress=False)
-    with pytest.raises(ValueError, match="every label is a tie"):
+    with pytest.raises(ValueError, match=r"PairwiseTrainer:.*label"):
         PairwiseTrainer(model=model, args=arguments_of(tmp_path), train_dataset=ties)
     model.head.requires_grad_(False)
-    with pytest.raises(ValueError, match="the head is new and frozen"):
+    with pytest.raises(ValueError, match=r"PairwiseTrainer:.*frozen"):
         PairwiseTrainer(
             model=model, args=arguments_of(tmp_path), train_dataset=model.dataset(pairs_of(20))
         )

@@ -164,7 +164,7 @@ def test_task_vectors_are_what_components_change(tmp_path):
         }
         for name, value in vector.items():
             torch.testing.assert_close(value, own[name] - stem[name], rtol=1e-3, atol=1e-7)
-    with pytest.raises(ValueError, match="needed a base"):
+    with pytest.raises(ValueError, match=r"Merger\.task_vectors:.*base"):
         Merger.from_pretrained(paths).task_vectors()
 
 
@@ -184,7 +184,7 @@ def test_one_adapter_over_its_base_is_scaled_place_by_place(tmp_path):
     with merger.component(0):
         own = logits(merger)
     torch.testing.assert_close(own, logits(merger))
-    with pytest.raises(ValueError, match="at least two models, or of one and a base"):
+    with pytest.raises(ValueError, match=r"Merger:.*models"):
         Merger.from_pretrained(paths)
 
 
@@ -204,13 +204,9 @@ def test_masks_over_a_base_and_over_weights_are_told_apart(tmp_path):
     path = merger.save_masks(tmp_path / "m.safetensors")
     again = Merger.from_pretrained(paths, base=base, masks=path)
     assert all(torch.equal(mask, again.masks()[name]) for name, mask in merger.masks().items())
-    with pytest.raises(
-        ValueError, match=r"for 3 models, the last a base \(base=...\); this merger has 2"
-    ):
+    with pytest.raises(ValueError, match=r"load_masks:.*3.*\(base=...\).*2"):
         Merger.from_pretrained(paths, masks=path)
-    with pytest.raises(
-        ValueError, match=r"for 3 models, the last a base \(base=...\); this merger has 3"
-    ):
+    with pytest.raises(ValueError, match=r"load_masks:.*3.*\(base=...\).*3"):
         Merger.from_pretrained([*paths, base], masks=path)
 
 
@@ -319,7 +315,7 @@ def test_small_changes_survive_a_bake_in_bfloat16(tmp_path):
 def test_a_base_that_lacks_weights_is_refused(tmp_path):
     save(tiny("classifier", 1).base_model, tmp_path / "base")
     save(tiny("classifier", 2), tmp_path / "tuned")
-    with pytest.raises(ValueError, match="would draw anew; needed a checkpoint of the whole model"):
+    with pytest.raises(ValueError, match=r"Merger:.*checkpoint"):
         Merger.from_pretrained(
             [tmp_path / "tuned"], base=tmp_path / "base", auto_class=auto_class("classifier")
         )
@@ -370,9 +366,9 @@ def test_an_adapter_whose_files_were_touched_is_baked(tmp_path):
     merger.bake(tmp_path / "same", progress=False)
     held = load_file(file)
     save_file({name: value + 0.5 for name, value in held.items()}, file)
-    with pytest.raises(ValueError, match="has changed since it was loaded"):
+    with pytest.raises(ValueError, match=r"bake:.*changed"):
         merger.bake(tmp_path / "out", progress=False)
-    with pytest.raises(ValueError, match="unknown option 'thread'"):
+    with pytest.raises(ValueError, match=r"bake:.*'thread'"):
         merger.bake(tmp_path / "out", thread=2)
 
 
@@ -381,7 +377,7 @@ def test_settings_that_differ_are_the_base_s_without_strict(tmp_path):
     tuned.config.rope_parameters = {**tuned.config.rope_parameters, "rope_theta": 50.0}
     save(base, tmp_path / "base")
     save(tuned, tmp_path / "tuned")
-    with pytest.warns(UserWarning, match="the base's are used"):
+    with pytest.warns(UserWarning, match="Merger:.*base"):
         merger = Merger.from_pretrained(
             [tmp_path / "tuned"], base=tmp_path / "base", strict=False, initial=0.5
         )

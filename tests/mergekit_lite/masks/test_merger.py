@@ -194,7 +194,7 @@ def test_masks_go_to_disk_and_come_back(tmp_path):
     assert again.mask_config == merger.mask_config
     assert torch.equal(logits(again), logits(merger))
     assert [p.name for p in path.parent.iterdir()] == ["m.safetensors"]
-    with pytest.raises(ValueError, match="granularity was given beside masks"):
+    with pytest.raises(ValueError, match=r"Merger\.from_pretrained:.*granularity"):
         Merger.from_pretrained(paths, masks=path, granularity="input")
 
 
@@ -202,20 +202,20 @@ def test_masks_of_other_components_are_refused(tmp_path):
     paths = pair("gpt2", tmp_path, count=3)
     path = open_merger(paths[:2]).save_masks(tmp_path / "m.safetensors")
     other = open_merger(paths[1:])
-    with pytest.raises(ValueError, match="made for other components: number 0"):
+    with pytest.raises(ValueError, match=r"load_masks:.*components.*0"):
         other.load_masks(path)
-    with pytest.raises(ValueError, match=r"is for 2 models .no base.; this merger has 3"):
+    with pytest.raises(ValueError, match=r"load_masks:.*2.*models.*3"):
         open_merger(paths).load_masks(path)
-    with pytest.raises(ValueError, match="has input masks"):
+    with pytest.raises(ValueError, match=r"load_masks:.*input"):
         open_merger(paths[:2], granularity="scalar").load_masks(path)
     held = load_file(path)
-    with pytest.raises(ValueError, match="is not there"):
+    with pytest.raises(ValueError, match=r"load_masks:.*not"):
         other.load_masks(tmp_path / "none")
     save_file(held, tmp_path / "bare.safetensors")
-    with pytest.raises(ValueError, match="holds no masks"):
+    with pytest.raises(ValueError, match=r"load_masks:.*holds"):
         other.load_masks(tmp_path / "bare.safetensors")
     (tmp_path / "cut.safetensors").write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(ValueError, match="not a whole safetensors file"):
+    with pytest.raises(ValueError, match=r"load_masks:.*safetensors"):
         other.load_masks(tmp_path / "cut.safetensors")
 
 
@@ -297,7 +297,7 @@ def test_one_dtype_for_checkpoints_of_two(tmp_path):
         save(tiny("llama", 0), tmp_path / "a"),
         save(tiny("llama", 1), tmp_path / "b", torch.bfloat16),
     ]
-    with pytest.raises(ValueError, match="load both in one"):
+    with pytest.raises(ValueError, match=r"(?s)Merger:.*load"):
         Merger.from_pretrained(paths)
     assert Merger.from_pretrained(paths, dtype=torch.bfloat16).model.dtype == torch.bfloat16
 
@@ -320,7 +320,7 @@ def test_masks_know_the_dtype_of_their_components(tmp_path):
     path = Merger.from_pretrained(paths, dtype=torch.bfloat16).save_masks(
         tmp_path / "m.safetensors"
     )
-    with pytest.raises(ValueError, match=r"is for components in torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"load_masks:.*torch\.bfloat16"):
         Merger.from_pretrained(paths, masks=path)
     merger = Merger.from_pretrained(paths)
     before = merger.hashes()
@@ -331,7 +331,7 @@ def test_a_mask_that_is_not_finite_is_not_baked(tmp_path):
     merger = Merger([tiny("gpt2", seed) for seed in range(2)])
     with torch.no_grad():
         merger.masks()["transformer.h.0.mlp.c_fc.weight"][0, 0, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"h\.0\.mlp\.c_fc\.weight is not finite"):
+    with pytest.raises(ValueError, match=r"bake:.*h\.0\.mlp\.c_fc\.weight"):
         merger.bake(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -364,7 +364,7 @@ def test_masks_sum_to_one_unless_told_otherwise():
     for masks in merger.effective_masks().values():
         torch.testing.assert_close(masks.sum(0), torch.ones_like(masks[0]))
     assert Merger(models[:1], base=models[1]).mask_config.constraint == "none"
-    with pytest.raises(ValueError, match=r"sums of 0.5 to 0.5; constraint 'sum_to_one' needed 1"):
+    with pytest.raises(ValueError, match=r"MaskConfig:.*0.5.*0.5.*'sum_to_one'.*1"):
         Merger(models, MaskConfig(initial=0.25))
 
 
@@ -428,7 +428,7 @@ def test_what_has_no_row_no_mask_or_no_name_is_refused():
         merger(input_ids=torch.tensor([[-1, 2]]))
     with pytest.raises(ValueError, match=r"constrain: .*'softmax'"):
         constrain(torch.ones(2), "softmax")
-    with pytest.raises(ValueError, match="3 labels for 2 models"):
+    with pytest.raises(ValueError, match=r"Merger:.*3.*labels.*2"):
         Merger([tiny("llama", 1), tiny("llama", 2)], labels=["a", "b", "c"])
 
 
@@ -471,11 +471,9 @@ def test_masks_over_a_few_modules_and_the_others_stay():
     merger(input_ids=IDS).logits.square().sum().backward()
     assert {name for name, mask in merger.masks().items() if mask.grad is not None} == trained
     assert MaskConfig.from_json(merger.mask_config.to_json()) == merger.mask_config
-    with pytest.raises(
-        ValueError, match=r"no module has a name like .*; needed patterns such as 'model"
-    ):
+    with pytest.raises(ValueError, match=r"Merger:.*patterns"):
         Merger(models, MaskConfig(modules=("mlp",)))
-    with pytest.raises(ValueError, match="modules is 'mlp', needed a tuple"):
+    with pytest.raises(ValueError, match=r"MaskConfig:.*'mlp'"):
         MaskConfig(modules="mlp")
 
 
@@ -611,7 +609,7 @@ def test_fine_tunes_for_longer_inputs_fit(tmp_path):
         tiny("llama", k, max_position_embeddings=n, rope_parameters=dynamic)
         for k, n in enumerate((64, 128))
     ]
-    with pytest.raises(ValueError, match="max_position_embeddings is 64"):
+    with pytest.raises(ValueError, match=r"(?s)Merger:.*max_position_embeddings.*64"):
         Merger(stretched, labels=["a", "b"])
 
 
@@ -620,7 +618,7 @@ def test_settings_may_be_overridden_or_let_pass(tmp_path):
         save(tiny("llama"), tmp_path / "a"),
         save(tiny("llama", 1, rms_norm_eps=1e-3), tmp_path / "b"),
     ]
-    with pytest.raises(ValueError, match="rms_norm_eps is 1e-06"):
+    with pytest.raises(ValueError, match=r"(?s)Merger:.*rms_norm_eps.*1e-06"):
         Merger.from_pretrained(paths)
     merger = Merger.from_pretrained(
         paths, model_options={"rms_norm_eps": 1e-3, "attn_implementation": "eager"}
@@ -629,7 +627,7 @@ def test_settings_may_be_overridden_or_let_pass(tmp_path):
     assert merger.config._attn_implementation == "eager"
     with pytest.warns(
         UserWarning,
-        match="the first component's are used of what differs:\n- config.rms_norm_eps is",
+        match="(?s)Merger:.*config.rms_norm_eps",
     ):
         merger = Merger.from_pretrained(paths, strict=False)
     assert merger.config.rms_norm_eps == 1e-6
@@ -639,7 +637,7 @@ def test_settings_may_be_overridden_or_let_pass(tmp_path):
 
 def test_experts_for_each_token_are_compared():
     """A field that has token in its name."""
-    with pytest.raises(ValueError, match="num_experts_per_tok is 2"):
+    with pytest.raises(ValueError, match=r"(?s)Merger:.*num_experts_per_tok.*2"):
         Merger(
             [tiny("mixtral", num_experts_per_tok=2), tiny("mixtral", num_experts_per_tok=1)],
             labels=["a", "b"],
@@ -653,14 +651,12 @@ def test_other_tokenizers_of_the_same_size_are_refused(tmp_path):
     save_tokenizer(tmp_path / "1", words)
     Merger.from_pretrained(paths)
     save_tokenizer(tmp_path / "1", [words[1], words[0], *words[2:]])
-    with pytest.raises(
-        ValueError, match=r"tokenizers differ: 't[01]' is .*; align the vocabularies first"
-    ):
+    with pytest.raises(ValueError, match=r"(?s)Merger:.*'t[01]'"):
         Merger.from_pretrained(paths)
     with pytest.warns(UserWarning, match="tokenizers differ"):
         Merger.from_pretrained(paths, strict=False)
     save_tokenizer(tmp_path / "1", [f"u{i}" for i in range(96)])
-    with pytest.raises(ValueError, match="has other tokens than"):
+    with pytest.raises(ValueError, match=r"(?s)Merger:.*tokens"):
         Merger.from_pretrained(paths)
 
 
@@ -709,7 +705,7 @@ def test_files_that_changed_after_loading_are_not_baked(tmp_path):
     save(tiny("llama", 1), tmp_path / "1")  # the same values, written anew
     merger.bake(tmp_path / "same", progress=False)
     save(tiny("llama", 5), tmp_path / "1")
-    with pytest.raises(ValueError, match=r"1 has changed since it was loaded \(model"):
+    with pytest.raises(ValueError, match=r"bake:.*1.*\(model"):
         merger.bake(tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
 
@@ -726,20 +722,20 @@ def test_files_that_do_not_fit_are_refused_before_a_weight_is_read(tmp_path, mon
     )
     with pytest.raises(ValueError, match="has shapes"):
         Merger.from_pretrained(paths)
-    with pytest.raises(ValueError, match="needed a list of at least two models"):
+    with pytest.raises(ValueError, match=r"Merger:.*models"):
         Merger.from_pretrained(paths[:1])
-    with pytest.raises(ValueError, match="needed a list of at least two models"):
+    with pytest.raises(ValueError, match=r"Merger:.*models"):
         Merger.from_pretrained(paths[0])
-    with pytest.raises(ValueError, match="nowhere: no such folder"):
+    with pytest.raises(ValueError, match=r"Merger:.*folder"):
         Merger.from_pretrained([paths[0], str(tmp_path / "nowhere")])
-    with pytest.raises(ValueError, match="'granlarity' is no field of MaskConfig"):
+    with pytest.raises(ValueError, match=r"Merger\.from_pretrained:.*'granlarity'.*MaskConfig"):
         Merger.from_pretrained(paths, granlarity="input")
 
 
 def test_a_layer_alone_refuses_too():
-    with pytest.raises(ValueError, match="got 1 components"):
+    with pytest.raises(ValueError, match=r"MaskedLinear:.*1.*components"):
         MaskedLinear([torch.nn.Linear(2, 2)])
-    with pytest.raises(ValueError, match=r"weight is .* in the components"):
+    with pytest.raises(ValueError, match=r"MaskedLayer:.*components"):
         MaskedLayer([torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)])
 
 
@@ -761,12 +757,12 @@ def test_config_refuses(values, message):
 
 
 def test_a_component_that_there_is_not_cannot_be_the_start():
-    with pytest.raises(ValueError, match="there are 2 components"):
+    with pytest.raises(ValueError, match=r"MaskConfig:.*2.*components"):
         Merger([tiny("gpt2", seed) for seed in range(2)], MaskConfig(initial="component:5"))
 
 
 def test_settings_that_only_the_config_holds_are_compared():
-    with pytest.raises(ValueError, match=r"sliding_window is None \(a\) and 4"):
+    with pytest.raises(ValueError, match=r"(?s)Merger:.*sliding_window.*\(a\).*4"):
         Merger(
             [tiny("mistral", sliding_window=None), tiny("mistral", sliding_window=4)],
             labels=["a", "b"],
@@ -774,7 +770,7 @@ def test_settings_that_only_the_config_holds_are_compared():
 
 
 def test_recurrent_layers_are_refused():
-    with pytest.raises(ValueError, match="LSTM keeps its weights in a flat copy"):
+    with pytest.raises(ValueError, match=r"Merger:.*weights"):
         masked_class(torch.nn.LSTM(2, 2))
 
 

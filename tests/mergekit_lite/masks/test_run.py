@@ -108,7 +108,7 @@ def test_a_run_over_a_base_compares_with_methods_that_need_one(config, tmp_path)
     own = held_out_losses(transformers.AutoModelForCausalLM.from_pretrained(base), test, collator)
     assert own == pytest.approx(report.losses["base"], rel=1e-5)
     (tmp_path / "run.yml").write_text(yaml.safe_dump(values | {"base": ["base"]}))
-    with pytest.raises(ValueError, match="needed the name of a model"):
+    with pytest.raises(ValueError, match=r"MaskRun:.*model"):
         MaskRun.from_yaml("run.yml")
 
 
@@ -116,9 +116,7 @@ def test_a_component_without_data_is_found_before_training(config, tmp_path):
     values = {k: v for k, v in config.items() if k != "compare"} | {"data": ["task0.jsonl"]}
     (tmp_path / "run.yml").write_text(yaml.safe_dump(values))
     assert MaskRun.from_yaml("run.yml").methods == ("linear",)
-    with pytest.raises(
-        ValueError, match="compare has regmean, which needs two components, and data of each"
-    ):
+    with pytest.raises(ValueError, match=r"masks:.*components"):
         run_masks(
             MaskRun(**{**vars(MaskRun.from_yaml("run.yml")), "compare": ("regmean",)}),
             "merged",
@@ -188,7 +186,7 @@ def test_checkpoints_of_another_run_are_not_taken_up(config, tmp_path):
     run_masks(run, "out", progress=False)
     (tmp_path / "out").rename(tmp_path / "moved")
     (tmp_path / "other.yml").write_text(yaml.safe_dump({**config, "kl": {"direction": "reverse"}}))
-    with pytest.raises(ValueError, match=r"out\.training is of a run with other settings"):
+    with pytest.raises(ValueError, match=r"masks:.*out\.training"):
         run_masks(MaskRun.from_yaml("other.yml"), "out", progress=False)
 
 

@@ -156,7 +156,7 @@ def test_a_classifier_learns_from_its_components():
 def test_a_batch_without_supervised_positions_warns_and_gives_zero(normalizer, coefficients):
     merger = merger_of()
     batch = BATCH | {"labels": torch.full_like(BATCH["labels"], -100)}
-    with pytest.warns(UserWarning, match="no supervised position"):
+    with pytest.warns(UserWarning, match=r"Merger\.distill:.*supervised"):
         loss = merger.distill(
             KLConfig(l2=0.1, coefficients=coefficients), normalizer=normalizer, **batch
         )
@@ -198,7 +198,7 @@ def test_bad_batches_are_refused(change, message):
 def test_labels_outside_the_vocabulary_are_refused():
     batch = BATCH | {"labels": BATCH["labels"].masked_fill(BATCH["labels"] > 0, 10_000)}
     for kl in (KLConfig(cross_entropy=1.0), KLConfig(coefficients="evidence")):
-        with pytest.raises(ValueError, match="labels from 10000 to 10000, needed 0 to 95"):
+        with pytest.raises(ValueError, match=r"masked_kl:.*10000.*10000.*0.*95"):
             merger_of().distill(kl, **batch)
 
 
@@ -232,11 +232,11 @@ def test_nothing_predicts_the_first_token_of_a_packed_example():
 
 def test_packed_rows_are_refused_where_attention_would_leak():
     batch = MaskCollator(pad_token_id=0, pack=True)([MIXTURE[i] for i in (0, 1, 9)])
-    with pytest.raises(ValueError, match="look across examples"):
+    with pytest.raises(ValueError, match=r"Merger\.distill:.*examples"):
         merger_of("classifier").distill(KLConfig(), **batch)
     flash = merger_of()
     flash.model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="one row a batch with flash attention"):
+    with pytest.raises(ValueError, match=r"Merger\.distill:.*attention"):
         flash.distill(KLConfig(), **batch)
 
 
@@ -251,33 +251,33 @@ def test_modes_of_modules_survive_the_teachers():
 def test_bad_examples_and_shares_are_refused():
     collator = MaskCollator(pad_token_id=0)
     for wrong in (True, 0.0, -1, "0", [0]):
-        with pytest.raises(ValueError, match="an example's task is"):
+        with pytest.raises(ValueError, match=r"MaskCollator:.*example"):
             collator([{"input_ids": [1, 2], "task": wrong}])
-    with pytest.raises(ValueError, match="1 of 2 examples have a task; needed all, or none"):
+    with pytest.raises(ValueError, match=r"MaskCollator:.*1.*2.*examples"):
         collator([{"input_ids": [1, 2], "task": 0}, {"input_ids": [1, 2]}])
-    with pytest.raises(ValueError, match="no example came"):
+    with pytest.raises(ValueError, match=r"MaskCollator:.*example"):
         collator([])
-    with pytest.raises(ValueError, match="train_dataset is empty"):
+    with pytest.raises(ValueError, match=r"MaskTrainer:.*train_dataset"):
         MaskTrainer(
             merger_of(),
             TrainingArguments("x", use_cpu=True),
             train_dataset=[],
             data_collator=collator,
         )
-    with pytest.raises(ValueError, match="2 tokens and 3 labels"):
+    with pytest.raises(ValueError, match=r"MaskCollator:.*2.*tokens.*3"):
         collator([{"input_ids": [1, 2], "labels": [1, 2, 3], "task": 0}])
     with pytest.raises(ValueError, match="got 3"):
         merger_of().distill(KLConfig(coefficients="fixed", shares=(1.0, 1.0, 1.0)), **BATCH)
-    with pytest.raises(ValueError, match="model is GPT2LMHeadModel"):
+    with pytest.raises(ValueError, match=r"MaskTrainer:.*GPT2LMHeadModel"):
         MaskTrainer(tiny("gpt2"), None)
-    with pytest.raises(ValueError, match="needed a MaskCollator"):
+    with pytest.raises(ValueError, match=r"MaskTrainer:.*MaskCollator"):
         MaskTrainer(merger_of(), TrainingArguments("x", use_cpu=True), train_dataset=MIXTURE)
-    with pytest.raises(ValueError, match="pad_token_id is None"):
+    with pytest.raises(ValueError, match=r"MaskCollator:.*pad_token_id"):
         MaskCollator(pad_token_id=None)
-    with pytest.raises(ValueError, match="needed a list in the order"):
+    with pytest.raises(ValueError, match=r"TaskMixture:.*order"):
         TaskMixture({"a": [], "b": []})
     one = TaskMixture([examples(2, 1)])
-    with pytest.warns(UserWarning, match="no example follows component 1"):
+    with pytest.warns(UserWarning, match="MaskTrainer:.*component.*1"):
         MaskTrainer(
             merger_of(),
             TrainingArguments("x", use_cpu=True),
@@ -285,7 +285,7 @@ def test_bad_examples_and_shares_are_refused():
             data_collator=collator,
         )
     three = TaskMixture([examples(2, 1)] * 3)
-    with pytest.raises(ValueError, match="3 tasks, but the merger has 2 components"):
+    with pytest.raises(ValueError, match=r"MaskTrainer:.*3.*2.*components"):
         MaskTrainer(
             merger_of(),
             TrainingArguments("x", use_cpu=True),
@@ -321,17 +321,17 @@ def test_cached_teachers_give_the_very_loss(coefficients, pack, tmp_path, monkey
     # the rest was found
     assert [p.name for p in kept if kept[p] != times.get(p)] == ["hidden-00001.safetensors"]
     if coefficients == "task":  # it holds one teacher a position: of no use where all count
-        with pytest.raises(ValueError, match="the cache was made from other batches or settings"):
+        with pytest.raises(ValueError, match=r"Merger\.distill:.*settings"):
             merger.distill(KLConfig(coefficients="fixed", shares=(0.5, 0.5)), **stored)
     if coefficients == "task":
         few = TaskMixture([[], [], examples(1, 1)])
-        with pytest.raises(ValueError, match="task is 2, needed 0 to 1"):
+        with pytest.raises(ValueError, match=r"cache_teachers:.*task.*2.*0.*1"):
             cache_teachers(
                 merger, few, collator, tmp_path / "d", kl=kl, batch_size=4, progress=False
             )
-        with pytest.raises(ValueError, match="the examples have no task"):
+        with pytest.raises(ValueError, match=r"cache_teachers:.*examples"):
             cache_teachers(merger, examples(2, 1), collator, tmp_path / "e", kl=kl, progress=False)
-    with pytest.raises(ValueError, match="other components, examples or settings"):
+    with pytest.raises(ValueError, match=r"cache_teachers:.*components"):
         cache_teachers(merger_of(count=3), MIXTURE, collator, tmp_path / "c", kl=kl, progress=False)
 
 

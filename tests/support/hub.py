@@ -68,7 +68,10 @@ def _handler(hub):
                     lines if what == "commit" else (lines or [{}])[0], name, revision
                 )
             else:
-                self.send_error(404, f"the fake hub has no {self.command} {self.path}")
+                self.send_response(404, f"the fake hub has no {self.command} {self.path}")
+                self.send_header("X-Error-Code", "EntryNotFound")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
                 return
             body = json.dumps(made).encode()
             self.send_response(200)
@@ -93,8 +96,12 @@ def fake_hub(monkeypatch):
     hub = FakeHub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
     with monkeypatch.context() as patched:
-        patched.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        patched.setattr(constants, "ENDPOINT", endpoint)
+        # made of the endpoint when it is imported
+        files = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        patched.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
         patched.setattr(constants, "HF_HUB_OFFLINE", False)
         patched.setattr(constants, "HF_HUB_DISABLE_XET", True)
         for name in (

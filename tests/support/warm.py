@@ -9,12 +9,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# Each request is a line: a script, its arguments, a folder to run in, modules that are absent, and
-# files for what it prints. The answer is its exit status.
+# Each request is a line: `run_script`'s arguments, and the environment of each process that is to run
+# it. The answer is the first exit status that is not 0, when the others have ended or were killed.
 _SERVER = """
-import json, os, runpy, sys
+import json, os, runpy, signal, sys
 import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot, peft, torch, transformers, trl, yaml
@@ -23,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertModel, LlamaFo
 
 def run(script, arguments, folder, absent, out, errors):
     for number, path in ((1, out), (2, errors)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.chdir(folder)
     sys.argv = [script, *arguments]
@@ -31,13 +32,28 @@ def run(script, arguments, folder, absent, out, errors):
     sys.modules.update(dict.fromkeys(absent))
     runpy.run_path(script, run_name="__main__")
 
-print("ready", flush=True)
-while line := sys.stdin.readline():
-    child = os.fork()
-    if not child:
-        run(*json.loads(line))
-        break
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+def serve():
+    print("ready", flush=True)
+    for line in iter(sys.stdin.readline, ""):
+        *request, environments = json.loads(line)
+        children = set()
+        for environment in environments:
+            child = os.fork()
+            if not child:
+                os.environ.update(environment)
+                return run(*request)
+            children.add(child)
+        failed = 0
+        while children:
+            child, status = os.wait()
+            children.remove(child)
+            if status and not failed:
+                failed = os.waitstatus_to_exitcode(status)
+                for other in children:
+                    os.kill(other, signal.SIGKILL)
+        print(failed, flush=True)
+
+serve()
 """
 
 
@@ -66,12 +82,24 @@ _SERVER_OF_WORKER = _Server()
 
 
 def run_script(
-    script: Path, *arguments: object, cwd: Path | None = None, absent: tuple[str, ...] = ()
+    script: Path,
+    *arguments: object,
+    cwd: Path | None = None,
+    absent: Sequence[str] = (),
+    environments: Sequence[Mapping[str, str]] = ({},),
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script with arguments; ``absent`` names modules that it cannot import."""
+    """Run a script with arguments, in one process for each of ``environments``, all at once.
+
+    Args:
+        script: Its path.
+        *arguments: Its arguments.
+        cwd: Where it runs; default: here.
+        absent: Modules that it cannot import.
+        environments: What each process has in its environment beside what this one has.
+    """
     with tempfile.TemporaryDirectory() as folder:
         printed = [str(Path(folder, name)) for name in ("out", "errors")]
-        request = [str(script), [str(a) for a in arguments], str(cwd or Path.cwd()), absent]
-        status = _SERVER_OF_WORKER.answer([*request, *printed])
+        request = [str(script), [str(a) for a in arguments], str(cwd or Path.cwd()), [*absent]]
+        status = _SERVER_OF_WORKER.answer([*request, *printed, [*environments]])
         out, errors = (Path(path).read_text(encoding="utf-8") for path in printed)
     return subprocess.CompletedProcess([str(script)], status, out, errors)

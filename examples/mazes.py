@@ -31,8 +31,8 @@ class Maze(Task):
 
     min_length: ClassVar[int] = 3
     grid: ClassVar[bool] = True
-    vocab_size = property(lambda self: 4)  # open, wall, start, goal
-    output_size = property(lambda self: 2)  # off the way, on it
+    vocab_size: ClassVar[int] = 4  # open, wall, start, goal
+    output_size: ClassVar[int] = 2  # off the way, on it
 
     def input_length(self, length: int) -> int:
         """Count the cells."""
@@ -91,7 +91,7 @@ def _trees(
 
 
 def _two_rooms(generator: torch.Generator, lengths: Tensor, longest: int) -> Tensor:  # (B, 2) cells
-    """Draw two that differ."""
+    """Draw two different rooms, as cell indices."""
     side = (lengths + 1) // 2
     first, other = (
         torch.randint(1 << 30, (len(lengths), 1), generator=generator, device=generator.device)

@@ -88,15 +88,16 @@ class KroneckerConfig(_Config):
                 "one of them"
             )
         shape = self.a_shape or self.b_shape
-        if not _are_two(shape, 1):
+        if not _is_whole_pair(shape, 1):
             raise ValueError(
-                f"KroneckerConfig: shape is {shape}, needed two whole numbers, 1 or more"
+                f"KroneckerConfig: {'b_shape' if self.a_shape is None else 'a_shape'} is {shape}, "
+                "expected two whole numbers, 1 or more"
             )
         for name, least in (("rank", 1), ("rounds", 1), ("epochs", 0)):
             value = getattr(self, name)
             if not is_whole(value, least):
                 raise ValueError(
-                    f"KroneckerConfig: {name} is {value}, needed a whole number, {least} or more"
+                    f"KroneckerConfig: {name} is {value}, expected a whole number, {least} or more"
                 )
         if not isinstance(self.scales, bool):
             raise ValueError(f"KroneckerConfig: scales must be True or False, got {self.scales!r}")
@@ -104,7 +105,7 @@ class KroneckerConfig(_Config):
             raise ValueError(
                 f"KroneckerConfig: init is {self.init!r}, needed one of {', '.join(INITS)}"
             )
-        if self.keep not in ("even", "odd", "energy") and not _are_two(self.keep, 0):
+        if self.keep not in ("even", "odd", "energy") and not _is_whole_pair(self.keep, 0):
             raise ValueError(
                 f"KroneckerConfig: keep is {self.keep!r}, needed even, odd, energy or (row, column)"
             )
@@ -283,11 +284,12 @@ class PruneConfig(_Config):
             raise ValueError(f"PruneConfig: ridge is {self.ridge}, needed a share between 0 and 1")
 
     def _check_budget(self, budget: int) -> None:
+        """Check that the budget is a number, and that there is no share beside it."""
         if not is_whole(budget, 1):
-            raise ValueError(f"PruneConfig: budget is {budget}, needed a number of parameters")
+            raise ValueError(f"PruneConfig: budget is {budget}, expected a number of parameters")
         if self.keep is not None:
             raise ValueError(
-                f"PruneConfig: keep is {self.keep} and budget {budget:,}, needed one of them"
+                f"PruneConfig: keep is {self.keep} and budget {budget:,}, expected one of them"
             )
 
     @property
@@ -310,7 +312,7 @@ def is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _are_two(values: object, least: int) -> bool:
+def _is_whole_pair(values: object, least: int) -> bool:
     """Whether it is a tuple of two whole numbers, both at least so large."""
     return (
         isinstance(values, tuple) and len(values) == 2 and all(is_whole(n, least) for n in values)

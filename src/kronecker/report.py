@@ -197,6 +197,8 @@ def compare(
         raise ValueError(
             f"compare: {len(models)} models and {len(texts)} texts, needed one or more of both"
         )
+    if runs < 1:
+        raise ValueError(f"compare: runs is {runs}, expected 1 or more")
     generates = _all_generate(models)
     positions = [p for p in map(positions_of, models.values()) if p]
     new = min([new, *(p - _PROMPT for p in positions)])
@@ -283,7 +285,7 @@ def _cosine(ours: Tensor, original: Tensor, name: str) -> float:
 
 
 def _seconds(model: Any, ids: Tensor, new: int) -> tuple[float, float]:
-    """Of a forward pass, and of generating ``new`` tokens."""
+    """Return the seconds of one forward pass, and of generating ``new`` tokens."""
     begin = time.perf_counter()
     model(input_ids=ids)
     _finish(ids.device)

@@ -206,7 +206,7 @@ def merge_models(
             parameters,
             chosen,
         )
-    recipe = _recipe_of(
+    recipe = _resolve_recipe(
         models, method, base_model, parameters, {"dtype": dtype, "out_dtype": out_dtype}
     )
     if threads is not None and (type(threads) is not int or threads < 1):
@@ -243,22 +243,23 @@ def _check_list(models: object) -> None:
     )
 
 
-def _recipe_of(
+def _resolve_recipe(
     models: Any,
     method: str | None,
     base_model: object,
     parameters: Mapping[str, object],
     dtypes: Mapping[str, object],
 ) -> MergeRecipe:
-    """Return a recipe as it came, or one of the other arguments."""
+    """Return ``models`` if it is a recipe; otherwise build a recipe from the arguments."""
     named = {name: str(v).removeprefix("torch.") for name, v in dtypes.items() if v is not None}
     if not isinstance(models, MergeRecipe):
         _check_list(models)
         return build_recipe(models, method or "linear", base_model, parameters, **named)
     beside = {"method": method, "base_model": base_model, **named, **parameters}
-    if extra := [name for name, value in beside.items() if value or name in parameters]:
+    if extra := [name for name, value in beside.items() if name in parameters or value]:
         raise ValueError(
-            f"merge_models: {extra[0]} was given beside a recipe, which says it itself"
+            f"merge_models: {extra[0]} was given with a MergeRecipe, which already defines it; "
+            "expected it in the recipe"
         )
     return models
 

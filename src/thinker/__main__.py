@@ -234,7 +234,7 @@ def train(options: argparse.Namespace) -> None:
     except TypeError as error:  # a name or value of NAME=VALUE
         raise ValueError(error) from error
     model = LatentThinker(config)
-    _check_out(out, told, options.resume)
+    _check_run_folder(out, told, options.resume)
     write_json(make_folder(out, "train") / "run.json", told)
     iterations = told["iterations"]
     arguments = thinker_arguments(
@@ -281,11 +281,11 @@ def train(options: argparse.Namespace) -> None:
     )
 
 
-def _check_out(out: Path, told: Settings, resume: bool) -> None:
-    """Refuse a folder with a run, unless it goes on with the settings that it had."""
+def _check_run_folder(out: Path, told: Settings, resume: bool) -> None:
+    """Check that the folder has no run, or that --resume continues it with the same settings."""
     if not resume and (out / "result.json").exists():
         raise ValueError(
-            f"{out} has a run already; needed another --out, or --resume to go on with it"
+            f"{out} already has a run; expected another --out, or --resume to continue it"
         )
     if not resume or not (out / "run.json").is_file():
         return
@@ -293,7 +293,8 @@ def _check_out(out: Path, told: Settings, resume: bool) -> None:
     for name, value in told.items():
         if name != "iterations" and value != before.get(name):
             raise ValueError(
-                f"{out} is a run with another {name} ({before.get(name)!r}); needed another --out"
+                f"{out}: the run there has {name} {before.get(name)!r}, got {value!r}; expected "
+                "the same, or another --out"
             )
 
 

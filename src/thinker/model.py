@@ -225,7 +225,7 @@ class LatentThinker(PreTrainedModel):
         if noise is None:
             noise = config.step_noise if self.training else 0.0
         if generator is None and (noise or (carry is None and config.latent_init == "noise")):
-            generator = self._generator(context.index.device)
+            generator = self._evaluation_generator(context.index.device)
         if carry is None:
             state = self._start(context, n_latent, generator)
         else:
@@ -268,8 +268,11 @@ class LatentThinker(PreTrainedModel):
             steps=torch.full((latents.shape[0],), len(rows), device=latents.device),
         )
 
-    def _generator(self, device: torch.device) -> torch.Generator | None:
-        """Return a generator that is the same each time; None in training, and in a compiler."""
+    def _evaluation_generator(self, device: torch.device) -> torch.Generator | None:
+        """Return a generator with a fixed seed, so that evaluation is reproducible.
+
+        None in training and under torch.compile: the global generator is used then.
+        """
         if self.training or torch.compiler.is_compiling():
             return None
         return torch.Generator(device).manual_seed(0)

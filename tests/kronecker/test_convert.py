@@ -402,7 +402,7 @@ BAD = [
         "does not divide a weight .* nearest that do: 1, 2, 4",
     ),
     (KroneckerConfig(b_shape=(2, 1), rank=3, init="prune"), {}, "rank is 3, .* need at most 2"),
-    (KroneckerConfig(b_shape=(2, 1)), {}, "needed calibration data"),
+    (KroneckerConfig(b_shape=(2, 1)), {}, "calibration"),
     (KroneckerConfig(b_shape=(2, 1)), {"calibration": []}, "calibration is empty"),
 ]
 
@@ -523,15 +523,15 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "needed one of them"),
-        ({"a_shape": (1, 1), "b_shape": (1, 1)}, "needed one of them"),
-        ({"b_shape": (0, 1)}, "needed two whole numbers"),
-        ({"b_shape": (2, 1), "rank": 0}, "rank is 0, needed a whole number, 1 or more"),
+        ({}, "a_shape is .* and b_shape is"),
+        ({"a_shape": (1, 1), "b_shape": (1, 1)}, "a_shape is .* and b_shape is"),
+        ({"b_shape": (0, 1)}, "_shape is"),
+        ({"b_shape": (2, 1), "rank": 0}, "rank is 0"),
         ({"b_shape": (2, 1), "init": "svd"}, "needed one of sequential"),
         ({"b_shape": (2, 1), "keep": "all"}, "needed even, odd, energy"),
         ({"b_shape": (2, 1), "init": "prune", "keep": ("x", "y")}, "needed even, odd, energy"),
         ({"b_shape": (2, 1), "rounds": 0}, "rounds is 0"),
-        ({"b_shape": (2, True)}, "needed two whole numbers"),
+        ({"b_shape": (2, True)}, "_shape is"),
     ],
 )
 def test_bad_configs_are_refused(fields, message):
@@ -544,14 +544,14 @@ def test_bad_configs_are_refused(fields, message):
     [
         (
             lambda: PruneConfig(keep=0.5, budget=100),
-            "keep is 0.5 and budget 100, needed one of them",
+            "keep is 0.5 and budget 100",
         ),
-        (lambda: PruneConfig(keep=True), "keep is True, needed a share"),
-        (lambda: PruneConfig(budget=True), "budget is True, needed a number of parameters"),
-        (lambda: LowRankConfig(keep=0.5, rank=3), "keep is 0.5 and rank 3, needed one of them"),
-        (lambda: KroneckerConfig(b_shape=3), "shape is 3, needed two whole numbers"),
+        (lambda: PruneConfig(keep=True), "keep is True"),
+        (lambda: PruneConfig(budget=True), "budget is True"),
+        (lambda: LowRankConfig(keep=0.5, rank=3), "keep is 0.5 and rank 3"),
+        (lambda: KroneckerConfig(b_shape=3), "b_shape is 3"),
         (lambda: KroneckerConfig(b_shape=(2, 1), scales=3), "scales must be True or False, got 3"),
-        (lambda: LowRankConfig(rank=True), "rank is True, needed a whole number"),
+        (lambda: LowRankConfig(rank=True), "rank is True"),
     ],
 )
 def test_two_sizes_and_no_numbers_are_refused(make, message):

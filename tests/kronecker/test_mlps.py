@@ -205,7 +205,7 @@ def test_batches_of_an_encoder_decoder_are_whole():
         (batch | {"attention_mask": half}, "needed batches without any"),
         (batch | {"decoder_attention_mask": half}, "needed batches without any"),
         (batch | {"decoder_input_ids": batch["input_ids"] + 96}, "token ids go from"),
-        (torch.tensor(5), "token ids are one number"),
+        (torch.tensor(5), "input_ids is a single number"),
     ):
         with pytest.raises(ValueError, match=message):
             prune_(model, calibration=[bad], progress=False)

@@ -198,7 +198,7 @@ def test_neurons_go_before_a_table_does(tmp_path):
 @pytest.mark.parametrize(
     ("calibration", "config", "message"),
     [
-        (None, LowRankConfig(), "looks at what layers see, needed calibration data"),
+        (None, LowRankConfig(), "is fitted to data"),
         ([ids()], LowRankConfig(rank=17), "rank is 17, but a weight of"),
         (
             [{"inputs_embeds": torch.ones(1, 3, 16)}],

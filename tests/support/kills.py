@@ -1,11 +1,11 @@
-"""Kill a process at a chosen change of files, so that a test depends on counts and not on time."""
+"""Kill a process at a chosen file operation, so that a test depends on counts and not on time."""
 
 import os
 import signal
 import subprocess
 import sys
 
-# An audit hook sees every file that Python opens, renames or removes.
+# An audit hook sees every file that Python opens, renames or removes, not what compiled code does.
 KILLS = """
 import os, signal, sys
 _root, _at, _seen = os.environ["KILL_UNDER"], int(os.environ["KILL_AT"]), 0
@@ -25,15 +25,15 @@ atexit.register(lambda: print("changes:", _seen))
 
 
 def run_killed(arguments, under, at):
-    """Run Python code that has `KILLS` in it; kill it before its change number ``at`` of a file.
+    """Run Python code that contains `KILLS`; kill it just before one of its file operations.
 
     Args:
         arguments: The code, then its own arguments.
-        under: Only what happens in this folder counts.
-        at: 0: run to the end.
+        under: Only operations in this folder count.
+        at: The operation to stop at, counted from 1; 0 never kills.
 
     Returns:
-        How many changes there were; None where it was killed.
+        The number of operations, or None if the process was killed.
     """
     environment = {**os.environ, "KILL_UNDER": str(under), "KILL_AT": str(at)}
     command = [sys.executable, "-c", *map(str, arguments)]

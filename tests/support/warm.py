@@ -29,7 +29,9 @@ def run(script, arguments, folder, absent, out, errors):
     os.chdir(folder)
     sys.argv = [script, *arguments]
     sys.path[0] = os.path.dirname(script)
-    sys.modules.update(dict.fromkeys(absent))
+    for name in absent:
+        loaded = [one for one in sys.modules if one.startswith(name + ".")]
+        sys.modules.update(dict.fromkeys([name, *loaded]))
     runpy.run_path(script, run_name="__main__")
 
 def serve():
@@ -40,6 +42,8 @@ def serve():
         for environment in environments:
             child = os.fork()
             if not child:
+                signal.alarm(600)  # a script that hangs ends
+                os.environ.clear()
                 os.environ.update(environment)
                 return run(*request)
             children.add(child)
@@ -75,7 +79,9 @@ class _Server:
             assert self.process.stdout.readline() == "ready\n"
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
-        return int(self.process.stdout.readline())
+        answer = self.process.stdout.readline()
+        assert answer, "the process that runs scripts has ended; its errors are above"
+        return int(answer)
 
 
 _SERVER_OF_WORKER = _Server()
@@ -95,11 +101,12 @@ def run_script(
         *arguments: Its arguments.
         cwd: Where it runs; default: here.
         absent: Modules that it cannot import.
-        environments: What each process has in its environment beside what this one has.
+        environments: What each process has in its environment beyond this one's.
     """
     with tempfile.TemporaryDirectory() as folder:
         printed = [str(Path(folder, name)) for name in ("out", "errors")]
         request = [str(script), [str(a) for a in arguments], str(cwd or Path.cwd()), [*absent]]
-        status = _SERVER_OF_WORKER.answer([*request, *printed, [*environments]])
+        each = [{**os.environ, "OMP_NUM_THREADS": "1", **more} for more in environments]
+        status = _SERVER_OF_WORKER.answer([*request, *printed, each])
         out, errors = (Path(path).read_text(encoding="utf-8") for path in printed)
     return subprocess.CompletedProcess([str(script)], status, out, errors)

@@ -26,7 +26,7 @@ def test_train_resume_evaluate_and_draw(tmp_path, capsys):
     assert json.loads((out / "result.json").read_text())["resumed"]
     assert "24 iterations" in capsys.readouterr().out
     assert main(["train", "copy", *options, "--seed", "1"]) == 1  # another run's folder
-    assert "is a run with another seed (0)" in capsys.readouterr().err
+    assert "seed 0" in capsys.readouterr().err
     # as a kill leaves it, while it is written
     for checkpoint in (out / "checkpoints").glob("checkpoint-*"):
         (checkpoint / "thinker_state.pt").unlink()
@@ -134,7 +134,7 @@ def test_a_folder_with_a_run_is_refused(tmp_path, capsys):
     given = ["train", "copy", "--out", out, *SHORT, "--length", "5", "--iterations", "2"]
     assert main(given) == 0
     assert main(given) == 1
-    assert "has a run already; needed another --out, or --resume" in capsys.readouterr().err
+    assert "already has a run; expected another --out, or --resume" in capsys.readouterr().err
 
 
 def test_settings_reach_the_model(tmp_path):

@@ -102,9 +102,11 @@ class Route(NamedTuple):
 
 
 def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
-    """What this call is computed from, by the active adapters or those named in spans.
+    """Return what the lean forward of this call needs, or why peft's own forward must run.
 
-    Where peft does the work it is a text that says why.
+    Args:
+        layer: A layer of peft's.
+        spans: The rows that each named adapter is for; None: the active adapters, for all rows.
 
     Evaluated in every call, since adapters, hooks, dtypes and parameters may have changed since the
     last one.
@@ -123,7 +125,11 @@ def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
             continue
         b = b_of[name]
         drop = drop_of[name]
-        reason = _unusual_adapter(layer, name, drop) or _unusual(a) or _unusual(b)
+        reason = (
+            _unsupported_adapter(layer, name, drop)
+            or _unsupported_factor(a)
+            or _unsupported_factor(b)
+        )
         if reason is not None:
             return reason
         factors += [a._parameters["weight"], b._parameters["weight"]]
@@ -145,8 +151,8 @@ def _hooks_on_all_modules() -> bool:
     )
 
 
-def _unusual_adapter(layer: Any, name: str, drop: nn.Module) -> str | None:
-    """Return why an adapter is peft's to run; None where it is two factors and a dropout."""
+def _unsupported_adapter(layer: Any, name: str, drop: nn.Module) -> str | None:
+    """Return why the lean forward does not support this adapter, or None if it does."""
     if name in layer.lora_variant:
         return f"adapter {name!r} is a {type(layer.lora_variant[name]).__name__}"
     if layer.lora_bias.get(name):
@@ -156,8 +162,8 @@ def _unusual_adapter(layer: Any, name: str, drop: nn.Module) -> str | None:
     return None
 
 
-def _unusual(factor: nn.Module) -> str | None:
-    """Return why a factor's forward is peft's to run; None where it is a plain product."""
+def _unsupported_factor(factor: nn.Module) -> str | None:
+    """Return why the lean forward does not support this factor, or None if it does."""
     if type(factor) is not nn.Linear:
         return f"a factor is a {type(factor).__name__}"
     if _is_touched(factor):

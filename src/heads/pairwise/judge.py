@@ -177,7 +177,7 @@ class Judge(PreTrainedModel):
         if alike == "encoder":
             a = b = (a + b) / 2
         elif alike is not None and surface_a is not None and surface_b is not None:
-            surface_a, surface_b = _averaged(surface_a, surface_b, columns_of([alike]))
+            surface_a, surface_b = _average_columns(surface_a, surface_b, columns_of([alike]))
         divisor = 1.0 if self.training else self.head.temperature
         if self.config.link == "concat" and labels is not None:
             consistent = self.config.swap_consistency
@@ -203,7 +203,7 @@ class Judge(PreTrainedModel):
         )
 
 
-def _averaged(a: Tensor, b: Tensor, columns: Any) -> tuple[Tensor, Tensor]:
+def _average_columns(a: Tensor, b: Tensor, columns: Any) -> tuple[Tensor, Tensor]:
     """Return copies of both that hold their mean in these columns."""
     a = a.clone()
     b = b.clone()

@@ -265,7 +265,7 @@ class PairwiseModel(SavedJudge):
 
 
 def _check_options(options: Mapping[str, object]) -> None:
-    """Refuse names that are no fields of a config."""
+    """Raise for options that `PairwiseConfig` does not have."""
     fields = [
         name
         for name in inspect.signature(PairwiseConfig).parameters
@@ -284,7 +284,7 @@ def _load_encoder(place: str, dtype: torch.dtype | None, hub: Mapping[str, Any])
     except OSError as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
-            f"from_encoder: {place} is no model's folder, nor found on the hub ({reason})"
+            f"from_encoder: expected a model's folder or a hub id, got {place} ({reason})"
         ) from error
 
 

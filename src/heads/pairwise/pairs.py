@@ -271,7 +271,7 @@ def check_label(label: object, classes: int = 3) -> int | tuple[float, ...] | No
     if label is None or (isinstance(label, str) and not label.strip()):
         return None
     if isinstance(label, list):
-        shares = _shares(label, classes)
+        shares = _parse_soft_label(label, classes)
         if shares is None:
             raise ValueError(
                 f"a label is {label!r}, needed {classes} shares that sum to 1{without}"
@@ -287,8 +287,8 @@ def check_label(label: object, classes: int = 3) -> int | tuple[float, ...] | No
     return int(label)
 
 
-def _shares(label: list[Any], classes: int) -> tuple[float, ...] | None:
-    """Return a label's shares of the classes; None where they are none, or do not sum to 1."""
+def _parse_soft_label(label: list[Any], classes: int) -> tuple[float, ...] | None:
+    """Parse a soft label; return None if it is no probability distribution over the classes."""
     try:
         shares = tuple(float(share) for share in label)
     except (TypeError, ValueError):

@@ -44,7 +44,7 @@ def batches(
     device = next(model.parameters()).device
     checked = []
     for item in calibration:
-        batch = _arguments_of(item, operation)
+        batch = _as_model_arguments(item, operation)
         _check_batch(batch, model, operation)
         checked.append({k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()})
     if not checked:
@@ -52,7 +52,7 @@ def batches(
     return checked
 
 
-def _arguments_of(item: object, operation: str) -> dict[str, Any]:
+def _as_model_arguments(item: object, operation: str) -> dict[str, Any]:
     """Return a batch as keyword arguments; a single row of token ids becomes a batch of one."""
     if isinstance(item, Tensor):
         batch: dict[str, Any] = {"input_ids": item}
@@ -67,18 +67,19 @@ def _arguments_of(item: object, operation: str) -> dict[str, Any]:
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     if not any(value.numel() for name, value in tensors.items() if name not in _LABELS):
         raise ValueError(
-            f"{operation}: a batch of calibration has no tensor but {sorted(batch)}, needed "
-            "token ids"
+            f"{operation}: a batch of calibration has {sorted(batch)}, expected token ids, or "
+            "another tensor that is not empty"
         )
     for name, value in tensors.items():
         if name.endswith("input_ids") and not value.dim():
-            raise ValueError(f"{operation}: token ids are one number, needed (B, T)")
+            raise ValueError(f"{operation}: {name} is a single number, expected (B, T) or (T,)")
         if name in _OF_TOKENS and value.dim() == 1:
             batch[name] = value[None]
     return batch
 
 
 def _check_batch(batch: Mapping[str, Any], model: nn.Module, operation: str) -> None:
+    """Check that the model can run on a batch."""
     main = getattr(model, "main_input_name", "input_ids")
     if main != "input_ids" and main not in batch:
         raise ValueError(

@@ -201,9 +201,9 @@ def set_parameters_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def all_or_nothing(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Put these submodules back on any error within, their parameters and attributes, too.
+    """Undo all changes to these submodules if the block raises.
 
-    What was trainable in the model is so again.
+    Restores the modules, their parameters and attributes, and ``requires_grad`` of the whole model.
     """
     modules = {name: model.get_submodule(name) for name in names}
     contents = {name: (dict(m._parameters), dict(vars(m))) for name, m in modules.items()}

@@ -85,7 +85,7 @@ def smallest_stock(
     stock_model = empty(type(model), model.config)
     stock = parameter_shapes(stock_model)
     hidden = [*(_of_mlp(stock_model, mlp) for mlp in mlps), *_of_experts(model)]
-    sizes = _fewest_neurons(hidden, stock, state)
+    sizes = _smallest_sizes(hidden, stock, state)
     smaller = {before: keep for before, keep in sizes.items() if keep < before}
     config = copy.deepcopy(model.config)
     if smaller:
@@ -114,10 +114,10 @@ def smallest_stock(
     return dict(state), config
 
 
-def _fewest_neurons(
+def _smallest_sizes(
     hidden: Sequence[_Hidden], stock: Mapping[str, torch.Size], state: Mapping[str, Tensor]
 ) -> dict[int, int]:
-    """Return by the size in the config how many neurons all layers of that size can do with."""
+    """Map each hidden size of the config to the smallest that suffices for all its layers."""
     sizes: dict[int, int] = {}
     for before in {part.count(stock) for part in hidden}:  # one field of the config
         alike = [part for part in hidden if part.count(stock) == before]

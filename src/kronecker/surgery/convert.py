@@ -188,8 +188,8 @@ def convert_(
     """
     if torch.is_inference_mode_enabled():
         raise ValueError(
-            "convert_: torch.inference_mode is on, needed a place where weights can be made that "
-            "train"
+            "convert_: torch.inference_mode is on, and weights made in it cannot be trained; "
+            "expected a call outside of it"
         )
     check_model("convert_", model)
     data = [] if calibration is None else batches(calibration, model, "convert_")
@@ -199,7 +199,7 @@ def convert_(
     parts = _parts(model, configs, tied, data)
     tables = _fitted_tables(model, configs, tied)
     if not data:
-        _check_no_data(parts, [configs[name] for name in tables])
+        _check_nothing_needs_data(parts, [configs[name] for name in tables])
     before = num_parameters(model)
     converted = {*configs, *chain.from_iterable(tied.values())}
     original = {n: m for n, m in model.named_modules() if n in converted}
@@ -214,13 +214,13 @@ def convert_(
             for name, use in uses.items():
                 looked_up = f"{use.looked_up:,} of {len(use.counts):,} rows"
                 notes.append(f"{name}: calibration tokens look up {looked_up}")
-            # after the walk, which begins with the original
+            # last, because fitting starts from the original layers
             for name in configs:
                 if name in fitted:
                     continue
                 errors[name] = _convert_alone(model, name, configs[name], tied, uses.get(name))
                 if fade_in and name not in tied:
-                    _fade_in(model, name, original[name])
+                    _attach_original(model, name, original[name])
         for name, module in original.items():
             layer = model.get_submodule(name).train(module.training)
             if name in frozen:
@@ -231,11 +231,13 @@ def convert_(
         for name, own in configs.items()
     )
     one_for_mlps = isinstance(config, Config) and filter_fn is None
-    skipped = _skipped(model, configs, "not part of an MLP" if one_for_mlps else "not asked for")
+    skipped = _skipped_layers(
+        model, configs, "not part of an MLP" if one_for_mlps else "not asked for"
+    )
     return ConversionReport(tuple(rows), skipped, before, num_parameters(model), tuple(notes))
 
 
-def _skipped(model: nn.Module, converted: Iterable[str], why: str) -> dict[str, str]:
+def _skipped_layers(model: nn.Module, converted: Iterable[str], why: str) -> dict[str, str]:
     """Return the layers that could have been converted, with the reason why they were not."""
     left = [name for name, module in model.named_modules() if convertible(module)]
     return dict.fromkeys((name for name in left if name not in converted), why)
@@ -245,16 +247,16 @@ def _is_frozen(module: nn.Module) -> bool:
     return not any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _check_no_data(parts: Sequence[Part], of_tables: Sequence[Config]) -> None:
-    """Refuse layers and tables that are fitted to data, where no data came."""
+def _check_nothing_needs_data(parts: Sequence[Part], of_tables: Sequence[Config]) -> None:
+    """Raise if a layer or a table is to be fitted, since there are no calibration data."""
     if fitted := [*(config for part in parts for config in part.configs.values()), *of_tables]:
         raise ValueError(
-            f"convert_: {fitted[0]} looks at what layers see, needed calibration data "
-            f"(batches of token ids), or a config with another init"
+            f"convert_: {fitted[0]} is fitted to data, expected calibration= (batches of token "
+            "ids), got None; or choose another init"
         )
 
 
-def _fade_in(
+def _attach_original(
     model: nn.Module,
     name: str,
     before: nn.Module,
@@ -285,7 +287,7 @@ def _fit_parts(
         if not fade_in or part.prune is not None:
             return
         for name in part.configs:
-            _fade_in(model, name, modules[name], part.mlp, done.order)
+            _attach_original(model, name, modules[name], part.mlp, done.order)
 
     settings = {n: [structure_of(c), asdict(c)] for n, c in configs.items()}
     fits = FitCache(cache, model, settings, data, "convert_")

@@ -158,11 +158,11 @@ class KroneckerTrainer(StepTrainer):
         return (loss, ours) if return_outputs else loss
 
     def _without_labels(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return what both models read; a decoder's input is made of the labels."""
+        """Return the inputs without labels; a decoder's input is derived from the labels."""
         unlabelled = {k: v for k, v in inputs.items() if k not in ("labels", "label")}
         has_decoder_input = any(name.startswith("decoder_input") for name in unlabelled)
         if "labels" in inputs and not has_decoder_input:
-            # not all families have it
+            # only some model families define this method
             prepare = getattr(self.unwrapped(), "prepare_decoder_input_ids_from_labels", None)
             if prepare:
                 unlabelled["decoder_input_ids"] = prepare(inputs["labels"])

@@ -113,11 +113,13 @@ def open_source(
         return _open_pickled(folder, allow_pickle, text)
     source = FolderSource(folder, label or text, tensors)
     if source.config.get("quantization_config"):
-        _unquantise(source, tensors, text)
+        _drop_quantization_config(source, tensors, text)
     return source
 
 
-def _unquantise(source: FolderSource, stored: Mapping[str, TensorInfo], text: str) -> None:
+def _drop_quantization_config(
+    source: FolderSource, stored: Mapping[str, TensorInfo], text: str
+) -> None:
     """Take the quantisation out of a config whose float8 weights are read as floats."""
     kind = source.config["quantization_config"]
     if isinstance(kind, dict):

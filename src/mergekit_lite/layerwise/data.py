@@ -69,7 +69,7 @@ def _batched(data: Any, source: Source, batch_size: int, max_length: int) -> lis
         rows = _rows_of(data, source)
         first = rows[0]
     if isinstance(first, Tensor):
-        return _of_tensors(rows)
+        return _batches_from_tensors(rows)
     has_ids = isinstance(first, Mapping) and "input_ids" in first
     if has_ids and isinstance(first["input_ids"], Tensor) and first["input_ids"].dim() == 2:
         return [
@@ -87,10 +87,10 @@ def _batched(data: Any, source: Source, batch_size: int, max_length: int) -> lis
         raise ValueError(
             f"calibration of {source.label}: an example has no token; needed one or more"
         )
-    return [_padded(ids[i : i + batch_size]) for i in range(0, len(ids), batch_size)]
+    return [_pad_batch(ids[i : i + batch_size]) for i in range(0, len(ids), batch_size)]
 
 
-def _of_tensors(batches: Sequence[Tensor]) -> list[Batch]:
+def _batches_from_tensors(batches: Sequence[Tensor]) -> list[Batch]:
     for batch in batches:
         if batch.dim() != 2:
             raise ValueError(
@@ -99,7 +99,7 @@ def _of_tensors(batches: Sequence[Tensor]) -> list[Batch]:
     return [{"input_ids": batch} for batch in batches]
 
 
-def _padded(rows: list[Tensor]) -> Batch:
+def _pad_batch(rows: list[Tensor]) -> Batch:
     masks = [torch.ones_like(row) for row in rows]
     return {
         "input_ids": pad_sequence(rows, batch_first=True),

@@ -114,7 +114,7 @@ class MaskedLayer(nn.Module):
             )
 
     def _freeze(self, name: str) -> bool:
-        """Freeze the components' parameters of that name; return whether all are the base's."""
+        """Freeze one parameter in all components; return whether all share the base's tensor."""
         parameters = [getattr(component, name, None) for component in self.components]
         shapes = [None if p is None else (tuple(p.shape), p.dtype) for p in parameters]
         if len(set(shapes)) > 1:

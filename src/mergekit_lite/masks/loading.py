@@ -75,21 +75,25 @@ def load_components(
             if base_is_plain and _are_one(own, bases[-1]):
                 model = with_adapter(models[-1], Adapter(find_folder(adapter)))
         if model is None:
-            model = _load(auto_class, own, {"config": config, "dtype": dtype, **where, **rest})
+            model = _load_complete_model(
+                auto_class, own, {"config": config, "dtype": dtype, **where, **rest}
+            )
             if adapter is not None:
                 _fold_in(model, f"{own}+{adapter}")
         models.insert(0, model)
     return models, labels
 
 
-def _load(auto_class: Any, path: str, options: Mapping[str, object]) -> PreTrainedModel:
-    """Load a model all of whose weights are in its checkpoint."""
+def _load_complete_model(
+    auto_class: Any, path: str, options: Mapping[str, object]
+) -> PreTrainedModel:
+    """Load a model; raise if its checkpoint lacks weights."""
     model, loading_info = auto_class.from_pretrained(path, output_loading_info=True, **options)
     model.eval()
     if lost := sorted(loading_info["missing_keys"]):
         raise ValueError(
-            f"Merger: {path} has no {lost[0]} ({len(lost)} such), which "
-            f"{type(model).__name__} would draw anew; needed a checkpoint of the whole model"
+            f"Merger: {path} lacks {lost[0]} ({len(lost)} such), which {type(model).__name__} "
+            "would initialize at random; expected a complete checkpoint"
         )
     return model
 

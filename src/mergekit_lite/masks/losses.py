@@ -109,14 +109,17 @@ def masked_kl(
         plain = [t for t in teachers if t is not None]
         if len(plain) < len(teachers) or bias is not None or normalizer is not None:
             raise ValueError(
-                "masked_kl: impl 'reference' takes every teacher, no bias and no normalizer"
+                "masked_kl: impl 'reference' needs every teacher and supports neither bias nor "
+                "normalizer; expected impl='eager'"
             )
         return reference.masked_kl(
             student, plain, heads, masks, coefficients=coefficients, labels=labels, **numbers
         )
-    dtype = student.dtype if heads is None else heads[0].dtype  # autocast may have another
-    student = student.to(dtype)
-    fixed = [None if t is None else t.detach().to(dtype) for t in teachers]
+    fixed = [None if t is None else t.detach() for t in teachers]
+    if heads is not None and student.dtype != heads[0].dtype:
+        # under autocast hidden states have another dtype than the heads
+        student = student.to(heads[0].dtype)
+        fixed = [None if t is None else t.to(heads[0].dtype) for t in fixed]
     arguments = {
         "teachers": fixed,
         "heads": heads,

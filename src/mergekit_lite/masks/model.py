@@ -76,6 +76,7 @@ class MaskedModel(nn.Module):
             )
         refuse_not_finite(models, labels)
         self.selection = Selection()
+        weights = self._weights_of_recipe()
         shared = share_frozen(models, over_base=self.over_base)
         model = shared.pop(-1 if self.over_base else 0)
         if loose := [name for name, _ in model.named_parameters(recurse=False)]:
@@ -87,11 +88,10 @@ class MaskedModel(nn.Module):
         self._stored_buffers = {
             name: value for name, value in model.named_buffers() if name in stored
         }
-        weights = self._weights_of_recipe()
         surgeon = Surgeon(self.mask_config, self.selection, weights, over_base=self.over_base)
         surgeon.replace(model, shared)
         if not any(mask.requires_grad for mask in surgeon.raw.values()):
-            raise ValueError(self._no_mask(next(iter(surgeon.raw)).rpartition(".")[0]))
+            raise ValueError(self._no_mask_message(next(iter(surgeon.raw)).rpartition(".")[0]))
         self.model = model
         self._layers = surgeon.layers
         self._raw = surgeon.raw
@@ -108,7 +108,7 @@ class MaskedModel(nn.Module):
             return None
         return recipe_weights(initial, self.labels, over_base=self.over_base)
 
-    def _no_mask(self, example: str) -> str:
+    def _no_mask_message(self, example: str) -> str:
         """Return why no mask is trained, with the name of a module as an example."""
         modules = self.mask_config.modules
         if self.over_base:

@@ -107,7 +107,7 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
     )
     _claim(training, run)
     if progress:
-        _print_first(tasks)
+        _print_first_examples(tasks)
     mixture = TaskMixture(
         [[t.train for t in tasks if t.data.component == k] for k in range(merger.count)],
         weights="tokens",
@@ -151,7 +151,7 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
     return report
 
 
-def _print_first(tasks: Sequence[_Task]) -> None:
+def _print_first_examples(tasks: Sequence[_Task]) -> None:
     for task in tasks:
         print(
             f"{task.data.name}, the first example, what is supervised in brackets:\n{task.first}\n"

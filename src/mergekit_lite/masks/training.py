@@ -150,16 +150,16 @@ class MaskTrainer(StepTrainer):
 
 
 def _check_mixture(data: TaskMixture, model: Merger) -> None:
-    """Refuse tasks that follow no component; warn of a component that no example follows."""
+    """Raise if there are more tasks than components; warn of a component without examples."""
     if len(data.datasets) > model.count:
         raise ValueError(
-            f"MaskTrainer: {len(data.datasets)} tasks, but the merger has {model.count} "
-            "components; needed one for each, or coefficients='evidence', which asks for no task"
+            f"MaskTrainer: expected at most one task per component ({model.count}), got "
+            f"{len(data.datasets)}; or coefficients='evidence', which ignores tasks"
         )
     followed = [any(len(d) for d in parts) for parts in data.datasets]
     for k, label in enumerate(model.labels[: model.count]):
         if k >= len(followed) or not followed[k]:
-            warnings.warn(f"MaskTrainer: no example follows component {k} ({label})", stacklevel=3)
+            warnings.warn(f"MaskTrainer: component {k} ({label}) has no examples", stacklevel=3)
             break
 
 

@@ -88,9 +88,9 @@ class Parameter:
             if not isinstance(truth, (bool, int, float)) or truth not in (0, 1):
                 raise ValueError(f"{method}: {self.name} is {value!r}, needed true or false")
             return bool(truth)
-        return self._number(value, method)
+        return self._check_number(value, method)
 
-    def _number(self, value: object, method: str) -> float:
+    def _check_number(self, value: object, method: str) -> float:
         """Return a value as a finite number, whole where the parameter is, within its range."""
         if isinstance(value, str):
             with contextlib.suppress(ValueError):

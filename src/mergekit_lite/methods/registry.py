@@ -106,14 +106,18 @@ class MergeMethod:
                 raise ValueError(f"{self.name}: parameter {name!r} is required and was not given")
             value = parameters.get(name, parameter.default)
             if parameter.per_model:
-                bound[parameter.argument] = self._one_each(parameter, value, number_of_models)
+                bound[parameter.argument] = self._check_values_per_model(
+                    parameter, value, number_of_models
+                )
             else:
                 bound[parameter.argument] = parameter.check(value, self.name)
         if self.validate is not None:
             self.validate(bound)
         return bound
 
-    def _one_each(self, parameter: Parameter, value: object, number_of_models: int) -> list[Value]:
+    def _check_values_per_model(
+        self, parameter: Parameter, value: object, number_of_models: int
+    ) -> list[Value]:
         """Return a per-model parameter's checked value for each model."""
         if isinstance(value, (list, tuple)):
             many = list(value)
@@ -124,11 +128,12 @@ class MergeMethod:
                 f"{self.name}: {parameter.name} has {len(many)} values, needed one for each of "
                 f"{number_of_models} models"
             )
-        if parameter.required and None in many:
-            raise ValueError(
-                f"{self.name}: parameter {parameter.name!r} is required and model number "
-                f"{many.index(None) + 1} has none"
-            )
+        for number, one in enumerate(many, 1):
+            if one is None and parameter.required:
+                raise ValueError(
+                    f"{self.name}: parameter {parameter.name!r} is required and model number "
+                    f"{number} has none"
+                )
         return [parameter.check(parameter.default if v is None else v, self.name) for v in many]
 
     def check_inputs(self, number_of_models: int, has_base: bool) -> None:

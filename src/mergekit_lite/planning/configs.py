@@ -36,7 +36,7 @@ def output_config(
     if floats := {t.dtype for t in tensors if t.dtype.is_floating_point}:
         config.pop("torch_dtype", None)
         config["dtype"] = promote(floats).name
-    _set_tie(config, sources, any(HEAD.search(t.name) for t in tensors))
+    _set_tie_word_embeddings(config, sources, any(HEAD.search(t.name) for t in tensors))
     if isinstance(config.get("text_config"), dict):
         inner = config["text_config"]
     else:
@@ -50,8 +50,10 @@ def output_config(
     return config
 
 
-def _set_tie(config: dict[str, object], sources: Sequence[Source], has_head: bool) -> None:
-    """Set the tie flag where the models differ: the output has a head of its own, or it has not."""
+def _set_tie_word_embeddings(
+    config: dict[str, object], sources: Sequence[Source], has_head: bool
+) -> None:
+    """Set ``tie_word_embeddings`` if the models disagree: False if the output has its own head."""
     flags = [source.config.get("tie_word_embeddings") for source in sources]
     if has_head:
         if False in flags:

@@ -260,9 +260,9 @@ class MergeRecipe:
                 raise RecipeError(f"recipe {key}: is {value!r}, needed one of {', '.join(FLOATS)}")
         if self.chat_template is not None and not isinstance(self.chat_template, str):
             raise RecipeError(f"recipe chat_template: is {self.chat_template!r}, needed a text")
-        self._check_no_name_twice()
+        self._check_unique_names()
 
-    def _check_no_name_twice(self) -> None:
+    def _check_unique_names(self) -> None:
         labels = [model_label(stage) for stage in self.stages()]
         if twice := [label for label in labels if labels.count(label) > 1]:
             raise RecipeError(
@@ -347,7 +347,7 @@ def model_label(model: object) -> str:
 
 
 def model_key(model: object) -> str | int:
-    """Equal for two mentions of one model."""
+    """Return a key that is equal for two references to the same model."""
     if not isinstance(model, (str, os.PathLike)):
         return id(model)
     text = os.fspath(model)

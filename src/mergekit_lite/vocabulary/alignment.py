@@ -163,7 +163,7 @@ def plan_vocabulary(
     _with_new(tokens, list(spec.tokens))
     extended = None
     if len(tokens) > before:
-        extended = _extended(folder, tokens, sources, sources[donor].label)
+        extended = _extend_tokenizer_of(folder, tokens, sources, sources[donor].label)
     rows = max(rows, max(tokens.values(), default=-1) + 1)
     multiple = spec.pad_to_multiple_of or 1
     rows = -(-rows // multiple) * multiple
@@ -192,10 +192,10 @@ def plan_vocabulary(
     return Vocabulary(rows, tokens, has, model_of, row_of, folder, extended, notes)
 
 
-def _extended(
+def _extend_tokenizer_of(
     folder: Path | None, tokens: Mapping[str, int], sources: Sequence[Source], label: str
 ) -> str:
-    """Return a folder's tokenizer.json with all tokens, whose merges the other models may have."""
+    """Return a tokenizer.json extended by ``tokens`` and the BPE merges of the other models."""
     if folder is None or not (folder / "tokenizer.json").exists():
         raise CheckpointError(f"{label}: a tokenizer needs a tokenizer.json to be extended")
     folders = [source.folder for source in sources if source.folder is not None]

@@ -76,10 +76,10 @@ def _fast_vocabulary(path: Path) -> dict[str, int]:
     return _whole_numbers(path, ids)
 
 
-def _builds_new(
+def _makes_missing_token(
     merge: list[str] | str, vocabulary: Mapping[str, int], tokens: Mapping[str, int]
 ) -> bool:
-    """Whether a BPE merge makes a token that the vocabulary lacks, of parts that are tokens."""
+    """Return whether a BPE merge joins two known tokens into one that ``vocabulary`` lacks."""
     pair = merge if isinstance(merge, list) else merge.split(" ")
     built = "".join(pair)
     return built not in vocabulary and all(token in tokens for token in (*pair, built))
@@ -113,7 +113,10 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
         if "merges" not in model:
             continue
         for merge in theirs["model"].get("merges", []):
-            if _builds_new(merge, model["vocab"], tokens) and json.dumps(merge) not in merges:
+            if (
+                _makes_missing_token(merge, model["vocab"], tokens)
+                and json.dumps(merge) not in merges
+            ):
                 model["merges"].append(merge)
                 merges.add(json.dumps(merge))
     plain = {

@@ -205,7 +205,9 @@ def check_sample(task: Task, generator: torch.Generator, length: int) -> None:
             raise ValueError(
                 f"{name}.sample: {column} of 2 rows have shape {tuple(ids.shape)}; needed {needed}"
             )
-        _check_ids(f"{name}.sample: {column}", ids[ids != IGNORED], high)
+        if column == "targets":
+            ids = ids[ids != IGNORED]
+        _check_ids(f"{name}.sample: {column}", ids, high)
     optional = {"mask": sample.tokens.shape, "distance": sizes, "key": sizes[:1]}
     for column, shape in optional.items():
         value = getattr(sample, column)
@@ -216,6 +218,7 @@ def check_sample(task: Task, generator: torch.Generator, length: int) -> None:
 
 
 def _check_ids(what: str, ids: Tensor, high: int) -> None:
+    """Check that ids are int64 from 0 to ``high`` - 1; no id at all is fine."""
     if ids.dtype == torch.int64 and not ids.numel():
         return
     if ids.dtype != torch.int64 or not 0 <= int(ids.min()) <= int(ids.max()) < high:

@@ -208,7 +208,7 @@ def lora_report(
             if adapter not in layer.r:
                 continue
             a, b = _factors_of(layer, adapter)
-            rows.append(_row(name, layer, adapter))
+            rows.append(_measure_adapter(name, layer, adapter))
             if a.device.type != "meta":
                 if not b.detach().any():
                     zero.append(name)
@@ -237,7 +237,7 @@ def lora_report(
     )
 
 
-def _row(name: str, layer: LoraLayer, adapter: str) -> AdapterRow:
+def _measure_adapter(name: str, layer: LoraLayer, adapter: str) -> AdapterRow:
     """Return an adapter's counts, and the sizes of its step and update; nan without weights."""
     a, b = _factors_of(layer, adapter)
     scaling = float(layer.scaling[adapter])

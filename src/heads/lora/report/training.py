@@ -15,10 +15,10 @@ from model_components._report import Axes, Figure, Report, axes_for
 if TYPE_CHECKING:
     import numpy as np
 
-Looks = Sequence[tuple[int, float]]
-"""Losses by step."""
+LossLog = Sequence[tuple[int, float]]
+"""(step, loss) pairs, as a trainer logs them."""
 
-# logs before a step that say which loss is usual, and the fewest that can
+# log entries before a step that define its usual loss, and the fewest that can
 _WINDOW = 40
 _FEWEST = 10
 # deviations above the usual that make a spike: in two logs of three, in one
@@ -156,7 +156,7 @@ def _perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def _finite(looks: Looks) -> list[tuple[int, float]]:
+def _finite(looks: LossLog) -> list[tuple[int, float]]:
     return [look for look in looks if math.isfinite(look[1])]
 
 
@@ -217,7 +217,7 @@ def tuning_report(
     norms = [
         None if entry.get("grad_norm") is None else float(entry["grad_norm"]) for entry in steps
     ]
-    broken = _broken_steps(train, held_out_losses, norms)
+    broken = _non_finite_steps(train, held_out_losses, norms)
     turn = _turn(held_out_losses, tolerance)
     rises = turn is not None and _rises([look for look in _finite(train) if look[0] > turn])
     spikes = [] if broken else _spikes(train, norms)  # Trainer logs what is not finite as 0
@@ -232,8 +232,10 @@ def tuning_report(
     )
 
 
-def _broken_steps(train: Looks, held_out: Looks, norms: Sequence[float | None]) -> list[int]:
-    """Return the steps from which losses, or the last gradients, are not finite."""
+def _non_finite_steps(
+    train: LossLog, held_out: LossLog, norms: Sequence[float | None]
+) -> list[int]:
+    """Return the steps of losses that are not finite, and the last steps of such gradients."""
     broken = [step for step, loss in (*train, *held_out) if not math.isfinite(loss)]
     for (step, _), norm in zip(reversed(train), reversed(norms), strict=True):
         # in float16 single steps are left out and training recovers
@@ -243,8 +245,8 @@ def _broken_steps(train: Looks, held_out: Looks, norms: Sequence[float | None]) 
     return broken
 
 
-def _largest_rise(losses: Looks) -> float:
-    """Return how far a loss rose above the least before it."""
+def _largest_rise(losses: LossLog) -> float:
+    """Return the largest rise of the loss above its earlier minimum."""
     low = math.inf
     rise = 0.0
     for _, loss in _finite(losses):
@@ -253,7 +255,7 @@ def _largest_rise(losses: Looks) -> float:
     return rise
 
 
-def _turn(held_out: Looks, tolerance: float) -> int | None:
+def _turn(held_out: LossLog, tolerance: float) -> int | None:
     """Return the step of the least held-out loss, if the last loss is clearly above it.
 
     Clearly means by more than tolerance and noise.
@@ -277,7 +279,7 @@ def _turn(held_out: Looks, tolerance: float) -> int | None:
     return next(step for step, loss in looks if loss == least)
 
 
-def _rises(looks: Looks) -> bool:
+def _rises(looks: LossLog) -> bool:
     """Whether a line through losses climbs, by three standard errors."""
     # of logs that were put together one step may have several
     if len({step for step, _ in looks}) < 3:
@@ -289,7 +291,7 @@ def _rises(looks: Looks) -> bool:
     return line.slope > 3 * (left / (len(looks) - 2) / spread) ** 0.5
 
 
-def _spikes(train: Looks, norms: Sequence[float | None]) -> list[Spike]:
+def _spikes(train: LossLog, norms: Sequence[float | None]) -> list[Spike]:
     """The highest of each run of logs that are above the threshold."""
     usual = []
     above = []

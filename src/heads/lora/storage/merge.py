@@ -145,7 +145,7 @@ def merge_lora(
         raise ValueError(
             f"{operation}: the model is a {type(model).__name__}, needed a peft.PeftModel"
         )
-    chosen = _floating(dtype, operation)
+    chosen = _resolve_dtype(dtype, operation)
     names = _adapter_names(model, adapters, operation)
     check_new(out, operation)
     base = model.get_base_model()
@@ -177,7 +177,7 @@ def merge_lora(
         raise ValueError(
             f"{operation}: rounding to {stored} loses more than {max_lost:.0%} of the update of "
             f"{len(lossy)} of {len(layers)} layers, {worst.lost:.0%} of {worst.name}'s; needed "
-            "dtype=torch.float32 (--dtype float32), or max_lost=None to have it so (--max-lost 99)"
+            "dtype=torch.float32 (--dtype float32), or max_lost=None to accept it (--max-lost 99)"
         )
     state = _state(base, merged, names, chosen)
     with NewFolder(out, operation) as new:
@@ -185,14 +185,15 @@ def merge_lora(
     return MergeReport(new.out, str(stored).removeprefix("torch."), tuple(layers))
 
 
-def _floating(dtype: object, operation: str) -> torch.dtype | None:
+def _resolve_dtype(dtype: object, operation: str) -> torch.dtype | None:
     """Return a floating dtype, given as itself or by its name; None for None."""
     if dtype is None:
         return None
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(
-            f"{operation}: dtype is {dtype!r}, needed a floating one such as torch.float32"
+            f"{operation}: dtype is {dtype!r}, expected a floating-point dtype such as "
+            "torch.float32"
         )
     return found
 
@@ -200,13 +201,15 @@ def _floating(dtype: object, operation: str) -> torch.dtype | None:
 def _adapter_names(
     model: PeftModel, adapters: str | Sequence[str] | None, operation: str
 ) -> list[str]:
+    """Return the names of adapters that the model has; of None, those that are active."""
     if isinstance(adapters, str):
         names = [adapters]
     else:
         names = list(model.active_adapters if adapters is None else adapters)
     if not names or any(name not in model.peft_config for name in names):
         raise ValueError(
-            f"{operation}: adapters are {names}, the model has {sorted(model.peft_config)}"
+            f"{operation}: adapters are {names}, expected some of the model's, "
+            f"{sorted(model.peft_config)}"
         )
     return names
 

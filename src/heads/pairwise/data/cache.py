@@ -92,13 +92,13 @@ def encoded(
             for kind, pooled in zip(kinds, features.chunk(len(kinds), 1), strict=True):
                 rows[kind] |= zip(chunk, pooled.numpy(), strict=True)
                 if kind in folders:
-                    _store(folders[kind], chunk, pooled)
+                    _save_features(folders[kind], chunk, pooled)
     if not keys:
         return np.zeros((0, 0), np.float32)
     return np.concatenate([np.stack([rows[kind][key] for key in keys]) for kind in kinds], 1)
 
 
-def _store(folder: Path, keys: Sequence[bytes], features: Tensor) -> None:
+def _save_features(folder: Path, keys: Sequence[bytes], features: Tensor) -> None:
     joined = b"".join(keys)
     table = torch.frombuffer(bytearray(joined), dtype=torch.uint8).view(len(keys), -1)
     name = f"{hashlib.sha256(joined).hexdigest()[:32]}.safetensors"

@@ -95,8 +95,8 @@ class PairwiseTrainer(StepTrainer):
             options["compute_metrics"] = _metrics
         super().__init__(model=model, args=args, train_dataset=train_dataset, **options)
         _check_arguments(self.args)
-        _check_labelled("train_dataset", self.train_dataset)
-        _check_labelled("eval_dataset", self.eval_dataset)
+        _check_labeled("train_dataset", self.train_dataset)
+        _check_labeled("eval_dataset", self.eval_dataset)
         self.layer_decay = layer_decay
         self.head_lr_ratio = head_lr_ratio
         self.args.remove_unused_columns = False  # the collator reads them
@@ -195,24 +195,27 @@ class PairwiseTrainer(StepTrainer):
 
 
 def _check_arguments(args: TrainingArguments) -> None:
+    """Raise if the trainer could not follow these arguments."""
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if several and args.parallel_mode != ParallelMode.DISTRIBUTED:
         raise ValueError(
-            "PairwiseTrainer: there are several processes, and each would train alone; needed "
-            "use_cpu=True where there is no accelerator"
+            "PairwiseTrainer: several processes were started, but they are not connected, and "
+            "each would train alone; without an accelerator, set use_cpu=True"
         )
     if args.n_gpu > 1:
         raise ValueError(
-            "PairwiseTrainer: torch.nn.DataParallel would cut a flat run of tokens; needed torchrun"
+            f"PairwiseTrainer: expected one GPU a process, got {args.n_gpu}; DataParallel would "
+            "split packed sequences, so start with torchrun"
         )
     if args.label_smoothing_factor:
         raise ValueError(
-            "PairwiseTrainer: label_smoothing_factor is set; needed the model's label_smoothing"
+            "PairwiseTrainer: expected label_smoothing_factor=0, got "
+            f"{args.label_smoothing_factor}; set label_smoothing in the model's config"
         )
 
 
-def _check_labelled(name: str, data: object) -> None:
-    """Refuse what is not a data set with labels, or None, or a dict of such."""
+def _check_labeled(name: str, data: object) -> None:
+    """Check that ``data`` is None, a labeled `PairwiseDataset`, or a dict of these."""
     for one in data.values() if isinstance(data, dict) else [data]:
         if one is None:
             continue
@@ -223,7 +226,7 @@ def _check_labelled(name: str, data: object) -> None:
 
 
 def _check_training_data(data: PairwiseDataset, judge: Judge) -> None:
-    """Refuse data from which the model would learn nothing, or the side that wins."""
+    """Check that the data can teach the model more than which side (A or B) wins."""
     encoder = [*judge.encoder.parameters(), *judge.pool.parameters()]
     if data.encoded and any(p.requires_grad for p in encoder):
         raise ValueError(
@@ -242,9 +245,9 @@ def _check_training_data(data: PairwiseDataset, judge: Judge) -> None:
     won = count_labels(data.pairs)[:2]
     if judge.config.link == "concat" and not judge.config.swap_consistency and not all(won):
         raise ValueError(
-            f"PairwiseTrainer: {CLASSES[won.index(max(won))]} wins every pair, and link "
-            "'concat' would learn the side; needed another link, swap_consistency=1.0, or "
-            "pairs in both orders"
+            f"PairwiseTrainer: {CLASSES[won.index(max(won))]} wins every pair, so link 'concat' "
+            "would learn only the position; expected pairs in both orders, swap_consistency=1.0, "
+            "or another link"
         )
 
 

@@ -85,14 +85,14 @@ class MaskCollator:
                 f"MaskCollator: {tasks} of {len(examples)} examples have a task; needed all, or "
                 "none"
             )
-        rows = self._rows(examples)
+        rows = self._group_into_rows(examples)
         # in the order of the rows from here on
         examples = [example for row in rows for example in row]
         empty = {"input_ids": self.pad_token_id, "labels": -100}
         empty["position_ids" if self.pack else "attention_mask"] = 0
         if "token_type_ids" in examples[0]:
             empty["token_type_ids"] = 0
-        batch = {key: _filled(rows, key, value) for key, value in empty.items()}
+        batch = {key: _concatenate_and_pad(rows, key, value) for key, value in empty.items()}
         if tasks:
             batch["task"] = torch.tensor([row[0]["task"] for row in rows])
             if self.pack:
@@ -104,8 +104,8 @@ class MaskCollator:
             batch["teacher_hidden"] = torch.cat([e["teacher_hidden"] for e in examples])
         return batch
 
-    def _rows(self, examples: Sequence[Example]) -> list[list[Example]]:
-        """Return the examples of each row: one, or when packing all of a task, in their order."""
+    def _group_into_rows(self, examples: Sequence[Example]) -> list[list[Example]]:
+        """Group examples into rows: one a row, or all of one task if rows are packed."""
         if not self.pack:
             return [[example] for example in examples]
         by_task: dict[int, list[Example]] = {}
@@ -142,8 +142,8 @@ class MaskCollator:
         return example
 
 
-def _filled(rows: Sequence[Sequence[Example]], key: str, empty: int) -> Tensor:
-    """Return (rows, longest row) values of the examples of each row, one after the other."""
+def _concatenate_and_pad(rows: Sequence[Sequence[Example]], key: str, empty: int) -> Tensor:
+    """Concatenate each row's values of ``key``, and pad all rows to the longest with ``empty``."""
     length = max(sum(len(example["input_ids"]) for example in row) for row in rows)
     padded = torch.full((len(rows), length), empty)
     for line, row in zip(padded, rows, strict=True):

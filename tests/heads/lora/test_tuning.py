@@ -246,6 +246,9 @@ def test_spikes_are_told_with_step_and_norm_and_noise_is_not():
     # too little is known yet
     assert tuning_report(log_of([2.0] * 9 + [9.0] + [2.0] * 9)).spikes == ()
     assert len(tuning_report(log_of([2.0] * 10 + [9.0] + [2.0] * 9)).spikes) == 1
+    # two of three that are 8 and 10 deviations above: one spike, of which the higher is told
+    (spike,) = tuning_report(log_of([2.0] * 20 + [2.16, 2.0, 2.2] + [2.0] * 10)).spikes
+    assert (spike.step, spike.loss) == (23, 2.2)
 
 
 def test_what_trembles_from_look_to_look_is_no_overfitting():

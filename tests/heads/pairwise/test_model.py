@@ -392,6 +392,13 @@ def test_the_trunk_of_autocast_is_half_and_the_head_is_not():
     torch.testing.assert_close(made, model(**batch).logits, rtol=0.1, atol=0.1)
 
 
+def test_a_sequence_may_be_a_single_token():
+    model = model_of()
+    alone = model.features(torch.tensor([3]), torch.tensor([1]))
+    beside = model.features(torch.tensor([3, 4, 5]), torch.tensor([1, 2]))
+    torch.testing.assert_close(beside[:1], alone)
+
+
 def test_lengths_that_do_not_add_up_are_refused():
     model = model_of()
     with pytest.raises(ValueError, match=r"PairwiseModel:.*\[2.*2\].*5"):

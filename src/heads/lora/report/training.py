@@ -312,14 +312,9 @@ def _spikes(train: LossLog, norms: Sequence[float | None]) -> list[Spike]:
     spikes: list[Spike] = []
     last = -math.inf
     for place, (step, loss) in enumerate(train):
-        near = [
-            z
-            for k, z in enumerate(above[max(0, place - 2) : place + 3], max(0, place - 2))
-            if k != place
-        ]
-        if above[place] <= _SINGLE and not (
-            above[place] > _SUSTAINED and max(near, default=0.0) > _SUSTAINED
-        ):
+        near = above[max(0, place - 2) : place] + above[place + 1 : place + 3]
+        sustained = above[place] > _SUSTAINED and max(near, default=0.0) > _SUSTAINED
+        if not sustained and above[place] <= _SINGLE:
             continue
         one = Spike(step, loss, usual[place], norms[place])
         if place - last <= 2:

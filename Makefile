@@ -6,7 +6,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test test-slow real test-real test-peers test-wheel matrix soak mutations check format bench bench-gpu numerics notebooks docs dist clean
+.PHONY: help demo test test-examples test-slow real test-real test-peers test-wheel matrix soak mutations check format bench bench-gpu numerics notebooks docs dist clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -25,6 +25,9 @@ demo: $(VENV)/.ready ## train two small specialists, merge them by formulas and 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 test: $(VENV)/.ready ## the whole suite, doctests included (10 min); P=thinker for one package (90 s)
 	$(PYTEST) $(if $(P),tests/$(P) src/$(P))
+
+test-examples: $(VENV)/.ready ## run examples, how-to pages and notebooks with few steps (4 min)
+	$(PYTEST) -m 'examples and not slow' tests/test_examples.py
 
 test-slow: $(VENV)/.ready ## the long trainings
 	$(BIN)/python -m pytest -m slow || test $$? -eq 5 # 5: there are none

@@ -255,7 +255,7 @@ def _resolve_recipe(
     if not isinstance(models, MergeRecipe):
         _check_list(models)
         return build_recipe(models, method or "linear", base_model, parameters, **named)
-    beside = {"method": method, "base_model": base_model, **named, **parameters}
+    beside = {"method": method, "base_model": base_model, **dtypes, **parameters}
     if extra := [name for name, value in beside.items() if name in parameters or value]:
         raise ValueError(
             f"merge_models: {extra[0]} was given with a MergeRecipe, which already defines it; "

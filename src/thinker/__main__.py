@@ -274,7 +274,7 @@ def train(options: argparse.Namespace) -> None:
         "seed": told["seed"],
     }
     write_json(out / "result.json", result)
-    _print_result(result, told)
+    _print_result(result, told, seconds)
     print(
         f"\n{out}: model/, result.json; next: python -m thinker evaluate {out}, python -m thinker "
         f"draw {out}"
@@ -298,10 +298,10 @@ def _check_run_folder(out: Path, told: Settings, resume: bool) -> None:
             )
 
 
-def _print_result(result: Settings, told: Settings) -> None:
+def _print_result(result: Settings, told: Settings, seconds: float) -> None:
     print(
         f"\n{told['task']}, length {told['length']}: {result['iterations']} iterations, "
-        f"{result['cpu_seconds']:.0f} CPU seconds"
+        f"{seconds:.0f} CPU seconds"
     )
     print(f"held out: {result['token']:.4f} of symbols, {result['sequence']:.4f} of rows\n")
     print("length  symbols     rows")

@@ -68,7 +68,7 @@ GATES = {
     "lora_step": [f"{LORA}/test_accelerate.py", "-k", "output_and_gradients"],
     "lora_judges": [f"{LORA}/test_judging.py"],
     "lora_recipes": [f"{LORA}/test_tuning.py", f"{LORA}/test_rows.py"],
-    "field_trial": ["tests/test_documentation.py", "-k", "field_trial"],
+    "field_trial": ["tests/test_examples.py", "-k", "field_trial"],
     "pairwise_step": [f"{PAIRWISE}/test_packing.py", f"{PAIRWISE}/test_functional.py"],
     "pairwise_trial": [
         f"{PAIRWISE}/test_links.py",

@@ -311,6 +311,7 @@ WRONG_SAMPLES = {
     r"tokens are torch.int64 from 99 to 99; needed int64 from 0 to 15": lambda s: s._replace(
         tokens=99 * ones(2, 9)
     ),
+    r"tokens are torch.int64 from -100 to -100": lambda s: s._replace(tokens=-100 * ones(2, 9)),
     r"targets are torch.float32 from .*; needed int64": lambda s: s._replace(
         targets=s.targets.float()
     ),

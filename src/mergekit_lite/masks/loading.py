@@ -75,9 +75,7 @@ def load_components(
             if base_is_plain and _are_one(own, bases[-1]):
                 model = with_adapter(models[-1], Adapter(find_folder(adapter)))
         if model is None:
-            model = _load_complete_model(
-                auto_class, own, {"config": config, "dtype": dtype, **where, **rest}
-            )
+            model = _load_complete_model(auto_class, own, config, dtype, where | rest)
             if adapter is not None:
                 _fold_in(model, f"{own}+{adapter}")
         models.insert(0, model)
@@ -85,10 +83,12 @@ def load_components(
 
 
 def _load_complete_model(
-    auto_class: Any, path: str, options: Mapping[str, object]
+    auto_class: Any, path: str, config: object, dtype: object, options: Mapping[str, object]
 ) -> PreTrainedModel:
     """Load a model; raise if its checkpoint lacks weights."""
-    model, loading_info = auto_class.from_pretrained(path, output_loading_info=True, **options)
+    model, loading_info = auto_class.from_pretrained(
+        path, config=config, dtype=dtype, output_loading_info=True, **options
+    )
     model.eval()
     if lost := sorted(loading_info["missing_keys"]):
         raise ValueError(

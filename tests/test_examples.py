@@ -1,0 +1,603 @@
+"""Examples, how-to pages and notebooks run, with few steps (`make test-examples`)."""
+
+import csv
+import gzip
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mergekit_lite import METHODS
+from tests.support.models import save, save_tokenizer, tiny
+from tests.support.notebooks import NAMES as NOTEBOOKS
+from tests.support.notebooks import cells as cells_of
+from tests.support.users import users_files  # noqa: F401, a fixture
+from tests.support.warm import run_script
+from thinker import TASKS
+
+pytestmark = pytest.mark.examples
+ROOT = Path(__file__).parents[1]
+
+
+HOWTO = sorted(path.stem for path in (ROOT / "docs" / "howto").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", HOWTO)
+def test_a_how_to_page_runs_as_it_stands(page, users_files):  # noqa: F811, the fixture
+    """Its files, commands and Python, in order, with fewer steps."""
+    text = (ROOT / "docs" / "howto" / f"{page}.md").read_text(encoding="utf-8")
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT / "src"), environment.get("PYTHONPATH", "")]
+    )
+    blocks = re.findall(r'```(\w+)(?: title="([^"]+)")?\n(.*?)```', text, re.S)
+    assert blocks
+    try:
+        for kind, title, code in blocks:
+            if title:
+                Path(title).write_text(code)
+            elif kind == "python":
+                exec(re.sub(r"max_steps=\d+", "max_steps=2", code), {})
+            elif (
+                kind == "text"
+            ):  # too long to run: scripts that are there, and flags that they have
+                for name, flags in re.findall(r"examples/(\w+\.py)([^#\n]*)", code):
+                    source = (ROOT / "examples" / name).read_text(encoding="utf-8")
+                    assert all(f'"{flag}"' in source for flag in re.findall(r"--[\w-]+", flags)), (
+                        name,
+                        flags,
+                    )
+            elif kind == "bash":
+                for line in code.splitlines():
+                    done = subprocess.run(
+                        line,
+                        shell=True,
+                        env=environment,
+                        capture_output=True,
+                        text=True,
+                        timeout=300,
+                    )
+                    assert done.returncode == 0, f"{line}\n{done.stderr[-2000:]}"
+    finally:
+        METHODS.pop("largest_change", None)
+        TASKS.pop("running_maximum", None)
+    assert f"howto/{page}.md\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+def run_example(name, *options, absent=()):
+    """What an example prints; ``absent``: modules that are not installed."""
+    done = run_script(ROOT / "examples" / name, "--smoke", *options, absent=absent)
+    assert done.returncode == 0, done.stderr[-2000:]
+    if "matplotlib" in absent:  # said before any training starts, and nothing fails after it
+        assert (
+            "no plots will be drawn: they need matplotlib, pip install 'model-components[plot]'"
+            in done.stdout
+        )
+    return done.stdout
+
+
+def test_the_merging_example_runs(tmp_path):
+    rows = [
+        line.split()
+        for line in run_example("merge_checkpoints.py", "--out", tmp_path).splitlines()
+        if "%" in line
+    ]
+    assert [r[0] for r in rows][-5:] == ["linear", "slerp", "task_arithmetic", "ties", "dare_ties"]
+    assert all((tmp_path / f"merged-{r[0]}" / "model.safetensors").exists() for r in rows[-5:])
+
+
+def test_the_masks_example_runs(tmp_path):
+    printed = run_example("train_masks.py", "--out", tmp_path)
+    assert all(f"masks, {kind}" in printed for kind in ("accurate", "efficient", "baked"))
+    assert (tmp_path / "masks-accurate" / "masks.png").stat().st_size > 10_000
+    assert (tmp_path / "merged-masks" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_half_of_the_mlps_parameters_can_go_and_training_brings_the_loss_back(tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "compress_gpt2.py"), "--out", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--init", "prune", "sequential"], capture_output=True, text=True, timeout=1800
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    original = float(re.search(r"^the original +[\d,]+ +([\d.]+)", done.stdout, re.M)[1])
+    rows = {
+        name: list(
+            map(
+                float,
+                re.search(rf"^{name} +[\d,]+ +([\d.]+) +([\d.]+)", done.stdout, re.M).groups(),
+            )
+        )
+        for name in ("prune", "sequential")
+    }
+    assert rows["sequential"][0] < original + 0.05 < rows["prune"][0]
+    assert rows["sequential"][1] <= original
+
+
+@pytest.mark.slow
+def test_masks_keep_both_tasks_where_no_formula_does(tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "train_masks.py"), "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = {
+        line[:24].strip(): [float(v) for v in re.findall(r"([\d.]+)%", line)]
+        for line in done.stdout.splitlines()
+        if line.count("%") == 2 and not line.startswith("The baked")
+    }
+    best = found["reverse specialist"][0], found["upper specialist"][1]
+    kept = {
+        name: min(a / b for a, b in zip(values, best, strict=True))
+        for name, values in found.items()
+    }
+    assert kept["masks, baked"] >= 0.95
+    assert all(
+        kept[name] < 0.95 for name in ("linear", "slerp", "task_arithmetic", "ties", "dare_ties")
+    )
+
+
+WORDS = ["red", "green", "blue", "round", "square", "small", "large", "old", "new", "warm", "cold"]
+
+
+def write_instructions(folder):
+    """Instructions of two kinds, to rewrite and to write; returns the words that they are of."""
+    rows = [
+        {
+            "instruction": f"{('rewrite', 'write')[i % 2]} {a} {b} {WORDS[i % 11]}",
+            "input": (f"{a} {b}", "")[i % 2],
+            "output": f"{a} and {b}",
+        }
+        for i, (a, b) in enumerate(itertools.product(WORDS, WORDS))
+    ]
+    (folder / "data.json").write_text(json.dumps(rows))
+    return [*WORDS, "rewrite", "write", "and", "<|im_start|>user", "<|im_end|>"]
+
+
+def test_the_field_trial_runs_and_goes_on(tmp_path):
+    from tests.heads.pairwise.support import tokenizer_of
+
+    words = write_instructions(tmp_path)
+    pairs = [
+        {"prompt": f"p{k}", "a": "w1 w2 w3", "b": f"w4 w{k}", "label": k % 2} for k in range(60)
+    ]
+    with gzip.open(tmp_path / "alpaca_eval_pairs.jsonl.gz", "wt") as file:
+        file.write("".join(json.dumps(pair) + "\n" for pair in pairs))
+    given = [
+        "--data",
+        tmp_path,
+        "--out",
+        tmp_path / "out",
+        "--model",
+        tmp_path / "model",
+        "--judge",
+        tmp_path / "judge",
+    ]
+    assert "is no model; run `make real`" in run_example("field_trial/run.py", *given)
+    save(tiny("llama-tied"), tmp_path / "model")
+    save_tokenizer(tmp_path / "model", words)
+    save(tiny("bert"), tmp_path / "judge")
+    tokenizer_of().save_pretrained(tmp_path / "judge")
+    chapters = ("tune", "merge", "shrink", "judge", "think")
+    printed = "".join(run_example(f"field_trial/{name}.py", *given) for name in chapters)
+    for name in (
+        "specialist edit",
+        "a step of training",
+        "regmean",
+        "learned masks",
+        "ties, from a recipe, ours",
+        "half pruned, trained back",
+        "half by largest weights, trained back",
+        "what is saved",
+        "the judge",
+        "half pruned, trained back, against",
+        "thinks as long as it needs",
+        "a stock transformer",
+    ):
+        assert re.search(rf"^{re.escape(name)} .*\d", printed, re.M), name
+    kept = [
+        path
+        for folder in ("rows", "figures")
+        for path in (tmp_path / "out" / folder).rglob("*.json")
+    ]
+    before = {path: path.stat().st_mtime_ns for path in kept}
+    assert len(before) > 20
+    assert "goes on: " in run_example("field_trial/merge.py", *given)
+    assert {path: path.stat().st_mtime_ns for path in kept} == before  # nothing twice
+    assert not [path for path in (tmp_path / "out").rglob("*") if "partial" in path.name]
+
+
+def test_the_instruction_example_runs(tmp_path):
+    from tests.support.models import save_tokenizer, tiny
+
+    words = write_instructions(tmp_path)
+    asked = ["--data", tmp_path, "--out", tmp_path / "out", "--model", tmp_path / "model"]
+    assert "is no model; run `make real`" in run_example("train_masks_on_instructions.py", *asked)
+    save(tiny("llama-tied"), tmp_path / "model")
+    save_tokenizer(tmp_path / "model", words)
+    printed = run_example(
+        "train_masks_on_instructions.py", *asked, "--only", "base", "spec*", "average", "ties"
+    )
+    assert [line[:12] for line in printed.splitlines() if ".json" not in line][1:5] == [
+        "base        ",
+        "specialist e",
+        "specialist c",
+        "average     ",
+    ]
+    done = {path.stem: path.stat().st_mtime_ns for path in (tmp_path / "out" / "rows").iterdir()}
+    assert "masks, evidence, seed 0" not in done
+    printed = run_example("train_masks_on_instructions.py", *asked)
+    for name in (
+        "slerp",
+        "regmean++",
+        "all weights, seed 0",
+        "masks, whole weights, sum to",
+    ):
+        assert re.search(rf"^{re.escape(name)}.* +\d+\.\d+ +\d+\.\d+ ", printed, re.M), name
+    rows = tmp_path / "out" / "rows"
+    # none twice
+    assert all((rows / f"{name}.json").stat().st_mtime_ns == when for name, when in done.items())
+
+
+@pytest.mark.parametrize("task", ["parity", "add16", "reverse", "sort", "hops"])
+def test_the_example_that_thinks_longer_runs(task, tmp_path):
+    figures = tmp_path / "figures.json"
+    options = ["--task", task, "--lengths", 4, 9, "--json", figures, "--out", tmp_path]
+    printed = run_example(
+        "think_longer.py", *options, absent=["matplotlib"] if task == "sort" else ()
+    )
+    assert re.search(
+        r"^\d+ parameters, lengths up to \d+, 20 iterations, \d+ CPU s$", printed, re.M
+    )
+    points = json.loads(figures.read_text())
+    assert {p["length"] for p in points} == {4, 9}
+    assert all(0 <= p["rows"] <= p["symbols"] <= 1 and p["steps"] >= 1 for p in points)
+    assert (tmp_path / f"{task}.svg").exists() == (task != "sort")
+
+
+@pytest.mark.parametrize("puzzle", ["sudoku4", "maze", "sudoku9"])
+def test_the_example_that_solves_puzzles_runs(puzzle, tmp_path):
+    figures = tmp_path / "figures.json"
+    printed = run_example(
+        "solve_puzzles.py", "--puzzle", puzzle, "--json", figures, "--out", tmp_path
+    )
+    assert re.search(r"^\d+ parameters, 8 iterations, \d+ CPU s$", printed, re.M)
+    points = json.loads(figures.read_text())
+    assert len(points) >= 4
+    assert f"{points[-1]['steps']} steps: {points[-1]['symbols']:.2%} of cells" in printed
+    if puzzle != "maze":
+        sys.path.insert(0, str(ROOT / "examples"))
+        import solve_puzzles
+
+        recipe = solve_puzzles.PUZZLES[puzzle](11, True)
+        seen, tested = (
+            set(map(tuple, data.task.task.targets.tolist())) for data in (recipe.train, recipe.test)
+        )
+        assert not seen & tested
+        assert 0 < len(tested) < len(seen)
+    assert (tmp_path / f"{puzzle}.svg").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [11, 12, 13, 14, 15])
+def test_parity_of_five_bits_becomes_parity_of_a_hundred(seed, tmp_path):
+    """The figures that the guide promises, by the command that it shows."""
+    figures, example = tmp_path / "figures.json", str(ROOT / "examples" / "think_longer.py")
+    options = [
+        "--task",
+        "parity",
+        "--train-length",
+        "5",
+        "--seed",
+        str(seed),
+        "--json",
+        str(figures),
+    ]
+    command = [sys.executable, example, *options, "--samples", "128"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    printed = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=environment, cwd=tmp_path
+    ).stdout
+    assert int(re.search(r"(\d+) CPU s$", printed, re.M)[1]) < 60
+    right = {(p["length"], p["steps"]): p["symbols"] for p in json.loads(figures.read_text())}
+    assert right[40, 48] >= 0.999
+    assert right[100, 200] >= 0.999
+    assert right[100, 1000] >= 0.999
+    assert right[100, 25] < 0.8
+
+
+def test_the_judge_example_runs_and_resumes(tmp_path):
+    printed = run_example("train_judge.py", "--out", tmp_path)
+    assert re.search(r"^125 pairs: accuracy [\d.]+%$", printed, re.M)
+    assert re.search(r"^a curve of length +[\d.]+%", printed, re.M)
+    assert "BertModel: packed" in printed
+    for name in ("calibration", "lengths"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 5_000
+    assert json.loads((tmp_path / "metrics.json").read_text())["flip_rate"] == 0
+    rows = []
+    for i in range(60):
+        won = dict(
+            zip(
+                ("winner_model_a", "winner_model_b", "winner_tie"),
+                [i % 3 == k for k in range(3)],
+                strict=True,
+            )
+        )
+        rows.append(
+            {"prompt": f'["Name a tool {i}."]', "response_a": "a saw", "response_b": f"an axe {i}"}
+            | won
+        )
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with gzip.open(tmp_path / "test.csv.gz", "wt", newline="") as file:
+        writer = csv.DictWriter(file, ["id", "prompt", "response_a", "response_b"])
+        writer.writeheader()
+        asked = [
+            row | {"prompt": '["\\ud83d"]'} if i == 1 else row for i, row in enumerate(rows[:5])
+        ]
+        writer.writerows(
+            {"id": 100 + i} | {k: row[k] for k in writer.fieldnames[1:]}
+            for i, row in enumerate(asked)
+        )
+    out = tmp_path / "b"
+    options = [
+        "--data",
+        tmp_path / "rows.jsonl",
+        "--encoder",
+        tmp_path / "encoder",
+        "--batch",
+        8,
+        "--out",
+        out,
+    ]
+    options += ["--submit", tmp_path / "test.csv.gz", "--evaluate", tmp_path / "rows.jsonl"]
+    printed = run_example("train_judge.py", *options)
+    assert "60 of 60 rows" in printed
+    assert "60 pairs: accuracy" in printed
+    assert list((out / "features").rglob("*.safetensors"))
+    with (out / "submission.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [row.pop("id") for row in found] == ["100", "101", "102", "103", "104"]
+    assert all(abs(sum(map(float, row.values())) - 1) < 1e-4 for row in found)
+    middle = [
+        sum(float(row["winner_tie"]) for row in found if row is not found[1]) / 4,
+        float(found[1]["winner_tie"]),
+    ]
+    assert middle[0] == pytest.approx(middle[1], abs=1e-3)  # of the row that is none
+    last = max(
+        (out / "checkpoints").glob("checkpoint-*"),
+        key=lambda path: int(path.name.rpartition("-")[2]),
+    )
+    (last / "trainer_state.json").write_text("{")  # cut short: the one before is taken
+    printed = run_example("train_judge.py", *options, "--resume")
+    assert re.search(rf"{last.name} is not whole", printed)
+    assert re.search(r"going on from .*checkpoint-3$", printed, re.M)
+    for flags in (["--resume"], []):  # the judge that is there would be lost
+        with pytest.raises(AssertionError, match=r"train_judge:.*--batch.*8.*--out"):
+            run_example("train_judge.py", *options, *flags, "--batch", 4)
+    with pytest.raises(AssertionError, match=r"--evaluate.*test\.csv\.gz.*pairs"):
+        run_example("train_judge.py", *options, "--evaluate", tmp_path / "test.csv.gz")
+    options[3:4] = [
+        tmp_path / "encoder",
+        "--freeze",
+        "bottom:1",
+        "--link",
+        "concat",
+        "--no-append-prompt",
+    ]
+    assert (out / "model" / "model.safetensors").exists()
+    options[options.index(out)] = tmp_path / "c"
+    assert "frozen: embeddings, encoder.layer.0" in run_example("train_judge.py", *options)
+
+
+def test_the_search_for_a_judge_runs_and_goes_on(tmp_path):
+    pytest.importorskip("optuna", reason="needs optuna (extra search)")
+    printed = run_example("search_judge.py", "--trials", 2, "--out", tmp_path)
+    assert "0 of 2 trials are there" in printed
+    assert re.search(
+        r"^best: --lr [\de.-]+ --weight-decay [\d.e-]+ --dropout [\d.]+ --hidden \d+ --link",
+        printed,
+        re.M,
+    )
+    assert re.search(r"^125 pairs: accuracy [\d.]+%$", printed, re.M)
+    assert "trials are there" in (
+        again := run_example("search_judge.py", "--trials", 3, "--out", tmp_path)
+    )
+    assert "2 of 3 trials are there" in again
+    assert "# A judge on bert" in (tmp_path / "model" / "README.md").read_text()
+
+
+def runs_in(folder):
+    with (folder / "runs.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_the_fine_tuning_example_runs_and_resumes(kind, tmp_path):
+    adapts = kind == "lora"
+    options = [
+        "--out",
+        tmp_path,
+        *(["--merge", "--rank", 4, "--pack"] if adapts else ["--full", "--last", 2]),
+    ]
+    printed = run_example("finetune_lora.py", *options)
+    assert re.search(r"^after:  loss [\d.]+, perplexity [\d.]+, judge [\d.]+$", printed, re.M)
+    assert "said: " in printed
+    assert re.search(r"^held out: loss [\d.]+ to [\d.]+ at step 6", printed, re.M)
+    assert (tmp_path / kind / "curves.png").stat().st_size > 5_000
+    name = "adapter_model" if adapts else "model"
+    assert (tmp_path / kind / "model" / f"{name}.safetensors").exists()
+    assert (tmp_path / kind / "merged").exists() == adapts
+    (tmp_path / "rows.json").write_text(
+        json.dumps([{"instruction": f"Say {i}.", "output": f"{i}"} for i in range(30)])
+    )
+    named = [
+        "--data",
+        tmp_path / "rows.json",
+        "--model",
+        tmp_path / "base-smoke",
+        "--judge",
+        "gain",
+        "--resume",
+    ]
+    anew = ["--out", tmp_path / "new", *options[2:]]
+    assert "starting anew" in run_example("finetune_lora.py", *anew, *named, absent=["matplotlib"])
+    assert "is finished" in run_example("finetune_lora.py", *anew, *named)
+    (row,) = runs_in(tmp_path / "new")
+    assert row["steps"] == "6"
+    state = tmp_path / "new" / kind / "checkpoints" / "checkpoint-6" / "trainer_state.json"
+    # as if it had been stopped there
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"global_step": 4}))
+    assert "going on from" in run_example("finetune_lora.py", *anew, *named)
+    assert [row["tokens_per_second"] for row in runs_in(tmp_path / "new")][
+        1
+    ] == ""  # of a part of a run
+    with pytest.raises(AssertionError, match=r"finetune_lora:.*the"):
+        run_example("finetune_lora.py", *anew, *named, "--lr", "1")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--data", "rows.json"], "--data and --model go together"),
+        (["--data", "rows.json", "--model", "m"], "--data: there is no file rows.json"),
+        (["--data", "no", "--model", "m"], "--data: there is no file no"),
+        (["--last", "9"], "--last is 9; the model has 4 blocks"),
+        (["--full", "--freeze", "."], "leaves nothing to train"),
+    ],
+)
+def test_what_cannot_be_tuned_is_told_in_a_line(options, told, tmp_path):
+    options = ["--smoke", "--out", tmp_path, *options]
+    done = run_script(ROOT / "examples" / "finetune_lora.py", *options, cwd=tmp_path)
+    assert done.returncode != 0
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs.csv").exists()
+
+
+def test_the_sweep_makes_each_run_once(tmp_path):
+    config = tmp_path / "sweep.yml"
+    config.write_text("common: {batch: 4}\nruns:\n  - {rank: 2}\n  - {full: true, lr: [5.0e-4]}\n")
+    printed = run_example("sweep_lora.py", config, "--out", tmp_path)
+    assert [row["name"] for row in runs_in(tmp_path / "smoke")] == [
+        "rank2",
+        "full-lr0.0005",
+    ]
+    assert (tmp_path / "smoke" / "table.md").read_text() in printed
+    assert (tmp_path / "smoke" / "sweep.png").stat().st_size > 5_000
+    assert run_example("sweep_lora.py", config, "--out", tmp_path).count("is there already") == 2
+
+
+def test_the_compression_example_runs(tmp_path):
+    options = ["--out", tmp_path, "--init", "prune", "sequential"]
+    printed = run_example("compress_gpt2.py", *options)
+    assert all(
+        re.search(rf"^{start} +[\d,]+ +[\d.]+ +[\d.]+", printed, re.M)
+        for start in ("prune", "sequential")
+    )
+    assert (tmp_path / "losses.png").stat().st_size > 10_000
+    assert (tmp_path / "sequential" / "folded" / "model.safetensors").exists()
+    again = run_example("compress_gpt2.py", *options, "--resume", absent=["matplotlib"])
+    assert [line.split()[:4] for line in again.splitlines() if line.startswith("sequential")] == [
+        line.split()[:4] for line in printed.splitlines() if line.startswith("sequential")
+    ]
+
+
+def test_the_shrinking_example_writes_a_stock_model(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    words = ["<unk>", *(f"w{i}" for i in range(95))]
+    model = tiny("llama").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model", words)
+    (tmp_path / "texts.jsonl").write_text(
+        "\n".join(json.dumps({"text": " ".join(words)}) for _ in range(10))
+    )
+    options = [
+        "--model",
+        tmp_path / "model",
+        "--calibration",
+        tmp_path / "texts.jsonl",
+        "--out",
+        tmp_path / "small",
+    ]
+    printed = run_example(
+        "shrink_model.py", *options, "--keep", 0.25, "--json", tmp_path / "figures.json"
+    )
+    told = json.loads((tmp_path / "figures.json").read_text())
+    assert told["models"][0]["name"] == "original"
+    assert told["models"][1]["parameters"] < told["models"][0]["parameters"]
+    assert told["bytes"][1] < told["bytes"][0]
+    assert "on disk:" in printed
+    rows = [
+        line.split()
+        for line in printed.splitlines()
+        if line.startswith(("original", str(tmp_path / "small")))
+    ]
+    assert [row[1] for row in rows] == ["10,896", "7,440"]
+    smaller = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    assert smaller.dtype == torch.bfloat16
+    assert smaller.config.intermediate_size == 6
+
+
+def test_accelerate_runs_an_example_in_two_processes(tmp_path):
+    """By the file that the page on GPUs names."""
+    from tests.heads.pairwise.support import tokenizer_of
+
+    encoder = tmp_path / "encoder"
+    tiny("bert").save_pretrained(encoder)
+    tokenizer_of().save_pretrained(encoder)
+    script = tmp_path / "judge.py"
+    example = ROOT / "examples" / "train_judge.py"
+    script.write_text(
+        "import runpy, sys\nfrom accelerate import PartialState\nassert "
+        "PartialState(cpu=True).num_processes == 2\nsys.path.insert(0, "
+        f"{str(example.parent)!r})\nrunpy.run_path({str(example)!r}, run_name='__main__')\n"
+    )
+    file = ROOT / "examples" / "accelerate" / "two_processes.yaml"
+    command = [
+        str(Path(sys.executable).parent / "accelerate"),
+        "launch",
+        "--config_file",
+        str(file),
+        str(script),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    given = [
+        *command,
+        "--smoke",
+        "--encoder",
+        str(encoder),
+        "--freeze",
+        "none",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run(given, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_runs_twice_in_one_folder(name, tmp_path, monkeypatch):
+    """Cell by cell in one namespace, as a reader would run it, with fewer steps; what it says it
+    found is stored."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    cells = cells_of(name)
+    assert len(cells) >= 5
+    assert "find_spec" in cells[0]  # what installs
+    try:
+        for _ in range(2):
+            namespace = {}
+            for cell in cells:
+                exec(re.sub(r"^STEPS = \d+", "STEPS = 20", cell, flags=re.M), namespace)
+    finally:
+        METHODS.pop("equal_energy", None)
+    assert list(tmp_path.iterdir()) == []  # all that it made is in a folder for what is temporary

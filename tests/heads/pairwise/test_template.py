@@ -119,6 +119,16 @@ def test_what_leaves_no_room_is_refused():
     assert len(made_of(chat_of(long_system), "w2", "w3", max_tokens=32)[0].ids) < 32
 
 
+def test_a_long_opening_leaves_an_answer_one_token():
+    long_system = CHAT.replace("'system': 'w83'", "'system': '" + " ".join(["w83"] * 10) + "'")
+    talk = (Turn("system", "w1"), Turn("user", words(*range(2, 60))))
+    budget = {"max_tokens": 32, "max_prompt_tokens": 100}
+    tokens, _, cut_of_answer = made_of(chat_of(long_system), talk, "w61 w62 w63", **budget)
+    assert len(tokens.ids) == 32
+    assert cut_of_answer == 2
+    assert tokenizer_of().decode(tokens.ids[tokens.begin]) == "w61"
+
+
 def test_nothing_at_all_is_refused():
     bare = tokenizer_of()
     bare._tokenizer.post_processor = None

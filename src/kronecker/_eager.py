@@ -349,7 +349,7 @@ def plain(
 
 
 def _needs(ctx: Context) -> tuple[bool, bool, bool]:
-    """Whether x, A, and B or its scales need gradients."""
+    """Return whether x, A, and B or its scales need gradients."""
     x, a, b, scales = ctx.needs_input_grad
     return x, a, b or scales
 

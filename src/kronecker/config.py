@@ -1,4 +1,4 @@
-"""What a layer becomes: `KroneckerConfig`, `LowRankConfig`, `PruneConfig`."""
+"""`KroneckerConfig`, `LowRankConfig`, `PruneConfig`: what a layer becomes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ REFITS = ("all", "writing", "none")
 
 
 class _Config:
-    """What the configs share."""
+    """Methods that all configs share."""
 
     def opposite(self) -> Self:
         """The same for a layer of transposed shape: itself, where a config has no shapes."""
         return self
 
     def to_dict(self) -> dict:
-        """As JSON has it; only what differs from the defaults."""
+        """Return the fields that differ from the defaults, as JSON has them."""
         # pyrefly: ignore[bad-argument-type]: its subclasses are dataclasses
         values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
         return {
@@ -40,7 +40,7 @@ class _Config:
 
 @dataclass(frozen=True, kw_only=True)
 class KroneckerConfig(_Config):
-    """How a weight becomes Σ_r s_r A_r ⊗ B_r, and where it starts.
+    """Settings of a weight's replacement by Σ_r s_r A_r ⊗ B_r, and of where it starts.
 
     Give one of the two shapes; the layer's own shape divided by it is the other.
 
@@ -154,7 +154,7 @@ class KroneckerConfig(_Config):
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankConfig(_Config):
-    """How a weight (O, I) becomes the product of two thin ones, (O, r) and (r, I).
+    """Settings of a weight's replacement by two thin ones: (O, I) becomes (O, r) and (r, I).
 
     Args:
         keep: Share of a weight's parameters that stays (default: half); r is what that leaves.
@@ -199,7 +199,7 @@ class LowRankConfig(_Config):
 
     @property
     def share(self) -> float:
-        """Of a weight's parameters that stays, where no rank says it."""
+        """Return the share of a weight's parameters that stays where no rank says it."""
         return 0.5 if self.keep is None else self.keep
 
     def rank_of(
@@ -223,7 +223,7 @@ class LowRankConfig(_Config):
 
 @dataclass(frozen=True, kw_only=True)
 class PruneConfig(_Config):
-    """What is dropped, and how what stays makes up for it.
+    """Settings of pruning: what is dropped, and how what stays makes up for it.
 
     Args:
         keep: Share of the hidden neurons, or of the blocks, that stays (default: half); in `prune_`
@@ -294,11 +294,11 @@ class PruneConfig(_Config):
 
     @property
     def share(self) -> float:
-        """That stays, where no budget says it."""
+        """Return the share of the neurons that stays where no budget says it."""
         return 0.5 if self.keep is None else self.keep
 
     def neurons(self, count: int, multiple_of: int | None = None) -> int:
-        """How many of ``count`` hidden neurons stay.
+        """Return how many of ``count`` hidden neurons stay.
 
         >>> PruneConfig(keep=0.5, multiple_of=64).neurons(1000)
         512
@@ -308,19 +308,19 @@ class PruneConfig(_Config):
 
 
 def is_whole(value: object, least: int) -> bool:
-    """Whether it is a whole number, at least so large."""
+    """Return whether it is a whole number, at least so large."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _is_whole_pair(values: object, least: int) -> bool:
-    """Whether it is a tuple of two whole numbers, both at least so large."""
+    """Return whether it is a tuple of two whole numbers, both at least so large."""
     return (
         isinstance(values, tuple) and len(values) == 2 and all(is_whole(n, least) for n in values)
     )
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number; True is none."""
+    """Return whether it is a number; True is none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -1,4 +1,4 @@
-"""How factors start: from a weight alone, or from a layer's inputs and wanted outputs.
+"""Starts of factors: from a weight alone, or from a layer's inputs and wanted outputs.
 
 `random`, `van_loan`, `prune` and `als` return `Factors` with their error. Van Loan uses the weight
 alone, `als` the inputs and outputs (`Moments`); quality follows the error of the outputs, not that

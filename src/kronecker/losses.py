@@ -19,7 +19,7 @@ from .discovery.mlps import Mlp, find_mlps, watched
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig:
-    """What a student learns from: labels * cross-entropy + logits * KL + hidden and layers * error.
+    """Weights of the losses: labels * cross-entropy + logits * KL + hidden and layers * error.
 
     Every part is a mean over the tokens that have a label (shifted for language models), or else
     are not padding.

@@ -1,4 +1,4 @@
-"""What a layer sees and should say, summed over calibration tokens."""
+"""Moments of what a layer sees and should say, summed over calibration tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Moments:
     def zeros(
         cls, out_features: int, in_features: int, device: torch.device | str | None = None
     ) -> Moments:
-        """Of no tokens yet."""
+        """Return the moments of no tokens yet."""
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
@@ -84,7 +84,7 @@ class Moments:
         )
 
     def of_inputs(self, index: Tensor) -> Moments:
-        """Those of some of the inputs, or of all in another order."""
+        """Return the moments of some of the inputs, or of all in another order."""
         inputs = self.inputs[index][:, index]
         cross = self.cross[:, index]
         return replace(self, inputs=inputs, cross=cross, sum_x=self.sum_x[index])

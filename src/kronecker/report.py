@@ -44,7 +44,7 @@ class ModelFigures:
 
     @property
     def perplexity(self) -> float:
-        """Of the first text."""
+        """Return the perplexity of the first text."""
         return next(iter(self.perplexities.values()))
 
 

@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _kept(options: argparse.Namespace) -> str:
-    """How to go on after a stop."""
+    """Tell how to go on after a stop."""
     out = Path(getattr(options, "out", "."))
     begun = is_begun(out) or any(out.with_name(f"{out.name}.training").glob("checkpoint-*"))
     return GOES_ON if begun else ""

@@ -1,4 +1,4 @@
-"""What a merge did."""
+"""`MergeReport`: what a merge did."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .engine import TensorFact
 
 @dataclass(frozen=True)
 class MergeReport(Report):
-    """What a merge did.
+    """Report of what a merge did.
 
     Args:
         out: The folder.
@@ -50,7 +50,7 @@ class MergeReport(Report):
         ]
 
     def remarks(self) -> list[str]:
-        """How many files an interrupted run had finished, and the notes."""
+        """List how many files an interrupted run had finished, and the notes."""
         resumed = (
             f"{len(self.resumed)} of {len(self.paths)} files were there from an interrupted run"
         )

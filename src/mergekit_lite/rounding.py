@@ -1,4 +1,4 @@
-"""What the output's dtype will lose of adapters that are folded in.
+"""Estimate of what the output's dtype will lose of adapters that are folded in.
 
 It is measured on samples before a merge.
 """

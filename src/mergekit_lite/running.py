@@ -38,7 +38,7 @@ _STAGE = "stage.json"
 
 @dataclass(frozen=True)
 class Run:
-    """How a merge is run, whatever is merged."""
+    """Settings of a merge's run, whatever is merged."""
 
     device: str
     impl: str

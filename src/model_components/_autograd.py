@@ -1,4 +1,4 @@
-"""What torch hands to a `torch.autograd.Function` as ``ctx``, as far as operations use it."""
+"""Context that torch hands to a `torch.autograd.Function`, as far as operations use it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Context(Protocol):
-    """What all operations use; one that sets more attributes declares them in a subclass."""
+    """Attributes that all operations use; one that sets more declares them in a subclass."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]

@@ -1,4 +1,4 @@
-"""What the command lines share: an error is one line, and a stop says whether the work goes on."""
+"""Command lines: an error is one line, and a stop says whether the work goes on."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def _told(to: str, error: OSError) -> OutputError:
 
 
 def is_begun(out: str | os.PathLike[str]) -> bool:
-    """Whether an interrupted run left work beside ``out`` that the same run takes up."""
+    """Return whether an interrupted run left work beside ``out`` that the same run takes up."""
     path = Path(os.path.abspath(out))
     hidden = (
         part
@@ -197,7 +197,7 @@ class NewFolder:
         )
 
     def _has_its_name(self) -> bool:
-        """Whether the folder that is locked still is the one of that name."""
+        """Return whether the folder that is locked still is the one of that name."""
         assert self._lock is not None
         try:
             return os.path.samestat(os.fstat(self._lock), os.lstat(self.place))
@@ -205,7 +205,7 @@ class NewFolder:
             return False
 
     def _is_marked(self) -> bool:
-        """Whether what an earlier run left is this user's, and marked or empty."""
+        """Return whether what an earlier run left is this user's, and marked or empty."""
         assert self._lock is not None
         owner = os.fstat(self._lock).st_uid
         if owner != os.geteuid():

@@ -134,7 +134,7 @@ def upload(
     create_pr: bool = False,
     commit_message: str | None = None,
 ) -> str:
-    """What ``save`` writes into a folder, as one commit on the hub.
+    """Upload what ``save`` writes into a folder, as one commit on the hub.
 
     Args:
         save: Called with an empty folder, which is removed afterwards.

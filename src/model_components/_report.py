@@ -1,4 +1,4 @@
-"""What every report and plan can do: print as a table, show itself in a notebook, become JSON.
+"""Base of reports and plans: they print as a table, show in a notebook, become JSON.
 
 It also gives axes to plot on.
 """

@@ -1,4 +1,4 @@
-"""What the trainers of all packages share.
+"""Parts that the trainers of all packages share.
 
 Typed options, and losses that are means over a whole step.
 """

@@ -1,4 +1,4 @@
-"""Whether the four packages are the ones that this distribution installed.
+"""`doctor`: are the four packages the ones that this distribution installed?
 
 Unrelated distributions on PyPI are called ``kronecker`` and ``thinker``. pip lets them overwrite
 our ``__init__.py`` without a word, and takes it away with them when they are uninstalled.
@@ -43,7 +43,7 @@ def other_distributions(package: str) -> list[str]:
 
 
 def examine(root: Path | None = None) -> list[Finding]:
-    """What is wrong with the installation; nothing, usually.
+    """Find what is wrong with the installation; nothing, usually.
 
     Args:
         root: The folder that holds the packages; default: where this one is.

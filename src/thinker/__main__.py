@@ -178,7 +178,7 @@ def _noise(model: Mapping[str, object]) -> bool:
 
 
 def plan_of(told: Settings) -> FlowPlan:
-    """What each step does."""
+    """Return what each step does."""
     if told["plan"] in ("every_step", "read_once"):
         memory = told["model"].get("memory", "none") != "none"
         static = bool(told["model"].get("num_static_tokens"))
@@ -311,7 +311,7 @@ def _print_result(result: Settings, told: Settings, seconds: float) -> None:
 
 
 def folder_of(options: argparse.Namespace) -> Path:
-    """Where a run is, or will be."""
+    """Return where a run is, or will be."""
     return options.out or Path("runs/thinker", options.task)
 
 

@@ -1,4 +1,4 @@
-"""What a thinker refuses before it starts."""
+"""Checks that a thinker makes before it starts."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def check_tokens(
 def check_numbers(
     n_step: int | None, n_latent: int | None, grad_steps: int | None, noise: float | None
 ) -> None:
-    """What is counted is whole, and noise is not negative."""
+    """Check that what is counted is whole, and noise is not negative."""
     for name, value, least in (
         ("n_step", n_step, 1),
         ("n_latent", n_latent, 1),
@@ -107,7 +107,7 @@ def check_mask(config: ThinkerConfig, mask: Tensor) -> None:
 
 
 def check_grid(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None) -> None:
-    """Where positions are of a grid, each row of the batch is one."""
+    """Check that where positions are of a grid, each row of the batch is one."""
     if config.positions != "rotary_2d":
         return
     if mask is None:
@@ -144,7 +144,7 @@ def chosen_plan(config: ThinkerConfig, plan: FlowPlan | None = None) -> FlowPlan
 def chosen_rows(
     config: ThinkerConfig, plan: FlowPlan | None, n_step: int | None
 ) -> Sequence[FlowRow]:
-    """What each step does, checked."""
+    """Return what each step does, checked."""
     plan = chosen_plan(config, plan)
     rows = plan.rows(plan.num_steps(config.n_step) if n_step is None else n_step)
     check_plan(config, rows)
@@ -201,7 +201,7 @@ def check_latents(
     *,
     carried: bool = False,
 ) -> None:
-    """As many latents as there can be, and a carry that belongs to the input."""
+    """Check that there can be so many latents, and that a carry belongs to the input."""
     n = shape[1]
     if carried and (shape[0] != context[0] or (n_latent is not None and n_latent != n)):
         raise ValueError(

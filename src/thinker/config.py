@@ -1,4 +1,4 @@
-"""What a `LatentThinker` is made of."""
+"""`ThinkerConfig`: the settings of a `LatentThinker`."""
 
 from __future__ import annotations
 
@@ -355,7 +355,7 @@ class ThinkerConfig(PreTrainedConfig):
         return self.latent_init == "tokens"
 
     def latents_for(self, length: int) -> int:
-        """How many latents an input of ``length`` tokens has when a call does not say."""
+        """Return how many latents an input of ``length`` tokens has when a call does not say."""
         if self.at_tokens:
             if self.num_latents is None:
                 return length

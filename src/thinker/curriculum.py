@@ -317,7 +317,7 @@ class CurriculumDataset(IterableDataset):
         )
 
     def state_dict(self, step: int | None = None) -> StateDict:
-        """What a resume needs: the number of batches that were trained on, the schedule's states.
+        """Return what a resume needs: how many batches were trained on, the schedule's states.
 
         Args:
             step: That number, where workers draw ahead and the data set cannot know.
@@ -326,7 +326,7 @@ class CurriculumDataset(IterableDataset):
         return {"step": step, "states": self._states.tolist(), **self._identity()}
 
     def _identity(self) -> StateDict:
-        """What has to be the same for the same batches to follow.
+        """Return what has to be the same for the same batches to follow.
 
         Functions among it by name alone.
         """

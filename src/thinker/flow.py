@@ -37,7 +37,7 @@ _FALSE = {"", "0", "-", "false", "no"}
 
 @dataclass(frozen=True)
 class FlowPlan:
-    """What each step does: rows before, rows that repeat as often as there is room, rows after.
+    """Plan of each step: rows before, rows that repeat as often as there is room, rows after.
 
     Without a loop the plan has one length. A memory look-up sees what earlier steps wrote; before
     the first write it does nothing.
@@ -207,14 +207,14 @@ class FlowPlan:
 
     @property
     def uses_memory(self) -> bool:
-        """Whether a step looks up or writes."""
+        """Return whether a step looks up or writes."""
         return any(
             row.mem_lookup or row.mem_write for row in self.prologue + self.loop + self.epilogue
         )
 
     @property
     def uses_static(self) -> bool:
-        """Whether a step looks up static tokens."""
+        """Return whether a step looks up static tokens."""
         return any(row.static_mem_lookup for row in self.prologue + self.loop + self.epilogue)
 
     @property

@@ -1,4 +1,4 @@
-"""Where latents may look.
+"""Frames: where latents may look.
 
 Shapes: B batch, n latents, L input length, h = d / H.
 """
@@ -16,7 +16,7 @@ from .state import Context
 
 @dataclass(frozen=True)
 class Frame:
-    """Where n latents may look, and how far rotary positions turn them.
+    """View of n latents: where they may look, and how far rotary positions turn them.
 
     Args:
         read: (B or 1, 1, 1 or n, L), True where the input may be read; none: everywhere.

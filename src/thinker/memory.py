@@ -20,7 +20,7 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 class Memory(ABC):
-    """What was written so far. Writing gives a new memory.
+    """Everything written so far. Writing gives a new memory.
 
     The old one is as it was (but see `StaticMemory`).
     """
@@ -68,7 +68,7 @@ class GrowMemory(Memory):
 
 @dataclass
 class _Room:
-    """What several handles share.
+    """Storage that several handles share.
 
     Tensors with room for all writes, and how much of it is written.
     """

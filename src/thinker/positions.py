@@ -19,7 +19,7 @@ SHARED = ("random", "aligned")  # kinds whose codes are the same for input and a
 
 @dataclass(frozen=True)
 class Places:
-    """What was drawn for a batch, shared by its input and its answer.
+    """Positions drawn for a batch, shared by its input and its answer.
 
     Args:
         drawn: Random positions in order, (n,); none for kinds that draw none.
@@ -49,7 +49,7 @@ def operand_index(
     mask: Tensor | None,  # (B, L)
     separators: list[int],
 ) -> Tensor:  # (B, L)
-    """How far each token is from the start of its operand.
+    """Return how far each token is from the start of its operand.
 
     A separator is the last token of the one that it ends.
 

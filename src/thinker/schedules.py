@@ -1,4 +1,4 @@
-"""How long samples are, as training goes on.
+"""Schedules of how long samples are, as training goes on.
 
 A schedule is pure: it draws a batch's lengths from a generator, the step and a small vector of
 state, and makes a new state of what was right and wrong. `CurriculumDataset` keeps the state where

@@ -1,4 +1,4 @@
-"""What passes between encoding, thinking and reading off.
+"""State that passes between encoding, thinking and reading off.
 
 Shapes: B batch, n latents, L input length, O answer length, d width, T steps.
 """
@@ -86,7 +86,7 @@ class ThinkerState:
 
 @dataclass(frozen=True)
 class Thought:
-    """What `LatentThinker.think` returns.
+    """Result of `LatentThinker.think`.
 
     Args:
         state: After the last step of each row.
@@ -103,7 +103,7 @@ class Thought:
 
 @dataclass
 class ThinkerOutput(ModelOutput):
-    """What `LatentThinker` returns.
+    """Result of `LatentThinker`.
 
     Args:
         loss: Cross-entropy of the last answer, when there were labels.

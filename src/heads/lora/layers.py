@@ -68,7 +68,7 @@ class LoraLinear(LeanForward, lora.Linear):
 
 
 def can_be_lean(kind: type) -> bool:
-    """Whether a class is peft's own and named in `KINDS`.
+    """Return whether a class is peft's own and named in `KINDS`.
 
     A user's class of the same name is not.
     """
@@ -93,7 +93,7 @@ def lean(kind: type) -> type:
 
 
 class Route(NamedTuple):
-    """What a layer's output is computed from in one call."""
+    """Parts that a layer's output is computed from in one call."""
 
     base: nn.Module
     weight: Tensor | None  # None: the base layer's own forward is called
@@ -177,7 +177,7 @@ def _unsupported_factor(factor: nn.Module) -> str | None:
 
 
 def _is_touched(module: nn.Module) -> bool:
-    """Whether more happens in a module's call than its class's forward."""
+    """Return whether more happens in a module's call than its class's forward."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks

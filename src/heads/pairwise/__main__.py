@@ -23,7 +23,7 @@ from .report.evaluation import pairwise_report
 
 
 def column(text: str) -> tuple[str, str]:
-    """Of ``NAME=OWN``, for argparse."""
+    """Parse ``NAME=OWN`` for argparse."""
     name, sign, own = text.partition("=")
     if not sign:
         raise argparse.ArgumentTypeError(f"{text!r} has no sign; needed NAME=OWN")

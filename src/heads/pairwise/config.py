@@ -1,4 +1,4 @@
-"""What a `PairwiseModel` is made of: `PairwiseConfig`."""
+"""`PairwiseConfig`: the settings of a `PairwiseModel`."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def _check_packed(operation: str, query: Tensor, key: Tensor, value: Tensor) -> 
 
 
 def _not_fused(query: Tensor, dropout_p: float) -> str | None:
-    """What the fused path lacks for this call; None where it can be taken."""
+    """Return why the fused path cannot take this call, or None if it can."""
     if not query.is_cuda:
         return "CUDA tensors"
     if _varlen() is None:

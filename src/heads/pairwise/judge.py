@@ -49,12 +49,12 @@ class Judge(PreTrainedModel):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What verdicts may be made of: the encoder, and kinds of surface features."""
+        """Return what verdicts may be made of: the encoder, and kinds of surface features."""
         return ("encoder", *(kind for kind in SURFACE if kind in self.config.surface))
 
     @property
     def packs(self) -> bool:
-        """Whether sequences go through the encoder without padding now."""
+        """Return whether sequences go through the encoder without padding now."""
         return self.packing.packed and self._base.config._attn_implementation == ATTENTION
 
     @property

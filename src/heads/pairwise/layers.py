@@ -161,7 +161,7 @@ class PairwiseHead(nn.Module):
 
     @property
     def untrained(self) -> bool:
-        """Whether the last layers are still all zeros."""
+        """Return whether the last layers are still all zeros."""
         return not any(bool(last.weight.any()) for last in self._lasts)
 
     def score(self, features: Tensor, surface: Tensor | None = None) -> Tensor:
@@ -213,7 +213,7 @@ class PairwiseHead(nn.Module):
         return davidson(score_a, score_b, self.tie)
 
     def extra_repr(self) -> str:
-        """What it was made with."""
+        """Show the settings that it was made with."""
         return f"{self.in_features}, link={self.link!r}, ties={self.ties}"
 
     def _read(self, *features: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ AttentionMaskInterface.register(ATTENTION, _mask)
 
 @dataclass(frozen=True)
 class PackingReport(Report):
-    """Whether an encoder's class is packed, and if not, why it is padded.
+    """Report of whether an encoder's class is packed, and if not, why it is padded.
 
     ``offset`` is its first position id.
     """

@@ -42,7 +42,7 @@ ROLES = ("system", "user", "assistant")
 
 
 class Turn(NamedTuple):
-    """What one side of a conversation said: ``role`` is user, assistant or system.
+    """One side's words in a conversation: ``role`` is user, assistant or system.
 
     Attributes:
         role: ``"user"``, ``"assistant"`` or ``"system"``.
@@ -236,7 +236,7 @@ def split_pairs(
 
 
 def count_labels(pairs: Iterable[Pair]) -> tuple[int, ...]:
-    """How many pairs each class has; shares count for the largest."""
+    """Count the pairs of each class; shares count for the largest."""
     counts = [0, 0, 0]
     for pair in pairs:
         if pair.label is not None:

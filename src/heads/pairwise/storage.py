@@ -104,7 +104,7 @@ class SavedJudge(Judge):
         create_pr: bool = False,
         commit_message: str | None = None,
     ) -> str:
-        """What `save_pretrained` writes, as a repository of the hub.
+        """Upload what `save_pretrained` writes, as a repository of the hub.
 
         Args:
             repo_id: Made if there is none.

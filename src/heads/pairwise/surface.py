@@ -1,4 +1,4 @@
-"""What an answer looks like, in numbers: its length, its style, and its overlap with the prompt.
+"""Surface features of an answer: its length, its style, and its overlap with the prompt.
 
 None of the numbers says whether an answer is right; what a judge owes to them should be known.
 

@@ -14,7 +14,7 @@ from .judge import Judge
 
 @dataclass(frozen=True)
 class FreezeReport(Report):
-    """What `freeze_` froze, and what trains."""
+    """Parameters that `freeze_` froze, and those that train."""
 
     frozen: tuple[str, ...]
     frozen_parameters: int

@@ -1,1 +1,1 @@
-"""What calibration reads: batches of a model's arguments, from texts or as they are given."""
+"""Batches of a model's arguments for calibration, from texts or as they are given."""

@@ -1,4 +1,4 @@
-"""What calibration reads: batches of a model's arguments, checked before any work starts."""
+"""Batches of a model's arguments for calibration, checked before any work starts."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def tokens_seen(data: Sequence[Batch], least: int) -> list[str]:
 
 @torch.no_grad()
 def first_output(model: nn.Module, batch: Batch) -> Tensor:
-    """What a model says first, in float32: logits or hidden states."""
+    """Return a model's first output in float32: logits or hidden states."""
     out = model(**without_labels(batch))
     if isinstance(out, Mapping):
         values = out.values()
@@ -152,12 +152,12 @@ def first_output(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def without_labels(batch: Batch) -> dict[str, object]:
-    """What a forward needs that computes no loss."""
+    """Return the arguments of a forward that computes no loss."""
     return {k: v for k, v in batch.items() if k not in ("labels", "label")}
 
 
 def _check_two_sides(operation: str, batch: Batch) -> None:
-    """What an encoder-decoder needs beyond other models."""
+    """Check what an encoder-decoder needs beyond other models."""
     if not any(name.startswith("decoder_input") for name in batch):
         raise ValueError(
             f"{operation}: a batch has {sorted(batch)}, needed decoder_input_ids for an "
@@ -175,7 +175,7 @@ def _check_two_sides(operation: str, batch: Batch) -> None:
 
 
 def positions_of(model: nn.Module) -> int | None:
-    """How many tokens a row may have; None: no limit that is known."""
+    """Return how many tokens a row may have; None: no limit that is known."""
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig):
         return None

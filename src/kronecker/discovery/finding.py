@@ -21,12 +21,12 @@ COMPRESSED = (SmallerLinear, SmallerEmbedding)
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Whether it is a plain `nn.Embedding`: one that scales or shifts has a forward of its own."""
+    """Return whether it is a plain `nn.Embedding`; one that scales has its own forward."""
     return type(module).forward is nn.Embedding.forward and module.max_norm is None
 
 
 def convertible(module: nn.Module) -> bool:
-    """Whether there is a compressed layer for it."""
+    """Return whether there is a compressed layer for it."""
     return is_linear(module) or is_embedding(module) or is_experts(module)
 
 
@@ -41,7 +41,7 @@ def _refuse_own_forward(name: str, module: nn.Module) -> None:
 
 
 def mlps_if_any(model: nn.Module, batch: Mapping[str, object] | None = None) -> list[Mlp]:
-    """As `find_mlps`, but an empty list where the model cannot be run to find them."""
+    """Return `find_mlps`, or an empty list where the model cannot be run to find them."""
     try:
         return find_mlps(model, batch)
     except ValueError:

@@ -261,7 +261,7 @@ def _hypotheses(before: Sequence[_Run], run: _Run) -> list[Mlp]:
 def _read_once(
     model: nn.Module, mlps: list[Mlp], runs: Sequence[_Run], rows: Mapping[str, object]
 ) -> list[Mlp]:
-    """Those whose hidden neurons nothing but the last layer reads."""
+    """Return the MLPs whose hidden neurons nothing but the last layer reads."""
     if not mlps or _tried(model, mlps, runs, rows)[1]:
         return mlps
     return [mlp for mlp in mlps if _tried(model, [mlp], runs, rows)[1]]
@@ -270,7 +270,7 @@ def _read_once(
 def _tried(
     model: nn.Module, trials: Sequence[Mlp], runs: Sequence[_Run], rows: Mapping[str, object]
 ) -> tuple[list[Mlp], bool]:
-    """Those of the MLPs whose hidden neurons are what they should be, by one run for all.
+    """Test several MLPs in one forward pass; return those that are confirmed.
 
     Say also whether the model then says the same of both halves: if not, something else has read
     hidden neurons.
@@ -329,7 +329,7 @@ def _tried(
 
 
 def _same_halves(out: Tensor) -> bool:
-    """Whether two equal halves gave the same."""
+    """Return whether two equal halves gave the same."""
     if len(out) % 2:
         return True  # it is not row by row
     first, second = out.reshape(2, -1)

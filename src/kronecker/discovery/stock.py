@@ -97,7 +97,7 @@ def set_attributes_(changes: Changes) -> Changes:
 
 
 def attribute_changes(model: PreTrainedModel, config: PretrainedConfig) -> Changes:
-    """What to set on a model's modules so that they are those of this config.
+    """Return what to set on a model's modules so that they are those of this config.
 
     Plain attributes (sizes, counts) that differ between a model of the old config and one of the
     new, and the config itself; whatever a user has set stays.

@@ -32,12 +32,12 @@ class _Hidden:
     unit: int = 1  # what its size is a multiple of
 
     def read_neurons(self, state: Mapping[str, Tensor]) -> Tensor:
-        """Those whose column is not zero, in their order."""
+        """Return the neurons whose column is not zero, in their order."""
         name, dim = self.reads
         return torch.nonzero(state[name].movedim(dim, 0).flatten(1).any(1)).flatten()
 
     def count(self, tensors: Mapping[str, Tensor] | Mapping[str, torch.Size]) -> int:
-        """Of its hidden neurons."""
+        """Count its hidden neurons."""
         name, dim = self.reads
         weight = tensors[name]
         return (weight.shape if isinstance(weight, Tensor) else weight)[dim]

@@ -109,7 +109,7 @@ class Block:
         return total
 
     def inputs(self, name: str, states: Sequence[Tensor]) -> list[Tensor]:
-        """What a layer reads in the smaller model, batch by batch.
+        """Return what a layer reads in the smaller model, batch by batch.
 
         The block runs no further than it must.
         """
@@ -144,7 +144,7 @@ class Block:
         return seen
 
     def middle(self, mlp: Mlp, states: Tensor, config: object) -> Middle | None:
-        """What the MLP does between its matrices."""
+        """Return what the MLP does between its matrices."""
         said: dict[str, Tensor] = {}
         read: list[Tensor] = []
 

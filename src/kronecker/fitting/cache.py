@@ -71,7 +71,7 @@ class FitCache:
 
 
 def _key(model: nn.Module, settings: object, data: Sequence[Batch]) -> str:
-    """What a fitted part depends on: the modules, their weights, the settings and the data."""
+    """Return a key of what a fitted part depends on: modules, weights, settings and data."""
     config = getattr(model, "config", None)
     if isinstance(config, PretrainedConfig):
         fields = config.to_dict()

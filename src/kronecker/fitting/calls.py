@@ -128,7 +128,7 @@ def not_padding(batch: Batch) -> Tensor | None:
 
 
 def _is_one_tensor(out: object) -> bool:
-    """Whether a block's output is hidden states and nothing else."""
+    """Return whether a block's output is hidden states and nothing else."""
     return isinstance(out, Tensor) or (isinstance(out, tuple) and all(o is None for o in out[1:]))
 
 
@@ -155,7 +155,7 @@ def _passed_by(blocks: Sequence[nn.Module], size: int | None) -> Iterator[None]:
 
 
 def _same(calls: Sequence[Sequence[Call]], others: Sequence[Sequence[Call]]) -> bool:
-    """Whether two forwards gave their blocks the same arguments but for hidden states."""
+    """Return whether two forwards gave their blocks the same arguments but for hidden states."""
     a, b = ([tree_flatten(call.rest) for block in c for call in block] for c in (calls, others))
     if [spec for _, spec in a] != [spec for _, spec in b]:
         return False
@@ -180,7 +180,7 @@ def tokens(x: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def outputs_of(block: nn.Module, calls: Sequence[Call], hidden: Sequence[Tensor]) -> list[Tensor]:
-    """What a block makes of hidden states, batch by batch."""
+    """Return what a block makes of hidden states, batch by batch."""
     outputs = []
     for call, states in zip(calls, hidden, strict=True):
         call.hidden = states

@@ -97,7 +97,7 @@ def _started(
 
 
 def _factors(config: Factored, weight: Tensor, moments: Moments, *, sorted_neurons: bool) -> Matrix:
-    """What a weight is made of, by what it sees and should say."""
+    """Fit the factors of a weight to what it sees and should say."""
     if isinstance(config, LowRankConfig):
         return init.low_rank(weight, config.rank_of(*weight.shape), moments)
     b_shape = config.shapes(*weight.shape)[1]
@@ -128,7 +128,7 @@ def neuron_order(
 
 
 def _group(mlp: Mlp, weights: MlpWeights, configs: Configs) -> int:
-    """How many hidden neurons share a row of A, in all of an MLP's matrices.
+    """Return how many hidden neurons share a row of A, in all of an MLP's matrices.
 
     1 where they do not agree.
     """

@@ -47,7 +47,7 @@ class Part:
 
     @property
     def prune(self) -> PruneConfig | None:
-        """How neurons are dropped, where they are."""
+        """Return how neurons are dropped, where they are."""
         config = self.configs[self.name]
         if isinstance(config, PruneConfig):
             return config

@@ -51,7 +51,7 @@ class MlpWeights:
 
     @classmethod
     def of(cls, modules: Sequence[nn.Module], middle: Middle | None) -> MlpWeights:
-        """Those of its modules, the last one last."""
+        """Take the weights of its modules, the last one last."""
         matrices = [(dense(m).float().contiguous(),) for m in modules]
         biases = [None if (b := bias_of(m)) is None else b.float() for m in modules]
         # pyrefly: ignore[bad-argument-type]: lists are not changed
@@ -74,7 +74,7 @@ class MlpWeights:
         return F.linear(self.hidden(x), self.down_weight, self.down_bias)
 
     def on(self, mlp: Mlp, neurons: Tensor) -> MlpWeights:
-        """Those of some of the hidden neurons, or of all in another order; of dense weights."""
+        """Take some of the hidden neurons, or all in another order, of dense weights."""
         rows = mlp.rows(neurons, self.down_weight.shape[1])
         ups = [(w[rows],) for (w,) in self.ups]
         biases = [None if b is None else b[rows] for b in self.up_biases]
@@ -113,7 +113,7 @@ class MlpWeights:
         return [float(t.std(correction=0).clamp_min(1e-8)) for t in (*matrices, *biases)]
 
     def error(self, x: Tensor, target: Tensor) -> float:
-        """Of what it gives: Σ |t - y|² over Σ |t|²."""
+        """Return the error of what it gives: Σ |t - y|² over Σ |t|²."""
         parts = zip(x.split(_CHUNK), target.split(_CHUNK), strict=True)
         apart = sum(float((t - self(rows)).double().square().sum()) for rows, t in parts)
         return apart / max(1e-30, float(target.double().square().sum()))
@@ -121,7 +121,7 @@ class MlpWeights:
 
 @dataclass
 class Seen:
-    """What an MLP sees in the smaller model, and what it should give, over calibration tokens."""
+    """Statistics of what an MLP sees in the smaller model, and of what it should give."""
 
     moments: Moments  # of hidden neurons (N, I) and wanted outputs (N, O)
     # (N, H), where the matrices before are fitted too
@@ -142,7 +142,7 @@ class Seen:
 def middle_of(
     mlp: Mlp, config: object, near: Sequence[nn.Module], said: Sequence[Tensor], hidden: Tensor
 ) -> Middle | None:
-    """What an MLP does between its matrices, found by trying.
+    """Return what an MLP does between its matrices, found by trying.
 
     None where nothing known gives the same numbers.
 

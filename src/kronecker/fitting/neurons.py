@@ -73,7 +73,7 @@ def fit_neurons(
 def _with_writing_matrix(
     small: MlpWeights, weights: MlpWeights, moments: Moments, kept: Tensor, config: PruneConfig
 ) -> MlpWeights:
-    """Those of the kept neurons with the best matrix and bias that read them, in closed form."""
+    """Return the kept neurons with the best matrix and bias that read them, in closed form."""
     if config.refit == "none" or not moments.count:
         return small
     moment, cross = normal_equations(weights, moments, config.ridge)

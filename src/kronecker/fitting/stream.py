@@ -15,7 +15,7 @@ _NEAR = 0.02
 def stream_kind(
     block: nn.Module, up: nn.Module, down: nn.Module, call: Call, states: Tensor
 ) -> str | None:
-    """Where the stream that an MLP adds to can be read, found out by running the block.
+    """Return where the stream that an MLP adds to can be read, found out by running the block.
 
     ``"output"``: the block's output is the stream plus what the MLP says (pre-norm). ``"read"``:
     the stream is what the MLP reads, and a norm takes the sum of both (post-norm). None: neither,
@@ -39,7 +39,7 @@ def stream_kind(
 
 
 def _adds_to_output(block: nn.Module, down: nn.Module, call: Call) -> bool:
-    """Whether what a layer says is added to the block's output and changes nothing else."""
+    """Return whether what a layer says is added to the block's output and changes nothing else."""
     plain = call.run(block).float()
     step = float(plain.square().mean().sqrt()) or 1.0
     with down.register_forward_hook(lambda module, given, out: out + step):

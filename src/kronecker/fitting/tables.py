@@ -25,14 +25,14 @@ _ROWS = 8192  # in float64 at once
 
 @dataclass
 class TableUse:
-    """What calibration tokens do with a table (V, H): sums, in float64."""
+    """Sums over what calibration tokens do with a table (V, H), in float64."""
 
     counts: Tensor  # (V,), how often each row is looked up
     inputs: Tensor | None  # Σ x xᵀ, (H, H), of what a tied layer multiplies with it
 
     @property
     def looked_up(self) -> int:
-        """How many rows are looked up at all."""
+        """Count the rows that are looked up at all."""
         return int((self.counts > 0).sum())
 
 
@@ -40,7 +40,7 @@ class TableUse:
 def uses_of(
     model: nn.Module, tables: Mapping[str, Sequence[str]], data: Sequence[Batch], operation: str
 ) -> dict[str, TableUse]:
-    """How the model uses tables, by name, each with the names of the layers that share its weight.
+    """Measure how the model uses tables; by name, each with the layers that share its weight.
 
     Raises:
         ValueError: A table that no token was looked up in.

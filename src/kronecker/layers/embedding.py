@@ -17,7 +17,7 @@ from .weights import KroneckerLayer, LowRankLayer, SmallerWeight, start
 
 
 class SmallerEmbedding(SmallerWeight):
-    """What tables of smaller weights share: a stock table's sizes, and the way back to one."""
+    """Base of tables of smaller weights: a stock table's sizes, and the way back to one."""
 
     num_embeddings: int
     embedding_dim: int

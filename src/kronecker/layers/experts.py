@@ -18,7 +18,7 @@ GROUPED = 8
 
 @dataclass(frozen=True)
 class ExpertsLayout:
-    """How a stack of experts holds its weights, as transformers 5 says on the module.
+    """Layout of a stack of experts' weights, as transformers 5 tells it on the module.
 
     Elsewhere they are in canonical form: matrices (E, out, in), the gate's rows before those that
     it gates, (2 I, H); experts without a gate have (I, H).
@@ -54,12 +54,12 @@ class ExpertsLayout:
         return {self.up: up, "down_proj": down} | ({f"{self.up}_bias": 1} if self.biased else {})
 
     def neurons(self, shape: torch.Size) -> int:
-        """How many hidden neurons each expert has, by the shape of ``down_proj``."""
+        """Return how many hidden neurons each expert has, by the shape of ``down_proj``."""
         return shape[self.neuron_dims["down_proj"]]
 
     @property
     def canonical_rows(self) -> str:
-        """Where a neuron's rows are in canonical form: halves or plain."""
+        """Return where a neuron's rows are in canonical form: halves or plain."""
         if self.rows == "plain":
             return "plain"
         return "halves"
@@ -80,7 +80,7 @@ class ExpertsLayout:
 
 
 def experts_layout(module: nn.Module) -> ExpertsLayout | None:
-    """How a module holds its experts.
+    """Return how a module holds its experts.
 
     None where it is no stack of experts, or one that nothing here is for.
     """
@@ -111,12 +111,12 @@ def experts_layout(module: nn.Module) -> ExpertsLayout | None:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether it is a stack of experts as transformers 5 holds them."""
+    """Return whether it is a stack of experts as transformers 5 holds them."""
     return experts_layout(module) is not None
 
 
 def layout_of(module: nn.Module) -> ExpertsLayout:
-    """That of a stack of experts."""
+    """Return the layout of a stack of experts."""
     layout = experts_layout(module)
     assert layout is not None
     return layout

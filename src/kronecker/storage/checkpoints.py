@@ -52,12 +52,12 @@ def resized(model: nn.Module) -> dict[str, list[int]]:
 
 
 def has_smaller_layers(model: nn.Module) -> bool:
-    """Whether a model's own config does not describe it."""
+    """Return whether a model's own config does not describe it."""
     return bool(compressed(model) or resized(model))
 
 
 def is_compressed(folder: str | Path) -> bool:
-    """Whether a folder holds a compressed model."""
+    """Return whether a folder holds a compressed model."""
     return (Path(folder) / MARK).is_file()
 
 

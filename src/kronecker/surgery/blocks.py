@@ -57,7 +57,7 @@ class Stack:
         return None
 
     def renamed(self, name: str, stay: Sequence[int]) -> str | None:
-        """What a parameter is called when only these blocks stay; None for one that goes."""
+        """Return what a parameter is called when only these blocks stay; None for one that goes."""
         if (index := self.index(name)) is None:
             return name
         rest = name.removeprefix(f"{self.name}.{index}")
@@ -67,7 +67,7 @@ class Stack:
 
 
 def blocks_to_keep(model: nn.Module, stack: Stack, config: PruneConfig) -> int:
-    """How many blocks stay."""
+    """Return how many blocks stay."""
     if config.budget is None:
         return max(1, round(config.share * stack.count))
     sizes = [

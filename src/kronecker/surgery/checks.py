@@ -1,4 +1,4 @@
-"""What cannot be changed is refused before anything is."""
+"""Checks: what cannot be changed is refused before anything is."""
 
 from __future__ import annotations
 

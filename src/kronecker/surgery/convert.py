@@ -66,7 +66,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ConversionReport(Report):
-    """What `convert_` touched, and what it left alone and why.
+    """Layers that `convert_` changed, and those that it left alone and why.
 
     Attributes:
         layers: What was converted.
@@ -98,7 +98,7 @@ class ConversionReport(Report):
         return Table(("layer", "structure", "size", "start", "error"), rows)
 
     def remarks(self) -> list[str]:
-        """What was left alone, and what was not as asked for."""
+        """List what was left alone, and what was not as asked for."""
         larger = [r.name for r in self.layers if r.after > r.before]
         if larger:
             lines = [f"{len(larger)} layers are larger than they were: {larger[0]}, ..."]
@@ -323,7 +323,7 @@ def _check_each(
 def _row(
     name: str, layer: nn.Module, config: Config, fitted: bool, before: int, error: float
 ) -> LayerReport:
-    """What became of one layer."""
+    """Report what became of one layer."""
     by_weight = isinstance(config, KroneckerConfig) and config.init == "sequential" and not fitted
     start = "van_loan" if by_weight else config.init
     after = sum(p.numel() for p in layer.parameters())
@@ -358,7 +358,7 @@ def _fitted_tables(
 
 
 def _is_fitted(module: nn.Module, config: Config) -> bool:
-    """Whether a layer is fitted on calibration data."""
+    """Return whether a layer is fitted on calibration data."""
     return config.init == "sequential" and (is_linear(module) or is_experts(module))
 
 
@@ -414,7 +414,7 @@ def _neurons(config: Config, module: nn.Module) -> int:
 
 
 def _structure(layer: nn.Module) -> str:
-    """What a converted layer is now."""
+    """Describe what a converted layer is now."""
     if isinstance(layer, SmallerWeight):
         return layer.structure
     if is_linear(layer):

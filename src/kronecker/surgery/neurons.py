@@ -34,7 +34,7 @@ class PrunablePart:
     mlp: Mlp | None  # None: experts
 
     def parameters(self, keep: int) -> int:
-        """How many it has with so many hidden neurons."""
+        """Count its parameters with so many hidden neurons."""
         return sum(shape.numel() for shape in self.shapes(keep).values())
 
 
@@ -73,7 +73,7 @@ def _experts_part(name: str, module: nn.Module) -> PrunablePart:
 def neurons_to_keep(
     model: nn.Module, parts: Sequence[PrunablePart], config: PruneConfig
 ) -> dict[str, int]:
-    """How many hidden neurons each part keeps."""
+    """Return how many hidden neurons each part keeps."""
     # layers of one size have one field in a config
     grouped = {p.count for p in parts if p.mlp is None}
     units = {

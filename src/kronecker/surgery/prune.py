@@ -57,7 +57,7 @@ class PrunedLayer:
 
 @dataclass(frozen=True)
 class PruneReport(Report):
-    """What `prune_` dropped.
+    """Report of what `prune_` dropped.
 
     Attributes:
         layers: What became smaller, or was fitted.
@@ -86,7 +86,7 @@ class PruneReport(Report):
         return Table(("layer", "of", "before", "after", "error"), rows)
 
     def remarks(self) -> list[str]:
-        """What was not as asked for."""
+        """List what was not as asked for."""
         return list(self.notes)
 
     def plot(self, ax: Axes | None = None) -> Figure:

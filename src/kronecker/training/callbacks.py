@@ -42,7 +42,7 @@ class FreezePretrained(TrainerCallback):
         self._kept: set[int] = set()  # what was frozen before, and stays so
 
     def frozen_at(self, step: int) -> bool:
-        """Whether the pretrained rest is frozen in this step."""
+        """Return whether the pretrained rest is frozen in this step."""
         phase = step // self.steps
         if self.repeat:
             return phase % 2 == 0

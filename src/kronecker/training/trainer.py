@@ -237,7 +237,7 @@ def _states_that_count(
     seen: Mapping[str, tuple[Tensor, Tensor]],
     two_sides: bool,
 ) -> Tensor:
-    """What has a row and a column for each token that the losses are over.
+    """Return a tensor with a row and a column for each token that the losses are over.
 
     Of one answer a row, a row for each.
     """

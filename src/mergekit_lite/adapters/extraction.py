@@ -139,7 +139,7 @@ def _common_tensors(base: Source, tuned: Source) -> list[str]:
 
 
 class _Extraction:
-    """What is found of an adapter, tensor by tensor."""
+    """Findings about an adapter, tensor by tensor."""
 
     def __init__(
         self, base: Source, tuned: Source, rank: int, energy: float, dtype: str, save_others: bool

@@ -1,4 +1,4 @@
-"""What an adapter came to, module by module."""
+"""Reports of what an adapter came to, module by module."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class AdapterReport(Report):
     notes: list[str] = field(default_factory=list)
 
     def summary(self) -> list[str]:
-        """How much there is, and how well it fits."""
+        """Tell how much there is, and how well it fits."""
         ranks = [m.rank for m in self.modules]
         errors = [m.error for m in self.modules]
         lines = [f"{len(self.modules)} modules, {self.nbytes / 1e6:.1f} MB at {self.out}"]
@@ -68,7 +68,7 @@ class AdapterReport(Report):
         return Table(("module", "shape", "rank", "missed"), rows)
 
     def remarks(self) -> list[str]:
-        """What is not in it."""
+        """List what is not in it."""
         left = [
             f"{name} changed by {share:.2%} and is not in the adapter"
             for name, share in self.left.items()

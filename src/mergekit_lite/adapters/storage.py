@@ -79,7 +79,7 @@ def truncated(
 
 
 def module_of(name: str, change: Array, up: Array, down: Array, dtype: DType) -> AdapterModule:
-    """What the report says of a module whose factors are rounded to a dtype."""
+    """Report a module whose factors are rounded to a dtype."""
     rounded = numbers(stored_as(up, dtype)).astype(np.float32) @ numbers(
         stored_as(down, dtype)
     ).astype(np.float32)

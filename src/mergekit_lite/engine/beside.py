@@ -43,7 +43,7 @@ def foreign_code(plan: MergePlan) -> list[str]:
 
 
 def code_note(plan: MergePlan, trust_remote_code: bool) -> list[str]:
-    """What the report says of a donor that brings code of its own."""
+    """Return a note about a donor that brings code of its own."""
     files = foreign_code(plan)
     donor = plan.sources[plan.donor].label
     if not files and "auto_map" not in plan.config:
@@ -213,7 +213,7 @@ def model_card(plan: MergePlan) -> str:
 def manifest(
     plan: MergePlan, facts: Sequence[TensorFact], seed: int, hashes: Mapping[str, str]
 ) -> dict[str, object]:
-    """What was merged, how, and hashes of what came out; equal after a resume."""
+    """Describe what was merged, how, and hashes of what came out; equal after a resume."""
     return {
         "made_by": f"mergekit_lite {__version__}",
         "recipe": plan.recipe.to_dict(),

@@ -1,4 +1,4 @@
-"""What both engines share.
+"""Parts that both engines share.
 
 What they say of a tensor, where they hand its values, and when they refuse.
 """
@@ -26,7 +26,7 @@ class NotFiniteError(ValueError):
 
 @dataclass(frozen=True)
 class TensorFact:
-    """What was done to make one output tensor.
+    """Facts of one output tensor: what was done to make it.
 
     Args:
         name: Its name.
@@ -47,7 +47,7 @@ class TensorFact:
 
 
 def fact(t: TensorPlan, passes: int, inputs: Sequence[str] = ()) -> TensorFact:
-    """What the report says of a tensor.
+    """Return what the report says of a tensor.
 
     ``inputs`` are hashes of the values that were read, the base's last.
     """

@@ -29,7 +29,7 @@ class FusedEngine:
         self._buffers = Buffers()
 
     def takes(self, t: TensorPlan) -> bool:
-        """Whether a tensor's merge can be done here."""
+        """Return whether a tensor's merge can be done here."""
         by_elements = (
             t.method in PROGRAMS
             and t.chunking == "elements"

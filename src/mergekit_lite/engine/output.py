@@ -52,7 +52,7 @@ def plan_fingerprint(plan: MergePlan, seed: int, version: str) -> str:
 
 
 def _recorded_facts(entries: Any) -> list[TensorFact] | None:
-    """What a record says of a shard's tensors; None where it is no record of ours."""
+    """Read what a record says of a shard's tensors; None where it is no record of ours."""
     try:
         return [
             TensorFact(

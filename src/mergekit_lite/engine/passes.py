@@ -58,7 +58,7 @@ class Buffers(threading.local):
 
 @dataclass(frozen=True)
 class Kept:
-    """What a method keeps of the task vectors, as the kernels take it.
+    """Choice of what a method keeps of the task vectors, as the kernels take it.
 
     Args:
         kind: `kernels.ALL`, ``TRIM``, ``MIDDLE`` or ``DRAW``.
@@ -279,7 +279,7 @@ class FusedTensor:
         return finish
 
     def selected(self, share: float) -> tuple[bool, np.float32, Selector | None]:
-        """Whether columns are selected, the cut on their variance, and its selector.
+        """Return whether columns are selected, the cut on their variance, and its selector.
 
         What is selected is a share of the variances that are above 0.
         """

@@ -1,4 +1,4 @@
-"""How the processes of a `torchrun` share a merge: who leads, who takes which tensor."""
+"""Processes of a `torchrun` that share a merge: who leads, who takes which tensor."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ class LoraSource(Source):
         return numbers(stored) + change * np.float32(pair.scale)
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
-        """As the base does, where the adapter changes nothing."""
+        """Read as the base does, where the adapter changes nothing."""
         if name in self._pairs or name in self._replaced:
             return False
         return self.base.read_into(name, start, out)

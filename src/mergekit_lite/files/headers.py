@@ -176,7 +176,7 @@ def header_bytes(tensors: Sequence[tuple[TensorInfo, int]]) -> bytes:
 
 
 def stem_of(folder: Path) -> str | None:
-    """How the weight files of a folder begin; None when it holds no safetensors model."""
+    """Return how the weight files of a folder begin; None when it holds no safetensors model."""
     ends = (".safetensors.index.json", ".safetensors")
     return next(
         (stem for stem in STEMS if any((folder / f"{stem}{end}").exists() for end in ends)), None

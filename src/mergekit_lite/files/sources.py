@@ -1,4 +1,4 @@
-"""Where tensors come from: safetensors folders read in stretches, and tensors in memory.
+"""Sources of tensors: safetensors folders read in stretches, and tensors in memory.
 
 Every source answers `read(name, start, stop)` with that stretch of the flattened tensor as an array
 of stored values (`mergekit_lite.dtypes`), and reads nothing else from disk. No source imports

@@ -28,7 +28,7 @@ Weights = Source | Mapping[str, Tensor]
 
 @dataclass
 class Call:
-    """What a block is called with besides hidden states, and which tokens are no padding."""
+    """Arguments of a block besides hidden states, and which tokens are no padding."""
 
     arguments: tuple[object, ...]
     named: dict[str, object]
@@ -81,7 +81,7 @@ class Skeleton:
         self.blocks = lists[self.path]
 
     def prefix(self, number: int) -> str:
-        """What the names of a block's tensors begin with."""
+        """Return what the names of a block's tensors begin with."""
         return f"{self.path}.{number}."
 
     def outside(self) -> list[str]:

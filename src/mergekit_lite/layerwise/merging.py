@@ -138,9 +138,9 @@ class _Joined(Source):
         return self._source(name).read_into(name, start, out)
 
     def prefetch(self, name: str) -> None:
-        """As the part does."""
+        """Prefetch as the part does."""
         self._source(name).prefetch(name)
 
     def fingerprint(self) -> object:
-        """Of all parts."""
+        """Return the fingerprints of all parts."""
         return [part.fingerprint() for part in dict.fromkeys(self._of.values())]

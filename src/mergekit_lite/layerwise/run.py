@@ -42,7 +42,7 @@ class BlockMerge:
         self.hidden: list[list[Tensor]] = []
 
     def fingerprint(self) -> str:
-        """What the result depends on."""
+        """Return a fingerprint of what the result depends on."""
         return run_fingerprint(
             self.sources, self.data, [self.merge.method, self.shares, self.merge.reduce]
         )
@@ -133,7 +133,7 @@ class BlockMerge:
     def _watched(
         self, block: nn.Module, k: int, number: int
     ) -> tuple[dict[str, InputStatistics], list[Tensor]]:
-        """What a model's linear layers read of its data, and what its block makes of it."""
+        """Return what a model's linear layers read of its data, and what its block makes of it."""
         statistics: dict[str, InputStatistics] = {}
         owners: dict[str, str] = {}  # of layers that read one tensor, as q, k and v do, the first
         outputs = []

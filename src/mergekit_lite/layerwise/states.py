@@ -25,7 +25,7 @@ _STATES = "states.safetensors"
 def run_fingerprint(
     sources: Sequence[Source], data: Sequence[Sequence[Batch]], settings: object
 ) -> str:
-    """What the result of a run depends on: the models' files, their data and its settings."""
+    """Return a key of what a run depends on: the models' files, their data, its settings."""
     digest = hashlib.sha256()
     for batch in (b for batches in data for b in batches):
         digest.update(repr([(k, v.tolist()) for k, v in sorted(batch.items())]).encode())
@@ -51,7 +51,7 @@ def save_states(folder: Path, states: Mapping[str, Tensor], *, done: int, mark: 
 
 
 def load_states(folder: Path, mark: str) -> tuple[int, dict[str, Tensor]]:
-    """How many blocks an earlier run of that mark has been through, and its states.
+    """Return how many blocks an earlier run of that mark has been through, and its states.
 
     Else 0 and none.
     """

@@ -186,7 +186,7 @@ def unsupported(weights: list[Tensor]) -> str | None:
 
 
 def _matrix(weight: Tensor) -> Tensor:
-    """As (rows, columns) with columns side by side."""
+    """View a tensor as (rows, columns) with columns side by side."""
     matrix = weight if weight.dim() == 2 else weight[None]
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 

@@ -88,7 +88,7 @@ def _attributes(module: nn.Module) -> dict[str, object]:
 
 
 def _settings(model: nn.Module) -> dict[str, object]:
-    """What of a config says how the model computes."""
+    """Return the part of a config that says how the model computes."""
     if not isinstance(model, PreTrainedModel):
         return {}
     ignored = _LENGTH * _is_of_any_length(model.config)
@@ -126,7 +126,7 @@ def _unequal(
 
 
 def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str]) -> Iterator[str]:
-    """What no mask can lie over: other architectures, ties, shapes or dtypes."""
+    """Yield what no mask can lie over: other architectures, ties, shapes or dtypes."""
     if type(one) is not type(other):
         yield (
             f"different architectures: {type(one).__name__} ({labels[0]}) and "
@@ -180,7 +180,7 @@ def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str]) -> I
 def _different_settings(
     one: nn.Module, other: nn.Module, labels: tuple[str, str], values: bool
 ) -> Iterator[str]:
-    """What is not in parameters: kinds of modules, their settings, the config's, and buffers."""
+    """Yield settings that differ outside of parameters: kinds of modules, the config's, buffers."""
     yield from _unequal("config", _settings(one), _settings(other), labels)
     modules = dict(other.named_modules())
     for name, module in one.named_modules():

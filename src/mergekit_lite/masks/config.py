@@ -1,4 +1,4 @@
-"""How masks lie over the weights (`MaskConfig`), and what they learn from (`KLConfig`)."""
+"""`MaskConfig` and `KLConfig`: how masks lie over the weights, and what they learn from."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _at_least(owner: str, low: float, **values: float) -> None:
 
 class _Json:
     def to_json(self) -> str:
-        """As JSON text."""
+        """Return it as JSON text."""
         # pyrefly: ignore[bad-argument-type]: its subclasses are dataclasses
         return json.dumps(asdict(self))
 
@@ -56,7 +56,7 @@ class _Json:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskConfig(_Json):
-    """How masks lie over the weights of a merged model.
+    """Settings of masks: how they lie over the weights of a merged model.
 
     Args:
         mode: ``"accurate"`` blends the weights, then multiplies once: ``x @ (Σ m_k W_k).T``;
@@ -135,7 +135,7 @@ class MaskConfig(_Json):
 
 @dataclass(frozen=True, kw_only=True)
 class KLConfig(_Json):
-    """What the merged model is trained towards.
+    """Settings of training: what the merged model is trained towards.
 
     ``KL(Σ_k c_k component k, merged)``, averaged over positions.
 
@@ -176,7 +176,7 @@ class KLConfig(_Json):
 
     @property
     def penalises(self) -> bool:
-        """Whether a penalty on masks has a weight above 0."""
+        """Return whether a penalty on masks has a weight above 0."""
         return any((self.l1, self.l2, self.similarity))
 
     def __post_init__(self) -> None:

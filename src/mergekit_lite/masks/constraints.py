@@ -1,4 +1,4 @@
-"""What the K mask values at one place must satisfy, and how masks begin.
+"""Constraints on the K mask values at one place, and how masks begin.
 
 Small tensors, plain autograd.
 """

@@ -118,7 +118,7 @@ def _main_input(inputs: Mapping[str, object]) -> Tensor:
 def positions(
     merger: MaskedModel, ids: Tensor, labels: Tensor | None, attention: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Where outputs are supervised, as a mask over them, and the label of each."""
+    """Return where outputs are supervised, as a mask over them, and the label of each."""
     if getattr(merger.model.config, "is_encoder_decoder", False):
         raise ValueError(
             "Merger.distill: encoder-decoder models are not supported; needed a decoder or an "

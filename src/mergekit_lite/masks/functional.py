@@ -55,7 +55,7 @@ def _check_masks(operation: str, weights: Sequence[Tensor], masks: Tensor) -> No
 
 
 def _uses_fused(impl: str, weights: Sequence[Tensor], operation: str) -> bool:
-    """Whether the Triton path runs; an explicit choice that cannot run raises."""
+    """Return whether the Triton path runs; raise if an explicit choice cannot run."""
     # "auto" is eager until a row measured on a GPU says that the kernels are faster there
     if impl != "fused":
         return False

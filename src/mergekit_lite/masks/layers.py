@@ -137,7 +137,7 @@ class MaskedLayer(nn.Module):
         return [getattr(c, name) for c in self.components]
 
     def is_same(self, name: str) -> bool:
-        """Whether every component has the base's parameter, so that masks over it do nothing."""
+        """Return whether every component has the base's parameter, so that masks do nothing."""
         return name in self._same
 
     def mask(self, name: str) -> Tensor:
@@ -208,7 +208,7 @@ class MaskedLayer(nn.Module):
 
     @property
     def is_folded(self) -> bool:
-        """Whether merged parameters are kept, and are those of the masks."""
+        """Return whether merged parameters are kept, and are those of the masks."""
         return self.folded is not None and self._folded_at == self._versions()
 
     def _usable_fold(self) -> dict[str, Tensor] | None:

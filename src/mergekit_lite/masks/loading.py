@@ -124,7 +124,7 @@ def refuse_unlike(
 
 
 def _are_one(one: str, other: str) -> bool:
-    """Whether two names lead to one folder."""
+    """Return whether two names lead to one folder."""
     try:
         return one == other or find_folder(one).resolve() == find_folder(other).resolve()
     except CheckpointError:
@@ -161,7 +161,7 @@ def _config(path: str, options: Mapping[str, object]) -> tuple[object, dict[str,
 
 
 def _vocabularies(bases: Sequence[str | os.PathLike[str]], labels: Sequence[str]) -> list[str]:
-    """How the tokenizers of folders differ, where there are some."""
+    """Describe how the tokenizers of folders differ, where there are some."""
     try:
         folders = [find_folder(os.fspath(base)) for base in bases]
         known = [

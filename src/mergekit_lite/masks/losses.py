@@ -1,4 +1,4 @@
-"""What masks learn from.
+"""Losses of masks.
 
 `masked_kl`, distillation towards the components, and `mask_penalty`, which regularises.
 
@@ -245,7 +245,7 @@ def _checked_shares(
 
 
 def mask_penalty(masks: Sequence[Tensor], config: KLConfig) -> Tensor:
-    """What `KLConfig`'s regularisers add to the loss.
+    """Return the penalty that `KLConfig`'s regularizers add to the loss.
 
     Every mask tensor (K, ...) counts by its number of elements.
 

@@ -50,12 +50,12 @@ class LowRankLinear(nn.Module):
         return (self.base_weight + self.weight_delta()).to(self.base_weight.dtype).detach()
 
     def weight_delta(self) -> Tensor:
-        """What the adapter adds to the base's weight, in float32 or better."""
+        """Return what the adapter adds to the base's weight, in float32 or better."""
         work = torch.promote_types(self.up.dtype, torch.float32)
         return (self.up.to(work) @ self.down.to(work)) * self.scale
 
     def change(self, x: Tensor) -> Tensor:  # (*B, I) → (*B, O)
-        """What the adapter adds to the base's product."""
+        """Return what the adapter adds to the base's product."""
         return F.linear(F.linear(x, self.down), self.up) * self.scale
 
     def forward(self, x: Tensor) -> Tensor:
@@ -179,5 +179,5 @@ def with_adapter(base: PreTrainedModel, adapter: Adapter) -> PreTrainedModel | N
 
 
 def has_factors(model: nn.Module) -> bool:
-    """Whether a model is a base with an adapter's factors beside it."""
+    """Return whether a model is a base with an adapter's factors beside it."""
     return any(isinstance(module, LowRankLinear) for module in model.modules())

@@ -76,7 +76,7 @@ class MaskedSource(Source):
         return stored_of(values.contiguous())
 
     def prefetch(self, name: str) -> None:
-        """As the component does."""
+        """Prefetch as the component does."""
         self._inner.prefetch(name)
 
     def fingerprint(self) -> object:

@@ -29,7 +29,7 @@ _HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "l
 
 
 class StoredAs(NamedTuple):
-    """Where a component was loaded from, and its files' sizes and times.
+    """Place that a component was loaded from, with its files' sizes and times.
 
     None for files that no merge can read.
     """
@@ -126,7 +126,7 @@ class MaskedModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Return the device of the model."""
         return self.model.device
 
     @property
@@ -150,7 +150,7 @@ class MaskedModel(nn.Module):
         self.model.gradient_checkpointing_disable()
 
     def can_generate(self) -> bool:
-        """Whether `generate` is there."""
+        """Return whether `generate` is there."""
         return self.model.can_generate()
 
     def generate(self, *args: object, **options: object) -> Output:
@@ -175,7 +175,7 @@ class MaskedModel(nn.Module):
 
     @property
     def is_folded(self) -> bool:
-        """Whether merged weights are kept, and are those of the masks."""
+        """Return whether merged weights are kept, and are those of the masks."""
         return all(layer.is_folded for layer in self.layers().values())
 
     def forward(self, *args: object, **inputs: object) -> Output:
@@ -363,7 +363,7 @@ class MaskedModel(nn.Module):
 
 
 def _change(layer: MaskedLayer, k: int, name: str) -> Tensor:
-    """What a component changes of a parameter of the base, in its dtype."""
+    """Return what a component changes of a parameter of the base, in its dtype."""
     module = layer.components[k]
     base = getattr(layer.plain, name)
     if name == "weight" and isinstance(module, LowRankLinear):

@@ -1,4 +1,4 @@
-"""What masks became: a table, and a heat map."""
+"""Reports of what masks became: a table, and a heat map."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ _TRAINING = {
 
 @dataclass(frozen=True)
 class MaskRunReport(Report):
-    """What the masks are worth: nats a supervised token of held-out examples.
+    """Worth of masks: nats a supervised token of held-out examples.
 
     There is a figure for each model on each task.
     """
@@ -64,7 +64,7 @@ class MaskRunReport(Report):
     losses: dict[str, tuple[float, ...]]
 
     def summary(self) -> list[str]:
-        """Where things are."""
+        """Tell where things are."""
         counts = ", ".join(
             f"{n} of {task}" for task, n in zip(self.tasks, self.tokens, strict=True)
         )
@@ -208,7 +208,7 @@ def _claim(training: Path, run: MaskRun) -> None:
 
 
 def _names(labels: Sequence[str], methods: Sequence[str]) -> list[str]:
-    """What to call components in the table: folders' names, where they say which is which."""
+    """Name the components in the table: by folders, where those say which is which."""
     names = [Path(label).name for label in labels]
     taken = {*methods, "masks"}
     return [
@@ -288,7 +288,7 @@ def _losses_of(
     collator: MaskCollator,
     beside: Path,
 ) -> tuple[float, ...]:
-    """What a merge by a method of `merge_models` is worth."""
+    """Measure what a merge by a method of `merge_models` is worth."""
     options: dict[str, Any] = {}
     if method in CALIBRATED:
         parts = [

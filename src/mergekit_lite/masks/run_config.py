@@ -34,7 +34,7 @@ class TaskData:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskRun:
-    """What `run_masks` does.
+    """Settings of `run_masks`.
 
     Args:
         components: What `Merger.from_pretrained` takes.

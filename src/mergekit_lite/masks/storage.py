@@ -155,7 +155,7 @@ def bake(merger: MaskedModel, out: Path, options: Mapping[str, Any]) -> MergeRep
 
 
 def stored_as(name: str) -> StoredAs:
-    """What a component is loaded from, and how to tell whether it has changed since."""
+    """Return what a component is loaded from, and how to tell whether it has changed since."""
     try:
         return StoredAs(name, open_source(name).fingerprint())
     except CheckpointError:  # pickled, say
@@ -189,7 +189,7 @@ def _stored(merger: MaskedModel, k: int) -> Source | None:
 def _is_stored(
     source: Source, name: str, place: tuple[MaskedLayer, str] | None, k: int, value: Tensor
 ) -> bool:
-    """Whether a component's files still hold what was loaded: its factors, or its weight."""
+    """Return whether a component's files still hold what was loaded: its factors, or its weight."""
     module = None if place is None else place[0].components[k]
     if isinstance(module, LowRankLinear) and name.endswith("weight"):
         pair = source.pair(name) if isinstance(source, LoraSource) else None

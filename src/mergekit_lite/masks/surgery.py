@@ -80,7 +80,7 @@ class Surgeon:
                 setattr(module, name, self._replacements[id(child)])
 
     def trains(self, module: str) -> bool:
-        """Whether the masks over a module are trained."""
+        """Return whether the masks over a module are trained."""
         patterns = self.config.modules
         return patterns is None or any(fnmatchcase(module, pattern) for pattern in patterns)
 

@@ -28,7 +28,7 @@ Collector = Summation | Selector
 
 
 class Answering(Protocol):
-    """What knows a request's answer."""
+    """Something that knows a request's answer."""
 
     def answer(self, block: int) -> object:
         """The answer as it applies to block number ``block``."""
@@ -139,7 +139,7 @@ class Evaluation:
         return list(asked) if isinstance(asked, (list, tuple)) else [asked], None
 
     def requests(self) -> list[Request] | None:
-        """What the method asks next, as closures over the first block.
+        """Return what the method asks next, as closures over the first block.
 
         None when it returns a result.
         """

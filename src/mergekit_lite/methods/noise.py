@@ -115,7 +115,7 @@ def bits_at(key: str, places: Tensor) -> Tensor:
 
 
 def _positions(lanes: Tensor, value: int) -> Tensor:
-    """Where an int8 tensor equals ``value``.
+    """Find where an int8 tensor equals ``value``.
 
     Numpy finds a few among many faster than torch does on CPU.
     """

@@ -154,13 +154,13 @@ class MergeMethod:
             raise ValueError(f"{self.name}: got {number_of_models} models{beside}, needed {need}")
 
     def chunking_for(self, bound: dict[str, object]) -> Chunking:
-        """How a tensor may be cut under these parameters."""
+        """Return how a tensor may be cut under these parameters."""
         if callable(self.chunking):
             return self.chunking(bound)
         return self.chunking
 
     def passes_for(self, bound: dict[str, object]) -> int:
-        """How often a tensor is read under these parameters."""
+        """Return how often a tensor is read under these parameters."""
         if callable(self.passes):
             return self.passes(bound)
         return self.passes

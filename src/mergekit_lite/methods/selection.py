@@ -138,7 +138,7 @@ class Selector:
         self.take(block, int(np.count_nonzero(over)), bits[reach ^ over])
 
     def take(self, block: int, above: int, inside: np.ndarray) -> None:
-        """What `observe` finds in a block.
+        """Take what `observe` found in a block.
 
         How many scores lie above the window, and the bit patterns inside it.
         """
@@ -224,7 +224,7 @@ class Largest:
         return self.scores()
 
     def start(self, total: int, sample: Tensor) -> Selector:
-        """What collects the answer over the blocks of a tensor with ``total`` elements."""
+        """Start collecting the answer over the blocks of a tensor with ``total`` elements."""
         wide = sample.dtype == torch.float64
         return Selector(self.count(total), total, bits_of(sample, wide), wide)
 
@@ -268,7 +268,7 @@ class Sum:
         return self.partial().double()
 
     def start(self, total: int, sample: Tensor) -> Summation:
-        """What collects the sum."""
+        """Start collecting the sum."""
         return Summation()
 
 

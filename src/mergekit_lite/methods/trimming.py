@@ -79,7 +79,7 @@ def largest_magnitudes(
 
 
 def trimmed_count(n: int, density: float) -> int:
-    """How many of ``n`` changes `ties` keeps."""
+    """Return how many of ``n`` changes `ties` keeps."""
     return max(1, int(density * n)) if n else 0
 
 

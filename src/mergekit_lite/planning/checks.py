@@ -1,4 +1,4 @@
-"""What must agree between models, and what is only worth a note.
+"""Checks of what must agree between models, and notes on what need not.
 
 Nothing but headers, configs and vocabularies is read, except integer and boolean buffers, which
 must be equal.

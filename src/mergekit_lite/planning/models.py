@@ -34,7 +34,7 @@ class Models:
         return self.index[model_key(model)]
 
     def label(self, place: int) -> str:
-        """What messages call it."""
+        """Return what messages call it."""
         return self.sources[place].label
 
     def alias(self, place: int, name: str) -> str | None:

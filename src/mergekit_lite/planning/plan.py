@@ -144,7 +144,7 @@ class MergePlan(Report):
         return peak
 
     def table(self) -> Table:
-        """What will be read, written and held."""
+        """Tabulate what will be read, written and held."""
         passes = max((t.passes for t in self.tensors), default=1)
         plural = "s" if len(self.shards) > 1 else ""
         labels = dict.fromkeys(model_label(entry.model) for entry in self.recipe.entries())

@@ -77,7 +77,7 @@ def evaluate_setting(
 
 
 def matches(wanted: object, tensor_name: str) -> bool:
-    """Whether a filter's text is in a tensor's name; none, and ``*``, match every name."""
+    """Return whether a filter's text is in a tensor's name; none, and ``*``, match every name."""
     return wanted in (None, "*") or str(wanted) in tensor_name
 
 

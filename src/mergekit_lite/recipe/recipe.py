@@ -79,7 +79,7 @@ class ModelEntry:
                 )
 
     def to_dict(self) -> dict[str, object]:
-        """What its YAML would hold."""
+        """Return what its YAML would hold."""
         data: dict[str, object] = {"model": model_label(self.model)}
         if self.layer_range is not None:
             data["layer_range"] = list(self.layer_range)
@@ -117,7 +117,7 @@ class Slice:
             raise RecipeError("slice: every source needs a layer_range: [start, end]")
 
     def to_dict(self) -> dict[str, object]:
-        """What its YAML would hold."""
+        """Return what its YAML would hold."""
         data: dict[str, object] = {"sources": [source.to_dict() for source in self.sources]}
         if self.base_model is not None:
             data["base_model"] = model_label(self.base_model)
@@ -126,7 +126,7 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRule:
-    """Where one token's row comes from.
+    """Rule for where one token's row comes from.
 
     Args:
         model: The model that gives it; None where the rule names none.
@@ -143,7 +143,7 @@ class TokenRule:
     force: bool = False
 
     def to_dict(self) -> dict[str, object]:
-        """What its YAML would hold."""
+        """Return what its YAML would hold."""
         if self.model is None:
             source: object = None
         else:
@@ -163,7 +163,7 @@ class TokenRule:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSpec:
-    """Where the output's vocabulary comes from, and rows that a user places by hand.
+    """Source of the output's vocabulary, and rows that a user places by hand.
 
     Args:
         source: ``"union"`` of all tokens, ``"base"`` for the base's, or a model.
@@ -190,7 +190,7 @@ class TokenizerSpec:
             )
 
     def to_dict(self) -> dict[str, object]:
-        """What its YAML would hold."""
+        """Return what its YAML would hold."""
         data: dict[str, object] = {"source": self.source}
         if self.tokens:
             data["tokens"] = {token: rule.to_dict() for token, rule in self.tokens.items()}
@@ -297,7 +297,7 @@ class MergeRecipe:
         return [model for model in self.mentions() if isinstance(model, MergeRecipe)]
 
     def to_dict(self) -> dict[str, object]:
-        """What its YAML would hold; models that are in memory, and stages, appear by label."""
+        """Return what its YAML would hold; models in memory, and stages, appear by label."""
         if self.name is None:
             data: dict[str, object] = {}
         else:
@@ -338,7 +338,7 @@ def _plain(value: object) -> object:
 
 
 def model_label(model: object) -> str:
-    """What to call a model in messages and recipes."""
+    """Return what to call a model in messages and recipes."""
     if isinstance(model, (str, os.PathLike)):
         return os.fspath(model)
     if isinstance(model, MergeRecipe):

@@ -34,7 +34,7 @@ _HEAD_BIAS = re.compile(r"(^|\.)(lm_head|cls\.predictions(\.decoder)?)\.bias$")
 
 
 def is_vocabulary_tensor(name: str) -> bool:
-    """Whether a tensor's rows are tokens."""
+    """Return whether a tensor's rows are tokens."""
     return bool(EMBEDDING.search(name) or HEAD.search(name) or _HEAD_BIAS.search(name))
 
 
@@ -351,7 +351,7 @@ class AlignedSource(Source):
         return np.zeros(width, np.float32)
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
-        """As the model does, where rows are no tokens."""
+        """Read as the model does, where rows are no tokens."""
         return not is_vocabulary_tensor(name) and self._sources[self._index].read_into(
             name, start, out
         )

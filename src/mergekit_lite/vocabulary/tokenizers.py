@@ -26,7 +26,7 @@ TOKENIZER_FILES = (
 
 
 def has_tokenizer(folder: Path | None) -> bool:
-    """Whether a folder has a tokenizer that `read_vocabulary` reads."""
+    """Return whether a folder has a tokenizer that `read_vocabulary` reads."""
     return folder is not None and any(
         (folder / name).exists() for name in ("tokenizer.json", "vocab.json", "vocab.txt")
     )

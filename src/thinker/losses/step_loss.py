@@ -32,7 +32,7 @@ def labels_of_steps(
 
 
 def num_answers(labels: Tensor, steps: Sequence[int]) -> Tensor:
-    """How many answers a loss is a mean over: those of one step, on average."""
+    """Count the answers that a loss is a mean over: those of one step, on average."""
     return torch.stack(
         [(answers != -100).sum() for answers in labels_of_steps(labels, steps)]
     ).sum() / len(steps)
@@ -60,7 +60,7 @@ class StepLoss(nn.Module, ABC):
 
     @property
     def counts_from_start(self) -> bool:
-        """Whether a step's weight depends on how many steps there were since the input was read."""
+        """Return whether a step's weight depends on the steps since the input was read."""
         return False
 
     def check(self, config: ThinkerConfig) -> None:

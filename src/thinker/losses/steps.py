@@ -36,7 +36,7 @@ class LastAndRandom(StepLoss):
         self.random = random
 
     def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
-        """One."""
+        """Return one pass."""
         *earlier, last = plan.output_steps(n_step)
         if not earlier or not self.random:
             return [Pass(n_step, (last,))]
@@ -56,7 +56,7 @@ class AllSteps(StepLoss):
     """Every step that outputs, alike."""
 
     def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
-        """One."""
+        """Return one pass."""
         return [Pass(n_step, plan.output_steps(n_step))]
 
     def weights(
@@ -135,7 +135,7 @@ class Reach(StepLoss):
             )
 
     def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
-        """One."""
+        """Return one pass."""
         return [Pass(n_step, plan.output_steps(n_step)[-2:], self.grad_steps)]
 
     def weights(

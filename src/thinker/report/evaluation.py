@@ -1,4 +1,4 @@
-"""How right a thinker is on held-out samples."""
+"""Evaluation of a thinker on held-out samples."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Grid(Report):
 
     @classmethod
     def from_dict(cls, found: Mapping[str, list]) -> Grid:
-        """What `to_dict` gave, again."""
+        """Read what `to_dict` gave."""
         pairs = [
             zip(*rows, strict=True) for rows in zip(found["token"], found["sequence"], strict=True)
         ]

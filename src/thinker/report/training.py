@@ -1,4 +1,4 @@
-"""How a training went."""
+"""Report of how a training went."""
 
 from __future__ import annotations
 

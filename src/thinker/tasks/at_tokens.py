@@ -100,7 +100,7 @@ class AtTokens(Task):
         return self.task.input_length(length) + (not self.grid) + blanks
 
     def output_length(self, length: int) -> int:
-        """As long as the input."""
+        """Return the input's length."""
         return self.input_length(length)
 
     def num_samples(self, length: int) -> int:

@@ -74,7 +74,7 @@ class Hops(Task):
 @register_task("depth")
 @dataclass(frozen=True, kw_only=True)
 class Depth(Task):
-    """How deep in brackets each place is.
+    """Find how deep in brackets each place is.
 
     Openings (0) less closings (1) so far, never below 0 or above ``max_depth``.
 

@@ -87,7 +87,7 @@ class _Rearranged(SequenceTask):
     by_step: bool = False
 
     def distance(self, lengths: Tensor, place: Tensor) -> Tensor | None:
-        """Of a step's answer, none but the neighbours; otherwise anything."""
+        """Return 1 for a step's answer, which depends on neighbors alone; otherwise None."""
         if self.by_step:
             return torch.ones_like(place).expand(len(lengths), -1)
         return None
@@ -177,7 +177,7 @@ class Sort(_Rearranged):
         return tokens.masked_fill(~mask, self.symbols).sort(1).values
 
     def exchanged(self, left: Tensor, right: Tensor) -> Tensor:
-        """Where the larger is on the left."""
+        """Return the places where the larger is on the left."""
         return left > right
 
 

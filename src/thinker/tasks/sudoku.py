@@ -95,7 +95,7 @@ def sudoku_difficulty(
     *,
     box: int = 3,
 ) -> list[Difficulty]:
-    """What solves each puzzle, see `sudoku_puzzles`.
+    """Tell what solves each puzzle, see `sudoku_puzzles`.
 
     Of one with several solutions or none, ``"hard"``.
 

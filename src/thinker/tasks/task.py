@@ -1,4 +1,4 @@
-"""What a task is: batches of inputs and answers, made by tensor operations on any device.
+"""`Task`: batches of inputs and answers, made by tensor operations on any device.
 
 Tasks have names here.
 
@@ -227,7 +227,7 @@ def _check_ids(what: str, ids: Tensor, high: int) -> None:
 
 
 def row_words(length: int, device: torch.device) -> Tensor:  # (length,)
-    """What `row_key` multiplies the tokens of each place by."""
+    """Return what `row_key` multiplies the tokens of each place by."""
     return torch.tensor([signed(mix(7, i) | 1) for i in range(length)], device=device)
 
 

@@ -19,7 +19,7 @@ logger = logging.get_logger(__name__)
 
 
 class ThinkerRun(Protocol):
-    """What a callback may ask of a `ThinkerTrainer`."""
+    """Parts of a `ThinkerTrainer` that a callback may ask for."""
 
     tally: Tally
     data: CurriculumDataset
@@ -31,7 +31,7 @@ class ThinkerRun(Protocol):
 
     @property
     def batches(self) -> int:
-        """Where this process is in the data."""
+        """Return this process's place in the data."""
         ...
 
     def snapshot(self) -> StateDict:
@@ -57,7 +57,7 @@ class ThinkerCallback(TrainerCallback):
     trainer: ThinkerRun
 
     def state_dict(self) -> StateDict:
-        """What a resume needs."""
+        """Return what a resume needs."""
         return {}
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -109,7 +109,7 @@ class CurriculumCallback(ThinkerCallback):
         self.before = self.trainer.tally.mark()
 
     def state_dict(self) -> StateDict:
-        """What was reported."""
+        """Return what was reported."""
         return {"before": self.before}
 
     def load_state_dict(self, state: StateDict) -> None:

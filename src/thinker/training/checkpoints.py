@@ -1,4 +1,4 @@
-"""What `ThinkerTrainer` writes into a checkpoint, last of all, and which checkpoints are whole."""
+"""`ThinkerTrainer`'s own files in a checkpoint, written last, and which checkpoints are whole."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pack_carry(carry: ThinkerState | None) -> StateDict | None:
 def unpack_carry(
     packed: StateDict | None, config: ThinkerConfig, device: torch.device
 ) -> ThinkerState | None:
-    """What `pack_carry` packed."""
+    """Unpack what `pack_carry` packed."""
     if packed is None:
         return None
 
@@ -51,7 +51,7 @@ def unpack_carry(
 
 
 def read_state(path: Path) -> StateDict:
-    """What `ThinkerTrainer` wrote into a checkpoint.
+    """Read what `ThinkerTrainer` wrote into a checkpoint.
 
     Raises:
         ValueError: It is not there, or is cut short.

@@ -1,4 +1,4 @@
-"""Whether a model fits the data that it is to be trained on."""
+"""Check that a model fits the data that it is to be trained on."""
 
 from __future__ import annotations
 

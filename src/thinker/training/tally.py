@@ -1,4 +1,4 @@
-"""What a training run counts: right answers and all answers by length, the loss and its steps."""
+"""Counts of a training run: right answers and all answers by length, the loss and its steps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Tally:
         return {name: value.clone() for name, value in self.counts.items()}
 
     def since(self, mark: Counts) -> Counts:
-        """What was counted after ``mark``, summed over processes; ``mark`` becomes the present."""
+        """Return the counts since ``mark``, over all processes; ``mark`` becomes the present."""
         passed = {}
         for name, value in self.counts.items():
             passed[name] = self._total(value - mark[name])

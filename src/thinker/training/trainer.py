@@ -167,7 +167,7 @@ class ThinkerTrainer(StepTrainer):
 
     @property
     def batches(self) -> int:
-        """Where this process is in the data."""
+        """Return this process's place in the data."""
         return self._start_of_data + self.seen
 
     def get_train_dataloader(self) -> DataLoader:
@@ -476,7 +476,7 @@ class ThinkerTrainer(StepTrainer):
 
 
 class _Housekeeping(TrainerCallback):
-    """What the stock trainer leaves out.
+    """Callback for what the stock trainer leaves out.
 
     Our state in checkpoints, the loss's gradients, the moving average.
     """

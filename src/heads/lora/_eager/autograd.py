@@ -39,7 +39,7 @@ class Adapter(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What `_Lora` is to do, tensors aside."""
+    """Settings of `_Lora` that are no tensors."""
 
     adapters: tuple[Adapter, ...]
     transposed: bool
@@ -301,7 +301,7 @@ def run(
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast asks for; None where it is off.
+    """Return autocast's dtype, or None where it is off.
 
     It leaves float64 alone, and does not know the meta device.
     """
@@ -312,7 +312,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def transforming() -> bool:
-    """Whether vmap, jvp and the like are at work, which see through plain products only."""
+    """Return whether vmap, jvp or the like is at work; they see through plain products only."""
     if torch.compiler.is_compiling():
         return False
     return (

@@ -187,7 +187,7 @@ def _parsed(operation: str, path: str | Path) -> list[Row]:
 
 
 def _templated(operation: str, template: Template, row: Row, number: int) -> Example:
-    """What a template makes of a row; what goes wrong in it is told with the row's number."""
+    """Apply a template to a row; name the row's number in its errors."""
     try:
         example = template(row)
     except Exception as error:  # a template is the user's own code: anything can come out of it
@@ -267,7 +267,7 @@ def _are_messages(messages: object) -> bool:
 
 @dataclass(frozen=True)
 class RowReport(Report):
-    """What a trainer made of rows.
+    """Counts of the rows that a trainer kept, cut and left out.
 
     How many it kept, how many are as long as its limit, and their tokens.
 
@@ -293,7 +293,7 @@ class RowReport(Report):
         ]
 
     def remarks(self) -> list[str]:
-        """What was left out or cut."""
+        """List what was left out or cut."""
         lines = []
         if self.kept < self.rows:
             lines.append(
@@ -306,7 +306,7 @@ class RowReport(Report):
 
 
 def row_report(rows: Sequence[object], trainer: Any) -> RowReport:
-    """What `trl.SFTTrainer` made of rows: it leaves some out, and cuts some, without a word.
+    """Report what `trl.SFTTrainer` made of rows: it leaves out some, and cuts some, without a word.
 
     Args:
         rows: What the trainer was given as ``train_dataset``.

@@ -1,1 +1,1 @@
-"""What an adapter costs, and what a trainer's log says."""
+"""Reports: the cost of an adapter, and what a trainer's log says."""

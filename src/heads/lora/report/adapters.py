@@ -78,7 +78,7 @@ class LoraReport(Report):
     warnings: tuple[str, ...]
 
     def bytes(self) -> dict[str, int]:
-        """What a training step holds, by kind."""
+        """Return the bytes that a training step holds, by kind."""
         sizes = {
             "weights": self.weight_bytes,
             "gradients": self.gradient_bytes,
@@ -99,7 +99,7 @@ class LoraReport(Report):
         return Table(("", "in all"), list((counts | sizes).items()))
 
     def remarks(self) -> list[str]:
-        """What trains, the adapters' first step, and warnings."""
+        """List what trains, the adapters' first step, and warnings."""
         lines = [f"{self.trainable / max(1, self.parameters):.2%} of the parameters train"]
         for (rank, scaling), count in Counter(
             (row.rank, row.scaling) for row in self.adapters
@@ -249,7 +249,7 @@ def _measure_adapter(name: str, layer: LoraLayer, adapter: str) -> AdapterRow:
 
 
 def _casts_input(layer: LoraLayer, a: Tensor) -> bool:
-    """Whether peft's forward copies the input into the adapter's wider dtype."""
+    """Return whether peft's forward copies the input into the adapter's wider dtype."""
     base = getattr(layer.get_base_layer(), "weight", a)
     return (
         base.dtype.itemsize < a.dtype.itemsize

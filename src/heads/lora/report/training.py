@@ -48,7 +48,7 @@ class Spike(NamedTuple):
 
 @dataclass(frozen=True)
 class TuningReport(Report):
-    """What happened in a run.
+    """Findings in a trainer's log: losses, spikes, and where a run overfits.
 
     Attributes:
         train: (step, loss) of the training rows, as logged.
@@ -84,7 +84,7 @@ class TuningReport(Report):
         return lines
 
     def remarks(self) -> list[str]:
-        """Where it breaks, overfits, diverges and spikes."""
+        """List where it breaks, overfits, diverges and spikes."""
         lines = []
         if self.breaks_at is not None:
             lines.append(f"breaks at step {self.breaks_at}: the loss or the gradient is not finite")
@@ -280,7 +280,7 @@ def _turn(held_out: LossLog, tolerance: float) -> int | None:
 
 
 def _rises(looks: LossLog) -> bool:
-    """Whether a line through losses climbs, by three standard errors."""
+    """Return whether a line through losses climbs, by three standard errors."""
     # of logs that were put together one step may have several
     if len({step for step, _ in looks}) < 3:
         return False

@@ -32,7 +32,7 @@ _SHOWN = 5  # layers of a printed report
 
 @dataclass(frozen=True)
 class MergedLayer:
-    """What became of one layer's update dW.
+    """Figures of one merged layer: what became of its update dW.
 
     Its size, |dW| / |W|, and the share of it that rounding lost.
 
@@ -62,7 +62,7 @@ class MergeReport(Report):
     layers: tuple[MergedLayer, ...]
 
     def summary(self) -> list[str]:
-        """Where it is, and in which dtype."""
+        """Tell where the checkpoint is, and in which dtype."""
         return [f"{len(self.layers)} layers merged into {self.path} in {self.dtype}"]
 
     def table(self) -> Table:
@@ -74,7 +74,7 @@ class MergeReport(Report):
         return Table(("layer", "|dW| / |W|", "dW lost"), rows)
 
     def remarks(self) -> list[str]:
-        """What the table leaves out."""
+        """List what the table leaves out."""
         idle = sum(not layer.update for layer in self.layers)
         more = len(self.layers) - idle - _SHOWN
         lines = [f"and {more} more, which lost no more"] if more > 0 else []

@@ -18,7 +18,7 @@ from ..layers import LeanForward, can_be_lean, lean, lora_layers, route
 
 @dataclass(frozen=True)
 class AccelerationReport(Report):
-    """What `accelerate_lora_` touched, and what goes through peft's own forward and why.
+    """Layers that `accelerate_lora_` changed, and why others keep peft's own forward.
 
     Attributes:
         accelerated: Names of layers.
@@ -29,7 +29,7 @@ class AccelerationReport(Report):
     skipped: Mapping[str, str]
 
     def summary(self) -> list[str]:
-        """How many layers."""
+        """Count the layers."""
         return [f"{len(self.accelerated)} layers accelerated"]
 
     def table(self) -> Table:

@@ -131,7 +131,7 @@ def _chunks(order: Sequence[bytes], sequences: dict[bytes, Tokens]) -> Iterator[
 
 
 def _found(folder: Path | None) -> dict[bytes, np.ndarray]:
-    """What earlier runs left; a file that cannot be read is passed over."""
+    """Read what earlier runs left; pass over files that cannot be read."""
     rows: dict[bytes, np.ndarray] = {}
     for path in sorted(folder.glob("*.safetensors")) if folder is not None else ():
         try:
@@ -145,7 +145,7 @@ def _found(folder: Path | None) -> dict[bytes, np.ndarray]:
 
 
 def _folders(model: Judge, cache: Path) -> dict[str, Path]:
-    """Where features of each kind of pooling lie."""
+    """Return the folder of each kind of pooling's features."""
     config = {
         name: value
         for name, value in model.encoder.config.to_dict().items()
@@ -161,7 +161,7 @@ def _folders(model: Judge, cache: Path) -> dict[str, Path]:
 
 
 def _adapters(model: Judge) -> list[str]:
-    """What peft's layers in the encoder do with their weights."""
+    """Describe what peft's layers in the encoder do with their weights."""
     layers = {
         name: m for name, m in model.encoder.named_modules() if hasattr(m, "disable_adapters")
     }

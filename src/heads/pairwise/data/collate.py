@@ -32,7 +32,7 @@ _CHUNK = 256  # pairs that are tokenised at once
 
 @dataclass(frozen=True)
 class CutReport(Report):
-    """How many pairs there are, and of each class, what they hold, and what was cut to fit."""
+    """Counts of pairs, by class, of their tokens, and of what was cut to fit."""
 
     pairs: int
     labels: tuple[int, ...]
@@ -52,7 +52,7 @@ class CutReport(Report):
         ]
 
     def remarks(self) -> list[str]:
-        """What was cut."""
+        """List what was cut."""
         if not self.tokens_cut:
             return []
         return [
@@ -184,7 +184,7 @@ class PairwiseDataset(Dataset):
 
     @property
     def encoded(self) -> bool:
-        """Whether the answers have features of a frozen encoder."""
+        """Return whether the answers have features of a frozen encoder."""
         return self._features is not None
 
     def encode_(

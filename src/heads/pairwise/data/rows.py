@@ -26,7 +26,7 @@ _LONGEST = 200
 
 @dataclass(frozen=True)
 class ReadReport(Report):
-    """What became of the rows.
+    """Counts of the rows that were read, and of those that were not.
 
     Attributes:
         rows: How many there were.
@@ -56,7 +56,7 @@ class ReadReport(Report):
         ]
 
     def remarks(self) -> list[str]:
-        """What was not read, or left out."""
+        """List what was not read, or left out."""
         if self.ignored:
             lines = [f"not read: {', '.join(self.ignored)}"]
         else:

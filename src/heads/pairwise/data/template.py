@@ -32,7 +32,7 @@ class Tokens(NamedTuple):
 
 
 class Template:
-    """What a tokenizer puts around a prompt and an answer, and how both are cut to fit.
+    """Tokens that a tokenizer puts around a prompt and an answer, and how both are cut to fit.
 
     With a chat template, turns are framed as it frames them. Without one, prompt and answer are
     framed as the tokenizer frames a pair of texts, and more turns are separated as these two are.
@@ -103,7 +103,7 @@ class Template:
         self._kinds = tuple(kinds[min(place, len(kinds) - 1)] for place in places)
 
     def _read_chat_template(self) -> None:
-        """What the chat template writes before, between and after turns."""
+        """Read what the chat template writes before, between and after turns."""
         said = ("user", "assistant", "user", "assistant")
         whole = self._rendered(said)
         self._before["user"] = self._special(whole[0])

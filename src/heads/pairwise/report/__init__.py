@@ -1,1 +1,1 @@
-"""How good verdicts are, and what verdicts that need no encoder come to."""
+"""Measures of verdicts, and of rivals that need no encoder."""

@@ -251,7 +251,7 @@ def pairwise_report(
 
 
 def _seen(train: Sequence[Pair], test: Sequence[Pair]) -> tuple[str, ...]:
-    """How many of the test pairs' prompts and writers are known from training."""
+    """Tell how many of the test pairs' prompts and writers are known from training."""
     known, asked = ({str(pair.prompt) for pair in part} for part in (train, test))
     told = [f"{len(asked & known)} of {len(asked)} prompts were trained on"]
     wrote, writers = (

@@ -25,7 +25,7 @@ MOST = 50.0
 
 @dataclass(frozen=True)
 class PairwiseMetrics(Report):
-    """What verdicts on N labelled pairs are worth.
+    """Figures of the verdicts on N labeled pairs.
 
     Attributes:
         pairs: N.

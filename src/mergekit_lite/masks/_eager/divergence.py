@@ -28,7 +28,7 @@ from .logits import Heads, chunks, entropies, log_softmax_, logaddexp_, stretche
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What `Distillation` compares, besides tensors.
+    """Settings that `Distillation` compares by, besides tensors.
 
     Args:
         coefficients: (N, K), or None for shares by confidence.
@@ -46,7 +46,7 @@ class Objective:
 
 
 class _Work:
-    """What one call computes: the loss, and with ``gradients`` those of student, masks and bias."""
+    """Work of one call: the loss, and with ``gradients`` those of student, masks and bias."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ _DIVERGENCES = {"forward": _forward, "reverse": _reverse}
 
 
 def _between(cumulative: list[list[int]], chunk: slice) -> list[int]:
-    """How many positions of a chunk each teacher has a share in."""
+    """Count the positions of a chunk that each teacher has a share in."""
     if chunk.start:
         before = cumulative[chunk.start - 1]
     else:

@@ -1,4 +1,4 @@
-"""How probable a teacher finds an example, and what shares follow from it.
+"""Evidence: how probable a teacher finds an example, and what shares follow from it.
 
 Letters: N positions, H hidden size, V vocabulary, K components.
 """

@@ -84,7 +84,7 @@ def log_softmax_(logits: Tensor) -> None:
 
 
 def entropies(logs: Tensor) -> Tensor:  # (N, 1)
-    """Of rows of log probabilities."""
+    """Return the entropies of rows of log probabilities."""
     entropy = logs.new_zeros(logs.shape[0], 1)
     for piece in stretches(logs):
         p = logs[piece].exp()

@@ -1,4 +1,4 @@
-"""What masks are trained on: mixtures of tasks, text, batches, and teachers that run once."""
+"""Data that masks are trained on: mixtures of tasks, text, batches, and teachers that run once."""
 
 from ...data import TextExamples
 from .collator import MaskCollator

@@ -68,7 +68,7 @@ def make_room(parser: argparse.ArgumentParser, options: argparse.Namespace) -> b
     Whether a picture can be drawn there.
     """
     if options.json is not None and options.json.is_dir():
-        parser.error(f"{options.json} is a folder; needed a file")
+        parser.error(f"{options.json} is a folder; expected a file")
     for folder in filter(None, (options.out, options.json and options.json.parent)):
         folder.mkdir(parents=True, exist_ok=True)
     return options.out is not None and can_draw()

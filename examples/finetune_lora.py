@@ -208,7 +208,7 @@ def rows_and_base(given: argparse.Namespace) -> tuple[list[dict], str, Any]:
     template = lora.chat_template if tokenizer.chat_template else lora.alpaca_template
     rows = lora.read_rows(source, template)
     if len(rows) < 2:
-        raise ValueError("--data has one row; needed one to train and one to hold out, at least")
+        raise ValueError("--data has one row; expected one to train and one to hold out, at least")
     return rows, given.model, tokenizer
 
 
@@ -358,7 +358,7 @@ def checkpoint_of(given: argparse.Namespace, out: Path) -> str | None:
         other = [f"{key} {before.get(key)}" for key in told if before.get(key) != told[key]]
         if other:
             raise ValueError(
-                f"the run in {out} has {', '.join(other)}; needed the same, or another --name"
+                f"the run in {out} has {', '.join(other)}; expected the same, or another --name"
             )
     if last is not None:
         state = json.loads((Path(last) / "trainer_state.json").read_text(encoding="utf-8"))

@@ -144,10 +144,10 @@ def main() -> None:
     )
     given = parser.parse_args()
     if given.trials < 1:
-        parser.error(f"--trials is {given.trials}, needed 1 or more")
+        parser.error(f"--trials is {given.trials}, expected 1 or more")
     if given.link == "concat":
         parser.error(
-            "--link is concat, which has no part for surface features; needed another, or "
+            "--link is concat, which has no part for surface features; expected another, or "
             "train_judge.py"
         )
     if given.smoke:

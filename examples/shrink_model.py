@@ -50,7 +50,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="few tokens of everything")
     given = parser.parse_args()
     if not 0 < given.keep < 1:
-        parser.error(f"--keep is {given.keep}, needed a share between 0 and 1")
+        parser.error(f"--keep is {given.keep}, expected a share between 0 and 1")
     if given.smoke:
         given.tokens, given.measured_tokens = 512, 256
     return given
@@ -59,7 +59,7 @@ def options() -> argparse.Namespace:
 def main() -> None:
     given = options()
     if given.out.exists():
-        raise SystemExit(f"shrink_model: {given.out} exists; needed a folder to make")
+        raise SystemExit(f"shrink_model: {given.out} exists; expected a folder to make")
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     text = text_of(given.calibration)
     measured, skip = (text_of(given.held_out), 0) if given.held_out else (text, given.tokens)

@@ -171,7 +171,7 @@ class Trial:
             gap = min(row[k] for i, row in enumerate(rows) if i != k) - rows[k][k]
             if gap < APART:
                 sys.exit(
-                    f"{kind}: its specialist is {gap:.3f} nats better than the other; needed "
+                    f"{kind}: its specialist is {gap:.3f} nats better than the other; expected "
                     f"{APART}"
                 )
 

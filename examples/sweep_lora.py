@@ -150,7 +150,7 @@ def main() -> None:
         if name in {row["name"] for row in read_runs(given.out / "runs.csv")}:
             print(f"{number} of {len(runs)}: {name} is there already")
             if run != json.loads((given.out / name / "sweep.json").read_text(encoding="utf-8")):
-                sys.exit(f"{name} was made with other options; needed another --out")
+                sys.exit(f"{name} was made with other options; expected another --out")
             continue
         print(f"{number} of {len(runs)}: {name}", flush=True)
         words = words_of(

@@ -372,7 +372,7 @@ def flags_of(given: argparse.Namespace) -> dict[str, str]:
         ]:
             last = "no --resume" if not judge.is_file() else "another --out"
             raise ValueError(
-                f"{given.out} was begun with {', '.join(other)}; needed the same, or {last}"
+                f"{given.out} was begun with {', '.join(other)}; expected the same, or {last}"
             )
     return flags
 

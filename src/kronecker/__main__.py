@@ -107,7 +107,7 @@ def load(name: str) -> PreTrainedModel:
     if is_compressed(name):
         return from_pretrained(name)
     if Path(name, "adapter_config.json").is_file() and not Path(name, "config.json").is_file():
-        raise ValueError(f"kronecker: {name} is an adapter, needed a whole model: merge it first")
+        raise ValueError(f"kronecker: {name} is an adapter, expected a whole model: merge it first")
     try:
         config = AutoConfig.from_pretrained(name)
     except OSError as error:
@@ -154,7 +154,7 @@ def tokens(
         encode = AutoTokenizer.from_pretrained(find_folder(tokenizer))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"kronecker: {tokenizer} has no tokenizer, needed --tokenizer FOLDER"
+            f"kronecker: {tokenizer} has no tokenizer, expected --tokenizer FOLDER"
         ) from error
     return text_batches(
         text_of(file),
@@ -186,7 +186,7 @@ def _compare(options: argparse.Namespace) -> None:
     texts = {Path(f).stem: tokens(options, f, tokenizer, *loaded) for f in options.text}
     if len(texts) < len(options.text):
         raise ValueError(
-            f"compare: files of one name, {', '.join(options.text)}; needed names that differ"
+            f"compare: files of one name, {', '.join(options.text)}; expected names that differ"
         )
     if options.stride is not None:
         context = _context(options, loaded)
@@ -207,7 +207,7 @@ def _prune(options: argparse.Namespace) -> None:
     new = NewFolder(options.out, "prune", resumable=True)
     name = options.tokenizer or options.model
     if is_compressed(options.model):
-        raise ValueError(f"prune: {options.model} holds a compressed model, needed a stock one")
+        raise ValueError(f"prune: {options.model} holds a compressed model, expected a stock one")
     model = load(options.model).to(options.device)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     stored = model.dtype
@@ -237,7 +237,7 @@ def _convert(options: argparse.Namespace) -> None:
     elif options.low_rank is not None:
         if options.rank != 1 or options.init is not None:
             raise ValueError(
-                "convert: --rank and --init are of Kronecker sums, needed --low-rank alone"
+                "convert: --rank and --init are of Kronecker sums, expected --low-rank alone"
             )
         config = LowRankConfig(keep=options.low_rank)
     else:

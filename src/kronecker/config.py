@@ -84,8 +84,8 @@ class KroneckerConfig(_Config):
                 object.__setattr__(self, name, tuple(value))
         if (self.a_shape is None) == (self.b_shape is None):
             raise ValueError(
-                f"KroneckerConfig: a_shape is {self.a_shape} and b_shape is {self.b_shape}, needed "
-                "one of them"
+                f"KroneckerConfig: a_shape is {self.a_shape} and b_shape is {self.b_shape}, "
+                "expected one of them"
             )
         shape = self.a_shape or self.b_shape
         if not _is_whole_pair(shape, 1):
@@ -103,11 +103,12 @@ class KroneckerConfig(_Config):
             raise ValueError(f"KroneckerConfig: scales must be True or False, got {self.scales!r}")
         if self.init not in INITS:
             raise ValueError(
-                f"KroneckerConfig: init is {self.init!r}, needed one of {', '.join(INITS)}"
+                f"KroneckerConfig: init is {self.init!r}, expected one of {', '.join(INITS)}"
             )
         if self.keep not in ("even", "odd", "energy") and not _is_whole_pair(self.keep, 0):
             raise ValueError(
-                f"KroneckerConfig: keep is {self.keep!r}, needed even, odd, energy or (row, column)"
+                f"KroneckerConfig: keep is {self.keep!r}, expected even, odd, energy or (row, "
+                "column)"
             )
 
     def shapes(
@@ -179,22 +180,24 @@ class LowRankConfig(_Config):
 
     def __post_init__(self) -> None:
         if self.keep is not None and (not is_number(self.keep) or not 0 < self.keep < 1):
-            raise ValueError(f"LowRankConfig: keep is {self.keep}, needed a share between 0 and 1")
+            raise ValueError(
+                f"LowRankConfig: keep is {self.keep}, expected a share between 0 and 1"
+            )
         if self.rank is not None and not is_whole(self.rank, 1):
             raise ValueError(
-                f"LowRankConfig: rank is {self.rank}, needed a whole number, 1 or more"
+                f"LowRankConfig: rank is {self.rank}, expected a whole number, 1 or more"
             )
         if self.keep is not None and self.rank is not None:
             raise ValueError(
-                f"LowRankConfig: keep is {self.keep} and rank {self.rank}, needed one of them"
+                f"LowRankConfig: keep is {self.keep} and rank {self.rank}, expected one of them"
             )
         if self.init not in LOW_RANK_INITS:
             raise ValueError(
-                f"LowRankConfig: init is {self.init!r}, needed one of {', '.join(LOW_RANK_INITS)}"
+                f"LowRankConfig: init is {self.init!r}, expected one of {', '.join(LOW_RANK_INITS)}"
             )
         if not is_whole(self.epochs, 0):
             raise ValueError(
-                f"LowRankConfig: epochs is {self.epochs}, needed a whole number, 0 or more"
+                f"LowRankConfig: epochs is {self.epochs}, expected a whole number, 0 or more"
             )
 
     @property
@@ -258,30 +261,35 @@ class PruneConfig(_Config):
 
     def __post_init__(self) -> None:
         if self.keep is not None and (not is_number(self.keep) or not 0 < self.keep <= 1):
-            raise ValueError(f"PruneConfig: keep is {self.keep}, needed a share above 0, at most 1")
+            raise ValueError(
+                f"PruneConfig: keep is {self.keep}, expected a share above 0, at most 1"
+            )
         if self.granularity not in GRANULARITIES:
             raise ValueError(
-                f"PruneConfig: granularity is {self.granularity!r}, needed one of "
+                f"PruneConfig: granularity is {self.granularity!r}, expected one of "
                 f"{', '.join(GRANULARITIES)}"
             )
         if self.refit not in REFITS:
             raise ValueError(
-                f"PruneConfig: refit is {self.refit!r}, needed one of {', '.join(REFITS)}"
+                f"PruneConfig: refit is {self.refit!r}, expected one of {', '.join(REFITS)}"
             )
         for name, least in (("epochs", 1), ("multiple_of", 1)):
             if not is_whole(getattr(self, name), least):
                 raise ValueError(
-                    f"PruneConfig: {name} is {getattr(self, name)}, needed a whole number, {least} "
-                    "or more"
+                    f"PruneConfig: {name} is {getattr(self, name)}, expected a whole number, "
+                    f"{least} or more"
                 )
         if self.multiple_of > 1 and self.granularity != "neuron":
             raise ValueError(
-                f"PruneConfig: multiple_of is {self.multiple_of} for {self.granularity}s, needed 1"
+                f"PruneConfig: multiple_of is {self.multiple_of} for {self.granularity}s, expected "
+                "1"
             )
         if self.budget is not None:
             self._check_budget(self.budget)
         if not is_number(self.ridge) or not 0 < self.ridge < 1:
-            raise ValueError(f"PruneConfig: ridge is {self.ridge}, needed a share between 0 and 1")
+            raise ValueError(
+                f"PruneConfig: ridge is {self.ridge}, expected a share between 0 and 1"
+            )
 
     def _check_budget(self, budget: int) -> None:
         """Check that the budget is a number, and that there is no share beside it."""

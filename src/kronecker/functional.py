@@ -27,14 +27,16 @@ def check_factors(operation: str, a: Tensor, b: Tensor, scales: Tensor | None) -
     """Refuse factors that do not belong together."""
     if a.dim() != 3 or b.dim() != 3 or a.shape[0] != b.shape[0] or not a.shape[0]:
         raise ValueError(
-            f"{operation}: a is {list(a.shape)} and b {list(b.shape)}, needed (r, O1, I1) and (r, "
-            "O2, I2), r >= 1"
+            f"{operation}: a is {list(a.shape)} and b {list(b.shape)}, expected (r, O1, I1) and "
+            "(r, O2, I2), r >= 1"
         )
     if a.dtype != b.dtype or not a.is_floating_point():
-        raise ValueError(f"{operation}: a is {a.dtype} and b is {b.dtype}, needed one float dtype")
+        raise ValueError(
+            f"{operation}: a is {a.dtype} and b is {b.dtype}, expected one float dtype"
+        )
     if scales is not None and tuple(scales.shape) != (a.shape[0],):
         raise ValueError(
-            f"{operation}: scales have shape {list(scales.shape)}, needed ({a.shape[0]},), one a "
+            f"{operation}: scales have shape {list(scales.shape)}, expected ({a.shape[0]},), one a "
             "term"
         )
 
@@ -93,7 +95,7 @@ def kron_linear(
         b = b.to(dtype)
     elif x.dtype != a.dtype:
         raise ValueError(
-            f"kron_linear: x is {x.dtype} and the factors are {a.dtype}, needed one dtype"
+            f"kron_linear: x is {x.dtype} and the factors are {a.dtype}, expected one dtype"
         )
     bias, scales = (None if t is None else t.to(x.dtype) for t in (bias, scales))
     with nullcontext() if x.is_meta else torch.autocast(device, enabled=False):
@@ -129,10 +131,10 @@ def _check_linear(
     _, o1, i1 = a.shape
     _, o2, i2 = b.shape
     if impl not in IMPLS:
-        raise ValueError(f"kron_linear: impl is {impl!r}, needed one of {', '.join(IMPLS)}")
+        raise ValueError(f"kron_linear: impl is {impl!r}, expected one of {', '.join(IMPLS)}")
     if order not in (*ORDERS, "auto"):
         raise ValueError(
-            f"kron_linear: order is {order!r}, needed one of {', '.join(ORDERS)} or auto"
+            f"kron_linear: order is {order!r}, expected one of {', '.join(ORDERS)} or auto"
         )
     if not x.dim() or x.shape[-1] != i1 * i2:
         raise ValueError(
@@ -140,7 +142,7 @@ def _check_linear(
             f"{(o1, i1)} and b {(o2, i2)} need {i1} * {i2} = {i1 * i2}"
         )
     if bias is not None and tuple(bias.shape) != (o1 * o2,):
-        raise ValueError(f"kron_linear: bias has shape {list(bias.shape)}, needed ({o1 * o2},)")
+        raise ValueError(f"kron_linear: bias has shape {list(bias.shape)}, expected ({o1 * o2},)")
 
 
 def kron_embedding(
@@ -178,7 +180,7 @@ def kron_embedding(
     if impl not in IMPLS:
         raise ValueError(f"kron_embedding: impl must be one of {', '.join(IMPLS)}, got {impl!r}")
     if ids.is_floating_point() or ids.is_complex():
-        raise ValueError(f"kron_embedding: ids are {ids.dtype}, needed integers")
+        raise ValueError(f"kron_embedding: ids are {ids.dtype}, expected integers")
     if impl == "reference":
         return reference.kron_embedding(ids, a, b, scales)
     return _Embedding.apply(ids, a, b, None if scales is None else scales.to(a.dtype))

@@ -48,10 +48,10 @@ def _blocks(weight: Tensor, b_shape: tuple[int, int]) -> tuple[int, int, int, in
 def _check(operation: str, weight: Tensor, rank: int, most: int) -> None:
     if not torch.isfinite(weight).all() or not weight.any():
         raise ValueError(
-            f"{operation}: the weight {list(weight.shape)} is zero or not finite, needed numbers"
+            f"{operation}: the weight {list(weight.shape)} is zero or not finite, expected numbers"
         )
     if not 1 <= rank <= most:
-        raise ValueError(f"{operation}: rank is {rank}, needed 1 to {most}")
+        raise ValueError(f"{operation}: rank is {rank}, expected 1 to {most}")
 
 
 def random(
@@ -166,7 +166,7 @@ def prune(
             else keep
         )
     if not (0 <= q < o2 and 0 <= v < i2):
-        raise ValueError(f"prune: keep is {(q, v)}, needed a position within B {b_shape}")
+        raise ValueError(f"prune: keep is {(q, v)}, expected a position within B {b_shape}")
     a = parts[:, q, :, v].clone()[None]
     b = torch.zeros(1, o2, i2, dtype=weight.dtype, device=weight.device)
     b[0, q, v] = 1
@@ -201,10 +201,11 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
     """
     (r, o1, i1), (_, o2, i2) = start.a.shape, start.b.shape
     if not moments.count:
-        raise ValueError("als: there are no calibration tokens, needed some")
+        raise ValueError("als: there are no calibration tokens, expected some")
     if tuple(moments.cross.shape) != (o1 * o2, i1 * i2):
         raise ValueError(
-            f"als: moments are of a weight {list(moments.cross.shape)}, needed {[o1 * o2, i1 * i2]}"
+            f"als: moments are of a weight {list(moments.cross.shape)}, expected "
+            f"{[o1 * o2, i1 * i2]}"
         )
     damped = moments.damped()
     begin = Factors(start.a.double(), start.b.double(), start.error)

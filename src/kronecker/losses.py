@@ -50,10 +50,10 @@ class DistillConfig:
         weights = {n: getattr(self, n) for n in ("labels", "logits", "hidden", "layers")}
         if not all(weight >= 0 for weight in weights.values()) or not any(weights.values()):
             raise ValueError(
-                f"DistillConfig: weights are {weights}, needed none below 0 and one above"
+                f"DistillConfig: weights are {weights}, expected none below 0 and one above"
             )
         if not self.temperature > 0:
-            raise ValueError(f"DistillConfig: temperature is {self.temperature}, needed above 0")
+            raise ValueError(f"DistillConfig: temperature is {self.temperature}, expected above 0")
 
 
 def targets_of(
@@ -139,8 +139,8 @@ class TeacherMlps:
             parent = mlp.ups[0].rpartition(".")[0]
             if not _two_modules(mlp) and not _takes_one_tensor(teacher.get_submodule(parent)):
                 raise ValueError(
-                    f"KroneckerTrainer: {parent} is more than an MLP and cannot run alone; needed "
-                    "layers=0"
+                    f"KroneckerTrainer: {parent} is more than an MLP and cannot run alone; "
+                    "expected layers=0"
                 )
 
     @contextmanager

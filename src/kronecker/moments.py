@@ -44,7 +44,7 @@ class Moments:
         """Count tokens: inputs (N, I) and wanted outputs (N, O)."""
         if len(x) != len(y):
             raise ValueError(
-                f"Moments: {len(x)} inputs and {len(y)} wanted outputs, needed as many"
+                f"Moments: {len(x)} inputs and {len(y)} wanted outputs, expected as many"
             )
         x = x.detach().float()
         y = y.detach().float()
@@ -122,6 +122,6 @@ def positive(moment: Tensor) -> tuple[Tensor, Tensor]:
             return damped, root
         if ridge > 1:
             raise ValueError(
-                "kronecker: second moments are not finite, needed calibration without inf or nan"
+                "kronecker: second moments are not finite, expected calibration without inf or nan"
             )
         ridge = max(1e-8, 10 * ridge)

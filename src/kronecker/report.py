@@ -133,7 +133,9 @@ def perplexity(model: nn.Module, batches: Batches) -> float:
         loss += float(nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum"))
         count += int((labels != -100).sum())
     if not count:
-        raise ValueError("perplexity: there is no token to predict, needed batches of at least two")
+        raise ValueError(
+            "perplexity: there is no token to predict, expected batches of at least two"
+        )
     return math.exp(loss / count)
 
 
@@ -154,7 +156,7 @@ def embeddings(model: nn.Module, batches: Batches) -> Tensor:  # (rows, width)
         states = getattr(model(**arguments), "last_hidden_state", None)
         if states is None:
             raise ValueError(
-                f"compare: {type(model).__name__} gives no last_hidden_state, needed an encoder "
+                f"compare: {type(model).__name__} gives no last_hidden_state, expected an encoder "
                 "without a head"
             )
         states = states.float()
@@ -195,7 +197,7 @@ def compare(
     """
     if not models or not texts:
         raise ValueError(
-            f"compare: {len(models)} models and {len(texts)} texts, needed one or more of both"
+            f"compare: {len(models)} models and {len(texts)} texts, expected one or more of both"
         )
     if runs < 1:
         raise ValueError(f"compare: runs is {runs}, expected 1 or more")
@@ -204,7 +206,7 @@ def compare(
     new = min([new, *(p - _PROMPT for p in positions)])
     if generates and new < 1:
         raise ValueError(
-            f"compare: the models have {min(positions)} positions, needed over {_PROMPT}"
+            f"compare: the models have {min(positions)} positions, expected over {_PROMPT}"
         )
     named = texts if isinstance(texts, Mapping) else {"": texts}
     first = next(iter(models.values()))
@@ -257,8 +259,8 @@ def _all_generate(models: Mapping[str, nn.Module]) -> bool:
     if len(set(kinds.values())) > 1:
         other = next(name for name, generates in kinds.items() if not generates)
         raise ValueError(
-            f"compare: {other} is a {type(models[other]).__name__}, needed language models alone, "
-            "or none"
+            f"compare: {other} is a {type(models[other]).__name__}, expected language models "
+            "alone, or none"
         )
     return next(iter(kinds.values()))
 
@@ -271,7 +273,7 @@ def _first_ids(batches: Sequence[object]) -> Tensor:
     if isinstance(ids, Mapping):
         ids = ids.get("input_ids")
     if not isinstance(ids, Tensor):
-        raise ValueError("compare: the first text has no batch of token ids, needed one or more")
+        raise ValueError("compare: the first text has no batch of token ids, expected one or more")
     return ids
 
 
@@ -279,7 +281,7 @@ def _cosine(ours: Tensor, original: Tensor, name: str) -> float:
     if ours.shape != original.shape:
         raise ValueError(
             f"compare: embeddings of {name} are {list(ours.shape)}, the first model's "
-            f"{list(original.shape)}; needed one width"
+            f"{list(original.shape)}; expected one width"
         )
     return float(nn.functional.cosine_similarity(ours, original).mean())
 

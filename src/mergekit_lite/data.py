@@ -61,7 +61,7 @@ class TextExamples(Dataset):
     ):
         if not isinstance(train_on_inputs, bool):
             raise ValueError(
-                f"TextExamples: train_on_inputs is {train_on_inputs!r}, needed True or False"
+                f"TextExamples: train_on_inputs is {train_on_inputs!r}, expected True or False"
             )
         if (
             not getattr(tokenizer, "is_fast", False)
@@ -70,7 +70,7 @@ class TextExamples(Dataset):
         ):
             raise ValueError(
                 f"TextExamples: tokenizer is {type(tokenizer).__name__}, max_length "
-                f"{max_length!r}; needed a fast tokenizer of transformers, which knows where its "
+                f"{max_length!r}; expected a fast tokenizer of transformers, which knows where its "
                 "tokens stand in a text, and 2 or more"
             )
         self.tokenizer = tokenizer
@@ -88,7 +88,7 @@ class TextExamples(Dataset):
         if not self.examples:
             raise ValueError(
                 f"TextExamples: {name}: of {len(rows)} rows none has an answer within {max_length} "
-                "tokens; needed one"
+                "tokens; expected one"
             )
 
     def __len__(self) -> int:
@@ -145,7 +145,7 @@ class TextExamples(Dataset):
         """
         if not isinstance(row, Mapping):
             raise ValueError(
-                f"TextExamples: {where} is a {type(row).__name__}; needed a text, or a mapping"
+                f"TextExamples: {where} is a {type(row).__name__}; expected a text, or a mapping"
             )
         messages = row.get("messages")
         if (
@@ -166,7 +166,7 @@ class TextExamples(Dataset):
         if isinstance(row.get("text"), str):
             return row["text"], None
         raise ValueError(
-            f"TextExamples: {where} has {', '.join(map(str, row)) or 'nothing'}; needed {_NEEDED}"
+            f"TextExamples: {where} has {', '.join(map(str, row)) or 'nothing'}; expected {_NEEDED}"
         )
 
     def _conversation(self, where: str, messages: object) -> tuple[str, list[tuple[int, int]]]:
@@ -186,8 +186,7 @@ class TextExamples(Dataset):
         )
         if not good or not any(m["role"] == "assistant" for m in messages):
             raise ValueError(
-                f"TextExamples: {where}: messages needed roles and contents, and one of an "
-                "assistant"
+                f"TextExamples: {where}: messages need roles and contents, and one of an assistant"
             )
         spans = []
         texts = []
@@ -203,7 +202,7 @@ class TextExamples(Dataset):
         if not all(whole.startswith(part) for part in texts):
             raise ValueError(
                 f"TextExamples: {where}: the tokenizer's chat template changes earlier turns when "
-                "later ones come; needed rows of one answer"
+                "later ones come; expected rows of one answer"
             )
         return text, spans  # nothing after the last answer
 
@@ -222,19 +221,20 @@ def _read(source: object) -> tuple[str, list[object]]:
     """A name of the source for messages, and its rows."""
     if isinstance(source, Mapping) or not isinstance(source, (str, Path, Iterable)):
         raise ValueError(
-            f"TextExamples: source is a {type(source).__name__}; needed a file, or rows"
+            f"TextExamples: source is a {type(source).__name__}; expected a file, or rows"
         )
     if not isinstance(source, (str, Path)):
         rows = list(source)
         if not rows:
-            raise ValueError("TextExamples: no rows came; needed some")
+            raise ValueError("TextExamples: no rows came; expected some")
         return "rows", rows
     path = Path(source)
     if not path.is_file():
-        raise ValueError(f"TextExamples: {path} is not there; needed a file")
+        raise ValueError(f"TextExamples: {path} is not there; expected a file")
     if path.suffix.lower() in _NO_TEXT:
         raise ValueError(
-            f"TextExamples: {path} is no running text; needed .jsonl or .json rows, or a text file"
+            f"TextExamples: {path} is no running text; expected .jsonl or .json rows, or a text "
+            "file"
         )
     text = path.read_text(encoding="utf-8")
     try:
@@ -247,5 +247,5 @@ def _read(source: object) -> tuple[str, list[object]]:
             f"TextExamples: {path} is not the JSON that its name says ({error})"
         ) from error
     if not isinstance(rows, list) or not rows or not any(rows):
-        raise ValueError(f"TextExamples: {path} holds no rows; needed a list")
+        raise ValueError(f"TextExamples: {path} holds no rows; expected a list")
     return str(path), rows

@@ -38,7 +38,7 @@ def parse_size(size: int | str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)B?\s*", str(size))
     if not match or float(match[1]) <= 0:
         raise ValueError(
-            f"max_shard_size: is {size!r}, needed a number of bytes or text like '5GB'"
+            f"max_shard_size: is {size!r}, expected a number of bytes or text like '5GB'"
         )
     return int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
 
@@ -79,7 +79,7 @@ def build_recipe(
             ]
             if len(value) != len(takers):
                 raise ValueError(
-                    f"{method}: {name} has {len(value)} values, needed one for each of "
+                    f"{method}: {name} has {len(value)} values, expected one for each of "
                     f"{len(takers)} models"
                 )
             for taker, v in zip(takers, value, strict=True):
@@ -210,9 +210,9 @@ def merge_models(
         models, method, base_model, parameters, {"dtype": dtype, "out_dtype": out_dtype}
     )
     if threads is not None and (type(threads) is not int or threads < 1):
-        raise ValueError(f"merge_models: threads is {threads}, needed a whole number from 1")
+        raise ValueError(f"merge_models: threads is {threads}, expected a whole number from 1")
     if impl not in _IMPLS:
-        raise ValueError(f"merge_models: impl is {impl!r}, needed one of {', '.join(_IMPLS)}")
+        raise ValueError(f"merge_models: impl is {impl!r}, expected one of {', '.join(_IMPLS)}")
     run = Run(
         device=find_device(str(device), "merge_models"),
         impl=impl,
@@ -238,7 +238,7 @@ def _check_list(models: object) -> None:
     if isinstance(models, (str, os.PathLike)) and os.fspath(models).endswith((".yml", ".yaml")):
         hint = f", or load_recipe({os.fspath(models)!r})"
     raise ValueError(
-        f"merge_models: models is {type(models).__name__}, needed a list with at least one "
+        f"merge_models: models is {type(models).__name__}, expected a list with at least one "
         f"model{hint}"
     )
 
@@ -285,13 +285,13 @@ def _check_calibrated(
         lost = "calibration="
     if lost is not None:
         raise ValueError(
-            f"merge_models: {method or 'calibration'} came without {lost}; needed models in a "
+            f"merge_models: {method or 'calibration'} came without {lost}; expected models in a "
             "list, calibration= with a file or rows for each of them, and out="
         )
     passed = [name for name, value in unsupported.items() if value]
     if passed:
         raise ValueError(
-            f"merge_models: {method} has no {passed[0]}; needed none of {', '.join(unsupported)}"
+            f"merge_models: {method} has no {passed[0]}; expected none of {', '.join(unsupported)}"
         )
 
 
@@ -316,8 +316,8 @@ def _calibrated_recipe(recipe: MergeRecipe) -> tuple[list[object], str, dict[str
         {name for entry in recipe.models for name in entry.parameters} - {"weight"}
     ):
         raise ValueError(
-            f"merge_models: a model of a recipe of {recipe.merge_method} has {strange[0]}, needed "
-            "weight alone"
+            f"merge_models: a model of a recipe of {recipe.merge_method} has {strange[0]}, "
+            "expected weight alone"
         )
     parameters = dict(recipe.parameters)
     if any(entry.parameters for entry in recipe.models):

@@ -66,7 +66,7 @@ def check_new(out: str | os.PathLike[str], operation: str) -> Path:
             raise OutputError(f"{to}: a file is there; name a new folder")
         parent = next(p for p in path.parents if os.path.lexists(p))
         if not parent.is_dir():
-            raise OutputError(f"{to}: {parent} is a file, needed a folder")
+            raise OutputError(f"{to}: {parent} is a file, expected a folder")
         if not os.access(
             parent, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids
         ):
@@ -335,7 +335,9 @@ def new_file(path: str | os.PathLike[str], operation: str) -> Iterator[Path]:
         else:
             mode = None
         if mode is not None and (path.is_symlink() or not path.is_file()):
-            raise OutputError(f"{to}: a folder, link or device is there, needed the name of a file")
+            raise OutputError(
+                f"{to}: a folder, link or device is there, expected the name of a file"
+            )
         os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
         if mode is not None:
             os.chmod(part, mode)  # as the file that it replaces

@@ -166,7 +166,8 @@ def axes_for(
 
     if ax is not None and not hasattr(ax, "figure"):
         raise ValueError(
-            f"{operation}: ax is {ax!r}; needed matplotlib's axes (to save: .plot().savefig(path))"
+            f"{operation}: ax is {ax!r}; expected matplotlib's axes (to save: "
+            ".plot().savefig(path))"
         )
     if ax is not None:
         # pyrefly: ignore[bad-return]: no report draws on a subfigure

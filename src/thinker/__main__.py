@@ -127,7 +127,7 @@ def settings(pairs: Sequence[str]) -> Settings:
         ValueError: One without a sign.
     """
     if wrong := [pair for pair in pairs if "=" not in pair]:
-        raise ValueError(f"{wrong[0]!r} has no value; needed NAME=VALUE")
+        raise ValueError(f"{wrong[0]!r} has no value; expected NAME=VALUE")
     return {name: _value(text) for name, text in (pair.split("=", 1) for pair in pairs)}
 
 
@@ -150,7 +150,7 @@ def told_of(options: argparse.Namespace) -> Settings:
         model.setdefault("latent_init", "tokens")  # as ThinkerConfig has it
     if options.steps is not None and model.get("latent_init") == "tokens":
         raise ValueError(
-            f"steps are {options.steps}, but latents at the tokens think by length; needed no "
+            f"steps are {options.steps}, but latents at the tokens think by length; expected no "
             "--steps"
         )
     plan = options.plan
@@ -214,7 +214,7 @@ def train(options: argparse.Namespace) -> None:
     told = told_of(options)
     out = folder_of(options)
     if told["iterations"] < 1:
-        raise ValueError(f"iterations is {told['iterations']}; needed 1 or more")
+        raise ValueError(f"iterations is {told['iterations']}; expected 1 or more")
     set_seed(told["seed"])
     data = data_of(told)
     plan = plan_of(told)
@@ -372,7 +372,8 @@ def read_json(out: Path, name: str) -> Any:
     """
     if not (out / name).is_file():
         raise ValueError(
-            f"{out} has no {name}; needed a folder that `python -m thinker train` wrote to its end"
+            f"{out} has no {name}; expected a folder that `python -m thinker train` wrote to its "
+            "end"
         )
     return json.loads((out / name).read_text(encoding="utf-8"))
 

@@ -27,7 +27,9 @@ def check_layout(operation: str, config: ThinkerConfig, task: Task) -> None:
             needed = "AtTokens(task)"
         else:
             needed = 'a plain task, or a model with latent_init="tokens"'
-        raise ValueError(f"{operation}: the model has {has}, the task is {task!r}; needed {needed}")
+        raise ValueError(
+            f"{operation}: the model has {has}, the task is {task!r}; expected {needed}"
+        )
 
 
 def check_tokens(
@@ -36,12 +38,12 @@ def check_tokens(
     """Shape, length, and with ``values`` the ids."""
     if not isinstance(tokens, Tensor):
         raise ValueError(
-            f"LatentThinker: tokens are {type(tokens).__name__}; needed a tensor of ids (B, L)"
+            f"LatentThinker: tokens are {type(tokens).__name__}; expected a tensor of ids (B, L)"
         )
     if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64) or 0 in tokens.shape:
         raise ValueError(
             f"LatentThinker: tokens have shape {list(tokens.shape)} and dtype {tokens.dtype}; "
-            "needed int64 or int32 ids (B, L), none of the two 0"
+            "expected int64 or int32 ids (B, L), none of the two 0"
         )
     if mask is not None and mask.shape != tokens.shape:
         if mask.shape == tokens.shape[::-1]:
@@ -50,7 +52,7 @@ def check_tokens(
             hint = ""
         raise ValueError(
             f"LatentThinker: mask has shape {list(mask.shape)}, tokens {list(tokens.shape)}; "
-            f"needed the same{hint}"
+            f"expected the same{hint}"
         )
     if tokens.shape[1] > config.max_input_length:
         hint = ""
@@ -58,7 +60,7 @@ def check_tokens(
             hint = "; if these are time first, (L, B), transpose them"
         raise ValueError(
             f"LatentThinker: tokens (B, L) have shape {list(tokens.shape)}, so L is "
-            f"{tokens.shape[1]}; needed at most max_input_length, {config.max_input_length}{hint}"
+            f"{tokens.shape[1]}; expected at most max_input_length, {config.max_input_length}{hint}"
         )
     if values:
         low = int(tokens.min())
@@ -66,7 +68,7 @@ def check_tokens(
         if low < 0 or high >= config.vocab_size:
             wrong = low if low < 0 else high
             raise ValueError(
-                f"LatentThinker: token id {wrong}; needed 0 to vocab_size - 1, "
+                f"LatentThinker: token id {wrong}; expected 0 to vocab_size - 1, "
                 f"{config.vocab_size - 1}"
             )
 
@@ -82,10 +84,10 @@ def check_numbers(
     ):
         if value is not None and (not is_whole(value) or value < least):
             raise ValueError(
-                f"LatentThinker: {name} is {value!r}; needed a whole number, {least} or more"
+                f"LatentThinker: {name} is {value!r}; expected a whole number, {least} or more"
             )
     if noise is not None and not 0 <= noise < math.inf:
-        raise ValueError(f"LatentThinker: step_noise is {noise!r}; needed 0 or more, and finite")
+        raise ValueError(f"LatentThinker: step_noise is {noise!r}; expected 0 or more, and finite")
 
 
 def check_mask(config: ThinkerConfig, mask: Tensor) -> None:
@@ -97,11 +99,11 @@ def check_mask(config: ThinkerConfig, mask: Tensor) -> None:
         else:
             which = f"not row {int(empty[0])}"
         raise ValueError(
-            f"LatentThinker: {which} has a token left by the mask; needed one or more in each row"
+            f"LatentThinker: {which} has a token left by the mask; expected one or more in each row"
         )
     if config.causal and bool((mask[:, :-1] & ~mask[:, 1:]).any()):
         raise ValueError(
-            "LatentThinker: padding after tokens; a causal flow aligns right and needed it on the "
+            "LatentThinker: padding after tokens; a causal flow aligns right and needs it on the "
             "left"
         )
 
@@ -126,14 +128,14 @@ def check_grid(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None) -> No
         else:
             needed = f"a multiple of grid_width, {width}"
         raise ValueError(
-            f"LatentThinker: row {wrong} has {int(counts[wrong])} tokens; needed {needed}"
+            f"LatentThinker: row {wrong} has {int(counts[wrong])} tokens; expected {needed}"
         )
 
 
 def chosen_plan(config: ThinkerConfig, plan: FlowPlan | None = None) -> FlowPlan:
     """The plan of a call, else the config's, else everything that the model has in each step."""
     if not isinstance(plan, FlowPlan | None):
-        raise ValueError(f"LatentThinker: plan is {plan!r}; needed a FlowPlan")
+        raise ValueError(f"LatentThinker: plan is {plan!r}; expected a FlowPlan")
     if plan is None and config.plan is not None:
         return FlowPlan(**config.plan)
     return plan or FlowPlan.every_step(
@@ -158,19 +160,19 @@ def check_plan(config: ThinkerConfig, rows: Sequence[FlowRow]) -> None:
     """
     if config.memory == "none" and any(row.mem_lookup or row.mem_write for row in rows):
         raise ValueError(
-            'LatentThinker: the plan uses the memory, but memory is "none"; needed '
+            'LatentThinker: the plan uses the memory, but memory is "none"; expected '
             'ThinkerConfig(memory="grow"), or a '
             "plan without mem_lookup and mem_write"
         )
     if not config.num_static_tokens and any(row.static_mem_lookup for row in rows):
         raise ValueError(
-            "LatentThinker: the plan looks up static tokens; needed "
+            "LatentThinker: the plan looks up static tokens; expected "
             "ThinkerConfig(num_static_tokens=8) or so"
         )
     if config.memory == "static" and torch.is_grad_enabled() and any(row.mem_write for row in rows):
         raise ValueError(
             'LatentThinker: memory="static" writes in place, which would change what autograd '
-            'saved; needed memory="grow", or torch.no_grad()'
+            'saved; expected memory="grow", or torch.no_grad()'
         )
 
 
@@ -178,17 +180,17 @@ def check_labels(config: ThinkerConfig, labels: Tensor, logits: Sequence[int]) -
     """Answers that the logits, (B, O, output_size), can give."""
     if tuple(labels.shape) != tuple(logits[:2]):
         raise ValueError(
-            f"LatentThinker: labels have shape {list(labels.shape)}; needed {list(logits[:2])}, "
+            f"LatentThinker: labels have shape {list(labels.shape)}; expected {list(logits[:2])}, "
             "the answer's"
         )
     known = labels[labels != -100]
     if not known.numel():
         raise ValueError(
-            "LatentThinker: every label is -100, of which there is no mean loss; needed an answer"
+            "LatentThinker: every label is -100, of which there is no mean loss; expected an answer"
         )
     if int(known.min()) < 0 or int(known.max()) >= config.output_size:
         raise ValueError(
-            f"LatentThinker: labels from {int(known.min())} to {int(known.max())}; needed 0 to "
+            f"LatentThinker: labels from {int(known.min())} to {int(known.max())}; expected 0 to "
             f"output_size - 1, {config.output_size - 1}, and -100 where there is no answer"
         )
 
@@ -205,18 +207,18 @@ def check_latents(
     n = shape[1]
     if carried and (shape[0] != context[0] or (n_latent is not None and n_latent != n)):
         raise ValueError(
-            f"LatentThinker: the carry has {shape[0]} rows of {n} latents; needed {context[0]} rows"
-            f"{'' if n_latent is None else f' of {n_latent}'}"
+            f"LatentThinker: the carry has {shape[0]} rows of {n} latents; expected {context[0]} "
+            f"rows{'' if n_latent is None else f' of {n_latent}'}"
         )
     if config.at_tokens and (n > context[1] or (n < context[1] and not config.causal)):
         needed = "at most as many" if config.causal else "as many"
         raise ValueError(
-            f"LatentThinker: n_latent is {n}, the input has {context[1]} tokens; needed {needed}"
+            f"LatentThinker: n_latent is {n}, the input has {context[1]} tokens; expected {needed}"
         )
     if config.table_size is not None and n > config.table_size:
         raise ValueError(
-            f"LatentThinker: n_latent is {n}, the table has {config.table_size}; needed at most as "
-            "many, or a model "
+            f"LatentThinker: n_latent is {n}, the table has {config.table_size}; expected at most "
+            "as many, or a model "
             'with latent_init="noise", which thinks with any number'
         )
 
@@ -230,7 +232,7 @@ def chosen_steps(output_steps: OutputSteps, rows: Sequence[FlowRow]) -> set[int]
     if isinstance(output_steps, str | int):
         if output_steps not in ("last", "all"):
             raise ValueError(
-                f"LatentThinker: output_steps is {output_steps!r}; needed last, all, or some of "
+                f"LatentThinker: output_steps is {output_steps!r}; expected last, all, or some of "
                 f"{can}"
             )
         return set(can if output_steps == "all" else can[-1:])

@@ -43,7 +43,7 @@ _WHOLE = (
 
 def refuse(what: str, got: object, needed: str) -> None:
     """Raise the one kind of error that configs raise."""
-    raise ValueError(f"ThinkerConfig: {what} is {got!r}; needed {needed}")
+    raise ValueError(f"ThinkerConfig: {what} is {got!r}; expected {needed}")
 
 
 def is_whole(value: object) -> bool:
@@ -215,7 +215,7 @@ class ThinkerConfig(PreTrainedConfig):
             if near:
                 hint = f"; did you mean {near[0]}?"
             else:
-                hint = f"; needed some of {', '.join(_fields())}"
+                hint = f"; expected some of {', '.join(_fields())}"
             raise ValueError(
                 f"ThinkerConfig: there is no {name} (which is {rest[name]!r} here){hint}"
             )

@@ -120,7 +120,7 @@ class CurriculumDataset(IterableDataset):
     ):
         if not isinstance(task, Task) or not isinstance(schedule, Schedule | None):
             raise ValueError(
-                f"CurriculumDataset: task {task!r}, schedule {schedule!r}; needed a Task, as of "
+                f"CurriculumDataset: task {task!r}, schedule {schedule!r}; expected a Task, as of "
                 "make_task, and a Schedule, as Frontier(max_length=20)"
             )
         self.task = task
@@ -147,20 +147,20 @@ class CurriculumDataset(IterableDataset):
         if not numbers or batch_size < 1 or delay < 1 or not 0 <= holdout < 1:
             raise ValueError(
                 f"CurriculumDataset: batch_size {batch_size!r}, delay {delay!r}, holdout "
-                f"{holdout!r}, seed {seed!r}, rank {rank!r}; needed 1 or more, 1 or more, 0 to "
+                f"{holdout!r}, seed {seed!r}, rank {rank!r}; expected 1 or more, 1 or more, 0 to "
                 "below 1, whole numbers"
             )
         if self.schedule.min_length < task.min_length:
             raise ValueError(
                 f"CurriculumDataset: {type(self.schedule).__name__} starts at length "
-                f"{self.schedule.min_length}, but {type(task).__name__} needed {task.min_length} "
+                f"{self.schedule.min_length}, but {type(task).__name__} needs {task.min_length} "
                 "or more"
             )
         longest = self.schedule.max_length
         if enumerable and longest != 1:
             raise ValueError(
                 f"CurriculumDataset: {type(self.schedule).__name__} goes up to length {longest}; "
-                f"the rows of {task!r} are given, have length 1, and needed no schedule"
+                f"the rows of {task!r} are given, have length 1, and need no schedule"
             )
         check_sample(task, self._generator(2), longest)
         self._hold_out = HoldOut(task, holdout, longest, self.device)
@@ -244,7 +244,7 @@ class CurriculumDataset(IterableDataset):
         newest = float(self._states[:, 0].max())
         if start < newest:
             raise ValueError(
-                f"CurriculumDataset: a change at step {step} after a later one; needed steps in "
+                f"CurriculumDataset: a change at step {step} after a later one; expected steps in "
                 "order"
             )
         row = self._states[
@@ -310,7 +310,7 @@ class CurriculumDataset(IterableDataset):
             seed: Which batch.
         """
         if batch < 1:
-            raise ValueError(f"CurriculumDataset: held_out of {batch} rows; needed 1 or more")
+            raise ValueError(f"CurriculumDataset: held_out of {batch} rows; expected 1 or more")
         sample = self._hold_out.sample(self._generator(3, seed, length), batch, length)
         return _rows(
             self.task, sample, torch.full((len(sample.tokens),), length, device=self.device)
@@ -353,7 +353,7 @@ class CurriculumDataset(IterableDataset):
         for name, value in self._identity().items():
             if state.get(name, value) != value:
                 raise ValueError(
-                    f"CurriculumDataset: the state has {name} {state[name]}; needed {value}, as "
+                    f"CurriculumDataset: the state has {name} {state[name]}; expected {value}, as "
                     "here"
                 )
         self.step = state["step"]
@@ -374,7 +374,7 @@ def _pair(name: str, count: Count, length: int) -> tuple[int, int]:
     ):
         where = f" at length {length}" if callable(count) else ""
         raise ValueError(
-            f"CurriculumDataset: {name} is {value!r}{where}; needed a number from 1, or two in "
+            f"CurriculumDataset: {name} is {value!r}{where}; expected a number from 1, or two in "
             "order"
         )
     return pair[0], pair[1]

@@ -67,15 +67,15 @@ class FlowPlan:
         for part in PARTS:
             rows = getattr(self, part)
             if not isinstance(rows, Sequence) or isinstance(rows, str | FlowRow):
-                raise ValueError(f"FlowPlan: {part} is {rows!r}; needed a list of rows")
+                raise ValueError(f"FlowPlan: {part} is {rows!r}; expected a list of rows")
             object.__setattr__(self, part, tuple(map(_row, rows)))
         every = self.prologue + self.loop + self.epilogue
         if not any(row.output for row in every):
             raise ValueError(
-                f"FlowPlan: none of {len(every)} rows outputs; needed at least the last to"
+                f"FlowPlan: none of {len(every)} rows outputs; expected at least the last to"
             )
         if not every[-1].output:
-            raise ValueError("FlowPlan: the last step does not output; needed output = 1 there")
+            raise ValueError("FlowPlan: the last step does not output; expected output = 1 there")
 
     @classmethod
     def every_step(
@@ -144,8 +144,8 @@ class FlowPlan:
         """
         if not isinstance(n_step, int) or n_step < 1 or not isinstance(p, Mapping | float | int):
             raise ValueError(
-                f"FlowPlan.random: p is {p!r}, n_step {n_step!r}; needed a probability, or one by "
-                "column, and 1 or more"
+                f"FlowPlan.random: p is {p!r}, n_step {n_step!r}; expected a probability, or one "
+                "by column, and 1 or more"
             )
         by_column = {
             c: p.get(c, float(_USUAL[c])) if isinstance(p, Mapping) else p for c in COLUMNS
@@ -153,7 +153,7 @@ class FlowPlan:
         wrong = [v for v in by_column.values() if not 0 <= v <= 1]
         if wrong or (isinstance(p, Mapping) and set(p) - set(COLUMNS)):
             raise ValueError(
-                f"FlowPlan.random: p is {p!r}; needed probabilities, by columns "
+                f"FlowPlan.random: p is {p!r}; expected probabilities, by columns "
                 f"{', '.join(COLUMNS)}"
             )
         drawn = torch.rand(n_step, len(COLUMNS), generator=generator) < torch.tensor(
@@ -191,7 +191,7 @@ class FlowPlan:
             rows = [row if isinstance(row, Mapping) else _row(row)._asdict() for row in table]
         else:
             raise ValueError(
-                f"FlowPlan.from_table: table is {table!r}; needed text, or a list of rows"
+                f"FlowPlan.from_table: table is {table!r}; expected text, or a list of rows"
             )
         steps = tuple(_row({c: v for c, v in row.items() if c != "step"}) for row in rows)
         marked = [i for i, row in enumerate(rows) if str(row.get("step", "")).endswith("*")]
@@ -201,7 +201,8 @@ class FlowPlan:
         end = marked[-1] + 1
         if len(marked) != end - first:
             raise ValueError(
-                "FlowPlan.from_table: rows marked with * have others between them; needed one loop"
+                "FlowPlan.from_table: rows marked with * have others between them; expected one "
+                "loop"
             )
         return cls(steps[:first], steps[first:end], steps[end:])
 
@@ -255,7 +256,7 @@ class FlowPlan:
         room = n - len(self.prologue) - len(self.epilogue)
         if n < 1 or room < 0 or (room and not self.loop):
             needed = f"{self.min_steps}{' or more' if self.loop else ''}"
-            raise ValueError(f"FlowPlan: n_step is {n}; this plan needed {needed}")
+            raise ValueError(f"FlowPlan: n_step is {n}; this plan needs {needed}")
         rows = self._cut(n)
         if not rows[-1].output:
             raise ValueError(
@@ -324,7 +325,7 @@ def _rows_of(table: str) -> list[Mapping[str, object]]:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
-                f"FlowPlan.from_table: two columns are called {name!r}; needed each once"
+                f"FlowPlan.from_table: two columns are called {name!r}; expected each once"
             )
     if cells and all(re.fullmatch(":?-{2,}:?", c) for c in cells[0]):
         cells = cells[1:]
@@ -344,15 +345,15 @@ def _row(row: object) -> FlowRow:
         return FlowRow(*map(bool, row))
     if not isinstance(row, Mapping):
         if not isinstance(row, Sequence) or isinstance(row, str) or len(row) > len(COLUMNS):
-            raise ValueError(f"FlowPlan: a row is {row!r}; needed {len(COLUMNS)} values or fewer")
+            raise ValueError(f"FlowPlan: a row is {row!r}; expected {len(COLUMNS)} values or fewer")
         row = dict(zip(COLUMNS, row, strict=False))
     if unknown := sorted(map(str, set(row) - set(COLUMNS))):
-        raise ValueError(f"FlowPlan: column {unknown[0]!r}; needed some of {', '.join(COLUMNS)}")
+        raise ValueError(f"FlowPlan: column {unknown[0]!r}; expected some of {', '.join(COLUMNS)}")
     return FlowRow(**{column: _cell(value) for column, value in row.items()})
 
 
 def _cell(value: object) -> bool:
     text = str(int(value) if isinstance(value, bool) else value).strip().lower()
     if text not in _TRUE | _FALSE:
-        raise ValueError(f"FlowPlan: cell {value!r}; needed 1 or 0")
+        raise ValueError(f"FlowPlan: cell {value!r}; expected 1 or 0")
     return text in _TRUE

@@ -46,7 +46,7 @@ def attention(
     ):
         raise ValueError(
             f"attention: query {list(query.shape)}, keys {list(keys.shape)}, values "
-            f"{list(values.shape)}; needed (B, H, n, h), (B, H, m, h) and the keys' shape"
+            f"{list(values.shape)}; expected (B, H, n, h), (B, H, m, h) and the keys' shape"
         )
     output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
     return output.transpose(1, 2).flatten(2)

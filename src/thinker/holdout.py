@@ -78,7 +78,7 @@ class HoldOut:
             wrong = wrong[self.rows(again, lengths[wrong])]
         raise ValueError(
             f"CurriculumDataset: every sample of length {int(lengths[wrong[0]])} is held out; "
-            "needed a smaller holdout, or a larger min_length"
+            "expected a smaller holdout, or a larger min_length"
         )
 
     def sample(self, generator: torch.Generator, batch: int, length: int) -> Sample:
@@ -119,7 +119,7 @@ class HoldOut:
         which = (self.rows(rows, ones) if self.share else ones).nonzero()[:, 0]
         if not len(which):
             raise ValueError(
-                f"CurriculumDataset: none of {len(ones)} rows is held out; needed more of either"
+                f"CurriculumDataset: none of {len(ones)} rows is held out; expected more of either"
             )
         return rows.rows(
             which[torch.randperm(len(which), generator=generator, device=generator.device)[:batch]]

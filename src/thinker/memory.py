@@ -110,7 +110,7 @@ class StaticMemory(Memory):
         if torch.is_grad_enabled():
             raise ValueError(
                 'LatentThinker: memory="static" writes in place, which would change what autograd '
-                'saved; needed memory="grow", or torch.no_grad()'
+                'saved; expected memory="grow", or torch.no_grad()'
             )
         return self._write(layers)
 
@@ -122,13 +122,13 @@ class StaticMemory(Memory):
         if self.filled != self.room.filled:
             raise ValueError(
                 'LatentThinker: this carry was thought on from before, and memory="static" was '
-                'written in place; needed the newest carry, or memory="grow"'
+                'written in place; expected the newest carry, or memory="grow"'
             )
         end = self.filled + n
         if end > self.room.layers[0][0].shape[2]:
             raise ValueError(
-                f"LatentThinker: static memory has room for {self.size} writes and is full; needed "
-                "a larger memory_size"
+                f"LatentThinker: static memory has room for {self.size} writes and is full; "
+                "expected a larger memory_size"
             )
         for (keys, values), (k, v) in zip(self.room.layers, layers, strict=True):
             keys[:, :, self.filled : end] = k

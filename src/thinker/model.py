@@ -443,13 +443,13 @@ class LatentThinker(PreTrainedModel):
             if out_len not in (None, latents.shape[1]):
                 raise ValueError(
                     f"LatentThinker: out_len is {out_len}, but the answer is at the "
-                    f"{latents.shape[1]} latents, which are tokens; needed as many"
+                    f"{latents.shape[1]} latents, which are tokens; expected as many"
                 )
             return self.readout(latents, None)
         length = config.max_output_length if out_len is None else out_len
         if not 1 <= length <= config.max_output_length:
             raise ValueError(
-                f"LatentThinker: out_len is {length}; needed 1 to max_output_length, "
+                f"LatentThinker: out_len is {length}; expected 1 to max_output_length, "
                 f"{config.max_output_length}"
             )
         return self.readout(latents, self.positions.queries(length, places, latents.device))

@@ -212,7 +212,7 @@ class Positions(nn.Module):
             if out_len > len(places.drawn):
                 raise ValueError(
                     f"LatentThinker: out_len is {out_len}, but {len(places.drawn)} positions were "
-                    f"drawn; needed encode(..., out_len={out_len})"
+                    f"drawn; expected encode(..., out_len={out_len})"
                 )
             index = places.drawn[index]
         if self.config.positions not in SHARED:

@@ -30,7 +30,7 @@ class Schedule(ABC):
         if not 1 <= self.min_length <= self.max_length:
             raise ValueError(
                 f"{type(self).__name__}: min_length {self.min_length}, max_length "
-                f"{self.max_length}; needed 1 or more, in order"
+                f"{self.max_length}; expected 1 or more, in order"
             )
 
     def initial(self) -> list[float]:
@@ -83,7 +83,7 @@ class Uniform(Schedule):
 
 def _share(what: str, share: float) -> None:
     if not 0 <= share <= 1:
-        raise ValueError(f"{what}: share is {share}; needed 0 to 1")
+        raise ValueError(f"{what}: share is {share}; expected 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,13 +140,13 @@ class Progressive(Schedule):
         _share("Progressive", self.share)
         if not 0 <= self.retreat < self.threshold <= 1:
             raise ValueError(
-                f"Progressive: retreat {self.retreat}, threshold {self.threshold}; needed 0 <= "
+                f"Progressive: retreat {self.retreat}, threshold {self.threshold}; expected 0 <= "
                 "retreat < threshold <= 1"
             )
         if not self.min_length <= self.first <= self.max_length or self.grow < 1:
             raise ValueError(
-                f"Progressive: start {self.first}, grow {self.grow}; needed a length in range and "
-                "1 or more"
+                f"Progressive: start {self.first}, grow {self.grow}; expected a length in range "
+                "and 1 or more"
             )
 
     @property
@@ -198,8 +198,8 @@ class Dynamic(Schedule):
         super().__post_init__()
         if self.floor <= 0 or not 0 <= self.momentum < 1:
             raise ValueError(
-                f"Dynamic: floor {self.floor}, momentum {self.momentum}; needed above 0, and 0 to "
-                "below 1"
+                f"Dynamic: floor {self.floor}, momentum {self.momentum}; expected above 0, and 0 "
+                "to below 1"
             )
 
     def initial(self) -> list[float]:

@@ -77,13 +77,13 @@ def test_shapes_in_the_command(place, capsys):
     assert "the folder is not empty" in capsys.readouterr().err
     command[2] = str(place / "other")
     assert main([*command[:-1], "sequential"]) == 1
-    assert "needed calibration data" in capsys.readouterr().err
+    assert "expected calibration data" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["prune", str(place / "model"), str(place / "other")])
     assert "--calibration" in capsys.readouterr().err
     (place / "text.txt").write_text("")
     assert main(["compare", str(place / "model"), "--text", str(place / "text.txt")]) == 1
-    assert "has no text, needed some" in capsys.readouterr().err
+    assert "has no text, expected some" in capsys.readouterr().err
     assert main(["compare", str(place / "model"), "--text", str(place / "absent.txt")]) == 1
     assert "absent.txt is not a file" in capsys.readouterr().err
     (place / "bad.json").write_text("{")
@@ -152,7 +152,7 @@ def test_rows_are_as_long_as_a_model_has_positions_for(kind, positions):
     prune_(model, PruneConfig(), calibration=[torch.full((2, positions), 5)], progress=False)
     with pytest.raises(
         ValueError,
-        match=f"rows have {positions + 1} tokens, needed at most the model's {positions}",
+        match=f"rows have {positions + 1} tokens, expected at most the model's {positions}",
     ):
         prune_(
             tiny(kind),
@@ -181,7 +181,7 @@ def test_pruning_in_the_command_writes_a_stock_model(place, capsys):
     assert main([*command, "--no-progress"]) == 1
     assert "the folder is not empty" in capsys.readouterr().err
     assert main([*command[:2], str(place / "new"), *command[3:], "--keep", "2"]) == 1
-    assert "keep is 2.0, needed a share" in capsys.readouterr().err
+    assert "keep is 2.0, expected a share" in capsys.readouterr().err
     assert not (place / "new").exists()
 
 
@@ -245,7 +245,7 @@ def test_neurons_dropped_by_a_preset_end_as_a_stock_model(place, capsys):
     )
     assert "absent: there is no such folder" in capsys.readouterr().err
     assert main(["prune", model, str(place / "new"), "--tokenizer", "no/such", *text]) == 1
-    assert "no/such has no tokenizer, needed --tokenizer" in capsys.readouterr().err
+    assert "no/such has no tokenizer, expected --tokenizer" in capsys.readouterr().err
 
 
 def test_comparing_measures_what_it_says():
@@ -361,7 +361,7 @@ def test_several_texts_are_compared_in_windows_that_overlap(place, capsys):
     assert main(["compare", str(place / "model"), *files[:2], files[1]]) == 1
     assert "files of one name" in capsys.readouterr().err
     assert main(["compare", str(place / "model"), *files, "--context", "8", "--stride", "9"]) == 1
-    assert "stride is 9, needed 1 to 7" in capsys.readouterr().err
+    assert "stride is 9, expected 1 to 7" in capsys.readouterr().err
 
 
 def test_a_checkpoint_without_all_weights_is_refused(place, capsys):
@@ -435,4 +435,6 @@ def test_an_adapter_is_no_model(place, capsys):
         str(place / "text.txt"),
     ]
     assert main(given) == 1
-    assert "adapter is an adapter, needed a whole model: merge it first" in capsys.readouterr().err
+    assert (
+        "adapter is an adapter, expected a whole model: merge it first" in capsys.readouterr().err
+    )

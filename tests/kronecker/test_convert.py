@@ -498,7 +498,7 @@ def test_bad_files_are_refused(tmp_path):
     mark = json.loads((tmp_path / "out" / "kronecker.json").read_text())
     mark["layers"] = {n: c | {"b_shape": [4, 1]} for n, c in mark["layers"].items()}
     (tmp_path / "out" / "kronecker.json").write_text(json.dumps(mark))
-    with pytest.raises(ValueError, match=r"from_pretrained:.*mlp\.c_fc\.a.*needed"):
+    with pytest.raises(ValueError, match=r"from_pretrained:.*mlp\.c_fc\.a.*expected"):
         from_pretrained(tmp_path / "out")
     weights = tmp_path / "out" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
@@ -527,9 +527,9 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
         ({"a_shape": (1, 1), "b_shape": (1, 1)}, "a_shape is .* and b_shape is"),
         ({"b_shape": (0, 1)}, "_shape is"),
         ({"b_shape": (2, 1), "rank": 0}, "rank is 0"),
-        ({"b_shape": (2, 1), "init": "svd"}, "needed one of sequential"),
-        ({"b_shape": (2, 1), "keep": "all"}, "needed even, odd, energy"),
-        ({"b_shape": (2, 1), "init": "prune", "keep": ("x", "y")}, "needed even, odd, energy"),
+        ({"b_shape": (2, 1), "init": "svd"}, "expected one of sequential"),
+        ({"b_shape": (2, 1), "keep": "all"}, "expected even, odd, energy"),
+        ({"b_shape": (2, 1), "init": "prune", "keep": ("x", "y")}, "expected even, odd, energy"),
         ({"b_shape": (2, 1), "rounds": 0}, "rounds is 0"),
         ({"b_shape": (2, True)}, "_shape is"),
     ],

@@ -153,8 +153,8 @@ def test_random_keeps_the_size_of_activations():
         (lambda: van_loan(torch.zeros(4, 4), (2, 1)), "is zero or not finite"),
         (lambda: van_loan(torch.full((4, 4), float("nan")), (2, 1)), "is zero or not finite"),
         (lambda: van_loan(torch.ones(4, 4), (3, 1)), r"b_shape \(3, 1\) does not divide"),
-        (lambda: van_loan(torch.ones(4, 4), (2, 1), 3), "rank is 3, needed 1 to 2"),
-        (lambda: prune(torch.ones(4, 4), (2, 1), keep=(2, 0)), "needed a position within B"),
+        (lambda: van_loan(torch.ones(4, 4), (2, 1), 3), "rank is 3, expected 1 to 2"),
+        (lambda: prune(torch.ones(4, 4), (2, 1), keep=(2, 0)), "expected a position within B"),
         (
             lambda: als(Moments.zeros(4, 4), prune(torch.ones(4, 4), (2, 1))),
             "no calibration tokens",
@@ -163,7 +163,7 @@ def test_random_keeps_the_size_of_activations():
             lambda: als(
                 Moments.of(torch.ones(2, 4), torch.ones(6, 4)), prune(torch.ones(4, 4), (2, 1))
             ),
-            "needed",
+            "expected",
         ),
     ],
 )

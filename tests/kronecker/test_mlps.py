@@ -197,13 +197,13 @@ def test_batches_of_an_encoder_decoder_are_whole():
     batch = calibration(model)
     half = torch.ones(8, 16).tril()
     for bad, message in (
-        ({"input_ids": batch["input_ids"]}, "needed decoder_input_ids for an encoder-decoder"),
+        ({"input_ids": batch["input_ids"]}, "expected decoder_input_ids for an encoder-decoder"),
         (
             {"input_ids": batch["input_ids"], "labels": batch["input_ids"]},
-            "needed decoder_input_ids",
+            "expected decoder_input_ids",
         ),
-        (batch | {"attention_mask": half}, "needed batches without any"),
-        (batch | {"decoder_attention_mask": half}, "needed batches without any"),
+        (batch | {"attention_mask": half}, "expected batches without any"),
+        (batch | {"decoder_attention_mask": half}, "expected batches without any"),
         (batch | {"decoder_input_ids": batch["input_ids"] + 96}, "token ids go from"),
         (torch.tensor(5), "input_ids is a single number"),
     ):

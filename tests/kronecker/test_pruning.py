@@ -353,13 +353,13 @@ def test_one_token_and_dead_neurons_are_no_trouble():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"keep": 0}, "keep is 0, needed a share"),
-        ({"keep": 1.5}, r"keep is 1\.5, needed a share"),
-        ({"budget": 1.5}, r"budget is 1\.5, needed a number"),
-        ({"refit": "some"}, "refit is 'some', needed one of"),
-        ({"epochs": 0}, "epochs is 0, needed a whole number"),
-        ({"ridge": 0}, "ridge is 0, needed a share"),
-        ({"granularity": "block", "multiple_of": 64}, "multiple_of is 64 for blocks, needed 1"),
+        ({"keep": 0}, "keep is 0, expected a share"),
+        ({"keep": 1.5}, r"keep is 1\.5, expected a share"),
+        ({"budget": 1.5}, r"budget is 1\.5, expected a number"),
+        ({"refit": "some"}, "refit is 'some', expected one of"),
+        ({"epochs": 0}, "epochs is 0, expected a whole number"),
+        ({"ridge": 0}, "ridge is 0, expected a share"),
+        ({"granularity": "block", "multiple_of": 64}, "multiple_of is 64 for blocks, expected 1"),
     ],
 )
 def test_bad_configs_are_refused(fields, message):
@@ -383,16 +383,16 @@ def test_configs_round_trip():
         ([{"text": "so it came"}], r"has no tensor but \[\]"),
         ([{"input_ids": ["so", "it"]}], r"has no tensor but \['input_ids'\]"),
         ([{"labels": torch.ones(2, 3)}], r"has no tensor but \['labels'\]"),
-        ([torch.tensor([[3, 96]])], "token ids go from 3 to 96, needed 0 to 95"),
-        ([torch.tensor([[-1, 5]])], "token ids go from -1 to 5, needed 0 to 95"),
-        ([torch.ones(2, 3)], r"token ids are torch\.float32, needed integers"),
+        ([torch.tensor([[3, 96]])], "token ids go from 3 to 96, expected 0 to 95"),
+        ([torch.tensor([[-1, 5]])], "token ids go from -1 to 5, expected 0 to 95"),
+        ([torch.ones(2, 3)], r"token ids are torch\.float32, expected integers"),
         (
             [{"input_ids": torch.ones(0, 4).long(), "attention_mask": torch.ones(1, 4)}],
             r"a batch has no token, \[0, 4\]",
         ),
         (
             [torch.ones(1, 65, dtype=torch.long)],
-            "rows have 65 tokens, needed at most the model's 64",
+            "rows have 65 tokens, expected at most the model's 64",
         ),
     ],
 )
@@ -431,10 +431,10 @@ def test_models_that_cannot_be_pruned_are_refused():
     bloom = transformers.BloomForCausalLM(transformers.BloomConfig(**sizes | heads))
     attempt(bloom, "BloomConfig has no size that gives")  # four times the width, always
     attempt(tiny("gpt2").to("meta"), "on the meta device")
-    attempt(tiny("gpt2"), "budget is 10, needed", budget=10)
+    attempt(tiny("gpt2"), "budget is 10, expected", budget=10)
     shared = tiny("llama")
     shared.model.layers[1].mlp.up_proj.weight = shared.model.layers[0].mlp.up_proj.weight
-    attempt(shared, "needed layers that share no weight")
+    attempt(shared, "expected layers that share no weight")
     broken = tiny("llama")
     broken.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("inf")
     attempt(broken, "zero or not finite")

@@ -22,7 +22,7 @@ def test_a_tokenizer_itself_is_not_its_encode(encode):
 
 @pytest.mark.parametrize("call", [prune_, convert_])
 def test_a_folder_is_not_a_model(call):
-    with pytest.raises(ValueError, match="model is a str, needed a loaded model"):
+    with pytest.raises(ValueError, match="model is a str, expected a loaded model"):
         call("models/llama", PruneConfig(), calibration=[torch.ones(1, 4, dtype=torch.long)])
 
 
@@ -53,7 +53,7 @@ def test_reports_say_on_how_many_tokens_errors_are_measured_and_whether_that_is_
         )
         count = min(tokens, 64) * (tokens // 64 or 1)
         assert f"errors are those on the {count} calibration tokens" in str(report)
-        assert ("needed thousands" in str(report)) == few
+        assert ("expected thousands" in str(report)) == few
     mask = torch.tensor([[1, 1, 0]])
     assert "the 2 calibration" in tokens_seen([{"input_ids": mask, "attention_mask": mask}], 1)[0]
     assert tokens_seen([{"pixel_values": mask}], 1) == []

@@ -519,19 +519,19 @@ def loss_of(model, teacher, out):
     [
         (
             lambda out: KroneckerTrainer(tiny("gpt2"), arguments(out)),
-            "no compressed layer, needed one",
+            "no compressed layer, expected one",
         ),
         (
             lambda out: KroneckerTrainer(student(), arguments(out), distill=DistillConfig()),
             "distill needs a teacher",
         ),
-        (lambda out: DistillConfig(logits=0.0), "needed none below 0 and one above"),
-        (lambda out: DistillConfig(labels=-1.0), "needed none below 0"),
+        (lambda out: DistillConfig(logits=0.0), "expected none below 0 and one above"),
+        (lambda out: DistillConfig(labels=-1.0), "expected none below 0"),
         (lambda out: DistillConfig(temperature=0.0), "temperature is 0.0"),
-        (lambda out: DistillConfig(logits=float("nan")), "needed none below 0"),
+        (lambda out: DistillConfig(logits=float("nan")), "expected none below 0"),
         (
             lambda out: loss_of(student("bert"), tiny("bert"), out),
-            r"has no logits; needed DistillConfig\(logits=0\)",
+            r"has no logits; expected DistillConfig\(logits=0\)",
         ),
     ],
 )

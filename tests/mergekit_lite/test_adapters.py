@@ -375,15 +375,15 @@ def test_merged_adapters_refuse_what_has_no_factors(tmp_path):
         with pytest.raises(PlanError, match=message):
             merge_adapters([tmp_path / "x", tmp_path / other], weight=1.0, out=tmp_path / "out")
     for method, parameters, message in [
-        ("slerp", {"t": 0.5}, "slerp needs the base's weights; needed one of breadcrumbs"),
+        ("slerp", {"t": 0.5}, "slerp needs the base's weights; expected one of breadcrumbs"),
         ("tyes", {}, "did you mean ties"),
         ("cat", {"density": 1}, "cat has no parameter 'density'"),
-        ("cat", {"weight": [1, 2, 3]}, "needed a number, or one for each of 2"),
+        ("cat", {"weight": [1, 2, 3]}, "expected a number, or one for each of 2"),
         ("ties", {"weight": [1]}, "weight has 1 values"),
         (
             "ties",
             {"weight": 1, "density": 0.5, "scope": "global"},
-            "modules are merged one by one: needed 'tensor'",
+            "modules are merged one by one; expected 'tensor'",
         ),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -35,12 +35,14 @@ def test_methods_and_parameters(paths, out):
     refused("did you mean slerp", paths, "slurp", out=out)
     refused("unknown parameter 'wieght'.*did you mean weight", paths, wieght=1, out=out)
     refused("'weight' is required", paths, out=out)
-    refused("has 2 values, needed one for each of 3", paths, weight=[1, 2], out=out)
+    refused("has 2 values, expected one for each of 3", paths, weight=[1, 2], out=out)
     based = {"base_model": paths[0], "weight": 1, "out": out}
-    refused(r"density is 1.5, needed a number in \(0, 1\]", paths[1:], "ties", density=1.5, **based)
-    refused(r"density is 0, needed", paths[1:], "dare_linear", density=0, **based)
     refused(
-        r"t is 2, needed a number in \[0, 1\]",
+        r"density is 1.5, expected a number in \(0, 1\]", paths[1:], "ties", density=1.5, **based
+    )
+    refused(r"density is 0, expected", paths[1:], "dare_linear", density=0, **based)
+    refused(
+        r"t is 2, expected a number in \[0, 1\]",
         [paths[1]],
         "slerp",
         base_model=paths[0],
@@ -48,11 +50,11 @@ def test_methods_and_parameters(paths, out):
         out=out,
     )
     refused(
-        "normalize is 'maybe', needed true or false", paths, weight=1, normalize="maybe", out=out
+        "normalize is 'maybe', expected true or false", paths, weight=1, normalize="maybe", out=out
     )
-    refused("needed a finite number", paths, weight=float("nan"), out=out)
-    refused("needed a whole number", paths, "karcher", max_iter=2.5, out=out)
-    refused("needed one of tensor, global", paths[1:], "ties", scope="layer", **based)
+    refused("expected a finite number", paths, weight=float("nan"), out=out)
+    refused("expected a whole number", paths, "karcher", max_iter=2.5, out=out)
+    refused("expected one of tensor, global", paths[1:], "ties", scope="layer", **based)
     refused("sum to 0", paths[:2], weight=[1, -1], out=out)
     refused("density - epsilon", paths[1:], "della", density=0.9, **based)
 
@@ -62,7 +64,7 @@ def test_models_and_bases(paths, out):
     refused("this method uses none", paths[1:], base_model=paths[0], weight=1, out=out)
     refused("listed twice", [paths[0], paths[0]], weight=1, out=out)
     refused(
-        "got 2 models beside the base model, needed exactly 1",
+        "got 2 models beside the base model, expected exactly 1",
         paths[1:],
         "slerp",
         base_model=paths[0],
@@ -71,7 +73,7 @@ def test_models_and_bases(paths, out):
     )
     refused("at least 2", [paths[1]], "model_stock", base_model=paths[0], out=out)
     refused("no such folder", [paths[0], "./nowhere"], weight=1, out=out)
-    refused("needed a list", paths[0], weight=1, out=out)
+    refused("expected a list", paths[0], weight=1, out=out)
     refused("not int", [paths[0], 3], weight=1, out=out)
     refused("maps names to tensors", [paths[0], {"a": 1}], weight=1, out=out)
     refused("threads is 0", paths, weight=1, threads=0, out=out)
@@ -150,10 +152,10 @@ def header(entries, body=b""):
         ),
         (
             header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}),
-            "needed a list of whole numbers",
+            "expected a list of whole numbers",
         ),
-        (header({"a": {"dtype": "F32"}}), "shape None, needed a list"),
-        (header([1]), "JSON list, needed an object"),
+        (header({"a": {"dtype": "F32"}}), "shape None, expected a list"),
+        (header([1]), "JSON list, expected an object"),
         ((9).to_bytes(8, "little") + b'{"a": 1, "', "not valid"),
         ((18).to_bytes(8, "little") + b'{"a": {}, "a": {}}', "has .a. twice"),
     ],
@@ -212,7 +214,7 @@ def test_quantised_and_adapter_only_folders(paths, tmp_path, out):
         {"base_model.model.nowhere.lora_A.weight": torch.zeros(1, 2)},
         tmp_path / "adapter" / "adapter_model.safetensors",
     )
-    refused("needed an A and a B", [f"{paths[0]}+{tmp_path / 'adapter'}"], "passthrough", out=out)
+    refused("expected an A and a B", [f"{paths[0]}+{tmp_path / 'adapter'}"], "passthrough", out=out)
     configure(use_dora=True)
     refused("no DoRA", [f"{paths[0]}+{tmp_path / 'adapter'}"], "passthrough", out=out)
     configure(init_lora_weights="pissa_niter_4")
@@ -242,12 +244,12 @@ SLICED = "merge_method: x\nslices: [{sources:"
         ),
         ("merge_method: linear\nmodels: [{modell: a}]", "unknown key 'modell'"),
         ("merge_method: linear\nmodels: [{parameters: {weight: 1}}]", "has no model"),
-        ("merge_method: linear\nmodels: [a]\ndtype: int8", "dtype: is 'int8', needed one of"),
+        ("merge_method: linear\nmodels: [a]\ndtype: int8", "dtype: is 'int8', expected one of"),
         (
             "merge_method: linear\nmodules: {a: {models: [a]}, b: {models: [b]}}",
             "several modules are not supported",
         ),
-        ("merge_method: linear\nmodels: [a]\nparameters: 3", "needed a mapping"),
+        ("merge_method: linear\nmodels: [a]\nparameters: 3", "expected a mapping"),
         (f"{SLICED} [{{model: a}}]}}]", "needs a layer_range"),
         (f"{SLICED} [{{model: a, layer_range: [2, 1]}}]}}]", "0 <= start < end"),
         (
@@ -266,7 +268,7 @@ SLICED = "merge_method: x\nslices: [{sources:"
         ),
         ("merge_method: x\nmodels: [a, b, a]", "listed twice"),
         ("a: [", "not valid YAML"),
-        ("- a\n- b", "needed a mapping"),
+        ("- a\n- b", "expected a mapping"),
     ],
 )
 def test_recipes(text, message):
@@ -276,7 +278,7 @@ def test_recipes(text, message):
 
 def test_a_file_that_is_no_recipe_is_named_and_not_shown_whole(tmp_path):
     for text, message in (
-        ("word " * 10_000, "is 'word .*', needed a mapping"),
+        ("word " * 10_000, "is 'word .*', expected a mapping"),
         ("", "is empty"),
         ("a: 1", "merge_method"),
     ):
@@ -309,7 +311,7 @@ def test_recipe_values_that_only_the_plan_can_judge(paths, out):
     scope = "parameters: {weight: 1, density: 0.5, scope: global}"
     with pytest.raises(PlanError, match="scope global ranks whole models"):
         plan(f"merge_method: ties\nbase_model: {paths[0]}\nslices: [{{sources: {piece}}}]\n{scope}")
-    with pytest.raises(PlanError, match="weight is 'a', needed a finite number"):
+    with pytest.raises(PlanError, match="weight is 'a', expected a finite number"):
         plan(head + "parameters: {weight: [a, b]}")
     with pytest.raises(PlanError, match=r"layer_range.*9.*has.*4"):
         plan(

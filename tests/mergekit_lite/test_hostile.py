@@ -135,7 +135,7 @@ def test_a_pickle(content, tmp_path, capsys):
 def test_a_pickle_of_something_else(tmp_path, capsys):
     (tmp_path / "m").mkdir()
     torch.save([torch.ones(2)], tmp_path / "m" / "pytorch_model.bin")
-    assert "holds a list, needed a state dict" in told(
+    assert "holds a list, expected a state dict" in told(
         passthrough(tmp_path / "m"), tmp_path, capsys
     )
     torch.save({"w": torch.ones(2), "step": 3}, tmp_path / "m" / "pytorch_model.bin")

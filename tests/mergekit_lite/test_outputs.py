@@ -217,7 +217,7 @@ def test_the_command_line_leaves_what_is_not_ours(models, tmp_path, monkeypatch,
     assert not (tmp_path / "m").exists()
     assert main(["merge", "r.yml", "r.yml/out"]) == 1
     printed = capsys.readouterr().err
-    assert "r.yml is a file, needed a folder" in printed
+    assert "r.yml is a file, expected a folder" in printed
     assert "B/s" not in printed  # no bar was begun
     (tmp_path / ".m.partial").unlink()
     assert main(command) == 0

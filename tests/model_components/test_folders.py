@@ -150,8 +150,8 @@ def test_what_is_refused_before_work_starts(tmp_path, monkeypatch):
     for name, message in (
         ("file", "a file is there"),
         ("full", "the folder is not empty"),
-        ("file/out", "file is a file, needed a folder"),
-        ("file/deep/out", "file is a file, needed a folder"),
+        ("file/out", "file is a file, expected a folder"),
+        ("file/deep/out", "file is a file, expected a folder"),
     ):
         with pytest.raises(OutputError, match=message):
             check_new(tmp_path / name, "merge")
@@ -259,7 +259,7 @@ def test_files_are_whole_or_as_they_were(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert path.read_text() == '{\n  "a": 1\n}\n'
     with pytest.raises(
-        OutputError, match="a folder, link or device is there, needed the name of a file"
+        OutputError, match="a folder, link or device is there, expected the name of a file"
     ):
         write_json(path.parent, [])
     (tmp_path / "victim").write_text("x")
@@ -435,7 +435,7 @@ def test_more_that_is_refused_before_work_starts(tmp_path, monkeypatch):
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "mount").mkdir()
     for name, message in (
-        ("dangling/m", "is a file, needed a folder"),
+        ("dangling/m", "is a file, expected a folder"),
         ("m" * 300, "File name too long"),
     ):
         with pytest.raises(OutputError, match=message):

@@ -130,10 +130,12 @@ def judge(
         got = ours[name]
         if got.shape != true.shape:
             raise NotEquivalent(
-                f"{op} {impl} {case}: {name} has shape {list(got.shape)}, needed {list(true.shape)}"
+                f"{op} {impl} {case}: {name} has shape {list(got.shape)}, expected {list(true.shape)}"
             )
         if got.dtype != dtype:
-            raise NotEquivalent(f"{op} {impl} {case}: {name} has dtype {got.dtype}, needed {dtype}")
+            raise NotEquivalent(
+                f"{op} {impl} {case}: {name} has dtype {got.dtype}, expected {dtype}"
+            )
         if not torch.isfinite(got).all():
             raise NotEquivalent(f"{op} {impl} {case}: {name} is not finite everywhere")
         if not true.numel():

@@ -163,11 +163,11 @@ def test_settings_reach_the_model(tmp_path):
         (["train", "copy", "--model", "heads=4", "--out", "{tmp}/a"], "heads"),
         (
             ["train", "copy", "--options", "symbols", "--out", "{tmp}/a"],
-            "'symbols' has no value; needed NAME=VALUE",
+            "'symbols' has no value; expected NAME=VALUE",
         ),
         (
             ["train", "copy", "--model", "causal=true", "--steps", "1", "3", "--out", "{tmp}/a"],
-            "needed no --steps",
+            "expected no --steps",
         ),
         (
             ["train", "copy", "--model", "num_static_tokens=abc", "--out", "{tmp}/a"],
@@ -188,7 +188,7 @@ def test_what_is_refused(arguments, message, tmp_path, capsys):
 @pytest.mark.parametrize("option", ["--length", "--iterations"])
 def test_nothing_is_not_the_default(option, tmp_path, capsys):
     assert main(["train", "copy", *SHORT, option, "0", "--out", str(tmp_path / "a")]) == 1
-    assert "needed" in capsys.readouterr().err
+    assert "expected" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
 
 

@@ -147,19 +147,22 @@ def test_grids_are_drawn_at_random():
     [
         (
             lambda: sudoku_difficulty(torch.zeros(1, 16, dtype=torch.long)),
-            r"have shape \[1, 16\], box is 3; needed",
+            r"have shape \[1, 16\], box is 3; expected",
         ),
         (
             lambda: sudoku_difficulty(torch.full((1, 16), 5), box=2),
-            "cells from 5 to 5; needed 0 to 4",
+            "cells from 5 to 5; expected 0 to 4",
         ),
-        (lambda: sudoku_difficulty([[0] * 81]), r"puzzles are list; needed a tensor \(N, box\^4\)"),
+        (
+            lambda: sudoku_difficulty([[0] * 81]),
+            r"puzzles are list; expected a tensor \(N, box\^4\)",
+        ),
         (
             lambda: sudoku_shuffle(2)(None, torch.zeros(2, 81), torch.zeros(2, 81)),
             "sudoku_shuffle: puzzles have shape",
         ),
-        (lambda: sudoku_puzzles(2.5), "count is 2.5; needed 1 or more"),
-        (lambda: sudoku_puzzles(2, clues=1.5), "clues is 1.5; needed 0 to 80"),
+        (lambda: sudoku_puzzles(2.5), "count is 2.5; expected 1 or more"),
+        (lambda: sudoku_puzzles(2, clues=1.5), "clues is 1.5; expected 0 to 80"),
         (lambda: sudoku_puzzles(True), "count is True"),
         (lambda: sudoku_puzzles(2, seed=None), "seed is None"),
     ],
@@ -178,7 +181,7 @@ def test_what_is_no_puzzle_is_hard():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "needed"),
+    ("name", "value", "expected"),
     [
         ("count", 0, "1 or more"),
         ("box", 4, "2 or 3"),
@@ -188,5 +191,5 @@ def test_what_is_no_puzzle_is_hard():
     ],
 )
 def test_what_cannot_be_made_is_refused(name, value, needed):
-    with pytest.raises(ValueError, match=f"sudoku_puzzles: {name} is {value!r}; needed {needed}"):
+    with pytest.raises(ValueError, match=f"sudoku_puzzles: {name} is {value!r}; expected {needed}"):
         sudoku_puzzles(**{"count": 1, name: value})

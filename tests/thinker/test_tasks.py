@@ -189,7 +189,7 @@ def test_rows_of_ones_own_are_laid_out_as_drawn_ones(name):
     assert torch.equal(tokens, laid_out.tokens[laid_out.mask][None])
     assert mask.all()
     with pytest.raises(
-        ValueError, match=f"have shape .1, 2., ids .*; needed .B, L., 0 to {inner.vocab_size - 1}"
+        ValueError, match=f"have shape .1, 2., ids .*; expected .B, L., 0 to {inner.vocab_size - 1}"
     ):
         task.inputs(torch.tensor([[0, inner.vocab_size]]))
 
@@ -256,23 +256,26 @@ def test_a_users_own_task():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda g: make_task("juggle"), "no task 'juggle'; needed one of add, add_columns, copy"),
+        (lambda g: make_task("juggle"), "no task 'juggle'; expected one of add, add_columns, copy"),
         (
             lambda g: make_task("copy", symbol=3),
             "'copy' has no such options as symbol; it has symbols",
         ),
-        (lambda g: register_task("test_x")(int), "needed a class under Task, or SequenceTask"),
-        (lambda g: make_task("copy", symbols=1), "symbols is 1; needed 2 or more"),
-        (lambda g: make_task("copy").sample(g, 2, 0), "Copy: length 0; needed 1 or more"),
+        (lambda g: register_task("test_x")(int), "expected a class under Task, or SequenceTask"),
+        (lambda g: make_task("copy", symbols=1), "symbols is 1; expected 2 or more"),
+        (lambda g: make_task("copy").sample(g, 2, 0), "Copy: length 0; expected 1 or more"),
         (
             lambda g: make_task("copy").sample(g, 3, torch.ones(2, dtype=torch.long)),
-            r"lengths have shape \[2\]; needed \(3,\)",
+            r"lengths have shape \[2\]; expected \(3,\)",
         ),
         (
             lambda g: AtTokens(make_task("hops")),
             "has an answer for each step and not for each token",
         ),
-        (lambda g: AtTokens(AtTokens(make_task("copy"))), "needed a Task that is not laid out yet"),
+        (
+            lambda g: AtTokens(AtTokens(make_task("copy"))),
+            "expected a Task that is not laid out yet",
+        ),
         (
             lambda g: make_task("add", carry_heavy=0.5, max_value=9),
             "carry_heavy must be a share, without max_value",

@@ -1032,14 +1032,14 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
     [
         (
             lambda out: trainer_of(out, model_of(vocab_size=8)),
-            "vocab_size is 8; Copy up to length 6 needed 16",
+            "vocab_size is 8; Copy up to length 6 needs 16",
         ),
         (
             lambda out: trainer_of(out, model_of(max_input_length=5)),
-            "max_input_length is 5; .* needed 6",
+            "max_input_length is 5; .* needs 6",
         ),
         (lambda out: trainer_of(out, ema=1.0), "ema is 1.0"),
-        (lambda out: trainer_of(out).ema_model, "no moving average is kept; needed ema=0.999"),
+        (lambda out: trainer_of(out).ema_model, "no moving average is kept; expected ema=0.999"),
         (
             lambda out: trainer_of(
                 out, data=data_of(Progressive(max_length=6), delay=3), dataloader_num_workers=2
@@ -1050,11 +1050,11 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
         (lambda out: RewindOnPeak(cooling=0.0), "cooling 0.0"),
         (
             lambda out: trainer_of(out, segments=0),
-            "segments is 0; needed a whole number, 1 or more",
+            "segments is 0; expected a whole number, 1 or more",
         ),
         (
             lambda out: trainer_of(out, segments=2, gradient_accumulation_steps=2),
-            "needed one of them to be 1",
+            "expected one of them to be 1",
         ),
         (
             lambda out: trainer_of(
@@ -1081,13 +1081,13 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
                 segments=2,
                 step_loss=Reach(),
             ),
-            "but Reach counts steps from the start; needed 1, or another loss",
+            "but Reach counts steps from the start; expected 1, or another loss",
         ),
         (
             lambda out: trainer_of(
                 out, data=data_of(Progressive(max_length=6), delay=4), segments=5
             ),
-            "batches are drawn 5 ahead, the data set's delay is 4; needed a delay as large",
+            "batches are drawn 5 ahead, the data set's delay is 4; expected a delay as large",
         ),
         (
             lambda out: trainer_of(
@@ -1100,32 +1100,32 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
                 ),
                 step_loss=Reach(),
             ),
-            "depend on tokens 5 away or farther, and at most 4 steps reach 4; needed more steps, a "
+            "depend on tokens 5 away or farther, and at most 4 steps reach 4; expected more steps, a "
             "task that says",
         ),
         (
             lambda out: evaluate_steps(model_of(), data_of(), [6], n_steps=4),
-            r"n_steps 4; needed lists, as \[20\]",
+            r"n_steps 4; expected lists, as \[20\]",
         ),
         (
             lambda out: trainer_of(out, draw_plan=FlowPlan.read_once()),
-            "draw_plan is a FlowPlan; needed a function",
+            "draw_plan is a FlowPlan; expected a function",
         ),
         (
             lambda out: trainer_of(out).predict([]),
-            r"predict is not there; needed model\(tokens, mask\)",
+            r"predict is not there; expected model\(tokens, mask\)",
         ),
         (
             lambda out: evaluate_steps(model_of(), data_of(), [6], plan=FlowPlan.random),
-            "plan is .*; needed a Flow",
+            "plan is .*; expected a Flow",
         ),
         (
             lambda out: evaluate_steps(model_of(), data_of(), [6], n_steps=[2], plan="x"),
-            "plan is 'x'; needed",
+            "plan is 'x'; expected",
         ),
         (
             lambda out: trainer_of(out, draw_plan=lambda generator, n_step: None),
-            "draw_plan gives None; needed",
+            "draw_plan gives None; expected",
         ),
         (
             lambda out: trainer_of(
@@ -1138,11 +1138,11 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
         ),
         (
             lambda out: trainer_of(out, model_of(causal=True)),
-            r"is Copy\(symbols=16\); needed AtTokens\(task\)",
+            r"is Copy\(symbols=16\); expected AtTokens\(task\)",
         ),
         (
             lambda out: trainer_of(out, data=data_of(task=AtTokens(make_task("copy")))),
-            "needed a plain task",
+            "expected a plain task",
         ),
         (
             lambda out: trainer_of(out, data=data_of(n_latent=(2, 9))),
@@ -1150,23 +1150,23 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
         ),
         (
             lambda out: trainer_of(out, model_of(plan=FlowPlan.read_once())),
-            "memory is 'none'; needed",
+            "memory is 'none'; expected",
         ),
         (
             lambda out: trainer_of(out, step_loss=AllSteps),
-            "step_loss <class .*needed .* a StepLoss",
+            "step_loss <class .*expected .* a StepLoss",
         ),
         (lambda out: trainer_of(out, torch.nn.Linear(2, 2)), "model is Linear"),
         (lambda out: trainer_of(out, eval_lengths=5), "eval_lengths 5"),
-        (lambda out: trainer_of(out, eval_samples=0), "eval_samples 0; needed"),
-        (lambda out: data_of(n_step="3"), "n_step is '3'; needed a number from 1, or two"),
+        (lambda out: trainer_of(out, eval_samples=0), "eval_samples 0; expected"),
+        (lambda out: data_of(n_step="3"), "n_step is '3'; expected a number from 1, or two"),
         (lambda out: data_of(n_step=[1, 2, 3]), r"n_step is \[1, 2, 3\]"),
         (lambda out: data_of(n_step=lambda length: 0.5), "n_step is 0.5 at length"),
         (lambda out: data_of(batch_size="8"), "batch_size '8'"),
         (lambda out: data_of(holdout="0.1"), "holdout '0.1'"),
         (
             lambda out: evaluate_steps(model_of(), make_task("copy"), [6], n_steps=[2]),
-            "data is a Copy; needed",
+            "data is a Copy; expected",
         ),
         (
             lambda out: evaluate_steps(
@@ -1175,7 +1175,7 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
                 [6],
                 n_steps=[2],
             ),
-            r"evaluate_steps: the model has latent_init=\"tokens\".*needed AtTokens",
+            r"evaluate_steps: the model has latent_init=\"tokens\".*expected AtTokens",
         ),
         (
             lambda out: trainer_of(out, model_of(memory="static", memory_size=4)),

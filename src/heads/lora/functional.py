@@ -27,8 +27,8 @@ def check(
     if weight.dim() != 2 or lora_a.dim() != 2 or lora_b.dim() != 2 or not x.dim():
         raise ValueError(
             f"{operation}: x is {list(x.shape)}, weight {list(weight.shape)}, lora_a "
-            f"{list(lora_a.shape)} and lora_b {list(lora_b.shape)}; needed (*B, I), (O, I), (r, I) "
-            "and (O, r)"
+            f"{list(lora_a.shape)} and lora_b {list(lora_b.shape)}; expected (*B, I), (O, I), (r, "
+            "I) and (O, r)"
         )
     outs, ins = weight.shape[::-1] if transposed else weight.shape
     if x.shape[-1] != ins:
@@ -46,21 +46,21 @@ def check(
             f"weight {outs} x {ins} needs (r, {ins}) and ({outs}, r), r >= 1"
         )
     if bias is not None and tuple(bias.shape) != (outs,):
-        raise ValueError(f"{operation}: bias has shape {list(bias.shape)}, needed ({outs},)")
+        raise ValueError(f"{operation}: bias has shape {list(bias.shape)}, expected ({outs},)")
     if autocast_dtype(x) is None and x.dtype != weight.dtype:
         raise ValueError(
-            f"{operation}: x is {x.dtype} and the weight is {weight.dtype}, needed one dtype"
+            f"{operation}: x is {x.dtype} and the weight is {weight.dtype}, expected one dtype"
         )
 
 
 def _check_options(operation: str, dropout_p: float, seed: Tensor | None, impl: str) -> None:
     if impl not in IMPLS:
-        raise ValueError(f"{operation}: impl is {impl!r}, needed one of {', '.join(IMPLS)}")
+        raise ValueError(f"{operation}: impl is {impl!r}, expected one of {', '.join(IMPLS)}")
     if not 0 <= dropout_p < 1:
-        raise ValueError(f"{operation}: dropout_p is {dropout_p}, needed at least 0 and below 1")
+        raise ValueError(f"{operation}: dropout_p is {dropout_p}, expected at least 0 and below 1")
     if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1):
         raise ValueError(
-            f"{operation}: {seed.numel()} seeds of {seed.dtype}, needed 1 of torch.int64"
+            f"{operation}: {seed.numel()} seeds of {seed.dtype}, expected 1 of torch.int64"
         )
 
 

@@ -81,7 +81,8 @@ class LikelihoodGain:
             start = tokenizer.bos_token_id
         if start is None:
             raise ValueError(
-                "LikelihoodGain: the tokenizer has neither a beginning nor an end token, needed one"
+                "LikelihoodGain: the tokenizer has neither a beginning nor an end token, expected "
+                "one"
             )
         self.model = model
         self.tokenizer = tokenizer
@@ -137,7 +138,7 @@ class WinRate:
     def __init__(self, model: Any, references: Mapping[str, str]):
         if not hasattr(model, "predict"):
             raise ValueError(
-                f"WinRate: the model is a {type(model).__name__}, needed a "
+                f"WinRate: the model is a {type(model).__name__}, expected a "
                 "heads.pairwise.PairwiseModel"
             )
         self.model = model
@@ -191,7 +192,7 @@ def judge_answers(
     """
     if len(prompts) != len(answers) or not prompts:
         raise ValueError(
-            f"judge_answers: {len(prompts)} prompts and {len(answers)} answers; needed as many, "
+            f"judge_answers: {len(prompts)} prompts and {len(answers)} answers; expected as many, "
             "and some"
         )
     scores = []
@@ -200,7 +201,8 @@ def judge_answers(
         score = float(judge(prompt, answer))
         if not math.isfinite(score):
             raise ValueError(
-                f"judge_answers: the judge gave {score} to {answer[:60]!r}, needed a finite number"
+                f"judge_answers: the judge gave {score} to {answer[:60]!r}, expected a finite "
+                "number"
             )
         scores.append(score)
     return sum(scores) / len(scores)

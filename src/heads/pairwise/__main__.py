@@ -26,7 +26,7 @@ def column(text: str) -> tuple[str, str]:
     """Parse ``NAME=OWN`` for argparse."""
     name, sign, own = text.partition("=")
     if not sign:
-        raise argparse.ArgumentTypeError(f"{text!r} has no sign; needed NAME=OWN")
+        raise argparse.ArgumentTypeError(f"{text!r} has no sign; expected NAME=OWN")
     return name, own
 
 
@@ -89,7 +89,7 @@ def judged(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
     if not pairs:
         why = f" (line {told[0]['line']}: {told[0]['error']})" if told else ""
         raise ValueError(
-            f"judge: {options.file} has no pair in {len(told)} rows; needed prompt, a and b in "
+            f"judge: {options.file} has no pair in {len(told)} rows; expected prompt, a and b in "
             f"each{why}"
         )
     data = model.dataset(pairs, progress=not options.no_progress)
@@ -119,7 +119,7 @@ def ranked(model: PairwiseModel, options: argparse.Namespace) -> Iterator[str]:
         answers = row.get("answers") if isinstance(row, Mapping) else None
         try:
             if not isinstance(answers, list) or "prompt" not in row:
-                raise ValueError("no prompt and list of answers; needed both")
+                raise ValueError("no prompt and list of answers; expected both")
             ranking = model.rank(row["prompt"], answers, batch_size=options.batch_size)
         except ValueError as error:
             first = first or f" (line {line}: {error})"
@@ -161,7 +161,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     if options.out is not None and options.out.exists():
-        raise ValueError(f"{options.command}: {options.out} is there already; needed another --out")
+        raise ValueError(
+            f"{options.command}: {options.out} is there already; expected another --out"
+        )
     device = find_device(options.device, options.command)
     model = PairwiseModel.from_pretrained(find_folder(options.model)).eval().to(device)
     lines = COMMANDS[options.command](model, options)

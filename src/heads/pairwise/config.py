@@ -18,7 +18,7 @@ CLASSES = ("A", "B", "tie")
 
 
 def _refuse(what: str, got: object, needed: str) -> None:
-    raise ValueError(f"PairwiseConfig: {what} is {got!r}; needed {needed}")
+    raise ValueError(f"PairwiseConfig: {what} is {got!r}; expected {needed}")
 
 
 class PairwiseConfig(PreTrainedConfig):

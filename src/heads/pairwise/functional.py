@@ -68,7 +68,7 @@ def packed_attention(
     operation = "packed_attention"
     _check_packed(operation, query, key, value)
     if impl not in IMPLS:
-        raise ValueError(f"{operation}: impl is {impl!r}, needed one of {', '.join(IMPLS)}")
+        raise ValueError(f"{operation}: impl is {impl!r}, expected one of {', '.join(IMPLS)}")
     if isinstance(cu_seq_lens, Tensor):
         ends = cu_seq_lens.tolist()
     else:
@@ -76,7 +76,7 @@ def packed_attention(
     lengths = [after - before for before, after in pairwise(ends)]
     if not ends or ends[0] != 0 or ends[-1] != len(query) or min(lengths, default=0) < 0:
         raise ValueError(
-            f"{operation}: cu_seq_lens are {ends!r:.80}, needed numbers from 0 up to T = "
+            f"{operation}: cu_seq_lens are {ends!r:.80}, expected numbers from 0 up to T = "
             f"{len(query)}"
         )
     unsupported = _not_fused(query, dropout_p)
@@ -139,7 +139,7 @@ def _check_packed(operation: str, query: Tensor, key: Tensor, value: Tensor) -> 
             return
     raise ValueError(
         f"{operation}: query, key, value are {list(query.shape)}, {list(key.shape)}, "
-        f"{list(value.shape)}; needed (T, H, d), and (T, G, d) twice, H a multiple of G"
+        f"{list(value.shape)}; expected (T, H, d), and (T, G, d) twice, H a multiple of G"
     )
 
 
@@ -292,7 +292,7 @@ def pairwise_loss(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
     if labels.shape not in (logits.shape, logits.shape[:1]):
         raise ValueError(
             f"pairwise_loss: labels are {list(labels.shape)} for logits {list(logits.shape)}; "
-            f"needed {list(logits.shape[:1])} classes or {list(logits.shape)} shares"
+            f"expected {list(logits.shape[:1])} classes or {list(logits.shape)} shares"
         )
     log_probs = log_probabilities(logits)
     if labels.dim() == 2:

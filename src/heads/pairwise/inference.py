@@ -114,7 +114,8 @@ def predict_pairs(
     """
     if not len(data) or batch_size < 1:
         raise ValueError(
-            f"predict_pairs: {len(data)} pairs in batches of {batch_size}; needed 1 or more of both"
+            f"predict_pairs: {len(data)} pairs in batches of {batch_size}; expected 1 or more of "
+            "both"
         )
     data.check_encoded("predict_pairs", model)
     if not data.encoded:
@@ -278,10 +279,10 @@ def bradley_terry(wins: Tensor, *, iterations: int = 200) -> Tensor:
     1.0986
     """
     if wins.dim() != 2 or wins.shape[0] != wins.shape[1]:
-        raise ValueError(f"bradley_terry: wins is {list(wins.shape)}, needed (K, K)")
+        raise ValueError(f"bradley_terry: wins is {list(wins.shape)}, expected (K, K)")
     count = len(wins)
     if not count:
-        raise ValueError("bradley_terry: wins is [0, 0], needed an answer or more")
+        raise ValueError("bradley_terry: wins is [0, 0], expected an answer or more")
     table = wins.double().cpu() * (1 - torch.eye(count, dtype=torch.float64))
     if not (torch.isfinite(table).all() and (table >= 0).all()):
         raise ValueError("bradley_terry: wins has numbers below 0 or not finite")

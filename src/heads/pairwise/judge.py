@@ -87,7 +87,7 @@ class Judge(PreTrainedModel):
         sizes = lengths.tolist()
         if sum(sizes) != len(input_ids) or min(sizes, default=0) < 1:
             raise ValueError(
-                f"PairwiseModel: lengths are {sizes!r:.60} for {len(input_ids)} tokens; needed "
+                f"PairwiseModel: lengths are {sizes!r:.60} for {len(input_ids)} tokens; expected "
                 "their sum"
             )
         if (getattr(self.config.encoder, "type_vocab_size", 0) or 0) > 1:
@@ -134,12 +134,12 @@ class Judge(PreTrainedModel):
         if features is None:
             if input_ids is None or lengths is None:
                 raise ValueError(
-                    "PairwiseModel: input_ids, lengths and features are None; needed tokens or "
+                    "PairwiseModel: input_ids, lengths and features are None; expected tokens or "
                     "features"
                 )
             features = self.features(input_ids, lengths, begins, token_type_ids)
         if pairs is None:
-            raise ValueError("PairwiseModel: pairs are None; needed which sequences are compared")
+            raise ValueError("PairwiseModel: pairs are None; expected which sequences are compared")
         with torch.autocast(features.device.type, enabled=False):
             sides = [features[pairs[:, k]] for k in (0, 1)]
             looks = [None if surface is None else surface[pairs[:, k]] for k in (0, 1)]

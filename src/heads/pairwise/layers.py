@@ -150,9 +150,9 @@ class PairwiseHead(nn.Module):
         if not self.ties:
             if rate == 1 / 3:  # what every head starts from
                 return
-            raise ValueError("PairwiseHead: there is no class for ties; needed ties=True")
+            raise ValueError("PairwiseHead: there is no class for ties; expected ties=True")
         if not 0 < rate < 1:
-            raise ValueError(f"PairwiseHead: rate is {rate}, needed a share between 0 and 1")
+            raise ValueError(f"PairwiseHead: rate is {rate}, expected a share between 0 and 1")
         log_nu = math.log(2 * rate / (1 - rate))
         if self.tie is None:
             self.outer.bias[-1] = log_nu
@@ -241,7 +241,8 @@ def _network(width: int, inner: int, outs: int, dropout: float) -> nn.Sequential
 def _given(surface: Tensor | None) -> Tensor:
     if surface is None:
         raise ValueError(
-            "PairwiseHead: surface features are None; needed them, as the head has a part for them"
+            "PairwiseHead: surface features are None; expected them, as the head has a part for "
+            "them"
         )
     return surface
 

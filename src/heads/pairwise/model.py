@@ -81,7 +81,7 @@ class PairwiseModel(SavedJudge):
         super().__init__(config)
         if config.encoder is None:
             raise ValueError(
-                "PairwiseModel: there is no encoder in its config, so it is no judge; needed one "
+                "PairwiseModel: there is no encoder in its config, so it is no judge; expected one "
                 "that was trained and saved, or from_encoder, which makes a new one"
             )
         inner: Any = encoder
@@ -164,7 +164,8 @@ class PairwiseModel(SavedJudge):
             tokenizer = AutoTokenizer.from_pretrained(str(tokenizer))
         if not isinstance(encoder, PreTrainedModel):
             raise ValueError(
-                f"from_encoder: encoder is a {type(encoder).__name__}; needed a transformers model"
+                f"from_encoder: encoder is a {type(encoder).__name__}; expected a transformers "
+                "model"
             )
         inner: Any = getattr(encoder, encoder.base_model_prefix, encoder)
         inner = inner if dtype is None else inner.to(dtype)
@@ -221,11 +222,11 @@ class PairwiseModel(SavedJudge):
                 tokenizer.
         """
         if any(isinstance(part, str) for part in (prompts, a, b)):
-            raise ValueError("predict: prompts, a and b are texts; needed lists of texts")
+            raise ValueError("predict: prompts, a and b are texts; expected lists of texts")
         if not len(prompts) == len(a) == len(b):
             raise ValueError(
-                f"predict: {len(prompts)} prompts, {len(a)} and {len(b)} answers; needed lists of "
-                "one length"
+                f"predict: {len(prompts)} prompts, {len(a)} and {len(b)} answers; expected lists "
+                "of one length"
             )
         data = self.dataset(list(zip(prompts, a, b, strict=True)), progress=progress)
         return predict_pairs(self, data, batch_size=batch_size, progress=progress)
@@ -248,9 +249,9 @@ class PairwiseModel(SavedJudge):
             ValueError: No answers, what is neither text nor turns, no tokenizer.
         """
         if isinstance(answers, str) or not len(answers):
-            raise ValueError(f"rank: answers are {answers!r:.60}, needed a text or more")
+            raise ValueError(f"rank: answers are {answers!r:.60}, expected a text or more")
         if batch_size < 1:
-            raise ValueError(f"rank: batch_size is {batch_size}, needed 1 or more")
+            raise ValueError(f"rank: batch_size is {batch_size}, expected 1 or more")
         return rank_answers(
             self, answers_to(prompt, answers, self._own_tokenizer, self.config), batch_size
         )
@@ -259,7 +260,7 @@ class PairwiseModel(SavedJudge):
     def _own_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
             raise ValueError(
-                "PairwiseModel: it has no tokenizer; needed model.tokenizer = the encoder's"
+                "PairwiseModel: it has no tokenizer; expected model.tokenizer = the encoder's"
             )
         return self.tokenizer
 

@@ -168,7 +168,7 @@ def _states(encoder: nn.Module, output: object) -> Tensor:
         else:
             fields = type(output).__name__
         raise ValueError(
-            f"PairwiseModel: {type(encoder).__name__} gives {fields}; needed a last_hidden_state"
+            f"PairwiseModel: {type(encoder).__name__} gives {fields}; expected a last_hidden_state"
         )
     return states
 

@@ -124,7 +124,7 @@ def sound(name: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name} has half of a surrogate pair, needed Unicode text") from error
+        raise ValueError(f"{name} has half of a surrogate pair, expected Unicode text") from error
     return text
 
 
@@ -151,7 +151,9 @@ def check_words(name: str, value: object) -> Words:
             or turn[0] not in ROLES
             or not isinstance(turn[1], str)
         ):
-            raise ValueError(f"{name} is {value!r:.60}, needed text or turns of {', '.join(ROLES)}")
+            raise ValueError(
+                f"{name} is {value!r:.60}, expected text or turns of {', '.join(ROLES)}"
+            )
         turns.append(Turn(turn[0], sound(name, turn[1])))
     if name != "prompt" and (not turns or turns[-1].role != "assistant"):
         raise ValueError(f"{name} does not end with a turn of the assistant's, {value!r:.60}")
@@ -174,8 +176,8 @@ def as_pairs(operation: str, pairs: Iterable[object], classes: int = 3) -> list[
             pair = (pair["prompt"], pair["a"], pair["b"], pair.get("label"))
         if not isinstance(pair, (tuple, list)) or not 3 <= len(pair) <= len(Pair._fields):
             raise ValueError(
-                f"{operation}: pair {number} is {pair!r:.60}; needed (prompt, a, b) or (prompt, a, "
-                "b, label)"
+                f"{operation}: pair {number} is {pair!r:.60}; expected (prompt, a, b) or (prompt, "
+                "a, b, label)"
             )
         try:
             words = [
@@ -214,7 +216,9 @@ def split_pairs(
     [80, 10, 10]
     """
     if not shares or min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
-        raise ValueError(f"split_pairs: shares are {shares!r}, needed positive ones that sum to 1")
+        raise ValueError(
+            f"split_pairs: shares are {shares!r}, expected positive ones that sum to 1"
+        )
     prompts = [str(pair.prompt) for pair in pairs]
     if len(set(prompts)) < 10 * len(shares):
         prompts = [str(number) for number in range(len(pairs))]
@@ -230,7 +234,7 @@ def split_pairs(
     if not all(parts):
         raise ValueError(
             f"split_pairs: {len(pairs)} pairs make parts of {[len(part) for part in parts]}; "
-            "needed more"
+            "expected more"
         )
     return parts
 
@@ -274,7 +278,7 @@ def check_label(label: object, classes: int = 3) -> int | tuple[float, ...] | No
         shares = _parse_soft_label(label, classes)
         if shares is None:
             raise ValueError(
-                f"a label is {label!r}, needed {classes} shares that sum to 1{without}"
+                f"a label is {label!r}, expected {classes} shares that sum to 1{without}"
             )
         return shares
     if (
@@ -283,7 +287,7 @@ def check_label(label: object, classes: int = 3) -> int | tuple[float, ...] | No
         or label not in range(classes)
     ):
         known = ", ".join(f"{k} ({name})" for k, name in enumerate(CLASSES[:classes]))
-        raise ValueError(f"a label is {label!r}, needed {known}{without}")
+        raise ValueError(f"a label is {label!r}, expected {known}{without}")
     return int(label)
 
 

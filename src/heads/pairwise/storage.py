@@ -81,7 +81,7 @@ class SavedJudge(Judge):
         """
         if kwargs.get("push_to_hub"):
             raise ValueError(
-                "save_pretrained: push_to_hub is set; needed model.push_to_hub(repo_id, "
+                "save_pretrained: push_to_hub is set; expected model.push_to_hub(repo_id, "
                 "report=report)"
             )
         if is_main_process:

@@ -48,7 +48,7 @@ def encoder_layers(
             return name, module
     raise ValueError(
         f"{operation}: {type(encoder).__name__} has no list of {wanted} layers (do they share "
-        f"parameters?); needed {instead}"
+        f"parameters?); expected {instead}"
     )
 
 
@@ -102,7 +102,8 @@ def freeze_(model: Judge, what: str) -> FreezeReport:
     """
     if any("lora_" in name for name, _ in model.named_parameters()):
         raise ValueError(
-            "freeze_: the model has adapters, and peft has frozen the rest; needed a model without"
+            "freeze_: the model has adapters, and peft has frozen the rest; expected a model "
+            "without"
         )
     parts = encoder_parts(model.encoder, what)
     for parameter in model.parameters():
@@ -131,7 +132,7 @@ def encoder_parts(encoder: PreTrainedModel, what: str) -> list[tuple[str, nn.Mod
     kind, _, count = str(what).partition(":")
     if kind != "bottom" or not count.isdigit():
         raise ValueError(
-            f"freeze_: what is {what!r}; needed 'all', 'bottom:6' or so, 'embeddings' or 'none'"
+            f"freeze_: what is {what!r}; expected 'all', 'bottom:6' or so, 'embeddings' or 'none'"
         )
     name, layers = encoder_layers("freeze_", encoder, "'all', 'embeddings' or 'none'")
     if not 0 < int(count) <= len(layers):

@@ -39,7 +39,7 @@ def batches(
     check_model(operation, model)
     if not isinstance(calibration, Iterable):
         raise ValueError(
-            f"{operation}: calibration is {calibration!r}, needed batches of token ids"
+            f"{operation}: calibration is {calibration!r}, expected batches of token ids"
         )
     device = next(model.parameters()).device
     checked = []
@@ -48,7 +48,7 @@ def batches(
         _check_batch(batch, model, operation)
         checked.append({k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()})
     if not checked:
-        raise ValueError(f"{operation}: calibration is empty, needed batches of token ids")
+        raise ValueError(f"{operation}: calibration is empty, expected batches of token ids")
     return checked
 
 
@@ -60,7 +60,7 @@ def _as_model_arguments(item: object, operation: str) -> dict[str, Any]:
         batch = _as_tensors(item)
     else:
         raise ValueError(
-            f"{operation}: a batch of calibration is a {type(item).__name__}, needed a tensor "
+            f"{operation}: a batch of calibration is a {type(item).__name__}, expected a tensor "
             "of token ids (B, T) or a dict of the model's arguments; a tokenizer makes them "
             "from text"
         )
@@ -83,7 +83,7 @@ def _check_batch(batch: Mapping[str, Any], model: nn.Module, operation: str) -> 
     main = getattr(model, "main_input_name", "input_ids")
     if main != "input_ids" and main not in batch:
         raise ValueError(
-            f"{operation}: a batch of calibration has {sorted(batch)}, needed dicts with "
+            f"{operation}: a batch of calibration has {sorted(batch)}, expected dicts with "
             f"{main!r} for {type(model).__name__}"
         )
     for name in ("input_ids", "decoder_input_ids"):
@@ -111,7 +111,7 @@ def check_model(operation: str, model: object) -> None:
     Adapters must be merged first.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{operation}: model is a {type(model).__name__}, needed a loaded model")
+        raise ValueError(f"{operation}: model is a {type(model).__name__}, expected a loaded model")
     for name, module in model.named_modules():
         if type(module).__module__.startswith("peft."):
             raise ValueError(
@@ -132,7 +132,7 @@ def tokens_seen(data: Sequence[Batch], least: int) -> list[str]:
             int(mask.sum()) if isinstance(mask, Tensor) and mask.shape == ids.shape else ids.numel()
         )
     if count < least:
-        few = f", fewer than the {least:,} numbers that are fitted on them: needed thousands"
+        few = f", fewer than the {least:,} numbers that are fitted on them; expected thousands"
     else:
         few = ""
     return [f"errors are those on the {count:,} calibration tokens{few}"]
@@ -160,7 +160,7 @@ def _check_two_sides(operation: str, batch: Batch) -> None:
     """Check what an encoder-decoder needs beyond other models."""
     if not any(name.startswith("decoder_input") for name in batch):
         raise ValueError(
-            f"{operation}: a batch has {sorted(batch)}, needed decoder_input_ids for an "
+            f"{operation}: a batch has {sorted(batch)}, expected decoder_input_ids for an "
             "encoder-decoder"
         )
     masks = [
@@ -170,7 +170,7 @@ def _check_two_sides(operation: str, batch: Batch) -> None:
     ]
     if not all(bool(mask.all()) for mask in masks):
         raise ValueError(
-            f"{operation}: a batch for an encoder-decoder has padding, needed batches without any"
+            f"{operation}: a batch for an encoder-decoder has padding, expected batches without any"
         )
 
 
@@ -198,11 +198,11 @@ def _check_ids(operation: str, ids: object, model: nn.Module) -> None:
         return
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"{operation}: token ids are {ids.dtype}, needed integers of 32 or 64 bits"
+            f"{operation}: token ids are {ids.dtype}, expected integers of 32 or 64 bits"
         )
     if not ids.numel():
         raise ValueError(
-            f"{operation}: a batch has no token, {list(ids.shape)}; needed one or more"
+            f"{operation}: a batch has no token, {list(ids.shape)}; expected one or more"
         )
     count = getattr(config.get_text_config(), "vocab_size", None)
     positions = positions_of(model)
@@ -210,9 +210,10 @@ def _check_ids(operation: str, ids: object, model: nn.Module) -> None:
     most = int(ids.max())
     if isinstance(count, int) and not 0 <= least <= most < count:
         raise ValueError(
-            f"{operation}: token ids go from {least} to {most}, needed 0 to {count - 1}"
+            f"{operation}: token ids go from {least} to {most}, expected 0 to {count - 1}"
         )
     if positions is not None and positions < ids.shape[-1]:
         raise ValueError(
-            f"{operation}: rows have {ids.shape[-1]} tokens, needed at most the model's {positions}"
+            f"{operation}: rows have {ids.shape[-1]} tokens, expected at most the model's "
+            f"{positions}"
         )

@@ -33,7 +33,7 @@ def text_of(path: str | Path) -> str:
     path = Path(path)
     if not path.is_file():
         raise ValueError(
-            f"text_of: {path} is not a file, needed one of text, or of JSON records with texts"
+            f"text_of: {path} is not a file, expected one of text, or of JSON records with texts"
         )
     content = path.read_bytes()
     suffix = path.suffix.lower()
@@ -41,7 +41,7 @@ def text_of(path: str | Path) -> str:
     text = content.decode("utf-16" if is_utf16 else "utf-8-sig", errors="replace")
     if "\0" in text or text.count("\ufffd") > len(text) * _STRANGE:
         raise ValueError(
-            f"text_of: {path} is no text in UTF-8 or, with its mark, UTF-16; needed such"
+            f"text_of: {path} is no text in UTF-8 or, with its mark, UTF-16; expected such"
         )
     if suffix in (".json", ".jsonl"):
         records = []
@@ -55,7 +55,7 @@ def text_of(path: str | Path) -> str:
             records = records[0]
         text = "\n\n".join("\n".join(_strings(record)) for record in records)
     if not text.strip():
-        raise ValueError(f"text_of: {path} has no text, needed some")
+        raise ValueError(f"text_of: {path} has no text, expected some")
     return text
 
 
@@ -104,13 +104,13 @@ def text_batches(
     """
     if len(text.encode()) < 250 and "\n" not in text and Path(text).is_file():
         raise ValueError(
-            f"text_batches: text is the name of a file, {text!r}; needed its text: "
+            f"text_batches: text is the name of a file, {text!r}; expected its text: "
             f"text_of({text!r})"
         )
     if min(tokens, context, rows) < 1 or skip < 0:
         raise ValueError(
             f"text_batches: tokens is {tokens}, context {context}, rows {rows}, skip {skip}, "
-            "needed 1 or more"
+            "expected 1 or more"
         )
     size = 20 * (tokens + skip)
     encoded = encode(text[:size])
@@ -120,19 +120,19 @@ def text_batches(
         encoded = encode(text[:size])
     if not isinstance(encoded, list):
         raise ValueError(
-            f"text_batches: encode made a {type(encoded).__name__}, needed a list of token ids: "
+            f"text_batches: encode made a {type(encoded).__name__}, expected a list of token ids: "
             "tokenizer.encode"
         )
     if text and not encoded:
         raise ValueError(
-            "text_batches: the tokenizer makes no tokens of the text; needed the tokenizer of the "
-            "model"
+            "text_batches: the tokenizer makes no tokens of the text; expected the tokenizer of "
+            "the model"
         )
     ids = torch.tensor(encoded[skip : skip + tokens])
     if len(ids) < 2:
         after = f" after the first {skip:,}" if skip else ""
         raise ValueError(
-            f"text_batches: the text has {len(encoded):,} tokens, needed two or more{after}"
+            f"text_batches: the text has {len(encoded):,} tokens, expected two or more{after}"
         )
     context = min(context, len(ids))
     return list(ids[: len(ids) // context * context].view(-1, context).split(rows))
@@ -161,12 +161,12 @@ def strided(batches: Iterable[Tensor], *, context: int, stride: int) -> list[dic
     """
     if not 1 <= stride < context:
         raise ValueError(
-            f"strided: stride is {stride}, needed 1 to {context - 1}, below the context of "
+            f"strided: stride is {stride}, expected 1 to {context - 1}, below the context of "
             f"{context}"
         )
     rows = [batch.reshape(-1) for batch in batches]
     if not rows:
-        raise ValueError("strided: there is no batch of tokens to make windows of, needed some")
+        raise ValueError("strided: there is no batch of tokens to make windows of, expected some")
     ids = torch.cat(rows)
     windows = []
     done = 0

@@ -35,8 +35,8 @@ def _refuse_own_forward(name: str, module: nn.Module) -> None:
     if isinstance(module, (nn.Linear, nn.Embedding)) and not convertible(module):
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         raise ValueError(
-            f"convert_: {name} is a {kind}, quantised or with a forward of its own; needed a plain "
-            "layer"
+            f"convert_: {name} is a {kind}, quantised or with a forward of its own; expected a "
+            "plain layer"
         )
 
 
@@ -112,7 +112,7 @@ def _resolve_map(
     unused = set(config)
     shadowed = set[str]()
     if not unused:
-        raise ValueError("convert_: the map from patterns to configs is empty, needed some")
+        raise ValueError("convert_: the map from patterns to configs is empty, expected some")
     for name, module in modules.items():
         fitting = [p for p in config if fnmatchcase(name, p)]
         pattern = fitting[0] if fitting else None

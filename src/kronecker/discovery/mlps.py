@@ -95,7 +95,7 @@ def find_mlps(model: nn.Module, batch: Mapping[str, object] | None = None) -> li
     """
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(
-            f"kronecker: {type(model).__name__} has weights on the meta device, needed loaded "
+            f"kronecker: {type(model).__name__} has weights on the meta device, expected loaded "
             "weights"
         )
     layers = {
@@ -176,7 +176,8 @@ def _equal_halves(model: nn.Module, batch: Mapping[str, object] | None) -> dict[
         "of layers to configs)"
     )
     raise ValueError(
-        f"kronecker: {type(model).__name__} could not be run to find its MLPs{why}; needed {needed}"
+        f"kronecker: {type(model).__name__} could not be run to find its MLPs{why}; expected "
+        f"{needed}"
     )
 
 
@@ -222,7 +223,7 @@ def _runs(
         # one is ours
         if len(module._forward_hooks) > 1 and not torch.equal(module.forward(given), out):
             raise ValueError(
-                f"kronecker: a forward hook changes what {name} says, needed a model without it"
+                f"kronecker: a forward hook changes what {name} says, expected a model without it"
             )
         if not torch.isfinite(out).all():
             raise ValueError(

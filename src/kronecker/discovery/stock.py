@@ -53,7 +53,7 @@ def stock_config(
     )
     raise ValueError(
         f"prune_: {type(before).__name__} has no size that gives {name} the shape {list(shape)} "
-        f"(fields of that size: {fields}); needed a family whose config has one"
+        f"(fields of that size: {fields}); expected a family whose config has one"
     )
 
 

@@ -108,7 +108,7 @@ def smallest_stock(
         shapes = parameter_shapes(empty(type(model), config))
     if wrong := next((n for n, s in shapes.items() if n in state and state[n].shape != s), None):
         raise ValueError(
-            f"fold: {wrong} has lost neurons, and its MLP is not found without data, needed "
+            f"fold: {wrong} has lost neurons, and its MLP is not found without data, expected "
             f"batch=, arguments to run {type(model).__name__} with"
         )
     return dict(state), config

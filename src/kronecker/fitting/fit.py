@@ -108,7 +108,7 @@ def fit_(
             block.look_ahead(now, theirs)
         if silent := [n for n in block.singles if n not in block.ran]:
             raise ValueError(
-                f"{operation}: {silent[0]} saw no calibration token, needed data that it runs on"
+                f"{operation}: {silent[0]} saw no calibration token, expected data that it runs on"
             )
         for part in (by_name[n] for n in block.ran):
             if (stored := cache.load(part.name)) is None:
@@ -201,7 +201,7 @@ def _fitted_mlp(
 def _check_seen(seen: Seen, part: Part, operation: str) -> None:
     if not seen.moments.count:
         raise ValueError(
-            f"{operation}: {part.name} saw no calibration token, needed data that is not all "
+            f"{operation}: {part.name} saw no calibration token, expected data that is not all "
             "padding"
         )
 

@@ -70,7 +70,7 @@ def uses_of(
     for name, use in uses.items():
         if not float(use.counts.sum()):
             raise ValueError(
-                f"{operation}: {name} looked up no calibration token, needed data that it reads"
+                f"{operation}: {name} looked up no calibration token, expected data that it reads"
             )
     return uses
 

@@ -223,7 +223,7 @@ class LowRankLinear(SmallerLinear, LowRankLayer):
         """
         if config.init != "svd" and moments is None:
             raise ValueError(
-                f"kronecker: init {config.init!r} looks at a layer's inputs, needed calibration "
+                f"kronecker: init {config.init!r} looks at a layer's inputs, expected calibration "
                 "data"
             )
         layer = cls.like(linear, config)

@@ -258,6 +258,6 @@ def start(
         return factors
     if moments is None:
         raise ValueError(
-            f"kronecker: init {config.init!r} looks at a layer's inputs, needed calibration data"
+            f"kronecker: init {config.init!r} looks at a layer's inputs, expected calibration data"
         )
     return init.als(moments, factors, rounds=config.rounds)

@@ -79,7 +79,7 @@ def save_pretrained(model: nn.Module, out: str | Path) -> None:
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"save_pretrained: model is {type(model).__name__}, needed a transformers model"
+            f"save_pretrained: model is {type(model).__name__}, expected a transformers model"
         )
     if not has_smaller_layers(model):
         raise ValueError(
@@ -115,7 +115,7 @@ def _save_compressed(
     refuse_fading(model, "save_pretrained")
     if options.get("push_to_hub"):
         raise ValueError(
-            "save_pretrained: push_to_hub is not there for compressed models; needed "
+            "save_pretrained: push_to_hub is not there for compressed models; expected "
             "model.push_to_hub(repo_id)"
         )
     if is_main_process:
@@ -181,7 +181,7 @@ def read_files(folder: Path) -> tuple[dict, dict[str, Tensor]]:
     """
     mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
     if mark.get("format") != 1:
-        raise ValueError(f"from_pretrained: {folder} has format {mark.get('format')}, needed 1")
+        raise ValueError(f"from_pretrained: {folder} has format {mark.get('format')}, expected 1")
     try:
         tensors = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
@@ -253,7 +253,7 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
         if name not in tensors or tensors[name].shape != tensor.shape:
             stored = list(tensors[name].shape) if name in tensors else "nothing"
             raise ValueError(
-                f"from_pretrained: {name} is {stored} in {folder}, needed {list(tensor.shape)}"
+                f"from_pretrained: {name} is {stored} in {folder}, expected {list(tensor.shape)}"
             )
     if unknown := sorted(set(tensors) - set(state)):
         raise ValueError(
@@ -316,7 +316,7 @@ def fold(
     """
     check_new(out, "fold")
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"fold: model is {type(model).__name__}, needed a transformers model")
+        raise ValueError(f"fold: model is {type(model).__name__}, expected a transformers model")
     layers = compressed(model)
     if not layers and not resized(model):
         raise ValueError(

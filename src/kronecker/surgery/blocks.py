@@ -44,7 +44,7 @@ class Stack:
         if len(blocks) < 2 or not blocks[0][0]:
             kind = type(model).__name__
             raise ValueError(
-                f"prune_: the blocks of {kind} are not one list of modules, needed that to drop "
+                f"prune_: the blocks of {kind} are not one list of modules, expected that to drop "
                 "some"
             )
         return cls(blocks[0][0].rpartition(".")[0], len(blocks))
@@ -78,13 +78,13 @@ def blocks_to_keep(model: nn.Module, stack: Stack, config: PruneConfig) -> int:
     room = config.budget - (total - sum(sizes))
     if config.budget > total:
         raise ValueError(
-            f"prune_: budget is {config.budget:,}, needed at most the model's {total:,}"
+            f"prune_: budget is {config.budget:,}, expected at most the model's {total:,}"
         )
     keep = min(stack.count, room // max(sizes))
     if keep < 1:
         least = total - sum(sizes) + max(sizes)
         raise ValueError(
-            f"prune_: budget is {config.budget:,}, needed {least:,} or more with one block left"
+            f"prune_: budget is {config.budget:,}, expected {least:,} or more with one block left"
         )
     return keep
 
@@ -160,7 +160,7 @@ def new_places(
             if (before, after) != (index, stay.index(index)):
                 raise ValueError(
                     f"prune_: {key} of {name} is {before}, and would be {after} in the place of "
-                    f"{renamed}; needed a family whose blocks do not depend on their place, or "
+                    f"{renamed}; expected a family whose blocks do not depend on their place, or "
                     "neurons to drop"
                 )
             changes.append((module, key, after))

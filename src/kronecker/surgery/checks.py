@@ -32,11 +32,11 @@ def check_layer(operation: str, name: str, module: nn.Module) -> None:
     """Refuse a layer that cannot be converted."""
     if isinstance(module, COMPRESSED):
         raise ValueError(
-            f"{operation}: {name} is compressed already; needed the original model, loaded again"
+            f"{operation}: {name} is compressed already; expected the original model, loaded again"
         )
     parameters = list(module.parameters())
     if any(p.is_meta for p in parameters):
-        raise ValueError(f"{operation}: {name} is on the meta device, needed loaded weights")
+        raise ValueError(f"{operation}: {name} is on the meta device, expected loaded weights")
     if (
         not all(p.is_floating_point() for p in parameters)
         or hasattr(module, "quant_state")
@@ -44,12 +44,12 @@ def check_layer(operation: str, name: str, module: nn.Module) -> None:
         or "bnb" in type(module).__module__
     ):
         raise ValueError(
-            f"{operation}: {name} is a quantised {type(module).__name__}, needed float weights"
+            f"{operation}: {name} is a quantised {type(module).__name__}, expected float weights"
         )
     for p in parameters:
         if not torch.isfinite(p).all() or (p.dim() > 1 and not p.any()):
             raise ValueError(
-                f"{operation}: {name} has a weight that is zero or not finite, needed numbers"
+                f"{operation}: {name} has a weight that is zero or not finite, expected numbers"
             )
 
 
@@ -60,7 +60,7 @@ def check_own(operation: str, model: nn.Module, names: Collection[str]) -> None:
         first = holders.setdefault(id(parameter), name)
         if first != name and any(n.rpartition(".")[0] in names for n in (name, first)):
             raise ValueError(
-                f"{operation}: {name} and {first} are one weight; needed layers that share no "
+                f"{operation}: {name} and {first} are one weight; expected layers that share no "
                 "weight"
             )
     for name in names:
@@ -82,7 +82,7 @@ def check_config(name: str, module: nn.Module, config: Config, tied: bool) -> No
             )
         if config.granularity != "neuron" or config.budget is not None:
             raise ValueError(
-                f"convert_: {config} is not about one MLP, needed keep and granularity='neuron'; "
+                f"convert_: {config} is not about one MLP, expected keep and granularity='neuron'; "
                 "see prune_"
             )
         return

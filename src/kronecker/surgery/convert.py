@@ -311,7 +311,7 @@ def _check_each(
         check_config(name, module, config, name in tied)
         if name in other_sizes:
             raise ValueError(
-                f"convert_: {name} has lost neurons already, needed all of a layer's changes in "
+                f"convert_: {name} has lost neurons already, expected all of a layer's changes in "
                 "one call"
             )
         if fade_in and isinstance(config, PruneConfig):
@@ -350,7 +350,7 @@ def _fitted_tables(
             continue
         if not any(is_embedding(model.get_submodule(n)) for n in (name, *others)):
             raise ValueError(
-                f"convert_: {name} is tied to {others[0]} and to no embedding; needed init='svd'"
+                f"convert_: {name} is tied to {others[0]} and to no embedding; expected init='svd'"
             )
         if not any(n in found for n in others):
             found[name] = others
@@ -381,7 +381,7 @@ def _parts(
             if isinstance(left[mlp.down], PruneConfig) and len({left[n] for n in names}) > 1:
                 raise ValueError(
                     f"convert_: {mlp.down} and its MLP's other layers have PruneConfigs that "
-                    "differ, needed one"
+                    "differ, expected one"
                 )
             chosen = {n: left.pop(n) for n in names}
             parts.append(

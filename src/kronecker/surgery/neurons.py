@@ -88,7 +88,7 @@ def neurons_to_keep(
     if not least <= config.budget <= total:
         kind = type(model).__name__
         raise ValueError(
-            f"prune_: budget is {config.budget:,}, needed {least:,} to {total:,} for {kind}"
+            f"prune_: budget is {config.budget:,}, expected {least:,} to {total:,} for {kind}"
         )
     share = 1 - (total - config.budget) / neurons
     fewest = {p.name: min(p.count, units[p.name]) for p in parts}
@@ -101,7 +101,7 @@ def neurons_to_keep(
         size := total - sum(per_neuron[p.name] * (p.count - keep[p.name]) for p in parts)
     ) > config.budget:
         raise ValueError(
-            f"prune_: budget is {config.budget:,}, needed {size:,} or more with sizes rounded as "
+            f"prune_: budget is {config.budget:,}, expected {size:,} or more with sizes rounded as "
             "they are"
         )
     return {p.name: p.count if config.budget == total else keep[p.name] for p in parts}

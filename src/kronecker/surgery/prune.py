@@ -153,7 +153,7 @@ def prune_(
     config = config or PruneConfig()
     if not isinstance(config, PruneConfig):
         raise ValueError(
-            f"prune_: config is a {type(config).__name__}, needed a PruneConfig, as "
+            f"prune_: config is a {type(config).__name__}, expected a PruneConfig, as "
             f"PruneConfig(keep=0.5); other structures are for convert_"
         )
     check_model("prune_", model)
@@ -288,7 +288,7 @@ def _refuse_nothing(config: PruneConfig, count: int, what: str) -> None:
         else:
             sizes = ""
         raise ValueError(
-            f"prune_: all {count} {what} would stay of {config.share:.1%}; needed a smaller "
+            f"prune_: all {count} {what} would stay of {config.share:.1%}; expected a smaller "
             f"keep{sizes}"
         )
 
@@ -307,13 +307,13 @@ def _refuse(model: nn.Module) -> None:
     """Refuse inference mode, a compressed model, and a transformers model inside another module."""
     if torch.is_inference_mode_enabled():
         raise ValueError(
-            "prune_: torch.inference_mode is on, needed a place where gradients can be taken"
+            "prune_: torch.inference_mode is on, expected a place where gradients can be taken"
         )
     for name, module in model.named_modules():
         if isinstance(module, COMPRESSED):
             raise ValueError(
-                f"prune_: {name} is compressed already; needed a stock model, and convert_ for the "
-                "rest after prune_"
+                f"prune_: {name} is compressed already; expected a stock model, and convert_ for "
+                "the rest after prune_"
             )
         if name and isinstance(module, PreTrainedModel) and not isinstance(model, PreTrainedModel):
             raise ValueError(

@@ -36,7 +36,7 @@ class FreezePretrained(TrainerCallback):
 
     def __init__(self, steps: int, *, repeat: bool = False):
         if steps < 1:
-            raise ValueError(f"FreezePretrained: steps is {steps}, needed 1 or more")
+            raise ValueError(f"FreezePretrained: steps is {steps}, expected 1 or more")
         self.steps = steps
         self.repeat = repeat
         self._kept: set[int] = set()  # what was frozen before, and stays so
@@ -117,7 +117,7 @@ class FadeIn(TrainerCallback):
     def __init__(self, *, every: int = 0, over: int = 0, order: str = "low_to_high"):
         if every < 0 or over < 0 or order not in ("low_to_high", "high_to_low"):
             raise ValueError(
-                f"FadeIn: every={every}, over={over}, order={order!r}; needed 0 or more, "
+                f"FadeIn: every={every}, over={over}, order={order!r}; expected 0 or more, "
                 "low_to_high or high_to_low"
             )
         self.every = every

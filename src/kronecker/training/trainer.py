@@ -172,7 +172,7 @@ class KroneckerTrainer(StepTrainer):
         logits = getattr(outputs, "logits", None)
         if logits is None:
             raise ValueError(
-                f"KroneckerTrainer: {type(self.unwrapped()).__name__} has no logits; needed "
+                f"KroneckerTrainer: {type(self.unwrapped()).__name__} has no logits; expected "
                 f"DistillConfig(logits=0) with hidden or layers"
             )
         return logits
@@ -258,14 +258,14 @@ def _states_that_count(
 def _check_models(model: nn.Module, teacher: nn.Module | None, distill: object) -> None:
     if teacher is None and not any(isinstance(m, COMPRESSED) for m in model.modules()):
         raise ValueError(
-            f"KroneckerTrainer: {type(model).__name__} has no compressed layer, needed one "
+            f"KroneckerTrainer: {type(model).__name__} has no compressed layer, expected one "
             "(convert_) or a teacher to learn from"
         )
     if distill is not None and teacher is None:
         raise ValueError("KroneckerTrainer: distill needs a teacher, got None")
     if teacher is model:
         raise ValueError(
-            "KroneckerTrainer: teacher is the model itself, needed the original, loaded again"
+            "KroneckerTrainer: teacher is the model itself, expected the original, loaded again"
         )
 
 
@@ -277,7 +277,7 @@ def _check_distillation(distill: DistillConfig, model: nn.Module, teacher: nn.Mo
     if _has_two_sides(model):
         raise ValueError(
             f"KroneckerTrainer: {distill} for an encoder-decoder, {type(model).__name__}, whose "
-            "two sides have their own tokens; needed hidden=0 and layers=0"
+            "two sides have their own tokens; expected hidden=0 and layers=0"
         )
 
 
@@ -288,7 +288,7 @@ def _check_depth(model: nn.Module, teacher: nn.Module) -> None:
     )
     if ours != theirs:
         raise ValueError(
-            f"KroneckerTrainer: the model has {ours} blocks and its teacher {theirs}, needed "
+            f"KroneckerTrainer: the model has {ours} blocks and its teacher {theirs}, expected "
             "DistillConfig of logits and labels alone"
         )
 

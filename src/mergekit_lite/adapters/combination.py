@@ -84,7 +84,7 @@ def merge_adapters(
         bound = merged.bind(len(adapters), parameters)
     if bound.get("scope") == "global":
         raise ValueError(
-            "merge_adapters: scope is 'global'; modules are merged one by one: needed 'tensor'"
+            "merge_adapters: scope is 'global'; modules are merged one by one; expected 'tensor'"
         )
     check_new(out, "merge_adapters")
     opened, notes = _open(adapters)
@@ -128,12 +128,12 @@ def _largest_rank(adapter: Any) -> int:
 def _check_arguments(adapters: object, rank: object, dtype: str | None) -> None:
     if isinstance(adapters, (str, os.PathLike)) or not adapters:
         raise ValueError(
-            f"merge_adapters: adapters is {adapters!r}, needed a list with at least one adapter"
+            f"merge_adapters: adapters is {adapters!r}, expected a list with at least one adapter"
         )
     if rank is not None and (type(rank) is not int or rank < 1):
-        raise ValueError(f"merge_adapters: rank is {rank!r}, needed a whole number from 1")
+        raise ValueError(f"merge_adapters: rank is {rank!r}, expected a whole number from 1")
     if dtype is not None and dtype not in FLOATS:
-        raise ValueError(f"merge_adapters: dtype is {dtype!r}, needed one of {', '.join(FLOATS)}")
+        raise ValueError(f"merge_adapters: dtype is {dtype!r}, expected one of {', '.join(FLOATS)}")
 
 
 def _method(name: str) -> MergeMethod | None:
@@ -146,7 +146,7 @@ def _method(name: str) -> MergeMethod | None:
     if name in METHODS and name not in (*fitting, "linear"):
         choices = ", ".join(sorted(["cat", "linear", *fitting]))
         raise ValueError(
-            f"merge_adapters: {name} needs the base's weights; needed one of {choices}"
+            f"merge_adapters: {name} needs the base's weights; expected one of {choices}"
         )
     return get_method(name)
 
@@ -163,7 +163,7 @@ def _cat_weights(count: int, parameters: Bound) -> Bound:
         isinstance(w, (int, float)) and np.isfinite(w) for w in weights
     ):
         raise ValueError(
-            f"merge_adapters: weight is {weight!r}, needed a number, or one for each of {count} "
+            f"merge_adapters: weight is {weight!r}, expected a number, or one for each of {count} "
             "adapters"
         )
     return {"weight": weights}

@@ -77,11 +77,13 @@ def extract_lora(
     [AdapterModule(name='layer', shape=(4, 3), rank=1, error=0.0)]
     """
     if type(rank) is not int or rank < 1:
-        raise ValueError(f"extract_lora: rank is {rank!r}, needed a whole number from 1")
+        raise ValueError(f"extract_lora: rank is {rank!r}, expected a whole number from 1")
     if not 0 < energy <= 1:
-        raise ValueError(f"extract_lora: energy is {energy!r}, needed a share above 0 and up to 1")
+        raise ValueError(
+            f"extract_lora: energy is {energy!r}, expected a share above 0 and up to 1"
+        )
     if dtype is not None and dtype not in FLOATS:
-        raise ValueError(f"extract_lora: dtype is {dtype!r}, needed one of {', '.join(FLOATS)}")
+        raise ValueError(f"extract_lora: dtype is {dtype!r}, expected one of {', '.join(FLOATS)}")
     check_new(out, "extract_lora")
     base, tuned = (open_source(m, allow_pickle=allow_pickle) for m in (base_model, model))
     names = _common_tensors(base, tuned)

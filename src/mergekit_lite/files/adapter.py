@@ -60,7 +60,8 @@ def read_adapter_config(adapter: Path) -> Json:
     for key in ("rank_pattern", "alpha_pattern"):
         if not isinstance(settings.get(key) or {}, Mapping):
             raise CheckpointError(
-                f"adapter {adapter}: its {key} is {settings[key]!r}, needed numbers by module name"
+                f"adapter {adapter}: its {key} is {settings[key]!r}, expected numbers by module "
+                "name"
             )
     values = [settings["r"], settings["lora_alpha"]]
     values += [
@@ -73,7 +74,7 @@ def read_adapter_config(adapter: Path) -> Json:
             or not math.isfinite(value)
         ):
             raise CheckpointError(
-                f"adapter {adapter}: its config has {value!r} as a rank or alpha, needed a number"
+                f"adapter {adapter}: its config has {value!r} as a rank or alpha, expected a number"
             )
     return settings
 
@@ -110,7 +111,7 @@ def scale_of(settings: Json, module: str) -> tuple[int, float]:
     rank = _pattern(settings, "rank_pattern", module, settings["r"])
     alpha = _pattern(settings, "alpha_pattern", module, settings["lora_alpha"])
     if rank < 1:
-        raise CheckpointError(f"adapter: its config gives {module} rank {rank}, needed 1 or more")
+        raise CheckpointError(f"adapter: its config gives {module} rank {rank}, expected 1 or more")
     return int(rank), alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
@@ -174,7 +175,7 @@ class Adapter:
         kinds = sorted(parts)
         if kinds not in _PAIRS:
             raise CheckpointError(
-                f"adapter {self.folder}: {module} has {kinds}, needed an A and a B"
+                f"adapter {self.folder}: {module} has {kinds}, expected an A and a B"
             )
         down = parts[kinds[0]]
         up = parts[kinds[1]]
@@ -182,7 +183,7 @@ class Adapter:
         if {up.shape[1], down.shape[0]} != {rank}:
             raise CheckpointError(
                 f"adapter {self.folder}: {module} has A {list(down.shape)} and B {list(up.shape)}, "
-                f"needed rank {rank}"
+                f"expected rank {rank}"
             )
         return Pair(down, up, scale, kinds == _PAIRS[1])
 

@@ -76,7 +76,7 @@ def parse_object(path: Path, text: bytes) -> dict[str, object]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(data, dict):
-        raise CheckpointError(f"{path}: holds a JSON {type(data).__name__}, needed an object")
+        raise CheckpointError(f"{path}: holds a JSON {type(data).__name__}, expected an object")
     return data
 
 
@@ -89,13 +89,13 @@ def _described(path: Path, name: str, entry: Any) -> tuple[DType, tuple[int, ...
             type(n) is int and 0 <= n < 1 << 63 for n in value
         ):
             raise CheckpointError(
-                f"{path}: {name} has {key} {value!r}, needed a list of whole numbers from 0"
+                f"{path}: {name} has {key} {value!r}, expected a list of whole numbers from 0"
             )
         return value
 
     if not isinstance(entry, dict):
         raise CheckpointError(
-            f"{path}: {name} is described by {entry!r}, needed dtype, shape and data_offsets"
+            f"{path}: {name} is described by {entry!r}, expected dtype, shape and data_offsets"
         )
     code = entry.get("dtype")
     shape = sizes("shape")
@@ -106,7 +106,7 @@ def _described(path: Path, name: str, entry: Any) -> tuple[DType, tuple[int, ...
         )
     if len(offsets) != 2:
         raise CheckpointError(
-            f"{path}: {name} has data_offsets {offsets}, needed a begin and an end"
+            f"{path}: {name} has data_offsets {offsets}, expected a begin and an end"
         )
     return BY_CODE[code], tuple(shape), offsets[0], offsets[1]
 
@@ -130,7 +130,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     if not isinstance(metadata, dict) or not all(
         isinstance(text, str) for text in metadata.values()
     ):
-        raise CheckpointError(f"{path}: __metadata__ is {str(metadata)[:60]}, needed texts by name")
+        raise CheckpointError(
+            f"{path}: __metadata__ is {str(metadata)[:60]}, expected texts by name"
+        )
     described = [(name, *_described(path, name, entry)) for name, entry in entries.items()]
     tensors: dict[str, TensorInfo] = {}
     end = 0

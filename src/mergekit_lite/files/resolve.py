@@ -50,7 +50,7 @@ def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | Non
                 f"{file}: cannot be loaded as tensors and nothing else ({reason})"
             ) from error
         if not isinstance(loaded, Mapping):
-            raise CheckpointError(f"{file}: holds a {type(loaded).__name__}, needed a state dict")
+            raise CheckpointError(f"{file}: holds a {type(loaded).__name__}, expected a state dict")
         state |= loaded
     if (folder / "config.json").exists():
         config = read_json(folder / "config.json")

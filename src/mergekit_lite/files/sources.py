@@ -166,13 +166,13 @@ class DictSource(Source):
             dtype = from_torch(value.dtype)
             if str(value.layout) != "torch.strided":
                 raise CheckpointError(
-                    f"{label}: {name} has layout {value.layout}, needed dense tensors"
+                    f"{label}: {name} has layout {value.layout}, expected dense tensors"
                 )
             if value.device.type == "meta":
                 raise CheckpointError(f"{label}: {name} is on the meta device and has no values")
             if dtype is None:
                 raise CheckpointError(
-                    f"{label}: {name} is {value.dtype}, which no merge reads; needed real numbers"
+                    f"{label}: {name} is {value.dtype}, which no merge reads; expected real numbers"
                 )
             self._state[name] = value.detach()
             self.tensors[name] = TensorInfo(name, tuple(value.shape), dtype)

@@ -45,16 +45,16 @@ class CalibratedMerge:
                 f"{', '.join(CALIBRATED)}"
             )
         if not isinstance(self.reduce, Real) or not 0 <= self.reduce <= 1:
-            raise ValueError(f"merge_models: reduce is {self.reduce!r}, needed 0 to 1")
+            raise ValueError(f"merge_models: reduce is {self.reduce!r}, expected 0 to 1")
         if not hasattr(self.auto_class, "from_config"):
             raise ValueError(
-                f"merge_models: auto_class is {self.auto_class!r}, needed one of transformers' "
+                f"merge_models: auto_class is {self.auto_class!r}, expected one of transformers' "
                 "AutoModels"
             )
         if self.batch_size < 1 or self.max_length < 2:
             raise ValueError(
-                f"merge_models: batch_size {self.batch_size}, max_length {self.max_length}; needed "
-                "1 and 2 or more"
+                f"merge_models: batch_size {self.batch_size}, max_length {self.max_length}; "
+                "expected 1 and 2 or more"
             )
 
     def shares(self, count: int) -> list[float]:
@@ -69,6 +69,6 @@ class CalibratedMerge:
         )
         if not sound or isinstance(given, str):
             raise ValueError(
-                f"merge_models: weight is {self.weight}, needed {count} numbers from 0, not all 0"
+                f"merge_models: weight is {self.weight}, expected {count} numbers from 0, not all 0"
             )
         return [w / sum(weights) for w in weights]

@@ -36,8 +36,8 @@ def calibration_batches(
     for ids in (batch["input_ids"] for batch in batches):
         if (bad := ids[(ids < 0) | (ids >= size)]).numel():
             raise ValueError(
-                f"calibration of {source.label}: a token is {int(bad[0])}; needed 0 or more, below "
-                f"{size}"
+                f"calibration of {source.label}: a token is {int(bad[0])}; expected 0 or more, "
+                f"below {size}"
             )
     return batches
 
@@ -49,15 +49,16 @@ def _rows_of(data: Any, source: Source) -> list[Any]:
     if isinstance(data, Mapping):
         names = ", ".join(map(str, data))
         raise ValueError(
-            f"calibration of {source.label} is a mapping of {names}; needed rows, or input_ids"
+            f"calibration of {source.label} is a mapping of {names}; expected rows, or input_ids"
         )
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         raise ValueError(
-            f"calibration of {source.label}: is {data!r}; needed a file, rows, examples or batches"
+            f"calibration of {source.label}: is {data!r}; expected a file, rows, examples or "
+            "batches"
         )
     rows = list(data)
     if not rows:
-        raise ValueError(f"calibration of {source.label}: the data are empty; needed examples")
+        raise ValueError(f"calibration of {source.label}: the data are empty; expected examples")
     return rows
 
 
@@ -85,7 +86,7 @@ def _batched(data: Any, source: Source, batch_size: int, max_length: int) -> lis
     ids = sorted((_without_padding(row)[:max_length] for row in rows), key=len)
     if not len(ids[0]):
         raise ValueError(
-            f"calibration of {source.label}: an example has no token; needed one or more"
+            f"calibration of {source.label}: an example has no token; expected one or more"
         )
     return [_pad_batch(ids[i : i + batch_size]) for i in range(0, len(ids), batch_size)]
 
@@ -94,7 +95,7 @@ def _batches_from_tensors(batches: Sequence[Tensor]) -> list[Batch]:
     for batch in batches:
         if batch.dim() != 2:
             raise ValueError(
-                f"calibration: a tensor is {list(batch.shape)}; needed token ids (B, L)"
+                f"calibration: a tensor is {list(batch.shape)}; expected token ids (B, L)"
             )
     return [{"input_ids": batch} for batch in batches]
 

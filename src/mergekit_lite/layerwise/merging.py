@@ -52,11 +52,11 @@ def merged_source(
     """
     if isinstance(calibration, (str, Path)):
         raise ValueError(
-            f"merge_models: calibration is {str(calibration)!r}; needed a list, each model's data"
+            f"merge_models: calibration is {str(calibration)!r}; expected a list, each model's data"
         )
     if len(models) < 2 or len(calibration) != len(models):
         raise ValueError(
-            f"merge_models: {len(models)} models, calibration for {len(calibration)}; needed two "
+            f"merge_models: {len(models)} models, calibration for {len(calibration)}; expected two "
             "or more, and for each its data"
         )
     shares = merge.shares(len(models))
@@ -104,7 +104,7 @@ def check_alike(sources: Sequence[Source]) -> None:
             name = unlike[0]
             raise CheckpointError(
                 f"{source.label} and {sources[0].label}: {name} is {other.get(name)} and "
-                f"{shapes[0].get(name)} ({len(unlike)} such); data-driven merges needed models of "
+                f"{shapes[0].get(name)} ({len(unlike)} such); data-driven merges need models of "
                 "one architecture"
             )
 

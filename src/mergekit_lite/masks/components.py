@@ -223,7 +223,7 @@ def refuse_different(
         ValueError: With the first 5 differences.
     """
     if len(models) < 2:
-        raise ValueError(f"Merger: got {len(models)} model, needed at least two")
+        raise ValueError(f"Merger: got {len(models)} model, expected at least two")
     pairs = [
         (models[0], other, (labels[0], label))
         for other, label in zip(models[1:], labels[1:], strict=True)

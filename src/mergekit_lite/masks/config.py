@@ -16,7 +16,7 @@ DIRECTIONS = ("forward", "reverse")
 
 def _one_of(owner: str, name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ValueError(f"{owner}: {name} is {value!r}, needed one of {', '.join(allowed)}")
+        raise ValueError(f"{owner}: {name} is {value!r}, expected one of {', '.join(allowed)}")
 
 
 def _at_least(owner: str, low: float, **values: float) -> None:
@@ -27,7 +27,7 @@ def _at_least(owner: str, low: float, **values: float) -> None:
             or not low <= value < float("inf")
         ):
             raise ValueError(
-                f"{owner}: {name} is {value!r}, needed a finite number of at least {low:g}"
+                f"{owner}: {name} is {value!r}, expected a finite number of at least {low:g}"
             )
 
 
@@ -113,12 +113,12 @@ class MaskConfig(_Json):
             and all(isinstance(p, str) for p in self.modules)
         ):
             raise ValueError(
-                f"MaskConfig: modules is {self.modules!r}, needed a tuple of patterns, or None"
+                f"MaskConfig: modules is {self.modules!r}, expected a tuple of patterns, or None"
             )
         if self.granularity == "element" and self.mode == "efficient":
             raise ValueError(
                 f"MaskConfig: mode {self.mode!r} cannot do granularity 'element', which masks "
-                "weights and not inputs or outputs; needed mode 'accurate' or 'auto'"
+                "weights and not inputs or outputs; expected mode 'accurate' or 'auto'"
             )
         if isinstance(self.initial, str):
             named = self.initial in ("average", "random") or re.fullmatch(
@@ -126,7 +126,7 @@ class MaskConfig(_Json):
             )
             if not named and not self.initial.endswith((".yml", ".yaml")):
                 raise ValueError(
-                    f"MaskConfig: initial is {self.initial!r}, needed a number, average, random, "
+                    f"MaskConfig: initial is {self.initial!r}, expected a number, average, random, "
                     "component:INDEX or the path of a recipe (.yml)"
                 )
         else:
@@ -187,9 +187,9 @@ class KLConfig(_Json):
         _at_least("KLConfig", 1e-6, temperature=self.temperature)
         if (self.shares is None) == (self.coefficients == "fixed"):
             raise ValueError(
-                "KLConfig: shares belong to coefficients='fixed'; needed both, or neither"
+                "KLConfig: shares belong to coefficients='fixed'; expected both, or neither"
             )
         if self.shares is not None:
             _at_least("KLConfig", 0, **{f"shares[{i}]": v for i, v in enumerate(self.shares)})
             if not sum(self.shares) > 0:
-                raise ValueError(f"KLConfig: shares are {self.shares}, needed a sum above 0")
+                raise ValueError(f"KLConfig: shares are {self.shares}, expected a sum above 0")

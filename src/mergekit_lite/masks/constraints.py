@@ -111,7 +111,7 @@ def unconstrain(masks: Tensor, constraint: str) -> Tensor:
         if bool(((sums - 1).abs() > 1e-4).any()):
             raise ValueError(
                 f"MaskConfig: masks begin with sums of {float(sums.min()):g} to "
-                f"{float(sums.max()):g}; constraint 'sum_to_one' needed 1; name another, as "
+                f"{float(sums.max()):g}; constraint 'sum_to_one' needs 1; name another, as "
                 "'none', or lay masks over a base"
             )
         return masks[1:]

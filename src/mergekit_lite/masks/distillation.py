@@ -109,7 +109,7 @@ def _main_input(inputs: Mapping[str, object]) -> Tensor:
             for name, v in inputs.items()
         }
         raise ValueError(
-            f"Merger.distill: the batch holds {came or 'no inputs'}; needed input_ids of (B, L), "
+            f"Merger.distill: the batch holds {came or 'no inputs'}; expected input_ids of (B, L), "
             "neither 0"
         )
     return tensors[0]
@@ -121,7 +121,7 @@ def positions(
     """Return where outputs are supervised, as a mask over them, and the label of each."""
     if getattr(merger.model.config, "is_encoder_decoder", False):
         raise ValueError(
-            "Merger.distill: encoder-decoder models are not supported; needed a decoder or an "
+            "Merger.distill: encoder-decoder models are not supported; expected a decoder or an "
             "encoder"
         )
     causal = merger.model.can_generate()
@@ -139,7 +139,7 @@ def positions(
     if labels.shape != ids.shape[: labels.dim()] or not labels.dim() or labels.is_floating_point():
         raise ValueError(
             f"Merger.distill: labels are {list(labels.shape)} {labels.dtype}, the batch's tokens "
-            f"{list(ids.shape)}; needed a whole number for each"
+            f"{list(ids.shape)}; expected a whole number for each"
         )
     if labels.dim() > 1 and causal:
         shifted = torch.full_like(labels, -100)
@@ -160,8 +160,8 @@ def _refuse_leaks(merger: MaskedModel, inputs: Mapping[str, Any]) -> None:
     if not merger.model.can_generate() or ("flash" in attention and position_ids.shape[0] > 1):
         raise ValueError(
             f"Merger.distill: packed rows, but {type(merger.model).__name__} with "
-            f"{attention or 'its'} attention would look across examples; needed a decoder (one row "
-            "a batch with flash attention), or MaskCollator(pack=False)"
+            f"{attention or 'its'} attention would look across examples; expected a decoder (one "
+            "row a batch with flash attention), or MaskCollator(pack=False)"
         )
 
 
@@ -196,12 +196,12 @@ def _shares(
         or task.shape not in (where.shape[:1], where.shape)
     ):
         raise ValueError(
-            f"Merger.distill: task is {list(task.shape)} {task.dtype}; needed whole numbers of "
+            f"Merger.distill: task is {list(task.shape)} {task.dtype}; expected whole numbers of "
             f"shape {list(where.shape[:1])} or {list(where.shape)}"
         )
     if task.numel() and not (int(task.min()) >= 0 and int(task.max()) < count):
         span = f"{int(task.min())} to {int(task.max())}"
-        raise ValueError(f"Merger.distill: task labels span {span}, needed 0 to {count - 1}")
+        raise ValueError(f"Merger.distill: task labels span {span}, expected 0 to {count - 1}")
     if task.dim() == 1:
         task_of_place = task.view(-1, *[1] * (where.dim() - 1)).expand(where.shape)
     else:
@@ -258,7 +258,7 @@ def _cached(merger: MaskedModel, kl: KLConfig, count: int, cached: Tensor) -> li
     teachers = cached.shape[1] if cached.dim() == 3 else 0
     if cached.shape[0] != count or teachers not in (needed, merger.count):
         raise ValueError(
-            f"Merger.distill: teacher_hidden is {list(cached.shape)}, needed ({count}, {needed}, "
+            f"Merger.distill: teacher_hidden is {list(cached.shape)}, expected ({count}, {needed}, "
             f"H) for this batch and coefficients {kl.coefficients!r}; the cache was made from "
             "other batches or settings (its kl)"
         )

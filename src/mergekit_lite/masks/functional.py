@@ -25,17 +25,17 @@ FEW_TOKENS_TRAINING = 128
 def _check_weights(operation: str, weights: Sequence[Tensor], impl: str) -> None:
     """Refuse weights that are not one kind, or not frozen."""
     if impl not in IMPLS:
-        raise ValueError(f"{operation}: impl is {impl!r}, needed one of {', '.join(IMPLS)}")
+        raise ValueError(f"{operation}: impl is {impl!r}, expected one of {', '.join(IMPLS)}")
     shapes = {tuple(w.shape) for w in weights}
     dtypes = {w.dtype for w in weights}
     if len(shapes) != 1 or len(dtypes) != 1:
         raise ValueError(
-            f"{operation}: weights have shapes {sorted(shapes)} and dtypes {dtypes}, needed one of "
-            "each"
+            f"{operation}: weights have shapes {sorted(shapes)} and dtypes {dtypes}, expected one "
+            "of each"
         )
     if any(w.requires_grad for w in weights):
         raise ValueError(
-            f"{operation}: a component's weight requires grad; only masks are trained, needed "
+            f"{operation}: a component's weight requires grad; only masks are trained, expected "
             "frozen ones"
         )
 
@@ -141,7 +141,7 @@ def masked_linear(
     _check_weights("masked_linear", weights, impl)
     if weights[0].dim() != 2:
         raise ValueError(
-            f"masked_linear: weights have shape {list(weights[0].shape)}, needed matrices"
+            f"masked_linear: weights have shape {list(weights[0].shape)}, expected matrices"
         )
     in_features = weights[0].shape[0 if transposed else 1]
     if not x.dim() or x.shape[-1] != in_features:
@@ -164,7 +164,7 @@ def masked_linear(
         x = x.to(torch.get_autocast_dtype(device))
     elif x.dtype != weights[0].dtype:
         raise ValueError(
-            f"masked_linear: x is {x.dtype} and the weights are {weights[0].dtype}, needed one "
+            f"masked_linear: x is {x.dtype} and the weights are {weights[0].dtype}, expected one "
             "dtype"
         )
     if bias is not None:
@@ -190,10 +190,10 @@ def _linear_mode(mode: str, x: Tensor, masks: Tensor, in_features: int) -> str:
             return "efficient"
         return "accurate"
     if mode not in ("accurate", "efficient"):
-        raise ValueError(f"masked_linear: mode is {mode!r}, needed accurate, efficient or auto")
+        raise ValueError(f"masked_linear: mode is {mode!r}, expected accurate, efficient or auto")
     if mode == "efficient" and element:
         raise ValueError(
-            "masked_linear: mode 'efficient' cannot do element masks; needed mode 'accurate'"
+            "masked_linear: mode 'efficient' cannot do element masks; expected mode 'accurate'"
         )
     return mode
 
@@ -231,7 +231,7 @@ def masked_embedding(
     _check_masks("masked_embedding", weights, masks)
     if ids.dtype not in (torch.int64, torch.int32) or masks.dim() != 3:
         raise ValueError(
-            f"masked_embedding: ids are {ids.dtype} and tables {list(weights[0].shape)}; needed "
+            f"masked_embedding: ids are {ids.dtype} and tables {list(weights[0].shape)}; expected "
             "int64 or int32, and matrices"
         )
     if impl == "reference":

@@ -80,7 +80,8 @@ class MaskedLayer(nn.Module):
         count = len(components)
         if count < (2 if base is None else 1):
             raise ValueError(
-                f"{type(self).__name__}: got {count} components, needed at least 2, or a base and 1"
+                f"{type(self).__name__}: got {count} components, expected at least 2, or a base "
+                "and 1"
             )
         self.config = (config or MaskConfig()).resolved(over_base=base is not None)
         self.selection = selection or Selection()
@@ -119,7 +120,7 @@ class MaskedLayer(nn.Module):
         shapes = [None if p is None else (tuple(p.shape), p.dtype) for p in parameters]
         if len(set(shapes)) > 1:
             raise ValueError(
-                f"{type(self).__name__}: {name} is {shapes} in the components, needed one shape "
+                f"{type(self).__name__}: {name} is {shapes} in the components, expected one shape "
                 "and dtype"
             )
         for parameter in parameters:

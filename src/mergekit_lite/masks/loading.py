@@ -56,7 +56,7 @@ def load_components(
     """
     if isinstance(paths, (str, os.PathLike)) or len(paths) < (2 if base is None else 1):
         raise ValueError(
-            f"Merger: got {paths!r}, needed a list of at least two models, or of one and a base"
+            f"Merger: got {paths!r}, expected a list of at least two models, or of one and a base"
         )
     names = [_with_base(os.fspath(path)) for path in [*paths, *([] if base is None else [base])]]
     bases = [own for own, _ in names]
@@ -143,7 +143,7 @@ def _with_base(path: str) -> tuple[str, str | None]:
     base = json.loads(settings.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not isinstance(base, str):
         raise ValueError(
-            f"Merger: {path} is a LoRA adapter whose config names no base; needed MODEL+{path}"
+            f"Merger: {path} is a LoRA adapter whose config names no base; expected MODEL+{path}"
         )
     return base, path
 

@@ -143,14 +143,14 @@ def _check_biases(
     """Refuse a bias without heads, and fewer biases than teachers."""
     if heads is None and bias is not None:
         raise ValueError(
-            "masked_kl: a bias came without heads, needed the heads that it belongs to, or states "
-            "with it"
+            "masked_kl: a bias came without heads, expected the heads that it belongs to, or "
+            "states with it"
         )
     # a base, which teaches nothing, may have one, too
     if teacher_biases and len(teacher_biases) < len(teachers):
         raise ValueError(
-            f"masked_kl: {len(teacher_biases)} teacher_biases for {len(teachers)} teachers, needed "
-            "one each"
+            f"masked_kl: {len(teacher_biases)} teacher_biases for {len(teachers)} teachers, "
+            "expected one each"
         )
 
 
@@ -182,20 +182,20 @@ def _check_states(
     if student.dim() != 2 or any(t is not None and t.shape != student.shape for t in teachers):
         shapes = [None if t is None else list(t.shape) for t in teachers]
         raise ValueError(
-            f"masked_kl: student is {list(student.shape)}, teachers {shapes}; needed one (N, H)"
+            f"masked_kl: student is {list(student.shape)}, teachers {shapes}; expected one (N, H)"
         )
     if heads is not None:
         shapes = {tuple(h.shape) for h in heads}
         if len(heads) < len(teachers) or len(shapes) > 1 or heads[0].shape[1] != student.shape[1]:
             raise ValueError(
-                f"masked_kl: heads are {[list(h.shape) for h in heads]}, needed {len(teachers)} or "
-                f"more of one (V, {student.shape[1]})"
+                f"masked_kl: heads are {[list(h.shape) for h in heads]}, expected {len(teachers)} "
+                f"or more of one (V, {student.shape[1]})"
             )
     if masks is not None and (heads is None or masks.dim() != 3 or masks.shape[0] != len(heads)):
         count = None if heads is None else len(heads)
         raise ValueError(
-            f"masked_kl: masks are {list(masks.shape)}, needed heads and one for each ({count}, ., "
-            ".)"
+            f"masked_kl: masks are {list(masks.shape)}, expected heads and one for each ({count}, "
+            "., .)"
         )
 
 
@@ -204,16 +204,16 @@ def _check_numbers(
 ) -> None:
     if direction not in DIRECTIONS:
         raise ValueError(
-            f"masked_kl: direction is {direction!r}, needed one of {', '.join(DIRECTIONS)}"
+            f"masked_kl: direction is {direction!r}, expected one of {', '.join(DIRECTIONS)}"
         )
     if impl not in ("auto", "eager", "reference"):
-        raise ValueError(f"masked_kl: impl is {impl!r}, needed auto, eager or reference")
+        raise ValueError(f"masked_kl: impl is {impl!r}, expected auto, eager or reference")
     if not 0 < temperature < float("inf"):
-        raise ValueError(f"masked_kl: temperature is {temperature}, needed a number above 0")
+        raise ValueError(f"masked_kl: temperature is {temperature}, expected a number above 0")
     if confidence_temperature and not 1e-30 <= confidence_temperature < float("inf"):
         raise ValueError(
-            f"masked_kl: confidence_temperature is {confidence_temperature}, needed 0 or at least "
-            "1e-30"
+            f"masked_kl: confidence_temperature is {confidence_temperature}, expected 0 or at "
+            "least 1e-30"
         )
 
 
@@ -224,7 +224,7 @@ def _checked_shares(
     count = len(teachers)
     if coefficients.shape not in ((count,), (positions, count)):
         raise ValueError(
-            f"masked_kl: coefficients are {list(coefficients.shape)}, needed ({positions}, "
+            f"masked_kl: coefficients are {list(coefficients.shape)}, expected ({positions}, "
             f"{count}) or ({count},)"
         )
     coefficients = coefficients.to(work_dtype(student.dtype)).expand(positions, count)
@@ -235,7 +235,7 @@ def _checked_shares(
     if not (bool(low >= 0) and bool(((sums - 1).abs() <= 1e-2).all())):
         raise ValueError(
             f"masked_kl: coefficients go down to {float(low):.3g}, rows sum to "
-            f"{float(sums.min()):.4g} to {float(sums.max()):.4g}; needed none below 0, and rows "
+            f"{float(sums.min()):.4g} to {float(sums.max()):.4g}; expected none below 0, and rows "
             "that sum to 1"
         )
     used = (coefficients > 0).any(0).tolist()

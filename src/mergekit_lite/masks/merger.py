@@ -146,7 +146,7 @@ class Merger(MaskedModel):
             ValueError: Always.
         """
         raise ValueError(
-            "Merger.save_pretrained: needed bake(out), a merged model, or save_masks(path), the "
+            "Merger.save_pretrained: expected bake(out), a merged model, or save_masks(path), the "
             "masks"
         )
 

@@ -63,7 +63,7 @@ class MaskedModel(nn.Module):
         labels = labels or [m.config.name_or_path or f"model {k}" for k, m in enumerate(models)]
         if len(labels) != len(models):
             raise ValueError(
-                f"Merger: {len(labels)} labels for {len(models)} models, needed one for each, a "
+                f"Merger: {len(labels)} labels for {len(models)} models, expected one for each, a "
                 "base's last"
             )
         self.labels = list(labels)
@@ -81,8 +81,8 @@ class MaskedModel(nn.Module):
         model = shared.pop(-1 if self.over_base else 0)
         if loose := [name for name, _ in model.named_parameters(recurse=False)]:
             raise ValueError(
-                f"Merger: {type(model).__name__} itself owns {loose[0]}; needed parameters of its "
-                "modules"
+                f"Merger: {type(model).__name__} itself owns {loose[0]}; expected parameters of "
+                "its modules"
             )
         stored = model.state_dict()
         self._stored_buffers = {
@@ -114,10 +114,10 @@ class MaskedModel(nn.Module):
         if self.over_base:
             return (
                 "Merger: no mask is trained: no component changes the base in a module like "
-                f"{modules or 'any'}; needed patterns such as {example!r}, and components that "
+                f"{modules or 'any'}; expected patterns such as {example!r}, and components that "
                 "differ from the base"
             )
-        return f"Merger: no module has a name like {modules}; needed patterns such as {example!r}"
+        return f"Merger: no module has a name like {modules}; expected patterns such as {example!r}"
 
     @property
     def config(self) -> Any:
@@ -192,7 +192,7 @@ class MaskedModel(nn.Module):
             ValueError: There is no such component.
         """
         if not isinstance(k, int) or not 0 <= k < len(self.labels):
-            raise ValueError(f"Merger.component: k is {k}, needed 0 to {len(self.labels) - 1}")
+            raise ValueError(f"Merger.component: k is {k}, expected 0 to {len(self.labels) - 1}")
         before = self.selection.component
         self.selection.component = k
         try:
@@ -287,7 +287,7 @@ class MaskedModel(nn.Module):
         """
         if not self.over_base:
             raise ValueError(
-                "Merger.task_vectors: masks lie over whole weights here; needed a base"
+                "Merger.task_vectors: masks lie over whole weights here; expected a base"
             )
         return [
             {

@@ -237,7 +237,7 @@ class _Task:
             count = int(run.held_out)
         if count >= len(examples):
             raise ValueError(
-                f"masks: {data.name} has {len(examples)} examples, {count} are held out; needed "
+                f"masks: {data.name} has {len(examples)} examples, {count} are held out; expected "
                 "more"
             )
         self.test = examples[:count]

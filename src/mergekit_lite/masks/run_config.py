@@ -82,7 +82,7 @@ class MaskRun:
             raise ValueError(f"{path}: is not YAML ({error})") from error
         if not isinstance(values, Mapping):
             raise ValueError(
-                f"{path}: holds a {type(values).__name__}, needed components, data, masks, ..."
+                f"{path}: holds a {type(values).__name__}, expected components, data, masks, ..."
             )
         _known(str(path), values, [f.name for f in fields(cls)], needed=("components", "data"))
         settings = dict(values)
@@ -90,12 +90,13 @@ class MaskRun:
             settings[name] = _built(f"{path}: {name}", kind, _numbers(settings.get(name, {}), kind))
         if not isinstance(settings.get("training", {}), Mapping):
             raise ValueError(
-                f"{path}: training is {settings['training']!r}, needed fields of TrainingArguments"
+                f"{path}: training is {settings['training']!r}, expected fields of "
+                "TrainingArguments"
             )
         settings["training"] = _numbers(settings.get("training", {}), TrainingArguments)
         for name in ("components", "data", "compare"):
             if name in settings and not isinstance(settings[name], list):
-                raise ValueError(f"{path}: {name} is {settings[name]!r}, needed a list")
+                raise ValueError(f"{path}: {name} is {settings[name]!r}, expected a list")
             if name in settings:
                 settings[name] = tuple(settings[name])
         settings["data"] = tuple(
@@ -129,7 +130,7 @@ class MaskRun:
     def _check_models(self) -> None:
         outside = [d for d in self.data if not 0 <= d.component < len(self.components)]
         if self.base is not None and not isinstance(self.base, str):
-            raise ValueError(f"MaskRun: base is {self.base!r}, needed the name of a model")
+            raise ValueError(f"MaskRun: base is {self.base!r}, expected the name of a model")
         if len(self.components) < (2 if self.base is None else 1) or not self.data or outside:
             if outside:
                 wrong = f"; {outside[0].name} follows component {outside[0].component}"
@@ -137,19 +138,19 @@ class MaskRun:
                 wrong = ""
             raise ValueError(
                 f"MaskRun: {len(self.components)} components and {len(self.data)} tasks{wrong}; "
-                "needed two components or more (one over a base), and data that follow them"
+                "expected two components or more (one over a base), and data that follow them"
             )
         for name, values in (("components", self.components), ("compare", self.methods)):
             if odd := [value for value in values if not isinstance(value, str)]:
                 raise ValueError(
-                    f"MaskRun: {name} has {odd[0]!r}; needed names, without parameters"
+                    f"MaskRun: {name} has {odd[0]!r}; expected names, without parameters"
                 )
 
     def _check_tasks(self) -> None:
         names = [task.name for task in self.data]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(
-                f"MaskRun: two tasks are called {twice[0]!r}; needed names that differ"
+                f"MaskRun: two tasks are called {twice[0]!r}; expected names that differ"
             )
 
     def _check_numbers(self) -> None:
@@ -157,15 +158,15 @@ class MaskRun:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(
-                    f"MaskRun: {name} is {value!r}, needed a whole number of at least {low}"
+                    f"MaskRun: {name} is {value!r}, expected a whole number of at least {low}"
                 )
         if self.dtype not in _DTYPES:
             raise ValueError(
-                f"MaskRun: dtype is {self.dtype!r}, needed one of {', '.join(_DTYPES)}"
+                f"MaskRun: dtype is {self.dtype!r}, expected one of {', '.join(_DTYPES)}"
             )
         if not isinstance(self.train_on_inputs, bool):
             raise ValueError(
-                f"MaskRun: train_on_inputs is {self.train_on_inputs!r}, needed true or false"
+                f"MaskRun: train_on_inputs is {self.train_on_inputs!r}, expected true or false"
             )
         if (
             isinstance(self.held_out, bool)
@@ -173,7 +174,7 @@ class MaskRun:
             or not self.held_out > 0
         ):
             raise ValueError(
-                f"MaskRun: held_out is {self.held_out!r}, needed a share, or a number of examples"
+                f"MaskRun: held_out is {self.held_out!r}, expected a share, or a number of examples"
             )
 
 
@@ -218,7 +219,7 @@ def _numbers(values: object, kind: Any) -> Any:
 
 def _built(where: str, kind: Any, values: object) -> Any:
     if not isinstance(values, Mapping):
-        raise ValueError(f"{where} is {values!r}, needed fields of {kind.__name__}")
+        raise ValueError(f"{where} is {values!r}, expected fields of {kind.__name__}")
     _known(where, values, [f.name for f in fields(kind)])
     return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
@@ -227,18 +228,18 @@ def _task(where: str, index: int, entry: object) -> TaskData:
     entry = {"files": entry} if isinstance(entry, (str, list)) else entry
     if not isinstance(entry, Mapping):
         raise ValueError(
-            f"{where}: entry {index} is {entry!r}, needed a file, a list of files, or files and "
+            f"{where}: entry {index} is {entry!r}, expected a file, a list of files, or files and "
             "name"
         )
     _known(where, entry, [f.name for f in fields(TaskData)], needed=("files",))
     files = entry["files"]
     files = [files] if isinstance(files, str) else files
     if not isinstance(files, list) or not files or not all(isinstance(f, str) for f in files):
-        raise ValueError(f"{where}: files of entry {index} are {files!r}, needed names of files")
+        raise ValueError(f"{where}: files of entry {index} are {files!r}, expected names of files")
     component: object = entry.get("component", index)
     if not isinstance(component, int) or isinstance(component, bool):
         raise ValueError(
-            f"{where}: component of entry {index} is {component!r}, needed the index of one"
+            f"{where}: component of entry {index} is {component!r}, expected the index of one"
         )
     return TaskData(
         files=tuple(files), name=str(entry.get("name", Path(files[0]).stem)), component=component

@@ -58,7 +58,7 @@ def _metadata(path: Path) -> dict[str, str]:
         raise ValueError(f"load_masks: {path} is not a whole safetensors file ({error})") from error
     if metadata.get("format") != _FORMAT:
         raise ValueError(
-            f"load_masks: {path} holds no masks (format {metadata.get('format')!r}, needed "
+            f"load_masks: {path} holds no masks (format {metadata.get('format')!r}, expected "
             f"{_FORMAT!r})"
         )
     return metadata
@@ -109,7 +109,7 @@ def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
     for name, values in loaded.items():
         if values.shape != masks[name].shape or not torch.isfinite(values).all():
             raise ValueError(
-                f"load_masks: {name} in {path} is {list(values.shape)} or not finite, needed "
+                f"load_masks: {name} in {path} is {list(values.shape)} or not finite, expected "
                 f"{list(masks[name].shape)}"
             )
     return loaded
@@ -180,7 +180,7 @@ def _stored(merger: MaskedModel, k: int) -> Source | None:
         for name, value in state.items():
             if not _is_stored(source, name, merger.places().get(name), k, value):
                 raise ValueError(
-                    f"bake: {source.label} has changed since it was loaded ({name}); needed the "
+                    f"bake: {source.label} has changed since it was loaded ({name}); expected the "
                     "files that the masks were trained over"
                 )
     return source

@@ -124,7 +124,7 @@ def recipe_weights(
     recipe = load_recipe(path)
     if recipe.merge_method not in _METHODS:
         raise ValueError(
-            f"{path}: masks cannot begin as {recipe.merge_method}; needed {' or '.join(_METHODS)}"
+            f"{path}: masks cannot begin as {recipe.merge_method}; expected {' or '.join(_METHODS)}"
         )
     plan = make_plan(recipe)
     keys = [model_key(label) for label in labels]
@@ -152,7 +152,7 @@ def recipe_weights(
         weights = weights_of[name]
         if over_base and abs(sum(weights) - 1) > 1e-6:
             raise ValueError(
-                f"{path}: weights of {name} sum to {sum(weights):g}; over a base needed 1, the "
+                f"{path}: weights of {name} sum to {sum(weights):g}; over a base expected 1, the "
                 "base's included"
             )
         return weights[:-1] if over_base else weights

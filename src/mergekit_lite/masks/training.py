@@ -71,19 +71,19 @@ class MaskTrainer(StepTrainer):
         **options: Unpack[TrainerOptions],
     ):
         if not isinstance(model, Merger):
-            raise ValueError(f"MaskTrainer: model is {type(model).__name__}, needed a Merger")
+            raise ValueError(f"MaskTrainer: model is {type(model).__name__}, expected a Merger")
         if args.n_gpu > 1:
             raise ValueError(
                 f"MaskTrainer: {args.n_gpu} GPUs in one process; start one for each with torchrun"
             )
         if options.get("data_collator") is None:
             raise ValueError(
-                "MaskTrainer: data_collator is missing, needed a MaskCollator, which pads and "
+                "MaskTrainer: data_collator is missing, expected a MaskCollator, which pads and "
                 "keeps the task"
             )
         data = train_dataset
         if hasattr(data, "__len__") and not len(data):
-            raise ValueError("MaskTrainer: train_dataset is empty; needed examples")
+            raise ValueError("MaskTrainer: train_dataset is empty; expected examples")
         if isinstance(data, TaskMixture) and (kl or KLConfig()).coefficients == "task":
             _check_mixture(data, model)
         args.remove_unused_columns = False

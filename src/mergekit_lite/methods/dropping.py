@@ -145,8 +145,8 @@ def _check_spread(parameters: Bound) -> None:
         if density < 1 and not (density - epsilon > 0 and density + epsilon < 1):
             raise ValueError(
                 f"della: density {density:g} with epsilon {epsilon:g} gives chances from "
-                f"{density - epsilon:g} to {density + epsilon:g}, needed 0 < density - epsilon and "
-                "density + epsilon < 1"
+                f"{density - epsilon:g} to {density + epsilon:g}, expected 0 < density - epsilon "
+                "and density + epsilon < 1"
             )
 
 

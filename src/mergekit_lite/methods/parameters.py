@@ -80,13 +80,13 @@ class Parameter:
         if self.choices:
             if value not in self.choices:
                 raise ValueError(
-                    f"{method}: {self.name} is {value!r}, needed one of {', '.join(self.choices)}"
+                    f"{method}: {self.name} is {value!r}, expected one of {', '.join(self.choices)}"
                 )
             return value
         if self.type is bool:
             truth = _WORDS.get(value.lower()) if isinstance(value, str) else value
             if not isinstance(truth, (bool, int, float)) or truth not in (0, 1):
-                raise ValueError(f"{method}: {self.name} is {value!r}, needed true or false")
+                raise ValueError(f"{method}: {self.name} is {value!r}, expected true or false")
             return bool(truth)
         return self._check_number(value, method)
 
@@ -101,12 +101,14 @@ class Parameter:
             or not abs(value) < _LARGEST
         ):
             raise ValueError(
-                f"{method}: {self.name} is {value!r}, needed a finite number of float32"
+                f"{method}: {self.name} is {value!r}, expected a finite number of float32"
             )
         if self.type is int and value != int(value):
-            raise ValueError(f"{method}: {self.name} is {value!r}, needed a whole number")
+            raise ValueError(f"{method}: {self.name} is {value!r}, expected a whole number")
         if self.range is not None and value not in self.range:
-            raise ValueError(f"{method}: {self.name} is {value:g}, needed a number in {self.range}")
+            raise ValueError(
+                f"{method}: {self.name} is {value:g}, expected a number in {self.range}"
+            )
         return self.type(value)
 
 

@@ -125,7 +125,7 @@ class MergeMethod:
             many = [value] * number_of_models
         if len(many) != number_of_models:
             raise ValueError(
-                f"{self.name}: {parameter.name} has {len(many)} values, needed one for each of "
+                f"{self.name}: {parameter.name} has {len(many)} values, expected one for each of "
                 f"{number_of_models} models"
             )
         for number, one in enumerate(many, 1):
@@ -151,7 +151,7 @@ class MergeMethod:
             else:
                 need = f"{fewest}-{most}"
             beside = " beside the base model" if self.base == "required" else ""
-            raise ValueError(f"{self.name}: got {number_of_models} models{beside}, needed {need}")
+            raise ValueError(f"{self.name}: got {number_of_models} models{beside}, expected {need}")
 
     def chunking_for(self, bound: dict[str, object]) -> Chunking:
         """Return how a tensor may be cut under these parameters."""
@@ -194,7 +194,7 @@ class MergeMethod:
         shapes = {tuple(t.shape) for t in operands}
         if len(shapes) > 1:
             raise ValueError(
-                f"{self.name}: the tensors have shapes {sorted(shapes)}, needed one shape"
+                f"{self.name}: the tensors have shapes {sorted(shapes)}, expected one shape"
             )
         bound = self.bind(len(tensors), parameters)
         dtype = functools.reduce(torch.promote_types, (t.dtype for t in operands))
@@ -343,7 +343,7 @@ def get_method(name: str) -> MergeMethod:
         return METHODS[name]
     if name in CALIBRATED:
         raise ValueError(
-            f"merge method {name!r} looks at each model's data: needed --calibration with a file "
+            f"merge method {name!r} looks at each model's data; expected --calibration with a file "
             f"for each model, or in Python merge_models([...], {name!r}, calibration=[...], "
             "out=...)"
         )

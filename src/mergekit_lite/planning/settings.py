@@ -66,7 +66,7 @@ def evaluate_setting(
                 return evaluate_setting(entry["value"], tensor_name, depth, check)
         return _MISSING
     if not all(isinstance(v, _SCALARS) for v in value):
-        raise RecipeError(f"a parameter's gradient is {list(value)!r}, needed numbers")
+        raise RecipeError(f"a parameter's gradient is {list(value)!r}, expected numbers")
     values = [check(v) for v in value]
     place = depth * (len(values) - 1)
     left = min(int(place), len(values) - 1)

@@ -118,7 +118,7 @@ def load_recipe(path_or_text: str | os.PathLike[str]) -> MergeRecipe:
 def _of_text(text: str) -> MergeRecipe:
     documents = [as_mapping("recipe", data) for data in _load_yaml(text)]
     if not documents:
-        raise RecipeError("recipe: is empty, needed a mapping of keys to values")
+        raise RecipeError("recipe: is empty, expected a mapping of keys to values")
     return _final_stage(documents)
 
 
@@ -163,7 +163,7 @@ def _check_names(names: Sequence[object]) -> None:
         )
     for name in map(str, given):
         if Path(name).name != name or name.startswith("."):
-            raise RecipeError(f"recipe: a stage cannot be called {name!r}; needed a plain name")
+            raise RecipeError(f"recipe: a stage cannot be called {name!r}; expected a plain name")
     if twice := [name for name in given if given.count(name) > 1]:
         raise RecipeError(f"recipe: two documents have the name {twice[0]!r}")
 
@@ -251,7 +251,7 @@ class _Parser:
             {name for method in METHODS.values() for name in method.parameters} & data.keys()
         ):
             raise RecipeError(
-                f"{where}: {misplaced[0]} stands beside model, needed under its parameters"
+                f"{where}: {misplaced[0]} stands beside model, expected under its parameters"
             )
         self._known(
             where,
@@ -262,7 +262,7 @@ class _Parser:
             raise RecipeError(f"{where}: an entry has no model")
         layers = data.get("layer_range") if in_slice else None
         if layers is not None and (not isinstance(layers, (list, tuple)) or len(layers) != 2):
-            raise RecipeError(f"{where}: layer_range is {layers!r}, needed [start, end]")
+            raise RecipeError(f"{where}: layer_range is {layers!r}, expected [start, end]")
         return ModelEntry(
             model=self._model(f"{where} model", data["model"]),
             layer_range=None if layers is None else (_whole(layers[0]), _whole(layers[1])),
@@ -318,7 +318,7 @@ class _Parser:
             return TokenRule(zero=True, force=force)
         if kind != "model_token":
             raise RecipeError(
-                f"{where}: source kind is {kind!r}, needed model_token, zero or a model's name"
+                f"{where}: source kind is {kind!r}, expected model_token, zero or a model's name"
             )
         self._known(f"{where} source", source, ["kind", "model", "token", "token_id"])
         token = source.get("token")
@@ -328,7 +328,7 @@ class _Parser:
                 f"{where}: a model_token needs a model, and either a token or a token_id"
             )
         if row is not None and (type(row) is not int or row < 0):
-            raise RecipeError(f"{where}: token_id is {row!r}, needed a whole number from 0")
+            raise RecipeError(f"{where}: token_id is {row!r}, expected a whole number from 0")
         return TokenRule(
             model=self._model(f"{where} model", source["model"]),
             token=token,
@@ -354,11 +354,12 @@ def _parameters(where: str, value: object) -> dict[str, object]:
     def check(part: object, depth: int) -> None:
         if depth > _DEPTH:  # a YAML alias may contain itself
             raise RecipeError(
-                f"{where}: a value is nested too deep, needed numbers, gradients and filter entries"
+                f"{where}: a value is nested too deep, expected numbers, gradients and filter "
+                "entries"
             )
         if not isinstance(part, (Mapping, list, bool, int, float, str, type(None))):
             raise RecipeError(
-                f"{where}: has {part!r}, needed numbers, texts, gradients and filter entries"
+                f"{where}: has {part!r}, expected numbers, texts, gradients and filter entries"
             )
         for inner in (
             part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ()
@@ -384,5 +385,5 @@ def _reference(where: str, value: object) -> str:
             return value["path"]
         return f"{value['path']}@{value['revision']}"
     raise RecipeError(
-        f"{where}: is {value!r}, needed a path or hub id, or MODEL+ADAPTER, as one text"
+        f"{where}: is {value!r}, expected a path or hub id, or MODEL+ADAPTER, as one text"
     )

@@ -39,7 +39,9 @@ def unknown_keys(where: str, data: Mapping[str, object], known: Sequence[str]) -
 def as_mapping(where: str, value: object) -> dict[str, object]:
     """A mapping with text keys, as a dict."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise RecipeError(f"{where}: is {reprlib.repr(value)}, needed a mapping of names to values")
+        raise RecipeError(
+            f"{where}: is {reprlib.repr(value)}, expected a mapping of names to values"
+        )
     return dict(value)
 
 
@@ -47,7 +49,7 @@ def as_list(where: str, value: object) -> list[object]:
     """A list with at least one entry."""
     if not isinstance(value, (list, tuple)) or not value:
         raise RecipeError(
-            f"{where}: is {reprlib.repr(value)}, needed a list with at least one entry"
+            f"{where}: is {reprlib.repr(value)}, expected a list with at least one entry"
         )
     return list(value)
 
@@ -75,7 +77,7 @@ class ModelEntry:
             if not (type(first) is int and type(last) is int and 0 <= first < last):
                 raise RecipeError(
                     f"layer_range of {model_label(self.model)}: is {list(self.layer_range)}, "
-                    "needed 0 <= start < end"
+                    "expected 0 <= start < end"
                 )
 
     def to_dict(self) -> dict[str, object]:
@@ -107,11 +109,11 @@ class Slice:
 
     def __post_init__(self) -> None:
         if not self.sources:
-            raise RecipeError("slice: it has no sources, needed one or more")
+            raise RecipeError("slice: it has no sources, expected one or more")
         lengths = {s.layer_range[1] - s.layer_range[0] for s in self.sources if s.layer_range}
         if len(lengths) > 1:
             raise RecipeError(
-                f"slice: its sources span {sorted(lengths)} layers, needed one length"
+                f"slice: its sources span {sorted(lengths)} layers, expected one length"
             )
         if any(s.layer_range is None for s in self.sources):
             raise RecipeError("slice: every source needs a layer_range: [start, end]")
@@ -181,12 +183,12 @@ class TokenizerSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.source, str):
             raise RecipeError(
-                f"tokenizer source: is {self.source!r}, needed base, union or a model's path"
+                f"tokenizer source: is {self.source!r}, expected base, union or a model's path"
             )
         pad = self.pad_to_multiple_of
         if pad is not None and (type(pad) is not int or pad < 1):
             raise RecipeError(
-                f"tokenizer pad_to_multiple_of: is {pad!r}, needed a whole number above 0"
+                f"tokenizer pad_to_multiple_of: is {pad!r}, expected a whole number above 0"
             )
 
     def to_dict(self) -> dict[str, object]:
@@ -250,16 +252,18 @@ class MergeRecipe:
         object.__setattr__(self, "slices", tuple(self.slices))
         if not isinstance(self.merge_method, str):
             raise RecipeError(
-                f"recipe merge_method: is {self.merge_method!r}, needed a method's name"
+                f"recipe merge_method: is {self.merge_method!r}, expected a method's name"
             )
         if bool(self.models) == bool(self.slices):
             raise RecipeError("recipe: needs either models or slices, and not both")
         for key in ("dtype", "out_dtype"):
             value = getattr(self, key)
             if value is not None and (not isinstance(value, str) or value not in FLOATS):
-                raise RecipeError(f"recipe {key}: is {value!r}, needed one of {', '.join(FLOATS)}")
+                raise RecipeError(
+                    f"recipe {key}: is {value!r}, expected one of {', '.join(FLOATS)}"
+                )
         if self.chat_template is not None and not isinstance(self.chat_template, str):
-            raise RecipeError(f"recipe chat_template: is {self.chat_template!r}, needed a text")
+            raise RecipeError(f"recipe chat_template: is {self.chat_template!r}, expected a text")
         self._check_unique_names()
 
     def _check_unique_names(self) -> None:

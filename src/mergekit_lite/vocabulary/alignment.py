@@ -46,7 +46,7 @@ def _rows(source: Source) -> int:
     }
     if len(rows) != 1:
         raise CheckpointError(
-            f"{source.label}: found {len(rows)} sizes of token embedding, needed one"
+            f"{source.label}: found {len(rows)} sizes of token embedding, expected one"
         )
     return rows.pop()
 

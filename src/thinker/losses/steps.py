@@ -30,7 +30,7 @@ class LastAndRandom(StepLoss):
         super().__init__()
         if last <= 0 or random < 0:
             raise ValueError(
-                f"LastAndRandom: last {last}, random {random}; needed above 0, and 0 or more"
+                f"LastAndRandom: last {last}, random {random}; expected above 0, and 0 or more"
             )
         self.last = last
         self.random = random
@@ -86,7 +86,7 @@ class LearnedWeights(AllSteps):
         """Cumulative."""
         if steps[-1] > len(self.scores):
             raise ValueError(
-                f"LearnedWeights: step {steps[-1]}; needed at most max_steps, {len(self.scores)}"
+                f"LearnedWeights: step {steps[-1]}; expected at most max_steps, {len(self.scores)}"
             )
         grown = (
             self.scores[: steps[-1]]
@@ -117,7 +117,8 @@ class Reach(StepLoss):
         super().__init__()
         if (grad_steps is not None and grad_steps < 1) or window < 2:
             raise ValueError(
-                f"Reach: grad_steps {grad_steps}, window {window}; needed 1 or more, and 2 or more"
+                f"Reach: grad_steps {grad_steps}, window {window}; expected 1 or more, and 2 or "
+                "more"
             )
         self.grad_steps = grad_steps
         self.window = window
@@ -131,7 +132,7 @@ class Reach(StepLoss):
         """It needs tokens that look so far."""
         if config.window != self.window:
             raise ValueError(
-                f"Reach: window is {self.window}, the model's {config.window}; needed the same"
+                f"Reach: window is {self.window}, the model's {config.window}; expected the same"
             )
 
     def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
@@ -143,7 +144,9 @@ class Reach(StepLoss):
     ) -> Tensor:
         """(S, B, O)."""
         if distance is None:
-            raise ValueError("Reach: the batch has no distances; needed a task in thinker.AtTokens")
+            raise ValueError(
+                "Reach: the batch has no distances; expected a task in thinker.AtTokens"
+            )
         seen = torch.tensor(steps, device=distance.device)[:, None, None] * (self.window - 1)
         near = (distance > 0) & (distance <= seen)
         share = (distance > 0).sum(-1) / near.sum(-1).clamp(min=1)  # (S, B)
@@ -165,7 +168,7 @@ class ProgressiveLoss(StepLoss):
     def __init__(self, alpha: float = 0.5):
         super().__init__()
         if not 0 <= alpha <= 1:
-            raise ValueError(f"ProgressiveLoss: alpha is {alpha}; needed 0 to 1")
+            raise ValueError(f"ProgressiveLoss: alpha is {alpha}; expected 0 to 1")
         self.alpha = alpha
 
     def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:

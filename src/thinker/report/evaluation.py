@@ -67,7 +67,7 @@ def accuracies(
         asked = counts.any(1)
         if not bool(asked.any()):
             raise ValueError(
-                f"accuracies: none of {len(asked)} rows has an answer that counts; needed one or "
+                f"accuracies: none of {len(asked)} rows has an answer that counts; expected one or "
                 "more"
             )
         whole = (right | ~counts).all(1) & asked
@@ -81,7 +81,7 @@ def _check_data(operation: str, model: LatentThinker, data: CurriculumDataset) -
     """Held-out samples, laid out for the model."""
     if not isinstance(data, CurriculumDataset):
         raise ValueError(
-            f"{operation}: data is a {type(data).__name__}; needed a CurriculumDataset"
+            f"{operation}: data is a {type(data).__name__}; expected a CurriculumDataset"
         )
     check_layout(operation, model.config, data.task)
 
@@ -117,13 +117,13 @@ def evaluate_grid(
     """
     if isinstance(n_latents, int) or isinstance(n_steps, int):
         raise ValueError(
-            f"evaluate_grid: n_latents {n_latents}, n_steps {n_steps}; needed lists, as "
+            f"evaluate_grid: n_latents {n_latents}, n_steps {n_steps}; expected lists, as "
             f"[{n_latents}]"
         )
     if not n_latents or not n_steps or min(*n_latents, *n_steps, samples) < 1:
         raise ValueError(
             f"evaluate_grid: n_latents {list(n_latents)}, n_steps {list(n_steps)}, samples "
-            f"{samples}; needed 1 or more"
+            f"{samples}; expected 1 or more"
         )
     _check_data("evaluate_grid", model, data)
     batch = data.held_out(
@@ -168,15 +168,15 @@ def evaluate_steps(
     _check_data("evaluate_steps", model, data)
     if isinstance(n_steps, int) or isinstance(lengths, int):
         raise ValueError(
-            f"evaluate_steps: lengths {lengths}, n_steps {n_steps}; needed lists, as [20] and [20, "
-            "40]"
+            f"evaluate_steps: lengths {lengths}, n_steps {n_steps}; expected lists, as [20] and "
+            "[20, 40]"
         )
     if n_steps is None:
         n_steps = [chosen_plan(model.config, plan).num_steps(model.config.n_step)]
     steps = {n: sorted(set(n_steps(n) if callable(n_steps) else n_steps)) for n in lengths}
     if not steps or not all(steps.values()) or min(map(min, steps.values())) < 1 or samples < 1:
         raise ValueError(
-            f"evaluate_steps: lengths and steps {steps}, samples {samples}; needed 1 or more of "
+            f"evaluate_steps: lengths and steps {steps}, samples {samples}; expected 1 or more of "
             "each"
         )
     cells = []

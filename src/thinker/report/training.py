@@ -23,7 +23,7 @@ def plot_training(history: Sequence[Mapping[str, float]], ax: Axes | None = None
     """
     if not isinstance(history, Sequence) or not all(isinstance(row, Mapping) for row in history):
         raise ValueError(
-            f"plot_training: history is a {type(history).__name__}; needed "
+            f"plot_training: history is a {type(history).__name__}; expected "
             "trainer.state.log_history"
         )
     figure, axes = axes_for(ax, "plot_training", width=7, height=3.4)

@@ -39,17 +39,17 @@ class AtTokens(Task):
     def __post_init__(self):
         if not isinstance(self.task, Task) or isinstance(self.task, AtTokens):
             raise ValueError(
-                f"AtTokens: the task is {self.task!r}; needed a Task that is not laid out yet, as "
-                "of make_task"
+                f"AtTokens: the task is {self.task!r}; expected a Task that is not laid out yet, "
+                "as of make_task"
             )
         if type(self.task).accuracy_mask is not Task.accuracy_mask:
             raise ValueError(
-                f"AtTokens: {self.task!r} says which answers count; needed a Task where all do"
+                f"AtTokens: {self.task!r} says which answers count; expected a Task where all do"
             )
         if self.task.by_step and self._blanks:
             raise ValueError(
                 f"AtTokens: {self.task!r} has an answer for each step and not for each token; "
-                "needed the task itself, and a model whose latents are not tokens"
+                "expected the task itself, and a model whose latents are not tokens"
             )
 
     @property
@@ -140,8 +140,8 @@ class AtTokens(Task):
         """
         if not isinstance(tokens, Tensor) or tokens.is_floating_point():
             raise ValueError(
-                f"AtTokens.inputs: tokens are {type(tokens).__name__}; needed a tensor of ids (B, "
-                "L)"
+                f"AtTokens.inputs: tokens are {type(tokens).__name__}; expected a tensor of ids "
+                "(B, L)"
             )
         if (
             tokens.dim() != 2
@@ -150,7 +150,7 @@ class AtTokens(Task):
         ):
             raise ValueError(
                 f"AtTokens.inputs: tokens have shape {list(tokens.shape)}, ids "
-                f"{tokens.unique().tolist()[:9]}; needed (B, L), 0 to {self._start - 1}"
+                f"{tokens.unique().tolist()[:9]}; expected (B, L), 0 to {self._start - 1}"
             )
         targets = torch.zeros(
             len(tokens), answer or tokens.shape[1], dtype=torch.long, device=tokens.device

@@ -63,7 +63,7 @@ def sudoku_puzzles(
         ("seed", seed, is_whole(seed), "a whole number"),
     ):
         if not fits:
-            raise ValueError(f"sudoku_puzzles: {name} is {value!r}; needed {needed}")
+            raise ValueError(f"sudoku_puzzles: {name} is {value!r}; expected {needed}")
     generator = torch.Generator().manual_seed(seed)
     solution_of: dict[tuple[int, ...], Tensor] = {}
     dry = 0
@@ -85,7 +85,7 @@ def sudoku_puzzles(
         if dry == 8:
             raise ValueError(
                 f"sudoku_puzzles: found {len(solution_of)} {difficulty} puzzles of box {box}; "
-                f"needed {count}, of which there may not be so many"
+                f"expected {count}, of which there may not be so many"
             )
     return torch.tensor(list(solution_of)[:count]), torch.stack(list(solution_of.values())[:count])
 
@@ -156,16 +156,17 @@ def _check(what: str, puzzles: Tensor, box: int) -> None:
     """Puzzles of a box's size."""
     if not isinstance(puzzles, Tensor):
         raise ValueError(
-            f"{what}: puzzles are {type(puzzles).__name__}; needed a tensor (N, box^4)"
+            f"{what}: puzzles are {type(puzzles).__name__}; expected a tensor (N, box^4)"
         )
     if box not in (2, 3) or puzzles.dim() != 2 or puzzles.shape[1] != box**4:
         raise ValueError(
-            f"{what}: puzzles have shape {list(puzzles.shape)}, box is {box!r}; needed (N, box^4), "
-            "2 or 3"
+            f"{what}: puzzles have shape {list(puzzles.shape)}, box is {box!r}; expected (N, "
+            "box^4), 2 or 3"
         )
     if len(puzzles) and not 0 <= int(puzzles.min()) <= int(puzzles.max()) <= box**2:
         raise ValueError(
-            f"{what}: cells from {int(puzzles.min())} to {int(puzzles.max())}; needed 0 to {box**2}"
+            f"{what}: cells from {int(puzzles.min())} to {int(puzzles.max())}; expected 0 to "
+            f"{box**2}"
         )
 
 

@@ -76,7 +76,7 @@ def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
     def put(kind: type[Task]) -> type[Task]:
         if not (isinstance(kind, type) and issubclass(kind, Task)):
             raise ValueError(
-                f"register_task: {name!r} is {kind!r}; needed a class under Task, or SequenceTask"
+                f"register_task: {name!r} is {kind!r}; expected a class under Task, or SequenceTask"
             )
         if name in TASKS:
             raise ValueError(f"register_task: {name!r} is taken, by {TASKS[name].__name__}")
@@ -103,7 +103,7 @@ def make_task(name: str, **options: object) -> Task:
     16
     """
     if name not in TASKS:
-        raise ValueError(f"make_task: no task {name!r}; needed one of {', '.join(sorted(TASKS))}")
+        raise ValueError(f"make_task: no task {name!r}; expected one of {', '.join(sorted(TASKS))}")
     try:
         return TASKS[name](**options)
     except TypeError:
@@ -176,14 +176,14 @@ class Task(ABC):
         else:
             if length.shape != (batch,):
                 raise ValueError(
-                    f"{type(self).__name__}: lengths have shape {list(length.shape)}; needed "
+                    f"{type(self).__name__}: lengths have shape {list(length.shape)}; expected "
                     f"({batch},)"
                 )
             shortest, longest = (int(v) for v in torch.aminmax(length))
             lengths = length.to(generator.device)[:, None]
         if shortest < self.min_length:
             raise ValueError(
-                f"{type(self).__name__}: length {shortest}; needed {self.min_length} or more"
+                f"{type(self).__name__}: length {shortest}; expected {self.min_length} or more"
             )
         return lengths, longest
 
@@ -193,7 +193,7 @@ def check_sample(task: Task, generator: torch.Generator, length: int) -> None:
     sample = task.sample(generator, 2, length)
     name = type(task).__name__
     if not isinstance(sample, Sample):
-        raise ValueError(f"{name}.sample gives {type(sample).__name__}; needed a Sample")
+        raise ValueError(f"{name}.sample gives {type(sample).__name__}; expected a Sample")
     sizes = len(sample.tokens), sample.targets.shape[-1] if sample.targets.dim() else 0
     for column, size, dims, high in (
         ("tokens", task.input_length(length), 2, task.vocab_size),
@@ -203,7 +203,8 @@ def check_sample(task: Task, generator: torch.Generator, length: int) -> None:
         if ids.dim() != dims or len(ids) != sizes[0] or not 1 <= ids.shape[-1] <= size:
             needed = f"(2, steps, {size})" if dims == 3 else f"(2, {size})"
             raise ValueError(
-                f"{name}.sample: {column} of 2 rows have shape {tuple(ids.shape)}; needed {needed}"
+                f"{name}.sample: {column} of 2 rows have shape {tuple(ids.shape)}; expected "
+                f"{needed}"
             )
         if column == "targets":
             ids = ids[ids != IGNORED]
@@ -213,7 +214,7 @@ def check_sample(task: Task, generator: torch.Generator, length: int) -> None:
         value = getattr(sample, column)
         if value is not None and value.shape != shape:
             raise ValueError(
-                f"{name}.sample: {column} has shape {tuple(value.shape)}; needed {tuple(shape)}"
+                f"{name}.sample: {column} has shape {tuple(value.shape)}; expected {tuple(shape)}"
             )
 
 
@@ -223,7 +224,7 @@ def _check_ids(what: str, ids: Tensor, high: int) -> None:
         return
     if ids.dtype != torch.int64 or not 0 <= int(ids.min()) <= int(ids.max()) < high:
         span = f" from {ids.min()} to {ids.max()}" if ids.numel() else ""
-        raise ValueError(f"{what} are {ids.dtype}{span}; needed int64 from 0 to {high - 1}")
+        raise ValueError(f"{what} are {ids.dtype}{span}; expected int64 from 0 to {high - 1}")
 
 
 def row_words(length: int, device: torch.device) -> Tensor:  # (length,)
@@ -250,4 +251,4 @@ def at_least(what: str, **least: tuple[int, int]) -> None:
     """Refuse options, (value, needed), that are too small."""
     for name, (value, needed) in least.items():
         if value < needed:
-            raise ValueError(f"{what}: {name} is {value}; needed {needed} or more")
+            raise ValueError(f"{what}: {name} is {value}; expected {needed} or more")

@@ -56,8 +56,8 @@ class TensorTask(Task):
         self._check_ids()
         if not isinstance(self.grid, bool) or not (self.augment is None or callable(self.augment)):
             raise ValueError(
-                f"TensorTask: grid {self.grid!r}, augment {self.augment!r}; needed True or False, "
-                "and a function"
+                f"TensorTask: grid {self.grid!r}, augment {self.augment!r}; expected True or "
+                "False, and a function"
             )
 
     def _check_tensors(self) -> None:
@@ -69,14 +69,14 @@ class TensorTask(Task):
                 or 0 in tensor.shape
             ):
                 raise ValueError(
-                    f"TensorTask: {name} is {_told(tensor)}; needed tensors of whole numbers, (N, "
-                    "L) and (N, O)"
+                    f"TensorTask: {name} is {_told(tensor)}; expected tensors of whole numbers, "
+                    "(N, L) and (N, O)"
                 )
         rows = len(self.tokens)
         shape = list(self.tokens.shape)
         if len(self.targets) != rows or (self.grid and self.targets.shape != self.tokens.shape):
             needed = shape if self.grid else f"{rows} rows, as tokens have"
-            raise ValueError(f"TensorTask: targets is {_told(self.targets)}; needed {needed}")
+            raise ValueError(f"TensorTask: targets is {_told(self.targets)}; expected {needed}")
         if self.mask is not None:
             if (
                 not isinstance(self.mask, Tensor)
@@ -84,11 +84,11 @@ class TensorTask(Task):
                 or self.mask.is_floating_point()
             ):
                 raise ValueError(
-                    f"TensorTask: mask is {_told(self.mask)}; needed {shape} of True and False"
+                    f"TensorTask: mask is {_told(self.mask)}; expected {shape} of True and False"
                 )
             if not bool(self.mask.bool().any(1).all()):
                 raise ValueError(
-                    "TensorTask: mask leaves a row without any token; needed one or more in each"
+                    "TensorTask: mask leaves a row without any token; expected one or more in each"
                 )
 
     def _check_ids(self) -> None:
@@ -96,12 +96,12 @@ class TensorTask(Task):
         if int(self.tokens.min()) < 0 or not len(targets) or int(targets.min()) < 0:
             least = int(targets.min()) if len(targets) else IGNORED
             raise ValueError(
-                f"TensorTask: tokens from {int(self.tokens.min())}, targets from {least}; needed "
+                f"TensorTask: tokens from {int(self.tokens.min())}, targets from {least}; expected "
                 "ids from 0, and -100 where there is no answer, but not everywhere"
             )
         most = max(int(self.tokens.max()), int(targets.max()))
         if self.symbols is not None and self.symbols <= most:
-            raise ValueError(f"TensorTask: symbols is {self.symbols}; needed {most + 1} or more")
+            raise ValueError(f"TensorTask: symbols is {self.symbols}; expected {most + 1} or more")
 
     def __repr__(self) -> str:
         rows = self._rows
@@ -168,7 +168,7 @@ class TensorTask(Task):
         augmented: object = self.augment(generator, rows.tokens, rows.targets)
         if not isinstance(augmented, tuple) or len(augmented) != 2:
             raise ValueError(
-                f"TensorTask: augment made {_told(augmented)}; needed tokens and targets"
+                f"TensorTask: augment made {_told(augmented)}; expected tokens and targets"
             )
         kinds = (("tokens", 0, self.vocab_size), ("targets", IGNORED, self.output_size))
         for after, before, (name, least, size) in zip(
@@ -180,12 +180,12 @@ class TensorTask(Task):
                 or after.dtype != before.dtype
             ):
                 raise ValueError(
-                    f"TensorTask: augment made {name} {_told(after)}; needed {_told(before)}"
+                    f"TensorTask: augment made {name} {_told(after)}; expected {_told(before)}"
                 )
             if int(after.min()) < least or int(after.max()) >= size:
                 raise ValueError(
                     f"TensorTask: augment made {name} from {int(after.min())} to "
-                    f"{int(after.max())}; needed {least} to {size - 1}: say symbols= where there "
+                    f"{int(after.max())}; expected {least} to {size - 1}: say symbols= where there "
                     "are more"
                 )
         return rows._replace(tokens=augmented[0], targets=augmented[1])

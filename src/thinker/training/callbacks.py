@@ -152,7 +152,7 @@ class RewindOnPeak(ThinkerCallback):
         if not (factor >= 1 and margin >= 0 and every >= 1 and limit >= 1 and 0 < cooling <= 1):
             raise ValueError(
                 f"RewindOnPeak: factor {factor}, margin {margin}, every {every}, limit {limit}, "
-                f"cooling {cooling}; needed from 1, 0, 1, 1, and above 0 to 1"
+                f"cooling {cooling}; expected from 1, 0, 1, 1, and above 0 to 1"
             )
         self.factor = factor
         self.margin = margin

@@ -58,14 +58,14 @@ def read_state(path: Path) -> StateDict:
     """
     if not path.exists():
         raise ValueError(
-            f"ThinkerTrainer: {path.parent} has no {path.name}; needed a whole checkpoint that "
+            f"ThinkerTrainer: {path.parent} has no {path.name}; expected a whole checkpoint that "
             "ThinkerTrainer wrote"
         )
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch and pickle raise what they like for a file that is cut
         raise ValueError(
-            f"ThinkerTrainer: {path} cannot be read ({error}); needed a whole checkpoint"
+            f"ThinkerTrainer: {path} cannot be read ({error}); expected a whole checkpoint"
         ) from error
 
 

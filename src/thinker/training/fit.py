@@ -16,16 +16,16 @@ def check_kinds(model: object, data: object, step_loss: object, draw_plan: objec
     """Refuse what is of another kind than the trainer's own."""
     if not isinstance(data, CurriculumDataset):
         raise ValueError(
-            f"ThinkerTrainer: train_dataset is {type(data).__name__}; needed a CurriculumDataset"
+            f"ThinkerTrainer: train_dataset is {type(data).__name__}; expected a CurriculumDataset"
         )
     if not isinstance(model, LatentThinker) or not isinstance(step_loss, StepLoss | None):
         raise ValueError(
-            f"ThinkerTrainer: model is {type(model).__name__}, step_loss {step_loss!r}; needed a "
+            f"ThinkerTrainer: model is {type(model).__name__}, step_loss {step_loss!r}; expected a "
             "LatentThinker, and a StepLoss, as AllSteps()"
         )
     if draw_plan is not None and not callable(draw_plan):
         raise ValueError(
-            f"ThinkerTrainer: draw_plan is a {type(draw_plan).__name__}; needed a function of a "
+            f"ThinkerTrainer: draw_plan is a {type(draw_plan).__name__}; expected a function of a "
             "generator and a number of steps, or ThinkerConfig(plan=...) for one plan"
         )
 
@@ -37,7 +37,7 @@ def check_delay(args: TrainingArguments, data: CurriculumDataset) -> None:
     if data.schedule.initial() and ahead > data.delay:
         raise ValueError(
             f"ThinkerTrainer: batches are drawn {ahead} ahead, the data set's delay is "
-            f"{data.delay}; needed a delay as large"
+            f"{data.delay}; expected a delay as large"
         )
 
 
@@ -50,7 +50,7 @@ def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> 
         if needed > has:
             raise ValueError(
                 f"ThinkerTrainer: the model's {name} is {has}; {type(data.task).__name__} up to "
-                f"length {data.schedule.max_length} needed {needed}"
+                f"length {data.schedule.max_length} needs {needed}"
             )
     if data.most_latents is not None and data.most_latents > (
         config.table_size or data.most_latents
@@ -58,7 +58,7 @@ def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> 
         raise ValueError(
             f"ThinkerTrainer: the data set draws up to {data.most_latents} latents, the model's "
             "table has "
-            f'{config.table_size}; needed at most as many, or latent_init="noise"'
+            f'{config.table_size}; expected at most as many, or latent_init="noise"'
         )
     check_plan(config, plan.rows())
 
@@ -76,7 +76,7 @@ def check_reach(model: LatentThinker, data: CurriculumDataset, loss: StepLoss) -
     if nearest > most:
         raise ValueError(
             f"ThinkerTrainer: answers of {data.task!r} depend on tokens {nearest} away or farther, "
-            f"and at most {data.most_steps} steps reach {most}; needed more steps, a task that "
+            f"and at most {data.most_steps} steps reach {most}; expected more steps, a task that "
             f"says how far (Sample.distance), or another loss than {type(loss).__name__}"
         )
 
@@ -88,7 +88,7 @@ def check_segments(segments: int, data: CurriculumDataset, loss: StepLoss) -> No
     """
     if not is_whole(segments) or segments < 1:
         raise ValueError(
-            f"ThinkerTrainer: segments is {segments!r}; needed a whole number, 1 or more"
+            f"ThinkerTrainer: segments is {segments!r}; expected a whole number, 1 or more"
         )
     if segments > 1 and (data.task.by_step or loss.counts_from_start):
         if data.task.by_step:
@@ -97,5 +97,5 @@ def check_segments(segments: int, data: CurriculumDataset, loss: StepLoss) -> No
             what = type(loss).__name__
         raise ValueError(
             f"ThinkerTrainer: segments is {segments}, but {what} counts steps from the start; "
-            "needed 1, or another loss"
+            "expected 1, or another loss"
         )

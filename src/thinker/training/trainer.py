@@ -97,7 +97,7 @@ class ThinkerTrainer(StepTrainer):
         self.step_loss = step_loss or LastAndRandom()
         self.step_loss.check(model.config)
         if ema is not None and not 0 < ema < 1:
-            raise ValueError(f"ThinkerTrainer: ema is {ema}; needed a decay between 0 and 1")
+            raise ValueError(f"ThinkerTrainer: ema is {ema}; expected a decay between 0 and 1")
         check_segments(segments, train_dataset, self.step_loss)
         check_reach(model, train_dataset, self.step_loss)
         self.data = train_dataset
@@ -108,7 +108,7 @@ class ThinkerTrainer(StepTrainer):
         if isinstance(self.eval_lengths, int) or not is_whole(eval_samples) or eval_samples < 1:
             raise ValueError(
                 f"ThinkerTrainer: eval_lengths {eval_lengths!r}, eval_samples {eval_samples!r}; "
-                "needed a list of lengths, and 1 or more"
+                "expected a list of lengths, and 1 or more"
             )
         # the caller's stay as they are
         if args:
@@ -125,7 +125,7 @@ class ThinkerTrainer(StepTrainer):
         if segments > 1 and self.args.gradient_accumulation_steps > 1:
             raise ValueError(
                 f"ThinkerTrainer: segments is {segments}, gradient_accumulation_steps "
-                f"{self.args.gradient_accumulation_steps}; needed one of them to be 1"
+                f"{self.args.gradient_accumulation_steps}; expected one of them to be 1"
             )
         self.data.rank = self.args.process_index
         check_delay(self.args, self.data)
@@ -156,7 +156,7 @@ class ThinkerTrainer(StepTrainer):
     def ema_model(self) -> LatentThinker:
         """The moving average of the weights, as a model."""
         if self.ema is None:
-            raise ValueError("ThinkerTrainer: no moving average is kept; needed ema=0.999 or so")
+            raise ValueError("ThinkerTrainer: no moving average is kept; expected ema=0.999 or so")
         # pyrefly: ignore[bad-return]: AveragedModel holds what it was made of
         return self.ema.module
 
@@ -260,7 +260,7 @@ class ThinkerTrainer(StepTrainer):
             ValueError: Always.
         """
         raise ValueError(
-            "ThinkerTrainer: predict is not there; needed model(tokens, mask), or "
+            "ThinkerTrainer: predict is not there; expected model(tokens, mask), or "
             "trainer.evaluate()"
         )
 
@@ -316,7 +316,7 @@ class ThinkerTrainer(StepTrainer):
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if not isinstance(data, CurriculumDataset):
             raise ValueError(
-                f"ThinkerTrainer: the data to evaluate on are {type(data).__name__}; needed "
+                f"ThinkerTrainer: the data to evaluate on are {type(data).__name__}; expected "
                 "CurriculumDataset"
             )
         curves = evaluate_steps(self.thinker, data, self.eval_lengths, samples=self.eval_samples)
@@ -351,7 +351,7 @@ class ThinkerTrainer(StepTrainer):
             return model.plan
         plan = self.draw_plan(generator, n_step)
         if not isinstance(plan, FlowPlan):
-            raise ValueError(f"ThinkerTrainer: draw_plan gives {plan!r}; needed a FlowPlan")
+            raise ValueError(f"ThinkerTrainer: draw_plan gives {plan!r}; expected a FlowPlan")
         return plan
 
     @staticmethod

@@ -238,14 +238,14 @@ BAD = {
     "a": ({"lora_a": torch.ones(2, 5)}, "needs (r, 6) and (4, r)"),
     "rank": ({"lora_a": torch.ones(3, 6)}, "lora_a is [3, 6] and lora_b [4, 2]"),
     "no rank": ({"lora_a": torch.ones(0, 6), "lora_b": torch.ones(4, 0)}, "r >= 1"),
-    "bias": ({"bias": torch.ones(5)}, "bias has shape [5], needed (4,)"),
+    "bias": ({"bias": torch.ones(5)}, "bias has shape [5], expected (4,)"),
     "dtype": (
         {"x": torch.ones(2, 6).double()},
         "x is torch.float64 and the weight is torch.float32",
     ),
-    "dims": ({"lora_a": torch.ones(6)}, "needed (*B, I), (O, I), (r, I) and (O, r)"),
+    "dims": ({"lora_a": torch.ones(6)}, "expected (*B, I), (O, I), (r, I) and (O, r)"),
     "impl": ({"impl": "fast"}, "impl is 'fast'"),
-    "dropout": ({"dropout_p": 1.0}, "dropout_p is 1.0, needed at least 0 and below 1"),
+    "dropout": ({"dropout_p": 1.0}, "dropout_p is 1.0, expected at least 0 and below 1"),
     "seed": ({"seed": torch.tensor(1.0)}, "1 seeds of torch.float32"),
 }
 

@@ -474,7 +474,7 @@ def test_golden_trainable_counts(size, rank, targets, count):
 BAD_CONFIGS = {
     "rank 0": (
         {"rank_pattern": {"q_proj": 0}},
-        r"rank_pattern\['q_proj'\] is 0, needed at least 1",
+        r"rank_pattern\['q_proj'\] is 0, expected at least 1",
     ),
     "too large": (
         {"r": 17},
@@ -509,7 +509,7 @@ def test_bad_configs_are_refused_before_the_model_is_touched(case):
 def test_a_rank_below_one_a_bad_name_and_a_model_with_adapters_are_refused():
     config = LoraConfig(target_modules=["q_proj"], r=4)
     for name in ("lora", "a.b", ""):
-        with pytest.raises(ValueError, match="needed a name without dots"):
+        with pytest.raises(ValueError, match="expected a name without dots"):
             prepare_lora(tiny("llama"), config, adapter_name=name)
     model = prepare_lora(tiny("llama"), config)
     with pytest.raises(ValueError, match=r"prepare_lora:.*adapters"):
@@ -543,13 +543,13 @@ def test_bad_checkpoints_are_refused_before_the_model_is_touched(tmp_path):
         assert list(model.state_dict()) == names
 
     refused("is of another base model: .* does not have model.layers.2", good, num_hidden_layers=2)
-    refused(r"does not fit: .*is \[16, 4\], needed \[32, 4\], and 43 more", good, hidden_size=32)
+    refused(r"does not fit: .*is \[16, 4\], expected \[32, 4\], and 43 more", good, hidden_size=32)
     refused("is of another base model", good, kind="gpt2")
     cases = {
         "not finite": (lambda t: t[KEY].fill_(float("nan")), "numbers that are not finite"),
         "shape": (
             lambda t: t.update({KEY: t[KEY][:2].clone()}),
-            r"q_proj.lora_A.weight is \[2, 16\], needed \[4, 16\]",
+            r"q_proj.lora_A.weight is \[2, 16\], expected \[4, 16\]",
         ),
         "lacking": (lambda t: t.pop(KEY), f"lacks {KEY} and 0 more"),
         "left over": (
@@ -565,7 +565,7 @@ def test_bad_checkpoints_are_refused_before_the_model_is_touched(tmp_path):
         ),
         "whole numbers": (
             lambda t: t.update({KEY: t[KEY].to(torch.int8)}),
-            "is torch.int8, needed floating numbers",
+            "is torch.int8, expected floating numbers",
         ),
     }
     for name, (change, message) in cases.items():
@@ -577,7 +577,7 @@ def test_bad_checkpoints_are_refused_before_the_model_is_touched(tmp_path):
     refused("cannot be read", good)
     path.rename(good / "adapter_model.bin")
     refused("a pickle can run code", good)
-    with pytest.raises(ValueError, match="needed a name without dots"):
+    with pytest.raises(ValueError, match="expected a name without dots"):
         load_lora(tiny("llama"), good, adapter_name="lora")
     refused("there is no such folder", tmp_path / "none")
     (good / "adapter_model.bin").rename(path)

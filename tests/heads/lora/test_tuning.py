@@ -224,7 +224,7 @@ def test_several_held_out_sets_are_told_apart():
     ):
         tuning_report(log)
     for wrong in ("log.json", {"loss": 1.0}, ["loss"]):
-        with pytest.raises(ValueError, match=r"needed trainer\.state\.log_history"):
+        with pytest.raises(ValueError, match=r"expected trainer\.state\.log_history"):
             tuning_report(wrong)
 
 

@@ -72,7 +72,7 @@ def test_answers_are_put_in_order(place, capsys):
         )
         == 1
     )
-    assert "rows.json is there already; needed another --out" in capsys.readouterr().err
+    assert "rows.json is there already; expected another --out" in capsys.readouterr().err
     (place / "rows.json").write_text(json.dumps([{"prompt": "w1"}]))
     assert (
         main(
@@ -86,7 +86,7 @@ def test_answers_are_put_in_order(place, capsys):
         )
         == 1
     )
-    assert "(line 1: no prompt and list of answers; needed both)" in capsys.readouterr().err
+    assert "(line 1: no prompt and list of answers; expected both)" in capsys.readouterr().err
     assert not (place / "none.jsonl").exists()
 
 
@@ -141,4 +141,4 @@ def test_a_file_with_columns_of_its_own_is_judged(place, capsys):
     assert json.loads(capsys.readouterr().out)["verdict"] in ("A", "B", "tie")
     with pytest.raises(SystemExit):
         main([*given, "--columns", "question"])
-    assert "needed NAME=OWN" in capsys.readouterr().err
+    assert "expected NAME=OWN" in capsys.readouterr().err

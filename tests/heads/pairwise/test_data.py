@@ -165,15 +165,15 @@ def test_soft_and_hard_labels_mix():
 @pytest.mark.parametrize(
     ("pair", "said"),
     [
-        (("p", "x", None), "pair 1: b is None, needed text or turns of system, user, assistant"),
-        ((3, "x", "y"), "pair 1: prompt is 3, needed text or turns"),
+        (("p", "x", None), "pair 1: b is None, expected text or turns of system, user, assistant"),
+        ((3, "x", "y"), "pair 1: prompt is 3, expected text or turns"),
         (("p", "x", [("user", "y")]), "pair 1: b does not end with a turn of the assistant's"),
-        (("p", "x", [("judge", "y")]), "pair 1: b is .*, needed text or turns"),
+        (("p", "x", [("judge", "y")]), "pair 1: b is .*, expected text or turns"),
         (("p", "x"), "pair 1 is"),
-        (("p", "x", "y", 5), "pair 1: a label is 5, needed 0"),
+        (("p", "x", "y", 5), "pair 1: a label is 5, expected 0"),
         (("p", "x", "y", True), "a label is True"),
         (("p", "x", "hi \ud83d"), "pair 1: b has half of a surrogate pair"),
-        (("p", "x", "y", 0), "1 of 2 pairs have a label; needed all or none"),
+        (("p", "x", "y", 0), "1 of 2 pairs have a label; expected all or none"),
     ],
 )
 def test_bad_pairs_are_refused_with_their_numbers(pair, said):
@@ -205,14 +205,17 @@ def test_labels_outside_two_classes_and_odd_tokenizers_are_refused():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"link": "bt"}, "link is 'bt'; needed one of davidson"),
-        ({"pooling": "cls"}, r"pooling is \['cls'\]; needed one or more of mean"),
+        ({"link": "bt"}, "link is 'bt'; expected one of davidson"),
+        ({"pooling": "cls"}, r"pooling is \['cls'\]; expected one or more of mean"),
         ({"pooling": ["mean", "mean"]}, "each once"),
-        ({"surface": ["colour"]}, r"surface is \['colour'\]; needed any of length, style, overlap"),
-        ({"dropout": 1.0}, "dropout is 1.0; needed a share"),
+        (
+            {"surface": ["colour"]},
+            r"surface is \['colour'\]; expected any of length, style, overlap",
+        ),
+        ({"dropout": 1.0}, "dropout is 1.0; expected a share"),
         ({"hidden_features": -1}, "hidden_features is -1"),
-        ({"surface": ["length"], "link": "concat"}, "needed none of them for link='concat'"),
-        ({"max_tokens": 0}, "max_tokens is 0; needed a number of tokens"),
+        ({"surface": ["length"], "link": "concat"}, "expected none of them for link='concat'"),
+        ({"max_tokens": 0}, "max_tokens is 0; expected a number of tokens"),
         ({"swap_consistency": -1}, "swap_consistency is -1"),
         ({"swap_consistency": 1}, "0 for links that are fair"),
         ({"label_smoothin": 0.1}, "there is no 'label_smoothin'; perhaps 'label_smoothing'"),

@@ -194,7 +194,7 @@ def test_long_positions_leave_room_for_the_padding_id():
 
 @pytest.mark.parametrize("given", [(["p"], ["x", "y"], ["z"]), ("p", "x", "y")])
 def test_predict_refuses(given):
-    with pytest.raises(ValueError, match=r"needed lists of (one length|texts)"):
+    with pytest.raises(ValueError, match=r"expected lists of (one length|texts)"):
         model_of().predict(*given)
 
 
@@ -547,11 +547,11 @@ def test_batches_of_nothing_are_refused():
     ("changes", "said"),
     [
         ({"max_tokens": 4096}, "from_pretrained: max_tokens is 4096, and BertModel has"),
-        ({"dropout": None}, "dropout is None; needed a number"),
-        ({"dropout": "0.1"}, "dropout is '0.1'; needed a number"),
-        ({"pooling": [["mean"]]}, r"pooling is \[\['mean'\]\]; needed names"),
-        ({"pooling": None}, r"pooling is \[\]; needed one or more"),
-        ({"ties": None}, "ties is None; needed True or False"),
+        ({"dropout": None}, "dropout is None; expected a number"),
+        ({"dropout": "0.1"}, "dropout is '0.1'; expected a number"),
+        ({"pooling": [["mean"]]}, r"pooling is \[\['mean'\]\]; expected names"),
+        ({"pooling": None}, r"pooling is \[\]; expected one or more"),
+        ({"ties": None}, "ties is None; expected True or False"),
     ],
 )
 def test_a_config_that_was_edited_is_refused(changes, said, tmp_path):

@@ -183,29 +183,29 @@ def test_empty_answers_are_answers_and_counted():
 BAD = [
     (ARENA | {"winner_model_a": 1}, "two winners"),
     (ARENA | {"winner_model_b": 0}, "no winner"),
-    (ARENA | {"winner_tie": "maybe"}, "winner_tie is 'maybe', needed 0 or 1"),
-    (ARENA | {"prompt": 7}, "prompt is a int, needed text or turns"),
-    (ARENA | {"response_a": ["x", 3]}, "response_a is a list, needed text or turns"),
+    (ARENA | {"winner_tie": "maybe"}, "winner_tie is 'maybe', expected 0 or 1"),
+    (ARENA | {"prompt": 7}, "prompt is a int, expected text or turns"),
+    (ARENA | {"response_a": ["x", 3]}, "response_a is a list, expected text or turns"),
     (
         {"prompt": "p", "response_a": "x"},
         r"no two answers \(.*response_a, response_b; .*\) among prompt, response_a",
     ),
     ({"a": "x", "b": "y"}, "no prompt beside a and b"),
-    (PLAIN | {"label": 3}, r"a label is 3, needed 0 \(A\), 1 \(B\), 2 \(tie\)"),
-    (PLAIN | {"label": [0.5, 0.6, 0]}, "needed 3 shares that sum to 1"),
-    (PLAIN | {"label": [float("nan"), 0.5, 0.5]}, "needed 3 shares that sum to 1"),
-    (PLAIN | {"label": [None, 1, 0]}, "needed 3 shares that sum to 1"),
-    (PLAIN | {"preference": 3}, "preference is 3, needed 1, 2, 1.5 or between"),
+    (PLAIN | {"label": 3}, r"a label is 3, expected 0 \(A\), 1 \(B\), 2 \(tie\)"),
+    (PLAIN | {"label": [0.5, 0.6, 0]}, "expected 3 shares that sum to 1"),
+    (PLAIN | {"label": [float("nan"), 0.5, 0.5]}, "expected 3 shares that sum to 1"),
+    (PLAIN | {"label": [None, 1, 0]}, "expected 3 shares that sum to 1"),
+    (PLAIN | {"preference": 3}, "preference is 3, expected 1, 2, 1.5 or between"),
     ("text", "a row is a str, not a mapping"),
-    (ARENA | {"prompt": "\ud83d"}, "prompt has half of a surrogate pair, needed Unicode text"),
-    ({"conversation_a": "x", "conversation_b": "y"}, "conversation_a is a text, needed messages"),
+    (ARENA | {"prompt": "\ud83d"}, "prompt has half of a surrogate pair, expected Unicode text"),
+    ({"conversation_a": "x", "conversation_b": "y"}, "conversation_a is a text, expected messages"),
     (
         {"conversation_a": [{"role": "judge", "content": "x"}], "conversation_b": []},
-        "of role 'judge', needed one of user",
+        "of role 'judge', expected one of user",
     ),
     (
         {"conversation_a": ["x"], "conversation_b": []},
-        "has a message that is a str, needed role and content",
+        "has a message that is a str, expected role and content",
     ),
     (
         {
@@ -275,10 +275,10 @@ def test_bad_files_are_refused(tmp_path):
             read_pairs(tmp_path / name)
     for name, held, said in (
         ("a.json", b"{", "cannot be read"),
-        ("b.json", b"{}", "holds a dict, needed a list of rows"),
+        ("b.json", b"{}", "holds a dict, expected a list of rows"),
         ("a.csv", b"\xff\xfe", "cannot be read"),
         ("a.jsonl.gz", b"no", "cannot be read"),
-        ("a.txt", b"x", r"is a \.txt; needed \.parquet, or \.csv"),
+        ("a.txt", b"x", r"is a \.txt; expected \.parquet, or \.csv"),
         ("e.jsonl", b"", "there are no rows"),
     ):
         (tmp_path / name).write_bytes(held)
@@ -334,7 +334,7 @@ def test_parts_have_no_prompt_in_common():
         (20, (0.5, 0.6), "sum to 1"),
         (20, (1.5, -0.5), "positive"),
         (20, (), "positive"),
-        (2, (0.8, 0.1, 0.1), "needed more"),
+        (2, (0.8, 0.1, 0.1), "expected more"),
     ],
 )
 def test_parts_that_cannot_be(count, shares, said):

@@ -88,7 +88,7 @@ def test_the_hub_gets_all_of_it(tmp_path, monkeypatch):
 
 
 def test_an_upload_that_would_leave_half_behind_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"needed model\.push_to_hub"):
+    with pytest.raises(ValueError, match=r"expected model\.push_to_hub"):
         model_of().save_pretrained(tmp_path, push_to_hub=True)
     assert not list(tmp_path.iterdir())
 

@@ -326,7 +326,7 @@ def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
     assert all(torch.equal(one[name], other[name]) for name in one)
     capsys.readouterr()
     for options, message in (
-        ([], "'regmean' looks at each model's data: needed --calibration"),
+        ([], "'regmean' looks at each model's data; expected --calibration"),
         (["--calibration", str(files[0])], "2 models, calibration for 1"),
         (["--cuda"], "--cuda is --device cuda here"),
     ):
@@ -334,7 +334,7 @@ def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
         assert message in capsys.readouterr().err
     recipe.write_text(recipe.read_text().replace("weight: 6}", "weight: 6, density: 0.5}"))
     assert main(["merge", str(recipe), str(tmp_path / "c"), "--calibration", *map(str, files)]) == 1
-    assert "has density, needed weight alone" in capsys.readouterr().err
+    assert "has density, expected weight alone" in capsys.readouterr().err
     recipe.write_text(recipe.read_text() + "tokenizer_source: base\n")
     assert main(["merge", str(recipe), str(tmp_path / "c"), "--calibration", *map(str, files)]) == 1
     assert "a recipe of regmean with calibration has no tokenizer" in capsys.readouterr().err
@@ -344,37 +344,37 @@ def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
     ("options", "message"),
     [
         ({"calibration": DATA[:1]}, "2 models, calibration for 1"),
-        ({"calibration": None}, "regmean came without calibration=; needed models in a list"),
-        ({"calibration": "rows.json"}, "calibration is 'rows.json'; needed a list"),
+        ({"calibration": None}, "regmean came without calibration=; expected models in a list"),
+        ({"calibration": "rows.json"}, "calibration is 'rows.json'; expected a list"),
         ({"calibration": DATA, "base_model": "x"}, "regmean has no base_model"),
-        ({"calibration": DATA, "reduce": 2.0}, "reduce is 2.0, needed 0 to 1"),
-        ({"calibration": DATA, "weight": [1.0]}, r"weight is \[1.0\], needed 2 numbers"),
-        ({"calibration": DATA, "weight": float("nan")}, "weight is nan, needed 2 numbers"),
-        ({"calibration": DATA, "reduce": "0.9"}, "reduce is '0.9', needed 0 to 1"),
-        ({"calibration": DATA, "weight": "half"}, "weight is half, needed 2 numbers"),
+        ({"calibration": DATA, "reduce": 2.0}, "reduce is 2.0, expected 0 to 1"),
+        ({"calibration": DATA, "weight": [1.0]}, r"weight is \[1.0\], expected 2 numbers"),
+        ({"calibration": DATA, "weight": float("nan")}, "weight is nan, expected 2 numbers"),
+        ({"calibration": DATA, "reduce": "0.9"}, "reduce is '0.9', expected 0 to 1"),
+        ({"calibration": DATA, "weight": "half"}, "weight is half, expected 2 numbers"),
         (
             {"calibration": DATA, "auto_class": "x"},
-            "auto_class is 'x', needed one of transformers' AutoModels",
+            "auto_class is 'x', expected one of transformers' AutoModels",
         ),
         ({"calibration": DATA, "density": 0.5}, "unexpected keyword argument 'density'"),
-        ({"calibration": [[], DATA[1]]}, "are empty; needed examples"),
-        ({"calibration": [[{"input_ids": []}], DATA[1]]}, "has no token; needed one or more"),
+        ({"calibration": [[], DATA[1]]}, "are empty; expected examples"),
+        ({"calibration": [[{"input_ids": []}], DATA[1]]}, "has no token; expected one or more"),
         ({"calibration": [[torch.ones(3).long()], DATA[1]]}, r"calibration: a tensor is \[3\]"),
         (
             {"calibration": [DATA[0], [torch.full((1, 3), 10**6)]]},
-            "a token is 1000000; needed 0 or more, below ",
+            "a token is 1000000; expected 0 or more, below ",
         ),
         (
             {"calibration": [[{"input_ids": [1, -1]}], DATA[1]]},
-            "a token is -1; needed 0 or more, below ",
+            "a token is -1; expected 0 or more, below ",
         ),
         (
             {"calibration": [{"train": ["a"]}, DATA[1]]},
-            "is a mapping of train; needed rows, or input_ids",
+            "is a mapping of train; expected rows, or input_ids",
         ),
         (
             {"calibration": DATA, "device": "cuda"},
-            "regmean has no device; needed none of base_model, out_dtype",
+            "regmean has no device; expected none of base_model, out_dtype",
         ),
     ],
 )
@@ -390,7 +390,7 @@ def test_models_that_differ_are_refused(tmp_path):
         save(tiny("llama", 0), tmp_path / "0"),
         save(tiny("llama", 1, intermediate_size=20), tmp_path / "1"),
     ]
-    with pytest.raises(ValueError, match="data-driven merges needed models of one architecture"):
+    with pytest.raises(ValueError, match="data-driven merges need models of one architecture"):
         merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
     with pytest.raises(ValueError, match=r"merge_models:.*'linear'"):
         merge_models(paths, "linear", calibration=DATA, out=tmp_path / "out", progress=False)
@@ -427,6 +427,6 @@ def slow_information(model, rows, seed=0):
 def test_data_that_are_refused_leave_nothing_behind(tmp_path):
     models = pair("llama", tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(ValueError, match="needed"):
+    with pytest.raises(ValueError, match="expected"):
         merge_models(models, "regmean", calibration=[[], []], out=tmp_path / "out", progress=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == before

@@ -83,10 +83,10 @@ def test_a_temperature_makes_sizes_more_alike():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: TaskMixture([numbered(2)], weights=[1, 1]), "needed 1 numbers from 0"),
+        (lambda: TaskMixture([numbered(2)], weights=[1, 1]), "expected 1 numbers from 0"),
         (
             lambda: TaskMixture(["rows.json", numbered(2)]),
-            "'rows.json' is no data set; needed examples",
+            "'rows.json' is no data set; expected examples",
         ),
         (
             lambda: TaskMixture([numbered(2), []], weights=[1, 1]),
@@ -95,14 +95,17 @@ def test_a_temperature_makes_sizes_more_alike():
         (lambda: TaskMixture([numbered(2)], weights=[0]), "not all 0"),
         (lambda: TaskMixture([numbered(2)], weights=[float("nan")]), r"weights are \[nan\]"),
         (lambda: TaskMixture([numbered(2)], temperature=0), "temperature 0"),
-        (lambda: TaskMixture([numbered(2)], temperature=1, weights=[1]), "needed one of them"),
+        (lambda: TaskMixture([numbered(2)], temperature=1, weights=[1]), "expected one of them"),
         (lambda: TaskMixture([iter(numbered(2))]), "expected data sets that have a length"),
         (lambda: TextExamples([], tokenizer()), "no rows came"),
-        (lambda: TextExamples([3], tokenizer()), "rows, row 1 is a int; needed a text"),
-        (lambda: TextExamples([{"prompt": "a"}], tokenizer()), "row 1 has prompt; needed messages"),
+        (lambda: TextExamples([3], tokenizer()), "rows, row 1 is a int; expected a text"),
+        (
+            lambda: TextExamples([{"prompt": "a"}], tokenizer()),
+            "row 1 has prompt; expected messages",
+        ),
         (
             lambda: TextExamples([{"messages": "a"}], tokenizer()),
-            "messages needed roles and contents",
+            "messages need roles and contents",
         ),
         (
             lambda: TextExamples([{"messages": [{"role": "user", "content": "a"}]}], tokenizer()),
@@ -117,12 +120,15 @@ def test_a_temperature_makes_sizes_more_alike():
         ),
         (
             lambda: TextExamples({"train": ["a"]}, tokenizer()),
-            "source is a dict; needed a file, or rows",
+            "source is a dict; expected a file, or rows",
         ),
         (lambda: TextExamples(None, tokenizer()), "source is a NoneType"),
         (lambda: TextExamples(["a"], tokenizer(), train_on_inputs="no"), "train_on_inputs is 'no'"),
-        (lambda: MaskCollator(pad_token_id=0, max_length=-1), "max_length is -1, needed 1 or more"),
-        (lambda: TextExamples(["a"], None), "needed a fast tokenizer"),
+        (
+            lambda: MaskCollator(pad_token_id=0, max_length=-1),
+            "max_length is -1, expected 1 or more",
+        ),
+        (lambda: TextExamples(["a"], None), "expected a fast tokenizer"),
         (lambda: TextExamples(["ab"], tokenizer(), max_length=1), "max_length 1"),
     ],
 )

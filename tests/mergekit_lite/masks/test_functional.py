@@ -264,14 +264,14 @@ def test_reference_is_an_impl_too():
 
 
 BAD = {
-    "needed one of reference": {"impl": "quick"},
+    "expected one of reference": {"impl": "quick"},
     "last dim of x": {"x": torch.zeros(2, 5)},
-    "needed one dtype": {"x": torch.zeros(2, 4).double()},
+    "expected one dtype": {"x": torch.zeros(2, 4).double()},
     "mode is 'quick'": {"mode": "quick"},
     "cannot do element masks": {"mode": "efficient", "masks": torch.zeros(2, 6, 4)},
     "masks have shape": {"masks": torch.zeros(2, 6)},
     "masks have shape [3": {"masks": torch.zeros(3, 1, 4)},
-    "needed one of each": {"weights": [torch.zeros(6, 4), torch.zeros(6, 5)]},
+    "expected one of each": {"weights": [torch.zeros(6, 4), torch.zeros(6, 5)]},
     "requires grad": {"weights": [torch.zeros(6, 4, requires_grad=True), torch.zeros(6, 4)]},
 }
 

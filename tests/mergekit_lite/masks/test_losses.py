@@ -277,13 +277,16 @@ def test_nothing_is_kept_when_no_gradient_is_asked_for():
 BAD = {
     "direction is 'up'": {"direction": "up"},
     "impl is 'fused'": {"impl": "fused"},
-    "needed one (N, H)": {"teachers": [torch.zeros(3, 5), None]},
-    "needed 2 or more of one (V, 4)": {"heads": [torch.zeros(6, 4)]},
-    "needed heads and one for each (2": {"masks": torch.ones(3, 1, 4)},
+    "expected one (N, H)": {"teachers": [torch.zeros(3, 5), None]},
+    "expected 2 or more of one (V, 4)": {"heads": [torch.zeros(6, 4)]},
+    "expected heads and one for each (2": {"masks": torch.ones(3, 1, 4)},
     "coefficients are": {"coefficients": torch.ones(4)},
     "teacher 1 has coefficients": {"coefficients": torch.tensor([0.5, 0.5])},
     "needs labels": {"cross_entropy": 1.0},
-    "labels from 0 to 6, needed 0 to 5": {"cross_entropy": 1.0, "labels": torch.tensor([0, 6, 1])},
+    "labels from 0 to 6, expected 0 to 5": {
+        "cross_entropy": 1.0,
+        "labels": torch.tensor([0, 6, 1]),
+    },
     "go down to -0.5": {"coefficients": torch.tensor([1.5, -0.5])},
     "rows sum to 0.5 to 0.5": {"coefficients": torch.tensor([0.5, 0.0])},
     "rows sum to nan": {"coefficients": torch.tensor([float("nan"), 0.0])},
@@ -293,10 +296,10 @@ BAD = {
     },
     "1 teacher_biases for 2 teachers": {"teacher_biases": [None]},
     "a bias came without heads": {"heads": None, "masks": None, "bias": torch.ones(4)},
-    "temperature is 0, needed": {"temperature": 0},
-    "temperature is -1, needed": {"temperature": -1},
+    "temperature is 0, expected": {"temperature": 0},
+    "temperature is -1, expected": {"temperature": -1},
     "confidence_temperature is -1": {"confidence_temperature": -1},
-    "needed 2 or more of one (V": {"heads": [torch.zeros(6, 4), torch.zeros(7, 4)]},
+    "expected 2 or more of one (V": {"heads": [torch.zeros(6, 4), torch.zeros(7, 4)]},
 }
 
 
@@ -345,8 +348,8 @@ def test_penalties():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"coefficients": "loud"}, "needed one of task"),
-        ({"direction": "up"}, "needed one of forward"),
+        ({"coefficients": "loud"}, "expected one of task"),
+        ({"direction": "up"}, "expected one of forward"),
         ({"temperature": 0}, "temperature is 0"),
         ({"l1": -1}, "l1 is -1"),
         ({"coefficients": "fixed"}, "shares belong"),

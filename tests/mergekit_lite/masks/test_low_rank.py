@@ -140,7 +140,7 @@ def test_components_and_the_base_run_by_number(tmp_path):
         torch.testing.assert_close(
             own, logits(AutoModelForCausalLM.from_pretrained(tmp_path / f"own{k}").eval())
         )
-    with pytest.raises(ValueError, match="needed 0 to 2"), merger.component(3):
+    with pytest.raises(ValueError, match="expected 0 to 2"), merger.component(3):
         pass
 
 
@@ -346,7 +346,7 @@ def test_masks_over_a_base_begin_as_a_recipe_says(tmp_path):
     (tmp_path / "r.yml").write_text(
         f"merge_method: linear\nmodels:\n{entries}parameters: {{normalize: false}}\n"
     )
-    with pytest.raises(ValueError, match="over a base needed 1"):
+    with pytest.raises(ValueError, match="over a base expected 1"):
         Merger.from_pretrained(paths, base=base, initial=str(tmp_path / "r.yml"))
 
 

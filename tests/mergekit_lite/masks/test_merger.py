@@ -80,7 +80,7 @@ def test_a_component_runs_with_its_own_bits(kind, tmp_path):
             own = logits(merger)
         assert torch.equal(own, logits(auto_class(kind).from_pretrained(path).eval()))
     assert not torch.equal(own, logits(merger))
-    with pytest.raises(ValueError, match="needed 0 to 2"), merger.component(3):
+    with pytest.raises(ValueError, match="expected 0 to 2"), merger.component(3):
         pass
 
 
@@ -742,12 +742,12 @@ def test_a_layer_alone_refuses_too():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"mode": "fast"}, "needed one of accurate"),
-        ({"granularity": "row"}, "needed one of scalar"),
-        ({"constraint": "01"}, "needed one of auto"),
+        ({"mode": "fast"}, "expected one of accurate"),
+        ({"granularity": "row"}, "expected one of scalar"),
+        ({"constraint": "01"}, "expected one of auto"),
         ({"mode": "efficient", "granularity": "element"}, "cannot do granularity 'element'"),
-        ({"initial": "half"}, "needed a number, average"),
-        ({"initial": "component:"}, "needed a number, average"),
+        ({"initial": "half"}, "expected a number, average"),
+        ({"initial": "component:"}, "expected a number, average"),
         ({"initial": float("nan")}, "initial is nan"),
     ],
 )

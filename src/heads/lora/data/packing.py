@@ -46,12 +46,12 @@ def check_packed_examples(model: PreTrainedModel | PeftModel) -> None:
     if runs[0].dim() != 3 or runs[0].shape[1] != 2 * length:
         raise ValueError(
             f"check_packed_examples: {type(model).__name__} gives {list(runs[0].shape)} for "
-            f"{2 * length} tokens; needed logits of every token, as of a causal language model"
+            f"{2 * length} tokens; expected logits of every token, as of a causal language model"
         )
     logits = [run[:, length:] for run in runs]
     if not torch.equal(*logits):
         raise ValueError(
             f"check_packed_examples: in {type(model).__name__} packed examples see each other "
-            f"(logits move by {float((logits[0] - logits[1]).abs().max()):.2g}); needed "
+            f"(logits move by {float((logits[0] - logits[1]).abs().max()):.2g}); expected "
             "packing=False"
         )

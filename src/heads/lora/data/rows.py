@@ -101,7 +101,7 @@ def chat_template(row: Row) -> Example:
         ]
     if messages[-1]["role"] != "assistant":
         raise ValueError(
-            f"chat_template: the last message is of role {messages[-1]['role']!r}, needed the "
+            f"chat_template: the last message is of role {messages[-1]['role']!r}, expected the "
             "assistant's"
         )
     tools = {"tools": row["tools"]} if row.get("tools") else {}
@@ -147,7 +147,7 @@ def read_rows(
     if bad:
         told = "; ".join(f"{why} in row {_numbers(numbers)}" for why, numbers in bad.items())
         raise ValueError(
-            f"{operation}: {name}: {told}; needed instruction, output and perhaps input, or "
+            f"{operation}: {name}: {told}; expected instruction, output and perhaps input, or "
             "messages"
         )
     templated = [_templated(operation, template, row, number) for number, row in enumerate(rows, 1)]
@@ -166,7 +166,7 @@ def read_rows(
 def _parsed(operation: str, path: str | Path) -> list[Row]:
     if not Path(path).is_file():
         raise ValueError(
-            f"{operation}: {path} is not there; needed a file of JSON, or of JSON lines"
+            f"{operation}: {path} is not there; expected a file of JSON, or of JSON lines"
         )
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -202,14 +202,14 @@ def _templated(operation: str, template: Template, row: Row, number: int) -> Exa
         parts = [None]
     if not (all(isinstance(p, str) for p in parts) or all(p and _are_messages(p) for p in parts)):
         raise ValueError(
-            f"{operation}: the template made {example!r:.60} of row {number}, needed prompt and "
+            f"{operation}: the template made {example!r:.60} of row {number}, expected prompt and "
             "completion, both texts or both messages"
         )
     try:
         json.dumps(example, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{operation}: row {number} has half of a surrogate pair, needed Unicode text"
+            f"{operation}: row {number} has half of a surrogate pair, expected Unicode text"
         ) from error
     return dict(example)
 
@@ -327,7 +327,7 @@ def row_report(rows: Sequence[object], trainer: Any) -> RowReport:
         or trainer.args.packing
     ):
         raise ValueError(
-            f"row_report: a {type(trainer).__name__} with the columns {list(columns)}; needed a "
+            f"row_report: a {type(trainer).__name__} with the columns {list(columns)}; expected a "
             "trainer whose rows lie in memory as input_ids and labels, not packed"
         )
     full = tokens = trained = 0

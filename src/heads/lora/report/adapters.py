@@ -196,7 +196,7 @@ def lora_report(
     """
     if (batch is None) != (context is None):
         raise ValueError(
-            f"lora_report: batch is {batch} and context {context}, needed both or neither"
+            f"lora_report: batch is {batch} and context {context}, expected both or neither"
         )
     layers = {name.removeprefix(PREFIX): layer for name, layer in lora_layers(model).items()}
     rows: list[AdapterRow] = []

@@ -195,7 +195,7 @@ def tuning_report(
     """
     if isinstance(log, (str, Mapping)) or not all(isinstance(entry, Mapping) for entry in log):
         raise ValueError(
-            f"tuning_report: log is a {type(log).__name__}; needed trainer.state.log_history"
+            f"tuning_report: log is a {type(log).__name__}; expected trainer.state.log_history"
         )
     steps = [entry for entry in log if "loss" in entry]
     train = tuple((int(entry["step"]), float(entry["loss"])) for entry in steps)
@@ -207,11 +207,12 @@ def tuning_report(
     )
     if not held_out_losses and others:
         raise ValueError(
-            f"tuning_report: the log has no {held_out}; needed held_out= one of {', '.join(others)}"
+            f"tuning_report: the log has no {held_out}; expected held_out= one of "
+            f"{', '.join(others)}"
         )
     if not train and not held_out_losses:
         raise ValueError(
-            "tuning_report: the log has neither loss nor eval_loss; needed "
+            "tuning_report: the log has neither loss nor eval_loss; expected "
             "trainer.state.log_history"
         )
     norms = [

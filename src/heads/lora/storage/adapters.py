@@ -64,7 +64,7 @@ def load_lora(
     check_adapter_name(operation, adapter_name)
     if isinstance(model, PeftModel) and adapter_name in model.peft_config:
         raise ValueError(
-            f"{operation}: the model has an adapter {adapter_name!r} already; needed another "
+            f"{operation}: the model has an adapter {adapter_name!r} already; expected another "
             "adapter_name"
         )
     hub = {k: options.pop(k) for k in ("revision", "token") if k in options}
@@ -84,7 +84,9 @@ def load_lora(
             f"{operation}: {path / 'adapter_config.json'} cannot be read: {error}"
         ) from error
     if not isinstance(config, LoraConfig):
-        raise ValueError(f"{operation}: {path} holds an adapter of {config.peft_type}, needed LoRA")
+        raise ValueError(
+            f"{operation}: {path} holds an adapter of {config.peft_type}, expected LoRA"
+        )
     if isinstance(model, PeftModel):
         base = model.get_base_model()
     else:
@@ -128,7 +130,8 @@ def _shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
                 # others may be counters of a whole module
                 if ".lora_" in name and not tensor.is_floating_point():
                     raise ValueError(
-                        f"{operation}: {name} in {path} is {tensor.dtype}, needed floating numbers"
+                        f"{operation}: {name} in {path} is {tensor.dtype}, expected floating "
+                        "numbers"
                     )
                 if not torch.isfinite(tensor).all():
                     raise ValueError(
@@ -175,7 +178,7 @@ def _compare(
     adapted = {name: tuple(p.shape) for name, p in parameters}
     expected = {PREFIX + name: shape for name, shape in expected.items()} | adapted | needed
     wrong = [
-        f"{n} is {list(s)}, needed {list(expected[n])}"
+        f"{n} is {list(s)}, expected {list(expected[n])}"
         for n, s in shapes.items()
         if expected.get(n, s) != s
     ]

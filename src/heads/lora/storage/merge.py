@@ -143,7 +143,7 @@ def merge_lora(
     operation = "merge_lora"
     if not isinstance(model, PeftModel):
         raise ValueError(
-            f"{operation}: the model is a {type(model).__name__}, needed a peft.PeftModel"
+            f"{operation}: the model is a {type(model).__name__}, expected a peft.PeftModel"
         )
     chosen = _resolve_dtype(dtype, operation)
     names = _adapter_names(model, adapters, operation)
@@ -156,7 +156,7 @@ def merge_lora(
             wrapper, ModulesToSaveWrapper
         ):
             raise ValueError(
-                f"{operation}: {name} is a {type(wrapper).__name__}; needed peft's own "
+                f"{operation}: {name} is a {type(wrapper).__name__}; expected peft's own "
                 "merge_and_unload"
             )
     for name, layer in adapted.items():
@@ -176,7 +176,7 @@ def merge_lora(
         worst = max(lossy, key=lambda one: one.lost)
         raise ValueError(
             f"{operation}: rounding to {stored} loses more than {max_lost:.0%} of the update of "
-            f"{len(lossy)} of {len(layers)} layers, {worst.lost:.0%} of {worst.name}'s; needed "
+            f"{len(lossy)} of {len(layers)} layers, {worst.lost:.0%} of {worst.name}'s; expected "
             "dtype=torch.float32 (--dtype float32), or max_lost=None to accept it (--max-lost 99)"
         )
     state = _state(base, merged, names, chosen)
@@ -219,8 +219,8 @@ def _check_layer(operation: str, name: str, layer: LoraLayer) -> None:
     if isinstance(layer.base_layer, BaseTunerLayer):
         kind = type(layer.base_layer).__name__
         raise ValueError(
-            f"{operation}: {name} stands on another adapter, a {kind}; needed peft's own merge of "
-            "both"
+            f"{operation}: {name} stands on another adapter, a {kind}; expected peft's own merge "
+            "of both"
         )
     weight = getattr(layer.base_layer, "weight", None)
     if isinstance(layer, lora.layer.ParamWrapper) or weight is None:
@@ -229,7 +229,7 @@ def _check_layer(operation: str, name: str, layer: LoraLayer) -> None:
         )
     if "weight" not in layer.base_layer._parameters:
         raise ValueError(
-            f"{operation}: {name}'s weight is no parameter of its own but made of others; needed "
+            f"{operation}: {name}'s weight is no parameter of its own but made of others; expected "
             "it removed"
         )
     if layer.base_layer._parameters.get("bias") is None and any(layer.lora_bias.values()):
@@ -238,10 +238,12 @@ def _check_layer(operation: str, name: str, layer: LoraLayer) -> None:
             "it to"
         )
     if layer.merged:
-        raise ValueError(f"{operation}: {name} is merged already; needed unmerge_adapter() before")
+        raise ValueError(
+            f"{operation}: {name} is merged already; expected unmerge_adapter() before"
+        )
     if not weight.is_floating_point() or weight.dtype.itemsize < 2:
         raise ValueError(
-            f"{operation}: {name} is quantised ({weight.dtype}); needed a float base model"
+            f"{operation}: {name} is quantised ({weight.dtype}); expected a float base model"
         )
 
 
@@ -348,8 +350,8 @@ def _stock(base: PreTrainedModel, state: dict[str, Tensor]) -> PreTrainedModel:
         if not tied and "tie_word_embeddings" in inspect.getsource(type(base).forward):
             raise ValueError(
                 f"merge_lora: a {type(base).__name__} whose head is no longer its embedding "
-                "computes otherwise (its forward reads tie_word_embeddings); needed an adapter of "
-                "other layers alone"
+                "computes otherwise (its forward reads tie_word_embeddings); expected an adapter "
+                "of other layers alone"
             )
         config.tie_word_embeddings = tied
     with no_init_weights(), torch.device("meta"):

@@ -63,7 +63,7 @@ def accelerate_lora_(model: nn.Module) -> AccelerationReport:
     layers = lora_layers(model)
     if not layers:
         raise ValueError(
-            f"accelerate_lora_: {type(model).__name__} has no LoRA layers; needed a model of "
+            f"accelerate_lora_: {type(model).__name__} has no LoRA layers; expected a model of "
             "peft.get_peft_model or PeftModel.from_pretrained"
         )
     done = []
@@ -114,7 +114,7 @@ def restore_lora_(model: nn.Module) -> int:
         if LeanForward not in type(layer).__bases__ or "forward" in vars(layer):
             raise ValueError(
                 f"restore_lora_: {name} is a {type(layer).__name__}, whose class or forward was "
-                "changed since; needed that undone before"
+                "changed since; expected that undone before"
             )
     for layer in layers.values():
         layer.__class__ = lean(type(layer))

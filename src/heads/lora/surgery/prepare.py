@@ -61,7 +61,7 @@ def check_adapter_name(operation: str, adapter_name: str) -> None:
     """Refuse a name that peft cannot tell apart from its own words."""
     if adapter_name == "lora" or "." in adapter_name or not adapter_name:
         raise ValueError(
-            f"{operation}: adapter_name is {adapter_name!r}; needed a name without dots, and not "
+            f"{operation}: adapter_name is {adapter_name!r}; expected a name without dots, and not "
             "'lora'"
         )
 
@@ -77,11 +77,11 @@ def _check_config(operation: str, model: nn.Module, config: object, adapter_name
     """Refuse what peft would take in silence, or refuse half-way through."""
     if not isinstance(config, LoraConfig):
         raise ValueError(
-            f"{operation}: config is a {type(config).__name__}, needed a peft.LoraConfig"
+            f"{operation}: config is a {type(config).__name__}, expected a peft.LoraConfig"
         )
     if isinstance(model, PeftModel):
         raise ValueError(
-            f"{operation}: the model has adapters already; needed add_adapter, then "
+            f"{operation}: the model has adapters already; expected add_adapter, then "
             "accelerate_lora_"
         )
     check_adapter_name(operation, adapter_name)
@@ -91,7 +91,7 @@ def _check_config(operation: str, model: nn.Module, config: object, adapter_name
     }
     for name, rank in ranks.items():
         if not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"{operation}: {name} is {rank!r}, needed at least 1")
+            raise ValueError(f"{operation}: {name} is {rank!r}, expected at least 1")
     _check_targets(operation, model, config)
 
 
@@ -133,7 +133,7 @@ def _rehearse(operation: str, model: nn.Module, config: LoraConfig, adapter_name
             if layer.r[adapter_name] > min(sides):
                 raise ValueError(
                     f"{operation}: rank {layer.r[adapter_name]} is larger than "
-                    f"{name.removeprefix(PREFIX)}, which is {sides[1]} x {sides[0]}; needed at "
+                    f"{name.removeprefix(PREFIX)}, which is {sides[1]} x {sides[0]}; expected at "
                     f"most {min(sides)}"
                 )
 

@@ -117,8 +117,8 @@ class PairwiseDataset(Dataset):
         labelled = sum(label is not None for label in self.labels)
         if labelled not in (0, len(self.labels)):
             raise ValueError(
-                f"PairwiseDataset: {labelled} of {len(self.labels)} pairs have a label; needed all "
-                "or none"
+                f"PairwiseDataset: {labelled} of {len(self.labels)} pairs have a label; expected "
+                "all or none"
             )
         self.soft = any(isinstance(label, tuple) for label in self.labels)
         self.num_classes = config.num_classes
@@ -216,7 +216,7 @@ class PairwiseDataset(Dataset):
         """
         if self.encoded and self._features_of != fingerprint(model):
             raise ValueError(
-                f"{operation}: the pairs hold features of another encoder or pooling; needed "
+                f"{operation}: the pairs hold features of another encoder or pooling; expected "
                 "data.encode_(model), or a data set without"
             )
 

@@ -173,7 +173,7 @@ def _text(name: str, value: object) -> str:
     if isinstance(value, list) and all(turn is None or isinstance(turn, str) for turn in value):
         value = "\n\n".join(filter(None, value))
     if not isinstance(value, str):
-        raise ValueError(f"{name} is a {type(value).__name__}, needed text or turns")
+        raise ValueError(f"{name} is a {type(value).__name__}, expected text or turns")
     return sound(name, value)
 
 
@@ -183,17 +183,18 @@ def _messages(name: str, value: object) -> tuple[Turn, ...]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise ValueError(f"{name} is a text, needed messages") from None
+            raise ValueError(f"{name} is a text, expected messages") from None
     turns = []
     for message in value if isinstance(value, list) else [value]:
         if not isinstance(message, Mapping):
             raise ValueError(
-                f"{name} has a message that is a {type(message).__name__}, needed role and content"
+                f"{name} has a message that is a {type(message).__name__}, expected role and "
+                "content"
             )
         role = message.get("role", message.get("from"))
         if str(role).lower() not in _ROLES:
             raise ValueError(
-                f"{name} has a message of role {role!r:.20}, needed one of {', '.join(_ROLES)}"
+                f"{name} has a message of role {role!r:.20}, expected one of {', '.join(_ROLES)}"
             )
         text = _content(name, message.get("content", message.get("value")))
         turns.append(Turn(_ROLES[str(role).lower()], sound(name, text)))
@@ -218,7 +219,7 @@ def _verdict(row: Mapping[str, object]) -> int | tuple[float, ...] | None:
         for name in _ONE_HOT:
             text = str(row.get(name, 0)).strip().lower()
             if text not in _TRUE + _FALSE:
-                raise ValueError(f"{name} is {row[name]!r}, needed 0 or 1")
+                raise ValueError(f"{name} is {row[name]!r}, expected 0 or 1")
             won.append(text in _TRUE)
         if sum(won) != 1:
             raise ValueError("two winners" if sum(won) else "no winner")
@@ -246,7 +247,7 @@ def _preference(value: object) -> int | tuple[float, ...] | None:
         or not isinstance(value, (int, float))
         or not (value == 0 or 1 <= value <= 2)
     ):
-        raise ValueError(f"preference is {value!r}, needed 1, 2, 1.5 or between")
+        raise ValueError(f"preference is {value!r}, expected 1, 2, 1.5 or between")
     fixed = {0: 2, 1: 0, 1.5: 2, 2: 1}
     if value in fixed:
         return fixed[value]

@@ -178,7 +178,7 @@ def each_pair(
     """
     if odd := [name for name in columns or {} if name not in COLUMNS]:
         raise ValueError(
-            f"read_pairs: columns names {odd[0]!r}; needed some of {', '.join(sorted(COLUMNS))}"
+            f"read_pairs: columns names {odd[0]!r}; expected some of {', '.join(sorted(COLUMNS))}"
         )
     for line, row in raw_rows(source):
         try:
@@ -236,8 +236,8 @@ def raw_rows(source: Any) -> Iterator[tuple[int, Any]]:
         else:
             told = "a file without a suffix"
         raise ValueError(
-            f"read_pairs: {path} is {told}; needed .parquet, or .csv, .json or .jsonl, these also "
-            "with .gz"
+            f"read_pairs: {path} is {told}; expected .parquet, or .csv, .json or .jsonl, these "
+            "also with .gz"
         )
     try:
         with (
@@ -268,7 +268,9 @@ def _json(file: IO[str], path: Path) -> Iterator[tuple[int, object]]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"read_pairs: {path} cannot be read: {error}") from error
     if not isinstance(rows, list):
-        raise ValueError(f"read_pairs: {path} holds a {type(rows).__name__}, needed a list of rows")
+        raise ValueError(
+            f"read_pairs: {path} holds a {type(rows).__name__}, expected a list of rows"
+        )
     yield from enumerate(rows, 1)
 
 

@@ -49,7 +49,7 @@ class Template:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: PairwiseConfig):
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(
-                f"PairwiseDataset: tokenizer is a {type(tokenizer).__name__}, needed a fast one"
+                f"PairwiseDataset: tokenizer is a {type(tokenizer).__name__}, expected a fast one"
             )
         self.tokenizer = tokenizer
         self.with_prompt = config.append_prompt
@@ -63,14 +63,14 @@ class Template:
             self._read_pair(config)
         if config.max_tokens is None:
             raise ValueError(
-                "PairwiseDataset: config.max_tokens is None; needed a number, which from_encoder "
+                "PairwiseDataset: config.max_tokens is None; expected a number, which from_encoder "
                 "finds"
             )
         self.limit = config.max_tokens
         room = self._room("user", "user")
         if room < 2:
             raise ValueError(
-                f"PairwiseDataset: max_tokens is {self.limit}, which special tokens fill; needed "
+                f"PairwiseDataset: max_tokens is {self.limit}, which special tokens fill; expected "
                 "more"
             )
         self.prompt_room = min(config.max_prompt_tokens or self.limit // 4, room - 1)
@@ -201,7 +201,7 @@ class Template:
         if room < 2:
             raise ValueError(
                 f"PairwiseDataset: max_tokens is {self.limit}, which special tokens of a "
-                f"conversation that begins with {roles[0]} fill; needed more"
+                f"conversation that begins with {roles[0]} fill; expected more"
             )
         room_for_prompt = min(len(prompt), max(min(self.prompt_room, room - 1), room - len(answer)))
         cut = prompt[len(prompt) - room_for_prompt :], cut_middle(answer, room - room_for_prompt)
@@ -215,7 +215,7 @@ class Template:
         ids = [token for piece in pieces for token in piece]
         if not ids:
             raise ValueError(
-                "PairwiseDataset: a prompt and its answer have no token; needed some text in one "
+                "PairwiseDataset: a prompt and its answer have no token; expected some text in one "
                 "of them"
             )
         kinds = [kind for piece, kind in zip(pieces, self._kinds, strict=True) for _ in piece]

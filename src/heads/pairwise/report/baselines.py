@@ -89,7 +89,7 @@ def baseline_verdicts(
     needs_scikit_learn(operation)
     if not train or any(pair.label is None for pair in train) or not test:
         raise ValueError(
-            f"{operation}: {len(train)} pairs to fit on and {len(test)} to judge; needed some of "
+            f"{operation}: {len(train)} pairs to fit on and {len(test)} to judge; expected some of "
             "both, the first with labels"
         )
     train = as_pairs(operation, train, classes)

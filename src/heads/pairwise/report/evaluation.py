@@ -326,12 +326,12 @@ def calibrate_(
 def _check_labelled(operation: str, data: PairwiseDataset) -> None:
     if not isinstance(data, PairwiseDataset):
         raise ValueError(
-            f"{operation}: data is a {type(data).__name__}, needed a PairwiseDataset "
+            f"{operation}: data is a {type(data).__name__}, expected a PairwiseDataset "
             "(model.dataset(pairs))"
         )
     if not len(data) or data.labels[0] is None:
         raise ValueError(
-            f"{operation}: {len(data)} pairs{' without labels' if len(data) else ''}; needed "
+            f"{operation}: {len(data)} pairs{' without labels' if len(data) else ''}; expected "
             "labelled pairs"
         )
 

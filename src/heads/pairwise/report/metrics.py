@@ -134,7 +134,7 @@ def pairwise_metrics(
     if not len(found) or wanted.shape != found.shape:
         raise ValueError(
             f"pairwise_metrics: {list(found.shape)} verdicts and {list(wanted.shape)} labels; "
-            "needed (N, C)"
+            "expected (N, C)"
         )
     best = verdicts_of(found)
     right = at_verdict(wanted, found)
@@ -214,8 +214,8 @@ def fit_temperature(logits: Tensor, labels: Sequence[object] | Tensor) -> float:
     shares = shares_of(labels, logits.shape[-1])
     if not len(logits) or shares.shape != logits.shape or not torch.isfinite(logits).all():
         raise ValueError(
-            f"fit_temperature: {list(logits.shape)} logits and {list(shares.shape)} labels; needed "
-            "pairs, a label each, and finite numbers"
+            f"fit_temperature: {list(logits.shape)} logits and {list(shares.shape)} labels; "
+            "expected pairs, a label each, and finite numbers"
         )
     wanted = (shares * logits).sum(1).mean()
     low = 1 / MOST

@@ -49,7 +49,7 @@ class DeadRunGuard(TrainerCallback):
     def __init__(self, *, window: int | None = None, patience: int = 3):
         if (window is not None and window < 1) or patience < 1:
             raise ValueError(
-                f"DeadRunGuard: window is {window} and patience {patience}, needed 1 or more"
+                f"DeadRunGuard: window is {window} and patience {patience}, expected 1 or more"
             )
         self.window = window
         self.patience = patience
@@ -124,8 +124,8 @@ class DeadRunGuard(TrainerCallback):
         seen = self.trainer.accelerator.reduce(self._seen, "sum").cpu().double()
         if seen[3, 0]:
             raise DeadRunError(
-                f"step {state.global_step}: logits are not finite; needed float32 weights, or bf16 "
-                "instead of fp16"
+                f"step {state.global_step}: logits are not finite; expected float32 weights, or "
+                "bf16 instead of fp16"
             )
         if self._steps < window:
             return
@@ -145,7 +145,7 @@ class DeadRunGuard(TrainerCallback):
             raise DeadRunError(
                 f"step {state.global_step}: only {share:.0%} of the weights have moved; a learning "
                 f"rate of {max(lr_scheduler.get_last_lr()):.2g} is too small for {dtypes}, or "
-                "steps are skipped; needed a larger one, or float32 weights"
+                "steps are skipped; expected a larger one, or float32 weights"
             )
 
     def _check_window(self, state: TrainerState, seen: Tensor, window: int) -> None:
@@ -178,7 +178,7 @@ class DeadRunGuard(TrainerCallback):
         raise DeadRunError(
             f"step {state.global_step}: {same}log-loss {loss:.4f} over {window} steps is no better "
             f"than the {known:.4f} of the shares of labels ({told}), {self._poor} times running; "
-            "needed another learning rate, or other data"
+            "expected another learning rate, or other data"
         )
 
 

@@ -38,7 +38,7 @@ def parameter_groups(
     """
     if not 0 < layer_decay <= 1:
         raise ValueError(
-            f"parameter_groups: layer_decay is {layer_decay}, needed a share in (0, 1]"
+            f"parameter_groups: layer_decay is {layer_decay}, expected a share in (0, 1]"
         )
     depth_of: dict[int, int] = {}
     if layer_decay < 1:

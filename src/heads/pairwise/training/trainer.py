@@ -141,7 +141,7 @@ class PairwiseTrainer(StepTrainer):
         if not any(p.requires_grad for p in judge.head.parameters()):
             raise ValueError(
                 "PairwiseTrainer: the head is new and frozen, so that no gradient reaches the "
-                "encoder; needed model.head.requires_grad_(True)"
+                "encoder; expected model.head.requires_grad_(True)"
             )
         if judge.config.ties:
             least = 0.5 / len(data)
@@ -221,7 +221,7 @@ def _check_labeled(name: str, data: object) -> None:
             continue
         if not isinstance(one, PairwiseDataset) or not len(one) or one.labels[0] is None:
             raise ValueError(
-                f"PairwiseTrainer: {name} is {_told(one)}; needed a PairwiseDataset with labels"
+                f"PairwiseTrainer: {name} is {_told(one)}; expected a PairwiseDataset with labels"
             )
 
 
@@ -231,7 +231,7 @@ def _check_training_data(data: PairwiseDataset, judge: Judge) -> None:
     if data.encoded and any(p.requires_grad for p in encoder):
         raise ValueError(
             "PairwiseTrainer: train_dataset holds features of a frozen encoder, and the "
-            "encoder trains; needed freeze_(model, 'all'), or a dataset without encode_"
+            "encoder trains; expected freeze_(model, 'all'), or a dataset without encode_"
         )
     data.check_encoded("PairwiseTrainer", judge)
     if not data.encoded:
@@ -240,7 +240,7 @@ def _check_training_data(data: PairwiseDataset, judge: Judge) -> None:
         label == 2 or (isinstance(label, tuple) and label[2:] == (1.0,)) for label in data.labels
     ):
         raise ValueError(
-            "PairwiseTrainer: every label is a tie; needed pairs of which some are won"
+            "PairwiseTrainer: every label is a tie; expected pairs of which some are won"
         )
     won = count_labels(data.pairs)[:2]
     if judge.config.link == "concat" and not judge.config.swap_consistency and not all(won):

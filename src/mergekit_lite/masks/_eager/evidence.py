@@ -18,7 +18,7 @@ def check_labels(labels: Tensor, vocabulary: int) -> None:
     """Refuse labels outside the vocabulary."""
     if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < vocabulary:
         span = f"{int(labels.min())} to {int(labels.max())}"
-        raise ValueError(f"masked_kl: labels from {span}, needed 0 to {vocabulary - 1}")
+        raise ValueError(f"masked_kl: labels from {span}, expected 0 to {vocabulary - 1}")
 
 
 def label_log_probs(states: Tensor, heads: Heads, k: int, labels: Tensor) -> Tensor:  # (N,)

@@ -62,10 +62,10 @@ class MaskCollator:
         if self.max_length is not None and (
             not isinstance(self.max_length, int) or self.max_length < 1
         ):
-            raise ValueError(f"MaskCollator: max_length is {self.max_length!r}, needed 1 or more")
+            raise ValueError(f"MaskCollator: max_length is {self.max_length!r}, expected 1 or more")
         if not isinstance(self.pad_token_id, int) or isinstance(self.pad_token_id, bool):
             raise ValueError(
-                f"MaskCollator: pad_token_id is {self.pad_token_id!r}, needed a token's id (any "
+                f"MaskCollator: pad_token_id is {self.pad_token_id!r}, expected a token's id (any "
                 "will do)"
             )
 
@@ -77,12 +77,12 @@ class MaskCollator:
                 that are not as long as the tokens.
         """
         if not features:
-            raise ValueError("MaskCollator: no example came; needed one or more")
+            raise ValueError("MaskCollator: no example came; expected one or more")
         examples = [self._example(f) for f in features]
         tasks = sum("task" in e for e in examples)
         if tasks not in (0, len(examples)):
             raise ValueError(
-                f"MaskCollator: {tasks} of {len(examples)} examples have a task; needed all, or "
+                f"MaskCollator: {tasks} of {len(examples)} examples have a task; expected all, or "
                 "none"
             )
         rows = self._group_into_rows(examples)
@@ -160,7 +160,7 @@ def _component(task: SupportsIndex) -> int:
         index = -1
     if index < 0:
         raise ValueError(
-            f"MaskCollator: an example's task is {task!r}, needed a component's index; see "
+            f"MaskCollator: an example's task is {task!r}, expected a component's index; see "
             "TaskMixture"
         )
     return index

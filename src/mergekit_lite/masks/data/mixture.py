@@ -53,7 +53,7 @@ class TaskMixture(Dataset):
         seed: int = 0,
     ):
         if isinstance(weights, str) and weights != "tokens":
-            raise ValueError(f"TaskMixture: weights are {weights!r}, needed numbers, or 'tokens'")
+            raise ValueError(f"TaskMixture: weights are {weights!r}, expected numbers, or 'tokens'")
         self.datasets = _of_components("TaskMixture", datasets)
         if not all(hasattr(d, "__len__") for parts in self.datasets for d in parts):
             raise ValueError(
@@ -65,7 +65,7 @@ class TaskMixture(Dataset):
         ]
         if temperature is not None and (weights is not None or not temperature > 0):
             raise ValueError(
-                f"TaskMixture: temperature {temperature}, weights {weights}; needed one of "
+                f"TaskMixture: temperature {temperature}, weights {weights}; expected one of "
                 "them, the first above 0"
             )
         if temperature is not None:
@@ -91,12 +91,12 @@ def _of_components(operation: str, datasets: Sequence[object]) -> list[list[Any]
     """For each component a list of data sets."""
     if isinstance(datasets, Mapping):
         raise ValueError(
-            f"{operation}: datasets is a mapping, needed a list in the order of the components"
+            f"{operation}: datasets is a mapping, expected a list in the order of the components"
         )
     if odd := [d for d in datasets if isinstance(d, (str, Path))]:
         raise ValueError(
-            f"{operation}: {str(odd[0])!r} is no data set; needed examples, as TextExamples(file, "
-            "tokenizer)"
+            f"{operation}: {str(odd[0])!r} is no data set; expected examples, as "
+            "TextExamples(file, tokenizer)"
         )
     return [
         list(d) if isinstance(d, (list, tuple)) and d and not isinstance(d[0], Mapping) else [d]
@@ -128,7 +128,7 @@ def _check_weights(operation: str, weights: Sequence[float], sizes: Sequence[int
     )
     if not fits or not sum(weights) > 0:
         raise ValueError(
-            f"{operation}: weights are {list(weights)}, needed {len(sizes)} numbers from 0, not "
+            f"{operation}: weights are {list(weights)}, expected {len(sizes)} numbers from 0, not "
             "all 0"
         )
     if empty := [k for k, size in enumerate(sizes) if weights[k] and not size]:

@@ -169,7 +169,7 @@ def _hidden(merger: Merger, batch: dict[str, Tensor], by_task: bool) -> list[Ten
         task = torch.zeros(len(labels), dtype=torch.long, device=labels.device)
     if by_task and int(task.max()) >= merger.count:
         raise ValueError(
-            f"cache_teachers: an example's task is {int(task.max())}, needed 0 to "
+            f"cache_teachers: an example's task is {int(task.max())}, expected 0 to "
             f"{merger.count - 1}"
         )
     where, _ = positions(merger, batch["input_ids"], labels, batch.get("attention_mask"))

@@ -103,6 +103,7 @@ def test_latents_at_the_tokens_are_asked_for_longer_inputs(tmp_path, capsys):
     assert main(["draw", out]) == 0  # no grid: a step says nothing without its length
 
 
+@pytest.mark.slow
 def test_latents_at_the_tokens_go_on_being_right_on_longer_inputs(tmp_path):
     out = tmp_path / "run"
     model = [

@@ -741,7 +741,14 @@ def test_saved_and_loaded_it_is_the_same(case, tmp_path):
     assert not again.training
 
 
-@pytest.mark.parametrize("changes", [{}, {"memory": "grow"}, {"causal": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"memory": "grow"},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"causal": True}, marks=pytest.mark.slow),
+    ],
+)
 def test_it_compiles_whole(changes):
     torch._dynamo.reset()
     model = model_of(**changes).train()

@@ -805,7 +805,10 @@ def test_a_run_that_never_recovers_stops_at_its_limit(tmp_path, caplog):
     assert trainer.state.log_history[-1]["rewound_to_step"] == rewind.best["step"] < 6
 
 
-@pytest.mark.parametrize("rate", [3.0, 10.0, 30.0])
+@pytest.mark.parametrize(
+    "rate",
+    [pytest.param(3.0, marks=pytest.mark.slow), 10.0, pytest.param(30.0, marks=pytest.mark.slow)],
+)
 def test_an_explosion_ends_at_or_below_the_best_loss_seen(rate, tmp_path):
     settings = {
         "max_steps": 300,

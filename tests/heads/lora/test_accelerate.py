@@ -206,7 +206,7 @@ def test_transforms_of_functions_see_through():
     torch.testing.assert_close(found, expected["jvp"])
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
 def test_compiled_for_any_length(dropout):
     torch._dynamo.reset()
     model = peft_model("llama", lora_dropout=dropout).train(dropout > 0)

@@ -389,19 +389,19 @@ BAD = [
     (
         VAN_LOAN,
         {"filter_fn": lambda m, n: False},
-        "nothing to convert in GPT2LMHeadModel; layers that could be: ",
+        r"convert_:.*GPT2LMHeadModel",
     ),
     (
         {"*.mlp.c_fcc": VAN_LOAN},
         {},
-        r"'\*\.mlp\.c_fcc' fits no layer .*near it: transformer\.h\.2\.mlp\.c_fc",
+        r"convert_:.*'\*\.mlp\.c_fcc'.*near.*transformer\.h\.2\.mlp\.c_fc",
     ),
     (
         KroneckerConfig(b_shape=(3, 1), init="prune"),
         {},
-        "does not divide a weight .* nearest that do: 1, 2, 4",
+        r"convert_:.*nearest.*1.*2.*4",
     ),
-    (KroneckerConfig(b_shape=(2, 1), rank=3, init="prune"), {}, "rank is 3, .* need at most 2"),
+    (KroneckerConfig(b_shape=(2, 1), rank=3, init="prune"), {}, r"convert_:.*rank.*3.*2"),
     (KroneckerConfig(b_shape=(2, 1)), {}, "calibration"),
     (KroneckerConfig(b_shape=(2, 1)), {"calibration": []}, "calibration is empty"),
 ]
@@ -427,8 +427,8 @@ def test_weights_that_cannot_be_converted_are_refused():
         lambda m: m.get_submodule(last).weight.data.fill_(float("nan")),
         f"{last} has a weight that is zero or not",
     )
-    attempt(lambda m: m.get_submodule(last).weight.data.zero_(), "zero or not finite")
-    attempt(lambda m: m.to("meta"), "on the meta device")
+    attempt(lambda m: m.get_submodule(last).weight.data.zero_(), r"convert_:.*finite")
+    attempt(lambda m: m.to("meta"), r"kronecker:.*device")
     attempt(lambda m: convert_(m, VAN_LOAN, progress=False), "is compressed already")
     attempt(lambda m: setattr(m.get_submodule(last), "quant_state", 1), "quantised Conv1D")
 
@@ -527,9 +527,9 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
         ({"a_shape": (1, 1), "b_shape": (1, 1)}, "a_shape is .* and b_shape is"),
         ({"b_shape": (0, 1)}, "_shape is"),
         ({"b_shape": (2, 1), "rank": 0}, "rank is 0"),
-        ({"b_shape": (2, 1), "init": "svd"}, "expected one of sequential"),
-        ({"b_shape": (2, 1), "keep": "all"}, "expected even, odd, energy"),
-        ({"b_shape": (2, 1), "init": "prune", "keep": ("x", "y")}, "expected even, odd, energy"),
+        ({"b_shape": (2, 1), "init": "svd"}, r"KroneckerConfig:.*sequential"),
+        ({"b_shape": (2, 1), "keep": "all"}, r"KroneckerConfig:.*energy"),
+        ({"b_shape": (2, 1), "init": "prune", "keep": ("x", "y")}, r"KroneckerConfig:.*energy"),
         ({"b_shape": (2, 1), "rounds": 0}, "rounds is 0"),
         ({"b_shape": (2, True)}, "_shape is"),
     ],
@@ -550,7 +550,7 @@ def test_bad_configs_are_refused(fields, message):
         (lambda: PruneConfig(budget=True), "budget is True"),
         (lambda: LowRankConfig(keep=0.5, rank=3), "keep is 0.5 and rank 3"),
         (lambda: KroneckerConfig(b_shape=3), "b_shape is 3"),
-        (lambda: KroneckerConfig(b_shape=(2, 1), scales=3), "scales must be True or False, got 3"),
+        (lambda: KroneckerConfig(b_shape=(2, 1), scales=3), r"KroneckerConfig:.*scales.*3"),
         (lambda: LowRankConfig(rank=True), "rank is True"),
     ],
 )
@@ -1214,10 +1214,10 @@ def test_a_model_within_a_converted_one_is_saved_with_its_factors(tmp_path):
 @pytest.mark.parametrize(
     ("config", "named", "message"),
     [
-        ({}, {}, "the map from patterns to configs is empty"),
-        (PruneConfig(budget=9000), {}, "is not about one MLP"),
-        (PruneConfig(), {"fade_in": True}, "PruneConfig leaves nothing to fade in"),
-        ({"*.wte": PruneConfig()}, {}, "tied or not a linear layer; PruneConfig needs"),
+        ({}, {}, r"convert_:.*patterns"),
+        (PruneConfig(budget=9000), {}, r"convert_:.*about"),
+        (PruneConfig(), {"fade_in": True}, r"convert_:.*PruneConfig"),
+        ({"*.wte": PruneConfig()}, {}, r"convert_:.*PruneConfig"),
         (
             {"*.c_fc": PruneConfig(keep=0.25), "*.mlp.c_proj": PruneConfig(keep=0.75)},
             {},

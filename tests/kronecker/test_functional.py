@@ -209,19 +209,19 @@ def test_build_is_the_dense_weight():
     [
         (
             {"x": torch.ones(2, 7)},
-            r"last dim of x is 7, but a \(4, 2\) and b \(5, 3\) need 2 \* 3 = 6",
+            r"kron_linear:.*7.*\(4.*2\).*\(5.*3\).*2.*\*.*3.*6",
         ),
         (
             {"x": torch.ones(2, 6, dtype=torch.float64)},
-            "x is torch.float64 and the factors are torch.float32",
+            r"kron_linear:.*torch.float64.*torch.float32",
         ),
-        ({"a": torch.ones(4, 2)}, r"expected \(r, O1, I1\) and \(r, O2, I2\)"),
-        ({"a": torch.ones(2, 4, 2)}, r"expected \(r, O1, I1\)"),
-        ({"a": torch.ones(1, 4, 2, dtype=torch.float64)}, "expected one float dtype"),
-        ({"bias": torch.ones(3)}, r"bias has shape \[3\], expected \(20,\)"),
-        ({"scales": torch.ones(3)}, r"scales have shape \[3\], expected \(1,\)"),
+        ({"a": torch.ones(4, 2)}, r"kron_linear:.*\(r.*O1.*I1\).*\(r.*O2.*I2\)"),
+        ({"a": torch.ones(2, 4, 2)}, r"kron_linear:.*\(r.*O1.*I1\)"),
+        ({"a": torch.ones(1, 4, 2, dtype=torch.float64)}, r"kron_linear:.*float"),
+        ({"bias": torch.ones(3)}, r"kron_linear:.*\[3\].*\(20,\)"),
+        ({"scales": torch.ones(3)}, r"kron_linear:.*\[3\].*\(1,\)"),
         ({"impl": "fast"}, "impl is 'fast'"),
-        ({"order": "c_first"}, "expected one of b_first"),
+        ({"order": "c_first"}, r"kron_linear:.*b_first"),
     ],
 )
 def test_bad_input_is_refused(change, message):

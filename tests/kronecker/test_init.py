@@ -150,11 +150,11 @@ def test_random_keeps_the_size_of_activations():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: van_loan(torch.zeros(4, 4), (2, 1)), "is zero or not finite"),
-        (lambda: van_loan(torch.full((4, 4), float("nan")), (2, 1)), "is zero or not finite"),
-        (lambda: van_loan(torch.ones(4, 4), (3, 1)), r"b_shape \(3, 1\) does not divide"),
-        (lambda: van_loan(torch.ones(4, 4), (2, 1), 3), "rank is 3, expected 1 to 2"),
-        (lambda: prune(torch.ones(4, 4), (2, 1), keep=(2, 0)), "expected a position within B"),
+        (lambda: van_loan(torch.zeros(4, 4), (2, 1)), r"van_loan:.*finite"),
+        (lambda: van_loan(torch.full((4, 4), float("nan")), (2, 1)), r"van_loan:.*finite"),
+        (lambda: van_loan(torch.ones(4, 4), (3, 1)), r"kronecker\.init:.*b_shape.*\(3.*1\)"),
+        (lambda: van_loan(torch.ones(4, 4), (2, 1), 3), r"van_loan:.*rank.*3.*1.*2"),
+        (lambda: prune(torch.ones(4, 4), (2, 1), keep=(2, 0)), r"prune:.*position"),
         (
             lambda: als(Moments.zeros(4, 4), prune(torch.ones(4, 4), (2, 1))),
             "no calibration tokens",

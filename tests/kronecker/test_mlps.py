@@ -197,14 +197,14 @@ def test_batches_of_an_encoder_decoder_are_whole():
     batch = calibration(model)
     half = torch.ones(8, 16).tril()
     for bad, message in (
-        ({"input_ids": batch["input_ids"]}, "expected decoder_input_ids for an encoder-decoder"),
+        ({"input_ids": batch["input_ids"]}, r"prune_:.*decoder_input_ids"),
         (
             {"input_ids": batch["input_ids"], "labels": batch["input_ids"]},
             "expected decoder_input_ids",
         ),
-        (batch | {"attention_mask": half}, "expected batches without any"),
-        (batch | {"decoder_attention_mask": half}, "expected batches without any"),
-        (batch | {"decoder_input_ids": batch["input_ids"] + 96}, "token ids go from"),
+        (batch | {"attention_mask": half}, r"prune_:.*batches"),
+        (batch | {"decoder_attention_mask": half}, r"prune_:.*batches"),
+        (batch | {"decoder_input_ids": batch["input_ids"] + 96}, r"prune_:.*token"),
         (torch.tensor(5), "input_ids is a single number"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -519,19 +519,19 @@ def loss_of(model, teacher, out):
     [
         (
             lambda out: KroneckerTrainer(tiny("gpt2"), arguments(out)),
-            "no compressed layer, expected one",
+            r"KroneckerTrainer:.*compressed",
         ),
         (
             lambda out: KroneckerTrainer(student(), arguments(out), distill=DistillConfig()),
-            "distill needs a teacher",
+            r"KroneckerTrainer:.*distill",
         ),
-        (lambda out: DistillConfig(logits=0.0), "expected none below 0 and one above"),
-        (lambda out: DistillConfig(labels=-1.0), "expected none below 0"),
+        (lambda out: DistillConfig(logits=0.0), r"DistillConfig:.*below.*0"),
+        (lambda out: DistillConfig(labels=-1.0), r"DistillConfig:.*below.*0"),
         (lambda out: DistillConfig(temperature=0.0), "temperature is 0.0"),
-        (lambda out: DistillConfig(logits=float("nan")), "expected none below 0"),
+        (lambda out: DistillConfig(logits=float("nan")), r"DistillConfig:.*below.*0"),
         (
             lambda out: loss_of(student("bert"), tiny("bert"), out),
-            r"has no logits; expected DistillConfig\(logits=0\)",
+            r"KroneckerTrainer:.*DistillConfig\(logits=0\)",
         ),
     ],
 )

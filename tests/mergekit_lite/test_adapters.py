@@ -120,7 +120,7 @@ def test_a_dtype_that_would_lose_an_adapter_is_noted(tmp_path):
     wrapped.save_pretrained(tmp_path / "adapter")
     name = f"{base}+{tmp_path / 'adapter'}"
     report = merge_models([name], "passthrough", out=tmp_path / "half", progress=False)
-    note = next(note for note in report.notes if "rounding to bfloat16 loses" in note)
+    note = next(note for note in report.notes if r"merge_models:.*bfloat16" in note)
     stored, exact = (
         load_file(tmp_path / place / "model.safetensors") for place in ("half", "base")
     )
@@ -369,17 +369,17 @@ def test_merged_adapters_refuse_what_has_no_factors(tmp_path):
     for other, message in [
         ("saved", "replaces lm_head.weight, which has no factors"),
         ("table", "changes an embedding"),
-        ("wide", r"down_proj is \[16, 24\] in one adapter, \[16, 32\]"),
+        ("wide", r"down_proj.*\[16.*24\].*\[16.*32\]"),
         ("nowhere", "there is no such folder"),
     ]:
         with pytest.raises(PlanError, match=message):
             merge_adapters([tmp_path / "x", tmp_path / other], weight=1.0, out=tmp_path / "out")
     for method, parameters, message in [
-        ("slerp", {"t": 0.5}, "slerp needs the base's weights; expected one of breadcrumbs"),
+        ("slerp", {"t": 0.5}, r"merge_adapters:.*breadcrumbs"),
         ("tyes", {}, "did you mean ties"),
-        ("cat", {"density": 1}, "cat has no parameter 'density'"),
-        ("cat", {"weight": [1, 2, 3]}, "expected a number, or one for each of 2"),
-        ("ties", {"weight": [1]}, "weight has 1 values"),
+        ("cat", {"density": 1}, r"merge_adapters:.*'density'"),
+        ("cat", {"weight": [1, 2, 3]}, r"merge_adapters:.*number.*2"),
+        ("ties", {"weight": [1]}, r"ties:.*weight.*1"),
         (
             "ties",
             {"weight": 1, "density": 0.5, "scope": "global"},

@@ -33,16 +33,14 @@ def refused(message, models, method="linear", error=(PlanError, ValueError), **k
 
 def test_methods_and_parameters(paths, out):
     refused("did you mean slerp", paths, "slurp", out=out)
-    refused("unknown parameter 'wieght'.*did you mean weight", paths, wieght=1, out=out)
+    refused(r"'wieght'.*did", paths, wieght=1, out=out)
     refused("'weight' is required", paths, out=out)
-    refused("has 2 values, expected one for each of 3", paths, weight=[1, 2], out=out)
+    refused(r"linear:.*2.*values.*3", paths, weight=[1, 2], out=out)
     based = {"base_model": paths[0], "weight": 1, "out": out}
-    refused(
-        r"density is 1.5, expected a number in \(0, 1\]", paths[1:], "ties", density=1.5, **based
-    )
+    refused(r"1.5.*\(0.*1\]", paths[1:], "ties", density=1.5, **based)
     refused(r"density is 0, expected", paths[1:], "dare_linear", density=0, **based)
     refused(
-        r"t is 2, expected a number in \[0, 1\]",
+        r"2.*\[0.*1\]",
         [paths[1]],
         "slerp",
         base_model=paths[0],
@@ -61,10 +59,10 @@ def test_methods_and_parameters(paths, out):
 
 def test_models_and_bases(paths, out):
     refused("needs a base model and none was given", paths, "ties", weight=1, out=out)
-    refused("this method uses none", paths[1:], base_model=paths[0], weight=1, out=out)
+    refused(r"linear:.*method", paths[1:], base_model=paths[0], weight=1, out=out)
     refused("listed twice", [paths[0], paths[0]], weight=1, out=out)
     refused(
-        "got 2 models beside the base model, expected exactly 1",
+        r"2.*exactly.*1",
         paths[1:],
         "slerp",
         base_model=paths[0],
@@ -77,7 +75,7 @@ def test_models_and_bases(paths, out):
     refused("not int", [paths[0], 3], weight=1, out=out)
     refused("maps names to tensors", [paths[0], {"a": 1}], weight=1, out=out)
     refused("threads is 0", paths, weight=1, threads=0, out=out)
-    refused("cannot be used here", paths, weight=1, device="nonsense", out=out)
+    refused(r"merge_models:.*cannot", paths, weight=1, device="nonsense", out=out)
     refused("max_shard_size", paths, weight=1, max_shard_size="big", out=out)
 
 
@@ -108,7 +106,7 @@ def test_shapes_names_and_architectures_are_all_listed_at_once(paths, tmp_path, 
     deep = save(tiny("llama", 5, num_hidden_layers=6), tmp_path / "deep")
     refused("lacks 18 tensors", [paths[0], deep], weight=1, out=out)
     other = save(tiny("gpt2", 5), tmp_path / "gpt2")
-    refused("different architectures: model_type is 'llama'", [paths[0], other], weight=1, out=out)
+    refused(r"different architectures: model_type.*'llama'", [paths[0], other], weight=1, out=out)
     heads = save(
         tiny("llama", 5, num_attention_heads=2, num_key_value_heads=1, head_dim=8),
         tmp_path / "heads",
@@ -134,7 +132,7 @@ def header(entries, body=b""):
         ),
         (
             header({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, b"12345678"),
-            "needs 12 bytes, has 8",
+            r"needs.*12.*8",
         ),
         (
             header(
@@ -233,10 +231,10 @@ SLICED = "merge_method: x\nslices: [{sources:"
     [
         (
             "merge_method: linear\nmodles: [a]",
-            "unknown key 'modles'.*did you mean modules or models",
+            r"recipe:.*'modles'.*did",
         ),
         ("models: [a]", "no merge_method"),
-        ("merge_method: linear\nmodels: []", "either models or slices"),
+        ("merge_method: linear\nmodels: []", r"recipe:.*models"),
         (
             "merge_method: linear\nmodels: [a]\nslices: [{sources: [{model: a, layer_range: [0, "
             "1]}]}]",
@@ -244,14 +242,14 @@ SLICED = "merge_method: x\nslices: [{sources:"
         ),
         ("merge_method: linear\nmodels: [{modell: a}]", "unknown key 'modell'"),
         ("merge_method: linear\nmodels: [{parameters: {weight: 1}}]", "has no model"),
-        ("merge_method: linear\nmodels: [a]\ndtype: int8", "dtype: is 'int8', expected one of"),
+        ("merge_method: linear\nmodels: [a]\ndtype: int8", r"recipe dtype:.*'int8'"),
         (
             "merge_method: linear\nmodules: {a: {models: [a]}, b: {models: [b]}}",
-            "several modules are not supported",
+            r"recipe:.*supported",
         ),
         ("merge_method: linear\nmodels: [a]\nparameters: 3", "expected a mapping"),
         (f"{SLICED} [{{model: a}}]}}]", "needs a layer_range"),
-        (f"{SLICED} [{{model: a, layer_range: [2, 1]}}]}}]", "0 <= start < end"),
+        (f"{SLICED} [{{model: a, layer_range: [2, 1]}}]}}]", r"0.*<="),
         (
             "merge_method: x\nslices: [{sources: [{model: a, layer_range: [0, 1]}, {model: b, "
             "layer_range: [0, 2]}]}]",
@@ -264,7 +262,7 @@ SLICED = "merge_method: x\nslices: [{sources:"
         ("merge_method: x\nmodels: [a]\ntokenizer: {sauce: union}", "unknown key 'sauce'"),
         (
             "merge_method: x\nmodels: [a]\ntokenizer: {pad_to_multiple_of: 0}",
-            "whole number above 0",
+            r"tokenizer pad_to_multiple_of:.*number.*0",
         ),
         ("merge_method: x\nmodels: [a, b, a]", "listed twice"),
         ("a: [", "not valid YAML"),

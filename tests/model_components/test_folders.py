@@ -351,7 +351,7 @@ def test_a_result_that_becomes_a_link_meanwhile(tmp_path):
     [
         (
             OSError(errno.ENOSPC, "No space left on device"),
-            r"cannot be written \(No space left on device\)",
+            r"\(No.*device\)",
         ),
         (KeyboardInterrupt("stopped"), "stopped"),
     ],

@@ -147,22 +147,22 @@ def test_grids_are_drawn_at_random():
     [
         (
             lambda: sudoku_difficulty(torch.zeros(1, 16, dtype=torch.long)),
-            r"have shape \[1, 16\], box is 3; expected",
+            r"sudoku_difficulty:.*\[1.*16\].*3",
         ),
         (
             lambda: sudoku_difficulty(torch.full((1, 16), 5), box=2),
-            "cells from 5 to 5; expected 0 to 4",
+            r"sudoku_difficulty:.*cells.*5.*5.*0.*4",
         ),
         (
             lambda: sudoku_difficulty([[0] * 81]),
-            r"puzzles are list; expected a tensor \(N, box\^4\)",
+            r"sudoku_difficulty:.*\(N.*box\^4\)",
         ),
         (
             lambda: sudoku_shuffle(2)(None, torch.zeros(2, 81), torch.zeros(2, 81)),
-            "sudoku_shuffle: puzzles have shape",
+            "sudoku_shuffle: puzzles",
         ),
-        (lambda: sudoku_puzzles(2.5), "count is 2.5; expected 1 or more"),
-        (lambda: sudoku_puzzles(2, clues=1.5), "clues is 1.5; expected 0 to 80"),
+        (lambda: sudoku_puzzles(2.5), r"sudoku_puzzles:.*count.*2.5.*1"),
+        (lambda: sudoku_puzzles(2, clues=1.5), r"sudoku_puzzles:.*clues.*1.5.*0.*80"),
         (lambda: sudoku_puzzles(True), "count is True"),
         (lambda: sudoku_puzzles(2, seed=None), "seed is None"),
     ],
@@ -181,7 +181,7 @@ def test_what_is_no_puzzle_is_hard():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "expected"),
+    ("name", "value", "needed"),
     [
         ("count", 0, "1 or more"),
         ("box", 4, "2 or 3"),

@@ -256,29 +256,29 @@ def test_a_users_own_task():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda g: make_task("juggle"), "no task 'juggle'; expected one of add, add_columns, copy"),
+        (lambda g: make_task("juggle"), r"make_task:.*'juggle'.*add_columns"),
         (
             lambda g: make_task("copy", symbol=3),
-            "'copy' has no such options as symbol; it has symbols",
+            r"make_task:.*'copy'",
         ),
-        (lambda g: register_task("test_x")(int), "expected a class under Task, or SequenceTask"),
-        (lambda g: make_task("copy", symbols=1), "symbols is 1; expected 2 or more"),
-        (lambda g: make_task("copy").sample(g, 2, 0), "Copy: length 0; expected 1 or more"),
+        (lambda g: register_task("test_x")(int), r"register_task:.*SequenceTask"),
+        (lambda g: make_task("copy", symbols=1), r"Copy:.*symbols.*1.*2"),
+        (lambda g: make_task("copy").sample(g, 2, 0), r"Copy: length.*0.*1"),
         (
             lambda g: make_task("copy").sample(g, 3, torch.ones(2, dtype=torch.long)),
-            r"lengths have shape \[2\]; expected \(3,\)",
+            r"Copy:.*\[2\].*\(3,\)",
         ),
         (
             lambda g: AtTokens(make_task("hops")),
-            "has an answer for each step and not for each token",
+            r"AtTokens:.*answer",
         ),
         (
             lambda g: AtTokens(AtTokens(make_task("copy"))),
-            "expected a Task that is not laid out yet",
+            r"AtTokens:.*Task",
         ),
         (
             lambda g: make_task("add", carry_heavy=0.5, max_value=9),
-            "carry_heavy must be a share, without max_value",
+            r"Add:.*carry_heavy.*max_value",
         ),
     ],
 )

@@ -87,10 +87,10 @@ def test_a_template_without_a_system_reads_it_as_the_users():
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{{ messages[0]['content'] }}", "does not show each turn once"),
+        ("{{ messages[0]['content'] }}", r"PairwiseDataset:.*show"),
         (
             "{{ raise_exception('never') }}",
-            "the chat template refuses user, assistant, user, assistant: never",
+            r"PairwiseDataset:.*assistant",
         ),
     ],
 )

@@ -83,25 +83,25 @@ def test_a_temperature_makes_sizes_more_alike():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: TaskMixture([numbered(2)], weights=[1, 1]), "expected 1 numbers from 0"),
+        (lambda: TaskMixture([numbered(2)], weights=[1, 1]), r"TaskMixture:.*1.*numbers.*0"),
         (
             lambda: TaskMixture(["rows.json", numbered(2)]),
-            "'rows.json' is no data set; expected examples",
+            r"TaskMixture:.*'rows.json'",
         ),
         (
             lambda: TaskMixture([numbered(2), []], weights=[1, 1]),
-            "component 1 has weight 1 and no examples",
+            r"TaskMixture:.*component.*1.*1",
         ),
         (lambda: TaskMixture([numbered(2)], weights=[0]), "not all 0"),
         (lambda: TaskMixture([numbered(2)], weights=[float("nan")]), r"weights are \[nan\]"),
         (lambda: TaskMixture([numbered(2)], temperature=0), "temperature 0"),
-        (lambda: TaskMixture([numbered(2)], temperature=1, weights=[1]), "expected one of them"),
-        (lambda: TaskMixture([iter(numbered(2))]), "expected data sets that have a length"),
+        (lambda: TaskMixture([numbered(2)], temperature=1, weights=[1]), r"TaskMixture:.*one"),
+        (lambda: TaskMixture([iter(numbered(2))]), r"TaskMixture:.*length"),
         (lambda: TextExamples([], tokenizer()), "no rows came"),
-        (lambda: TextExamples([3], tokenizer()), "rows, row 1 is a int; expected a text"),
+        (lambda: TextExamples([3], tokenizer()), r"TextExamples:.*rows.*1"),
         (
             lambda: TextExamples([{"prompt": "a"}], tokenizer()),
-            "row 1 has prompt; expected messages",
+            r"TextExamples:.*1.*messages",
         ),
         (
             lambda: TextExamples([{"messages": "a"}], tokenizer()),
@@ -109,9 +109,9 @@ def test_a_temperature_makes_sizes_more_alike():
         ),
         (
             lambda: TextExamples([{"messages": [{"role": "user", "content": "a"}]}], tokenizer()),
-            "one of an assistant",
+            r"TextExamples:.*assistant",
         ),
-        (lambda: TextExamples("nowhere.json", tokenizer()), "nowhere.json is not there"),
+        (lambda: TextExamples("nowhere.json", tokenizer()), r"TextExamples:.*nowhere.json"),
         (
             lambda: TextExamples(
                 [{"prompt": "long " * 9, "completion": "x"}], tokenizer(), max_length=9
@@ -120,15 +120,15 @@ def test_a_temperature_makes_sizes_more_alike():
         ),
         (
             lambda: TextExamples({"train": ["a"]}, tokenizer()),
-            "source is a dict; expected a file, or rows",
+            r"TextExamples:.*source",
         ),
-        (lambda: TextExamples(None, tokenizer()), "source is a NoneType"),
+        (lambda: TextExamples(None, tokenizer()), r"TextExamples:.*NoneType"),
         (lambda: TextExamples(["a"], tokenizer(), train_on_inputs="no"), "train_on_inputs is 'no'"),
         (
             lambda: MaskCollator(pad_token_id=0, max_length=-1),
-            "max_length is -1, expected 1 or more",
+            r"MaskCollator:.*max_length.*-1.*1",
         ),
-        (lambda: TextExamples(["a"], None), "expected a fast tokenizer"),
+        (lambda: TextExamples(["a"], None), r"TextExamples:.*tokenizer"),
         (lambda: TextExamples(["ab"], tokenizer(), max_length=1), "max_length 1"),
     ],
 )

@@ -742,12 +742,12 @@ def test_a_layer_alone_refuses_too():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"mode": "fast"}, "expected one of accurate"),
-        ({"granularity": "row"}, "expected one of scalar"),
-        ({"constraint": "01"}, "expected one of auto"),
-        ({"mode": "efficient", "granularity": "element"}, "cannot do granularity 'element'"),
-        ({"initial": "half"}, "expected a number, average"),
-        ({"initial": "component:"}, "expected a number, average"),
+        ({"mode": "fast"}, r"MaskConfig:.*accurate"),
+        ({"granularity": "row"}, r"MaskConfig:.*scalar"),
+        ({"constraint": "01"}, r"MaskConfig:.*auto"),
+        ({"mode": "efficient", "granularity": "element"}, r"MaskConfig:.*'element'"),
+        ({"initial": "half"}, r"MaskConfig:.*average"),
+        ({"initial": "component:"}, r"MaskConfig:.*average"),
         ({"initial": float("nan")}, "initial is nan"),
     ],
 )

@@ -63,6 +63,8 @@ REPLACED = {
 # files of tests before all the others; seconds of one run: one that does not end is noticed
 FIRST, PATIENCE = (2, 1200)
 HARMLESS: dict[str, str] = {  # by the line when it is changed, judged by reading
+    "for k, z in enumerate(above[max(0, place + 2) : place + 3], max(0, place - 2))": "the line "
+    "was rewritten, and a test notices the same error in what stands there now",
     'if not (order == "b_first"):': "both orders are one product; their speed differs",
     "if not mlps and _tried(model, mlps, runs, "
     "rows)[1]:": "what may be tried all at once is tried one by one",
@@ -211,9 +213,12 @@ def drawn(folder: Path, count: int, seed: int) -> list[Mutation]:
     ]
 
 
-def missed(folder: Path, records: list[dict[str, Any]]) -> list[Mutation]:
-    """Those that were not noticed, where they are now: the same change that makes the same line."""
-    found = []
+def missed(folder: Path, records: list[dict[str, Any]]) -> list[tuple[dict[str, Any], Mutation]]:
+    """Records that were not noticed, each with the same change of the same line where it is now.
+
+    A line that has been rewritten since cannot be changed again; its record stays as it is.
+    """
+    pairs = []
     for record in (record for record in records if not record["noticed"]):
         same = [
             place
@@ -221,8 +226,9 @@ def missed(folder: Path, records: list[dict[str, Any]]) -> list[Mutation]:
             if (place.old, place.new, place.changed)
             == (record["old"], record["new"], record["changed"])
         ]
-        found.append(min(same, key=lambda place: abs(place.line - record["line"])))
-    return found
+        if same:
+            pairs.append((record, min(same, key=lambda place: abs(place.line - record["line"]))))
+    return pairs
 
 
 def run(folder: Path, tests: list[str]) -> str:
@@ -346,12 +352,14 @@ def main(arguments: list[str] | None = None) -> None:
         subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
         if options.again:
             found["again"] = f"{today()} at {now}"
-            changes = missed(folder, records)
+            pairs = missed(folder, records)
+            changes = [change for _, change in pairs]
+            again = [record for record, _ in pairs]
+            records = [record for record in records if record not in again]
         else:
             subprocess.run(["git", "checkout", "-q", found["commit"]], cwd=folder, check=True)
             every = drawn(folder, options.count, options.seed)
             found["drawn"], changes = len(every), every[len(records) :]
-        records = [record for record in records if record["noticed"] or not options.again]
         for number, change in enumerate(changes, 1):
             by = noticed(folder, change)
             record = {

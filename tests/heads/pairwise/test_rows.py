@@ -36,6 +36,20 @@ def assistant(text):
     return {"role": "assistant", "content": text}
 
 
+from heads.pairwise.pairs import check_label
+
+
+def test_names_of_sides_are_labels():
+    sides = {
+        0: "a A model_a response_a answer_a output_1 left 0 0.0",
+        1: "b B model_b response_b answer_b output_2 right 1 1.0",
+        2: "tie tied draw both neither equal same bothbad both_good 2 2.0",
+    }
+    for side, names in sides.items():
+        assert [check_label(name) for name in names.split()] == [side] * len(names.split())
+    assert check_label("Tie (both bad)") == check_label("both good") == 2
+
+
 def test_files_of_every_kind_hold_the_same(tmp_path):
     rows = [ARENA, ARENA | {"prompt": "q, \n2", "winner_model_b": 0, "winner_tie": 1}]
     texts = {"json": json.dumps(rows), "jsonl": "".join(json.dumps(row) + "\n" for row in rows)}

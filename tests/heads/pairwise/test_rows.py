@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from heads.pairwise import Pair, Turn, read_pairs, split_pairs
+from heads.pairwise.pairs import check_label
 
 ARENA = {
     "prompt": "p",
@@ -34,9 +35,6 @@ def user(text):
 
 def assistant(text):
     return {"role": "assistant", "content": text}
-
-
-from heads.pairwise.pairs import check_label
 
 
 def test_names_of_sides_are_labels():

@@ -63,6 +63,8 @@ REPLACED = {
 # files of tests before all the others; seconds of one run: one that does not end is noticed
 FIRST, PATIENCE = (2, 1200)
 HARMLESS: dict[str, str] = {  # by the line when it is changed, judged by reading
+    "real = context.mask[:, -n:, None].to(context.keys_values[0][1].dtype)": "keys and values "
+    "have one dtype",
     "for k, z in enumerate(above[max(0, place + 2) : place + 3], max(0, place - 2))": "the line "
     "was rewritten, and a test notices the same error in what stands there now",
     'if not (order == "b_first"):': "both orders are one product; their speed differs",

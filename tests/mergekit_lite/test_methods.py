@@ -208,6 +208,13 @@ def test_trimming_keeps_exactly_k_whatever_the_ties():
         assert int((kept != 0).sum()) == min(max(1, int(density * 1000)), nonzero)
 
 
+@pytest.mark.parametrize("truth", [True, False])
+def test_booleans_may_be_words(truth):
+    linear = get_method("linear")
+    for word in "true yes on True ON".split() if truth else "false no off False OFF".split():
+        assert linear.bind(1, {"weight": 1.0, "normalize": word})["normalize"] is truth
+
+
 def test_signatures_are_the_schema():
     """What the registry says of a method is what its function's signature says."""
     for method in METHODS.values():

@@ -16,7 +16,7 @@ _COMPUTED = re.compile(
     r"(^|\.)(position_ids|token_type_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$"
 )
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
-_SHOWN = 20
+_SHOWN = 20  # names in a list of problems; more hide what to do about them
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,9 @@ def test_trimming_keeps_exactly_k_whatever_the_ties():
 @pytest.mark.parametrize("truth", [True, False])
 def test_booleans_may_be_words(truth):
     linear = get_method("linear")
-    for word in "true yes on True ON".split() if truth else "false no off False OFF".split():
+    for word in (
+        ["true", "yes", "on", "True", "ON"] if truth else ["false", "no", "off", "False", "OFF"]
+    ):
         assert linear.bind(1, {"weight": 1.0, "normalize": word})["normalize"] is truth
 
 

@@ -77,7 +77,7 @@ def test_shapes_in_the_command(place, capsys):
     assert "the folder is not empty" in capsys.readouterr().err
     command[2] = str(place / "other")
     assert main([*command[:-1], "sequential"]) == 1
-    assert "expected calibration data" in capsys.readouterr().err
+    assert "is fitted to data" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["prune", str(place / "model"), str(place / "other")])
     assert "--calibration" in capsys.readouterr().err

@@ -92,6 +92,7 @@ def _handler(hub):
 def fake_hub(monkeypatch):
     """A `FakeHub` that huggingface_hub talks to for a while."""
     from huggingface_hub import constants
+    from huggingface_hub.utils import close_session
 
     hub = FakeHub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
@@ -113,6 +114,7 @@ def fake_hub(monkeypatch):
             "all_proxy",
         ):
             patched.delenv(name, raising=False)
+        close_session()  # one that was begun before keeps its proxies
         try:
             yield hub
         finally:

@@ -262,7 +262,7 @@ class PruneConfig(_Config):
     def __post_init__(self) -> None:
         if self.keep is not None and (not is_number(self.keep) or not 0 < self.keep <= 1):
             raise ValueError(
-                f"PruneConfig: keep is {self.keep}, expected a share above 0, at most 1"
+                f"PruneConfig: keep is {self.keep!r}, expected a share above 0, at most 1"
             )
         if self.granularity not in GRANULARITIES:
             raise ValueError(

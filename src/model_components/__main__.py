@@ -23,7 +23,7 @@ _SHOWN = (
 
 _COMMANDS = """the other commands, each with --help:
   mergekit-lite               merge checkpoints, plan a merge, extract adapters, train masks
-  python -m kronecker         prune, convert, plan, fold and compare models
+  python -m kronecker         prune, convert, fold and compare models
   python -m thinker           train a thinker on a task, evaluate it, draw what was found
   python -m heads.lora        show adapters, merge them into a checkpoint
   python -m heads.pairwise    judge pairs of answers, put answers in order, report on a judge"""

@@ -124,7 +124,7 @@ class ThinkerConfig(PreTrainedConfig):
     176
     >>> ThinkerConfig(vocab_size=16, num_heads=5)
     Traceback (most recent call last):
-    ValueError: ThinkerConfig: num_heads is 5; needed a divisor of hidden_size, 64
+    ValueError: ThinkerConfig: num_heads is 5; expected a divisor of hidden_size, 64
     """
 
     model_type = "latent_thinker"

@@ -320,5 +320,5 @@ def test_recipe_values_that_only_the_plan_can_judge(paths, out):
         plan(head + "parameters: {weight: 1}\nchat_template: chatlm")
     with pytest.raises(PlanError, match=r"no tokenizer\.json"):
         plan(head + "parameters: {weight: 1}\ntokenizer_source: union")
-    with pytest.raises(ValueError, match=r"merge_models:.*beside"):
+    with pytest.raises(ValueError, match=r"merge_models: weight.*MergeRecipe"):
         merge_models(load_recipe(head + "parameters: {weight: 1}"), weight=2)

@@ -57,7 +57,7 @@ class PairwiseConfig(PreTrainedConfig):
     3
     >>> PairwiseConfig(encoder=BertConfig(), link="davidsson")
     Traceback (most recent call last):
-    ValueError: PairwiseConfig: link is 'davidsson'; needed one of davidson, antisymmetric, concat
+    ValueError: PairwiseConfig: link is 'davidsson'; expected one of davidson, antisymmetric, concat
     """
 
     model_type = "pairwise"

@@ -75,7 +75,7 @@ def save_pretrained(model: nn.Module, out: str | Path) -> None:
 
     >>> save_pretrained(nn.Linear(2, 2), "out")
     Traceback (most recent call last):
-    ValueError: save_pretrained: model is Linear, needed a transformers model
+    ValueError: save_pretrained: model is Linear, expected a transformers model
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(

@@ -52,7 +52,7 @@ class KroneckerTrainer(StepTrainer):
 
     >>> KroneckerTrainer(nn.Linear(2, 2), None)
     Traceback (most recent call last):
-    ValueError: KroneckerTrainer: Linear has no compressed layer, needed one (convert_) ...
+    ValueError: KroneckerTrainer: Linear has no compressed layer, expected one (convert_) ...
     """
 
     def __init__(

@@ -674,6 +674,8 @@ def test_a_users_own_layer_keeps_its_forward_and_a_printed_model_shows_ours():
 def test_a_model_without_adapters_is_refused():
     with pytest.raises(ValueError, match=r"accelerate_lora_:.*LoRA"):
         accelerate_lora_(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"accelerate_lora_: str.*LoRA"):
+        accelerate_lora_("models/base")
 
 
 def test_an_accelerated_model_is_a_peft_model(tmp_path):

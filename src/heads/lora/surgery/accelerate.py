@@ -60,7 +60,7 @@ def accelerate_lora_(model: nn.Module) -> AccelerationReport:
     >>> print(accelerate_lora_(model))
     1 layers accelerated
     """
-    layers = lora_layers(model)
+    layers = lora_layers(model) if isinstance(model, nn.Module) else {}
     if not layers:
         raise ValueError(
             f"accelerate_lora_: {type(model).__name__} has no LoRA layers; expected a model of "

@@ -168,7 +168,7 @@ def prepare_lora(
     >>> model = nn.Sequential(nn.Linear(4, 8))
     >>> prepare_lora(model, LoraConfig(r=5, target_modules=["0"]))
     Traceback (most recent call last):
-    ValueError: prepare_lora: rank 5 is larger than 0, which is 8 x 4; needed at most 4
+    ValueError: prepare_lora: rank 5 is larger than 0, which is 8 x 4; expected at most 4
     >>> prepare_lora(model, LoraConfig(r=2, target_modules=["0"])).get_nb_trainable_parameters()
     (24, 64)
     """

@@ -136,7 +136,7 @@ def test_records_are_read_as_they_stand(name, content, text, tmp_path):
 
 def test_numbers_are_no_text_and_sizes_are_positive(tmp_path):
     (tmp_path / "a.json").write_text("3")
-    with pytest.raises(ValueError, match=r"text_of:.*text"):
+    with pytest.raises(ValueError, match=r"text_of:.*has no text"):
         text_of(tmp_path / "a.json")
     for size in ({"tokens": -5}, {"tokens": 5, "context": 0}):
         with pytest.raises(ValueError, match=r"text_batches:.*context.*1"):
@@ -296,7 +296,7 @@ def test_comparing_refuses_what_it_cannot_measure():
     ids = torch.randint(3, 96, (1, 8))
     with pytest.raises(ValueError, match=r"compare:.*0.*models.*1"):
         compare({}, [ids])
-    with pytest.raises(ValueError, match=r"compare:.*first"):
+    with pytest.raises(ValueError, match=r"compare:.*first text.*token ids"):
         compare({"a": tiny("gpt2")}, {"empty": []})
     with pytest.raises(ValueError, match=r"compare:.*last_hidden_state"):
         compare({"a": tiny("classifier")}, [ids], runs=1)

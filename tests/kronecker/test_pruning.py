@@ -675,7 +675,7 @@ def test_blocks_by_budget_and_what_is_refused(tmp_path, monkeypatch):
         PruneConfig(granularity="layer")
     with pytest.raises(ValueError, match=r"prune_:.*LowRankConfig.*PruneConfig"):
         prune_(tiny("gpt2"), LowRankConfig(), calibration=[ids()], progress=False)
-    with pytest.raises(ValueError, match=r"convert_:.*about"):
+    with pytest.raises(ValueError, match=r"convert_:.*one MLP"):
         convert_(
             tiny("gpt2"), PruneConfig(granularity="block"), calibration=[ids()], progress=False
         )

@@ -10,7 +10,7 @@ from tests.support.models import tiny
 
 def test_a_name_of_a_file_is_not_its_text(tmp_path):
     (tmp_path / "text.txt").write_text("words")
-    with pytest.raises(ValueError, match=r"text_batches:.*text"):
+    with pytest.raises(ValueError, match=r"text_batches:.*name of a file"):
         text_batches(str(tmp_path / "text.txt"), lambda t: [1] * len(t), tokens=8)
 
 

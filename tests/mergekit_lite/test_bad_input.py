@@ -295,7 +295,7 @@ def test_recipe_values_that_only_the_plan_can_judge(paths, out):
         merge_models(load_recipe(text), out=out, progress=False)
 
     head = f"merge_method: linear\nmodels: [{paths[0]}, {paths[1]}]\n"
-    with pytest.raises(RecipeError, match=r"recipe nowhere\.yml:.*such"):
+    with pytest.raises(RecipeError, match=r"recipe nowhere\.yml:.*no such file"):
         load_recipe("nowhere.yml")
     with pytest.raises(PlanError, match="unknown parameter 'wight'"):
         plan(head + "parameters: {wight: 1}")

@@ -112,7 +112,7 @@ def test_per_model_lists_skip_the_base():
 
 
 def test_a_model_is_text():
-    with pytest.raises(RecipeError, match=r"models model:.*path"):
+    with pytest.raises(RecipeError, match=r"models model:.*hub id"):
         load_recipe("merge_method: linear\nmodels: [{model: [a]}]")
     text = (
         "merge_method: linear\nmodels: [{model: {model: {path: a, revision: v1}, lora: {path: b}}}]"

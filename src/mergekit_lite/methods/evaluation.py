@@ -28,7 +28,7 @@ Collector = Summation | Selector
 
 
 class Answering(Protocol):
-    """Something that knows a request's answer."""
+    """A collector that knows the answer to a request."""
 
     def answer(self, block: int) -> object:
         """The answer as it applies to block number ``block``."""

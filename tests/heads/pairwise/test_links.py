@@ -124,7 +124,7 @@ def test_every_verdict_is_open_at_first(link):
             )
         two = PairwiseHead(8, link=link, hidden_features=hidden, ties=False).eval()
         torch.testing.assert_close(log_probabilities(two(a, b)).exp(), torch.full((5, 2), 0.5))
-        with pytest.raises(ValueError, match=r"PairwiseHead:.*class"):
+        with pytest.raises(ValueError, match=r"PairwiseHead:.*ties"):
             two.set_tie_rate_(0.2)
         with pytest.raises(ValueError, match=r"PairwiseHead:.*1.*share"):
             head.set_tie_rate_(1)

@@ -283,7 +283,7 @@ def test_packed_parquet_is_refused_by_its_name(tmp_path):
 
 def test_bad_files_are_refused(tmp_path):
     for name in ("no.csv", "folder/no.json", "nothing"):
-        with pytest.raises(ValueError, match=r"read_pairs:.*file"):
+        with pytest.raises(ValueError, match=r"read_pairs:.*no file"):
             read_pairs(tmp_path / name)
     for name, held, said in (
         ("a.json", b"{", "cannot be read"),

@@ -206,13 +206,13 @@ def test_masks_of_other_components_are_refused(tmp_path):
         other.load_masks(path)
     with pytest.raises(ValueError, match=r"load_masks:.*2.*models.*3"):
         open_merger(paths).load_masks(path)
-    with pytest.raises(ValueError, match=r"load_masks:.*input"):
+    with pytest.raises(ValueError, match=r"load_masks:.*input masks"):
         open_merger(paths[:2], granularity="scalar").load_masks(path)
     held = load_file(path)
-    with pytest.raises(ValueError, match=r"load_masks:.*not"):
+    with pytest.raises(ValueError, match=r"load_masks:.*not there"):
         other.load_masks(tmp_path / "none")
     save_file(held, tmp_path / "bare.safetensors")
-    with pytest.raises(ValueError, match=r"load_masks:.*holds"):
+    with pytest.raises(ValueError, match=r"load_masks:.*no masks"):
         other.load_masks(tmp_path / "bare.safetensors")
     (tmp_path / "cut.safetensors").write_bytes(path.read_bytes()[:-10])
     with pytest.raises(ValueError, match=r"load_masks:.*safetensors"):
@@ -297,7 +297,7 @@ def test_one_dtype_for_checkpoints_of_two(tmp_path):
         save(tiny("llama", 0), tmp_path / "a"),
         save(tiny("llama", 1), tmp_path / "b", torch.bfloat16),
     ]
-    with pytest.raises(ValueError, match=r"(?s)Merger:.*load"):
+    with pytest.raises(ValueError, match=r"(?s)Merger:.*load both"):
         Merger.from_pretrained(paths)
     assert Merger.from_pretrained(paths, dtype=torch.bfloat16).model.dtype == torch.bfloat16
 

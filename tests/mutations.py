@@ -65,8 +65,6 @@ FIRST, PATIENCE = (2, 1200)
 HARMLESS: dict[str, str] = {  # by the line when it is changed, judged by reading
     "real = context.mask[:, -n:, None].to(context.keys_values[0][1].dtype)": "keys and values "
     "have one dtype",
-    "collator = MaskCollator(pad_token_id=tokenizer.pad_token_id or 1, "
-    "max_length=run.max_length)": "what fills up rows counts nowhere",
     '_STRETCH = {"cpu": 1 << 18, "cuda": 2 << 24}': "results do not depend on how much is blended "
     "at once",
     'if not (order == "b_first"):': "both orders are one product; their speed differs",

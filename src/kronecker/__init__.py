@@ -7,6 +7,7 @@ They are fitted to data, then trained back.
 products. `KroneckerTrainer` trains smaller models back; `fold` writes a stock checkpoint.
 
 >>> from transformers import GPT2Config, GPT2LMHeadModel
+>>> from kronecker import PruneConfig, prune_
 >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=1, n_head=1))
 >>> report = prune_(
 ...     model, PruneConfig(keep=0.5), calibration=[torch.tensor([[1, 2, 3]])], progress=False
@@ -15,50 +16,8 @@ products. `KroneckerTrainer` trains smaller models back; `fold` writes a stock c
 (8, True)
 """
 
+import lazy_loader
+
 from model_components import __version__ as __version__
 
-from .config import KroneckerConfig, LowRankConfig, PruneConfig
-from .data.text import strided, text_batches, text_of
-from .functional import kron_embedding, kron_linear
-from .layers.embedding import KroneckerEmbedding, LowRankEmbedding
-from .layers.linear import KroneckerLinear, LowRankLinear
-from .losses import DistillConfig
-from .presets import PRESETS
-from .report import compare, perplexity
-from .storage.checkpoints import fold, from_pretrained, save_pretrained
-from .surgery.convert import convert_, num_parameters
-from .surgery.prune import prune_
-from .surgery.revert import revert_
-from .training.callbacks import FadeIn, FreezePretrained
-from .training.parameters import parameter_groups
-from .training.trainer import KroneckerTrainer
-
-__all__ = [
-    "PRESETS",
-    "DistillConfig",
-    "FadeIn",
-    "FreezePretrained",
-    "KroneckerConfig",
-    "KroneckerEmbedding",
-    "KroneckerLinear",
-    "KroneckerTrainer",
-    "LowRankConfig",
-    "LowRankEmbedding",
-    "LowRankLinear",
-    "PruneConfig",
-    "compare",
-    "convert_",
-    "fold",
-    "from_pretrained",
-    "kron_embedding",
-    "kron_linear",
-    "num_parameters",
-    "parameter_groups",
-    "perplexity",
-    "prune_",
-    "revert_",
-    "save_pretrained",
-    "strided",
-    "text_batches",
-    "text_of",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

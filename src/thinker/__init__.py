@@ -2,6 +2,7 @@
 
 Each call says how many steps.
 
+>>> from thinker import FlowPlan, LatentThinker, ThinkerConfig
 >>> model = LatentThinker(
 ...     ThinkerConfig(vocab_size=16, max_input_length=20, max_output_length=20)
 ... ).eval()
@@ -15,39 +16,8 @@ torch.Size([2, 7, 16])
 | 2    | 1          | 0          | 0         | 0                 | 1      |
 """
 
+import lazy_loader
+
 from model_components import __version__ as __version__
 
-from .config import ThinkerConfig
-from .curriculum import CurriculumDataset
-from .exits import ExitRule
-from .flow import FlowPlan
-from .losses import AllSteps, Reach
-from .model import LatentThinker
-from .report import evaluate_grid, evaluate_steps, plot_training
-from .schedules import Frontier
-from .tasks import TASKS, AtTokens, SequenceTask, Task, make_task, register_task
-from .training import RewindOnPeak, ThinkerTrainer, parameter_groups, thinker_arguments
-
-__all__ = [
-    "TASKS",
-    "AllSteps",
-    "AtTokens",
-    "CurriculumDataset",
-    "ExitRule",
-    "FlowPlan",
-    "Frontier",
-    "LatentThinker",
-    "Reach",
-    "RewindOnPeak",
-    "SequenceTask",
-    "Task",
-    "ThinkerConfig",
-    "ThinkerTrainer",
-    "evaluate_grid",
-    "evaluate_steps",
-    "make_task",
-    "parameter_groups",
-    "plot_training",
-    "register_task",
-    "thinker_arguments",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,9 +1,6 @@
 """The command line, comparing, and what importing needs."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -315,26 +312,6 @@ def test_what_a_preset_sets_is_not_given_beside_it(options, place, capsys):
         == 1
     )
     assert "a preset sets --rank and --init" in capsys.readouterr().err
-
-
-def test_importing_needs_no_triton_peft_plotting_or_datasets():
-    code = """
-import sys
-for name in ("triton", "peft", "matplotlib", "datasets", "tltorch"):
-    sys.modules[name] = None  # as if it were not installed
-import torch, kronecker
-kronecker.kron_linear(torch.ones(1, 4), torch.ones(1, 2, 2), torch.ones(1, 1, 2))
-assert "mergekit_lite" not in sys.modules
-"""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_several_texts_are_compared_in_windows_that_overlap(place, capsys):

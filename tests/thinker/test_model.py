@@ -1,9 +1,5 @@
 """`LatentThinker` against its definition, and every way of thinking against the plain one."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.func import functional_call
@@ -1049,23 +1045,3 @@ def test_bad_input_is_refused(changes, call, message):
 def test_a_config_refuses(changes, message):
     with pytest.raises(ValueError, match=message):
         ThinkerConfig(**{**SIZES, **changes})
-
-
-def test_importing_needs_no_triton_peft_plotting_or_datasets():
-    code = """
-import sys
-for name in ("triton", "peft", "matplotlib", "datasets"):
-    sys.modules[name] = None  # as if it were not installed
-import torch, thinker
-thinker.LatentThinker(thinker.ThinkerConfig(vocab_size=4))(torch.ones(1, 2, dtype=torch.long))
-assert not {"mergekit_lite", "kronecker"} & set(sys.modules)
-"""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr

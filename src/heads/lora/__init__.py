@@ -6,38 +6,6 @@ What functions return is in the modules beside them: ``heads.lora.report``, ``he
 ...
 """
 
-from .data.packing import check_packed_examples
-from .data.rows import alpaca_template, chat_template, read_rows, row_report
-from .functional import lora_linear
-from .judging import Judge, LikelihoodGain, ReferenceOverlap, WinRate, judge_answers
-from .layers import LoraLinear
-from .losses import answer_loss
-from .report.adapters import lora_report
-from .report.training import tuning_report
-from .storage.adapters import load_lora
-from .storage.merge import merge_lora
-from .surgery.accelerate import accelerate_lora_, restore_lora_
-from .surgery.prepare import prepare_lora
+import lazy_loader
 
-__all__ = [
-    "Judge",
-    "LikelihoodGain",
-    "LoraLinear",
-    "ReferenceOverlap",
-    "WinRate",
-    "accelerate_lora_",
-    "alpaca_template",
-    "answer_loss",
-    "chat_template",
-    "check_packed_examples",
-    "judge_answers",
-    "load_lora",
-    "lora_linear",
-    "lora_report",
-    "merge_lora",
-    "prepare_lora",
-    "read_rows",
-    "restore_lora_",
-    "row_report",
-    "tuning_report",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -15,7 +15,7 @@ from model_components._devices import find_device
 from model_components._folders import new_file
 from model_components._hub import find_folder
 
-from .config import CLASSES
+from .choices import CLASSES
 from .data.rows import each_pair, raw_rows, read_pairs
 from .inference import predict_pairs
 from .model import PairwiseModel

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from model_components._hub import hub_id
 
-Link = Literal["davidson", "antisymmetric", "concat"]
-Pooling = Literal["mean", "first", "last"]
-Surface = Literal["length", "style", "overlap"]
-
-CLASSES = ("A", "B", "tie")
+from .choices import Link, Pooling, Surface
 
 
 def _refuse(what: str, got: object, needed: str) -> None:

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from model_components._devices import warn_if_slow
 from model_components._modes import evaluating
 
-from .config import CLASSES
+from .choices import CLASSES
 from .data.collate import Answer, PairwiseCollator, PairwiseDataset, flat_batch
 from .functional import log_probabilities, swapped
 from .judge import Judge

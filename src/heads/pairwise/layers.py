@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import Link, Pooling
+from .choices import Link, Pooling
 from .functional import davidson
 from .surface import SurfaceEncoding
 

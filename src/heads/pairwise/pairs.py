@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from .config import CLASSES
+from .choices import CLASSES
 
 _WINNERS = {
     "a": 0,

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+
+from model_components._layers import is_conv1d
 
 from ..config import Config
 from ..layers.embedding import SmallerEmbedding
@@ -190,8 +191,8 @@ def set_parameters_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         old = model.get_parameter(name)
         new = nn.Parameter(tensor.to(old.device).contiguous(), requires_grad=old.requires_grad)
         module.register_parameter(key, new)
-        if key == "weight" and isinstance(module, (nn.Linear, Conv1D)):
-            if isinstance(module, Conv1D):
+        if key == "weight" and (isinstance(module, nn.Linear) or is_conv1d(module)):
+            if is_conv1d(module):
                 names = ("nx", "nf")
             else:
                 names = ("out_features", "in_features")

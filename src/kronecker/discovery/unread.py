@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+
+from model_components._layers import is_conv1d
 
 from ..layers.experts import GROUPED, experts_layout
 from .mlps import LAYOUTS, Mlp
@@ -129,7 +130,7 @@ def _smallest_sizes(
 
 def _of_mlp(model: nn.Module, mlp: Mlp) -> _Hidden:
     def rows(name: str) -> int:
-        if isinstance(model.get_submodule(name), Conv1D):
+        if is_conv1d(model.get_submodule(name)):
             return 1
         return 0
 

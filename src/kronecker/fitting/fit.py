@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers.pytorch_utils import Conv1D
+
+from model_components._layers import is_conv1d
 
 from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig
 from ..data.batches import Batch
@@ -221,7 +222,7 @@ def _stock_parameters(
         (*mlp.ups, mlp.down), modules, matrices, biases, strict=True
     ):
         dtype = dense(module).dtype
-        state[f"{name}.weight"] = (matrix.T if isinstance(module, Conv1D) else matrix).to(dtype)
+        state[f"{name}.weight"] = (matrix.T if is_conv1d(module) else matrix).to(dtype)
         if bias is not None:
             state[f"{name}.bias"] = bias.to(dtype)
     return state

@@ -10,7 +10,8 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+
+from model_components._layers import is_conv1d
 
 from .. import init
 from ..config import KroneckerConfig, LowRankConfig
@@ -54,7 +55,7 @@ class SmallerLinear(SmallerWeight):
             device="meta",
         )
         smaller.to_empty(device=weight.device)
-        smaller.conv1d = isinstance(linear, Conv1D)
+        smaller.conv1d = is_conv1d(linear)
         if bias is not None and smaller.bias is not None and not bias.is_meta:
             smaller.bias.data.copy_(bias.data)
         return smaller.train(linear.training)
@@ -64,6 +65,8 @@ class SmallerLinear(SmallerWeight):
         """The dense layer of the same kind (`nn.Linear` or `Conv1D`) with the same function."""
         weight = self.dense_weight()
         if self.conv1d:
+            from transformers.pytorch_utils import Conv1D  # heavy, and only GPT-2's family has it
+
             linear: nn.Module = Conv1D(self.out_features, self.in_features)
             linear.weight = nn.Parameter(weight.T.contiguous())
         else:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+
+from model_components._layers import is_conv1d
 
 from .. import init
 from .._eager import build, scaled
@@ -182,14 +183,14 @@ def dense(linear: nn.Module) -> Tensor:
     """The weight of an `nn.Linear` or `Conv1D` as (O, I)."""
     weight = linear.weight
     assert isinstance(weight, Tensor)
-    if isinstance(linear, Conv1D):
+    if is_conv1d(linear):
         return weight.detach().T
     return weight.detach()
 
 
 def is_linear(module: nn.Module) -> bool:
     """Return whether it computes what an `nn.Linear` or transformers' `Conv1D` computes."""
-    if type(module).forward is nn.Linear.forward or isinstance(module, Conv1D):
+    if type(module).forward is nn.Linear.forward or is_conv1d(module):
         return True
     return isinstance(module, nn.Linear) and _computes_a_product(module)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+
+from model_components._layers import is_conv1d
 
 from ..discovery.finding import HOOKS
 from ..discovery.mlps import Mlp
@@ -35,7 +36,7 @@ def permuted(linear: nn.Module, order: Tensor, *, rows: bool) -> nn.Module:
     weight = weight[order] if rows else weight[:, order]
     other = copy.copy(linear)
     other._parameters = dict(linear._parameters)
-    other.weight = nn.Parameter((weight.T if isinstance(linear, Conv1D) else weight).contiguous())
+    other.weight = nn.Parameter((weight.T if is_conv1d(linear) else weight).contiguous())
     if bias is not None and rows:
         other.bias = nn.Parameter(bias[order])
     return other

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
+
+from model_components._layers import is_conv1d
 
 from ..config import PruneConfig
 from ..data.batches import Batch
@@ -115,9 +116,7 @@ def _shapes(model: nn.Module, mlp: Mlp, keep: int) -> dict[str, torch.Size]:
         module = model.get_submodule(name)
         outputs, inputs = dense(module).shape
         matrix = (outputs, keep) if name == mlp.down else (rows, inputs)
-        shapes[f"{name}.weight"] = torch.Size(
-            matrix[::-1] if isinstance(module, Conv1D) else matrix
-        )
+        shapes[f"{name}.weight"] = torch.Size(matrix[::-1] if is_conv1d(module) else matrix)
         if bias_of(module) is not None:
             shapes[f"{name}.bias"] = torch.Size(matrix[:1])
     return shapes

@@ -17,7 +17,8 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, Cache, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+
+from model_components._layers import is_conv1d
 
 from ..dtypes import tensor_of
 from ..files import CheckpointError, Source
@@ -240,7 +241,7 @@ def linear_layers(block: nn.Module) -> dict[str, nn.Module]:
     return {
         n: m
         for n, m in block.named_modules()
-        if type(m).forward is nn.Linear.forward or isinstance(m, Conv1D)
+        if type(m).forward is nn.Linear.forward or is_conv1d(m)
     }
 
 

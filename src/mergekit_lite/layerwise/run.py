@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from model_components._folders import new_file
+from model_components._layers import is_conv1d
 
 from ..dtypes import to_torch
 from ..files import Source
@@ -161,7 +161,7 @@ class BlockMerge:
     def _solved(
         self, layer: nn.Module, weights: Sequence[Tensor], seen: Sequence[InputStatistics]
     ) -> Tensor:
-        turned = isinstance(layer, Conv1D)
+        turned = is_conv1d(layer)
         matrices = [w.T if turned else w for w in weights]
         solution = merge_by_inputs(matrices, seen, reduce=self.merge.reduce, shares=self.shares)
         return (solution.T if turned else solution).contiguous()

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.pytorch_utils import Conv1D
+
+from model_components._layers import is_conv1d
 
 from ._eager.linear import linear
 from .config import MaskConfig
@@ -87,9 +88,7 @@ class MaskedLayer(nn.Module):
         self.selection = selection or Selection()
         self.over_base = base is not None
         self.components = nn.ModuleList([*components] if base is None else [*components, base])
-        self.transposed = isinstance(self.plain, Conv1D) or bool(
-            getattr(self.plain, "is_transposed", False)
-        )
+        self.transposed = is_conv1d(self.plain) or bool(getattr(self.plain, "is_transposed", False))
         self.folded: dict[str, Tensor] | None = None
         self._folded_at: list[int] = []
         self.masks = nn.ParameterDict()

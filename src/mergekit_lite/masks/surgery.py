@@ -10,7 +10,8 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
+
+from model_components._layers import is_conv1d
 
 from ..planning import make_plan
 from ..recipe import load_recipe, model_key
@@ -23,7 +24,7 @@ _METHODS = ("linear", "task_arithmetic")
 
 def masked_class(module: nn.Module) -> type[MaskedLayer]:
     """The masked layer that takes the place of a stock one that owns parameters."""
-    if type(module).forward is nn.Linear.forward or isinstance(module, Conv1D):
+    if type(module).forward is nn.Linear.forward or is_conv1d(module):
         return MaskedLinear
     if isinstance(module, nn.Embedding):
         plain = type(module).forward is nn.Embedding.forward or hasattr(module, "embed_scale")

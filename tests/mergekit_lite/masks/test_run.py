@@ -49,8 +49,16 @@ def config(tmp_path, monkeypatch):
     return values
 
 
-def test_the_command_trains_bakes_and_compares(config, tmp_path, capsys):
+def test_the_command_trains_bakes_and_compares(config, tmp_path, capsys, monkeypatch):
+    fillers = []
+
+    def collate(**settings):
+        fillers.append(settings["pad_token_id"])
+        return MaskCollator(**settings)
+
+    monkeypatch.setattr("mergekit_lite.masks.run.MaskCollator", collate)
     assert main(["masks", "run.yml", "merged"]) == 0
+    assert set(fillers) == {0}  # the tokenizer has no padding of its own
     printed = capsys.readouterr().out
     assert "what is supervised in brackets" in printed
     assert "⟦" in printed

@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from model_components._report import Report
 
-from ..config import CLASSES, PairwiseConfig
+from ..choices import CLASSES
+from ..config import PairwiseConfig
 from ..judge import Judge
 from ..pairs import Words, WordsLike, as_pairs, check_words, count_labels, said_by
 from ..surface import surface_of

@@ -15,7 +15,7 @@ from typing import IO, Any
 from model_components._hub import hub_id
 from model_components._report import Report
 
-from ..config import CLASSES
+from ..choices import CLASSES
 from ..pairs import Pair, count_labels, said_by
 from .formats import COLUMNS, pair_of
 

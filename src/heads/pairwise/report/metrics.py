@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model_components._report import Report, Table
 
-from ..config import CLASSES
+from ..choices import CLASSES
 from ..inference import verdicts_of
 
 _BINS = 15

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..config import CLASSES
+from ..choices import CLASSES
 from ..functional import log_probabilities
 from ..report.metrics import alike
 

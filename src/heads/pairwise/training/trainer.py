@@ -19,7 +19,7 @@ from transformers.training_args import ParallelMode
 from model_components._devices import warn_if_slow
 from model_components._trainer import Loss, StepTrainer, TrainData, TrainerOptions
 
-from ..config import CLASSES
+from ..choices import CLASSES
 from ..data.collate import PairwiseCollator, PairwiseDataset
 from ..functional import log_probabilities
 from ..inference import sides_of

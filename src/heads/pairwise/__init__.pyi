@@ -1,0 +1,39 @@
+from .config import PairwiseConfig
+from .data.collate import PairwiseCollator, PairwiseDataset
+from .data.rows import read_pairs
+from .inference import bradley_terry, predict_pairs
+from .layers import PairwiseHead
+from .model import PairwiseModel
+from .packing import check_packing
+from .pairs import Pair, Turn, split_pairs
+from .report.baselines import baseline_verdicts
+from .report.evaluation import calibrate_, pairwise_report
+from .report.metrics import pairwise_metrics
+from .surgery import freeze_
+from .training.guard import DeadRunError, DeadRunGuard
+from .training.parameters import parameter_groups
+from .training.trainer import PairwiseTrainer
+
+__all__ = [
+    "DeadRunError",
+    "DeadRunGuard",
+    "Pair",
+    "PairwiseCollator",
+    "PairwiseConfig",
+    "PairwiseDataset",
+    "PairwiseHead",
+    "PairwiseModel",
+    "PairwiseTrainer",
+    "Turn",
+    "baseline_verdicts",
+    "bradley_terry",
+    "calibrate_",
+    "check_packing",
+    "freeze_",
+    "pairwise_metrics",
+    "pairwise_report",
+    "parameter_groups",
+    "predict_pairs",
+    "read_pairs",
+    "split_pairs",
+]

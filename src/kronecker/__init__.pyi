@@ -1,0 +1,47 @@
+from .config import KroneckerConfig, LowRankConfig, PruneConfig
+from .data.text import strided, text_batches, text_of
+from .functional import kron_embedding, kron_linear
+from .layers.embedding import KroneckerEmbedding, LowRankEmbedding
+from .layers.linear import KroneckerLinear, LowRankLinear
+from .losses import DistillConfig
+from .presets import PRESETS
+from .report import compare, perplexity
+from .storage.checkpoints import fold, from_pretrained, save_pretrained
+from .surgery.convert import convert_, num_parameters
+from .surgery.prune import prune_
+from .surgery.revert import revert_
+from .training.callbacks import FadeIn, FreezePretrained
+from .training.parameters import parameter_groups
+from .training.trainer import KroneckerTrainer
+
+__version__: str
+
+__all__ = [
+    "PRESETS",
+    "DistillConfig",
+    "FadeIn",
+    "FreezePretrained",
+    "KroneckerConfig",
+    "KroneckerEmbedding",
+    "KroneckerLinear",
+    "KroneckerTrainer",
+    "LowRankConfig",
+    "LowRankEmbedding",
+    "LowRankLinear",
+    "PruneConfig",
+    "compare",
+    "convert_",
+    "fold",
+    "from_pretrained",
+    "kron_embedding",
+    "kron_linear",
+    "num_parameters",
+    "parameter_groups",
+    "perplexity",
+    "prune_",
+    "revert_",
+    "save_pretrained",
+    "strided",
+    "text_batches",
+    "text_of",
+]

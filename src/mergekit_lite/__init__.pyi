@@ -1,0 +1,55 @@
+from .adapters import extract_lora, merge_adapters
+from .engine import NotFiniteError
+from .engine.output import OutputError
+from .files import CheckpointError
+from .functional import merge_models
+from .methods import (
+    METHODS,
+    Largest,
+    MergeMethod,
+    Noise,
+    PerModel,
+    Range,
+    Sum,
+    get_method,
+    merge_method,
+)
+from .planning import PlanError, make_plan
+from .recipe import (
+    MergeRecipe,
+    ModelEntry,
+    RecipeError,
+    Slice,
+    TokenizerSpec,
+    TokenRule,
+    load_recipe,
+)
+
+__version__: str
+
+__all__ = [
+    "METHODS",
+    "CheckpointError",
+    "Largest",
+    "MergeMethod",
+    "MergeRecipe",
+    "ModelEntry",
+    "Noise",
+    "NotFiniteError",
+    "OutputError",
+    "PerModel",
+    "PlanError",
+    "Range",
+    "RecipeError",
+    "Slice",
+    "Sum",
+    "TokenRule",
+    "TokenizerSpec",
+    "extract_lora",
+    "get_method",
+    "load_recipe",
+    "make_plan",
+    "merge_adapters",
+    "merge_method",
+    "merge_models",
+]

@@ -1,0 +1,36 @@
+from .config import ThinkerConfig
+from .curriculum import CurriculumDataset
+from .exits import ExitRule
+from .flow import FlowPlan
+from .losses import AllSteps, Reach
+from .model import LatentThinker
+from .report import evaluate_grid, evaluate_steps, plot_training
+from .schedules import Frontier
+from .tasks import TASKS, AtTokens, SequenceTask, Task, make_task, register_task
+from .training import RewindOnPeak, ThinkerTrainer, parameter_groups, thinker_arguments
+
+__version__: str
+
+__all__ = [
+    "TASKS",
+    "AllSteps",
+    "AtTokens",
+    "CurriculumDataset",
+    "ExitRule",
+    "FlowPlan",
+    "Frontier",
+    "LatentThinker",
+    "Reach",
+    "RewindOnPeak",
+    "SequenceTask",
+    "Task",
+    "ThinkerConfig",
+    "ThinkerTrainer",
+    "evaluate_grid",
+    "evaluate_steps",
+    "make_task",
+    "parameter_groups",
+    "plot_training",
+    "register_task",
+    "thinker_arguments",
+]

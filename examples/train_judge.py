@@ -48,7 +48,6 @@ from heads.pairwise import (
     read_pairs,
     split_pairs,
 )
-from heads.pairwise.__main__ import column
 from heads.pairwise.data.rows import each_pair
 
 SURFACE = ["length", "style", "overlap"]
@@ -62,6 +61,14 @@ class Asked(NamedTuple):
     evaluate: dict[str, Any]  # data sets by file
     ids: list[str]  # of the rows of --submit
     pairs: list[Any]  # of these rows; None for a row that is none
+
+
+def column(text: str) -> tuple[str, str]:
+    """Parse NAME=OWN, for argparse."""
+    name, sign, own = text.partition("=")
+    if not sign:
+        raise ValueError
+    return name, own
 
 
 def above_zero(text: str) -> float:

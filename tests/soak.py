@@ -56,7 +56,7 @@ JOBS = {  # the command, and the files that tell whether it came out the same
     "bake": ["-c", BAKE],
     "prune": [
         "-m",
-        "kronecker",
+        "model_components",
         "prune",
         "base",
         "OUT",
@@ -70,7 +70,8 @@ JOBS = {  # the command, and the files that tell whether it came out the same
     ],
     "train": [
         "-m",
-        "thinker",
+        "model_components",
+        "think",
         "train",
         "copy",
         "--out",

@@ -1,5 +1,6 @@
 """What importing loads, in fresh processes: the layers load torch and nothing heavier."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -111,3 +112,20 @@ def test_kronecker_and_thinker_run_where_optional_packages_are_missing():
         "model = thinker.LatentThinker(thinker.ThinkerConfig(vocab_size=4))\n"
         "model(torch.ones(1, 2, dtype=torch.long))",
     )
+
+
+def test_help_of_every_command_loads_no_torch():
+    code = """
+import contextlib, importlib.metadata, os, sys
+from model_components._cli import GROUP, main
+commands = sorted(entry.name.split(".") for entry in importlib.metadata.entry_points(group=GROUP))
+for words in ([], ["doctor"], *commands):
+    with contextlib.redirect_stdout(open(os.devnull, "w")), contextlib.suppress(SystemExit):
+        main([*words, "--help"])
+print(len(commands), sorted({name.split(".")[0] for name in sys.modules}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    count, names = done.stdout.split(" ", 1)
+    assert int(count) >= 16
+    assert not {"torch", "transformers", "numba", "peft"} & set(ast.literal_eval(names))

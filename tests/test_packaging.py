@@ -38,7 +38,7 @@ def test_every_package_is_typed_and_knows_its_version(package):
     "command",
     [
         ("mergekit_lite", "plan", "--help"),
-        ("kronecker", "convert", "--help"),
+        ("model_components", "convert", "--help"),
         ("model_components", "doctor"),
     ],
 )

@@ -6,13 +6,27 @@ our ``__init__.py`` without a word, and takes it away with them when they are un
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from ._report import Report
+from ._version import __version__
+
 DISTRIBUTION = "model-components"
 PACKAGES = ("heads", "kronecker", "mergekit_lite", "thinker")
 _SIGN = "model_components"  # every __init__.py of ours names the floor
+_SHOWN = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "peft",
+    "accelerate",
+    "huggingface_hub",
+    "numpy",
+    "matplotlib",
+)
 
 
 @dataclass(frozen=True)
@@ -82,3 +96,67 @@ def warn_of_overwritten() -> None:
     if not all(_is_ours(package, root) for package in PACKAGES):
         for finding in examine(root):
             warnings.warn(f"model-components: {finding}", RuntimeWarning, stacklevel=3)
+
+
+@dataclass(frozen=True)
+class DoctorReport(Report):
+    """What is installed, and what needs repair.
+
+    Args:
+        version: Ours.
+        python: Python's.
+        packages: Versions of what we need, None for what is not installed.
+        findings: Packages of ours that another distribution has overwritten.
+        shared: Packages that are ours, but that other distributions have, too.
+    """
+
+    version: str
+    python: str
+    packages: dict[str, str | None]
+    findings: list[Finding]
+    shared: dict[str, list[str]]
+
+    @property
+    def exit_status(self) -> int:
+        """1 if something needs repair."""
+        return int(bool(self.findings))
+
+    def summary(self) -> list[str]:
+        """Versions."""
+        lines = [f"model-components {self.version}, Python {self.python}"]
+        for name, version in self.packages.items():
+            lines.append(f"  {name} {version or 'is not installed'}")
+        return lines
+
+    def remarks(self) -> list[str]:
+        """List what needs repair, and what may."""
+        lines = [str(finding) for finding in self.findings]
+        for package, others in self.shared.items():
+            lines.append(
+                f"{package}: ours, but {', '.join(others)} has a package of that name, too"
+            )
+        if not self.findings:
+            lines.append("all four packages are ours")
+        return lines
+
+
+def doctor() -> DoctorReport:
+    """Look for packages that another distribution has overwritten, and print versions.
+
+    The exit status is 1 if something needs repair.
+    """
+    import importlib.metadata
+
+    versions: dict[str, str | None] = {}
+    for name in _SHOWN:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    findings = examine()
+    overwritten = {finding.package for finding in findings}
+    shared = {}
+    for package in PACKAGES:
+        if package not in overwritten and (others := other_distributions(package)):
+            shared[package] = others
+    return DoctorReport(__version__, sys.version.split()[0], versions, findings, shared)

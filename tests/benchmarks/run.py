@@ -9,6 +9,7 @@ import sys
 
 from tests.benchmarks import (
     field_trial,
+    imports,
     kron_linear,
     kron_model,
     kron_starts,
@@ -68,6 +69,7 @@ GATES = {
     "lora_step": [f"{LORA}/test_accelerate.py", "-k", "output_and_gradients"],
     "lora_judges": [f"{LORA}/test_judging.py"],
     "lora_recipes": [f"{LORA}/test_tuning.py", f"{LORA}/test_rows.py"],
+    "imports": ["tests/test_imports.py"],
     "field_trial": ["tests/test_examples.py", "-k", "field_trial"],
     "pairwise_step": [f"{PAIRWISE}/test_packing.py", f"{PAIRWISE}/test_functional.py"],
     "pairwise_trial": [
@@ -102,6 +104,7 @@ SCRIPTS = {
     "lora_recipes": lora_recipes.main,
     "pairwise_step": pairwise_step.main,
     "pairwise_trial": pairwise_trial.main,
+    "imports": imports.main,
     "field_trial": field_trial.main,
 }
 

@@ -26,7 +26,8 @@ def run(name: str, arguments: str, seed: int, smoke: bool) -> dict[str, Any]:
     command = [
         sys.executable,
         "-m",
-        "thinker",
+        "model_components",
+        "think",
         "train",
         *arguments.split(),
         "--seed",
@@ -78,7 +79,7 @@ def write_table() -> None:
     place = f"One thread; {found['hardware']}; measured {found['date']} at {commits}. The commands:"
     lines += ["", place, "", "```bash"]
     config = json.loads(CONFIG.read_text(encoding="utf-8"))
-    lines += [f"python -m thinker train {config[name]['arguments']}" for name in found["rows"]]
+    lines += [f"model-components think train {config[name]['arguments']}" for name in found["rows"]]
     put(GUIDE, [*lines, "```"], "accuracy")
 
 

@@ -17,10 +17,10 @@ from kronecker import (
     perplexity,
     prune_,
 )
-from kronecker.__main__ import main
 from kronecker.data.batches import positions_of
 from kronecker.data.text import strided, text_batches, text_of
 from kronecker.discovery.finding import COMPRESSED
+from model_components._cli import main
 from tests.support.models import save, save_tokenizer, tiny
 
 WORDS = ["<unk>", *(f"w{i}" for i in range(95))]
@@ -77,7 +77,7 @@ def test_shapes_in_the_command(place, capsys):
     assert "is fitted to data" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["prune", str(place / "model"), str(place / "other")])
-    assert "--calibration" in capsys.readouterr().err
+    assert "calibration" in capsys.readouterr().err
     (place / "text.txt").write_text("")
     assert main(["compare", str(place / "model"), "--text", str(place / "text.txt")]) == 1
     assert "has no text, expected some" in capsys.readouterr().err
@@ -311,7 +311,7 @@ def test_what_a_preset_sets_is_not_given_beside_it(options, place, capsys):
         )
         == 1
     )
-    assert "a preset sets --rank and --init" in capsys.readouterr().err
+    assert "--rank and --init belong to --b-shape, got --preset" in capsys.readouterr().err
 
 
 def test_several_texts_are_compared_in_windows_that_overlap(place, capsys):
@@ -336,7 +336,7 @@ def test_several_texts_are_compared_in_windows_that_overlap(place, capsys):
     )
     assert f"{perplexity(model, windows):.2f}" in row
     assert main(["compare", str(place / "model"), *files[:2], files[1]]) == 1
-    assert "files of one name" in capsys.readouterr().err
+    assert "expected text files whose names differ" in capsys.readouterr().err
     assert main(["compare", str(place / "model"), *files, "--context", "8", "--stride", "9"]) == 1
     assert "stride is 9, expected 1 to 7" in capsys.readouterr().err
 

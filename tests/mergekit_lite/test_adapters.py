@@ -20,10 +20,10 @@ from mergekit_lite import (
     merge_adapters,
     merge_models,
 )
-from mergekit_lite.__main__ import main
 from mergekit_lite.adapters.storage import truncated
 from mergekit_lite.dtypes import BFLOAT16
 from mergekit_lite.rounding import _lost, rounding_notes
+from model_components._cli import main
 from tests.support.models import save, tiny
 
 QVD = ["q_proj", "v_proj", "down_proj"]
@@ -268,7 +268,7 @@ def test_extraction_refuses_before_it_writes(tmp_path, capsys):
     ]:
         with pytest.raises(ValueError, match=message):
             extract_lora(base, base, tmp_path / "out", **settings)
-    assert main(["extract-lora", grown, base, str(tmp_path / "out")]) == 1
+    assert main(["lora", "extract", grown, base, str(tmp_path / "out")]) == 1
     assert "the vocabularies differ" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -280,7 +280,8 @@ def test_the_command_line_extracts(tmp_path, capsys):
         [f"{base}+{tmp_path / 'adapter'}"], "passthrough", out=tmp_path / "tuned", progress=False
     )
     arguments = [
-        "extract-lora",
+        "lora",
+        "extract",
         str(tmp_path / "tuned"),
         base,
         str(tmp_path / "out"),

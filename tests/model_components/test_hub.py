@@ -10,10 +10,10 @@ from peft import LoraConfig
 
 import thinker as th
 from heads.lora import load_lora, prepare_lora
-from heads.pairwise.__main__ import main as pairwise_main
 from kronecker import KroneckerConfig, convert_, from_pretrained, save_pretrained
-from kronecker.__main__ import load as load_for_command
+from kronecker.loading import load as load_for_command
 from mergekit_lite import merge_models
+from model_components._cli import main
 from model_components._hub import find_folder, split_revision
 from tests.heads.pairwise.support import model_of
 from tests.support.hub import fake_hub
@@ -99,7 +99,7 @@ def test_every_package_takes_ids_with_revisions(cache, tmp_path, capsys):
         str(tmp_path / "pairs.jsonl"),
         "--no-progress",
     ]
-    assert pairwise_main(["judge", *given]) == 0
+    assert main(["judge", "pairs", *given]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"] in ("A", "B", "tie")
 
 

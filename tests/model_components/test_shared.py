@@ -1,6 +1,5 @@
 """What packages share: devices, modes of modules that come back, and trainers of one shape."""
 
-import importlib
 import inspect
 
 import pytest
@@ -10,7 +9,7 @@ import transformers
 from heads.pairwise import PairwiseTrainer
 from kronecker import KroneckerTrainer
 from mergekit_lite.masks import MaskTrainer
-from model_components._commands import GOES_ON, run_command
+from model_components._cli import main
 from model_components._devices import find_device, warn_if_slow
 from model_components._folders import NewFolder, is_begun
 from model_components._modes import evaluating, in_mode
@@ -110,32 +109,16 @@ def test_a_device_that_cannot_be_used_is_refused_with_its_name(name):
 @pytest.mark.parametrize(
     "command",
     [
-        ["kronecker", "prune", "model", "out", "--calibration", "text.txt"],
-        ["kronecker", "compare", "model", "--text", "text.txt"],
-        ["thinker", "evaluate", "out"],
-        ["heads.pairwise", "rank", "judge", "rows.json"],
+        ["prune", "model", "out", "--calibration", "text.txt"],
+        ["compare", "model", "--text", "text.txt"],
+        ["think", "evaluate", "out"],
+        ["judge", "rank", "judge", "rows.json"],
     ],
     ids=lambda command: " ".join(command[:2]),
 )
 def test_commands_look_at_the_device_before_anything_else(command, capsys):
-    main = importlib.import_module(f"{command[0]}.__main__").main
-    assert main([*command[1:], "--device", "nonsense"]) == 1
-    assert f"{command[1]}: device nonsense cannot be used here" in capsys.readouterr().err
-
-
-def test_a_command_says_an_error_in_a_line_and_after_a_stop_how_to_go_on(capsys):
-    def raising(error):
-        raise error
-
-    assert run_command("merge", lambda: None) == 0
-    assert run_command("merge", lambda: raising(ValueError("merge: no"))) == 1
-    assert run_command("merge", lambda: raising(KeyboardInterrupt)) == 130
-    assert run_command("merge", lambda: raising(KeyboardInterrupt), kept=lambda: GOES_ON) == 130
-    assert capsys.readouterr().err.splitlines() == [
-        "merge: no",
-        "merge: stopped; nothing was kept, the same command begins anew",
-        f"merge: stopped; {GOES_ON}",
-    ]
+    assert main([*command, "--device", "nonsense"]) == 1
+    assert "device nonsense cannot be used here" in capsys.readouterr().err
 
 
 def test_a_run_is_begun_once_it_has_written_something(tmp_path):
@@ -145,34 +128,6 @@ def test_a_run_is_begun_once_it_has_written_something(tmp_path):
     new.close()
     assert is_begun(tmp_path / "out")
     assert not is_begun(tmp_path / "ou")
-
-
-@pytest.mark.parametrize(
-    ("package", "given"),
-    [
-        ("kronecker", ["fold", "model", "out"]),
-        ("mergekit_lite", ["merge", "recipe.yml", "out"]),
-        ("thinker", ["train", "copy"]),
-        ("heads.lora", ["show", "model", "adapter"]),
-        ("heads.pairwise", ["judge", "model", "pairs.csv"]),
-    ],
-)
-def test_ctrl_c_is_a_line_in_every_command(package, given, monkeypatch, capsys, tmp_path):
-    module = importlib.import_module(f"{package}.__main__")
-    monkeypatch.chdir(tmp_path)
-
-    def stop(*args, **named):
-        raise KeyboardInterrupt
-
-    work = {
-        "kronecker": "check_new",
-        "mergekit_lite": "load_recipe",
-        "thinker": "told_of",
-        "heads.lora": "find_folder",
-    }
-    monkeypatch.setattr(module, work.get(package, "find_device"), stop)
-    assert module.main(given) == 130
-    assert "stopped; nothing was kept" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("computes", [True, False])

@@ -1,18 +1,18 @@
-"""``python -m thinker``: what it writes, goes on with, finds and draws; and what it refuses."""
+"""``model-components think``: what it writes, goes on with, finds and draws; and what it refuses."""
 
 import json
 import re
 
 import pytest
 
-from thinker.__main__ import main
+from model_components._cli import main
 
 SHORT = ["--iterations", "20", "--length", "4", "--samples", "64", "--no-progress"]
 
 
 def test_train_resume_evaluate_and_draw(tmp_path, capsys):
     out = tmp_path / "run"
-    assert main(["train", "copy", "--out", str(out), *SHORT, "--lengths", "6"]) == 0
+    assert main(["think", "train", "copy", "--out", str(out), *SHORT, "--lengths", "6"]) == 0
     printed = capsys.readouterr().out
     assert re.search(
         r"copy, length 4: 20 iterations.*\nheld out: [\d.]+ of symbols, [\d.]+ of rows", printed
@@ -22,18 +22,17 @@ def test_train_resume_evaluate_and_draw(tmp_path, capsys):
     assert found["by_length"].keys() == {"1", "2", "3", "4", "6"}
     assert not found["resumed"]
     options = ["--out", str(out), *SHORT, "--lengths", "6", "--resume", "--iterations", "24"]
-    assert main(["train", "copy", *options]) == 0
+    assert main(["think", "train", "copy", *options]) == 0
     assert json.loads((out / "result.json").read_text())["resumed"]
     assert "24 iterations" in capsys.readouterr().out
-    assert main(["train", "copy", *options, "--seed", "1"]) == 1  # another run's folder
+    assert main(["think", "train", "copy", *options, "--seed", "1"]) == 1  # another run's folder
     assert "seed 0" in capsys.readouterr().err
     # as a kill leaves it, while it is written
     for checkpoint in (out / "checkpoints").glob("checkpoint-*"):
         (checkpoint / "thinker_state.pt").unlink()
-    assert main(["train", "copy", *options]) == 0
+    assert main(["think", "train", "copy", *options]) == 0
     assert not json.loads((out / "result.json").read_text())["resumed"]
     capsys.readouterr()
-    figures = tmp_path / "figures.json"
     options = [
         "--lengths",
         "2",
@@ -44,16 +43,16 @@ def test_train_resume_evaluate_and_draw(tmp_path, capsys):
         "--samples",
         "64",
         "--json",
-        str(figures),
     ]
-    assert main(["evaluate", str(out), *options]) == 0
-    assert {(row["length"], row["steps"]) for row in json.loads(figures.read_text())} == {
+    assert main(["think", "evaluate", str(out), *options]) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert {(row["length"], row["steps"]) for row in points} == {
         (2, 1),
         (2, 4),
         (6, 1),
         (6, 4),
     }
-    assert main(["draw", str(out)]) == 0
+    assert main(["think", "draw", str(out)]) == 0
     assert all((out / name).stat().st_size > 5_000 for name in ("grid.png", "training.png"))
 
 
@@ -72,7 +71,7 @@ def test_a_table_of_steps_and_latents_from_noise(tmp_path, capsys):
         "--out",
         str(tmp_path / "run"),
     ]
-    assert main(["train", "add", *options, *SHORT]) == 0
+    assert main(["think", "train", "add", *options, *SHORT]) == 0
     assert "add, length 4: 20 iterations" in capsys.readouterr().out
 
 
@@ -87,9 +86,12 @@ def test_latents_at_the_tokens_are_asked_for_longer_inputs(tmp_path, capsys):
         "num_heads=2",
     ]
     options = ["--model", *model, "--lengths", "9", "12", "--out", out]
-    assert main(["train", "prefix_sum", "--options", "symbols=2", *options, *SHORT]) == 0
+    assert main(["think", "train", "prefix_sum", "--options", "symbols=2", *options, *SHORT]) == 0
     assert (
-        main(["evaluate", out, "--lengths", "12", "--n-steps", "4", "24", "--samples", "16"]) == 0
+        main(
+            ["think", "evaluate", out, "--lengths", "12", "--n-steps", "4", "24", "--samples", "16"]
+        )
+        == 0
     )
     assert re.search(r"^12 ", capsys.readouterr().out, re.M)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["by_length"].keys() >= {
@@ -100,7 +102,7 @@ def test_latents_at_the_tokens_are_asked_for_longer_inputs(tmp_path, capsys):
     assert (
         json.loads((tmp_path / "run" / "model" / "config.json").read_text())["num_latents"] is None
     )
-    assert main(["draw", out]) == 0  # no grid: a step says nothing without its length
+    assert main(["think", "draw", out]) == 0  # no grid: a step says nothing without its length
 
 
 @pytest.mark.slow
@@ -126,13 +128,13 @@ def test_latents_at_the_tokens_go_on_being_right_on_longer_inputs(tmp_path):
         "--samples",
         "64",
     ]
-    assert main(["train", "prefix_sum", *options, "--out", str(out), "--no-progress"]) == 0
+    assert main(["think", "train", "prefix_sum", *options, "--out", str(out), "--no-progress"]) == 0
     assert json.loads((out / "result.json").read_text())["by_length"]["20"][0] > 0.9
 
 
 def test_a_folder_with_a_run_is_refused(tmp_path, capsys):
     out = str(tmp_path / "run")
-    given = ["train", "copy", "--out", out, *SHORT, "--length", "5", "--iterations", "2"]
+    given = ["think", "train", "copy", "--out", out, *SHORT, "--length", "5", "--iterations", "2"]
     assert main(given) == 0
     assert main(given) == 1
     assert "already has a run; expected another --out, or --resume" in capsys.readouterr().err
@@ -142,7 +144,10 @@ def test_settings_reach_the_model(tmp_path):
     def config(*model, task="copy", options=()):
         out = tmp_path / str(len(list(tmp_path.iterdir())))
         few = ["--iterations", "2", "--length", "6", "--samples", "8", "--no-progress"]
-        assert main(["train", task, "--out", str(out), *few, "--model", *model, *options]) == 0
+        assert (
+            main(["think", "train", task, "--out", str(out), *few, "--model", *model, *options])
+            == 0
+        )
         return json.loads((out / "model" / "config.json").read_text())
 
     assert config("num_static_tokens=4", "step_noise=1e-1")["plan"] == {
@@ -161,40 +166,52 @@ def test_settings_reach_the_model(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "copy", "--model", "heads=4", "--out", "{tmp}/a"], "heads"),
+        (["think", "train", "copy", "--model", "heads=4", "--out", "{tmp}/a"], "heads"),
         (
-            ["train", "copy", "--options", "symbols", "--out", "{tmp}/a"],
-            "'symbols' has no value; expected NAME=VALUE",
+            ["think", "train", "copy", "--options", "symbols", "--out", "{tmp}/a"],
+            "expected NAME=VALUE, got 'symbols'",
         ),
         (
-            ["train", "copy", "--model", "causal=true", "--steps", "1", "3", "--out", "{tmp}/a"],
+            [
+                "think",
+                "train",
+                "copy",
+                "--model",
+                "causal=true",
+                "--steps",
+                "1",
+                "3",
+                "--out",
+                "{tmp}/a",
+            ],
             "expected no --steps",
         ),
         (
-            ["train", "copy", "--model", "num_static_tokens=abc", "--out", "{tmp}/a"],
+            ["think", "train", "copy", "--model", "num_static_tokens=abc", "--out", "{tmp}/a"],
             "num_static_tokens is 'abc'",
         ),
-        (["train", "copy", "--plan", "{tmp}/none.md", "--out", "{tmp}/a"], "none.md"),
-        (["evaluate", "{tmp}/nothing"], "has no run.json"),
-        (["draw", "{tmp}/nothing"], "has no result.json"),
+        (["think", "train", "copy", "--plan", "{tmp}/none.md", "--out", "{tmp}/a"], "none.md"),
+        (["think", "evaluate", "{tmp}/nothing"], "has no run.json"),
+        (["think", "draw", "{tmp}/nothing"], "has no result.json"),
     ],
 )
 def test_what_is_refused(arguments, message, tmp_path, capsys):
     given = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
-    assert main([*given, *(SHORT if given[0] == "train" else [])]) == 1
+    assert main([*given, *(SHORT if given[1] == "train" else [])]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize("option", ["--length", "--iterations"])
 def test_nothing_is_not_the_default(option, tmp_path, capsys):
-    assert main(["train", "copy", *SHORT, option, "0", "--out", str(tmp_path / "a")]) == 1
+    assert main(["think", "train", "copy", *SHORT, option, "0", "--out", str(tmp_path / "a")]) == 1
     assert "expected" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
 
 
 def test_a_run_that_is_not_there_cannot_be_gone_on_with_and_that_is_said(tmp_path, capsys):
     given = [
+        "think",
         "train",
         "copy",
         *SHORT,

@@ -2,7 +2,7 @@
 
 Components, data, masks, training, bake, and a table of what it was worth.
 
-``mergekit-lite masks CONFIG.yml OUT`` ends here.
+``model-components learn CONFIG.yml OUT`` ends here.
 """
 
 from __future__ import annotations

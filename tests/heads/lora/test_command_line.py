@@ -6,7 +6,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from heads.lora import LoraLinear, load_lora, merge_lora, prepare_lora
-from heads.lora.__main__ import main
+from model_components._cli import main
 from tests.support.models import save_tokenizer, tiny
 
 
@@ -26,7 +26,7 @@ def place(tmp_path):
 
 def test_it_merges_as_the_function_does(place, capsys):
     given = [str(place / name) for name in ("base", "adapter", "out")]
-    assert main(["merge", *given, "--no-progress"]) == 0
+    assert main(["lora", "merge", *given, "--no-progress"]) == 0
     assert "lost" in capsys.readouterr().out
     made, wanted = (
         AutoModelForCausalLM.from_pretrained(place / name).state_dict()
@@ -34,12 +34,12 @@ def test_it_merges_as_the_function_does(place, capsys):
     )
     assert all(torch.equal(made[name], value) for name, value in wanted.items())
     assert len(AutoTokenizer.from_pretrained(place / "out")) == 3
-    assert main(["merge", *given, "--no-progress"]) == 1
-    assert "heads.lora: merge_lora to" in capsys.readouterr().err
+    assert main(["lora", "merge", *given, "--no-progress"]) == 1
+    assert "model-components: merge_lora to" in capsys.readouterr().err
 
 
 def test_it_shows_what_an_adapter_holds(place, capsys):
-    assert main(["show", str(place / "base"), str(place / "adapter")]) == 0
+    assert main(["lora", "show", str(place / "base"), str(place / "adapter")]) == 0
     told = capsys.readouterr().out
     assert "8 adapters of rank 8, scaling 3: 4 q_proj, 4 down_proj" in told
     sizes = [
@@ -53,9 +53,9 @@ def test_it_shows_what_an_adapter_holds(place, capsys):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"), [({1: "/nowhere"}, "nowhere"), ({2: "/nothing"}, "nothing")]
+    ("changes", "said"), [({2: "/nowhere"}, "nowhere"), ({3: "/nothing"}, "nothing")]
 )
 def test_what_is_wrong_is_said_in_a_line(changes, said, place, capsys):
-    given = ["show", str(place / "base"), str(place / "adapter")]
+    given = ["lora", "show", str(place / "base"), str(place / "adapter")]
     assert main([changes.get(k, part) for k, part in enumerate(given)]) == 1
     assert said in capsys.readouterr().err

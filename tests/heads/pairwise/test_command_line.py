@@ -8,7 +8,7 @@ import torch
 from tests.heads.pairwise.support import model_of, pairs_of
 
 from heads.pairwise import PairwiseModel
-from heads.pairwise.__main__ import main
+from model_components._cli import main
 
 
 @pytest.fixture
@@ -27,7 +27,10 @@ def place(tmp_path):
 
 
 def test_each_row_has_its_verdict_or_the_reason_why_not(place, capsys):
-    assert main(["judge", str(place / "judge"), str(place / "pairs.jsonl"), "--no-progress"]) == 0
+    assert (
+        main(["judge", "pairs", str(place / "judge"), str(place / "pairs.jsonl"), "--no-progress"])
+        == 0
+    )
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["line"] for line in lines] == list(range(1, 14))
     assert "no two answers" in lines[3]["error"]
@@ -48,6 +51,7 @@ def test_answers_are_put_in_order(place, capsys):
     assert (
         main(
             [
+                "judge",
                 "rank",
                 str(place / "judge"),
                 str(place / "rows.json"),
@@ -63,6 +67,7 @@ def test_answers_are_put_in_order(place, capsys):
     assert (
         main(
             [
+                "judge",
                 "rank",
                 str(place / "judge"),
                 str(place / "rows.json"),
@@ -77,6 +82,7 @@ def test_answers_are_put_in_order(place, capsys):
     assert (
         main(
             [
+                "judge",
                 "rank",
                 str(place / "judge"),
                 str(place / "rows.json"),
@@ -97,7 +103,10 @@ def test_rows_that_cannot_be_ranked_say_why_and_the_others_are(place, capsys):
         {"answers": ["w2"]},
     ]
     (place / "rows.json").write_text(json.dumps(rows))
-    assert main(["rank", str(place / "judge"), str(place / "rows.json"), "--no-progress"]) == 0
+    assert (
+        main(["judge", "rank", str(place / "judge"), str(place / "rows.json"), "--no-progress"])
+        == 0
+    )
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["line"] for row in told] == [1, 2, 3]
     assert ["error" in row for row in told] == [True, False, True]
@@ -106,39 +115,41 @@ def test_rows_that_cannot_be_ranked_say_why_and_the_others_are(place, capsys):
 
 def test_a_file_without_pairs_says_what_its_first_row_lacks(place, capsys):
     (place / "rows.csv").write_text("question,answer1,answer2\nq,x,y\n")
-    assert main(["judge", str(place / "judge"), str(place / "rows.csv"), "--no-progress"]) == 1
+    assert (
+        main(["judge", "pairs", str(place / "judge"), str(place / "rows.csv"), "--no-progress"])
+        == 1
+    )
     assert "among question, answer1, answer2)" in capsys.readouterr().err
 
 
 def test_a_report_has_its_baselines(place, capsys):
     pairs = [dict(zip(("prompt", "a", "b", "label"), pair, strict=True)) for pair in pairs_of(40)]
     (place / "good.json").write_text(json.dumps(pairs))
-    given = ["report", str(place / "judge"), str(place / "good.json"), "--no-progress"]
+    given = ["judge", "report", str(place / "judge"), str(place / "good.json"), "--no-progress"]
     assert main([*given, "--train", str(place / "good.json")]) == 0
-    told = capsys.readouterr().out
-    assert "40 of 40 rows" in told
+    told, notes = capsys.readouterr()
+    assert "40 of 40 rows" in notes
     assert "a curve of length" in told
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({2: "none.csv"}, "there is no file none.csv"),
-        ({1: "/nowhere"}, "nowhere"),
-        ({3: "--device=gpu"}, "gpu"),
+        ({3: "none.csv"}, "there is no file none.csv"),
+        ({2: "/nowhere"}, "nowhere"),
+        ({4: "--device=gpu"}, "gpu"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(changes, said, place, capsys):
-    given = ["judge", str(place / "judge"), str(place / "pairs.jsonl"), "--no-progress"]
+    given = ["judge", "pairs", str(place / "judge"), str(place / "pairs.jsonl"), "--no-progress"]
     assert main([changes.get(k, part) for k, part in enumerate(given)]) == 1
     assert said in capsys.readouterr().err
 
 
 def test_a_file_with_columns_of_its_own_is_judged(place, capsys):
     (place / "rows.csv").write_text("question,answer1,answer2\nw1,w2,w3\n")
-    given = ["judge", str(place / "judge"), str(place / "rows.csv"), "--no-progress"]
+    given = ["judge", "pairs", str(place / "judge"), str(place / "rows.csv"), "--no-progress"]
     assert main([*given, "--columns", "prompt=question", "a=answer1", "b=answer2"]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"] in ("A", "B", "tie")
-    with pytest.raises(SystemExit):
-        main([*given, "--columns", "question"])
-    assert "expected NAME=OWN" in capsys.readouterr().err
+    assert main([*given, "--columns", "question"]) == 1
+    assert "expects NAME=OWN, got 'question'" in capsys.readouterr().err

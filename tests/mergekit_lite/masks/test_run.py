@@ -7,10 +7,10 @@ import torch
 import transformers
 import yaml
 
-from mergekit_lite.__main__ import main
 from mergekit_lite.masks import MaskCollator, MaskTrainer
 from mergekit_lite.masks.run import _Task, held_out_losses, run_masks
 from mergekit_lite.masks.run_config import MaskRun
+from model_components._cli import main
 from tests.support.models import save, save_tokenizer, tiny
 
 
@@ -57,9 +57,9 @@ def test_the_command_trains_bakes_and_compares(config, tmp_path, capsys, monkeyp
         return MaskCollator(**settings)
 
     monkeypatch.setattr("mergekit_lite.masks.run.MaskCollator", collate)
-    assert main(["masks", "run.yml", "merged"]) == 0
+    assert main(["learn", "run.yml", "merged", "--progress"]) == 0
     assert set(fillers) == {0}  # the tokenizer has no padding of its own
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().err
     assert "what is supervised in brackets" in printed
     assert "⟦" in printed
     report = json.loads((tmp_path / "merged.training" / "report.json").read_text())
@@ -83,7 +83,7 @@ def test_the_command_trains_bakes_and_compares(config, tmp_path, capsys, monkeyp
     )
     assert not list(tmp_path.glob(".*compare*"))
     assert history["global_step"] == 4
-    assert main(["masks", "run.yml", "merged"]) == 1
+    assert main(["learn", "run.yml", "merged"]) == 1
     assert "not empty" in capsys.readouterr().err
 
 
@@ -137,10 +137,10 @@ def test_one_component_over_a_base_has_a_run_of_its_own(config, tmp_path):
     values = {k: v for k, v in config.items() if k != "compare"}
     values |= {"components": ["model0"], "data": ["task0.jsonl"], "base": "bse"}
     (tmp_path / "run.yml").write_text(yaml.safe_dump(values))
-    assert main(["masks", "run.yml", "merged", "--no-progress"]) == 1
+    assert main(["learn", "run.yml", "merged", "--no-progress"]) == 1
     # what failed has claimed nothing
     (tmp_path / "run.yml").write_text(yaml.safe_dump(values | {"base": "base"}))
-    assert main(["masks", "run.yml", "merged", "--no-progress"]) == 0
+    assert main(["learn", "run.yml", "merged", "--no-progress"]) == 0
     report = json.loads((tmp_path / "merged.training" / "report.json").read_text())
     assert list(report["losses"]) == ["model0", "base", "task_arithmetic", "masks"]
 
@@ -281,9 +281,9 @@ def test_components_of_one_name_have_rows_of_their_own(config, tmp_path):
 )
 def test_bad_files_are_refused_before_training(change, message, config, tmp_path, capsys):
     (tmp_path / "bad.yml").write_text(yaml.safe_dump({**config, **change}))
-    assert main(["masks", "bad.yml", "out", "--no-progress"]) == 1
+    assert main(["learn", "bad.yml", "out", "--no-progress"]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     (tmp_path / "bad.yml").write_text("[a")
-    assert main(["masks", "bad.yml", "out"]) == 1
+    assert main(["learn", "bad.yml", "out"]) == 1
     assert "is not YAML" in capsys.readouterr().err

@@ -1,0 +1,70 @@
+"""Commands: lora show, lora merge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from model_components._cli import ON_TERMINAL
+from model_components._hub import find_folder
+from model_components._report import Report
+from model_components._tokenizers import find_tokenizer
+
+
+def _base(model: str) -> tuple[Path, Any]:
+    """Return the folder of a base model, and the model in its own dtype."""
+    from transformers import AutoModelForCausalLM
+
+    folder = find_folder(model)
+    return folder, AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+
+
+def show(model: str, adapter: str, /) -> Report:
+    """Print what an adapter holds: layers, ranks, scalings, sizes of updates.
+
+    Args:
+        model: Folder or hub id of the base, a causal language model.
+        adapter: Folder or hub id of the adapter.
+    """
+    from .report.adapters import lora_report
+    from .storage.adapters import load_lora
+
+    base = _base(model)[1]
+    return lora_report(load_lora(base, adapter, is_trainable=True), trained=True)
+
+
+def merge(
+    model: str,
+    adapter: str,
+    out: Path,
+    /,
+    *,
+    dtype: str | None = None,
+    max_lost: float = 0.25,
+    progress: bool = ON_TERMINAL,
+) -> Report:
+    """Write a model with an adapter as an ordinary checkpoint.
+
+    Args:
+        model: Folder or hub id of the base, a causal language model.
+        adapter: Folder or hub id of the adapter.
+        out: Folder to write; it must not exist or be empty.
+        dtype: Dtype of what is written, such as float32; default: the base's.
+        max_lost: Share of an update that may be lost to rounding.
+        progress: Show a progress bar.
+    """
+    from model_components._folders import check_new
+
+    from .storage.adapters import load_lora
+    from .storage.merge import merge_lora
+
+    check_new(out, "merge_lora")
+    folder, base = _base(model)
+    return merge_lora(
+        load_lora(base, adapter, accelerate=False),
+        out,
+        dtype=dtype,
+        max_lost=max_lost,
+        tokenizer=find_tokenizer(folder),
+        progress=progress,
+    )

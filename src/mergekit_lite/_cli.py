@@ -1,0 +1,172 @@
+"""Commands: merge, plan, learn, lora extract.
+
+``mergekit-lite`` is the short form of merge and plan.
+``torchrun --nproc_per_node=N -m mergekit_lite merge RECIPE OUT`` divides the tensors over N
+processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from model_components._cli import GOES_ON, ON_TERMINAL
+from model_components._report import Report
+
+Pickle = Literal["weights_only"]
+
+
+@contextlib.contextmanager
+def _all_processes() -> Iterator[None]:
+    """Let the processes that torchrun started talk to each other."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield
+        return
+    import torch.distributed
+
+    torch.distributed.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def merge(
+    recipe: Path,
+    out: Path,
+    /,
+    *,
+    calibration: tuple[Path, ...] | None = None,
+    device: str = "cpu",
+    impl: Literal["auto", "fused", "eager"] = "auto",
+    seed: int = 0,
+    threads: int | None = None,
+    max_shard_size: str = "5GB",
+    allow_pickle: Pickle | None = None,
+    trust_remote_code: bool = False,
+    resume: bool = True,
+    progress: bool = ON_TERMINAL,
+    cuda: bool = False,
+) -> Report | None:
+    """Merge checkpoints by a YAML recipe.
+
+    The recipe is checked first, and every problem is listed.
+
+    Args:
+        recipe: YAML file.
+        out: Folder to write; it must not exist or be empty.
+        calibration: Text or JSON files, one of each model's data in order, for regmean and
+            regmean++.
+        device: Where to compute.
+        impl: fused runs compiled kernels, eager torch functions, auto kernels where it can.
+        seed: Seed of methods that draw.
+        threads: Blocks in work at once; default: one a core, at most 8.
+        max_shard_size: Largest weight file.
+        allow_pickle: weights_only admits pickled .bin checkpoints.
+        trust_remote_code: Copy a model's own Python files, too.
+        resume: Finish an interrupted run of the same merge.
+        progress: Show a progress bar.
+        cuda: As mergekit's users write it; use --device cuda.
+    """
+    from .functional import merge_models
+    from .recipe import load_recipe
+
+    if cuda:
+        raise ValueError("merge: --cuda is --device cuda here")
+    with _all_processes():
+        report = merge_models(
+            load_recipe(recipe),
+            out=out,
+            calibration=calibration,
+            device=device,
+            impl=impl,
+            seed=seed,
+            threads=threads,
+            max_shard_size=max_shard_size,
+            allow_pickle=allow_pickle,
+            trust_remote_code=trust_remote_code,
+            resume=resume,
+            progress=progress,
+        )
+    assert isinstance(report, Report)  # as a folder was written
+    return report if int(os.environ.get("RANK", "0")) == 0 else None
+
+
+def plan(
+    recipe: Path, /, *, max_shard_size: str = "5GB", allow_pickle: Pickle | None = None
+) -> Report:
+    """Check a recipe, and print what its merge would read, write and hold.
+
+    Args:
+        recipe: YAML file.
+        max_shard_size: Largest weight file.
+        allow_pickle: weights_only admits pickled .bin checkpoints.
+    """
+    from .functional import parse_size
+    from .planning import make_plan
+    from .recipe import load_recipe
+
+    limit = parse_size(max_shard_size)
+    return make_plan(load_recipe(recipe), max_shard_size=limit, allow_pickle=allow_pickle)
+
+
+def learn(config: Path, out: Path, /, *, progress: bool = ON_TERMINAL) -> Report:
+    """Learn a merge by masks as a YAML file says, bake it and compare it.
+
+    Args:
+        config: YAML file: components, data, masks, kl, training, compare.
+        out: Folder to write; it must not exist or be empty.
+        progress: Show progress bars and the first example of each task.
+    """
+    from .masks.run import run_masks
+    from .masks.run_config import MaskRun
+
+    try:
+        return run_masks(MaskRun.from_yaml(config), out, progress=progress)
+    except KeyboardInterrupt:
+        begun = any(out.with_name(f"{out.name}.training").glob("checkpoint-*"))
+        raise KeyboardInterrupt(GOES_ON if begun else "") from None
+
+
+def extract(
+    model: str,
+    base: str,
+    out: Path,
+    /,
+    *,
+    rank: int = 16,
+    energy: float = 1.0,
+    dtype: str | None = None,
+    save_others: bool = False,
+    allow_pickle: Pickle | None = None,
+    progress: bool = ON_TERMINAL,
+) -> Report:
+    """Write the LoRA adapter that is nearest to what tuning changed.
+
+    Args:
+        model: Folder or hub id of the tuned model.
+        base: What it was tuned from.
+        out: Folder to write; it must not exist or be empty.
+        rank: Largest rank of a module.
+        energy: Share of a change's squared norm that is enough.
+        dtype: Dtype of the factors; default: the model's.
+        save_others: Save changed embeddings, heads and norms whole.
+        allow_pickle: weights_only admits pickled .bin checkpoints.
+        progress: Show a progress bar.
+    """
+    from .adapters import extract_lora
+
+    return extract_lora(
+        model,
+        base,
+        out,
+        rank=rank,
+        energy=energy,
+        dtype=dtype,
+        save_others=save_others,
+        allow_pickle=allow_pickle,
+        progress=progress,
+    )

@@ -1,0 +1,343 @@
+"""Runs of the command ``think``: settings, training, and what is made of a run's folder."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import set_seed
+
+from model_components._folders import make_folder, write_json
+
+from . import report, schedules
+from .config import ThinkerConfig
+from .curriculum import CurriculumDataset
+from .flow import FlowPlan
+from .losses import Reach
+from .model import LatentThinker
+from .report import evaluate_grid, evaluate_steps, plot_training
+from .tasks import TASKS, AtTokens, make_task
+from .training import RewindOnPeak, ThinkerTrainer, thinker_arguments
+from .training.checkpoints import newest_whole
+
+Settings = dict[str, Any]
+"""Names and values: a run's settings and figures, as in its JSON files, or a call's options."""
+
+RECIPES: dict[str, Settings] = {  # what a task needs beyond the defaults
+    "reverse": {"iterations": 1000, "model": {"from_end": True}},
+    "roll": {"iterations": 1000, "model": {"from_end": True}},
+    "add": {
+        "iterations": 2000,
+        "batch": 128,
+        "length": 3,
+        "schedule": "fixed",
+        "options": {"max_value": 1000},
+        "model": {"positions": "aligned"},
+    },
+}
+
+
+def named_values(pairs: Sequence[str]) -> Settings:
+    """Names and values of ``NAME=VALUE``.
+
+    Raises:
+        ValueError: One without a sign.
+    """
+    if wrong := [pair for pair in pairs if "=" not in pair]:
+        raise ValueError(f"think train: expected NAME=VALUE, got {wrong[0]!r}")
+    return {name: _value(text) for name, text in (pair.split("=", 1) for pair in pairs)}
+
+
+def _value(text: str) -> object:
+    """YAML's, but 1e-1 is a number, too."""
+    value = yaml.safe_load(text)
+    try:
+        if isinstance(value, str):
+            return float(value)
+        return value
+    except ValueError:
+        return value
+
+
+def settings_of(
+    task: str,
+    *,
+    options: Settings,
+    model: Settings,
+    length: int | None,
+    schedule: str | None,
+    plan: str,
+    steps: Sequence[int] | None,
+    iterations: int | None,
+    lengths: Sequence[int],
+    seed: int,
+) -> Settings:
+    """Return the settings of a run, from which its data can be made again.
+
+    Raises:
+        ValueError: An unknown task, or one that the command cannot train; bad numbers.
+    """
+    known = sorted(name for name, kind in TASKS.items() if not kind.by_step)
+    if task not in known:
+        raise ValueError(f"think train: task must be one of {', '.join(known)}, got {task!r}")
+    recipe = RECIPES.get(task, {})
+    model = recipe.get("model", {}) | model
+    if model.get("causal"):
+        model.setdefault("latent_init", "tokens")  # as ThinkerConfig has it
+    if steps is not None and model.get("latent_init") == "tokens":
+        raise ValueError(
+            f"think train: expected no --steps where latents at the tokens think by length, got "
+            f"{list(steps)}"
+        )
+    if plan not in ("every_step", "read_once"):
+        plan = Path(plan).read_text(encoding="utf-8")
+    if iterations is None:
+        iterations = recipe.get("iterations", 2400 if _noise(model) else 500)
+    if iterations < 1:
+        raise ValueError(f"think train: expected 1 or more iterations, got {iterations}")
+    return {
+        "task": task,
+        "options": recipe.get("options", {}) | options,
+        "model": model,
+        "length": recipe.get("length", 20) if length is None else length,
+        "steps": list(steps or (1, 6)),
+        "plan": plan,
+        "schedule": schedule or recipe.get("schedule", "frontier"),
+        "batch": recipe.get("batch", 64),
+        "iterations": iterations,
+        "lengths": list(lengths),
+        "seed": seed,
+    }
+
+
+def _noise(model: Mapping[str, object]) -> bool:
+    return model.get("latent_init") == "noise"
+
+
+def plan_of(run: Settings) -> FlowPlan:
+    """Return what each step does."""
+    if run["plan"] in ("every_step", "read_once"):
+        memory = run["model"].get("memory", "none") != "none"
+        static = bool(run["model"].get("num_static_tokens"))
+        return getattr(FlowPlan, run["plan"])(memory=memory, static=static)
+    return FlowPlan.from_table(run["plan"])
+
+
+def data_of(run: Settings) -> CurriculumDataset:
+    """The data of a run; where latents are the tokens, it thinks a step a token and six more."""
+    task = make_task(run["task"], **run["options"])
+    plan = plan_of(run)
+    numbers = Settings()
+    if run["model"].get("latent_init") == "tokens":
+        task, numbers["n_step"] = (
+            AtTokens(task),
+            lambda length: (plan.num_steps(1), plan.num_steps(length + 6)),
+        )
+    else:
+        numbers["n_step"] = tuple(map(plan.num_steps, run["steps"]))
+    if _noise(run["model"]):
+        numbers["n_latent"] = (8, 16)
+    kind = getattr(schedules, run["schedule"].capitalize())
+    lengths = {"max_length": run["length"]}
+    if run["schedule"] == "fixed":
+        schedule = kind(**lengths)
+    else:
+        schedule = kind(min_length=task.min_length, **lengths)
+    return CurriculumDataset(task, schedule, seed=run["seed"], batch_size=run["batch"], **numbers)
+
+
+def train(
+    run: Settings, out: Path, *, samples: int, device: str, resume: bool, progress: bool
+) -> str:
+    """Train a model; write it, its figures and its log into a folder, and return a table.
+
+    Raises:
+        ValueError: The folder holds another run, or settings do not fit.
+    """
+    set_seed(run["seed"])
+    data = data_of(run)
+    plan = plan_of(run)
+    choices = dict(run["model"])
+    if choices.get("positions") == "aligned":
+        choices["separators"] = data.task.separators
+    at_tokens = choices.get("latent_init") == "tokens"
+    usual: Settings = {"plan": plan}
+    if not at_tokens:
+        usual |= {
+            "num_latents": 16 if _noise(choices) else 8,
+            "n_step": plan.num_steps(run["steps"][1]),
+        }
+    usual = {**data.sizes(max([run["length"], *run["lengths"]])), **usual, **choices}
+    try:
+        config = ThinkerConfig(**usual)
+    except TypeError as error:  # a name or value of NAME=VALUE
+        raise ValueError(error) from error
+    model = LatentThinker(config)
+    _check_run_folder(out, run, resume)
+    write_json(make_folder(out, "train") / "run.json", run)
+    iterations = run["iterations"]
+    arguments = thinker_arguments(
+        out / "checkpoints",
+        max_steps=iterations,
+        save_steps=max(10, iterations // 4),
+        save_total_limit=1,
+        seed=run["seed"],
+        use_cpu=device == "cpu",
+        logging_steps=max(1, min(50, iterations // 10)),
+        disable_tqdm=not progress,
+    )
+    if at_tokens and "window" in choices:
+        loss: Settings = {"step_loss": Reach(window=choices["window"])}
+    else:
+        loss = {}
+    trainer = ThinkerTrainer(
+        model, arguments, train_dataset=data, callbacks=[RewindOnPeak()], **loss
+    )
+    checkpoint = None
+    if resume:
+        checkpoint = whole_checkpoint(out / "checkpoints")
+        if checkpoint is None:
+            print(f"thinker: {out} has no checkpoint to go on from; it begins anew")
+    begin = time.process_time()
+    trainer.train(resume_from_checkpoint=checkpoint)
+    seconds = time.process_time() - begin
+    model.save_pretrained(out / "model")
+    write_json(out / "log.json", trainer.state.log_history)
+    result = figures(model, data, run, samples) | {
+        "iterations": iterations,
+        "cpu_seconds": round(seconds, 1),
+        "resumed": checkpoint is not None,
+        "parameters": model.num_parameters(),
+        "seed": run["seed"],
+    }
+    write_json(out / "result.json", result)
+    print(
+        f"{out}: model/, result.json; next: model-components think evaluate {out}, "
+        f"model-components think draw {out}"
+    )
+    return _table(result, run, seconds)
+
+
+def _check_run_folder(out: Path, run: Settings, resume: bool) -> None:
+    """Check that the folder has no run, or that --resume continues it with the same settings."""
+    if not resume and (out / "result.json").exists():
+        raise ValueError(
+            f"{out} already has a run; expected another --out, or --resume to continue it"
+        )
+    if not resume or not (out / "run.json").is_file():
+        return
+    before = read_json(out, "run.json")
+    for name, value in run.items():
+        if name != "iterations" and value != before.get(name):
+            raise ValueError(
+                f"{out}: the run there has {name} {before.get(name)!r}, got {value!r}; expected "
+                "the same, or another --out"
+            )
+
+
+def _table(result: Settings, run: Settings, seconds: float) -> str:
+    lines = [
+        f"{run['task']}, length {run['length']}: {result['iterations']} iterations, "
+        f"{seconds:.0f} CPU seconds",
+        f"held out: {result['token']:.4f} of symbols, {result['sequence']:.4f} of rows",
+        "",
+        "length  symbols     rows",
+    ]
+    for length, (symbols, rows) in result["by_length"].items():
+        longer = "  (longer)" if length > run["length"] else ""
+        lines.append(f"{length:>6} {symbols:>8.4f} {rows:>8.4f}{longer}")
+    return "\n".join(lines)
+
+
+def whole_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that was written to its end; None without one."""
+    try:
+        return str(newest_whole(folder, "thinker_state.pt"))
+    except ValueError:
+        return None
+
+
+def figures(model: LatentThinker, data: CurriculumDataset, run: Settings, samples: int) -> Settings:
+    """Accuracy by length, and by latents and steps."""
+    shortest = data.schedule.min_length
+    longest = run["length"]
+    if run["schedule"] == "fixed":
+        shorter = []
+    else:
+        shorter = range(shortest, longest, max(1, longest // 4))
+    plan = plan_of(run)
+    at_tokens = run["model"].get("latent_init") == "tokens"
+    lengths = sorted({*shorter, longest, *run["lengths"]})
+    n_steps = None
+    if at_tokens:
+
+        def n_steps(length: int) -> list[int]:
+            return [plan.num_steps(2 * length + 6)]
+
+    curves = evaluate_steps(model, data, lengths, n_steps=n_steps, samples=samples)
+    by_length = {n: cells[0] for n, cells in zip(lengths, curves.cells, strict=True)}
+    at = by_length[longest]
+    result: Settings = {
+        "task": run["task"],
+        "length": longest,
+        "token": round(at.token, 5),
+        "sequence": round(at.sequence, 5),
+        "by_length": {n: (round(a.token, 4), round(a.sequence, 4)) for n, a in by_length.items()},
+    }
+    if not at_tokens:
+        steps = sorted({plan.num_steps(n) for n in (1, 2, 4, 6, 8, 12, 16, 24, run["steps"][1])})
+        if _noise(run["model"]):
+            latents: list[Any] = [4, 6, 8, 12, 16, 24, 32]
+        else:
+            latents = [model.config.num_latents]
+        grid = evaluate_grid(model, data, n_latents=latents, n_steps=steps, samples=samples)
+        print(f"\n{grid}")
+        result["grid"] = grid.to_dict()
+    return result
+
+
+def read_json(out: Path, name: str) -> Any:
+    """A file that `train` wrote.
+
+    Raises:
+        ValueError: It is not there.
+    """
+    if not (out / name).is_file():
+        raise ValueError(
+            f"{out} has no {name}; expected a folder that think train wrote to its end"
+        )
+    return json.loads((out / name).read_text(encoding="utf-8"))
+
+
+def evaluate(
+    out: Path,
+    lengths: Sequence[int],
+    *,
+    n_steps: Sequence[int],
+    samples: int,
+    seed: int,
+    device: str,
+) -> report.Curves:
+    """Evaluate the model in a run's folder by length and steps."""
+    run = read_json(out, "run.json")
+    model: Any = LatentThinker.from_pretrained(out / "model")
+    model.to(device)
+    lengths = lengths or sorted({run["length"], *run["lengths"]})
+    return evaluate_steps(
+        model, data_of(run), lengths, n_steps=list(n_steps), samples=samples, seed=seed
+    )
+
+
+def draw(out: Path) -> str:
+    """Draw training, and accuracy by latents and steps; return which files there are now."""
+    result = read_json(out, "result.json")
+    plot_training(read_json(out, "log.json")).savefig(out / "training.png")
+    drawn = ["training.png"]
+    if "grid" in result:
+        report.Grid.from_dict(result["grid"]).plot().savefig(out / "grid.png")
+        drawn.append("grid.png")
+    return f"{out}: {', '.join(drawn)}"

@@ -1,0 +1,187 @@
+"""The frame of the command: what words become, and what an error, a stop and a result become."""
+
+import importlib.metadata
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from model_components import __version__, _cli
+from model_components._folders import NewFolder
+from model_components._report import Report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How large.
+
+    Args:
+        width: Numbers in a row.
+    """
+
+    width: int = 3
+
+    def __post_init__(self):
+        if self.width < 1:
+            raise ValueError(f"Size: width must be 1 or more, got {self.width}")
+
+
+@dataclass(frozen=True)
+class Made(Report):
+    """What `make` did."""
+
+    names: tuple[str, ...]
+    width: int
+    fast: bool
+
+    def summary(self):
+        return [f"{len(self.names)} names"]
+
+
+def make(names: tuple[str, ...], /, *, size: Size, fast: bool = False) -> Made:
+    """Make something.
+
+    Args:
+        names: Of what is made.
+        size: Its size.
+        fast: Hurry.
+    """
+    print("at work")
+    return Made(names, size.width, fast)
+
+
+def fail(out: Path, /, *, stop: bool = False, message: str = "") -> None:
+    """Fail.
+
+    Args:
+        out: A folder.
+        stop: As Ctrl-C does.
+        message: Of the error.
+    """
+    if not stop:
+        raise ValueError(message)
+    with NewFolder(out, "fail", resumable=True) as new:
+        (new.folder / "part").write_text("x")
+        raise KeyboardInterrupt(message) if message else KeyboardInterrupt
+
+
+def count(most: int, /):
+    """Count.
+
+    Args:
+        most: The last number.
+    """
+    return ({"number": number} for number in range(1, most + 1))
+
+
+COMMANDS = {
+    "make": f"{__name__}:make",
+    "try.fail": f"{__name__}:fail",
+    "try.count": f"{__name__}:count",
+}
+
+
+def run(*words):
+    return _cli.main([*map(str, words)], program="tool", commands=COMMANDS)
+
+
+def test_a_report_is_printed_as_text_or_as_json_and_nothing_else_is(capsys):
+    assert run("make", "a", "b", "--width", 5, "--fast") == 0
+    assert capsys.readouterr() == ("2 names\n", "at work\n")
+    assert run("make", "--json", "a", "b") == 0
+    made = {"names": ["a", "b"], "width": 3, "fast": False}
+    assert json.loads(capsys.readouterr().out) == made
+
+
+def test_rows_are_json_lines(capsys):
+    assert run("try", "count", 2) == 0
+    assert capsys.readouterr().out == '{"number": 1}\n{"number": 2}\n'
+
+
+def test_flags_come_from_a_file_and_the_command_line_wins(tmp_path, capsys):
+    (tmp_path / "flags.yml").write_text("width: 7\nfast: true\n")
+    assert run("make", "a", "--config", tmp_path / "flags.yml", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["width"] == 7
+    assert run("make", "a", "--config", tmp_path / "flags.yml", "--no-fast", "--json") == 0
+    assert not json.loads(capsys.readouterr().out)["fast"]
+    (tmp_path / "flags.yml").write_text("[width]")
+    assert run("make", "a", "--config", tmp_path / "flags.yml") == 1
+    assert "expected names of flags and values" in capsys.readouterr().err
+    (tmp_path / "flags.yml").write_text("wide: 7\n")
+    with pytest.raises(SystemExit) as wrong:
+        run("make", "a", "--config", tmp_path / "flags.yml")
+    assert wrong.value.code == 2
+    assert "--wide" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["mak"], "there is no command 'mak'; perhaps make"),
+        (["try", "nothing"], "there is no command 'try.nothing'"),
+        (["make", "a", "--width", "wide"], "wide"),
+        (["try", "fail"], "out"),
+    ],
+)
+def test_a_wrong_command_line_exits_with_2(words, said, capsys):
+    with pytest.raises(SystemExit) as wrong:
+        run(*words)
+    assert wrong.value.code == 2
+    assert said.lower() in capsys.readouterr().err.lower()
+
+
+def test_an_error_is_a_line(tmp_path, capsys):
+    assert run("make", "a", "--width", 0) == 1
+    assert capsys.readouterr().err == "tool: Size: width must be 1 or more, got 0\n"
+    assert run("try", "fail", tmp_path / "out", "--message", "fail: no") == 1
+    assert capsys.readouterr().err == "tool: fail: no\n"
+
+
+def test_a_stop_tells_how_to_go_on(tmp_path, capsys, monkeypatch):
+    def stop():
+        raise KeyboardInterrupt
+
+    assert run("try", "fail", tmp_path / "out", "--stop") == 130
+    assert capsys.readouterr().err == f"tool: stopped; {_cli.GOES_ON}\n"
+    assert run("try", "fail", tmp_path / "other", "--stop", "--message", "use --resume") == 130
+    assert capsys.readouterr().err == "tool: stopped; use --resume\n"
+    monkeypatch.setattr("model_components._cli.pkgutil.resolve_name", lambda _: stop())
+    assert run("make", "a") == 130
+    assert "nothing was kept" in capsys.readouterr().err
+
+
+def test_help_lists_commands_and_groups(capsys):
+    for words, names in (
+        (["--help"], {"make", "try fail", "try count"}),
+        (["try", "-h"], {"try fail", "try count"}),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            run(*words)
+        assert ended.value.code == 0
+        printed = capsys.readouterr().out
+        assert {
+            name for name in ("make", "try fail", "try count") if f"  {name} " in printed
+        } == names
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 2
+    with pytest.raises(SystemExit):
+        run("make", "--help")
+    printed = capsys.readouterr().out
+    assert "Numbers in a row." in printed
+    assert "--width" in printed
+
+
+def test_the_version(capsys):
+    assert _cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"model-components {__version__}\n"
+
+
+def test_all_commands_are_installed_and_explained(capsys):
+    found = {entry.name for entry in importlib.metadata.entry_points(group=_cli.GROUP)}
+    with pytest.raises(SystemExit):
+        _cli.main(["--help"])
+    printed = capsys.readouterr().out
+    assert len(found) >= 16
+    assert all(f"  {name.replace('.', ' ')} " in printed for name in (*found, "doctor"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -10,23 +9,14 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from model_components._rows import SUFFIXES, each_row, kind_of, read_text
+
 _NEEDED = (
     "messages (a list of role and content), instruction and output (and perhaps input), prompt and "
     "completion, or text"
 )
 
-_NO_TEXT = (
-    ".csv",
-    ".tsv",
-    ".parquet",
-    ".arrow",
-    ".xlsx",
-    ".gz",
-    ".zip",
-    ".safetensors",
-    ".bin",
-    ".pt",
-)
+_NO_TEXT = (".arrow", ".xlsx", ".zip", ".safetensors", ".bin", ".pt")
 
 
 class TextExamples(Dataset):
@@ -35,8 +25,8 @@ class TextExamples(Dataset):
     What a model answers is supervised, what it is asked is not.
 
     Args:
-        source: A ``.json`` (a list) or ``.jsonl`` file of rows, a text file as one plain text, or
-            rows: strings, or mappings (a `datasets.Dataset`'s, too) with ``messages``, of which
+        source: A file of JSON, JSON lines, CSV or parquet, also gzipped; a hub id; a data set; a
+            text file as one plain text; or rows: strings, or mappings with ``messages``, of which
             every turn of the assistant is supervised; with ``instruction``, ``output`` and perhaps
             ``input``; with ``prompt`` and ``completion``; or with ``text``, all of which is
             supervised.
@@ -77,9 +67,7 @@ class TextExamples(Dataset):
         self.max_length = max_length
         self.train_on_inputs = train_on_inputs
         name, rows = _read(source)
-        examples = [
-            self._example(f"{name}, row {number}", row) for number, row in enumerate(rows, 1)
-        ]
+        examples = [self._example(f"{name}, row {number}", row) for number, row in rows]
         self.examples = [
             e
             for e in chain.from_iterable(examples)
@@ -116,6 +104,8 @@ class TextExamples(Dataset):
 
     def _example(self, where: str, row: object) -> list[dict[str, list[int]]]:
         """The examples of one row: one, or a plain text's pieces."""
+        if isinstance(row, ValueError):  # a line that could not be read
+            raise ValueError(f"TextExamples: {where}: {row}")
         if isinstance(row, str):
             ids = self.tokenizer(row)["input_ids"]
             pieces = [
@@ -217,35 +207,24 @@ class TextExamples(Dataset):
         return "".join(m["content"] + (end if m["role"] == "assistant" else "\n") for m in messages)
 
 
-def _read(source: object) -> tuple[str, list[object]]:
-    """A name of the source for messages, and its rows."""
-    if isinstance(source, Mapping) or not isinstance(source, (str, Path, Iterable)):
+def _read(source: Any) -> tuple[str, list[tuple[int, object]]]:
+    """Return a name of the source for messages, and its rows with their numbers."""
+    name = "rows"
+    path = Path(source) if isinstance(source, (str, Path)) else None
+    if path is not None:
+        name = str(path)
+    if path is not None and path.is_file() and kind_of(path) not in SUFFIXES:
+        rows: list[tuple[int, object]] = [(1, _running_text(path))]
+    else:
+        rows = list(each_row(source, "TextExamples"))
+    if not any(row for _, row in rows):
+        raise ValueError(f"TextExamples: {name} has no rows")
+    return name, rows
+
+
+def _running_text(path: Path) -> str:
+    if kind_of(path) in _NO_TEXT:
         raise ValueError(
-            f"TextExamples: source is a {type(source).__name__}; expected a file, or rows"
+            f"TextExamples: expected a text file, or one of {', '.join(SUFFIXES)}, got {path}"
         )
-    if not isinstance(source, (str, Path)):
-        rows = list(source)
-        if not rows:
-            raise ValueError("TextExamples: no rows came; expected some")
-        return "rows", rows
-    path = Path(source)
-    if not path.is_file():
-        raise ValueError(f"TextExamples: {path} is not there; expected a file")
-    if path.suffix.lower() in _NO_TEXT:
-        raise ValueError(
-            f"TextExamples: {path} is no running text; expected .jsonl or .json rows, or a text "
-            "file"
-        )
-    text = path.read_text(encoding="utf-8")
-    try:
-        if path.suffix in (".jsonl", ".ndjson"):
-            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
-        else:
-            rows = json.loads(text) if path.suffix == ".json" else [text]
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"TextExamples: {path} is not the JSON that its name says ({error})"
-        ) from error
-    if not isinstance(rows, list) or not rows or not any(rows):
-        raise ValueError(f"TextExamples: {path} holds no rows; expected a list")
-    return str(path), rows
+    return read_text(path, "TextExamples")

@@ -100,6 +100,8 @@ def fake_hub(monkeypatch):
     endpoint = f"http://127.0.0.1:{server.server_port}"
     with monkeypatch.context() as patched:
         patched.setattr(constants, "ENDPOINT", endpoint)
+        # transformers' own client, which keeps the endpoint of its first call
+        patched.setattr("transformers.utils.hub._hf_api", None)
         # made of the endpoint when it is imported
         files = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         patched.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)

@@ -175,11 +175,13 @@ def _orders(model: PairwiseModel, file: Path, batch_size: int, progress: bool) -
     """Yield the places of each row's answers, the best first, and scores; or why there are none."""
     from tqdm.auto import tqdm
 
-    from .data.rows import raw_rows
+    from model_components._rows import each_row
 
     first = ""
     ranked = False
-    for line, row in tqdm(raw_rows(file), "ranking", disable=not progress, leave=False, delay=1):
+    for line, row in tqdm(
+        each_row(file, "judge rank"), "ranking", disable=not progress, leave=False, delay=1
+    ):
         answers = row.get("answers") if isinstance(row, Mapping) else None
         try:
             if not isinstance(answers, list) or "prompt" not in row:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import codecs
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-_STRANGE = 0.01  # a file with more undecodable characters than this share is no text
+from model_components._rows import SUFFIXES, each_row, kind_of, read_text
+
 _LABELS = ("role", "from", "type")  # fields of a chat's turns that hold no text
 
 
 def text_of(path: str | Path) -> str:
-    """A text file's text.
+    """Return the text of a file.
 
-    For JSON or JSON lines all strings of the records, a blank line between records.
-
-    For records that are chats, the texts of the turns.
+    Of rows it is all their strings, with a blank line between rows; of chats the texts of the
+    turns.
 
     Args:
-        path: A text file, ``.json`` or ``.jsonl``.
+        path: A text file, or one of JSON, JSON lines, CSV or parquet, also gzipped.
 
     Returns:
         One text.
@@ -33,30 +31,24 @@ def text_of(path: str | Path) -> str:
     path = Path(path)
     if not path.is_file():
         raise ValueError(
-            f"text_of: {path} is not a file, expected one of text, or of JSON records with texts"
+            f"text_of: {path} is not a file, expected one of text, or of rows with texts"
         )
-    content = path.read_bytes()
-    suffix = path.suffix.lower()
-    is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    text = content.decode("utf-16" if is_utf16 else "utf-8-sig", errors="replace")
-    if "\0" in text or text.count("\ufffd") > len(text) * _STRANGE:
-        raise ValueError(
-            f"text_of: {path} is no text in UTF-8 or, with its mark, UTF-16; expected such"
-        )
-    if suffix in (".json", ".jsonl"):
-        records = []
-        for number, line in enumerate([text] if suffix == ".json" else text.split("\n"), 1):
-            try:
-                records += [json.loads(line)] if line.strip() else []
-            except (ValueError, RecursionError) as error:
-                where = f"line {number}: " if suffix == ".jsonl" else ""
-                raise ValueError(f"text_of: {path} is no JSON: {where}{error}") from None
-        while len(records) == 1 and isinstance(records[0], list):
-            records = records[0]
-        text = "\n\n".join("\n".join(_strings(record)) for record in records)
+    if kind_of(path) in SUFFIXES:
+        text = "\n\n".join("\n".join(_strings(row)) for row in _sound_rows(path))
+    else:
+        text = read_text(path, "text_of")
+    if "\0" in text:
+        raise ValueError(f"text_of: expected text in UTF-8 or UTF-16, got null bytes in {path}")
     if not text.strip():
         raise ValueError(f"text_of: {path} has no text, expected some")
     return text
+
+
+def _sound_rows(path: Path) -> Iterator[object]:
+    for number, row in each_row(path, "text_of"):
+        if isinstance(row, ValueError):
+            raise ValueError(f"text_of: {path}, line {number}: {row}")
+        yield row
 
 
 def _strings(record: object) -> list[str]:

@@ -143,18 +143,7 @@ def test_files_of_both_kinds_and_empty_answers(tmp_path):
             warnings.simplefilter("error")
             assert read_rows(path, plain) == [{"prompt": "a", "completion": " b"}] * 2
     path.write_text(json.dumps(GOOD) + "\n{\n")
-    with pytest.raises(ValueError, match=r"read_rows:.*lines.*2"):
-        read_rows(path)
-    path.write_text("[" * 10**5)
-    with pytest.raises(ValueError, match=r"read_rows:.*lines"):
-        read_rows(path)
-    path.write_bytes(json.dumps([GOOD]).encode("utf-16"))
-    with pytest.raises(ValueError, match=r"read_rows:.*UTF-8"):
-        read_rows(path)
-    path.write_text(json.dumps([GOOD]), encoding="utf-8-sig")
-    assert len(read_rows(path)) == 1
-    path.write_text("[{]")
-    with pytest.raises(ValueError, match=r"read_rows:.*rows\.json"):
+    with pytest.raises(ValueError, match=r"read_rows:.*no JSON.*row 2"):
         read_rows(path)
     path.write_text('{"instruction": "a\u2028b", "output": "c"}\n   \n')
     assert len(read_rows(path)) == 1

@@ -272,9 +272,7 @@ def test_what_is_no_file_may_be_on_the_hub(monkeypatch):
 
 def test_packed_parquet_is_refused_by_its_name(tmp_path):
     (tmp_path / "a.parquet.gz").write_bytes(b"x")
-    with pytest.raises(
-        ValueError, match=r"read_pairs:.*a\.parquet\.gz.*\.parquet.*\.gz.*\.parquet"
-    ):
+    with pytest.raises(ValueError, match=r"read_pairs:.*expected.*got .*a\.parquet\.gz"):
         read_pairs(tmp_path / "a.parquet.gz")
     (tmp_path / "a.parquet").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"read_pairs:.*a\.parquet"):
@@ -287,10 +285,10 @@ def test_bad_files_are_refused(tmp_path):
             read_pairs(tmp_path / name)
     for name, held, said in (
         ("a.json", b"{", "cannot be read"),
-        ("b.json", b"{}", r"read_pairs:.*holds"),
-        ("a.csv", b"\xff\xfe", "cannot be read"),
+        ("b.json", b"{}", r"read_pairs:.*no two answers"),
+        ("a.csv", b"\xff", "cannot be read"),
         ("a.jsonl.gz", b"no", "cannot be read"),
-        ("a.txt", b"x", r"read_pairs:.*\.txt.*\.parquet.*\.csv"),
+        ("a.txt", b"x", r"read_pairs: expected.*\.parquet.*got .*a\.txt"),
         ("e.jsonl", b"", r"read_pairs:.*rows"),
     ):
         (tmp_path / name).write_bytes(held)

@@ -97,7 +97,7 @@ def test_a_temperature_makes_sizes_more_alike():
         (lambda: TaskMixture([numbered(2)], temperature=0), "temperature 0"),
         (lambda: TaskMixture([numbered(2)], temperature=1, weights=[1]), r"TaskMixture:.*one"),
         (lambda: TaskMixture([iter(numbered(2))]), r"TaskMixture:.*length"),
-        (lambda: TextExamples([], tokenizer()), "no rows came"),
+        (lambda: TextExamples([], tokenizer()), "has no rows"),
         (lambda: TextExamples([3], tokenizer()), r"TextExamples:.*rows.*1"),
         (
             lambda: TextExamples([{"prompt": "a"}], tokenizer()),
@@ -120,7 +120,7 @@ def test_a_temperature_makes_sizes_more_alike():
         ),
         (
             lambda: TextExamples({"train": ["a"]}, tokenizer()),
-            r"TextExamples:.*source",
+            r"TextExamples:.*file.*dict",
         ),
         (lambda: TextExamples(None, tokenizer()), r"TextExamples:.*NoneType"),
         (lambda: TextExamples(["a"], tokenizer(), train_on_inputs="no"), "train_on_inputs is 'no'"),

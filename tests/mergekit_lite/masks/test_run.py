@@ -265,7 +265,7 @@ def test_components_of_one_name_have_rows_of_their_own(config, tmp_path):
         ({"compare": ["ties"]}, "compare has ties, which needs a base"),
         ({"training": None}, "training is None, expected fields"),
         ({"held_out": "10%"}, "held_out is '10%'"),
-        ({"data": ["nowhere.jsonl", "task1.jsonl"]}, "nowhere.jsonl is not there"),
+        ({"data": ["nowhere.jsonl", "task1.jsonl"]}, "there is no file nowhere.jsonl"),
         ({"seed": "a"}, "seed is 'a'"),
         ({"max_length": 1.5}, "max_length is 1.5"),
         ({"dtype": "bf16"}, "dtype is 'bf16'"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from model_components._report import Report
+from model_components._rows import each_row
 
 _WITH_INPUT = (
     "an instruction that describes a task, paired with an input that provides further context"
@@ -111,13 +112,14 @@ def chat_template(row: Row) -> Example:
 def read_rows(
     source: str | Path | Iterable[Row], template: Template = alpaca_template
 ) -> list[Example]:
-    """Rows of a JSON list, of JSON lines or of any iterable, as ``prompt`` and ``completion``.
+    """Return the rows of a file or of any iterable as ``prompt`` and ``completion``.
 
     ``datasets.Dataset.from_list`` of them is what `trl.SFTTrainer` takes; it trains the completion
     and its end. Rows whose answer is empty are left out, with a warning that counts them.
 
     Args:
-        source: A file, or rows: with ``instruction``, ``output`` and perhaps ``input``, or with
+        source: A file of JSON, JSON lines, CSV or parquet, also gzipped; a hub id; a data set; or
+            rows: with ``instruction``, ``output`` and perhaps ``input``, or with
             ``messages``, or for a template of your own with any fields.
         template: `alpaca_template`, `chat_template` or your own.
 
@@ -134,13 +136,10 @@ def read_rows(
     """
     operation = "read_rows"
     name = str(source) if isinstance(source, (str, Path)) else "rows"
-    if isinstance(source, (str, Path)):
-        rows = _parsed(operation, source)
-    else:
-        rows = list(source)
+    numbered = list(each_row(source, operation))
     custom = template is not alpaca_template and template is not chat_template
     bad: dict[str, list[int]] = {}
-    for number, row in enumerate(rows, 1):
+    for number, row in numbered:
         why = _wrong_with(row, custom)
         if why is not None:
             bad.setdefault(why, []).append(number)
@@ -150,40 +149,18 @@ def read_rows(
             f"{operation}: {name}: {told}; expected instruction, output and perhaps input, or "
             "messages"
         )
-    templated = [_templated(operation, template, row, number) for number, row in enumerate(rows, 1)]
+    templated = [_templated(operation, template, row, number) for number, row in numbered]
     usable = [row for row in templated if _says_something(row["completion"])]
     if not usable:
-        raise ValueError(f"{operation}: {name}: none of {len(rows)} rows has an answer")
-    if len(usable) < len(rows):
+        raise ValueError(f"{operation}: {name}: none of {len(numbered)} rows has an answer")
+    empty = len(numbered) - len(usable)
+    if empty:
         warnings.warn(
-            f"{operation}: {name}: {len(rows) - len(usable)} of {len(rows)} rows have an empty "
-            "answer and are left out",
+            f"{operation}: {name}: {empty} of {len(numbered)} rows have an empty answer and are "
+            "left out",
             stacklevel=2,
         )
     return usable
-
-
-def _parsed(operation: str, path: str | Path) -> list[Row]:
-    if not Path(path).is_file():
-        raise ValueError(
-            f"{operation}: {path} is not there; expected a file of JSON, or of JSON lines"
-        )
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{operation}: {path} is not in UTF-8: {error}") from error
-    whole = text.lstrip().startswith("[")
-    rows = []
-    # JSON may hold what splitlines splits
-    for number, part in enumerate([text] if whole else text.split("\n"), 1):
-        try:
-            rows += [json.loads(part)] if part.strip() else []
-        except (json.JSONDecodeError, RecursionError) as error:
-            where = "" if whole else f"line {number}: "
-            raise ValueError(
-                f"{operation}: {path} is neither a JSON list nor JSON lines: {where}{error}"
-            ) from error
-    return rows[0] if whole else rows
 
 
 def _templated(operation: str, template: Template, row: Row, number: int) -> Example:
@@ -228,6 +205,8 @@ def _numbers(numbers: Sequence[int]) -> str:
 
 
 def _wrong_with(row: object, any_fields: bool) -> str | None:
+    if isinstance(row, ValueError):  # a line that could not be read
+        return str(row)
     if not isinstance(row, Mapping):
         return f"a {type(row).__name__}"
     if any_fields:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
-import json
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
 
-from model_components._hub import hub_id
 from model_components._report import Report
+from model_components._rows import each_row
 
 from ..choices import CLASSES
 from ..pairs import Pair, count_labels, said_by
@@ -101,9 +95,8 @@ def read_pairs(
     ``gen_a`` and ``gen_b``. A missing answer is an empty one.
 
     Args:
-        source: A ``.csv`` (by commas, semicolons or tabs), ``.json`` or ``.jsonl`` file, also with
-            ``.gz``; a ``.parquet`` file or a hub id such as ``owner/name``, which ``datasets``
-            reads; rows; or a pandas data frame.
+        source: A file of JSON, JSON lines, CSV (by commas, semicolons or tabs) or parquet, also
+            gzipped; a hub id such as ``owner/name``; a data set, a data frame, or rows.
         columns: Where rows have other names: from one of those above to the rows' own, as
             ``{"prompt": "question", "a": "first", "b": "second", "label": "better"}``.
         max_bad: Share of the rows that may be bad; they are left out and reported.
@@ -180,7 +173,7 @@ def each_pair(
         raise ValueError(
             f"read_pairs: columns names {odd[0]!r}; expected some of {', '.join(sorted(COLUMNS))}"
         )
-    for line, row in raw_rows(source):
+    for line, row in each_row(source, "read_pairs"):
         try:
             if isinstance(row, ValueError):
                 raise row
@@ -197,103 +190,3 @@ def _renamed(row: object, columns: Mapping[str, str]) -> object:
         raise ValueError(f"no {lost[0]!r} among {', '.join(map(str, row))}")
     rest = {name: value for name, value in row.items() if name not in columns.values()}
     return rest | {name: row[own] for name, own in columns.items()}
-
-
-def raw_rows(source: Any) -> Iterator[tuple[int, Any]]:
-    """Line numbers, from 1, and rows as they are; of JSON lines and CSV lines of the file.
-
-    Args:
-        source: As of `read_pairs`.
-
-    Yields:
-        A `ValueError` in place of a row that is none.
-
-    Raises:
-        ValueError: A file that cannot be read.
-    """
-    if hasattr(source, "iterrows"):  # pandas
-        source = source.to_dict("records")
-    if not isinstance(source, (str, Path)):
-        yield from enumerate(source, 1)
-        return
-    path = Path(source)
-    suffix = path.suffix.lower()
-    if not path.is_file():
-        if suffix in (*_READERS, ".parquet", ".gz") or hub_id(path) is None:
-            raise ValueError(f"read_pairs: there is no file {path}")
-        yield from enumerate(_of_datasets(str(source), str(source)), 1)
-        return
-    if suffix == ".parquet":
-        yield from enumerate(_of_datasets(str(path), "parquet", data_files=str(path)), 1)
-        return
-    kind = Path(path.stem if suffix == ".gz" else path.name).suffix.lower()
-    reader = _READERS.get(kind)
-    if reader is None:
-        if suffix == ".gz":
-            told = f"a {kind} in a .gz"
-        elif kind:
-            told = f"a {kind}"
-        else:
-            told = "a file without a suffix"
-        raise ValueError(
-            f"read_pairs: {path} is {told}; expected .parquet, or .csv, .json or .jsonl, these "
-            "also with .gz"
-        )
-    try:
-        with (
-            gzip.open(path, "rb") if suffix == ".gz" else path.open("rb") as raw,
-            io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file,
-        ):
-            yield from reader(file, path)
-    except (UnicodeDecodeError, gzip.BadGzipFile, zlib.error, EOFError, csv.Error) as error:
-        raise ValueError(f"read_pairs: {path} cannot be read: {error}") from error
-
-
-def _csv(file: IO[str], path: Path) -> Iterator[tuple[int, object]]:
-    csv.field_size_limit(1 << 30)
-    header = file.readline()
-    file.seek(0)
-    reader = csv.DictReader(file, delimiter=max(",;\t", key=header.count))
-    for row in reader:
-        more = row.pop(None, None)
-        yield (
-            reader.line_num,
-            ValueError(f"{len(more)} more fields than the header") if more else row,
-        )
-
-
-def _json(file: IO[str], path: Path) -> Iterator[tuple[int, object]]:
-    try:
-        rows = json.load(file)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"read_pairs: {path} cannot be read: {error}") from error
-    if not isinstance(rows, list):
-        raise ValueError(
-            f"read_pairs: {path} holds a {type(rows).__name__}, expected a list of rows"
-        )
-    yield from enumerate(rows, 1)
-
-
-def _json_lines(file: IO[str], path: Path) -> Iterator[tuple[int, object]]:
-    for number, line in enumerate(file, 1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except (ValueError, RecursionError) as error:
-                yield number, ValueError(f"no JSON ({getattr(error, 'msg', error)})")
-
-
-_READERS = {".csv": _csv, ".json": _json, ".jsonl": _json_lines}
-
-
-def _of_datasets(source: str, name: str, **options: Any) -> Iterable[object]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ImportError(
-            "read_pairs: this source needs datasets; pip install 'model-components[trl]'"
-        ) from error
-    try:
-        return load_dataset(name, split="train", **options)
-    except Exception as error:  # of the network, the hub or the data: all are told the same way
-        raise ValueError(f"read_pairs: {source} cannot be read by datasets: {error}") from error

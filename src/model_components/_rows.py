@@ -1,0 +1,183 @@
+"""The one reader of rows, for all packages.
+
+It reads JSON, JSON lines, CSV, TSV and parquet, also gzipped; data sets, data frames and hub ids.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from ._hub import hub_id
+
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
+"""Suffixes of files that hold rows; all but the last also with ``.gz`` after them."""
+
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # what PowerShell's redirection writes
+_LONGEST_FIELD = 1 << 30  # of a CSV file; Python's own limit is 128 kB, below a long answer
+_UNREADABLE = (UnicodeError, gzip.BadGzipFile, zlib.error, EOFError, csv.Error)
+
+
+def kind_of(path: Path) -> str:
+    """Return the suffix that says what a file holds, without ``.gz``.
+
+    >>> kind_of(Path("rows.JSONL.gz"))
+    '.jsonl'
+    """
+    name = path.stem if path.suffix.lower() == ".gz" else path.name
+    return Path(name).suffix.lower()
+
+
+def each_row(source: Any, operation: str) -> Iterator[tuple[int, Any]]:
+    """Yield numbers, from 1, and rows: line numbers in JSON lines and CSV, else places.
+
+    A file's JSON may be a list, or one value a line, whatever its suffix says. A UTF-8 or UTF-16
+    mark is skipped.
+
+    Args:
+        source: A path, a hub id that ``datasets`` reads, a ``datasets`` data set, a pandas data
+            frame, or any iterable of rows.
+        operation: The name that error messages begin with.
+
+    Yields:
+        Number and row. In the place of a line that cannot be read stands a `ValueError` that says
+        why, so that no row is lost without a word.
+
+    Raises:
+        ValueError: There is no such file, it is of another kind, or it cannot be read.
+        ImportError: The source needs ``datasets``, which is not installed.
+
+    >>> list(each_row([{"a": 1}, {"a": 2}], "read"))
+    [(1, {'a': 1}), (2, {'a': 2})]
+    """
+    if hasattr(source, "iterrows"):  # a pandas data frame
+        source = source.to_dict("records")
+    if isinstance(source, Mapping) or not isinstance(source, (str, Path, Iterable)):
+        raise ValueError(
+            f"{operation}: expected a file, a hub id or rows, got a {type(source).__name__}"
+        )
+    if not isinstance(source, (str, Path)):
+        yield from enumerate(source, 1)
+        return
+    path = Path(source)
+    if not path.is_file():
+        if kind_of(path) in SUFFIXES or path.suffix == ".gz" or hub_id(path) is None:
+            raise ValueError(f"{operation}: there is no file {path}")
+        yield from enumerate(_dataset(operation, str(source), str(source)), 1)
+    elif path.suffix.lower() == ".parquet":
+        rows = _dataset(operation, str(path), "parquet", data_files=str(path))
+        yield from enumerate(rows, 1)
+    else:
+        yield from _rows_of_file(path, operation)
+
+
+def read_text(path: Path, operation: str) -> str:
+    """Return the text of a file in UTF-8, or in UTF-16 with its mark, also gzipped.
+
+    Raises:
+        ValueError: It cannot be read.
+    """
+    try:
+        with _open_text(path) as file:
+            return file.read()
+    except _UNREADABLE as error:
+        raise ValueError(f"{operation}: {path} cannot be read: {error}") from error
+
+
+@contextlib.contextmanager
+def _open_text(path: Path) -> Iterator[IO[str]]:
+    opened: Any = gzip.open if path.suffix.lower() == ".gz" else open
+    with opened(path, "rb") as raw:
+        encoding = "utf-16" if raw.peek(2)[:2] in _UTF16 else "utf-8-sig"
+        # newline: JSON and CSV may hold line ends of their own, so that none is translated
+        with io.TextIOWrapper(raw, encoding=encoding, newline="") as file:
+            yield file
+
+
+def _rows_of_file(path: Path, operation: str) -> Iterator[tuple[int, Any]]:
+    kind = kind_of(path)
+    if kind not in SUFFIXES or kind == ".parquet":  # packed: parquet packs its own columns
+        raise ValueError(
+            f"{operation}: expected a file of {', '.join(SUFFIXES)}, also with .gz, got {path}"
+        )
+    try:
+        with _open_text(path) as file:
+            if kind in (".csv", ".tsv"):
+                yield from _csv_rows(file)
+            else:
+                yield from _json_rows(file, path, operation)
+    except _UNREADABLE as error:
+        raise ValueError(f"{operation}: {path} cannot be read: {error}") from error
+
+
+def _csv_rows(file: IO[str]) -> Iterator[tuple[int, object]]:
+    csv.field_size_limit(_LONGEST_FIELD)
+    header = file.readline()
+    file.seek(0)
+    reader = csv.DictReader(file, delimiter=max(",;\t", key=header.count))
+    for row in reader:
+        more = row.pop(None, None)
+        if more:
+            yield reader.line_num, ValueError(f"{len(more)} more fields than the header")
+        else:
+            yield reader.line_num, row
+
+
+def _json_rows(file: IO[str], path: Path, operation: str) -> Iterator[tuple[int, object]]:
+    """Yield the rows of a JSON list, of one JSON value, or of JSON lines."""
+    filled = (line for line in file if line.strip())
+    first = next(filled, "")
+    more = next(filled, None) is not None
+    file.seek(0)
+    value = _parsed(first)
+    if more and isinstance(value, ValueError):  # one value over several lines, or a bad first line
+        text = file.read()
+        file.seek(0)
+        value = _parsed(text)
+        more = isinstance(value, ValueError) and not text.lstrip().startswith("[")
+    if more:
+        yield from _json_lines(file)
+    elif isinstance(value, ValueError) and first:
+        raise ValueError(f"{operation}: {path} cannot be read: no JSON ({value.__cause__})")
+    elif isinstance(value, list):
+        yield from enumerate(value, 1)
+    elif first:
+        yield 1, value
+
+
+def _json_lines(file: IO[str]) -> Iterator[tuple[int, object]]:
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            yield number, _parsed(line)
+
+
+def _parsed(text: str) -> object:
+    """Return the JSON value of a text, or a `ValueError` that says why there is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        # without the place, so that lines with the same fault are counted together
+        failure = ValueError(f"no JSON ({getattr(error, 'msg', error)})")
+        failure.__cause__ = error
+        return failure
+
+
+def _dataset(operation: str, source: str, name: str, **options: Any) -> Iterable[object]:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ImportError(
+            f"{operation}: {source} needs datasets; pip install 'model-components[trl]'"
+        ) from error
+    try:
+        return load_dataset(name, split="train", **options)
+    except Exception as error:  # of the network, the hub or the data: all are reported alike
+        raise ValueError(f"{operation}: {source} cannot be read by datasets: {error}") from error

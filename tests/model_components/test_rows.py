@@ -1,0 +1,142 @@
+"""The one reader of rows: every variant of a file reads alike in every package, and no row is lost
+without a word."""
+
+import gzip
+import json
+
+import datasets
+import pandas
+import pytest
+
+from heads.lora import read_rows
+from heads.pairwise import read_pairs
+from kronecker import text_of
+from mergekit_lite.masks import TextExamples
+from model_components._rows import each_row
+from tests.support.models import save_tokenizer
+
+ROWS = [
+    {"instruction": "w1 w2", "output": "w3", "prompt": "w1 w2", "a": "w3", "b": "w4"},
+    {"instruction": "w5", "output": "w6\u2028w7, w8", "prompt": "w5", "a": "w6", "b": "w7"},
+]
+LINES = "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n"
+LIST = json.dumps(ROWS)
+CSV = pandas.DataFrame(ROWS).to_csv(index=False)
+MARK = "\ufeff"
+VARIANTS = {
+    "lines.jsonl": LINES.encode(),
+    "lines.json": LINES.encode(),
+    "list.json": LIST.encode(),
+    "list.jsonl": LIST.encode(),
+    "indented.json": json.dumps(ROWS, indent=1).encode(),
+    "lines.ndjson": LINES.encode(),
+    "UPPER.JSONL": LINES.encode(),
+    "blank.jsonl": LINES.replace("\n", "\n \n\n").encode(),
+    "windows.jsonl": LINES.replace("\n", "\r\n").encode(),
+    "unended.jsonl": LINES.rstrip().encode(),
+    "mark.jsonl": (MARK + LINES).encode(),
+    "mark.json": (MARK + LIST).encode(),
+    "wide.jsonl": LINES.encode("utf-16"),
+    "packed.jsonl.gz": gzip.compress(LINES.encode()),
+    "packed.json.gz": gzip.compress((MARK + LIST).encode()),
+    "commas.csv": CSV.encode(),
+    "mark.csv": (MARK + CSV).encode(),
+    "tabs.tsv": pandas.DataFrame(ROWS).to_csv(index=False, sep="\t").encode(),
+    "packed.csv.gz": gzip.compress(CSV.encode()),
+    "columns.parquet": None,
+    "data set": None,
+    "data frame": None,
+    "rows": None,
+}
+
+
+@pytest.fixture(params=VARIANTS)
+def source(request, tmp_path, monkeypatch):
+    """The same rows, as each kind of source."""
+    name = request.param
+    if name == "data set":
+        return datasets.Dataset.from_list(ROWS)
+    if name == "data frame":
+        return pandas.DataFrame(ROWS)
+    if name == "rows":
+        return iter(ROWS)
+    path = tmp_path / name
+    if name == "columns.parquet":
+        monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+        pandas.DataFrame(ROWS).to_parquet(path)
+    else:
+        path.write_bytes(VARIANTS[name])
+    return path
+
+
+def test_lora_reads_it(source):
+    expected = read_rows(ROWS)
+    assert read_rows(source) == expected
+
+
+def test_pairwise_reads_it(source):
+    pairs, report = read_pairs(source)
+    assert pairs == read_pairs(ROWS)[0]
+    assert (report.rows, report.kept) == (2, 2)
+
+
+def test_masks_read_it(source, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    save_tokenizer(tmp_path, ["<unk>", *(f"w{i}" for i in range(9))])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert TextExamples(source, tokenizer).examples == TextExamples(ROWS, tokenizer).examples
+
+
+def test_kronecker_reads_it(source):
+    if not hasattr(source, "read_text"):
+        pytest.skip("text_of reads files")
+    assert text_of(source) == "\n\n".join("\n".join(row.values()) for row in ROWS)
+
+
+def test_a_line_that_is_no_row_stands_in_its_place(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"a": \n\n{"a": 3}\n')
+    (_, first), (number, bad), (last, third) = each_row(tmp_path / "a.jsonl", "read")
+    assert (first, number, last, third) == ({"a": 1}, 2, 4, {"a": 3})
+    assert isinstance(bad, ValueError)
+    (tmp_path / "b.jsonl").write_text('{"a": \n{"a": 3}\n')
+    (_, bad), (_, good) = each_row(tmp_path / "b.jsonl", "read")
+    assert isinstance(bad, ValueError)
+    assert good == {"a": 3}
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n1,2,3\n")
+    (_, good), (number, bad) = each_row(tmp_path / "a.csv", "read")
+    assert good == {"a": "1", "b": "2"}
+    assert number == 3
+    assert "1 more fields than the header" in str(bad)
+
+
+def test_one_value_is_one_row(tmp_path):
+    (tmp_path / "a.json").write_text('{\n "a": [1,\n 2]\n}')
+    assert list(each_row(tmp_path / "a.json", "read")) == [(1, {"a": [1, 2]})]
+    (tmp_path / "a.json").write_text("")
+    assert list(each_row(tmp_path / "a.json", "read")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.json", b"[{]", r"read: .*a\.json cannot be read: no JSON"),
+        ("a.json", b'[\n{"a": 1},\n{]', r"read: .*a\.json cannot be read: .*line 3"),
+        ("a.json", b"[" * 10**5, r"read: .*a\.json cannot be read"),
+        ("a.jsonl", b'{"a": "\xff"}', r"read: .*a\.jsonl cannot be read"),
+        ("a.jsonl.gz", b"no", r"read: .*a\.jsonl\.gz cannot be read"),
+        ("a.txt", b"x", r"read: expected a file of \.json.*got .*a\.txt"),
+        ("a.parquet.gz", b"x", r"read: expected a file of .*got .*a\.parquet\.gz"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(name, content, said, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        list(each_row(tmp_path / name, "read"))
+
+
+def test_what_is_no_source_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"read: there is no file .*none\.jsonl"):
+        list(each_row(tmp_path / "none.jsonl", "read"))
+    for source in ({"train": []}, 3, None):
+        with pytest.raises(ValueError, match="read: expected a file, a hub id or rows, got a"):
+            list(each_row(source, "read"))

@@ -2,8 +2,10 @@
 
 import ast
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -129,3 +131,87 @@ print(len(commands), sorted({name.split(".")[0] for name in sys.modules}))
     count, names = done.stdout.split(" ", 1)
     assert int(count) >= 16
     assert not {"torch", "transformers", "numba", "peft"} & set(ast.literal_eval(names))
+
+
+# Packages of others come first: they would see a system that is neither.
+WINDOWS = """
+import fcntl as real, os, sys, types
+import numba, peft, psutil, torch, transformers
+from transformers import PreTrainedModel, Trainer
+
+def locking(descriptor, mode, count):
+    real.flock(descriptor, real.LOCK_EX | real.LOCK_NB)
+
+sys.modules["msvcrt"] = types.SimpleNamespace(locking=locking, LK_NBLCK=2)
+for name in ("fcntl", "resource"):
+    sys.modules[name] = None
+for name in ("O_DIRECTORY", "O_NOFOLLOW", "geteuid", "sched_getaffinity", "posix_fadvise"):
+    delattr(os, name)
+"""
+
+
+def test_packages_work_without_what_windows_lacks(tmp_path):
+    """Merge, stop, resume and prune in a process from which POSIX modules were removed."""
+    code = (
+        WINDOWS
+        + """
+import torch, transformers
+import heads.lora, heads.pairwise, kronecker, mergekit_lite, mergekit_lite.masks, thinker
+from model_components._folders import NewFolder, OutputError, is_begun
+from model_components._locks import FolderLock
+assert FolderLock.__name__ == "WindowsLock"
+from tests.support.models import save, tiny
+
+models = [save(tiny("llama", seed), f"model{seed}") for seed in range(2)]
+report = mergekit_lite.merge_models(models, "linear", weight=0.5, out="merged", progress=False)
+assert report.peak_memory > 1_000_000
+assert sorted(os.listdir()) == ["merged", "model0", "model1"]
+
+os.mkdir("empty")
+with NewFolder("empty", "write") as new:  # onto an empty folder
+    (new.folder / "part").write_text("x")
+assert os.listdir("empty") == ["part"]
+
+held = NewFolder("out", "write", resumable=True).open()
+(held.folder / "part").write_text("x")
+try:
+    NewFolder("out", "write", resumable=True).open()
+except OutputError as error:
+    assert "another run is writing it now" in str(error)
+else:
+    raise AssertionError("two runs have one folder")
+held.close()  # as a kill does
+assert is_begun("out")
+with NewFolder("out", "write", resumable=True) as again:
+    assert (again.folder / "part").read_text() == "x"
+assert os.listdir("out") == ["part"]
+
+os.mkdir(".other.partial")
+open(".other.partial/thesis", "w").close()
+try:
+    NewFolder("other", "write").open()
+except OutputError as error:
+    assert "not made by model-components" in str(error)
+else:
+    raise AssertionError("a folder that is not ours was taken")
+assert os.listdir(".other.partial") == ["thesis"]
+
+model = tiny("llama")
+batches = [torch.randint(3, 90, (4, 8))]
+kronecker.prune_(model, kronecker.PruneConfig(), calibration=batches, progress=False)
+kronecker.convert_(model, kronecker.LowRankConfig(keep=0.5), calibration=batches, progress=False)
+kronecker.save_pretrained(model, "small")
+kronecker.from_pretrained("small")
+"""
+    )
+    root = str(Path(__file__).parents[1])
+    paths = os.pathsep.join([root, *(path for path in sys.path if path)])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr

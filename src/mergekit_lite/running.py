@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import resource
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from model_components import __version__
+from model_components._devices import peak_memory
 from model_components._folders import NewFolder, OutputError, write_json
 
 from ._torch import Tensor, torch
@@ -148,8 +147,7 @@ def merge_to_folder(recipe: MergeRecipe, out: Path, run: Run) -> MergeReport:
         bytes_written=plan.bytes_written,
         seconds=time.perf_counter() - started,
         cpu_seconds=time.process_time() - cpu_started,
-        peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        * (1 if sys.platform == "darwin" else 1024),
+        peak_memory=peak_memory(),
         resumed=resumed,
         tensors=facts,
         notes=[*plan.notes, *engine.notes],

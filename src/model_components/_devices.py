@@ -1,11 +1,9 @@
-"""A device by its name, once something could be put there.
-
-It also warns of a dtype that a processor does not compute in.
-"""
+"""What a machine has: a device by its name, the dtypes it computes in, memory that was used."""
 
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from typing import TYPE_CHECKING
 
@@ -53,3 +51,16 @@ def warn_if_slow(operation: str, module: nn.Module) -> None:
             "instructions for; float32 is many times as fast here",
             stacklevel=3,
         )
+
+
+def peak_memory() -> int:
+    """Return the largest resident size of this process so far, in bytes."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil
+
+        used = psutil.Process().memory_info()
+        return getattr(used, "peak_wset", used.rss)
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else 1024 * largest

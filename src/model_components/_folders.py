@@ -15,8 +15,6 @@ file that was just created here, is ever removed.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import glob
 import json
 import os
@@ -29,8 +27,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from ._locks import FolderLock, NotOursError, PosixLock, WindowsLock
+
 _MARKER = ".made-by-model-components"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # some network file systems have none
 
 
 class OutputError(OSError, ValueError):
@@ -56,7 +55,7 @@ def check_new(out: str | os.PathLike[str], operation: str) -> Path:
         if path.is_symlink():
             raise OutputError(f"{to}: a symbolic link is there; name the folder that it leads to")
         if path.is_dir():
-            if path.samefile(os.curdir) or path.is_mount():
+            if path.samefile(os.curdir) or os.path.ismount(path):
                 raise OutputError(
                     f"{to}: this is the current folder or a mount; name a folder inside it"
                 )
@@ -135,7 +134,7 @@ class NewFolder:
         self.place = self.out.with_name(f".{self.out.name}.partial")
         self.folder = self.place / "result"
         self._to = f"{operation} to {self.out}"
-        self._lock: int | None = None
+        self._lock: PosixLock | WindowsLock | None = None
 
     def open(self) -> Self:
         """Make the hidden folder, or take over the one that an interrupted run left, and lock it.
@@ -169,25 +168,16 @@ class NewFolder:
             os.mkdir(self.place)  # 0777 less the umask
             created = True
         try:
-            self._lock = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            self._lock = FolderLock(self.place, _MARKER, created=created)
         except FileNotFoundError:
             return False
-        except OSError as error:
-            raise (
-                self._foreign() if error.errno in (errno.ENOTDIR, errno.ELOOP) else error
-            ) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except NotOursError:
+            raise self._foreign() from None
         except BlockingIOError:
             raise OutputError(f"{self._to}: another run is writing it now") from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
         if not self._has_its_name():
             self.close()
             return False
-        if not created and not self._is_marked():
-            raise self._foreign()
         return True
 
     def _foreign(self) -> OutputError:
@@ -199,23 +189,7 @@ class NewFolder:
     def _has_its_name(self) -> bool:
         """Return whether the folder that is locked still is the one of that name."""
         assert self._lock is not None
-        try:
-            return os.path.samestat(os.fstat(self._lock), os.lstat(self.place))
-        except FileNotFoundError:
-            return False
-
-    def _is_marked(self) -> bool:
-        """Return whether what an earlier run left is this user's, and marked or empty."""
-        assert self._lock is not None
-        owner = os.fstat(self._lock).st_uid
-        if owner != os.geteuid():
-            return False
-        if not os.listdir(self.place):
-            return True
-        with contextlib.suppress(OSError):
-            marker = os.lstat(self.place / _MARKER)
-            return stat.S_ISREG(marker.st_mode) and marker.st_uid == owner
-        return False
+        return self._lock.is_at(self.place)
 
     def _check_result(self) -> None:
         """Refuse a result that somebody has made a link, or a file."""
@@ -240,8 +214,7 @@ class NewFolder:
             raise self._foreign()
         self._check_result()
         try:
-            # onto nothing, or onto an empty folder; atomic, and follows no link
-            os.rename(self.folder, self.out)
+            _rename(self.folder, self.out)
         except OSError as error:
             (self.place / _MARKER).unlink(missing_ok=True)
             self.close()
@@ -259,6 +232,8 @@ class NewFolder:
         try:
             if self._lock is not None and self._has_its_name():
                 _empty(self.place, keep=[_MARKER])
+                if self._lock.holds_marker:
+                    self.close()
                 (self.place / _MARKER).unlink(missing_ok=True)
                 self.place.rmdir()
         finally:
@@ -267,10 +242,7 @@ class NewFolder:
     def close(self) -> None:
         """Let go of the lock; what is written stays for a later run."""
         if self._lock is not None:
-            with contextlib.suppress(OSError):
-                # a forked child may still hold the descriptor
-                fcntl.flock(self._lock, fcntl.LOCK_UN)
-            os.close(self._lock)
+            self._lock.release()
             self._lock = None
 
     def __enter__(self) -> Self:
@@ -295,6 +267,15 @@ class NewFolder:
             if nothing or not self.resumable:
                 self.discard()
         self.close()
+
+
+def _rename(folder: Path, out: Path) -> None:
+    """Rename a folder onto nothing or an empty folder, atomically; no link is followed."""
+    try:
+        os.rename(folder, out)
+    except FileExistsError:  # Windows renames onto nothing only
+        os.rmdir(out)  # fails where it is not empty
+        os.rename(folder, out)
 
 
 def _empty(folder: Path, keep: Collection[str]) -> None:
@@ -338,7 +319,7 @@ def new_file(path: str | os.PathLike[str], operation: str) -> Iterator[Path]:
             raise OutputError(
                 f"{to}: a folder, link or device is there, expected the name of a file"
             )
-        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))  # follows no link
         if mode is not None:
             os.chmod(part, mode)  # as the file that it replaces
     except OSError as error:

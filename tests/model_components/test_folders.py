@@ -440,7 +440,7 @@ def test_more_that_is_refused_before_work_starts(tmp_path, monkeypatch):
     ):
         with pytest.raises(OutputError, match=message):
             check_new(tmp_path / name, "merge")
-    monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "mount")
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "mount")
     with pytest.raises(OutputError, match="or a mount; name a folder inside it"):
         check_new(tmp_path / "mount", "merge")
 
@@ -450,7 +450,7 @@ def test_a_drive_without_locks_is_written_to_and_a_broken_one_is_not(tmp_path, m
     def refused(*given):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("model_components._folders.fcntl.flock", refused)
+    monkeypatch.setattr("fcntl.flock", refused)
     if number == errno.ENOLCK:
         save(tmp_path / "m")
         assert (tmp_path / "m" / "a").exists()

@@ -1,0 +1,132 @@
+"""Locks on folders that a run writes: `flock` on POSIX systems, a locked file on Windows.
+
+Both locks go with the process that holds them, so a killed run leaves none behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import importlib.util
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # some network file systems have none
+
+
+class NotOursError(Exception):
+    """What is there is no folder, or not one that a run of ours by this user left."""
+
+
+class PosixLock:
+    """The lock of a folder by its own descriptor, so that no file is needed.
+
+    Args:
+        folder: The folder.
+        marker: The name of the file that marks it as ours.
+        created: This process has just made it.
+
+    Raises:
+        FileNotFoundError: It is gone.
+        BlockingIOError: Another process holds the lock.
+        NotOursError: It is not ours.
+    """
+
+    holds_marker = False
+
+    def __init__(self, folder: Path, marker: str, *, created: bool):
+        try:
+            self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError as error:
+            if error.errno in (errno.ENOTDIR, errno.ELOOP):
+                raise NotOursError from None
+            raise
+        try:
+            self._lock()
+            if not created and self.is_at(folder) and not self._is_marked(folder, marker):
+                raise NotOursError
+        except BaseException:
+            self.release()
+            raise
+
+    def _lock(self) -> None:
+        import fcntl  # here and below: Windows has none
+
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+
+    def _is_marked(self, folder: Path, marker: str) -> bool:
+        """Return whether the folder is this user's, and marked or empty."""
+        owner = os.fstat(self._descriptor).st_uid
+        if owner != os.geteuid():
+            return False
+        return not os.listdir(folder) or is_file(folder / marker, owner)
+
+    def is_at(self, folder: Path) -> bool:
+        """Return whether the locked folder still is the one of that name."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.lstat(folder))
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Let go of the lock."""
+        import fcntl
+
+        with contextlib.suppress(OSError):
+            # closing is not enough: a forked child may still hold the descriptor
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)
+
+
+class WindowsLock:
+    """The lock of a folder by its marker, since Windows opens no folders.
+
+    Arguments and errors are those of `PosixLock`.
+    """
+
+    holds_marker = True  # and Windows removes no open file
+
+    def __init__(self, folder: Path, marker: str, *, created: bool):
+        msvcrt: Any = importlib.import_module("msvcrt")  # Any: its types exist on Windows only
+        if not stat.S_ISDIR(os.lstat(folder).st_mode):
+            raise NotOursError
+        if not created and os.listdir(folder) and not is_file(folder / marker):
+            raise NotOursError
+        self._marker = folder / marker
+        self._descriptor = os.open(self._marker, os.O_RDWR | os.O_CREAT)
+        try:
+            msvcrt.locking(self._descriptor, msvcrt.LK_NBLCK, 1)
+        except OSError as error:
+            os.close(self._descriptor)
+            raise BlockingIOError from error
+
+    def is_at(self, folder: Path) -> bool:
+        """Return whether the locked marker still is the one in the folder of that name."""
+        try:
+            there = os.lstat(folder / self._marker.name)
+            return os.path.samestat(os.fstat(self._descriptor), there)
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Let go of the lock, which closing does on Windows."""
+        os.close(self._descriptor)
+
+
+FolderLock = WindowsLock if importlib.util.find_spec("fcntl") is None else PosixLock
+
+
+def is_file(path: Path, owner: int | None = None) -> bool:
+    """Return whether a path is a regular file and no link, and this owner's if one is named."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and owner in (None, status.st_uid)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 from model_components._cli import ON_TERMINAL
 from model_components._devices import find_device
 from model_components._folders import NewFolder, check_new
+from model_components._model_folders import complete_folder, find_tokenizer
 from model_components._report import Report
-from model_components._tokenizers import find_tokenizer
 
 from .config import INITS, Config, KroneckerConfig, LowRankConfig, PruneConfig
 from .presets import PRESETS
@@ -48,7 +48,7 @@ def prune(
     import torch
 
     from .loading import calibration_of, load, tokens_of
-    from .storage.checkpoints import is_compressed
+    from .storage.checkpoints import is_compressed, smaller_card
     from .surgery.prune import prune_
 
     where = find_device(device, "prune")
@@ -72,8 +72,8 @@ def prune(
         for n, tensor in (*loaded.named_parameters(), *loaded.named_buffers()):
             tensor.data = tensor.data.to(stored.get(n, usual))
         loaded.save_pretrained(new.folder)
-        if (saved := _tokenizer(source)) is not None:
-            saved.save_pretrained(new.folder)
+        card = smaller_card(loaded, f"prune_(model, {config}, calibration=batches)")
+        complete_folder(new.folder, card, _tokenizer(source))
     asked = ""
     if "CausalLM" in type(loaded).__name__:
         asked = f"; what it cost: model-components compare {model} {out} --text FILE"
@@ -123,7 +123,7 @@ def convert(
     import torch
 
     from .loading import calibration_of, load, tokens_of
-    from .storage.checkpoints import write_files
+    from .storage.checkpoints import smaller_card, write_files
     from .surgery.convert import convert_
 
     where = find_device(device, "convert")
@@ -140,8 +140,8 @@ def convert(
         )
         new.clear()
         write_files(loaded, new.folder)
-        if (saved := _tokenizer(source)) is not None:
-            saved.save_pretrained(new.folder)
+        card = smaller_card(loaded, f"convert_(model, {config}, calibration=batches)")
+        complete_folder(new.folder, card, _tokenizer(source))
     print(
         f"{out} holds factors: kronecker.from_pretrained loads them, fold makes a stock model of "
         "them"

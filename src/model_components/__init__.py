@@ -1,17 +1,18 @@
 """The floor under `mergekit_lite`, `kronecker`, `thinker` and `heads`.
 
-Private but for the version and the doctor.
+Public are the version and `push_to_hub`, which uploads what any of them wrote.
 
 >>> import model_components
 >>> model_components.__version__.count(".")
 2
 
-``python -m model_components doctor`` looks whether the installation is whole.
+``model-components doctor`` looks whether the installation is whole.
 """
 
-from ._version import __version__
+import lazy_loader
+
 from .doctor import warn_of_overwritten
 
-__all__ = ["__version__"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 warn_of_overwritten()

@@ -1,14 +1,12 @@
-"""The hub: what a model is called there, and folders that become repositories."""
+"""What a model is called on the hub, and the folder that holds it here."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from ._folders import temporary_folder
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
@@ -122,45 +120,3 @@ def cached_commit(place: str | Path) -> tuple[str, str] | None:
     if match is None:
         return None
     return (match["id"].replace("--", "/", 1), match["commit"])
-
-
-def upload(
-    save: Callable[[Path], None],
-    repo_id: str,
-    *,
-    private: bool | None = None,
-    token: str | bool | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-    commit_message: str | None = None,
-) -> str:
-    """Upload what ``save`` writes into a folder, as one commit on the hub.
-
-    Args:
-        save: Called with an empty folder, which is removed afterwards.
-        repo_id: Made if there is none.
-        private: Whether a new repository is; None for what the account's owner has set.
-        token: Of the hub; None for the one that was saved by `hf auth login`.
-        revision: A branch, made if there is none.
-        create_pr: Propose the commit.
-        commit_message: Default says what uploaded it.
-
-    Returns:
-        The commit's address.
-    """
-    from huggingface_hub import HfApi
-
-    api = HfApi(token=token)
-    with temporary_folder() as folder:
-        save(folder)
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision is not None and not revision.startswith("refs/pr"):
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        commit = api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            revision=revision,
-            create_pr=create_pr,
-            commit_message=commit_message or "Upload by model-components",
-        )
-    return commit.commit_url

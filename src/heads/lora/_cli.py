@@ -7,8 +7,8 @@ from typing import Any
 
 from model_components._cli import ON_TERMINAL
 from model_components._hub import find_folder
+from model_components._model_folders import find_tokenizer
 from model_components._report import Report
-from model_components._tokenizers import find_tokenizer
 
 
 def _base(model: str) -> tuple[Path, Any]:

@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from transformers import AutoTokenizer
 
-from model_components._folders import make_folder, new_file
-from model_components._hub import hub_id, upload
+from model_components._folders import make_folder, new_file, temporary_folder
+from model_components._hub import hub_id
+from model_components._model_folders import CARD, card_of, push_to_hub
 
 from .checks import most_tokens
 from .config import PairwiseConfig
 from .judge import Judge
 from .packing import check_packing
 
-_CARD = "README.md"
 _FROM_HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
 
 
@@ -88,71 +87,45 @@ class SavedJudge(Judge):
             folder = make_folder(save_directory, "save_pretrained")
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
-            if report is not None or not os.path.lexists(folder / _CARD):
-                with new_file(folder / _CARD, "save_pretrained") as part:
-                    part.write_text(card_of(self.config, report), encoding="utf-8")
+            if report is not None or not os.path.lexists(folder / CARD):
+                with new_file(folder / CARD, "save_pretrained") as part:
+                    part.write_text(judge_card(self.config, report), encoding="utf-8")
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     def push_to_hub(  # pyrefly: ignore[bad-override]
-        self,
-        repo_id: str,
-        *,
-        report: object = None,
-        private: bool | None = None,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
-        commit_message: str | None = None,
+        self, repo_id: str, *, report: object = None, **options: Any
     ) -> str:
         """Upload what `save_pretrained` writes, as a repository of the hub.
 
         Args:
-            repo_id: Made if there is none.
+            repo_id: The repository, ``owner/name``; it is made if there is none.
             report: A `PairwiseReport` for the card.
-            private: Whether a new repository is.
-            token: Of the hub; None for the saved one.
-            revision: A branch.
-            create_pr: Propose the commit.
-            commit_message: Default says what uploaded it.
+            **options: Options of `model_components.push_to_hub`, such as ``private``.
 
         Returns:
             The commit's address.
         """
-
-        def save(folder: Path) -> None:
+        with temporary_folder() as folder:
             self.save_pretrained(folder, report=report)
-
-        return upload(
-            save,
-            repo_id,
-            private=private,
-            token=token,
-            revision=revision,
-            create_pr=create_pr,
-            commit_message=commit_message,
-        )
+            return push_to_hub(folder, repo_id, **options)
 
 
-def card_of(config: PairwiseConfig, report: Any = None) -> str:
-    """A README for a judge; it names no folder of this machine."""
+def judge_card(config: PairwiseConfig, report: Any = None) -> str:
+    """Return a card for a judge; it names no folder of this machine."""
     encoder: Any = config.encoder
-    base = hub_id(getattr(encoder, "_name_or_path", "") or "")
-    head: dict[str, object] = {
-        "library_name": "transformers",
-        "pipeline_tag": "text-ranking",
-        "tags": ["model-components", "pairwise", "preference-model"],
-    }
-    if base is not None:
-        head |= {"base_model": base}
-    lines = [
-        f"# A judge on {base or encoder.model_type}",
-        "Which of two answers to a prompt is better, or that they tie: the same verdict, whichever "
-        "is called A."
-        if config.link != "concat"
-        else (
+    base = getattr(encoder, "_name_or_path", "") or ""
+    if config.link == "concat":
+        purpose = (
             "Which of two answers to a prompt is better; the verdict can depend on which is called "
             "A."
-        ),
+        )
+    else:
+        purpose = (
+            "Which of two answers to a prompt is better, or that they tie: the same verdict, "
+            "whichever is called A."
+        )
+    parts = [
+        purpose,
         "```python\nfrom heads.pairwise import PairwiseModel  # pip install model-components\n\n"
         'judge = PairwiseModel.from_pretrained("this folder or repository")\n'
         'print(judge.predict(["Name a tool."], ["An axe."], ["No idea."]).probabilities)\n```',
@@ -160,6 +133,7 @@ def card_of(config: PairwiseConfig, report: Any = None) -> str:
         f"{', '.join(config.surface) or 'nothing'}; {config.max_tokens or 'any number of'} tokens "
         "at most.",
     ]
+    head: dict[str, Any] = {"pipeline_tag": "text-ranking"}
     if report is not None:
         judged = report.metrics
         named = {
@@ -169,13 +143,9 @@ def card_of(config: PairwiseConfig, report: Any = None) -> str:
         }
         metrics = [{"type": name, "value": round(float(value), 4)} for name, value in named.items()]
         where = {"name": f"{len(report.labels)} labelled pairs", "type": "pairs"}
-        head["model-index"] = [
-            {
-                "name": "judge",
-                "results": [
-                    {"task": {"type": "text-ranking"}, "dataset": where, "metrics": metrics}
-                ],
-            }
-        ]
-        lines += ["## What its verdicts are worth", f"```text\n{report}\n```"]
-    return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n" + "\n\n".join(lines) + "\n"
+        results = {"task": {"type": "text-ranking"}, "dataset": where, "metrics": metrics}
+        head["model-index"] = [{"name": "judge", "results": [results]}]
+        parts += ["## What its verdicts are worth", f"```text\n{report}\n```"]
+    title = f"A judge on {hub_id(base) or encoder.model_type}"
+    tags = ["pairwise", "preference-model"]
+    return card_of(title, parts, bases=[base], tags=tags, **head)

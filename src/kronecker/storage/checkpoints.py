@@ -22,6 +22,13 @@ from transformers.initialization import no_init_weights
 
 from model_components._folders import NewFolder, check_new, make_folder
 from model_components._hub import find_folder
+from model_components._model_folders import (
+    card_of,
+    complete_folder,
+    name_of,
+    shown_name,
+    tokenizer_of,
+)
 
 from ..config import PruneConfig, from_dict, to_dict
 from ..discovery.finding import COMPRESSED, mlps_if_any, put, set_parameters_
@@ -89,6 +96,20 @@ def save_pretrained(model: nn.Module, out: str | Path) -> None:
     refuse_fading(model, "save_pretrained")
     with NewFolder(out, "save_pretrained") as new:
         write_files(model, new.folder)
+        card = smaller_card(model, "save_pretrained(model, out)")
+        complete_folder(new.folder, card, tokenizer_of(model))
+
+
+def smaller_card(model: nn.Module, call: str) -> str:
+    """Return the card of a smaller model, which says what call wrote it."""
+    base = name_of(model)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    parts = [
+        f"A smaller {shown_name(base)}: {count:,} parameters.",
+        f"Made by `kronecker` with\n\n```python\n{call}\n```",
+    ]
+    title = f"{shown_name(base)}, smaller"
+    return card_of(title, parts, bases=[base], tags=["pruned", "compressed"])
 
 
 def own_saving_(model: nn.Module) -> None:
@@ -306,7 +327,7 @@ def fold(
     Args:
         model: A compressed transformers model, left as it is.
         out: A folder that does not exist or is empty.
-        tokenizer: Written beside the weights.
+        tokenizer: Written beside the weights; default: the one that the model was loaded with.
         batch: Arguments to run the model with, where neurons went and it reads neither tokens nor
             images.
 
@@ -337,5 +358,5 @@ def fold(
         stock.generation_config = model.generation_config
     with NewFolder(out, "fold") as new:
         stock.save_pretrained(new.folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(new.folder)
+        card = smaller_card(model, "fold(model, out)")
+        complete_folder(new.folder, card, tokenizer or tokenizer_of(model))

@@ -15,6 +15,7 @@ import yaml
 from model_components import __version__
 from model_components._folders import write_json
 from model_components._hub import cached_commit, hub_id
+from model_components._model_folders import card_of
 
 from ..files import CheckpointError, Source
 from ..files.headers import read_json
@@ -181,13 +182,6 @@ def _renamed(recipe: object, names: Callable[[str], str], key: str = "") -> obje
 def model_card(plan: MergePlan) -> str:
     """A README for the merged checkpoint; it names no folder of this machine."""
     ids_by_label = {source.label: _id_of(source) for source in plan.sources}
-    ids = list(dict.fromkeys(name for name in ids_by_label.values() if name is not None))
-    data: dict[str, object] = {
-        "library_name": "transformers",
-        "tags": ["merge", "mergekit-lite", "model-components"],
-    }
-    if ids:
-        data |= {"base_model": ids, "base_model_relation": "merge"}
     documents = list(yaml.safe_load_all(plan.recipe.to_yaml()))
     stages = {document.get("name") for document in documents}
 
@@ -204,10 +198,10 @@ def model_card(plan: MergePlan) -> str:
         [_renamed(d, names) for d in documents], sort_keys=False, allow_unicode=True
     )
     listed = "".join(f"- {names(label)}\n" for label in _labels(plan.recipe))
-    return (
-        f"---\n{yaml.safe_dump(data, sort_keys=False)}---\n# {plan.recipe.merge_method} merge\n\n"
-        f"Made by `mergekit_lite` from\n\n{listed}\nwith this recipe:\n\n```yaml\n{recipe}```\n"
-    )
+    bases = [ids_by_label[s.label] or str(s.folder or "") for s in plan.sources]
+    parts = [f"Made by `mergekit_lite` from\n\n{listed}\nwith this recipe:\n\n```yaml\n{recipe}```"]
+    title = f"{plan.recipe.merge_method} merge"
+    return card_of(title, parts, bases=bases, tags=["merge", "mergekit-lite"], relation="merge")
 
 
 def manifest(

@@ -23,6 +23,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from model_components._folders import NewFolder, check_new
+from model_components._model_folders import (
+    card_of,
+    complete_folder,
+    name_of,
+    shown_name,
+    tokenizer_of,
+)
 from model_components._report import Axes, Figure, Report, Table, bars
 
 from ..layers import lora_layers
@@ -120,7 +127,7 @@ def merge_lora(
         adapters: Which adapters; the active ones by default.
         dtype: Of the floating tensors written; the model's own by default.
         max_lost: The largest share of a layer's update that may be lost; None for any.
-        tokenizer: Written beside the weights.
+        tokenizer: Written beside the weights; default: the base's, where it is on this machine.
         max_shard_size: Of a file, bytes or ``"5GB"``.
         progress: Show a bar.
 
@@ -181,7 +188,9 @@ def merge_lora(
         )
     state = _state(base, merged, names, chosen)
     with NewFolder(out, operation) as new:
-        _write(new.folder, base, state, max_shard_size, tokenizer)
+        _write(new.folder, base, state, max_shard_size)
+        call = f"merge_lora(model, out, adapters={names}, dtype={stored!s})"
+        complete_folder(new.folder, _card(model, call), tokenizer or tokenizer_of(base))
     return MergeReport(new.out, str(stored).removeprefix("torch."), tuple(layers))
 
 
@@ -322,7 +331,6 @@ def _write(
     base: object,
     state: dict[str, Tensor],
     max_shard_size: int | str,
-    tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
     """A checkpoint by transformers' own saving, or the hub's for other models."""
     if isinstance(base, PreTrainedModel):
@@ -331,8 +339,16 @@ def _write(
     else:
         alone = {name: tensor.cpu().clone() for name, tensor in state.items()}
         save_torch_state_dict(alone, folder, max_shard_size=max_shard_size)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+
+
+def _card(model: PeftModel, call: str) -> str:
+    base = name_of(model.get_base_model())
+    parts = [
+        f"{shown_name(base)} with its LoRA adapters merged into the weights.",
+        f"Made by `heads.lora` with\n\n```python\n{call}\n```",
+    ]
+    title = f"{shown_name(base)}, tuned"
+    return card_of(title, parts, bases=[base], tags=["lora"], relation="finetune")
 
 
 def _stock(base: PreTrainedModel, state: dict[str, Tensor]) -> PreTrainedModel:

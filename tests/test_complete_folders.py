@@ -1,0 +1,128 @@
+"""Whatever writes a model folder writes a complete one: a pipeline loads it, and its card says what
+it was made from, and how."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, pipeline
+
+import kronecker
+from heads.lora import merge_lora, prepare_lora
+from mergekit_lite import merge_models
+from mergekit_lite.masks import Merger
+from model_components import push_to_hub
+from model_components._cli import main
+from tests.support.hub import fake_hub
+from tests.support.models import save_tokenizer, tiny
+
+WORDS = ["<unk>", *(f"w{i}" for i in range(95))]
+NEEDED = {
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
+
+
+@pytest.fixture
+def bases(tmp_path):
+    """Two models with tokenizers and cards that name a license."""
+    folders = [tmp_path / "private" / name for name in ("one", "two")]
+    for seed, folder in enumerate(folders):
+        tiny("llama", seed).save_pretrained(folder)
+        save_tokenizer(folder, WORDS)
+        (folder / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
+    (tmp_path / "texts.txt").write_text(" ".join(WORDS[1:] * 9))
+    return folders
+
+
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def merging(bases, out):
+    merge_models([*map(str, bases)], "linear", weight=0.5, out=out, progress=False)
+
+
+def baking(bases, out):
+    Merger.from_pretrained([*map(str, bases)]).bake(out, progress=False)
+
+
+def merging_lora(bases, out):
+    merge_lora(prepare_lora(loaded(bases[0]), LoraConfig()), out, progress=False)
+
+
+def pruning(bases, out):
+    command = ["prune", str(bases[0]), str(out), "--calibration", "texts.txt"]
+    assert main([*command, "--tokens", "200", "--context", "16"]) == 0
+
+
+def smaller(base):
+    model = loaded(base)
+    config = kronecker.LowRankConfig(keep=0.5)
+    batches = [torch.randint(3, 90, (4, 8))]
+    kronecker.convert_(model, config, calibration=batches, progress=False)
+    return model
+
+
+def folding(bases, out):
+    kronecker.fold(smaller(bases[0]), out)
+
+
+WRITERS = [merging, baking, merging_lora, pruning, folding]
+
+
+@pytest.mark.parametrize("write", WRITERS, ids=lambda writer: writer.__name__)
+def test_a_pipeline_loads_it_and_its_card_tells(write, bases, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(bases, Path("out"))
+    assert {path.name for path in Path("out").iterdir()} >= NEEDED
+    shutil.rmtree(tmp_path / "private")  # it needs nothing but itself
+    generate = pipeline("text-generation", "out", max_new_tokens=3, do_sample=False)
+    assert generate("w1 w2")[0]["generated_text"].startswith("w1 w2")
+    card = Path("out", "README.md").read_text()
+    _, head, text = card.split("---\n", 2)
+    fields = yaml.safe_load(head)
+    assert fields["license"] == "mit"
+    assert fields["library_name"] == "transformers"
+    assert "model-components" in fields["tags"]
+    assert "one" in text
+    assert "```" in text
+    assert "private" not in card
+    assert str(tmp_path) not in card
+
+
+def test_a_compressed_model_is_complete_too(bases, tmp_path):
+    kronecker.save_pretrained(smaller(bases[0]), tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= NEEDED | {"kronecker.json"}
+    assert kronecker.from_pretrained(tmp_path / "out").generation_config is not None
+
+
+def test_licenses_that_differ_are_left_to_a_person(bases, tmp_path):
+    (bases[1] / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    merging(bases, tmp_path / "out")
+    assert "license" not in (tmp_path / "out" / "README.md").read_text()
+    for card in ("# none", "---\n: [\n---\n", "---\nlicense: [a]\n---\n"):
+        (bases[1] / "README.md").write_text(card)
+        shutil.rmtree(tmp_path / "out")
+        merging(bases, tmp_path / "out")
+        assert "license" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_folder_is_uploaded_whole(bases, tmp_path, monkeypatch):
+    merging(bases, tmp_path / "out")
+    with fake_hub(monkeypatch) as hub:
+        said = push_to_hub(tmp_path / "out", "me/merged", private=True)
+    assert said.endswith("me/merged/commit/1")
+    made = hub.repositories["me/merged"]
+    asked = made["asked"]
+    assert asked.get("private") or asked.get("visibility") == "private"
+    assert set(made["files"]) == {path.name for path in (tmp_path / "out").iterdir()}
+    assert json.loads(made["files"]["config.json"])["model_type"] == "llama"

@@ -9,6 +9,8 @@ import pytest
 import torch
 import yaml
 from peft import LoraConfig
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, pipeline
 
 import kronecker
@@ -126,3 +128,21 @@ def test_a_folder_is_uploaded_whole(bases, tmp_path, monkeypatch):
     assert asked.get("private") or asked.get("visibility") == "private"
     assert set(made["files"]) == {path.name for path in (tmp_path / "out").iterdir()}
     assert json.loads(made["files"]["config.json"])["model_type"] == "llama"
+
+
+def test_a_newer_folder_is_refused_with_the_version_to_install(bases, tmp_path):
+    kronecker.save_pretrained(smaller(bases[0]), tmp_path / "small")
+    mark = tmp_path / "small" / "kronecker.json"
+    newer = {"format_version": 9, "made_with": "4.5.6"}
+    mark.write_text(json.dumps(json.loads(mark.read_text()) | newer))
+    said = r'has format 9, expected 1; pip install "model-components>=4\.5\.6"'
+    with pytest.raises(ValueError, match=said):
+        kronecker.from_pretrained(tmp_path / "small")
+    merger = Merger.from_pretrained([*map(str, bases)])
+    masks = merger.save_masks(tmp_path / "masks.safetensors")
+    with safe_open(masks, "pt") as file:
+        metadata = file.metadata()
+    stamped = {**metadata, "format_version": "9", "made_with": "4.5.6"}
+    save_file(load_file(masks), masks, stamped)
+    with pytest.raises(ValueError, match=said):
+        merger.load_masks(masks)

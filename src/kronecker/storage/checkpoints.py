@@ -21,6 +21,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 from transformers.initialization import no_init_weights
 
 from model_components._folders import NewFolder, check_new, make_folder
+from model_components._formats import check_format, stamp
 from model_components._hub import find_folder
 from model_components._model_folders import (
     card_of,
@@ -182,7 +183,7 @@ def write_files(
     # pyrefly: ignore[bad-argument-type]: a layer's config, though nn.Module says Module
     configs = {name: to_dict(layer.config) for name, layer in layers.items()}
     mark = {
-        "format": 1,
+        **stamp(1),
         "class": type(model).__name__,
         "layers": configs,
         "shapes": resized(model),
@@ -201,8 +202,7 @@ def read_files(folder: Path) -> tuple[dict, dict[str, Tensor]]:
     Tied ones come under each of their names.
     """
     mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
-    if mark.get("format") != 1:
-        raise ValueError(f"from_pretrained: {folder} has format {mark.get('format')}, expected 1")
+    check_format(mark, 1, f"from_pretrained: {folder}")
     try:
         tensors = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:

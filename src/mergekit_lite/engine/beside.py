@@ -12,8 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from model_components import __version__
 from model_components._folders import write_json
+from model_components._formats import stamp
 from model_components._hub import cached_commit, hub_id
 from model_components._model_folders import card_of
 
@@ -209,7 +209,7 @@ def manifest(
 ) -> dict[str, object]:
     """Describe what was merged, how, and hashes of what came out; equal after a resume."""
     return {
-        "made_by": f"mergekit_lite {__version__}",
+        **stamp(1),
         "recipe": plan.recipe.to_dict(),
         **(
             {"stages": [stage.to_dict() for stage in plan.recipe.stages()]}

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from model_components._folders import check_new, new_file
+from model_components._formats import check_format, stamp
 
 from ..dtypes import tensor_of
 from ..files import CheckpointError, DictSource, LoraSource, Source, open_source
@@ -27,7 +28,7 @@ from .low_rank import LowRankLinear, LowRankMaskedLinear
 from .masked_source import MaskedSource
 from .model import MaskedModel, StoredAs
 
-_FORMAT = "mergekit_lite masks 1"
+_FORMAT = "mergekit_lite masks"
 _OPTIONS = ("max_shard_size", "dtype", "threads", "resume", "progress")
 MASKS = "masks.safetensors"
 
@@ -36,6 +37,7 @@ def save_masks(merger: MaskedModel, path: Path) -> Path:
     """`Merger.save_masks`: beside the final name first, and renamed when whole."""
     metadata = {
         "format": _FORMAT,
+        **{key: str(value) for key, value in stamp(1).items()},
         "config": merger.mask_config.to_json(),
         "components": json.dumps(merger.labels),
         "sha256": json.dumps(merger.hashes()),
@@ -61,6 +63,7 @@ def _metadata(path: Path) -> dict[str, str]:
             f"load_masks: {path} holds no masks (format {metadata.get('format')!r}, expected "
             f"{_FORMAT!r})"
         )
+    check_format(metadata, 1, f"load_masks: {path}")
     return metadata
 
 

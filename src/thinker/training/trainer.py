@@ -17,6 +17,7 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from model_components._folders import new_file
+from model_components._formats import check_format, stamp
 from model_components._trainer import StepTrainer, TrainerOptions, bare_optimizer
 
 from ..config import is_whole
@@ -378,6 +379,7 @@ class ThinkerTrainer(StepTrainer):
         Each process has counts of its own.
         """
         state = {
+            **stamp(1),
             "data": self.data.state_dict(self.batches),
             "counts": self.tally.counts,
             "logged": self._logged,
@@ -393,6 +395,7 @@ class ThinkerTrainer(StepTrainer):
         """Go on from there; a process that was not there begins with the first one's state."""
         mine, first = (folder / self._state_name(rank) for rank in (self.args.process_index, 0))
         state = read_state(mine if mine.exists() else first)
+        check_format(state, 1, f"ThinkerTrainer: {folder}")
         carry = state["carry"] if mine.exists() else None  # the first one's is of other rows
         self.data.load_state_dict(state["data"])
         self.step_loss.load_state_dict(state["step_loss"])

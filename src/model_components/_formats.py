@@ -1,0 +1,46 @@
+"""The version of a file's format, so that an older library refuses a newer file by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ._version import __version__
+
+
+def stamp(version: int) -> dict[str, Any]:
+    """Return what a file says of its format: its version, and that of the library.
+
+    >>> sorted(stamp(1))
+    ['format_version', 'made_with']
+    """
+    return {"format_version": version, "made_with": __version__}
+
+
+def check_format(found: Mapping[str, Any], newest: int, operation: str) -> None:
+    """Check that a file is of a format that this version reads. One without a stamp is of 1.
+
+    Args:
+        found: The file's fields; text is read as a number.
+        newest: The newest version that is read.
+        operation: The operation and the file, with which the error begins.
+
+    Raises:
+        ValueError: It is newer, or no version at all.
+
+    >>> check_format({"format_version": 2, "made_with": "0.3.0"}, 1, "load: a.json")
+    Traceback (most recent call last):
+    ValueError: load: a.json has format 2, expected 1; pip install "model-components>=0.3.0"
+    """
+    version = found.get("format_version", 1)
+    try:
+        known = 1 <= int(version) <= newest
+    except (TypeError, ValueError):
+        known = False
+    if not known:
+        expected = "1" if newest == 1 else f"1 to {newest}"
+        made_with = found.get("made_with", "a newer version")
+        raise ValueError(
+            f"{operation} has format {version}, expected {expected}; "
+            f'pip install "model-components>={made_with}"'
+        )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import pipeline
 
 from mergekit_lite import METHODS, load_recipe
 from tests.heads.pairwise.support import DECODERS, PACKED, PADDED
@@ -83,7 +84,8 @@ def test_every_snippet_of_the_readme_runs_as_it_stands(users_files):  # noqa: F8
     for code in snippets:
         exec(re.sub(r"max_steps=\d+", "max_steps=2", code), {})
     for made in ("merged", "masked", "smaller", "tuned"):
-        assert Path("models", made, "model.safetensors").is_file()
+        generate = pipeline("text-generation", f"models/{made}", max_new_tokens=2)
+        assert generate("w1 w2")[0]["generated_text"].startswith("w1 w2")
 
 
 GRANULARITIES = ("scalar", "input", "output", "element")

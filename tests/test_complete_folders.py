@@ -135,7 +135,7 @@ def test_a_newer_folder_is_refused_with_the_version_to_install(bases, tmp_path):
     mark = tmp_path / "small" / "kronecker.json"
     newer = {"format_version": 9, "made_with": "4.5.6"}
     mark.write_text(json.dumps(json.loads(mark.read_text()) | newer))
-    said = r'has format 9, expected 1; pip install "model-components>=4\.5\.6"'
+    said = r'expected format 1, got 9; pip install "model-components>=4\.5\.6"'
     with pytest.raises(ValueError, match=said):
         kronecker.from_pretrained(tmp_path / "small")
     merger = Merger.from_pretrained([*map(str, bases)])

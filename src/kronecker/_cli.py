@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from model_components._cli import ON_TERMINAL
 from model_components._devices import find_device
 from model_components._folders import NewFolder, check_new
-from model_components._model_folders import complete_folder, find_tokenizer
+from model_components._model_folders import complete_folder, load_tokenizer
 from model_components._report import Report
 
 from .config import INITS, Config, KroneckerConfig, LowRankConfig, PruneConfig
@@ -32,18 +32,21 @@ def prune(
     device: str = "cpu",
     progress: bool = ON_TERMINAL,
 ) -> Report:
-    """Drop hidden neurons or blocks, and write a smaller stock model.
+    """Make a model smaller by removing hidden neurons or blocks.
+
+    The result loads with transformers alone.
 
     Args:
         model: Folder or hub id of a transformers model.
-        out: Folder to write; it must not exist or be empty.
+        out: Output folder: a new path, or an empty folder.
         config: What goes, and how the rest makes up for it.
-        calibration: Text, or .json or .jsonl of records with texts: what layers are fitted on.
-        tokens: Tokens of the text to use.
-        context: Tokens in a row.
+        calibration: Calibration set: a file of text, JSON, JSON lines, CSV, TSV or parquet, also
+            gzipped.
+        tokens: Number of tokens to read from the text.
+        context: Length of each sequence, in tokens.
         tokenizer: Folder or hub id; default: the model's own.
-        device: Where to compute.
-        progress: Show a progress bar.
+        device: Device that computes, such as cpu or cuda.
+        progress: Show a progress bar; default: only on a terminal.
     """
     import torch
 
@@ -54,10 +57,14 @@ def prune(
     where = find_device(device, "prune")
     new = NewFolder(out, "prune", resumable=True)
     if is_compressed(model):
-        raise ValueError(f"prune: {model} holds a compressed model, expected a stock one")
+        raise ValueError(
+            f"prune: expected an ordinary transformers model, got the compressed model {model}"
+        )
     loaded = load(model, where)
-    stored = {n: t.dtype for n, t in (*loaded.named_parameters(), *loaded.named_buffers())}
-    usual = loaded.dtype
+    # prune_ computes in float32; afterwards each tensor gets the dtype that it was loaded in
+    tensors = (*loaded.named_parameters(), *loaded.named_buffers())
+    loaded_dtypes = {name: tensor.dtype for name, tensor in tensors}
+    model_dtype = loaded.dtype
     source = tokenizer or model
     rows = tokens_of(calibration, source, [loaded], tokens=tokens, context=context)
     with new, torch.no_grad():
@@ -69,15 +76,15 @@ def prune(
             progress=progress,
         )
         new.clear()
-        for n, tensor in (*loaded.named_parameters(), *loaded.named_buffers()):
-            tensor.data = tensor.data.to(stored.get(n, usual))
+        for name, tensor in (*loaded.named_parameters(), *loaded.named_buffers()):
+            tensor.data = tensor.data.to(loaded_dtypes.get(name, model_dtype))
         loaded.save_pretrained(new.folder)
         card = smaller_card(loaded, f"prune_(model, {config}, calibration=batches)")
-        complete_folder(new.folder, card, _tokenizer(source))
-    asked = ""
+        complete_folder(new.folder, card, _tokenizer_or_note(source))
+    hint = ""
     if "CausalLM" in type(loaded).__name__:
-        asked = f"; what it cost: model-components compare {model} {out} --text FILE"
-    print(f"{out} is a stock model{asked}")
+        hint = f"; measure its loss: model-components compare {model} {out} --text FILE"
+    print(f"{out} is a stock model{hint}")
     return report
 
 
@@ -99,25 +106,27 @@ def convert(
     device: str = "cpu",
     progress: bool = ON_TERMINAL,
 ) -> Report:
-    """Compress a model's MLPs by low rank or Kronecker sums, and write it.
+    """Compress a model with low-rank or Kronecker factors.
 
-    Expects one of --preset, --b-shape and --low-rank.
+    Give exactly one of --preset, --b-shape and --low-rank.
 
     Args:
         model: Folder or hub id of a transformers model.
-        out: Folder to write; it must not exist or be empty.
-        preset: A name of `kronecker.PRESETS`, for GPT-2 124M.
-        b_shape: Rows and columns of the second factor of Kronecker sums.
-        low_rank: Share of the parameters that two thin matrices keep.
-        layers: Patterns of names instead of the MLPs, such as '*embed_tokens'.
-        rank: Terms of a Kronecker sum; default: 1.
-        init: Where Kronecker factors start; default: sequential.
-        calibration: Text, or .json or .jsonl of records with texts: what layers are fitted on.
-        tokens: Tokens of the text to use.
-        context: Tokens in a row.
+        out: Output folder: a new path, or an empty folder.
+        preset: A configuration for GPT-2 124M, such as gpt2-82m. An unknown name prints the list.
+        b_shape: Rows and columns of B in the Kronecker product A x B that replaces a weight.
+        low_rank: Fraction of each weight's parameters to keep, as a product of two matrices.
+        layers: Name patterns of layers to compress instead of the MLPs, such as '*embed_tokens'.
+        rank: Number of Kronecker products that are added for one weight; default: 1.
+        init: Method that computes the first factors; default: sequential, which needs
+            --calibration.
+        calibration: Calibration set: a file of text, JSON, JSON lines, CSV, TSV or parquet, also
+            gzipped.
+        tokens: Number of tokens to read from the text.
+        context: Length of each sequence, in tokens.
         tokenizer: Folder or hub id; default: the model's own.
-        device: Where to compute.
-        progress: Show a progress bar.
+        device: Device that computes, such as cpu or cuda.
+        progress: Show a progress bar; default: only on a terminal.
     """
     config = _conversion(preset, b_shape, low_rank, layers, rank, init)
     import torch
@@ -141,10 +150,10 @@ def convert(
         new.clear()
         write_files(loaded, new.folder)
         card = smaller_card(loaded, f"convert_(model, {config}, calibration=batches)")
-        complete_folder(new.folder, card, _tokenizer(source))
+        complete_folder(new.folder, card, _tokenizer_or_note(source))
     print(
-        f"{out} holds factors: kronecker.from_pretrained loads them, fold makes a stock model of "
-        "them"
+        f"{out} is a compressed model: load it with kronecker.from_pretrained, or run "
+        "model-components fold"
     )
     return report
 
@@ -174,7 +183,9 @@ def _conversion(
         if preset not in PRESETS:
             raise ValueError(f"convert: --preset must be one of {', '.join(PRESETS)}, got {preset}")
         if layers:
-            raise ValueError("convert: a preset names its layers itself; leave out --layers")
+            raise ValueError(
+                "convert: expected --preset without --layers (it names its layers), got both"
+            )
         return PRESETS[preset]
     config: Config
     if low_rank is not None:
@@ -184,19 +195,20 @@ def _conversion(
     return dict.fromkeys(layers, config) if layers else config
 
 
-def _tokenizer(source: str) -> PreTrainedTokenizerBase | None:
-    found = find_tokenizer(source)
+def _tokenizer_or_note(source: str) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of a folder or hub id; print a note if there is none."""
+    found = load_tokenizer(source)
     if found is None:
-        print(f"kronecker: {source} has no tokenizer to copy")
+        print(f"kronecker: {source} has no tokenizer, so none is written")
     return found
 
 
 def fold(model: str, out: Path, /) -> str:
-    """Write the smallest stock checkpoint of a compressed model.
+    """Turn a model that convert wrote into the smallest ordinary transformers checkpoint.
 
     Args:
         model: Folder that convert wrote.
-        out: Folder to write; it must not exist or be empty.
+        out: Output folder: a new path, or an empty folder.
     """
     from .loading import load
     from .storage import checkpoints
@@ -204,7 +216,7 @@ def fold(model: str, out: Path, /) -> str:
 
     check_new(out, "fold")
     compressed = load(model)
-    checkpoints.fold(compressed, out, tokenizer=_tokenizer(model))
+    checkpoints.fold(compressed, out, tokenizer=_tokenizer_or_note(model))
     return (
         f"{out} is a stock model of {num_parameters(load(str(out))):,} parameters, "
         f"{num_parameters(compressed):,} in {model}"
@@ -225,13 +237,13 @@ def compare(
     """Compare models by parameters, perplexity and speed.
 
     Args:
-        models: Folders, compressed or not.
-        text: Text, or .json or .jsonl of records with texts; each file is a column.
+        models: Folders or hub ids of models, compressed or not.
+        text: Held-out texts, in the formats of --calibration. Each file becomes a column.
         stride: Tokens between the starts of overlapping windows.
-        tokens: Tokens of each text to use.
-        context: Tokens in a row.
+        tokens: Number of tokens to read from each text.
+        context: Length of each sequence, in tokens.
         tokenizer: Folder or hub id; default: the first model's own.
-        device: Where to compute.
+        device: Device that computes, such as cpu or cuda.
     """
     import torch
 

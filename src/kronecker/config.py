@@ -229,19 +229,18 @@ class PruneConfig(_Config):
     """Settings of pruning: what is dropped, and how what stays makes up for it.
 
     Args:
-        keep: Share of the hidden neurons, or of the blocks, that stays (default: half); in `prune_`
-            all layers keep the same number, so that the result is a stock model.
-        granularity: What goes: ``"neuron"``, hidden neurons of the MLPs, or ``"block"``, whole
-            blocks.
-        budget: Parameters of the whole model instead of ``keep``.
-        refit: What is fitted towards the original's outputs: ``"writing"``: the matrix that writes
-            the block's width, by least squares in closed form; ``"all"``: then also those that feed
-            it, by descent on the same error, layer by layer; ``"none"``: nothing.
-        epochs: Epochs of that descent over the calibration tokens.
-        multiple_of: Numbers of neurons are rounded to a multiple of this (those of experts also to
-            one of 8).
-        ridge: What the fit in closed form adds to the inputs' second moments, as a share of their
-            mean; it pulls towards the matrix as it was.
+        keep: Fraction of hidden neurons, or of blocks, to keep; default: 0.5. Every layer keeps the
+            same number, so that transformers alone loads the result.
+        granularity: neuron (hidden neurons of the MLPs) or block (whole blocks).
+        budget: Number of parameters of the whole model; give it instead of keep.
+        refit: Weights that are fitted again to the original's outputs. writing: the matrix that
+            writes to the block's output, by least squares. all: then also the matrices before it,
+            by gradient descent. none: no weights.
+        epochs: Passes over the calibration tokens in that gradient descent.
+        multiple_of: Round the number of neurons to a multiple of this. The neurons of experts are
+            also rounded to a multiple of 8.
+        ridge: Ridge penalty of the least squares, as a fraction of the inputs' mean second moment.
+            It pulls towards the original matrix.
 
     Raises:
         ValueError: A value out of range.

@@ -1,4 +1,4 @@
-"""Load what commands work on: models, compressed or not, and the tokens of a text."""
+"""Load the inputs of the commands: models, compressed or not, and batches of tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load(name: str, device: str = "cpu") -> PreTrainedModel:
         device: Where to put it.
 
     Raises:
-        ValueError: There is no whole model of that name.
+        ValueError: No whole model can be loaded from this name.
     """
     name = str(find_folder(name, operation="kronecker"))
     if is_compressed(name):
@@ -73,11 +73,11 @@ def tokens_of(
     """Return batches of token ids from the beginning of a text.
 
     Args:
-        file: What `text_of` reads.
+        file: A file of text, or of rows with texts.
         tokenizer: Folder or hub id.
-        models: Rows are not longer than these have positions for.
-        tokens: How many to take.
-        context: The length of a row.
+        models: Rows are not longer than these models have positions for.
+        tokens: Number of tokens to read.
+        context: The largest length of a row.
 
     Raises:
         ValueError: There is no tokenizer.
@@ -98,12 +98,12 @@ def tokens_of(
 
 
 def calibration_of(rows: list[Tensor], model: PreTrainedModel) -> list[object]:
-    """Return batches that a model is run on; an encoder-decoder reads the text on both sides."""
+    """Return calibration inputs of a model. An encoder-decoder gets the text on both sides."""
     if model.config.is_encoder_decoder:
         return [{"input_ids": ids, "decoder_input_ids": ids} for ids in rows]
     return list(rows)
 
 
 def context_of(models: Sequence[PreTrainedModel], context: int) -> int:
-    """Return the length of rows that all models have positions for, at most ``context``."""
-    return min([context, *(most for model in models if (most := positions_of(model)))])
+    """Return ``context``, or the smallest number of positions of the models if that is less."""
+    return min([context, *(limit for model in models if (limit := positions_of(model)))])

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from model_components._cli import GOES_ON, ON_TERMINAL
+from model_components._cli import CONTINUE_HINT, ON_TERMINAL
 from model_components._report import Report
 
 Pickle = Literal["weights_only"]
@@ -57,25 +57,25 @@ def merge(
 
     Args:
         recipe: YAML file.
-        out: Folder to write; it must not exist or be empty.
-        calibration: Text or JSON files, one of each model's data in order, for regmean and
-            regmean++.
-        device: Where to compute.
-        impl: fused runs compiled kernels, eager torch functions, auto kernels where it can.
-        seed: Seed of methods that draw.
-        threads: Blocks in work at once; default: one a core, at most 8.
-        max_shard_size: Largest weight file.
-        allow_pickle: weights_only admits pickled .bin checkpoints.
-        trust_remote_code: Copy a model's own Python files, too.
-        resume: Finish an interrupted run of the same merge.
-        progress: Show a progress bar.
-        cuda: As mergekit's users write it; use --device cuda.
+        out: Output folder: a new path, or an empty folder.
+        calibration: Files of text or rows for regmean and regmean++: one for each model, in the
+            recipe's order.
+        device: Device that computes, such as cpu or cuda.
+        impl: fused: compiled kernels. eager: torch functions. auto: fused where there is a kernel.
+        seed: Random seed of methods that use random numbers.
+        threads: Number of blocks computed at the same time; default: one per core, at most 8.
+        max_shard_size: Largest size of one weight file.
+        allow_pickle: weights_only also reads pickled .bin checkpoints.
+        trust_remote_code: Also copy the model's own Python files.
+        resume: Continue an interrupted run of the same merge.
+        progress: Show a progress bar; default: only on a terminal.
+        cuda: Use --device cuda; this flag of mergekit's only tells you so.
     """
     from .functional import merge_models
     from .recipe import load_recipe
 
     if cuda:
-        raise ValueError("merge: --cuda is --device cuda here")
+        raise ValueError("merge: expected --device cuda, got --cuda")
     with _all_processes():
         report = merge_models(
             load_recipe(recipe),
@@ -98,12 +98,12 @@ def merge(
 def plan(
     recipe: Path, /, *, max_shard_size: str = "5GB", allow_pickle: Pickle | None = None
 ) -> Report:
-    """Check a recipe, and print what its merge would read, write and hold.
+    """Check a recipe, and print the files and the memory that its merge needs.
 
     Args:
         recipe: YAML file.
-        max_shard_size: Largest weight file.
-        allow_pickle: weights_only admits pickled .bin checkpoints.
+        max_shard_size: Largest size of one weight file.
+        allow_pickle: weights_only also reads pickled .bin checkpoints.
     """
     from .functional import parse_size
     from .planning import make_plan
@@ -114,11 +114,11 @@ def plan(
 
 
 def learn(config: Path, out: Path, /, *, progress: bool = ON_TERMINAL) -> Report:
-    """Learn a merge by masks as a YAML file says, bake it and compare it.
+    """Learn masks that merge models, write the merged model and compare it with other merges.
 
     Args:
         config: YAML file: components, data, masks, kl, training, compare.
-        out: Folder to write; it must not exist or be empty.
+        out: Output folder: a new path, or an empty folder.
         progress: Show progress bars and the first example of each task.
     """
     from .masks.run import run_masks
@@ -128,7 +128,7 @@ def learn(config: Path, out: Path, /, *, progress: bool = ON_TERMINAL) -> Report
         return run_masks(MaskRun.from_yaml(config), out, progress=progress)
     except KeyboardInterrupt:
         begun = any(out.with_name(f"{out.name}.training").glob("checkpoint-*"))
-        raise KeyboardInterrupt(GOES_ON if begun else "") from None
+        raise KeyboardInterrupt(CONTINUE_HINT if begun else "") from None
 
 
 def extract(
@@ -144,18 +144,18 @@ def extract(
     allow_pickle: Pickle | None = None,
     progress: bool = ON_TERMINAL,
 ) -> Report:
-    """Write the LoRA adapter that is nearest to what tuning changed.
+    """Extract the LoRA adapter that is closest to the change from a base to its tuned model.
 
     Args:
         model: Folder or hub id of the tuned model.
-        base: What it was tuned from.
-        out: Folder to write; it must not exist or be empty.
-        rank: Largest rank of a module.
-        energy: Share of a change's squared norm that is enough.
-        dtype: Dtype of the factors; default: the model's.
-        save_others: Save changed embeddings, heads and norms whole.
-        allow_pickle: weights_only admits pickled .bin checkpoints.
-        progress: Show a progress bar.
+        base: Folder or hub id of the base model.
+        out: Output folder: a new path, or an empty folder.
+        rank: Largest rank of the adapter in any layer.
+        energy: Use a smaller rank where it keeps this fraction of a change's squared norm.
+        dtype: Dtype of the adapter's weights; default: the tuned model's.
+        save_others: Also save changed embeddings, heads and norms, at full size.
+        allow_pickle: weights_only also reads pickled .bin checkpoints.
+        progress: Show a progress bar; default: only on a terminal.
     """
     from .adapters import extract_lora
 

@@ -29,13 +29,13 @@ from ._report import plain
 
 GROUP = "model_components.commands"
 """The group of entry points; a dot in a name separates a group of commands from its command."""
-GOES_ON = "the same command goes on from here"
+CONTINUE_HINT = "run the same command again to continue"
 ON_TERMINAL = sys.stderr.isatty()
 """Whether someone watches: the default of ``progress``."""
 
-_OWN = {"doctor": "model_components.doctor:doctor"}  # known even if our metadata is damaged
-_SHARED = """Every command also takes --json (print the result as JSON) and --config FILE (YAML
-with values of flags; flags on the command line come after it, so they win)."""
+_BUILT_IN = {"doctor": "model_components.doctor:doctor"}  # known even if our metadata is damaged
+_SHARED_HELP = """Every command also takes --json (print the result as JSON) and --config FILE (read
+flags from a YAML file; a flag on the command line overrides the file)."""
 
 
 def main(
@@ -58,7 +58,7 @@ def main(
     words = list(sys.argv[1:] if arguments is None else arguments)
     if commands is None:
         found = importlib.metadata.entry_points(group=GROUP)
-        commands = {entry.name: entry.value for entry in found} | _OWN
+        commands = {entry.name: entry.value for entry in found} | _BUILT_IN
     if words == ["--version"]:
         print(f"{program} {__version__}")
         return 0
@@ -72,7 +72,7 @@ def main(
 def _command_of(
     words: list[str], program: str, commands: Mapping[str, str]
 ) -> tuple[str, list[str]]:
-    """Return the command that the first words name, and the words after them."""
+    """Split the words into a command's name and its arguments; without one, print help and exit."""
     name = ""
     for number, word in enumerate(words, 1):
         if word in ("-h", "--help"):
@@ -81,9 +81,11 @@ def _command_of(
         if name in commands:
             return name, words[number:]
         if not any(known.startswith(f"{name}.") for known in commands):
-            near = difflib.get_close_matches(name, commands, 1)
-            hint = f"; perhaps {near[0].replace('.', ' ')}" if near else ""
-            print(f"{program}: there is no command {name!r}{hint}; see --help", file=sys.stderr)
+            matches = difflib.get_close_matches(name, commands, 1)
+            hint = f" (did you mean {matches[0].replace('.', ' ')}?)" if matches else ""
+            asked = f"unknown command {name.replace('.', ' ')!r}{hint}"
+            told = "--help lists all commands; flags come after a command"
+            print(f"{program}: {asked}; {told}", file=sys.stderr)
             sys.exit(2)
     _print_commands(name, program, commands)
     sys.exit(0 if words[-1:] in (["-h"], ["--help"]) else 2)
@@ -91,7 +93,7 @@ def _command_of(
 
 def _print_commands(group: str, program: str, commands: Mapping[str, str]) -> None:
     """Print the commands of a group, or all, each with the first line of its docstring."""
-    print(f"usage: {program} COMMAND ...\n\ncommands, each with --help:")
+    print(f"usage: {program} COMMAND ...\n\nCommands (COMMAND --help explains one):")
     for name in sorted(commands):
         if not group or name.startswith(f"{group}."):
             purpose = inspect.getdoc(pkgutil.resolve_name(commands[name])) or ""
@@ -99,7 +101,7 @@ def _print_commands(group: str, program: str, commands: Mapping[str, str]) -> No
 
 
 def _shared_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Take the flags of every command out of the words; a file's values come before the rest."""
+    """Split --json and --config, which every command takes, from the other words."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--config", type=Path)
@@ -111,17 +113,21 @@ def _words_of(path: Path) -> list[str]:
     """Return the command-line words for the values in a YAML file.
 
     Raises:
-        ValueError: It is not a YAML mapping.
+        ValueError: The file cannot be read, or is not a YAML mapping.
     """
     import yaml  # only where a file is named
 
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"--config: {path} cannot be read ({error.strerror})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config: {path} is not YAML ({error})") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"--config: expected YAML in {path}, got an error: {reason}") from error
     if not isinstance(values, Mapping):
         raise ValueError(
-            f"--config: expected names of flags and values in {path}, got {type(values).__name__}"
+            f"--config: expected a YAML mapping of flags to values in {path}, got "
+            f"{type(values).__name__}"
         )
     words = []
     for name, value in values.items():
@@ -143,24 +149,35 @@ def _bindable(function: Callable[..., object]) -> Callable[..., functools.partia
     So errors of the command line and of the work stay apart. Positional parameters are shown by
     their names; the fields of a config are flags themselves, without the parameter's name.
     """
-    import tyro  # after the command's name is known to be right
+    import docstring_parser  # both after the command's name is known to be right
+    import tyro
 
     def bind(*args: object, **kwargs: object) -> functools.partial[object]:
         return functools.partial(function, *args, **kwargs)
 
     hints: dict[str, Any] = get_type_hints(function)
     signature = inspect.signature(function)
+    described = docstring_parser.parse(inspect.getdoc(function) or "").params
+    helps = {param.arg_name: " ".join((param.description or "").split()) for param in described}
     for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.POSITIONAL_ONLY:
-            hints[name] = Annotated[hints[name], tyro.conf.arg(metavar=name.upper())]
-        elif is_dataclass(hints[name]):
-            hints[name] = Annotated[hints[name], tyro.conf.arg(name="")]
+        if is_dataclass(hints[name]):
+            options = tyro.conf.arg(name="")
+        elif parameter.kind is parameter.POSITIONAL_ONLY:
+            options = tyro.conf.arg(metavar=name.upper(), help=helps[name], help_behavior_hint="")
+        else:
+            options = tyro.conf.arg(help=helps[name], help_behavior_hint=_default_hint)
+        hints[name] = Annotated[hints[name], options]
     parameters = [p.replace(annotation=hints[n]) for n, p in signature.parameters.items()]
     # not functools.wraps: tyro would look through it, at the annotations of the function itself
     bind.__dict__["__signature__"] = signature.replace(parameters=parameters)
     bind.__annotations__ = hints
     bind.__doc__ = function.__doc__
     return bind
+
+
+def _default_hint(default: str) -> str:
+    """Return what help says of a default; nothing for None and (), whose meaning the help names."""
+    return "" if default in ("None", "") else f"(default: {default})"
 
 
 def _run(
@@ -175,7 +192,7 @@ def _run(
             words = [*_words_of(shared.config), *words]
         function = pkgutil.resolve_name(command)
         purpose = (inspect.getdoc(function) or "").split("Args:")[0].strip()
-        description = f"{purpose}\n\n{_SHARED}"
+        description = f"{purpose}\n\n{_SHARED_HELP}"
         called = f"{program} {name.replace('.', ' ')}"
         work = tyro.cli(_bindable(function), prog=called, args=words, description=description)
         with contextlib.redirect_stdout(sys.stderr):  # stdout holds the result and nothing else
@@ -186,20 +203,19 @@ def _run(
         print(f"{program}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
-        kept = str(stop) or (_goes_on(work) if work is not None else "")
-        print(
-            f"{program}: stopped; {kept or 'nothing was kept, the same command begins anew'}",
-            file=sys.stderr,
-        )
+        hint = str(stop) or (_continue_hint(work) if work is not None else "")
+        if not hint:
+            hint = "no work was saved, so the same command starts over"
+        print(f"{program}: stopped; {hint}", file=sys.stderr)
         return 130
     return int(getattr(result, "exit_status", 0))
 
 
-def _goes_on(work: functools.partial[object]) -> str:
-    """Return how to go on after a stop; empty if nothing was kept."""
+def _continue_hint(work: functools.partial[object]) -> str:
+    """Return the hint that follows a stop, or an empty string if no work was saved."""
     given = inspect.signature(work.func).bind(*work.args, **work.keywords).arguments
     out = given.get("out")
-    return GOES_ON if isinstance(out, Path) and is_begun(out) else ""
+    return CONTINUE_HINT if isinstance(out, Path) and is_begun(out) else ""
 
 
 def _print(result: object, as_json: bool) -> None:

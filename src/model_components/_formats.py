@@ -18,7 +18,7 @@ def stamp(version: int) -> dict[str, Any]:
 
 
 def check_format(found: Mapping[str, Any], newest: int, operation: str) -> None:
-    """Check that a file is of a format that this version reads. One without a stamp is of 1.
+    """Check that this version reads a file's format. A file without a version counts as 1.
 
     Args:
         found: The file's fields; text is read as a number.
@@ -26,11 +26,11 @@ def check_format(found: Mapping[str, Any], newest: int, operation: str) -> None:
         operation: The operation and the file, with which the error begins.
 
     Raises:
-        ValueError: It is newer, or no version at all.
+        ValueError: The version is newer than ``newest``, or is no positive whole number.
 
     >>> check_format({"format_version": 2, "made_with": "0.3.0"}, 1, "load: a.json")
     Traceback (most recent call last):
-    ValueError: load: a.json has format 2, expected 1; pip install "model-components>=0.3.0"
+    ValueError: load: a.json: expected format 1, got 2; pip install "model-components>=0.3.0"
     """
     version = found.get("format_version", 1)
     try:
@@ -39,8 +39,8 @@ def check_format(found: Mapping[str, Any], newest: int, operation: str) -> None:
         known = False
     if not known:
         expected = "1" if newest == 1 else f"1 to {newest}"
-        made_with = found.get("made_with", "a newer version")
-        raise ValueError(
-            f"{operation} has format {version}, expected {expected}; "
-            f'pip install "model-components>={made_with}"'
-        )
+        made_with = found.get("made_with")
+        advice = "the file needs a newer model-components, or is damaged"
+        if made_with is not None:
+            advice = f'pip install "model-components>={made_with}"'
+        raise ValueError(f"{operation}: expected format {expected}, got {version}; {advice}")

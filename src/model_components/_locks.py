@@ -18,26 +18,27 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # some network file 
 
 
 class NotOursError(Exception):
-    """What is there is no folder, or not one that a run of ours by this user left."""
+    """The path is not a folder that an earlier run of this library, by this user, left."""
 
 
 class PosixLock:
-    """The lock of a folder by its own descriptor, so that no file is needed.
+    """A lock on the folder's own file descriptor; it needs no lock file.
 
     Args:
         folder: The folder.
         marker: The name of the file that marks it as ours.
-        created: This process has just made it.
+        created: Whether this process has just made the folder.
 
     Raises:
-        FileNotFoundError: It is gone.
+        FileNotFoundError: The folder no longer exists.
         BlockingIOError: Another process holds the lock.
-        NotOursError: It is not ours.
+        NotOursError: The path is not a folder of ours.
     """
 
-    holds_marker = False
+    holds_marker = False  # whether the lock keeps the marker file open
 
     def __init__(self, folder: Path, marker: str, *, created: bool):
+        # O_NOFOLLOW: a link must not lead to somebody else's folder
         try:
             self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError as error:
@@ -69,14 +70,14 @@ class PosixLock:
         return not os.listdir(folder) or is_file(folder / marker, owner)
 
     def is_at(self, folder: Path) -> bool:
-        """Return whether the locked folder still is the one of that name."""
+        """Return whether the path still names the locked folder; a run may have replaced it."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.lstat(folder))
         except FileNotFoundError:
             return False
 
     def release(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         import fcntl
 
         with contextlib.suppress(OSError):
@@ -86,12 +87,12 @@ class PosixLock:
 
 
 class WindowsLock:
-    """The lock of a folder by its marker, since Windows opens no folders.
+    """A lock on the folder's marker file, since Windows cannot open folders.
 
     Arguments and errors are those of `PosixLock`.
     """
 
-    holds_marker = True  # and Windows removes no open file
+    holds_marker = True  # which Windows does not remove while it is open
 
     def __init__(self, folder: Path, marker: str, *, created: bool):
         msvcrt: Any = importlib.import_module("msvcrt")  # Any: its types exist on Windows only
@@ -108,7 +109,7 @@ class WindowsLock:
             raise BlockingIOError from error
 
     def is_at(self, folder: Path) -> bool:
-        """Return whether the locked marker still is the one in the folder of that name."""
+        """Return whether the path still holds the locked marker file."""
         try:
             there = os.lstat(folder / self._marker.name)
             return os.path.samestat(os.fstat(self._descriptor), there)
@@ -116,7 +117,7 @@ class WindowsLock:
             return False
 
     def release(self) -> None:
-        """Let go of the lock, which closing does on Windows."""
+        """Release the lock by closing the file."""
         os.close(self._descriptor)
 
 

@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 CARD = "README.md"
 
 
-def find_tokenizer(place: str | Path) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer in a model's folder, or under its hub id; None if there is none."""
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of a model's folder or hub id; None if it has none."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(find_folder(place))
+        return AutoTokenizer.from_pretrained(find_folder(source))
     except (OSError, ValueError):
         return None
 
 
 def name_of(model: Any) -> str:
-    """Return the folder or hub id that a model was loaded from; empty where it was made here."""
+    """Return the folder or hub id that a model was loaded from, or an empty string."""
     return str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
 
 
-def tokenizer_of(model: Any) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of what a model was loaded from, without the network; or None."""
+def local_tokenizer(model: Any) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of what a model was loaded from, without the network, or return None."""
     from transformers import AutoTokenizer
 
     if not name_of(model):
@@ -54,36 +54,37 @@ def license_of(base: str) -> str | None:
         card = huggingface_hub.try_to_load_from_cache(repo_id, CARD)
     if not isinstance(card, (str, Path)) or not Path(card).is_file():
         return None
-    parts = Path(card).read_text(encoding="utf-8", errors="replace").split("---\n", 2)
-    if len(parts) < 3 or parts[0].strip():
+    # the YAML header stands between two lines of ---
+    sections = Path(card).read_text(encoding="utf-8", errors="replace").split("---\n", 2)
+    if len(sections) < 3 or sections[0].strip():
         return None
     try:
-        head = yaml.safe_load(parts[1])
+        header = yaml.safe_load(sections[1])
     except yaml.YAMLError:  # of somebody else's card
         return None
-    found = head.get("license") if isinstance(head, Mapping) else None
+    found = header.get("license") if isinstance(header, Mapping) else None
     return found if isinstance(found, str) else None
 
 
 def card_of(
     title: str,
-    parts: Sequence[str],
+    paragraphs: Sequence[str],
     *,
     bases: Sequence[str],
     tags: Sequence[str],
     relation: str | None = None,
-    **head: object,
+    **header: object,
 ) -> str:
-    """Return a model card, whose head the hub reads.
+    """Return a model card: a YAML header, which the hub reads, and text.
 
     Args:
-        title: Its heading.
-        parts: Its paragraphs.
-        bases: Folders or hub ids of what the model was made from. The head names hub ids, and no
-            folder of this machine.
+        title: The heading.
+        paragraphs: The text below it.
+        bases: Folders or hub ids of the source models. The header names hub ids only, and no folder
+            of this machine.
         tags: Tags besides ``model-components``.
-        relation: How the model relates to its bases, in the hub's words.
-        **head: More fields of the head.
+        relation: The hub's word for the relation to the bases, such as merge or finetune.
+        **header: More fields of the header.
 
     >>> print(card_of("Half", ["Pruned."], bases=["org/model"], tags=["pruned"]).split("# ")[1])
     Half
@@ -91,33 +92,33 @@ def card_of(
     Pruned.
     <BLANKLINE>
     """
-    fields: dict[str, object] = {"library_name": "transformers", **head}
+    fields: dict[str, object] = {"library_name": "transformers", **header}
     ids = list(dict.fromkeys(name for base in bases if (name := hub_id(base)) is not None))
     if ids:
-        fields["base_model"] = ids[0] if len(ids) == 1 else ids
+        fields["base_model"] = ids
         if relation is not None:
             fields["base_model_relation"] = relation
     licenses = {license_of(base) for base in bases}
-    if len(licenses) == 1 and None not in licenses:  # of several, a person has to decide
+    if len(licenses) == 1 and None not in licenses:  # with several licenses the user decides
         fields["license"] = licenses.pop()
     fields["tags"] = ["model-components", *tags]
     return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---\n" + "\n\n".join(
-        [f"# {title}", *parts, ""]
+        [f"# {title}", *paragraphs, ""]
     )
 
 
 def complete_folder(
     folder: Path, card: str, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """Write the card, and the tokenizer where there is one, beside a model's weights."""
+    """Write the card, and the tokenizer if there is one, into a model's folder."""
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    with new_file(folder / CARD, "save") as part:
-        part.write_text(card, encoding="utf-8")
+    with new_file(folder / CARD, "save") as temporary:
+        temporary.write_text(card, encoding="utf-8")
 
 
 def shown_name(name: str) -> str:
-    """Return how a card calls a model: by its hub id, or by its folder's name without the path."""
+    """Return the name that a card shows: the hub id, or the folder's name without its path."""
     return hub_id(name) or Path(name).name or "a model made in memory"
 
 
@@ -134,19 +135,19 @@ def push_to_hub(
     """Upload a model's folder to the hub, as one commit.
 
     Args:
-        folder: What any function or command here wrote: a model, an adapter, a thinker.
-        repo_id: The repository, ``owner/name``; it is made if there is none.
-        private: Whether a new repository is; None for what the account's owner has set.
-        token: A token of the hub; None for the one that `hf auth login` saved.
-        revision: A branch, made if there is none.
-        create_pr: Propose the commit.
-        commit_message: Default says what uploaded it.
+        folder: A folder that this library wrote: a model, an adapter or a thinker.
+        repo_id: The repository, ``owner/name``. It is created if it does not exist.
+        private: Whether a new repository is private; None uses the account's default.
+        token: A token of the hub; None uses the one that `hf auth login` saved.
+        revision: The branch. It is created if it does not exist.
+        create_pr: Open a pull request instead of committing to the branch.
+        commit_message: The message; default: "Upload by model-components".
 
     Returns:
-        The commit's address.
+        The URL of the commit.
 
     Raises:
-        ValueError: The folder holds no model and no adapter.
+        ValueError: The folder has no config.json and no adapter_config.json.
 
     >>> push_to_hub("/nowhere", "me/model")
     Traceback (most recent call last):
@@ -161,6 +162,7 @@ def push_to_hub(
 
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    # refs/pr/N is a pull request that exists, not a branch
     if revision is not None and not revision.startswith("refs/pr"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     commit = api.upload_folder(

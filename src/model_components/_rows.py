@@ -37,10 +37,11 @@ def kind_of(path: Path) -> str:
 
 
 def each_row(source: Any, operation: str) -> Iterator[tuple[int, Any]]:
-    """Yield numbers, from 1, and rows: line numbers in JSON lines and CSV, else places.
+    """Yield each row with its number, counted from 1.
 
-    A file's JSON may be a list, or one value a line, whatever its suffix says. A UTF-8 or UTF-16
-    mark is skipped.
+    The number is the line in JSON lines and CSV (the last line of a CSV record), else the row's
+    index. A JSON file may hold a list or one value per line, whatever its suffix. A byte order mark
+    is skipped.
 
     Args:
         source: A path, a hub id that ``datasets`` reads, a ``datasets`` data set, a pandas data
@@ -48,11 +49,11 @@ def each_row(source: Any, operation: str) -> Iterator[tuple[int, Any]]:
         operation: The name that error messages begin with.
 
     Yields:
-        Number and row. In the place of a line that cannot be read stands a `ValueError` that says
-        why, so that no row is lost without a word.
+        The number and the row. A line that cannot be read yields a `ValueError` with the reason
+        instead of a row, so that no line is lost silently.
 
     Raises:
-        ValueError: There is no such file, it is of another kind, or it cannot be read.
+        ValueError: The file is missing, has an unknown suffix, or cannot be read.
         ImportError: The source needs ``datasets``, which is not installed.
 
     >>> list(each_row([{"a": 1}, {"a": 2}], "read"))
@@ -104,7 +105,7 @@ def _open_text(path: Path) -> Iterator[IO[str]]:
 
 def _rows_of_file(path: Path, operation: str) -> Iterator[tuple[int, Any]]:
     kind = kind_of(path)
-    if kind not in SUFFIXES or kind == ".parquet":  # packed: parquet packs its own columns
+    if kind not in SUFFIXES or kind == ".parquet":  # only .parquet.gz comes here
         raise ValueError(
             f"{operation}: expected a file of {', '.join(SUFFIXES)}, also with .gz, got {path}"
         )
@@ -119,31 +120,34 @@ def _rows_of_file(path: Path, operation: str) -> Iterator[tuple[int, Any]]:
 
 
 def _csv_rows(file: IO[str]) -> Iterator[tuple[int, object]]:
-    csv.field_size_limit(_LONGEST_FIELD)
+    csv.field_size_limit(_LONGEST_FIELD)  # a setting of the whole process
     header = file.readline()
     file.seek(0)
+    # Excel writes semicolons in many countries; where the counts are equal, it is commas
     reader = csv.DictReader(file, delimiter=max(",;\t", key=header.count))
     for row in reader:
-        more = row.pop(None, None)
-        if more:
-            yield reader.line_num, ValueError(f"{len(more)} more fields than the header")
+        surplus = row.pop(None, None)  # where DictReader puts fields that have no name
+        if surplus:
+            yield reader.line_num, ValueError(f"{len(surplus)} more fields than the header")
         else:
             yield reader.line_num, row
 
 
 def _json_rows(file: IO[str], path: Path, operation: str) -> Iterator[tuple[int, object]]:
     """Yield the rows of a JSON list, of one JSON value, or of JSON lines."""
+    # The first line alone tells: if it is JSON and more lines follow, these are JSON lines, and the
+    # file is never read whole. Otherwise it may be one value over several lines.
     filled = (line for line in file if line.strip())
     first = next(filled, "")
-    more = next(filled, None) is not None
+    is_lines = next(filled, None) is not None
     file.seek(0)
-    value = _parsed(first)
-    if more and isinstance(value, ValueError):  # one value over several lines, or a bad first line
+    value = _json_or_error(first)
+    if is_lines and isinstance(value, ValueError):
         text = file.read()
         file.seek(0)
-        value = _parsed(text)
-        more = isinstance(value, ValueError) and not text.lstrip().startswith("[")
-    if more:
+        value = _json_or_error(text)
+        is_lines = isinstance(value, ValueError) and not text.lstrip().startswith("[")
+    if is_lines:
         yield from _json_lines(file)
     elif isinstance(value, ValueError) and first:
         raise ValueError(f"{operation}: {path} cannot be read: no JSON ({value.__cause__})")
@@ -156,15 +160,15 @@ def _json_rows(file: IO[str], path: Path, operation: str) -> Iterator[tuple[int,
 def _json_lines(file: IO[str]) -> Iterator[tuple[int, object]]:
     for number, line in enumerate(file, 1):
         if line.strip():
-            yield number, _parsed(line)
+            yield number, _json_or_error(line)
 
 
-def _parsed(text: str) -> object:
-    """Return the JSON value of a text, or a `ValueError` that says why there is none."""
+def _json_or_error(text: str) -> object:
+    """Return the JSON value of a text, or a `ValueError` with the reason why there is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        # without the place, so that lines with the same fault are counted together
+        # without the position, so that equal errors are counted together
         failure = ValueError(f"no JSON ({getattr(error, 'msg', error)})")
         failure.__cause__ = error
         return failure
@@ -175,7 +179,7 @@ def _dataset(operation: str, source: str, name: str, **options: Any) -> Iterable
         from datasets import load_dataset
     except ImportError as error:
         raise ImportError(
-            f"{operation}: {source} needs datasets; pip install 'model-components[trl]'"
+            f"{operation}: reading {source} requires datasets; pip install 'model-components[trl]'"
         ) from error
     try:
         return load_dataset(name, split="train", **options)

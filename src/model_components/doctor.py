@@ -1,4 +1,4 @@
-"""`doctor`: are the four packages the ones that this distribution installed?
+"""Check whether another distribution has overwritten our packages.
 
 Unrelated distributions on PyPI are called ``kronecker`` and ``thinker``. pip lets them overwrite
 our ``__init__.py`` without a word, and takes it away with them when they are uninstalled.
@@ -16,7 +16,7 @@ from ._version import __version__
 
 DISTRIBUTION = "model-components"
 PACKAGES = ("heads", "kronecker", "mergekit_lite", "thinker")
-_SIGN = "model_components"  # every __init__.py of ours names the floor
+_SIGN = "model_components"  # each __init__.py of ours imports it; a namesake's does not
 _SHOWN = (
     "torch",
     "transformers",
@@ -31,7 +31,7 @@ _SHOWN = (
 
 @dataclass(frozen=True)
 class Finding:
-    """A package that is not ours any more: what is the matter, and the line that repairs it."""
+    """A damaged package: the problem, and the command that repairs it."""
 
     package: str
     problem: str
@@ -49,7 +49,7 @@ def _is_ours(package: str, root: Path) -> bool:
 
 
 def other_distributions(package: str) -> list[str]:
-    """The installed distributions, but for this one, that have a package of this name."""
+    """Return the other installed distributions that contain a package of this name."""
     import importlib.metadata  # slow, and needed only where something is wrong
 
     owners = importlib.metadata.packages_distributions().get(package, [])
@@ -57,10 +57,10 @@ def other_distributions(package: str) -> list[str]:
 
 
 def examine(root: Path | None = None) -> list[Finding]:
-    """Find what is wrong with the installation; nothing, usually.
+    """Return what is wrong with the installation: an empty list if it is sound.
 
     Args:
-        root: The folder that holds the packages; default: where this one is.
+        root: The folder that holds the packages; default: that of this installation.
 
     >>> examine()
     []
@@ -90,7 +90,7 @@ def examine(root: Path | None = None) -> list[Finding]:
 def warn_of_overwritten() -> None:
     """Warn, at import, of packages that another distribution has overwritten.
 
-    Reads four short files.
+    It reads four short files, so it is cheap enough for each import.
     """
     root = Path(__file__).parent.parent
     if not all(_is_ours(package, root) for package in PACKAGES):
@@ -100,19 +100,19 @@ def warn_of_overwritten() -> None:
 
 @dataclass(frozen=True)
 class DoctorReport(Report):
-    """What is installed, and what needs repair.
+    """The report of `doctor`.
 
     Args:
-        version: Ours.
-        python: Python's.
-        packages: Versions of what we need, None for what is not installed.
-        findings: Packages of ours that another distribution has overwritten.
-        shared: Packages that are ours, but that other distributions have, too.
+        version: The version of model-components.
+        python: The version of Python.
+        dependencies: The installed version of each dependency, or None.
+        findings: Damaged packages.
+        shared: Sound packages of which other distributions have one of the same name.
     """
 
     version: str
     python: str
-    packages: dict[str, str | None]
+    dependencies: dict[str, str | None]
     findings: list[Finding]
     shared: dict[str, list[str]]
 
@@ -122,14 +122,14 @@ class DoctorReport(Report):
         return int(bool(self.findings))
 
     def summary(self) -> list[str]:
-        """Versions."""
+        """List the versions."""
         lines = [f"model-components {self.version}, Python {self.python}"]
-        for name, version in self.packages.items():
+        for name, version in self.dependencies.items():
             lines.append(f"  {name} {version or 'is not installed'}")
         return lines
 
     def remarks(self) -> list[str]:
-        """List what needs repair, and what may."""
+        """List the damaged packages, and possible conflicts."""
         lines = [str(finding) for finding in self.findings]
         for package, others in self.shared.items():
             lines.append(

@@ -31,27 +31,28 @@ def train(
     resume: bool = False,
     progress: bool = ON_TERMINAL,
 ) -> str:
-    """Train a thinker on a task: a folder with the model, and what it can do.
+    """Train a thinker on a task; write the model and its accuracy.
 
     Args:
-        task: A name of `thinker.TASKS`, such as reverse; a wrong name lists them. A task with an
-            answer at each step (hops) needs `ThinkerTrainer`.
-        out: Folder to write; default: runs/thinker/TASK.
-        options: Options of the task, as NAME=VALUE: symbols=32.
-        model: Fields of `ThinkerConfig`, as NAME=VALUE: num_heads=8; latent_init=tokens for a
-            latent at each token.
-        length: The longest sequence in training; default: 20, or the task's.
-        schedule: The schedule of lengths; default: frontier, or the task's.
-        plan: every_step, read_once, or a file with a table.
-        steps: Fewest and most steps of thought; default: 1 6; with latents at the tokens 1 to the
-            length and six more.
-        iterations: Steps of training; default: 500, or the task's.
-        lengths: Longer lengths to make room for.
-        samples: Held-out samples of each length.
-        seed: Seed of data and weights.
-        device: Where to compute.
-        resume: Go on from the last checkpoint in the folder.
-        progress: Show a progress bar.
+        task: Name of the task, such as reverse. An unknown name prints the list. Tasks with an
+            answer at each step, such as hops, are trained from Python with ThinkerTrainer.
+        out: Output folder; default: runs/thinker/TASK.
+        options: Options of the task, as NAME=VALUE, for example symbols=32.
+        model: Fields of ThinkerConfig, as NAME=VALUE, for example num_heads=8. With
+            latent_init=tokens there is one latent for each token.
+        length: Longest sequence in training; default: the task's own, or 20.
+        schedule: Schedule of the training lengths; default: the task's own, or frontier.
+        plan: every_step, read_once, or the path of a file with a FlowPlan table.
+        steps: Fewest and most thinking steps; default: 1 6. With latent_init=tokens they follow the
+            length: from 1 to length + 6.
+        iterations: Number of training steps; default: the task's own, 2400 with latent_init=noise,
+            or 500.
+        lengths: Lengths beyond --length that the model must support and is evaluated at.
+        samples: Number of held-out samples of each length.
+        seed: Random seed of the data and the weights.
+        device: Device that computes, such as cpu or cuda.
+        resume: Continue from the last checkpoint in the folder.
+        progress: Show a progress bar; default: only on a terminal.
     """
     from . import runs
 
@@ -74,9 +75,9 @@ def train(
             run, folder, samples=samples, device=where, resume=resume, progress=progress
         )
     except KeyboardInterrupt:
-        kept = runs.whole_checkpoint(folder / "checkpoints")
-        how = "the same command with --resume goes on from here" if kept else ""
-        raise KeyboardInterrupt(how) from None
+        saved = runs.whole_checkpoint(folder / "checkpoints")
+        hint = "run the same command with --resume to continue" if saved else ""
+        raise KeyboardInterrupt(hint) from None
 
 
 def evaluate(
@@ -93,11 +94,11 @@ def evaluate(
 
     Args:
         out: Folder that think train wrote.
-        lengths: Lengths of held-out samples; default: the longest in training, and its --lengths.
-        n_steps: Steps of thought.
-        samples: Held-out samples of each length.
-        seed: Seed of the data.
-        device: Where to compute.
+        lengths: Lengths of the held-out samples; default: --length and --lengths of the training.
+        n_steps: Numbers of thinking steps to compare.
+        samples: Number of held-out samples of each length.
+        seed: Random seed of the data.
+        device: Device that computes, such as cpu or cuda.
     """
     from . import runs
 
@@ -106,7 +107,7 @@ def evaluate(
 
 
 def draw(out: Path, /) -> str:
-    """Draw training and accuracy of a trained thinker, into its folder.
+    """Write plots of training and accuracy into a trained thinker's folder.
 
     Args:
         out: Folder that think train wrote.

@@ -1,4 +1,4 @@
-"""Runs of the command ``think``: settings, training, and what is made of a run's folder."""
+"""Runs of the command ``think``: settings, training, evaluation and plots."""
 
 from __future__ import annotations
 
@@ -41,11 +41,15 @@ RECIPES: dict[str, Settings] = {  # what a task needs beyond the defaults
 }
 
 
+_MORE_STEPS = 6
+"""Steps beyond one for each token; README's example has as many."""
+
+
 def named_values(pairs: Sequence[str]) -> Settings:
-    """Names and values of ``NAME=VALUE``.
+    """Return the names and values of ``NAME=VALUE``.
 
     Raises:
-        ValueError: One without a sign.
+        ValueError: A word has no equals sign.
     """
     if wrong := [pair for pair in pairs if "=" not in pair]:
         raise ValueError(f"think train: expected NAME=VALUE, got {wrong[0]!r}")
@@ -53,7 +57,7 @@ def named_values(pairs: Sequence[str]) -> Settings:
 
 
 def _value(text: str) -> object:
-    """YAML's, but 1e-1 is a number, too."""
+    """Parse a value as YAML, and as a number where YAML reads text (1e-1)."""
     value = yaml.safe_load(text)
     try:
         if isinstance(value, str):
@@ -79,7 +83,8 @@ def settings_of(
     """Return the settings of a run, from which its data can be made again.
 
     Raises:
-        ValueError: An unknown task, or one that the command cannot train; bad numbers.
+        ValueError: The task is unknown or has an answer at each step; iterations or steps are
+            invalid.
     """
     known = sorted(name for name, kind in TASKS.items() if not kind.by_step)
     if task not in known:
@@ -90,8 +95,8 @@ def settings_of(
         model.setdefault("latent_init", "tokens")  # as ThinkerConfig has it
     if steps is not None and model.get("latent_init") == "tokens":
         raise ValueError(
-            f"think train: expected no --steps where latents at the tokens think by length, got "
-            f"{list(steps)}"
+            "think train: expected no --steps with latent_init=tokens, whose steps follow the "
+            f"length, got {list(steps)}"
         )
     if plan not in ("every_step", "read_once"):
         plan = Path(plan).read_text(encoding="utf-8")
@@ -119,7 +124,7 @@ def _noise(model: Mapping[str, object]) -> bool:
 
 
 def plan_of(run: Settings) -> FlowPlan:
-    """Return what each step does."""
+    """Return the flow plan of a run."""
     if run["plan"] in ("every_step", "read_once"):
         memory = run["model"].get("memory", "none") != "none"
         static = bool(run["model"].get("num_static_tokens"))
@@ -128,26 +133,24 @@ def plan_of(run: Settings) -> FlowPlan:
 
 
 def data_of(run: Settings) -> CurriculumDataset:
-    """The data of a run; where latents are the tokens, it thinks a step a token and six more."""
+    """Return the data of a run. With latents at the tokens, length n has 1 to n + 6 steps."""
     task = make_task(run["task"], **run["options"])
     plan = plan_of(run)
-    numbers = Settings()
+    ranges = Settings()
     if run["model"].get("latent_init") == "tokens":
-        task, numbers["n_step"] = (
-            AtTokens(task),
-            lambda length: (plan.num_steps(1), plan.num_steps(length + 6)),
-        )
+        task = AtTokens(task)
+        ranges["n_step"] = lambda length: (plan.num_steps(1), plan.num_steps(length + _MORE_STEPS))
     else:
-        numbers["n_step"] = tuple(map(plan.num_steps, run["steps"]))
+        ranges["n_step"] = tuple(map(plan.num_steps, run["steps"]))
     if _noise(run["model"]):
-        numbers["n_latent"] = (8, 16)
+        ranges["n_latent"] = (8, 16)
     kind = getattr(schedules, run["schedule"].capitalize())
     lengths = {"max_length": run["length"]}
     if run["schedule"] == "fixed":
         schedule = kind(**lengths)
     else:
         schedule = kind(min_length=task.min_length, **lengths)
-    return CurriculumDataset(task, schedule, seed=run["seed"], batch_size=run["batch"], **numbers)
+    return CurriculumDataset(task, schedule, seed=run["seed"], batch_size=run["batch"], **ranges)
 
 
 def train(
@@ -165,15 +168,15 @@ def train(
     if choices.get("positions") == "aligned":
         choices["separators"] = data.task.separators
     at_tokens = choices.get("latent_init") == "tokens"
-    usual: Settings = {"plan": plan}
+    fields: Settings = {"plan": plan}
     if not at_tokens:
-        usual |= {
+        fields |= {
             "num_latents": 16 if _noise(choices) else 8,
             "n_step": plan.num_steps(run["steps"][1]),
         }
-    usual = {**data.sizes(max([run["length"], *run["lengths"]])), **usual, **choices}
+    fields = {**data.sizes(max([run["length"], *run["lengths"]])), **fields, **choices}
     try:
-        config = ThinkerConfig(**usual)
+        config = ThinkerConfig(**fields)
     except TypeError as error:  # a name or value of NAME=VALUE
         raise ValueError(error) from error
     model = LatentThinker(config)
@@ -201,7 +204,7 @@ def train(
     if resume:
         checkpoint = whole_checkpoint(out / "checkpoints")
         if checkpoint is None:
-            print(f"thinker: {out} has no checkpoint to go on from; it begins anew")
+            print(f"think train: no checkpoint in {out}, so it starts over")
     begin = time.process_time()
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.process_time() - begin
@@ -226,7 +229,8 @@ def _check_run_folder(out: Path, run: Settings, resume: bool) -> None:
     """Check that the folder has no run, or that --resume continues it with the same settings."""
     if not resume and (out / "result.json").exists():
         raise ValueError(
-            f"{out} already has a run; expected another --out, or --resume to continue it"
+            f"think train: {out} already has a run; expected another --out, or --resume to "
+            "continue it"
         )
     if not resume or not (out / "run.json").is_file():
         return
@@ -234,8 +238,8 @@ def _check_run_folder(out: Path, run: Settings, resume: bool) -> None:
     for name, value in run.items():
         if name != "iterations" and value != before.get(name):
             raise ValueError(
-                f"{out}: the run there has {name} {before.get(name)!r}, got {value!r}; expected "
-                "the same, or another --out"
+                f"think train: the run in {out} has {name} {before.get(name)!r}, got {value!r}; "
+                "expected the same, or another --out"
             )
 
 
@@ -254,7 +258,7 @@ def _table(result: Settings, run: Settings, seconds: float) -> str:
 
 
 def whole_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint that was written to its end; None without one."""
+    """Return the newest complete checkpoint, or None."""
     try:
         return str(newest_whole(folder, "thinker_state.pt"))
     except ValueError:
@@ -262,7 +266,7 @@ def whole_checkpoint(folder: Path) -> str | None:
 
 
 def figures(model: LatentThinker, data: CurriculumDataset, run: Settings, samples: int) -> Settings:
-    """Accuracy by length, and by latents and steps."""
+    """Measure accuracy by length, and by number of latents and steps."""
     shortest = data.schedule.min_length
     longest = run["length"]
     if run["schedule"] == "fixed":
@@ -301,10 +305,10 @@ def figures(model: LatentThinker, data: CurriculumDataset, run: Settings, sample
 
 
 def read_json(out: Path, name: str) -> Any:
-    """A file that `train` wrote.
+    """Read a JSON file that `train` wrote.
 
     Raises:
-        ValueError: It is not there.
+        ValueError: The file does not exist.
     """
     if not (out / name).is_file():
         raise ValueError(
@@ -333,7 +337,7 @@ def evaluate(
 
 
 def draw(out: Path) -> str:
-    """Draw training, and accuracy by latents and steps; return which files there are now."""
+    """Write the plots of a run, and return the names of the files."""
     result = read_json(out, "result.json")
     plot_training(read_json(out, "log.json")).savefig(out / "training.png")
     drawn = ["training.png"]

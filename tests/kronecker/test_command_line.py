@@ -235,7 +235,7 @@ def test_neurons_dropped_by_a_preset_end_as_a_stock_model(place, capsys):
         )
         == 1
     )
-    assert "leave out --layers" in capsys.readouterr().err
+    assert "expected --preset without --layers" in capsys.readouterr().err
     assert (
         main(["convert", str(place / "absent"), str(place / "new"), "--low-rank", "0.5", *text])
         == 1

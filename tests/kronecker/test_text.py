@@ -78,7 +78,7 @@ def test_what_is_no_text_is_refused_and_marks_are_read(tmp_path):
     assert text_of(tmp_path / "a.txt") == "Grüße"
     for held in (bytes(range(256)) * 20, b"\xe9" * 50):
         (tmp_path / "b.txt").write_bytes(held)
-        with pytest.raises(ValueError, match=r"text_of:.*b\.txt.*UTF-8"):
+        with pytest.raises(ValueError, match=r"text_of:.*b\.txt.*utf-8"):
             text_of(tmp_path / "b.txt")
     (tmp_path / "c.JSON").write_text('[{"text": "x"}]')
     assert text_of(tmp_path / "c.JSON") == "x"

@@ -107,7 +107,7 @@ def test_flags_come_from_a_file_and_the_command_line_wins(tmp_path, capsys):
     assert not json.loads(capsys.readouterr().out)["fast"]
     (tmp_path / "flags.yml").write_text("[width]")
     assert run("make", "a", "--config", tmp_path / "flags.yml") == 1
-    assert "expected names of flags and values" in capsys.readouterr().err
+    assert "expected a YAML mapping of flags to values in" in capsys.readouterr().err
     (tmp_path / "flags.yml").write_text("wide: 7\n")
     with pytest.raises(SystemExit) as wrong:
         run("make", "a", "--config", tmp_path / "flags.yml")
@@ -118,8 +118,8 @@ def test_flags_come_from_a_file_and_the_command_line_wins(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["mak"], "there is no command 'mak'; perhaps make"),
-        (["try", "nothing"], "there is no command 'try.nothing'"),
+        (["mak"], "unknown command 'mak' (did you mean make?)"),
+        (["try", "nothing"], "unknown command 'try nothing'"),
         (["make", "a", "--width", "wide"], "wide"),
         (["try", "fail"], "out"),
     ],
@@ -143,12 +143,12 @@ def test_a_stop_tells_how_to_go_on(tmp_path, capsys, monkeypatch):
         raise KeyboardInterrupt
 
     assert run("try", "fail", tmp_path / "out", "--stop") == 130
-    assert capsys.readouterr().err == f"tool: stopped; {_cli.GOES_ON}\n"
+    assert capsys.readouterr().err == f"tool: stopped; {_cli.CONTINUE_HINT}\n"
     assert run("try", "fail", tmp_path / "other", "--stop", "--message", "use --resume") == 130
     assert capsys.readouterr().err == "tool: stopped; use --resume\n"
     monkeypatch.setattr("model_components._cli.pkgutil.resolve_name", lambda _: stop())
     assert run("make", "a") == 130
-    assert "nothing was kept" in capsys.readouterr().err
+    assert "no work was saved" in capsys.readouterr().err
 
 
 def test_help_lists_commands_and_groups(capsys):

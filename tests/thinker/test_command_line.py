@@ -224,7 +224,4 @@ def test_a_run_that_is_not_there_cannot_be_gone_on_with_and_that_is_said(tmp_pat
         "--resume",
     ]
     assert main(given) == 0
-    assert (
-        f"{tmp_path / 'a'} has no checkpoint to go on from; it begins anew"
-        in capsys.readouterr().err
-    )
+    assert f"no checkpoint in {tmp_path / 'a'}, so it starts over" in capsys.readouterr().err

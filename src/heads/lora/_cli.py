@@ -7,7 +7,7 @@ from typing import Any
 
 from model_components._cli import ON_TERMINAL
 from model_components._hub import find_folder
-from model_components._model_folders import find_tokenizer
+from model_components._model_folders import load_tokenizer
 from model_components._report import Report
 
 
@@ -20,7 +20,7 @@ def _base(model: str) -> tuple[Path, Any]:
 
 
 def show(model: str, adapter: str, /) -> Report:
-    """Print what an adapter holds: layers, ranks, scalings, sizes of updates.
+    """Print an adapter's layers, ranks, scalings and sizes of updates.
 
     Args:
         model: Folder or hub id of the base, a causal language model.
@@ -43,15 +43,15 @@ def merge(
     max_lost: float = 0.25,
     progress: bool = ON_TERMINAL,
 ) -> Report:
-    """Write a model with an adapter as an ordinary checkpoint.
+    """Merge an adapter into its base model, and write an ordinary checkpoint.
 
     Args:
         model: Folder or hub id of the base, a causal language model.
         adapter: Folder or hub id of the adapter.
-        out: Folder to write; it must not exist or be empty.
+        out: Output folder: a new path, or an empty folder.
         dtype: Dtype of what is written, such as float32; default: the base's.
         max_lost: Share of an update that may be lost to rounding.
-        progress: Show a progress bar.
+        progress: Show a progress bar; default: only on a terminal.
     """
     from model_components._folders import check_new
 
@@ -65,6 +65,6 @@ def merge(
         out,
         dtype=dtype,
         max_lost=max_lost,
-        tokenizer=find_tokenizer(folder),
+        tokenizer=load_tokenizer(folder),
         progress=progress,
     )

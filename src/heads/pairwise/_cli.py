@@ -36,16 +36,17 @@ def pairs(
 
     Args:
         model: Folder or hub id of a judge.
-        file: Pairs in any format of `read_pairs`, with labels or without.
+        file: Pairs with prompt, a and b: JSON, JSON lines, CSV, TSV or parquet. Labels are
+            optional.
         out: File to write; default: print.
-        columns: Names in the file, as NAME=OWN: prompt=question a=first b=second.
-        batch_size: Pairs at once.
-        device: Where to compute.
-        progress: Show a progress bar.
+        columns: Columns with other names, as FIELD=COLUMN: prompt=question a=first b=second.
+        batch_size: Number of pairs computed at once.
+        device: Device that computes, such as cpu or cuda.
+        progress: Show a progress bar; default: only on a terminal.
     """
     names = _columns(columns)
     judge = _judge(model, out, device, "judge pairs")
-    return _written(_verdicts(judge, file, names, batch_size, progress), out, "judge pairs")
+    return _write_or_return(_verdicts(judge, file, names, batch_size, progress), out, "judge pairs")
 
 
 def rank(
@@ -58,18 +59,18 @@ def rank(
     device: str = "cpu",
     progress: bool = ON_TERMINAL,
 ) -> Iterator[Row] | None:
-    """Put the answers of each row in order, the best first, as JSON lines.
+    """Rank the answers of each row, the best first; write JSON lines.
 
     Args:
         model: Folder or hub id of a judge.
         file: Rows with a prompt and a list of answers.
         out: File to write; default: print.
-        batch_size: Pairs at once.
-        device: Where to compute.
-        progress: Show a progress bar.
+        batch_size: Number of pairs computed at once.
+        device: Device that computes, such as cpu or cuda.
+        progress: Show a progress bar; default: only on a terminal.
     """
     judge = _judge(model, out, device, "judge rank")
-    return _written(_orders(judge, file, batch_size, progress), out, "judge rank")
+    return _write_or_return(_orders(judge, file, batch_size, progress), out, "judge rank")
 
 
 def report(
@@ -83,16 +84,16 @@ def report(
     device: str = "cpu",
     progress: bool = ON_TERMINAL,
 ) -> Report:
-    """Report what a judge's verdicts on labeled pairs are worth.
+    """Compare a judge's verdicts with labels and with simple baselines.
 
     Args:
         model: Folder or hub id of a judge.
-        file: Labeled pairs in any format of `read_pairs`.
-        train: The pairs that it was trained on; baselines are fitted on them.
-        columns: Names in the file, as NAME=OWN: prompt=question a=first b=second.
-        batch_size: Pairs at once.
-        device: Where to compute.
-        progress: Show a progress bar.
+        file: Labeled pairs, in the formats of judge pairs.
+        train: The judge's training pairs, to which the baselines are fitted.
+        columns: Columns with other names, as FIELD=COLUMN: prompt=question a=first b=second.
+        batch_size: Number of pairs computed at once.
+        device: Device that computes, such as cpu or cuda.
+        progress: Show a progress bar; default: only on a terminal.
     """
     from .data.rows import read_pairs
     from .report.evaluation import pairwise_report
@@ -107,20 +108,20 @@ def report(
 
 
 def _columns(columns: Sequence[str]) -> dict[str, str]:
-    """Return the names and values of NAME=OWN.
+    """Return fields and columns of FIELD=COLUMN.
 
     Raises:
         ValueError: One has no equals sign.
     """
     if wrong := [text for text in columns if "=" not in text]:
-        raise ValueError(f"judge: --columns expects NAME=OWN, got {wrong[0]!r}")
+        raise ValueError(f"judge: --columns must be FIELD=COLUMN, got {wrong[0]!r}")
     return dict(text.split("=", 1) for text in columns)
 
 
 def _judge(model: str, out: Path | None, device: str, operation: str) -> PairwiseModel:
-    """Load a judge once the output's place and the device are known to be good."""
+    """Load a judge. The output's path and the device are checked first, as loading is slow."""
     if out is not None and out.exists():
-        raise ValueError(f"{operation}: {out} is there already; expected another --out")
+        raise ValueError(f"{operation}: expected a new file for --out, but {out} exists")
     where = find_device(device, operation)
     folder = find_folder(model, operation=operation)
     from .model import PairwiseModel
@@ -128,8 +129,8 @@ def _judge(model: str, out: Path | None, device: str, operation: str) -> Pairwis
     return PairwiseModel.from_pretrained(folder).eval().to(where)
 
 
-def _written(rows: Iterable[Row], out: Path | None, operation: str) -> Iterator[Row] | None:
-    """Write rows to a file as JSON lines; return them where there is none."""
+def _write_or_return(rows: Iterable[Row], out: Path | None, operation: str) -> Iterator[Row] | None:
+    """Write rows to a file as JSON lines, or return them if no file is given."""
     if out is None:
         return iter(rows)
     with new_file(out, operation) as part, part.open("w", encoding="utf-8") as file:
@@ -140,7 +141,7 @@ def _written(rows: Iterable[Row], out: Path | None, operation: str) -> Iterator[
 def _verdicts(
     model: PairwiseModel, file: Path, columns: Mapping[str, str], batch_size: int, progress: bool
 ) -> Iterator[Row]:
-    """Yield each row's verdict, or why there is none."""
+    """Yield each row's verdict, or an error with the reason."""
     from .data.rows import each_pair
     from .inference import predict_pairs
 
@@ -157,22 +158,24 @@ def _verdicts(
     if not readable:
         why = f" (line {rows[0]['line']}: {rows[0]['error']})" if rows else ""
         raise ValueError(
-            f"judge: {file} has no pair in {len(rows)} rows; expected prompt, a and b in each{why}"
+            f"judge pairs: expected prompt, a and b in each row, got no pair in {len(rows)} rows "
+            f"of {file}{why}"
         )
     data = model.dataset(readable, progress=progress)
     predictions = predict_pairs(model, data, batch_size=batch_size, progress=progress)
     verdicts = iter(zip(predictions.verdicts, predictions.probabilities.tolist(), strict=True))
     for row in rows:
         if "error" not in row:
-            verdict, shares = next(verdicts)
+            verdict, probabilities = next(verdicts)
             row["verdict"] = verdict
-            # a judge without ties has two classes
-            row |= {name: round(share, 6) for name, share in zip(CLASSES, shares, strict=False)}
+            # not strict: a judge without ties has two classes
+            named = zip(CLASSES, probabilities, strict=False)
+            row |= {name: round(probability, 6) for name, probability in named}
         yield row
 
 
 def _orders(model: PairwiseModel, file: Path, batch_size: int, progress: bool) -> Iterator[Row]:
-    """Yield the places of each row's answers, the best first, and scores; or why there are none."""
+    """Yield the order and the scores of each row's answers, or an error with the reason."""
     from tqdm.auto import tqdm
 
     from model_components._rows import each_row

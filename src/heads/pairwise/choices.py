@@ -1,4 +1,4 @@
-"""The classes of a verdict, and the names that settings choose from.
+"""The classes of a verdict, and the allowed values of some settings.
 
 Importing this loads neither torch nor transformers.
 """

@@ -26,9 +26,9 @@ from model_components._hub import find_folder
 from model_components._model_folders import (
     card_of,
     complete_folder,
+    local_tokenizer,
     name_of,
     shown_name,
-    tokenizer_of,
 )
 
 from ..config import PruneConfig, from_dict, to_dict
@@ -98,7 +98,7 @@ def save_pretrained(model: nn.Module, out: str | Path) -> None:
     with NewFolder(out, "save_pretrained") as new:
         write_files(model, new.folder)
         card = smaller_card(model, "save_pretrained(model, out)")
-        complete_folder(new.folder, card, tokenizer_of(model))
+        complete_folder(new.folder, card, local_tokenizer(model))
 
 
 def smaller_card(model: nn.Module, call: str) -> str:
@@ -359,4 +359,4 @@ def fold(
     with NewFolder(out, "fold") as new:
         stock.save_pretrained(new.folder)
         card = smaller_card(model, "fold(model, out)")
-        complete_folder(new.folder, card, tokenizer or tokenizer_of(model))
+        complete_folder(new.folder, card, tokenizer or local_tokenizer(model))

@@ -77,7 +77,7 @@ def test_answers_are_put_in_order(place, capsys):
         )
         == 1
     )
-    assert "rows.json is there already; expected another --out" in capsys.readouterr().err
+    assert "rows.json exists" in capsys.readouterr().err
     (place / "rows.json").write_text(json.dumps([{"prompt": "w1"}]))
     assert (
         main(
@@ -152,4 +152,4 @@ def test_a_file_with_columns_of_its_own_is_judged(place, capsys):
     assert main([*given, "--columns", "prompt=question", "a=answer1", "b=answer2"]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"] in ("A", "B", "tie")
     assert main([*given, "--columns", "question"]) == 1
-    assert "expects NAME=OWN, got 'question'" in capsys.readouterr().err
+    assert "must be FIELD=COLUMN, got 'question'" in capsys.readouterr().err

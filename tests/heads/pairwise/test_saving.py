@@ -27,7 +27,7 @@ def test_a_card_carries_the_report(tmp_path):
     model.config.encoder._name_or_path = "nreimers/MiniLM-L6"
     model.save_pretrained(tmp_path)
     card = (tmp_path / "README.md").read_text()
-    assert head_of(card)["base_model"] == "nreimers/MiniLM-L6"
+    assert head_of(card)["base_model"] == ["nreimers/MiniLM-L6"]
     assert "model-index" not in head_of(card)
     report = report_of(model)
     model.save_pretrained(tmp_path, report=report)

@@ -26,9 +26,9 @@ from model_components._folders import NewFolder, check_new
 from model_components._model_folders import (
     card_of,
     complete_folder,
+    local_tokenizer,
     name_of,
     shown_name,
-    tokenizer_of,
 )
 from model_components._report import Axes, Figure, Report, Table, bars
 
@@ -190,7 +190,7 @@ def merge_lora(
     with NewFolder(out, operation) as new:
         _write(new.folder, base, state, max_shard_size)
         call = f"merge_lora(model, out, adapters={names}, dtype={stored!s})"
-        complete_folder(new.folder, _card(model, call), tokenizer or tokenizer_of(base))
+        complete_folder(new.folder, _card(model, call), tokenizer or local_tokenizer(base))
     return MergeReport(new.out, str(stored).removeprefix("torch."), tuple(layers))
 
 

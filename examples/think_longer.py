@@ -21,6 +21,7 @@ from common import ask_where, make_room, save_curves
 from transformers import set_seed
 
 import thinker as th
+from thinker.schedules import Fixed
 
 # from left to right
 SCAN = {"causal": True, "window": 2, "positions": "rotary", "hidden_size": 32, "num_heads": 2}
@@ -139,7 +140,7 @@ def main() -> None:
         recipe["task"], **{k: v for k, v in recipe.items() if k not in NOT_OF_THE_TASK}
     )
     if flow is POINTER:  # every step is another hop
-        schedule, loss, n_step = th.schedules.Fixed(max_length=trained), th.AllSteps(), trained + 1
+        schedule, loss, n_step = Fixed(max_length=trained), th.AllSteps(), trained + 1
     else:
         task, loss = th.AtTokens(task), th.Reach(window=2)
         schedule = th.Frontier(max_length=trained, share=0.3 if flow is EXCHANGE else 0.5)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 import thinker as th
+import thinker.losses
+import thinker.schedules
 from tests.benchmarks.ablations import settings
 from tests.benchmarks.results import RESULTS, ROOT, commit, put, today
 

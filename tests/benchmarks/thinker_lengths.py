@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import thinker as th
+import thinker.report
+import thinker.schedules
 from tests.benchmarks import thinker_anchors
 from tests.benchmarks.examples import load_example, run_example
 from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import thinker as th
+import thinker.losses
+import thinker.schedules
 from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
 from tests.support.real import alpaca
 from thinker.state import ThinkerOutput

@@ -23,10 +23,10 @@ demo: $(VENV)/.ready ## train two small specialists, merge them by formulas and 
 
 # One worker a core, one thread a worker, the examples' processes included. P=thinker: one package's tests and doctests.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
-test: $(VENV)/.ready ## the suite, doctests included (10 min); P=thinker for one package (90 s)
+test: $(VENV)/.ready ## the suite, doctests included (6 min); P=thinker for one package
 	$(PYTEST) $(if $(P),tests/$(P) src/$(P))
 
-test-examples: $(VENV)/.ready ## run examples, how-to pages and notebooks with few steps
+test-examples: $(VENV)/.ready ## run examples, how-to pages and notebooks with few steps (4 min)
 	$(PYTEST) -m 'examples and not slow' tests/test_examples.py
 
 test-slow: $(VENV)/.ready ## the long trainings

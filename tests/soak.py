@@ -74,7 +74,6 @@ JOBS = {  # the command, and the files that tell whether it came out the same
         "think",
         "train",
         "copy",
-        "--out",
         "OUT",
         "--iterations",
         "60",
@@ -83,7 +82,6 @@ JOBS = {  # the command, and the files that tell whether it came out the same
         "--samples",
         "64",
         "--no-progress",
-        "--resume",
     ],
 }
 WHOLE = {"train": "result.json"}  # what is there only at the end, where the folder is there before

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from model_components._cli import ON_TERMINAL
+from model_components._cli import Running
 from model_components._devices import find_device
 from model_components._folders import NewFolder, check_new
 from model_components._model_folders import complete_folder, load_tokenizer
@@ -19,6 +20,79 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How text becomes tokens.
+
+    Args:
+        context: Length of each sequence, in tokens.
+        tokenizer: Folder or hub id; default: the model's own.
+    """
+
+    context: int = 512
+    tokenizer: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What convert does: one of a preset, a shape and a share.
+
+    Args:
+        preset: A configuration for GPT-2 124M, such as gpt2-82m. An unknown name prints the list.
+        b_shape: Rows and columns of B in the Kronecker product A x B that replaces a weight.
+        low_rank: Fraction of each weight's parameters to keep, as a product of two matrices.
+        layers: Name patterns of layers to compress instead of the MLPs, such as '*embed_tokens'.
+        rank: Number of Kronecker products that are added for one weight; default: 1.
+        init: Method that computes the first factors; default: sequential, which needs
+            --calibration.
+    """
+
+    preset: str | None = None
+    b_shape: tuple[int, int] | None = None
+    low_rank: float | None = None
+    layers: tuple[str, ...] = ()
+    rank: int | None = None
+    init: Literal["sequential", "van_loan", "van_loan_normalized", "prune", "random"] | None = None
+
+    def config(self) -> Config | Mapping[str, Config]:
+        """Return what `convert_` is to do.
+
+        Raises:
+            ValueError: Not exactly one of the three kinds, or a flag that belongs to another kind.
+        """
+        kinds = {
+            "--preset": self.preset,
+            "--b-shape": self.b_shape,
+            "--low-rank": self.low_rank,
+        }
+        given = [flag for flag, value in kinds.items() if value is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"convert: expected one of {', '.join(kinds)}, got {' and '.join(given) or 'none'}"
+            )
+        if self.b_shape is None and (self.rank is not None or self.init is not None):
+            raise ValueError(f"convert: --rank and --init belong to --b-shape, got {given[0]}")
+        if self.preset is not None:
+            return self._preset(self.preset)
+        config: Config
+        if self.low_rank is not None:
+            config = LowRankConfig(keep=self.low_rank)
+        else:
+            config = KroneckerConfig(
+                b_shape=self.b_shape, rank=self.rank or 1, init=self.init or INITS[0]
+            )
+        return dict.fromkeys(self.layers, config) if self.layers else config
+
+    def _preset(self, name: str) -> Config | Mapping[str, Config]:
+        if name not in PRESETS:
+            raise ValueError(f"convert: --preset must be one of {', '.join(PRESETS)}, got {name}")
+        if self.layers:
+            raise ValueError(
+                "convert: expected --preset without --layers (it names its layers), got both"
+            )
+        return PRESETS[name]
+
+
 def prune(
     model: str,
     out: Path,
@@ -27,10 +101,8 @@ def prune(
     config: PruneConfig,
     calibration: Path,
     tokens: int = 50_000,
-    context: int = 512,
-    tokenizer: str | None = None,
-    device: str = "cpu",
-    progress: bool = ON_TERMINAL,
+    reading: Reading,
+    running: Running,
 ) -> Report:
     """Make a model smaller by removing hidden neurons or blocks.
 
@@ -43,37 +115,38 @@ def prune(
         calibration: Calibration set: a file of text, JSON, JSON lines, CSV, TSV or parquet, also
             gzipped.
         tokens: Number of tokens to read from the text.
-        context: Length of each sequence, in tokens.
-        tokenizer: Folder or hub id; default: the model's own.
-        device: Device that computes, such as cpu or cuda.
-        progress: Show a progress bar; default: only on a terminal.
+        reading: How text becomes tokens.
+        running: How it runs.
     """
     import torch
 
-    from .loading import calibration_of, load, tokens_of
-    from .storage.checkpoints import is_compressed, smaller_card
+    from .data.text import text_batches, text_of
+    from .loading import calibration_of, context_of, encoder_of, find_model, load
+    from .storage.checkpoints import smaller_card
     from .surgery.prune import prune_
 
-    where = find_device(device, "prune")
+    where = find_device(running.device, "prune")
     new = NewFolder(out, "prune", resumable=True)
-    if is_compressed(model):
+    text = text_of(calibration)
+    if not find_model(model)[1]:
         raise ValueError(
             f"prune: expected an ordinary transformers model, got the compressed model {model}"
         )
+    source = reading.tokenizer or model
+    encode = encoder_of(source)
     loaded = load(model, where)
+    rows = text_batches(text, encode, tokens=tokens, context=context_of([loaded], reading.context))
     # prune_ computes in float32; afterwards each tensor gets the dtype that it was loaded in
     tensors = (*loaded.named_parameters(), *loaded.named_buffers())
     loaded_dtypes = {name: tensor.dtype for name, tensor in tensors}
     model_dtype = loaded.dtype
-    source = tokenizer or model
-    rows = tokens_of(calibration, source, [loaded], tokens=tokens, context=context)
     with new, torch.no_grad():
         report = prune_(
             loaded.float(),
             config,
             calibration=calibration_of(rows, loaded),
             cache=new.place / "fitted",
-            progress=progress,
+            progress=running.progress,
         )
         new.clear()
         for name, tensor in (*loaded.named_parameters(), *loaded.named_buffers()):
@@ -93,18 +166,11 @@ def convert(
     out: Path,
     /,
     *,
-    preset: str | None = None,
-    b_shape: tuple[int, int] | None = None,
-    low_rank: float | None = None,
-    layers: tuple[str, ...] = (),
-    rank: int | None = None,
-    init: Literal["sequential", "van_loan", "van_loan_normalized", "prune", "random"] | None = None,
+    conversion: Conversion,
     calibration: Path | None = None,
     tokens: int = 12_000,
-    context: int = 512,
-    tokenizer: str | None = None,
-    device: str = "cpu",
-    progress: bool = ON_TERMINAL,
+    reading: Reading,
+    running: Running,
 ) -> Report:
     """Compress a model with low-rank or Kronecker factors.
 
@@ -113,39 +179,35 @@ def convert(
     Args:
         model: Folder or hub id of a transformers model.
         out: Output folder: a new path, or an empty folder.
-        preset: A configuration for GPT-2 124M, such as gpt2-82m. An unknown name prints the list.
-        b_shape: Rows and columns of B in the Kronecker product A x B that replaces a weight.
-        low_rank: Fraction of each weight's parameters to keep, as a product of two matrices.
-        layers: Name patterns of layers to compress instead of the MLPs, such as '*embed_tokens'.
-        rank: Number of Kronecker products that are added for one weight; default: 1.
-        init: Method that computes the first factors; default: sequential, which needs
-            --calibration.
+        conversion: What it does.
         calibration: Calibration set: a file of text, JSON, JSON lines, CSV, TSV or parquet, also
             gzipped.
         tokens: Number of tokens to read from the text.
-        context: Length of each sequence, in tokens.
-        tokenizer: Folder or hub id; default: the model's own.
-        device: Device that computes, such as cpu or cuda.
-        progress: Show a progress bar; default: only on a terminal.
+        reading: How text becomes tokens.
+        running: How it runs.
     """
-    config = _conversion(preset, b_shape, low_rank, layers, rank, init)
+    config = conversion.config()
     import torch
 
-    from .loading import calibration_of, load, tokens_of
+    from .data.text import text_batches, text_of
+    from .loading import calibration_of, context_of, encoder_of, find_model, load
     from .storage.checkpoints import smaller_card, write_files
     from .surgery.convert import convert_
 
-    where = find_device(device, "convert")
+    where = find_device(running.device, "convert")
     new = NewFolder(out, "convert", resumable=True)
+    source = reading.tokenizer or model
+    text = "" if calibration is None else text_of(calibration)
+    find_model(model)
+    encode = None if calibration is None else encoder_of(source)
     loaded = load(model, where)
-    source = tokenizer or model
     data = None
-    if calibration is not None:
-        rows = tokens_of(calibration, source, [loaded], tokens=tokens, context=context)
-        data = calibration_of(rows, loaded)
+    if encode is not None:
+        context = context_of([loaded], reading.context)
+        data = calibration_of(text_batches(text, encode, tokens=tokens, context=context), loaded)
     with new, torch.no_grad():
         report = convert_(
-            loaded, config, calibration=data, cache=new.place / "fitted", progress=progress
+            loaded, config, calibration=data, cache=new.place / "fitted", progress=running.progress
         )
         new.clear()
         write_files(loaded, new.folder)
@@ -156,43 +218,6 @@ def convert(
         "model-components fold"
     )
     return report
-
-
-def _conversion(
-    preset: str | None,
-    b_shape: tuple[int, int] | None,
-    low_rank: float | None,
-    layers: tuple[str, ...],
-    rank: int | None,
-    init: str | None,
-) -> Config | Mapping[str, Config]:
-    """Return what `convert_` is to do, from the flags.
-
-    Raises:
-        ValueError: Not exactly one of the three kinds, or a flag that belongs to another kind.
-    """
-    kinds = {"--preset": preset, "--b-shape": b_shape, "--low-rank": low_rank}
-    given = [flag for flag, value in kinds.items() if value is not None]
-    if len(given) != 1:
-        raise ValueError(
-            f"convert: expected one of {', '.join(kinds)}, got {' and '.join(given) or 'none'}"
-        )
-    if b_shape is None and (rank is not None or init is not None):
-        raise ValueError(f"convert: --rank and --init belong to --b-shape, got {given[0]}")
-    if preset is not None:
-        if preset not in PRESETS:
-            raise ValueError(f"convert: --preset must be one of {', '.join(PRESETS)}, got {preset}")
-        if layers:
-            raise ValueError(
-                "convert: expected --preset without --layers (it names its layers), got both"
-            )
-        return PRESETS[preset]
-    config: Config
-    if low_rank is not None:
-        config = LowRankConfig(keep=low_rank)
-    else:
-        config = KroneckerConfig(b_shape=b_shape, rank=rank or 1, init=init or INITS[0])
-    return dict.fromkeys(layers, config) if layers else config
 
 
 def _tokenizer_or_note(source: str) -> PreTrainedTokenizerBase | None:
@@ -230,8 +255,7 @@ def compare(
     text: tuple[Path, ...],
     stride: int | None = None,
     tokens: int = 12_000,
-    context: int = 512,
-    tokenizer: str | None = None,
+    reading: Reading,
     device: str = "cpu",
 ) -> Report:
     """Compare models by parameters, perplexity and speed.
@@ -241,15 +265,14 @@ def compare(
         text: Held-out texts, in the formats of --calibration. Each file becomes a column.
         stride: Tokens between the starts of overlapping windows.
         tokens: Number of tokens to read from each text.
-        context: Length of each sequence, in tokens.
-        tokenizer: Folder or hub id; default: the first model's own.
+        reading: How text becomes tokens, with the first model's tokenizer.
         device: Device that computes, such as cpu or cuda.
     """
     import torch
 
     from . import report
-    from .data.text import strided
-    from .loading import context_of, load, tokens_of
+    from .data.text import strided, text_batches, text_of
+    from .loading import context_of, encoder_of, find_model, load
 
     where = find_device(device, "compare")
     if not models or not text:
@@ -261,14 +284,16 @@ def compare(
         raise ValueError(
             f"compare: expected text files whose names differ, got {', '.join(map(str, text))}"
         )
+    texts = {file.stem: text_of(file) for file in text}
+    for name in models:
+        find_model(name)
+    encode = encoder_of(reading.tokenizer or models[0])
     loaded = {name: load(name, where) for name in models}
-    source = tokenizer or models[0]
-    every = list(loaded.values())
-    texts = {}
-    for file in text:
-        batches = tokens_of(file, source, every, tokens=tokens, context=context)
+    context = context_of([*loaded.values()], reading.context)
+    columns: dict[str, Any] = {}
+    for name, written in texts.items():
+        columns[name] = text_batches(written, encode, tokens=tokens, context=context)
         if stride is not None:
-            batches = strided(batches, context=context_of(every, context), stride=stride)
-        texts[file.stem] = batches
+            columns[name] = strided(columns[name], context=context, stride=stride)
     with torch.no_grad():
-        return report.compare(loaded, texts if len(texts) > 1 else next(iter(texts.values())))
+        return report.compare(loaded, columns if len(columns) > 1 else next(iter(columns.values())))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self, get_args
 
 INITS = ("sequential", "van_loan", "van_loan_normalized", "prune", "random")
 LOW_RANK_INITS = ("sequential", "svd")
-GRANULARITIES = ("neuron", "block")
-REFITS = ("all", "writing", "none")
+Granularity = Literal["neuron", "block"]
+Refit = Literal["all", "writing", "none"]
 
 
 class _Config:
@@ -250,9 +250,9 @@ class PruneConfig(_Config):
     """
 
     keep: float | None = None
-    granularity: str = "neuron"
+    granularity: Granularity = "neuron"
     budget: int | None = None
-    refit: str = "all"
+    refit: Refit = "all"
     epochs: int = 3
     multiple_of: int = 1
     ridge: float = 3e-2
@@ -263,15 +263,12 @@ class PruneConfig(_Config):
             raise ValueError(
                 f"PruneConfig: keep is {self.keep!r}, expected a share above 0, at most 1"
             )
-        if self.granularity not in GRANULARITIES:
-            raise ValueError(
-                f"PruneConfig: granularity is {self.granularity!r}, expected one of "
-                f"{', '.join(GRANULARITIES)}"
-            )
-        if self.refit not in REFITS:
-            raise ValueError(
-                f"PruneConfig: refit is {self.refit!r}, expected one of {', '.join(REFITS)}"
-            )
+        for name, kind in (("granularity", Granularity), ("refit", Refit)):
+            value = getattr(self, name)
+            if value not in get_args(kind):
+                raise ValueError(
+                    f"PruneConfig: {name} is {value!r}, expected one of {', '.join(get_args(kind))}"
+                )
         for name, least in (("epochs", 1), ("multiple_of", 1)):
             if not is_whole(getattr(self, name), least):
                 raise ValueError(

@@ -1,20 +1,52 @@
-"""Load the inputs of the commands: models, compressed or not, and batches of tokens."""
+"""Load the inputs of the commands: models, compressed or not, and tokenizers."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from model_components._hub import find_folder
+from model_components._model_folders import load_tokenizer
 
 from .data.batches import positions_of
-from .data.text import text_batches, text_of
 from .storage.checkpoints import from_pretrained, is_compressed, model_class
+
+
+def find_model(name: str) -> tuple[str, str]:
+    """Return a model's folder and the name of its class. Its weights are not read.
+
+    Args:
+        name: Folder or hub id.
+
+    Returns:
+        The folder, and the class; an empty string if the model is compressed.
+
+    Raises:
+        ValueError: There is no model.
+    """
+    folder = str(find_folder(name, operation="kronecker"))
+    if is_compressed(folder):
+        return folder, ""
+    if Path(folder, "adapter_config.json").is_file() and not Path(folder, "config.json").is_file():
+        raise ValueError(
+            f"kronecker: {folder} is an adapter, expected a whole model: merge it first"
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except OSError as error:
+        first = str(error).splitlines()[0]
+        raise ValueError(
+            f"kronecker: {folder} is no model's folder, nor found on the hub ({first})"
+        ) from None
+    architectures = config.architectures or []
+    if not architectures:
+        raise ValueError(f"kronecker: {folder} does not say its architecture in config.json")
+    return folder, architectures[0]
 
 
 def load(name: str, device: str = "cpu") -> PreTrainedModel:
@@ -27,24 +59,12 @@ def load(name: str, device: str = "cpu") -> PreTrainedModel:
     Raises:
         ValueError: No whole model can be loaded from this name.
     """
-    name = str(find_folder(name, operation="kronecker"))
-    if is_compressed(name):
+    name, architecture = find_model(name)
+    if not architecture:
         compressed: Any = from_pretrained(name)
         return compressed.to(device)
-    if Path(name, "adapter_config.json").is_file() and not Path(name, "config.json").is_file():
-        raise ValueError(f"kronecker: {name} is an adapter, expected a whole model: merge it first")
     try:
-        config = AutoConfig.from_pretrained(name)
-    except OSError as error:
-        first = str(error).splitlines()[0]
-        raise ValueError(
-            f"kronecker: {name} is no model's folder, nor found on the hub ({first})"
-        ) from None
-    architectures = config.architectures or []
-    if not architectures:
-        raise ValueError(f"kronecker: {name} does not say its architecture in config.json")
-    try:
-        loaded: Any = model_class(architectures[0], "kronecker").from_pretrained(
+        loaded: Any = model_class(architecture, "kronecker").from_pretrained(
             name, output_loading_info=True
         )
         model, loading_info = loaded
@@ -67,34 +87,19 @@ def load(name: str, device: str = "cpu") -> PreTrainedModel:
     return model.eval().to(device)
 
 
-def tokens_of(
-    file: Path, tokenizer: str, models: Sequence[PreTrainedModel], *, tokens: int, context: int
-) -> list[Tensor]:
-    """Return batches of token ids from the beginning of a text.
+def encoder_of(tokenizer: str) -> Callable[[str], list[int]]:
+    """Return the function from a text to token ids of a tokenizer.
 
     Args:
-        file: A file of text, or of rows with texts.
         tokenizer: Folder or hub id.
-        models: Rows are not longer than these models have positions for.
-        tokens: Number of tokens to read.
-        context: The largest length of a row.
 
     Raises:
         ValueError: There is no tokenizer.
     """
-    try:
-        encode = AutoTokenizer.from_pretrained(find_folder(tokenizer))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"kronecker: {tokenizer} has no tokenizer, expected --tokenizer FOLDER"
-        ) from error
-    return text_batches(
-        text_of(file),
-        # pyrefly: ignore[not-callable]: AutoTokenizer may give None; find_folder found one
-        lambda text: encode(text, verbose=False)["input_ids"],
-        tokens=tokens,
-        context=context_of(models, context),
-    )
+    found: Any = load_tokenizer(tokenizer)
+    if found is None:
+        raise ValueError(f"kronecker: {tokenizer} has no tokenizer, expected --tokenizer FOLDER")
+    return lambda text: found(text, verbose=False)["input_ids"]
 
 
 def calibration_of(rows: list[Tensor], model: PreTrainedModel) -> list[object]:

@@ -10,13 +10,27 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from model_components._cli import CONTINUE_HINT, ON_TERMINAL
+from model_components._cli import CONTINUE_HINT, ON_TERMINAL, Running
 from model_components._report import Report
 
 Pickle = Literal["weights_only"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """How checkpoints are read and written.
+
+    Args:
+        max_shard_size: Largest size of one weight file.
+        allow_pickle: weights_only also reads pickled .bin checkpoints.
+    """
+
+    max_shard_size: str = "5GB"
+    allow_pickle: Pickle | None = None
 
 
 @contextlib.contextmanager
@@ -40,16 +54,13 @@ def merge(
     /,
     *,
     calibration: tuple[Path, ...] | None = None,
-    device: str = "cpu",
     impl: Literal["auto", "fused", "eager"] = "auto",
     seed: int = 0,
     threads: int | None = None,
-    max_shard_size: str = "5GB",
-    allow_pickle: Pickle | None = None,
+    files: Files,
     trust_remote_code: bool = False,
     resume: bool = True,
-    progress: bool = ON_TERMINAL,
-    cuda: bool = False,
+    running: Running,
 ) -> Report | None:
     """Merge checkpoints by a YAML recipe.
 
@@ -60,57 +71,49 @@ def merge(
         out: Output folder: a new path, or an empty folder.
         calibration: Files of text or rows for regmean and regmean++: one for each model, in the
             recipe's order.
-        device: Device that computes, such as cpu or cuda.
         impl: fused: compiled kernels. eager: torch functions. auto: fused where there is a kernel.
         seed: Random seed of methods that use random numbers.
         threads: Number of blocks computed at the same time; default: one per core, at most 8.
-        max_shard_size: Largest size of one weight file.
-        allow_pickle: weights_only also reads pickled .bin checkpoints.
+        files: How checkpoints are read and written.
         trust_remote_code: Also copy the model's own Python files.
         resume: Continue an interrupted run of the same merge.
-        progress: Show a progress bar; default: only on a terminal.
-        cuda: Use --device cuda; this flag of mergekit's only tells you so.
+        running: How it runs.
     """
     from .functional import merge_models
     from .recipe import load_recipe
 
-    if cuda:
-        raise ValueError("merge: expected --device cuda, got --cuda")
     with _all_processes():
         report = merge_models(
             load_recipe(recipe),
             out=out,
             calibration=calibration,
-            device=device,
+            device=running.device,
             impl=impl,
             seed=seed,
             threads=threads,
-            max_shard_size=max_shard_size,
-            allow_pickle=allow_pickle,
+            max_shard_size=files.max_shard_size,
+            allow_pickle=files.allow_pickle,
             trust_remote_code=trust_remote_code,
             resume=resume,
-            progress=progress,
+            progress=running.progress,
         )
     assert isinstance(report, Report)  # as a folder was written
     return report if int(os.environ.get("RANK", "0")) == 0 else None
 
 
-def plan(
-    recipe: Path, /, *, max_shard_size: str = "5GB", allow_pickle: Pickle | None = None
-) -> Report:
+def plan(recipe: Path, /, *, files: Files) -> Report:
     """Check a recipe, and print the files and the memory that its merge needs.
 
     Args:
         recipe: YAML file.
-        max_shard_size: Largest size of one weight file.
-        allow_pickle: weights_only also reads pickled .bin checkpoints.
+        files: How checkpoints are read and written.
     """
     from .functional import parse_size
     from .planning import make_plan
     from .recipe import load_recipe
 
-    limit = parse_size(max_shard_size)
-    return make_plan(load_recipe(recipe), max_shard_size=limit, allow_pickle=allow_pickle)
+    limit = parse_size(files.max_shard_size)
+    return make_plan(load_recipe(recipe), max_shard_size=limit, allow_pickle=files.allow_pickle)
 
 
 def learn(config: Path, out: Path, /, *, progress: bool = ON_TERMINAL) -> Report:

@@ -19,7 +19,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -30,12 +30,25 @@ from ._report import plain
 GROUP = "model_components.commands"
 """The group of entry points; a dot in a name separates a group of commands from its command."""
 CONTINUE_HINT = "run the same command again to continue"
-ON_TERMINAL = sys.stderr.isatty()
+ON_TERMINAL = sys.stderr is not None and sys.stderr.isatty()  # None under pythonw
 """Whether someone watches: the default of ``progress``."""
 
 _BUILT_IN = {"doctor": "model_components.doctor:doctor"}  # known even if our metadata is damaged
 _SHARED_HELP = """Every command also takes --json (print the result as JSON) and --config FILE (read
 flags from a YAML file; a flag on the command line overrides the file)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """How a command runs.
+
+    Args:
+        device: Device that computes, such as cpu or cuda.
+        progress: Show a progress bar; default: only on a terminal.
+    """
+
+    device: str = "cpu"
+    progress: bool = ON_TERMINAL
 
 
 def main(
@@ -109,8 +122,12 @@ def _shared_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return shared, rest
 
 
-def _words_of(path: Path) -> list[str]:
+def _words_of(path: Path, given: Sequence[str]) -> list[str]:
     """Return the command-line words for the values in a YAML file.
+
+    Args:
+        path: The file.
+        given: The words of the command line, whose flags override the file's.
 
     Raises:
         ValueError: The file cannot be read, or is not a YAML mapping.
@@ -129,55 +146,84 @@ def _words_of(path: Path) -> list[str]:
             f"--config: expected a YAML mapping of flags to values in {path}, got "
             f"{type(values).__name__}"
         )
+    overridden = {_flag_of(word) for word in given if word.startswith("--")}
     words = []
     for name, value in values.items():
-        flag = str(name).replace("_", "-")
+        flag = _flag_of(str(name))
+        if flag in overridden or value is None:
+            continue
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         elif isinstance(value, list):
             words += [f"--{flag}", *map(str, value)]
         elif isinstance(value, Mapping):
             words += [f"--{flag}", *(f"{key}={inner}" for key, inner in value.items())]
-        elif value is not None:
-            words += [f"--{flag}", str(value)]
+        else:
+            words.append(f"--{flag}={value}")  # one word: the value may begin with a dash
     return words
 
 
-def _bindable(function: Callable[..., object]) -> Callable[..., functools.partial[object]]:
-    """Return a function of the same signature that binds its arguments and runs nothing.
+def _flag_of(word: str) -> str:
+    """Return a flag's name without dashes before it, ``no-`` and the value.
 
-    So errors of the command line and of the work stay apart. Positional parameters are shown by
-    their names; the fields of a config are flags themselves, without the parameter's name.
+    >>> _flag_of("--no-save_others"), _flag_of("--keep=0.5")
+    ('save-others', 'keep')
     """
-    import docstring_parser  # both after the command's name is known to be right
-    import tyro
+    name = word.partition("=")[0].removeprefix("--").replace("_", "-")
+    return name.removeprefix("no-")
 
-    def bind(*args: object, **kwargs: object) -> functools.partial[object]:
-        return functools.partial(function, *args, **kwargs)
 
-    hints: dict[str, Any] = get_type_hints(function)
-    signature = inspect.signature(function)
-    described = docstring_parser.parse(inspect.getdoc(function) or "").params
-    helps = {param.arg_name: " ".join((param.description or "").split()) for param in described}
-    for name, parameter in signature.parameters.items():
-        if is_dataclass(hints[name]):
-            options = tyro.conf.arg(name="")
-        elif parameter.kind is parameter.POSITIONAL_ONLY:
-            options = tyro.conf.arg(metavar=name.upper(), help=helps[name], help_behavior_hint="")
-        else:
-            options = tyro.conf.arg(help=helps[name], help_behavior_hint=_default_hint)
-        hints[name] = Annotated[hints[name], options]
-    parameters = [p.replace(annotation=hints[n]) for n, p in signature.parameters.items()]
+def _bindable(function: Callable[..., object]) -> Callable[..., functools.partial[object]]:
+    """Return a function of the same flags that binds its arguments and runs nothing.
+
+    So errors of the command line and of the work stay apart.
+    """
+    hints = get_type_hints(function)
+    groups = {name: hints[name] for name in inspect.signature(function).parameters}
+    groups = {name: kind for name, kind in groups.items() if is_dataclass(kind)}
+
+    def bind(*args: object, **values: object) -> functools.partial[object]:
+        for name, kind in groups.items():
+            fields = inspect.signature(kind).parameters
+            values[name] = kind(**{field: values.pop(field) for field in fields})
+        return functools.partial(function, *args, **values)
+
+    flags = _flags_of(function)
     # not functools.wraps: tyro would look through it, at the annotations of the function itself
-    bind.__dict__["__signature__"] = signature.replace(parameters=parameters)
-    bind.__annotations__ = hints
+    bind.__dict__["__signature__"] = inspect.Signature(flags)
+    bind.__annotations__ = {flag.name: flag.annotation for flag in flags}
     bind.__doc__ = function.__doc__
     return bind
 
 
-def _default_hint(default: str) -> str:
-    """Return what help says of a default; nothing for None and (), whose meaning the help names."""
-    return "" if default in ("None", "") else f"(default: {default})"
+def _flags_of(described: Callable[..., object]) -> list[inspect.Parameter]:
+    """Return the parameters of a function or a dataclass, annotated for tyro.
+
+    Positional parameters are shown by their names. A dataclass is replaced by its fields, which are
+    flags themselves.
+    """
+    import docstring_parser  # both after the command's name is known to be right
+    import tyro
+
+    hints: dict[str, Any] = get_type_hints(described)
+    documented = docstring_parser.parse(inspect.getdoc(described) or "").params
+    helps = {param.arg_name: " ".join((param.description or "").split()) for param in documented}
+    flags = []
+    for name, parameter in inspect.signature(described).parameters.items():
+        if is_dataclass(hints[name]):
+            flags += _flags_of(hints[name])
+            continue
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            shown = name.upper() if parameter.default is parameter.empty else f"[{name.upper()}]"
+            options = tyro.conf.arg(metavar=shown, help=helps[name], help_behavior_hint="")
+        elif "default:" in helps[name] or parameter.default in (None, ()):
+            options = tyro.conf.arg(help=helps[name], help_behavior_hint="")
+        else:
+            options = tyro.conf.arg(help=helps[name])
+        # DisallowNone: the word None would be read as no value
+        hint = Annotated[hints[name], tyro.conf.DisallowNone, options]
+        flags.append(parameter.replace(annotation=hint))
+    return flags
 
 
 def _run(
@@ -189,7 +235,7 @@ def _run(
     work: functools.partial[object] | None = None
     try:
         if shared.config is not None:
-            words = [*_words_of(shared.config), *words]
+            words = [*words, *_words_of(shared.config, words)]
         function = pkgutil.resolve_name(command)
         purpose = (inspect.getdoc(function) or "").split("Args:")[0].strip()
         description = f"{purpose}\n\n{_SHARED_HELP}"

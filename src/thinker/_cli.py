@@ -3,85 +3,48 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
-from model_components._cli import ON_TERMINAL
+from model_components._cli import CONTINUE_HINT, Running
 from model_components._devices import find_device
 from model_components._report import Report
 
-Schedule = Literal["frontier", "uniform", "progressive", "dynamic", "fixed"]
+from .run_config import RunConfig
 
 
 def train(
     task: str,
+    out: Path,
     /,
     *,
-    out: Path | None = None,
-    options: tuple[str, ...] = (),
-    model: tuple[str, ...] = (),
-    length: int | None = None,
-    schedule: Schedule | None = None,
-    plan: str = "every_step",
-    steps: tuple[int, int] | None = None,
-    iterations: int | None = None,
-    lengths: tuple[int, ...] = (),
+    training: RunConfig,
     samples: int = 1024,
-    seed: int = 0,
-    device: str = "cpu",
-    resume: bool = False,
-    progress: bool = ON_TERMINAL,
+    running: Running,
 ) -> str:
     """Train a thinker on a task; write the model and its accuracy.
+
+    After a stop the same command continues. With more --iterations it trains a finished model on.
 
     Args:
         task: Name of the task, such as reverse. An unknown name prints the list. Tasks with an
             answer at each step, such as hops, are trained from Python with ThinkerTrainer.
-        out: Output folder; default: runs/thinker/TASK.
-        options: Options of the task, as NAME=VALUE, for example symbols=32.
-        model: Fields of ThinkerConfig, as NAME=VALUE, for example num_heads=8. With
-            latent_init=tokens there is one latent for each token.
-        length: Longest sequence in training; default: the task's own, or 20.
-        schedule: Schedule of the training lengths; default: the task's own, or frontier.
-        plan: every_step, read_once, or the path of a file with a FlowPlan table.
-        steps: Fewest and most thinking steps; default: 1 6. With latent_init=tokens they follow the
-            length: from 1 to length + 6.
-        iterations: Number of training steps; default: the task's own, 2400 with latent_init=noise,
-            or 500.
-        lengths: Lengths beyond --length that the model must support and is evaluated at.
+        out: Output folder: a new path, or the folder of a run to continue.
+        training: Settings of the run.
         samples: Number of held-out samples of each length.
-        seed: Random seed of the data and the weights.
-        device: Device that computes, such as cpu or cuda.
-        resume: Continue from the last checkpoint in the folder.
-        progress: Show a progress bar; default: only on a terminal.
+        running: How it runs.
     """
     from . import runs
 
-    where = find_device(device, "think train")
-    run = runs.settings_of(
-        task,
-        options=runs.named_values(options),
-        model=runs.named_values(model),
-        length=length,
-        schedule=schedule,
-        plan=plan,
-        steps=steps,
-        iterations=iterations,
-        lengths=lengths,
-        seed=seed,
-    )
-    folder = out or Path("runs/thinker", task)
+    where = find_device(running.device, "think train")
+    run = runs.settings_of(task, training)
     try:
-        return runs.train(
-            run, folder, samples=samples, device=where, resume=resume, progress=progress
-        )
+        return runs.train(run, out, samples=samples, device=where, progress=running.progress)
     except KeyboardInterrupt:
-        saved = runs.whole_checkpoint(folder / "checkpoints")
-        hint = "run the same command with --resume to continue" if saved else ""
-        raise KeyboardInterrupt(hint) from None
+        saved = runs.whole_checkpoint(out / "checkpoints")
+        raise KeyboardInterrupt(CONTINUE_HINT if saved else "") from None
 
 
 def evaluate(
-    out: Path,
+    folder: Path,
     /,
     *,
     lengths: tuple[int, ...] = (),
@@ -93,7 +56,7 @@ def evaluate(
     """Evaluate a trained thinker: accuracy by length and steps.
 
     Args:
-        out: Folder that think train wrote.
+        folder: Folder that think train wrote.
         lengths: Lengths of the held-out samples; default: --length and --lengths of the training.
         n_steps: Numbers of thinking steps to compare.
         samples: Number of held-out samples of each length.
@@ -103,15 +66,15 @@ def evaluate(
     from . import runs
 
     where = find_device(device, "think evaluate")
-    return runs.evaluate(out, lengths, n_steps=n_steps, samples=samples, seed=seed, device=where)
+    return runs.evaluate(folder, lengths, n_steps=n_steps, samples=samples, seed=seed, device=where)
 
 
-def draw(out: Path, /) -> str:
+def draw(folder: Path, /) -> str:
     """Write plots of training and accuracy into a trained thinker's folder.
 
     Args:
-        out: Folder that think train wrote.
+        folder: Folder that think train wrote.
     """
     from . import runs
 
-    return runs.draw(out)
+    return runs.draw(folder)

@@ -20,6 +20,7 @@ from .flow import FlowPlan
 from .losses import Reach
 from .model import LatentThinker
 from .report import evaluate_grid, evaluate_steps, plot_training
+from .run_config import RunConfig
 from .tasks import TASKS, AtTokens, make_task
 from .training import RewindOnPeak, ThinkerTrainer, thinker_arguments
 from .training.checkpoints import newest_whole
@@ -39,7 +40,6 @@ RECIPES: dict[str, Settings] = {  # what a task needs beyond the defaults
         "model": {"positions": "aligned"},
     },
 }
-
 
 _MORE_STEPS = 6
 """Steps beyond one for each token; README's example has as many."""
@@ -67,20 +67,12 @@ def _value(text: str) -> object:
         return value
 
 
-def settings_of(
-    task: str,
-    *,
-    options: Settings,
-    model: Settings,
-    length: int | None,
-    schedule: str | None,
-    plan: str,
-    steps: Sequence[int] | None,
-    iterations: int | None,
-    lengths: Sequence[int],
-    seed: int,
-) -> Settings:
+def settings_of(task: str, training: RunConfig) -> Settings:
     """Return the settings of a run, from which its data can be made again.
+
+    Args:
+        task: Name of the task.
+        training: The flags of the command.
 
     Raises:
         ValueError: The task is unknown or has an answer at each step; iterations or steps are
@@ -90,32 +82,34 @@ def settings_of(
     if task not in known:
         raise ValueError(f"think train: task must be one of {', '.join(known)}, got {task!r}")
     recipe = RECIPES.get(task, {})
-    model = recipe.get("model", {}) | model
+    model = recipe.get("model", {}) | named_values(training.model)
     if model.get("causal"):
         model.setdefault("latent_init", "tokens")  # as ThinkerConfig has it
-    if steps is not None and model.get("latent_init") == "tokens":
+    if training.steps is not None and model.get("latent_init") == "tokens":
         raise ValueError(
             "think train: expected no --steps with latent_init=tokens, whose steps follow the "
-            f"length, got {list(steps)}"
+            f"length, got {list(training.steps)}"
         )
+    plan = training.plan
     if plan not in ("every_step", "read_once"):
         plan = Path(plan).read_text(encoding="utf-8")
+    iterations = training.iterations
     if iterations is None:
         iterations = recipe.get("iterations", 2400 if _noise(model) else 500)
     if iterations < 1:
         raise ValueError(f"think train: expected 1 or more iterations, got {iterations}")
     return {
         "task": task,
-        "options": recipe.get("options", {}) | options,
+        "options": recipe.get("options", {}) | named_values(training.options),
         "model": model,
-        "length": recipe.get("length", 20) if length is None else length,
-        "steps": list(steps or (1, 6)),
+        "length": recipe.get("length", 20) if training.length is None else training.length,
+        "steps": list(training.steps or (1, 6)),
         "plan": plan,
-        "schedule": schedule or recipe.get("schedule", "frontier"),
+        "schedule": training.schedule or recipe.get("schedule", "frontier"),
         "batch": recipe.get("batch", 64),
         "iterations": iterations,
-        "lengths": list(lengths),
-        "seed": seed,
+        "lengths": list(training.lengths),
+        "seed": training.seed,
     }
 
 
@@ -153,58 +147,40 @@ def data_of(run: Settings) -> CurriculumDataset:
     return CurriculumDataset(task, schedule, seed=run["seed"], batch_size=run["batch"], **ranges)
 
 
-def train(
-    run: Settings, out: Path, *, samples: int, device: str, resume: bool, progress: bool
-) -> str:
+def train(run: Settings, out: Path, *, samples: int, device: str, progress: bool) -> str:
     """Train a model; write it, its figures and its log into a folder, and return a table.
 
+    An unfinished run in the folder is continued.
+
     Raises:
-        ValueError: The folder holds another run, or settings do not fit.
+        ValueError: The folder holds another run, or a finished one; settings do not fit.
     """
     set_seed(run["seed"])
     data = data_of(run)
-    plan = plan_of(run)
-    choices = dict(run["model"])
-    if choices.get("positions") == "aligned":
-        choices["separators"] = data.task.separators
-    at_tokens = choices.get("latent_init") == "tokens"
-    fields: Settings = {"plan": plan}
-    if not at_tokens:
-        fields |= {
-            "num_latents": 16 if _noise(choices) else 8,
-            "n_step": plan.num_steps(run["steps"][1]),
-        }
-    fields = {**data.sizes(max([run["length"], *run["lengths"]])), **fields, **choices}
-    try:
-        config = ThinkerConfig(**fields)
-    except TypeError as error:  # a name or value of NAME=VALUE
-        raise ValueError(error) from error
+    config = _config_of(run, data)
     model = LatentThinker(config)
-    _check_run_folder(out, run, resume)
+    _check_run_folder(out, run)
     write_json(make_folder(out, "train") / "run.json", run)
     iterations = run["iterations"]
     arguments = thinker_arguments(
         out / "checkpoints",
         max_steps=iterations,
+        # four checkpoints, so that a stop loses at most a quarter of a run
         save_steps=max(10, iterations // 4),
         save_total_limit=1,
         seed=run["seed"],
         use_cpu=device == "cpu",
+        # ten points for the plot of a short run
         logging_steps=max(1, min(50, iterations // 10)),
         disable_tqdm=not progress,
     )
-    if at_tokens and "window" in choices:
-        loss: Settings = {"step_loss": Reach(window=choices["window"])}
-    else:
-        loss = {}
+    loss: Settings = {}
+    if config.latent_init == "tokens" and "window" in run["model"]:
+        loss = {"step_loss": Reach(window=run["model"]["window"])}
     trainer = ThinkerTrainer(
         model, arguments, train_dataset=data, callbacks=[RewindOnPeak()], **loss
     )
-    checkpoint = None
-    if resume:
-        checkpoint = whole_checkpoint(out / "checkpoints")
-        if checkpoint is None:
-            print(f"think train: no checkpoint in {out}, so it starts over")
+    checkpoint = whole_checkpoint(out / "checkpoints")
     begin = time.process_time()
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.process_time() - begin
@@ -225,21 +201,46 @@ def train(
     return _table(result, run, seconds)
 
 
-def _check_run_folder(out: Path, run: Settings, resume: bool) -> None:
-    """Check that the folder has no run, or that --resume continues it with the same settings."""
-    if not resume and (out / "result.json").exists():
-        raise ValueError(
-            f"think train: {out} already has a run; expected another --out, or --resume to "
-            "continue it"
-        )
-    if not resume or not (out / "run.json").is_file():
+def _config_of(run: Settings, data: CurriculumDataset) -> ThinkerConfig:
+    """Return the configuration of a run's model.
+
+    Raises:
+        ValueError: A name or a value is invalid.
+    """
+    plan = plan_of(run)
+    choices = dict(run["model"])
+    if choices.get("positions") == "aligned":
+        choices["separators"] = data.task.separators
+    fields: Settings = {"plan": plan}
+    if choices.get("latent_init") != "tokens":
+        fields |= {
+            "num_latents": 16 if _noise(choices) else 8,
+            "n_step": plan.num_steps(run["steps"][1]),
+        }
+    fields = {**data.sizes(max([run["length"], *run["lengths"]])), **fields, **choices}
+    try:
+        return ThinkerConfig(**fields)
+    except TypeError as error:  # a name or value of NAME=VALUE
+        raise ValueError(error) from error
+
+
+def _check_run_folder(out: Path, run: Settings) -> None:
+    """Check that the folder holds no run, or one that this run continues."""
+    if not (out / "run.json").is_file():
         return
     before = read_json(out, "run.json")
     for name, value in run.items():
         if name != "iterations" and value != before.get(name):
             raise ValueError(
                 f"think train: the run in {out} has {name} {before.get(name)!r}, got {value!r}; "
-                "expected the same, or another --out"
+                "expected the same, or another folder"
+            )
+    if (out / "result.json").is_file():
+        trained = read_json(out, "result.json")["iterations"]
+        if run["iterations"] <= trained:
+            raise ValueError(
+                f"think train: the run in {out} has {trained} iterations; expected more "
+                f"--iterations, or another folder, got {run['iterations']}"
             )
 
 

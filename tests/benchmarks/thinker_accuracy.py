@@ -29,11 +29,11 @@ def run(name: str, arguments: str, seed: int, smoke: bool) -> dict[str, Any]:
         "model_components",
         "think",
         "train",
-        *arguments.split(),
+        arguments.split()[0],
+        str(out),
+        *arguments.split()[1:],
         "--seed",
         str(seed),
-        "--out",
-        str(out),
     ]
     command += ["--iterations", "20", "--length", "4", "--samples", "64"] if smoke else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -79,7 +79,9 @@ def write_table() -> None:
     place = f"One thread; {found['hardware']}; measured {found['date']} at {commits}. The commands:"
     lines += ["", place, "", "```bash"]
     config = json.loads(CONFIG.read_text(encoding="utf-8"))
-    lines += [f"model-components think train {config[name]['arguments']}" for name in found["rows"]]
+    for number, name in enumerate(found["rows"], 1):
+        task, *flags = config[name]["arguments"].split()
+        lines.append(" ".join(["model-components think train", task, f"runs/{number}", *flags]))
     put(GUIDE, [*lines, "```"], "accuracy")
 
 

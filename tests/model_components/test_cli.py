@@ -18,9 +18,11 @@ class Size:
 
     Args:
         width: Numbers in a row.
+        marks: Where lines are drawn.
     """
 
     width: int = 3
+    marks: tuple[int, ...] = ()
 
     def __post_init__(self):
         if self.width < 1:
@@ -33,6 +35,7 @@ class Made(Report):
 
     names: tuple[str, ...]
     width: int
+    marks: tuple[int, ...]
     fast: bool
 
     def summary(self):
@@ -48,7 +51,7 @@ def make(names: tuple[str, ...], /, *, size: Size, fast: bool = False) -> Made:
         fast: Hurry.
     """
     print("at work")
-    return Made(names, size.width, fast)
+    return Made(names, size.width, size.marks, fast)
 
 
 def fail(out: Path, /, *, stop: bool = False, message: str = "") -> None:
@@ -90,8 +93,8 @@ def test_a_report_is_printed_as_text_or_as_json_and_nothing_else_is(capsys):
     assert run("make", "a", "b", "--width", 5, "--fast") == 0
     assert capsys.readouterr() == ("2 names\n", "at work\n")
     assert run("make", "--json", "a", "b") == 0
-    made = {"names": ["a", "b"], "width": 3, "fast": False}
-    assert json.loads(capsys.readouterr().out) == made
+    expected = {"names": ["a", "b"], "width": 3, "marks": [], "fast": False}
+    assert json.loads(capsys.readouterr().out) == expected
 
 
 def test_rows_are_json_lines(capsys):
@@ -99,20 +102,65 @@ def test_rows_are_json_lines(capsys):
     assert capsys.readouterr().out == '{"number": 1}\n{"number": 2}\n'
 
 
-def test_flags_come_from_a_file_and_the_command_line_wins(tmp_path, capsys):
-    (tmp_path / "flags.yml").write_text("width: 7\nfast: true\n")
-    assert run("make", "a", "--config", tmp_path / "flags.yml", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["width"] == 7
-    assert run("make", "a", "--config", tmp_path / "flags.yml", "--no-fast", "--json") == 0
-    assert not json.loads(capsys.readouterr().out)["fast"]
-    (tmp_path / "flags.yml").write_text("[width]")
-    assert run("make", "a", "--config", tmp_path / "flags.yml") == 1
+@pytest.fixture
+def flags(tmp_path):
+    """Write a file of flags, and return the words that name it."""
+
+    def write(text):
+        (tmp_path / "flags.yml").write_text(text)
+        return ["--config", tmp_path / "flags.yml"]
+
+    return write
+
+
+def made(capsys, *words):
+    assert run("make", *words, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_flags_come_from_a_file_and_the_command_line_wins(flags, capsys):
+    file = flags("width: 7\nfast: true\nmarks: [1, 2]\n")
+    # names come before the file's flags, so that no list of the file takes them
+    assert made(capsys, *file, "a", "b") == {
+        "names": ["a", "b"],
+        "width": 7,
+        "marks": [1, 2],
+        "fast": True,
+    }
+    assert not made(capsys, "a", *file, "--no-fast")["fast"]
+    assert made(capsys, "a", *file, "--width=5", "--marks", "3") == {
+        "names": ["a"],
+        "width": 5,
+        "marks": [3],
+        "fast": True,
+    }
+
+
+def test_a_value_in_a_file_may_begin_with_a_dash(flags, capsys):
+    assert run("make", "a", *flags("width: -7")) == 1
+    assert capsys.readouterr().err == "tool: Size: width must be 1 or more, got -7\n"
+    assert run("try", "fail", "out", *flags("message: --width")) == 1
+    assert capsys.readouterr().err == "tool: --width\n"
+
+
+def test_a_wrong_file_of_flags_is_refused(flags, tmp_path, capsys):
+    assert run("make", "a", *flags("[width]")) == 1
     assert "expected a YAML mapping of flags to values in" in capsys.readouterr().err
-    (tmp_path / "flags.yml").write_text("wide: 7\n")
+    assert run("make", "a", *flags("{")) == 1
+    assert "expected YAML in" in capsys.readouterr().err
+    assert run("make", "a", "--config", tmp_path / "none.yml") == 1
+    assert "cannot be read" in capsys.readouterr().err
     with pytest.raises(SystemExit) as wrong:
-        run("make", "a", "--config", tmp_path / "flags.yml")
+        run("make", "a", *flags("wide: 7\n"))
     assert wrong.value.code == 2
     assert "--wide" in capsys.readouterr().err
+
+
+def test_a_file_that_the_docs_show_is_read(flags, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")
+    shown = page.split("```yaml\n")[1].split("```")[0]
+    assert _cli.main(["prune", "no-model", "out", *map(str, flags(shown))]) == 1
+    assert capsys.readouterr().err.startswith("model-components: text_of: texts.json is not a file")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ SHORT = ["--iterations", "20", "--length", "4", "--samples", "64", "--no-progres
 
 def test_train_resume_evaluate_and_draw(tmp_path, capsys):
     out = tmp_path / "run"
-    assert main(["think", "train", "copy", "--out", str(out), *SHORT, "--lengths", "6"]) == 0
+    assert main(["think", "train", "copy", str(out), *SHORT, "--lengths", "6"]) == 0
     printed = capsys.readouterr().out
     assert re.search(
         r"copy, length 4: 20 iterations.*\nheld out: [\d.]+ of symbols, [\d.]+ of rows", printed
@@ -21,7 +21,7 @@ def test_train_resume_evaluate_and_draw(tmp_path, capsys):
     found = json.loads((out / "result.json").read_text())
     assert found["by_length"].keys() == {"1", "2", "3", "4", "6"}
     assert not found["resumed"]
-    options = ["--out", str(out), *SHORT, "--lengths", "6", "--resume", "--iterations", "24"]
+    options = [str(out), *SHORT, "--lengths", "6", "--iterations", "24"]
     assert main(["think", "train", "copy", *options]) == 0
     assert json.loads((out / "result.json").read_text())["resumed"]
     assert "24 iterations" in capsys.readouterr().out
@@ -30,6 +30,7 @@ def test_train_resume_evaluate_and_draw(tmp_path, capsys):
     # as a kill leaves it, while it is written
     for checkpoint in (out / "checkpoints").glob("checkpoint-*"):
         (checkpoint / "thinker_state.pt").unlink()
+    (out / "result.json").unlink()
     assert main(["think", "train", "copy", *options]) == 0
     assert not json.loads((out / "result.json").read_text())["resumed"]
     capsys.readouterr()
@@ -68,10 +69,8 @@ def test_a_table_of_steps_and_latents_from_noise(tmp_path, capsys):
         "memory=grow",
         "--plan",
         str(table),
-        "--out",
-        str(tmp_path / "run"),
     ]
-    assert main(["think", "train", "add", *options, *SHORT]) == 0
+    assert main(["think", "train", "add", str(tmp_path / "run"), *options, *SHORT]) == 0
     assert "add, length 4: 20 iterations" in capsys.readouterr().out
 
 
@@ -85,8 +84,8 @@ def test_latents_at_the_tokens_are_asked_for_longer_inputs(tmp_path, capsys):
         "hidden_size=32",
         "num_heads=2",
     ]
-    options = ["--model", *model, "--lengths", "9", "12", "--out", out]
-    assert main(["think", "train", "prefix_sum", "--options", "symbols=2", *options, *SHORT]) == 0
+    options = ["--model", *model, "--lengths", "9", "12", "--options", "symbols=2"]
+    assert main(["think", "train", "prefix_sum", out, *options, *SHORT]) == 0
     assert (
         main(
             ["think", "evaluate", out, "--lengths", "12", "--n-steps", "4", "24", "--samples", "16"]
@@ -128,26 +127,26 @@ def test_latents_at_the_tokens_go_on_being_right_on_longer_inputs(tmp_path):
         "--samples",
         "64",
     ]
-    assert main(["think", "train", "prefix_sum", *options, "--out", str(out), "--no-progress"]) == 0
+    assert main(["think", "train", "prefix_sum", str(out), *options, "--no-progress"]) == 0
     assert json.loads((out / "result.json").read_text())["by_length"]["20"][0] > 0.9
 
 
 def test_a_folder_with_a_run_is_refused(tmp_path, capsys):
     out = str(tmp_path / "run")
-    given = ["think", "train", "copy", "--out", out, *SHORT, "--length", "5", "--iterations", "2"]
+    given = ["think", "train", "copy", out, *SHORT, "--length", "5", "--iterations", "2"]
     assert main(given) == 0
     assert main(given) == 1
-    assert "already has a run; expected another --out, or --resume" in capsys.readouterr().err
+    assert (
+        "has 2 iterations; expected more --iterations, or another folder, got 2"
+        in capsys.readouterr().err
+    )
 
 
 def test_settings_reach_the_model(tmp_path):
     def config(*model, task="copy", options=()):
         out = tmp_path / str(len(list(tmp_path.iterdir())))
         few = ["--iterations", "2", "--length", "6", "--samples", "8", "--no-progress"]
-        assert (
-            main(["think", "train", task, "--out", str(out), *few, "--model", *model, *options])
-            == 0
-        )
+        assert main(["think", "train", task, str(out), *few, "--model", *model, *options]) == 0
         return json.loads((out / "model" / "config.json").read_text())
 
     assert config("num_static_tokens=4", "step_noise=1e-1")["plan"] == {
@@ -166,9 +165,9 @@ def test_settings_reach_the_model(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["think", "train", "copy", "--model", "heads=4", "--out", "{tmp}/a"], "heads"),
+        (["think", "train", "copy", "{tmp}/a", "--model", "heads=4"], "heads"),
         (
-            ["think", "train", "copy", "--options", "symbols", "--out", "{tmp}/a"],
+            ["think", "train", "copy", "{tmp}/a", "--options", "symbols"],
             "expected NAME=VALUE, got 'symbols'",
         ),
         (
@@ -176,21 +175,20 @@ def test_settings_reach_the_model(tmp_path):
                 "think",
                 "train",
                 "copy",
+                "{tmp}/a",
                 "--model",
                 "causal=true",
                 "--steps",
                 "1",
                 "3",
-                "--out",
-                "{tmp}/a",
             ],
             "expected no --steps",
         ),
         (
-            ["think", "train", "copy", "--model", "num_static_tokens=abc", "--out", "{tmp}/a"],
+            ["think", "train", "copy", "{tmp}/a", "--model", "num_static_tokens=abc"],
             "num_static_tokens is 'abc'",
         ),
-        (["think", "train", "copy", "--plan", "{tmp}/none.md", "--out", "{tmp}/a"], "none.md"),
+        (["think", "train", "copy", "{tmp}/a", "--plan", "{tmp}/none.md"], "none.md"),
         (["think", "evaluate", "{tmp}/nothing"], "has no run.json"),
         (["think", "draw", "{tmp}/nothing"], "has no result.json"),
     ],
@@ -204,24 +202,6 @@ def test_what_is_refused(arguments, message, tmp_path, capsys):
 
 @pytest.mark.parametrize("option", ["--length", "--iterations"])
 def test_nothing_is_not_the_default(option, tmp_path, capsys):
-    assert main(["think", "train", "copy", *SHORT, option, "0", "--out", str(tmp_path / "a")]) == 1
+    assert main(["think", "train", "copy", str(tmp_path / "a"), *SHORT, option, "0"]) == 1
     assert "expected" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
-
-
-def test_a_run_that_is_not_there_cannot_be_gone_on_with_and_that_is_said(tmp_path, capsys):
-    given = [
-        "think",
-        "train",
-        "copy",
-        *SHORT,
-        "--iterations",
-        "2",
-        "--samples",
-        "8",
-        "--out",
-        str(tmp_path / "a"),
-        "--resume",
-    ]
-    assert main(given) == 0
-    assert f"no checkpoint in {tmp_path / 'a'}, so it starts over" in capsys.readouterr().err

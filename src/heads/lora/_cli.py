@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from model_components._cli import ON_TERMINAL
 from model_components._hub import find_folder
 from model_components._model_folders import load_tokenizer
 from model_components._report import Report
 
+if TYPE_CHECKING:
+    from peft import PeftModel
 
-def _base(model: str) -> tuple[Path, Any]:
-    """Return the folder of a base model, and the model in its own dtype."""
+
+def _load(base: Path, adapter: str, **options: Any) -> PeftModel:
+    """Load an adapter on its base, in the base's dtype. The adapter's file is checked first."""
     from transformers import AutoModelForCausalLM
 
-    folder = find_folder(model)
-    return folder, AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    from .storage.adapters import load_lora, read_shapes
+
+    folder = find_folder(adapter, patterns=["*adapter_*"], operation="load_lora")
+    read_shapes("load_lora", folder)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    return load_lora(model, folder, **options)
 
 
 def show(model: str, adapter: str, /) -> Report:
@@ -27,10 +34,8 @@ def show(model: str, adapter: str, /) -> Report:
         adapter: Folder or hub id of the adapter.
     """
     from .report.adapters import lora_report
-    from .storage.adapters import load_lora
 
-    base = _base(model)[1]
-    return lora_report(load_lora(base, adapter, is_trainable=True), trained=True)
+    return lora_report(_load(find_folder(model), adapter, is_trainable=True), trained=True)
 
 
 def merge(
@@ -55,16 +60,15 @@ def merge(
     """
     from model_components._folders import check_new
 
-    from .storage.adapters import load_lora
     from .storage.merge import merge_lora
 
     check_new(out, "merge_lora")
-    folder, base = _base(model)
+    base = find_folder(model)
     return merge_lora(
-        load_lora(base, adapter, accelerate=False),
+        _load(base, adapter, accelerate=False),
         out,
         dtype=dtype,
         max_lost=max_lost,
-        tokenizer=load_tokenizer(folder),
+        tokenizer=load_tokenizer(base),
         progress=progress,
     )

@@ -55,7 +55,6 @@ def test_answers_are_put_in_order(place, capsys):
                 "rank",
                 str(place / "judge"),
                 str(place / "rows.json"),
-                "--out",
                 str(place / "out.jsonl"),
             ]
         )
@@ -71,7 +70,6 @@ def test_answers_are_put_in_order(place, capsys):
                 "rank",
                 str(place / "judge"),
                 str(place / "rows.json"),
-                "--out",
                 str(place / "rows.json"),
             ]
         )
@@ -86,7 +84,6 @@ def test_answers_are_put_in_order(place, capsys):
                 "rank",
                 str(place / "judge"),
                 str(place / "rows.json"),
-                "--out",
                 str(place / "none.jsonl"),
             ]
         )

@@ -328,7 +328,6 @@ def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
     for options, message in (
         ([], "'regmean' looks at each model's data; expected --calibration"),
         (["--calibration", str(files[0])], "2 models, calibration for 1"),
-        (["--cuda"], "--cuda is --device cuda here"),
     ):
         assert main(["merge", str(recipe), str(tmp_path / "c"), *options]) == 1
         assert message in capsys.readouterr().err

@@ -71,7 +71,7 @@ def load_lora(
     path = find_folder(folder, patterns=["*adapter_*"], operation=operation, **hub) / options.pop(
         "subfolder", ""
     )
-    shapes = _shapes(operation, path)
+    shapes = read_shapes(operation, path)
     try:
         config = PeftConfig.from_pretrained(str(path))
     except (
@@ -110,7 +110,7 @@ def load_lora(
     return peft_model
 
 
-def _shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
+def read_shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of a checkpoint's tensors.
 
     Each is read once to see that its numbers are finite.

@@ -1,0 +1,38 @@
+"""`RunConfig`: the flags of ``think train`` that say what is trained; loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Schedule = Literal["frontier", "uniform", "progressive", "dynamic", "fixed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Settings of a training run.
+
+    Args:
+        options: Options of the task, as NAME=VALUE, for example symbols=32.
+        model: Fields of ThinkerConfig, as NAME=VALUE, for example num_heads=8. With
+            latent_init=tokens there is one latent for each token.
+        length: Longest sequence in training; default: the task's own, or 20.
+        schedule: Schedule of the training lengths; default: the task's own, or frontier.
+        plan: every_step, read_once, or the path of a file with a FlowPlan table.
+        steps: Fewest and most thinking steps; default: 1 6. With latent_init=tokens they follow the
+            length: from 1 to length + 6.
+        iterations: Number of training steps; default: the task's own, 2400 with latent_init=noise,
+            or 500.
+        lengths: Lengths beyond --length that the model must support and is evaluated at.
+        seed: Random seed of the data and the weights.
+    """
+
+    options: tuple[str, ...] = ()
+    model: tuple[str, ...] = ()
+    length: int | None = None
+    schedule: Schedule | None = None
+    plan: str = "every_step"
+    steps: tuple[int, int] | None = None
+    iterations: int | None = None
+    lengths: tuple[int, ...] = ()
+    seed: int = 0

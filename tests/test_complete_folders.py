@@ -3,6 +3,7 @@ it was made from, and how."""
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,12 @@ from transformers import AutoModelForCausalLM, pipeline
 
 import kronecker
 from heads.lora import merge_lora, prepare_lora
-from mergekit_lite import merge_models
+from mergekit_lite import extract_lora, merge_adapters, merge_models
 from mergekit_lite.masks import Merger
 from model_components import push_to_hub
 from model_components._cli import main
+from model_components._formats import check_format
+from model_components._model_folders import license_of
 from tests.support.hub import fake_hub
 from tests.support.models import save_tokenizer, tiny
 
@@ -111,7 +114,8 @@ def test_licenses_that_differ_are_left_to_a_person(bases, tmp_path):
     (bases[1] / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     merging(bases, tmp_path / "out")
     assert "license" not in (tmp_path / "out" / "README.md").read_text()
-    for card in ("# none", "---\n: [\n---\n", "---\nlicense: [a]\n---\n"):
+    cards = ["# none", "---\n: [\n---\n", "---\nlicense: [a]\n---\n", "---\nday: 2020-13-77\n---\n"]
+    for card in (*cards, f"---\n{'[' * 5000}\n---\n"):
         (bases[1] / "README.md").write_text(card)
         shutil.rmtree(tmp_path / "out")
         merging(bases, tmp_path / "out")
@@ -126,8 +130,56 @@ def test_a_folder_is_uploaded_whole(bases, tmp_path, monkeypatch):
     made = hub.repositories["me/merged"]
     asked = made["asked"]
     assert asked.get("private") or asked.get("visibility") == "private"
-    assert set(made["files"]) == {path.name for path in (tmp_path / "out").iterdir()}
+    here = {path.name for path in (tmp_path / "out").iterdir()}
+    assert here - set(made["files"]) == {"mergekit_config.yml", "merge_manifest.json"}
     assert json.loads(made["files"]["config.json"])["model_type"] == "llama"
+    assert not [name for name, data in made["files"].items() if b"private" in data]
+
+
+def test_an_adapter_has_a_card_and_its_base_is_one_that_others_have(bases, tmp_path, monkeypatch):
+    out = tmp_path / "adapter"
+    extract_lora(str(bases[1]), str(bases[0]), out, rank=2, progress=False)
+    merge_adapters([out, out], "linear", weight=0.5, out=tmp_path / "both", progress=False)
+    for folder, call in ((out, "extract_lora('two', 'one', rank=2"), (tmp_path / "both", "merge_")):
+        card = (folder / "README.md").read_text()
+        assert call in card
+        assert "library_name: peft" in card
+        assert "private" not in card
+    with pytest.raises(ValueError, match="expected a hub id as base_model_name_or_path"):
+        push_to_hub(out, "me/adapter")
+    config = json.loads((out / "adapter_config.json").read_text())
+    named = config | {"base_model_name_or_path": "org/base"}
+    (out / "adapter_config.json").write_text(json.dumps(named))
+    with fake_hub(monkeypatch) as hub:
+        push_to_hub(out, "me/adapter")
+    assert set(hub.repositories["me/adapter"]["files"]) == {path.name for path in out.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("tokenizer.json", "{"), ("tokenizer.json", "[]"), ("tokenizer_config.json", "[]")],
+)
+def test_a_damaged_tokenizer_is_left_out(file, text, bases, tmp_path):
+    (bases[0] / file).write_text(text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        merging_lora(bases, tmp_path / "out")
+    assert loaded(tmp_path / "out") is not None
+
+
+def test_a_model_made_in_memory_has_no_license(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("README.md").write_text("---\nlicense: mit\n---\n")
+    assert license_of("") is None
+    assert license_of(".") == "mit"
+
+
+@pytest.mark.parametrize("version", [0, 2, 1.9, True, "one", None])
+def test_a_version_that_is_none_is_refused(version):
+    check_format({"format_version": "1"}, 1, "load")
+    check_format({}, 1, "load")
+    with pytest.raises(ValueError, match="load: expected format 1, got "):
+        check_format({"format_version": version}, 1, "load")
 
 
 def test_a_newer_folder_is_refused_with_the_version_to_install(bases, tmp_path):

@@ -32,12 +32,8 @@ def check_format(found: Mapping[str, Any], newest: int, operation: str) -> None:
     Traceback (most recent call last):
     ValueError: load: a.json: expected format 1, got 2; pip install "model-components>=0.3.0"
     """
-    version = found.get("format_version", 1)
-    try:
-        known = 1 <= int(version) <= newest
-    except (TypeError, ValueError):
-        known = False
-    if not known:
+    version = str(found.get("format_version", 1))
+    if not version.isdecimal() or not 1 <= int(version) <= newest:
         expected = "1" if newest == 1 else f"1 to {newest}"
         made_with = found.get("made_with")
         advice = "the file needs a newer model-components, or is damaged"

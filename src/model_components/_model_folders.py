@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,15 +17,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CARD = "README.md"
+_RECORDS = ("mergekit_config.yml", "merge_manifest.json")
+"""Files of a merge that name the folders of this machine; the card has the recipe without them."""
 
 
-def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of a model's folder or hub id; None if it has none."""
+def load_tokenizer(source: str | Path, *, local: bool = False) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of a model's folder or hub id; None if it has none.
+
+    A tokenizer whose files are damaged gives None and a warning.
+
+    Args:
+        source: Folder or hub id.
+        local: Use what is on this machine only.
+    """
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(find_folder(source))
+        place = source if local else find_folder(source)
+        return AutoTokenizer.from_pretrained(place, local_files_only=local)
     except (OSError, ValueError):
+        return None
+    except Exception as error:  # of a damaged file: KeyError, TypeError or the tokenizers' own
+        warnings.warn(
+            f"{source}: the tokenizer is left out, as it cannot be loaded "
+            f"({type(error).__name__}: {error})",
+            stacklevel=2,
+        )
         return None
 
 
@@ -34,18 +53,13 @@ def name_of(model: Any) -> str:
 
 def local_tokenizer(model: Any) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer of what a model was loaded from, without the network, or return None."""
-    from transformers import AutoTokenizer
-
-    if not name_of(model):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(name_of(model), local_files_only=True)
-    except (OSError, ValueError):
-        return None
+    return load_tokenizer(name_of(model), local=True) if name_of(model) else None
 
 
 def license_of(base: str) -> str | None:
     """Return the license that a model's card names; None without a card on this machine."""
+    if not base:  # a model made in memory
+        return None
     card: Any = Path(base, CARD)
     repo_id = hub_id(base)
     if repo_id is not None:
@@ -60,7 +74,8 @@ def license_of(base: str) -> str | None:
         return None
     try:
         header = yaml.safe_load(sections[1])
-    except yaml.YAMLError:  # of somebody else's card
+    # of somebody else's card; ValueError: a date that does not exist
+    except (yaml.YAMLError, ValueError, RecursionError):
         return None
     found = header.get("license") if isinstance(header, Mapping) else None
     return found if isinstance(found, str) else None
@@ -134,6 +149,8 @@ def push_to_hub(
 ) -> str:
     """Upload a model's folder to the hub, as one commit.
 
+    The files of a merge that name folders of this machine stay here.
+
     Args:
         folder: A folder that this library wrote: a model, an adapter or a thinker.
         repo_id: The repository, ``owner/name``. It is created if it does not exist.
@@ -147,7 +164,8 @@ def push_to_hub(
         The URL of the commit.
 
     Raises:
-        ValueError: The folder has no config.json and no adapter_config.json.
+        ValueError: The folder has no config.json and no adapter_config.json, or an adapter names a
+            folder of this machine as its base.
 
     >>> push_to_hub("/nowhere", "me/model")
     Traceback (most recent call last):
@@ -158,6 +176,7 @@ def push_to_hub(
         raise ValueError(
             f"push_to_hub: expected a folder with config.json or adapter_config.json, got {path}"
         )
+    _check_base(path / "adapter_config.json")
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)
@@ -170,6 +189,18 @@ def push_to_hub(
         folder_path=path,
         revision=revision,
         create_pr=create_pr,
+        ignore_patterns=list(_RECORDS),
         commit_message=commit_message or "Upload by model-components",
     )
     return commit.commit_url
+
+
+def _check_base(adapter: Path) -> None:
+    """Check that an adapter's config names no folder of this machine, which nobody else has."""
+    if not adapter.is_file():
+        return
+    base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if base and hub_id(base) is None:
+        raise ValueError(
+            f"push_to_hub: expected a hub id as base_model_name_or_path in {adapter}, got {base!r}"
+        )

@@ -87,19 +87,19 @@ def read_text(path: Path, operation: str) -> str:
         ValueError: It cannot be read.
     """
     try:
-        with _open_text(path) as file:
+        with _open_text(path, newline=None) as file:  # line ends of Windows become \n
             return file.read()
     except _UNREADABLE as error:
         raise ValueError(f"{operation}: {path} cannot be read: {error}") from error
 
 
 @contextlib.contextmanager
-def _open_text(path: Path) -> Iterator[IO[str]]:
+def _open_text(path: Path, newline: str | None = "") -> Iterator[IO[str]]:
     opened: Any = gzip.open if path.suffix.lower() == ".gz" else open
     with opened(path, "rb") as raw:
         encoding = "utf-16" if raw.peek(2)[:2] in _UTF16 else "utf-8-sig"
-        # newline: JSON and CSV may hold line ends of their own, so that none is translated
-        with io.TextIOWrapper(raw, encoding=encoding, newline="") as file:
+        # JSON and CSV may hold line ends of their own, so that by default none is translated
+        with io.TextIOWrapper(raw, encoding=encoding, newline=newline) as file:
             yield file
 
 

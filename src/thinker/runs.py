@@ -12,6 +12,7 @@ import yaml
 from transformers import set_seed
 
 from model_components._folders import make_folder, write_json
+from model_components._model_folders import card_of, complete_folder
 
 from . import report, schedules
 from .config import ThinkerConfig
@@ -193,12 +194,28 @@ def train(run: Settings, out: Path, *, samples: int, device: str, progress: bool
         "parameters": model.num_parameters(),
         "seed": run["seed"],
     }
+    complete_folder(out / "model", _card(result, run))
     write_json(out / "result.json", result)
     print(
         f"{out}: model/, result.json; next: model-components think evaluate {out}, "
         f"model-components think draw {out}"
     )
     return _table(result, run, seconds)
+
+
+def _card(result: Settings, run: Settings) -> str:
+    settings = "\n".join(f"- {name}: {value}" for name, value in run.items() if name != "plan")
+    return card_of(
+        f"A thinker for {run['task']}",
+        [
+            "Load it with `thinker.LatentThinker.from_pretrained`.",
+            f"Right on held-out samples of length {result['length']}: {result['token']:.4f} of "
+            f"symbols, {result['sequence']:.4f} of rows.",
+            f"Made by `model-components think train {run['task']}` with\n\n{settings}",
+        ],
+        bases=[],
+        tags=["thinker"],
+    )
 
 
 def _config_of(run: Settings, data: CurriculumDataset) -> ThinkerConfig:

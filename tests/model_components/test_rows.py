@@ -12,7 +12,7 @@ from heads.lora import read_rows
 from heads.pairwise import read_pairs
 from kronecker import text_of
 from mergekit_lite.masks import TextExamples
-from model_components._rows import each_row
+from model_components._rows import each_row, read_text
 from tests.support.models import save_tokenizer
 
 ROWS = [
@@ -140,3 +140,8 @@ def test_what_is_no_source_is_refused(tmp_path):
     for source in ({"train": []}, 3, None):
         with pytest.raises(ValueError, match="read: expected a file, a hub id or rows, got a"):
             list(each_row(source, "read"))
+
+
+def test_line_ends_of_windows_are_lines_in_a_text(tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"one\r\ntwo\r\n")
+    assert read_text(tmp_path / "text.txt", "read") == "one\ntwo\n"

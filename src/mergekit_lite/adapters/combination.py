@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from model_components._folders import NewFolder, check_new
+from model_components._model_folders import shown_name
 
 from .._torch import torch
 from ..dtypes import FLOATS, Array, promote
@@ -104,12 +105,14 @@ def merge_adapters(
             factors[name] = truncated(change, rank or largest)
         modules.append(module_of(name, change, *factors[name], FLOATS[chosen]))
     first = opened[0].settings
+    shown = [shown_name(os.fspath(adapter)) for adapter in adapters]
     with NewFolder(out, "merge_adapters") as folder:
         nbytes = write_adapter(
             folder.folder,
             factors,
             dtype=chosen,
             base_model=first.get("base_model_name_or_path"),
+            call=f"merge_adapters({shown}, {method!r}, {rank=}, {dtype=}, {seed=}, **{parameters})",
             task_type=first.get("task_type"),
             fan_in_fan_out=bool(first.get("fan_in_fan_out")),
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from model_components._folders import NewFolder, check_new
+from model_components._model_folders import shown_name
 
 from ..dtypes import FLOATS, Array, numbers, promote
 from ..files import Source, open_source
@@ -107,6 +108,8 @@ def extract_lora(
             extraction.factors,
             dtype=chosen,
             base_model=model_label(base_model),
+            call=f"extract_lora({shown_name(tuned.label)!r}, {shown_name(base.label)!r}, {rank=}, "
+            f"{energy=}, dtype={chosen!r}, {save_others=})",
             task_type=task_of(base.config),
             saved=extraction.saved,
             fan_in_fan_out=any(

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from model_components._folders import write_json
+from model_components._model_folders import card_of, complete_folder, shown_name
 
 from ..dtypes import FLOATS, Array, DType, byte_view, from_numpy, numbers, stored_as
 from ..files import TensorInfo
@@ -97,17 +98,19 @@ def write_adapter(
     *,
     dtype: str,
     base_model: str | None,
+    call: str,
     task_type: str | None,
     saved: Mapping[str, Array] | None = None,
     fan_in_fan_out: bool = False,
 ) -> int:
-    """Write adapter_model.safetensors and adapter_config.json; the bytes of its tensors.
+    """Write an adapter's weights, config and card; return the bytes of its tensors.
 
     Args:
         folder: Where to.
         factors: B (out, r) and A (r, in) of every module; the change is their product.
         dtype: Of the factors.
         base_model: What the config names as the base.
+        call: The call that made it, for the card.
         task_type: peft's name of what the base is for.
         saved: Tensors that replace the base's, as stored.
         fan_in_fan_out: The base's linear layers store (in, out).
@@ -146,4 +149,14 @@ def write_adapter(
         "bias": "none",
     }
     write_json(folder / CONFIG, settings)
+    name = base_model or ""
+    card = card_of(
+        f"LoRA adapter of {shown_name(name)}",
+        [f"Made by model-components:\n\n```python\n{call}\n```"],
+        bases=[name],
+        tags=["lora"],
+        relation="adapter",
+        library_name="peft",
+    )
+    complete_folder(folder, card)
     return offset

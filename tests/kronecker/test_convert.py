@@ -34,10 +34,11 @@ from kronecker.data.batches import batches
 from kronecker.discovery.finding import blocks_of, resolve
 from kronecker.discovery.mlps import find_mlps
 from kronecker.fitting.block import blocks_with
-from kronecker.fitting.calls import calls_of, outputs_of
+from kronecker.fitting.calls import calls_of
 from kronecker.fitting.stream import stream_kind
 from kronecker.layers.weights import dense
 from kronecker.surgery.beside import permuted
+from model_components._walk import outputs_of
 from tests.kronecker.test_functional import made
 from tests.support.equivalence import judge
 from tests.support.models import auto_class, tiny
@@ -783,14 +784,14 @@ def test_a_walk_through_the_blocks_is_the_models_own_forward_every_time(kind):
         n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and "expert" not in n
     ]
     blocks = blocks_of(model, [f"{names[0]}.0.x"])
-    calls = calls_of(model, [block for _, block, _ in blocks], data)
+    calls, first = calls_of(model, [block for _, block, _ in blocks], data)
     with torch.no_grad():
         for _ in range(3):
             # as a fit changes them, after the calls were taken
             for parameter in blocks[0][1].parameters():
                 parameter.mul_(1.1)
             expected = [model(**batch, output_hidden_states=True).hidden_states for batch in data]
-            states = [call.hidden for call in calls[0]]
+            states = first
             for index, (_, block, _) in enumerate(blocks[:-1]):  # after the last one comes a norm
                 states = outputs_of(block, calls[index], states)
                 for own, whole in zip(states, expected, strict=True):
@@ -808,14 +809,13 @@ def test_the_stream_is_found_and_read(kind, expected, dtype):
     mlp = find_mlps(model)[0]
     up, down = model.get_submodule(mlp.ups[0]), model.get_submodule(mlp.down)
     blocks = blocks_of(model, [mlp.down])
-    calls = calls_of(model, [blocks[0][1]], batches([ids()], model, "test"))[0]
-    states = [c.hidden for c in calls]
+    (calls,), states = calls_of(model, [blocks[0][1]], batches([ids()], model, "test"))
     with torch.no_grad():
         kind = stream_kind(blocks[0][1], up, down, calls[0], states[0])
         assert kind == expected
         if kind is None:
             return
-        block = blocks_with(model, [mlp], [], batches([ids()], model, "test"))[0]
+        block = blocks_with(model, [mlp], [], batches([ids()], model, "test"))[0][0]
 
         def stream():
             block.original(states)
@@ -1279,7 +1279,9 @@ def test_blocks_that_are_no_chain_are_fitted_on_what_they_really_read(between):
     model, x = Model(), made(400, 6)
     names = [
         block.name
-        for block in blocks_with(model, find_mlps(model, {"input_ids": x}), [], [{"input_ids": x}])
+        for block in blocks_with(model, find_mlps(model, {"input_ids": x}), [], [{"input_ids": x}])[
+            0
+        ]
     ]
     assert names == ([""] if between != 1.0 else ["layers.0", "layers.1"])
     report = convert_(model, PruneConfig(refit="writing"), calibration=[x], progress=False)

@@ -13,13 +13,13 @@ from torch import nn
 
 from kronecker import LowRankConfig, PruneConfig, convert_, num_parameters, prune_
 from kronecker.discovery.mlps import Mlp, find_mlps
-from kronecker.fitting.calls import Call
 from kronecker.fitting.elimination import eliminate, refitted
 from kronecker.fitting.mlp import MlpWeights, Seen
 from kronecker.fitting.neurons import fit_neurons
 from kronecker.layers.experts import is_experts
 from kronecker.moments import Moments
 from kronecker.surgery.blocks import Stack, config_with_blocks, keep_blocks_, new_places
+from model_components._walk import Call
 from tests.support.models import MAKERS, MIXTURES, auto_class, tiny
 
 
@@ -561,11 +561,11 @@ def test_an_interrupt_leaves_no_hook_and_no_forward(place, monkeypatch):
     before = output(model)
     runs, run = [], Call.run
 
-    def stop(self, block):
+    def stop(self, block, hidden):
         runs.append(block)
         if len(runs) == place:
             raise KeyboardInterrupt
-        return run(self, block)
+        return run(self, block, hidden)
 
     monkeypatch.setattr(Call, "run", stop)
     with pytest.raises(KeyboardInterrupt):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-Batch = Mapping[str, Any]
+from model_components._walk import Batch
+
 _OF_TOKENS = (
     "input_ids",
     "attention_mask",

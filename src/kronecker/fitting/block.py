@@ -13,13 +13,14 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
-from ..data.batches import Batch
+from model_components._walk import Batch, Call, tokens
+
 from ..discovery.finding import blocks_of
 from ..discovery.mlps import Mlp, watched
 from ..layers.experts import is_experts
 from ..layers.weights import dense
 from ..moments import Moments
-from .calls import Call, Stop, WholeModel, calls_of, tokens
+from .calls import Stop, WholeModel, calls_of
 from .mlp import Middle, Seen, middle_of
 from .stream import stream_kind
 
@@ -121,9 +122,8 @@ class Block:
 
         inputs = []
         for call, hidden in zip(self.calls, states, strict=True):
-            call.hidden = hidden
             with watched({name: self.model.get_submodule(name)}, see), suppress(Stop):
-                call.run(self.module)
+                call.run(self.module, hidden)
             inputs += [tokens(x, call.keep) for x in seen]
             seen.clear()
         return inputs
@@ -139,8 +139,8 @@ class Block:
 
         with self.model.get_submodule(name).register_forward_pre_hook(see, with_kwargs=True):
             for call, hidden in zip(self.calls, states, strict=True):
-                call.hidden, keep[0] = hidden, call.keep
-                call.run(self.module)
+                keep[0] = call.keep
+                call.run(self.module, hidden)
         return seen
 
     def middle(self, mlp: Mlp, states: Tensor, config: object) -> Middle | None:
@@ -154,9 +154,8 @@ class Block:
             else:
                 said[name] = y.reshape(-1, y.shape[-1])
 
-        self.calls[0].hidden = states
         with watched({n: self.model.get_submodule(n) for n in (*mlp.ups, mlp.down)}, see):
-            self.calls[0].run(self.module)
+            self.calls[0].run(self.module, states)
         return middle_of(
             mlp, config, list(self.module.modules()), [said[n] for n in mlp.ups], read[-1]
         )
@@ -182,9 +181,8 @@ class Block:
             seen[name] = inputs.get(name, flat), flat, tokens(y, call.keep)
 
         names = [*(n for m in self.mlps for n in (m.ups[0], m.down)), *singles]
-        call.hidden = hidden
         with watched({n: self.model.get_submodule(n) for n in names}, see):
-            out = call.run(self.module)
+            out = call.run(self.module, hidden)
         return out, seen
 
     def _kind(self, mlp: Mlp, states: Tensor) -> str | None:
@@ -209,30 +207,21 @@ def blocks_with(
     mlps: Sequence[Mlp],
     singles: Sequence[str],
     data: Sequence[Batch],
-) -> list[Block]:
-    """The model's blocks in order, each with its layers.
+) -> tuple[list[Block], list[Tensor]]:
+    """Return the model's blocks in order, and the hidden states before the first, batch by batch.
 
-    The first one's calls have the hidden states to begin with.
-
-    Where a block reads something else than what the one before it gives, the whole model is one
+    If a block reads something else than the output of the one before it, the whole model is one
     block.
     """
     names = [*(m.down for m in mlps), *singles]
     blocks = blocks_of(model, names)
-    if not blocks[0][0]:
-        calls = None
-    else:
-        calls = calls_of(model, [b for _, b, _ in blocks], data)
-    if calls is None:  # not a chain of blocks: the whole model is one
+    walk = calls_of(model, [b for _, b, _ in blocks], data) if blocks[0][0] else None
+    if walk is None:  # not a chain of blocks
         blocks = [("", model, names)]
-        calls = [[WholeModel(b) for b in data]]
-    return [
-        Block(
-            model,
-            name,
-            [m for m in mlps if m.down in names],
-            [n for n in singles if n in names],
-            c,
-        )
-        for (name, _, names), c in zip(blocks, calls, strict=True)
-    ]
+        walk = [[WholeModel(b) for b in data]], [torch.empty(0)] * len(data)
+    calls, states = walk
+    made = []
+    for (name, _, own), of_block in zip(blocks, calls, strict=True):
+        inside = [m for m in mlps if m.down in own]
+        made.append(Block(model, name, inside, [n for n in singles if n in own], of_block))
+    return made, states

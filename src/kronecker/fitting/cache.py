@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from model_components._folders import new_file
-
-from ..data.batches import Batch
+from model_components._walk import Batch
 
 
 class FitCache:

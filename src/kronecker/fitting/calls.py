@@ -1,54 +1,46 @@
-"""Hidden states on their way through a model's blocks, batch by batch."""
+"""What a model calls its blocks with, batch by batch."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
-from transformers import Cache
 
-from ..data.batches import Batch, without_labels
+from model_components._walk import (
+    Batch,
+    Call,
+    forwards_replaced,
+    not_padding,
+    split_arguments,
+)
 
-
-@dataclass
-class Call:
-    """One batch on its way through the blocks."""
-
-    hidden: Tensor
-    rest: tuple[tuple, dict[str, object]]  # the block's other arguments
-    keep: Tensor | None  # which tokens are not padding, flat
-
-    def run(self, block: nn.Module) -> Tensor:
-        """The block's hidden states from the call's."""
-        arguments, named = self.rest
-        out = block(self.hidden, *arguments, **named)
-        return out[0] if isinstance(out, tuple) else out
+from ..data.batches import without_labels
 
 
 class Stop(Exception):
     """Ends a forward that has shown enough."""
 
 
+Calls = list[list[Call]]
+"""The calls of each block, batch by batch."""
+
+
 def calls_of(
     model: nn.Module, blocks: Sequence[nn.Module], data: Sequence[Batch]
-) -> list[list[Call]] | None:
-    """The arguments that each block gets in the original model.
+) -> tuple[Calls, list[Tensor]] | None:
+    """Return the arguments that each block gets in the original model.
 
-    Hidden states are stored for the first block only.
-
-    The arguments are nearly always masks and positions. If on the first batch they are the same
-    when blocks return their inputs unchanged, the other batches are run that way, without computing
-    the blocks.
+    If on the first batch the arguments are the same when blocks return their inputs unchanged, the
+    other batches are run that way, without computing the blocks.
 
     Returns:
-        One list of calls for each block; None where a block's input is not the output of the one
-        before it.
+        One list of calls for each block, and the hidden states before the first block; None if a
+        block's input is not the output of the one before it.
     """
     body = _body(model, blocks, data[0])
     outputs: list[Any] = []
@@ -63,17 +55,16 @@ def calls_of(
             hooks.enter_context(
                 block.register_forward_hook(lambda module, given, out: outputs.append(out))
             )
-        calls = _captured(body, blocks, data[0])
+        first = _captured(body, blocks, data[0])
     states = [out[0] if isinstance(out, tuple) else out for out in outputs]
     if any(not torch.equal(read, before) for read, before in zip(inputs[1:], states, strict=False)):
         return None
     rest = data[1:]
     if rest and outputs and _is_one_tensor(outputs[-1]):
-        out = outputs[-1]
-        with _passed_by(blocks, len(out) if isinstance(out, tuple) else None):
-            if _same(_captured(body, blocks, data[0]), calls):
-                return _joined([calls, *(_captured(body, blocks, batch) for batch in rest)])
-    return _joined([calls, *(_captured(body, blocks, batch) for batch in rest)])
+        with _passed_by(blocks, outputs[-1]):
+            if _same(_captured(body, blocks, data[0])[0], first[0]):
+                return _joined([first, *(_captured(body, blocks, batch) for batch in rest)])
+    return _joined([first, *(_captured(body, blocks, batch) for batch in rest)])
 
 
 def _body(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) -> nn.Module:
@@ -86,29 +77,20 @@ def _body(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) -> nn.Mod
     return model
 
 
-def _captured(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) -> list[list[Call]]:
-    """Each block's calls in one forward."""
+def _captured(
+    model: nn.Module, blocks: Sequence[nn.Module], batch: Batch
+) -> tuple[Calls, list[Tensor]]:
+    """Return each block's calls in one forward, and the first block's hidden states."""
     keep = not_padding(batch)
-    calls: list[list[Call]] = [[] for _ in blocks]
+    calls: Calls = [[] for _ in blocks]
+    first: list[Tensor] = []
 
     def hook(index: int) -> Callable:
         def capture(module: nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
-            named = dict(named)
-            if arguments:
-                hidden = arguments[0]
-                rest = arguments[1:]
-            else:
-                hidden = named.pop("hidden_states")
-                rest = ()
-            # a cache would grow with every walk, and later ones would attend to what earlier ones
-            # left there
-            rest = tuple(None if isinstance(a, Cache) else a for a in rest)
-            named = {k: None if isinstance(v, Cache) else v for k, v in named.items()}
-            if "use_cache" in named:
-                named["use_cache"] = False
-            calls[index].append(
-                Call(hidden if index == 0 else hidden.new_empty(0), (rest, named), keep)
-            )
+            hidden, call = split_arguments(arguments, named, keep)
+            calls[index].append(call)
+            if index == 0:
+                first.append(hidden)
 
         return capture
 
@@ -116,15 +98,7 @@ def _captured(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) -> li
         for index, block in enumerate(blocks):
             hooks.enter_context(block.register_forward_pre_hook(hook(index), with_kwargs=True))
         model(**without_labels(batch))
-    return calls
-
-
-def not_padding(batch: Batch) -> Tensor | None:
-    """Which of a batch's tokens its mask keeps, flat; None where there is no such mask."""
-    mask = batch.get("attention_mask")
-    if mask is None or mask.dim() != 2:
-        return None
-    return mask.reshape(-1).bool()
+    return calls, first
 
 
 def _is_one_tensor(out: object) -> bool:
@@ -132,31 +106,24 @@ def _is_one_tensor(out: object) -> bool:
     return isinstance(out, Tensor) or (isinstance(out, tuple) and all(o is None for o in out[1:]))
 
 
-@contextmanager
-def _passed_by(blocks: Sequence[nn.Module], size: int | None) -> Iterator[None]:
-    """Within, blocks give back what they get, alone or in a tuple of this size."""
+def _passed_by(blocks: Sequence[nn.Module], out: Tensor | tuple) -> AbstractContextManager[None]:
+    """Let blocks return what they get, alone or in a tuple as long as a block's output."""
 
-    def same(*arguments: object, **named: object) -> Any:
+    def same(number: int, arguments: tuple, named: Mapping[str, object]) -> object:
         hidden = arguments[0] if arguments else named["hidden_states"]
-        if size is None:
+        if isinstance(out, Tensor):
             return hidden
-        return (hidden, *[None] * (size - 1))
+        return (hidden, *[None] * (len(out) - 1))
 
-    before = [vars(block).get("forward") for block in blocks]
-    try:
-        for block in blocks:
-            block.forward = same
-        yield
-    finally:
-        for block, forward in zip(blocks, before, strict=True):
-            vars(block).pop("forward", None)
-            if forward is not None:
-                block.forward = forward
+    return forwards_replaced(blocks, same)
 
 
-def _same(calls: Sequence[Sequence[Call]], others: Sequence[Sequence[Call]]) -> bool:
+def _same(calls: Calls, others: Calls) -> bool:
     """Return whether two forwards gave their blocks the same arguments but for hidden states."""
-    a, b = ([tree_flatten(call.rest) for block in c for call in block] for c in (calls, others))
+    a, b = (
+        [tree_flatten((call.arguments, call.named)) for block in c for call in block]
+        for c in (calls, others)
+    )
     if [spec for _, spec in a] != [spec for _, spec in b]:
         return False
     pairs = [pair for (x, _), (y, _) in zip(a, b, strict=True) for pair in zip(x, y, strict=True)]
@@ -166,37 +133,20 @@ def _same(calls: Sequence[Sequence[Call]], others: Sequence[Sequence[Call]]) -> 
     )
 
 
-def _joined(parts: Sequence[list[list[Call]]]) -> list[list[Call]]:
-    """Each block's calls, those of all batches."""
-    return [[call for part in parts for call in part[block]] for block in range(len(parts[0]))]
-
-
-def tokens(x: Tensor, keep: Tensor | None) -> Tensor:
-    """An activation's tokens that are not padding, (N, F)."""
-    flat = x.reshape(-1, x.shape[-1])
-    if keep is None or len(keep) != len(flat):
-        return flat
-    return flat[keep]
-
-
-def outputs_of(block: nn.Module, calls: Sequence[Call], hidden: Sequence[Tensor]) -> list[Tensor]:
-    """Return what a block makes of hidden states, batch by batch."""
-    outputs = []
-    for call, states in zip(calls, hidden, strict=True):
-        call.hidden = states
-        outputs.append(call.run(block))
-    return outputs
+def _joined(parts: Sequence[tuple[Calls, list[Tensor]]]) -> tuple[Calls, list[Tensor]]:
+    """Join the calls and the first hidden states of several batches."""
+    count = len(parts[0][0])
+    calls = [[call for part, _ in parts for call in part[block]] for block in range(count)]
+    return calls, [states for _, first in parts for states in first]
 
 
 class WholeModel(Call):
-    """A whole model as one block."""
+    """A whole model as one block. It has no hidden states, so they stay as they are."""
 
     def __init__(self, batch: Batch):
-        self.batch = without_labels(batch)
-        self.hidden = torch.empty(0)
-        self.keep = not_padding(batch)
+        super().__init__((), without_labels(batch), not_padding(batch))
 
-    def run(self, block: nn.Module) -> Tensor:
-        """Nothing goes from one block to the next."""
-        block(**self.batch)
-        return self.hidden
+    def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        """Run the model on the batch."""
+        block(**self.named)
+        return hidden

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from model_components._layers import is_conv1d
+from model_components._walk import Batch, outputs_of
 
 from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig
-from ..data.batches import Batch
 from ..discovery.finding import put, set_parameters_
 from ..discovery.mlps import Mlp
 from ..init import Factors
@@ -25,7 +25,6 @@ from ..layers.weights import dense
 from ..moments import Moments
 from .block import Block, blocks_with
 from .cache import FitCache
-from .calls import outputs_of
 from .experts import fit_expert_neurons
 from .factors import fit_factors
 from .mlp import MlpWeights, Seen
@@ -92,8 +91,7 @@ def fit_(
     done: dict[str, Fitted] = {}
     by_name = {p.name: p for p in parts}
     mlps = [p.mlp for p in parts if p.mlp]
-    blocks = blocks_with(model, mlps, [p.name for p in parts if not p.mlp], data)
-    theirs = [c.hidden for c in blocks[0].calls]
+    blocks, theirs = blocks_with(model, mlps, [p.name for p in parts if not p.mlp], data)
     ours = list(theirs)
     for index, block in enumerate(blocks):
         if block.name in dropped:

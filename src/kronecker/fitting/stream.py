@@ -6,7 +6,9 @@ from contextlib import ExitStack
 
 from torch import Tensor, nn
 
-from .calls import Call, WholeModel
+from model_components._walk import Call
+
+from .calls import WholeModel
 
 # of the size: far above any dtype's rounding, far below another architecture's difference
 _NEAR = 0.02
@@ -30,24 +32,25 @@ def stream_kind(
     """
     if isinstance(call, WholeModel):
         return None
-    call.hidden = states
-    if _adds_to_output(block, down, call):
+    if _adds_to_output(block, down, call, states):
         return "output"
-    if _norm_takes_sum(block, up, down, call):
+    if _norm_takes_sum(block, up, down, call, states):
         return "read"
     return None
 
 
-def _adds_to_output(block: nn.Module, down: nn.Module, call: Call) -> bool:
+def _adds_to_output(block: nn.Module, down: nn.Module, call: Call, states: Tensor) -> bool:
     """Return whether what a layer says is added to the block's output and changes nothing else."""
-    plain = call.run(block).float()
+    plain = call.run(block, states).float()
     step = float(plain.square().mean().sqrt()) or 1.0
     with down.register_forward_hook(lambda module, given, out: out + step):
-        moved = call.run(block).float()
+        moved = call.run(block, states).float()
     return plain.shape == moved.shape and float((moved - plain - step).abs().mean()) < _NEAR * step
 
 
-def _norm_takes_sum(block: nn.Module, up: nn.Module, down: nn.Module, call: Call) -> bool:
+def _norm_takes_sum(
+    block: nn.Module, up: nn.Module, down: nn.Module, call: Call, states: Tensor
+) -> bool:
     """Return whether a norm reads the sum of a layer's input and another's output.
 
     The block's input may stand in the first one's place.
@@ -69,5 +72,5 @@ def _norm_takes_sum(block: nn.Module, up: nn.Module, down: nn.Module, call: Call
         for module in block.modules():
             if "Norm" in type(module).__name__:
                 hooks.enter_context(module.register_forward_pre_hook(norm))
-        call.run(block)
+        call.run(block, states)
     return takes[0]

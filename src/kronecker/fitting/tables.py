@@ -12,10 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..data.batches import Batch, without_labels
+from model_components._walk import Batch, not_padding, tokens
+
+from ..data.batches import without_labels
 from ..discovery.mlps import watched
 from ..layers.weights import dense
-from .calls import not_padding, tokens
 
 READ_IN = 0.03
 """For a table that is tied to a head: the weight of its rows' own error; the rest is that of the

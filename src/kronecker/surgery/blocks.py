@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from model_components._walk import outputs_of, tokens
+
 from ..config import PruneConfig
 from ..discovery.finding import blocks_of
 from ..discovery.stock import (
@@ -21,7 +23,6 @@ from ..discovery.stock import (
     stock_config,
 )
 from ..fitting.block import Block
-from ..fitting.calls import tokens
 
 _PLACES = ("layer_idx", "layer_id")
 
@@ -90,20 +91,21 @@ def blocks_to_keep(model: nn.Module, stack: Stack, config: PruneConfig) -> int:
 
 
 @torch.no_grad()
-def block_influences(blocks: Sequence[Block]) -> list[float]:
-    """For each block 1 - cos of hidden states before and after it, the mean over tokens.
+def block_influences(blocks: Sequence[Block], states: Sequence[Tensor]) -> list[float]:
+    """Return each block's influence: 1 - cos of hidden states before and after it, over tokens.
 
     Block influence (ShortGPT, arXiv 2403.03853).
+
+    Args:
+        blocks: All blocks, in order.
+        states: The hidden states before the first, batch by batch.
     """
-    states = [call.hidden for call in blocks[0].calls]
     influences = []
     for block in blocks:
         cosines: list[Tensor] = []
-        outputs = []
-        for call, before in zip(block.calls, states, strict=True):
-            call.hidden = before
-            outputs.append(call.run(block.module))
-            first, last = (tokens(x, call.keep).float() for x in (before, outputs[-1]))
+        outputs = outputs_of(block.module, block.calls, states)
+        for call, before, after in zip(block.calls, states, outputs, strict=True):
+            first, last = (tokens(x, call.keep).float() for x in (before, after))
             cosines.append(torch.cosine_similarity(first, last, dim=-1))
         influences.append(1 - float(torch.cat(cosines).mean()))
         states = outputs

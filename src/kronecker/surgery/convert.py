@@ -15,10 +15,11 @@ from tqdm.auto import tqdm
 
 from model_components._modes import evaluating
 from model_components._report import Axes, Figure, Report, Table, bars
+from model_components._walk import Batch
 
 from .._eager import build, scaled
 from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig, structure_of
-from ..data.batches import Batch, batches, check_model, tokens_seen
+from ..data.batches import batches, check_model, tokens_seen
 from ..discovery.finding import (
     COMPRESSED,
     all_or_nothing,

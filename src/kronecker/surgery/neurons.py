@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from model_components._layers import is_conv1d
+from model_components._walk import Batch
 
 from ..config import PruneConfig
-from ..data.batches import Batch
 from ..discovery.mlps import Mlp, find_mlps
 from ..fitting.experts import experts_shapes
 from ..layers.experts import GROUPED, is_experts, layout_of

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from model_components._modes import evaluating
 from model_components._report import Axes, Figure, Report, Table, bars
+from model_components._walk import Batch
 
 from ..config import PruneConfig
-from ..data.batches import Batch, batches, check_model, tokens_seen
+from ..data.batches import batches, check_model, tokens_seen
 from ..discovery.finding import COMPRESSED, all_or_nothing
 from ..discovery.stock import (
     Changes,
@@ -254,7 +255,8 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     if keep == stack.count:
         _refuse_nothing(walk.config, keep, "blocks")
     with evaluating(model):
-        gone = least_influential(block_influences(blocks_with(model, [], names, walk.data)), keep)
+        influences = block_influences(*blocks_with(model, [], names, walk.data))
+        gone = least_influential(influences, keep)
     stay = [i for i in range(stack.count) if i not in gone]
     if isinstance(model, PreTrainedModel) and gone:
         new_config = config_with_blocks(model, stack, stay)

@@ -10,42 +10,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, Cache, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from model_components._layers import is_conv1d
+from model_components._walk import Batch, Call, forwards_replaced, not_padding, split_arguments
 
 from ..dtypes import tensor_of
 from ..files import CheckpointError, Source
 
-Batch = Mapping[str, Any]
 Weights = Source | Mapping[str, Tensor]
-
-
-@dataclass
-class Call:
-    """Arguments of a block besides hidden states, and which tokens are no padding."""
-
-    arguments: tuple[object, ...]
-    named: dict[str, object]
-    keep: Tensor | None  # (B * L,)
-
-    def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        """The block's hidden states."""
-        out = block(hidden, *self.arguments, **self.named)
-        return out[0] if isinstance(out, tuple) else out
-
-    def tokens(self, x: Tensor) -> Tensor:  # (N, F)
-        """Rows of an activation that are no padding."""
-        flat = x.reshape(-1, x.shape[-1])
-        if self.keep is None or len(self.keep) != len(flat):
-            return flat
-        return flat[self.keep]
 
 
 class Skeleton:
@@ -177,25 +155,19 @@ class Skeleton:
 
     @torch.no_grad()
     def calls(self, batches: Sequence[Batch]) -> tuple[list[list[Call]], list[Tensor]]:
-        """Return each block's arguments by batch, and the states before the first block."""
+        """Return each block's calls by batch, and the states before the first block."""
         calls: list[list[Call]] = [[] for _ in self.blocks]
         first: list[Tensor] = []
         for batch in batches:
-            mask = batch.get("attention_mask")
-            if mask is None or mask.dim() != 2:
-                keep = None
-            else:
-                keep = mask.reshape(-1).bool()
 
-            def record(
-                number: int, hidden: Tensor, arguments: tuple, named: dict, keep: Any = keep
-            ) -> Tensor:
+            def record(number: int, arguments: tuple, named: dict, batch: Batch = batch) -> Tensor:
+                hidden, call = split_arguments(arguments, named, not_padding(batch))
                 if number == 0:
                     first.append(hidden)
-                calls[number].append(Call(arguments, named, keep))
+                calls[number].append(call)
                 return hidden
 
-            with self._instead(record):
+            with forwards_replaced([*self.blocks], record):
                 self.model.base_model(**batch)
         return calls, first
 
@@ -203,37 +175,8 @@ class Skeleton:
     def after(self, batches: Sequence[Batch], hidden: Sequence[Tensor]) -> Iterator[Tensor]:
         """For each batch what the head reads, of the hidden states after the last block."""
         for batch, states in zip(batches, hidden, strict=True):
-            with self._instead(lambda number, *rest, states=states: states):
+            with forwards_replaced([*self.blocks], lambda *_, states=states: states):
                 yield self.model.base_model(**batch)[0]
-
-    @contextmanager
-    def _instead(self, forward: Callable[..., Tensor]) -> Iterator[None]:
-        """Blocks call ``forward(number, hidden, arguments, named)`` in place of their own.
-
-        Their attributes stay.
-        """
-
-        def of(number: int) -> Callable[..., Tensor]:
-            def called(*arguments: object, **named: object) -> Tensor:
-                hidden, rest = (
-                    (arguments[0], arguments[1:]) if arguments else (named.pop("hidden_states"), ())
-                )
-                named = {k: None if isinstance(v, Cache) else v for k, v in named.items()}
-                if "use_cache" in named:
-                    named["use_cache"] = False
-                return forward(
-                    number, hidden, tuple(None if isinstance(a, Cache) else a for a in rest), named
-                )
-
-            return called
-
-        try:
-            for number, block in enumerate(self.blocks):
-                block.forward = of(number)
-            yield
-        finally:
-            for block in self.blocks:
-                del block.forward
 
 
 def linear_layers(block: nn.Module) -> dict[str, nn.Module]:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from model_components._folders import new_file
 from model_components._layers import is_conv1d
+from model_components._walk import Batch, Call, outputs_of, tokens
 
 from ..dtypes import to_torch
 from ..files import Source
-from .blocks import Batch, Call, Skeleton, Weights, inputs_seen, linear_layers
+from .blocks import Skeleton, Weights, inputs_seen, linear_layers
 from .closed_forms import InputStatistics, merge_by_inputs
 from .config import CalibratedMerge
 from .states import load_states, run_fingerprint, save_states
@@ -97,7 +98,7 @@ class BlockMerge:
         if merged_inputs:
             block = skeleton.block(number, merged)
             for k in range(len(self.sources)):
-                self.hidden[k] = self._outputs(block, k, number)
+                self.hidden[k] = outputs_of(block, self.calls[k][number], self.hidden[k])
 
     @torch.no_grad()
     def merge_outside(self) -> None:
@@ -126,7 +127,7 @@ class BlockMerge:
             self.skeleton.load_outside(outside)
             statistics = InputStatistics(hidden[0].shape[-1])
             for call, states in zip(calls[0], self.skeleton.after(batches, hidden), strict=True):
-                statistics.add(call.tokens(states))
+                statistics.add(tokens(states, call.keep))
             statistics_of_parts.append(statistics)
         return statistics_of_parts
 
@@ -149,14 +150,11 @@ class BlockMerge:
                 read[name] = x
                 if owner == name:
                     statistics.setdefault(name, InputStatistics(x.shape[-1]))
-                    statistics[name].add(call.tokens(x))
+                    statistics[name].add(tokens(x, call.keep))
 
             with inputs_seen(linear_layers(block), see):
                 outputs.append(call.run(block, hidden))
         return {name: statistics[owner] for name, owner in owners.items()}, outputs
-
-    def _outputs(self, block: nn.Module, k: int, number: int) -> list[Tensor]:
-        return [c.run(block, h) for c, h in zip(self.calls[k][number], self.hidden[k], strict=True)]
 
     def _solved(
         self, layer: nn.Module, weights: Sequence[Tensor], seen: Sequence[InputStatistics]

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model_components._folders import new_file
+from model_components._walk import Batch
 
 from ..files import Source
-from .blocks import Batch
 
 _STATES = "states.safetensors"
 

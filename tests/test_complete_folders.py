@@ -3,7 +3,6 @@ it was made from, and how."""
 
 import json
 import shutil
-import warnings
 from pathlib import Path
 
 import pytest
@@ -140,6 +139,9 @@ def test_an_adapter_has_a_card_and_its_base_is_one_that_others_have(bases, tmp_p
     out = tmp_path / "adapter"
     extract_lora(str(bases[1]), str(bases[0]), out, rank=2, progress=False)
     merge_adapters([out, out], "linear", weight=0.5, out=tmp_path / "both", progress=False)
+    for folder in (out, tmp_path / "both"):  # peft loads the base that the adapter names
+        generate = pipeline("text-generation", str(folder), max_new_tokens=3, do_sample=False)
+        assert generate("w1 w2")[0]["generated_text"].startswith("w1 w2")
     for folder, call in ((out, "extract_lora('two', 'one', rank=2"), (tmp_path / "both", "merge_")):
         card = (folder / "README.md").read_text()
         assert call in card
@@ -148,21 +150,27 @@ def test_an_adapter_has_a_card_and_its_base_is_one_that_others_have(bases, tmp_p
     with pytest.raises(ValueError, match="expected a hub id as base_model_name_or_path"):
         push_to_hub(out, "me/adapter")
     config = json.loads((out / "adapter_config.json").read_text())
-    named = config | {"base_model_name_or_path": "org/base"}
-    (out / "adapter_config.json").write_text(json.dumps(named))
-    with fake_hub(monkeypatch) as hub:
-        push_to_hub(out, "me/adapter")
+    for base in ("org/base", "gpt2"):
+        named = config | {"base_model_name_or_path": base}
+        (out / "adapter_config.json").write_text(json.dumps(named))
+        with fake_hub(monkeypatch) as hub:
+            push_to_hub(out, "me/adapter")
     assert set(hub.repositories["me/adapter"]["files"]) == {path.name for path in out.iterdir()}
 
 
 @pytest.mark.parametrize(
     ("file", "text"),
-    [("tokenizer.json", "{"), ("tokenizer.json", "[]"), ("tokenizer_config.json", "[]")],
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", '{"model": {}}'),
+        ("tokenizer_config.json", "[]"),
+        ("special_tokens_map.json", "[]"),
+    ],
 )
 def test_a_damaged_tokenizer_is_left_out(file, text, bases, tmp_path):
     (bases[0] / file).write_text(text)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with pytest.warns(UserWarning, match="one: the tokenizer is left out, as it cannot be loaded"):
         merging_lora(bases, tmp_path / "out")
     assert loaded(tmp_path / "out") is not None
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How text becomes tokens.
+    """Flags for turning text into tokens.
 
     Args:
         context: Length of each sequence, in tokens.
@@ -35,7 +35,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What convert does: one of a preset, a shape and a share.
+    """Flags that choose a compression: a preset, a shape or a share.
 
     Args:
         preset: A configuration for GPT-2 124M, such as gpt2-82m. An unknown name prints the list.
@@ -115,8 +115,8 @@ def prune(
         calibration: Calibration set: a file of text, JSON, JSON lines, CSV, TSV or parquet, also
             gzipped.
         tokens: Number of tokens to read from the text.
-        reading: How text becomes tokens.
-        running: How it runs.
+        reading: Flags for turning text into tokens.
+        running: Flags of a command that computes.
     """
     import torch
 
@@ -128,13 +128,14 @@ def prune(
     where = find_device(running.device, "prune")
     new = NewFolder(out, "prune", resumable=True)
     text = text_of(calibration)
-    if not find_model(model)[1]:
+    found = find_model(model)
+    if not found.architecture:
         raise ValueError(
             f"prune: expected an ordinary transformers model, got the compressed model {model}"
         )
     source = reading.tokenizer or model
     encode = encoder_of(source)
-    loaded = load(model, where)
+    loaded = load(found, where)
     rows = text_batches(text, encode, tokens=tokens, context=context_of([loaded], reading.context))
     # prune_ computes in float32; afterwards each tensor gets the dtype that it was loaded in
     tensors = (*loaded.named_parameters(), *loaded.named_buffers())
@@ -179,12 +180,12 @@ def convert(
     Args:
         model: Folder or hub id of a transformers model.
         out: Output folder: a new path, or an empty folder.
-        conversion: What it does.
+        conversion: Flags that choose a compression.
         calibration: Calibration set: a file of text, JSON, JSON lines, CSV, TSV or parquet, also
             gzipped.
         tokens: Number of tokens to read from the text.
-        reading: How text becomes tokens.
-        running: How it runs.
+        reading: Flags for turning text into tokens.
+        running: Flags of a command that computes.
     """
     config = conversion.config()
     import torch
@@ -198,9 +199,9 @@ def convert(
     new = NewFolder(out, "convert", resumable=True)
     source = reading.tokenizer or model
     text = "" if calibration is None else text_of(calibration)
-    find_model(model)
+    found = find_model(model)
     encode = None if calibration is None else encoder_of(source)
-    loaded = load(model, where)
+    loaded = load(found, where)
     data = None
     if encode is not None:
         context = context_of([loaded], reading.context)
@@ -235,15 +236,16 @@ def fold(model: str, out: Path, /) -> str:
         model: Folder that convert wrote.
         out: Output folder: a new path, or an empty folder.
     """
-    from .loading import load
+    from .loading import find_model, load
     from .storage import checkpoints
     from .surgery.convert import num_parameters
 
     check_new(out, "fold")
-    compressed = load(model)
+    compressed = load(find_model(model))
     checkpoints.fold(compressed, out, tokenizer=_tokenizer_or_note(model))
+    folded = load(find_model(str(out)))
     return (
-        f"{out} is a stock model of {num_parameters(load(str(out))):,} parameters, "
+        f"{out} is a stock model of {num_parameters(folded):,} parameters, "
         f"{num_parameters(compressed):,} in {model}"
     )
 
@@ -265,7 +267,7 @@ def compare(
         text: Held-out texts, in the formats of --calibration. Each file becomes a column.
         stride: Tokens between the starts of overlapping windows.
         tokens: Number of tokens to read from each text.
-        reading: How text becomes tokens, with the first model's tokenizer.
+        reading: Flags for turning text into tokens; by default by the first model's tokenizer.
         device: Device that computes, such as cpu or cuda.
     """
     import torch
@@ -285,10 +287,9 @@ def compare(
             f"compare: expected text files whose names differ, got {', '.join(map(str, text))}"
         )
     texts = {file.stem: text_of(file) for file in text}
-    for name in models:
-        find_model(name)
+    found = {name: find_model(name) for name in models}
     encode = encoder_of(reading.tokenizer or models[0])
-    loaded = {name: load(name, where) for name in models}
+    loaded = {name: load(folder, where) for name, folder in found.items()}
     context = context_of([*loaded.values()], reading.context)
     columns: dict[str, Any] = {}
     for name, written in texts.items():

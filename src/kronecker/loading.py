@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
@@ -17,21 +17,30 @@ from .data.batches import positions_of
 from .storage.checkpoints import from_pretrained, is_compressed, model_class
 
 
-def find_model(name: str) -> tuple[str, str]:
-    """Return a model's folder and the name of its class. Its weights are not read.
+class ModelFolder(NamedTuple):
+    """A model's folder and the name of its class.
+
+    Attributes:
+        path: The folder.
+        architecture: The class; an empty string if the model is compressed.
+    """
+
+    path: str
+    architecture: str
+
+
+def find_model(name: str) -> ModelFolder:
+    """Find a model, of which only the config is read.
 
     Args:
         name: Folder or hub id.
-
-    Returns:
-        The folder, and the class; an empty string if the model is compressed.
 
     Raises:
         ValueError: There is no model.
     """
     folder = str(find_folder(name, operation="kronecker"))
     if is_compressed(folder):
-        return folder, ""
+        return ModelFolder(folder, "")
     if Path(folder, "adapter_config.json").is_file() and not Path(folder, "config.json").is_file():
         raise ValueError(
             f"kronecker: {folder} is an adapter, expected a whole model: merge it first"
@@ -46,20 +55,20 @@ def find_model(name: str) -> tuple[str, str]:
     architectures = config.architectures or []
     if not architectures:
         raise ValueError(f"kronecker: {folder} does not say its architecture in config.json")
-    return folder, architectures[0]
+    return ModelFolder(folder, architectures[0])
 
 
-def load(name: str, device: str = "cpu") -> PreTrainedModel:
+def load(found: ModelFolder, device: str = "cpu") -> PreTrainedModel:
     """Load a model, compressed or not, in evaluation mode and its own dtype.
 
     Args:
-        name: Folder or hub id.
+        found: The folder, as `find_model` returns it.
         device: Where to put it.
 
     Raises:
-        ValueError: No whole model can be loaded from this name.
+        ValueError: No whole model can be loaded from the folder.
     """
-    name, architecture = find_model(name)
+    name, architecture = found
     if not architecture:
         compressed: Any = from_pretrained(name)
         return compressed.to(device)

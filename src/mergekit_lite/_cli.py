@@ -22,7 +22,7 @@ Pickle = Literal["weights_only"]
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """How checkpoints are read and written.
+    """Flags for reading and writing checkpoints.
 
     Args:
         max_shard_size: Largest size of one weight file.
@@ -74,10 +74,10 @@ def merge(
         impl: fused: compiled kernels. eager: torch functions. auto: fused where there is a kernel.
         seed: Random seed of methods that use random numbers.
         threads: Number of blocks computed at the same time; default: one per core, at most 8.
-        files: How checkpoints are read and written.
+        files: Flags for checkpoints.
         trust_remote_code: Also copy the model's own Python files.
         resume: Continue an interrupted run of the same merge.
-        running: How it runs.
+        running: Flags of a command that computes.
     """
     from .functional import merge_models
     from .recipe import load_recipe
@@ -106,7 +106,7 @@ def plan(recipe: Path, /, *, files: Files) -> Report:
 
     Args:
         recipe: YAML file.
-        files: How checkpoints are read and written.
+        files: Flags for checkpoints.
     """
     from .functional import parse_size
     from .planning import make_plan

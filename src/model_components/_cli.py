@@ -40,7 +40,7 @@ flags from a YAML file; a flag on the command line overrides the file)."""
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """How a command runs.
+    """Flags of a command that computes.
 
     Args:
         device: Device that computes, such as cpu or cuda.
@@ -146,11 +146,11 @@ def _words_of(path: Path, given: Sequence[str]) -> list[str]:
             f"--config: expected a YAML mapping of flags to values in {path}, got "
             f"{type(values).__name__}"
         )
-    overridden = {_flag_of(word) for word in given if word.startswith("--")}
+    overridden = {_setting_of(word) for word in given if word.startswith("--")}
     words = []
     for name, value in values.items():
-        flag = _flag_of(str(name))
-        if flag in overridden or value is None:
+        flag = str(name).replace("_", "-")
+        if _setting_of(flag) in overridden or value is None:
             continue
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
@@ -163,10 +163,10 @@ def _words_of(path: Path, given: Sequence[str]) -> list[str]:
     return words
 
 
-def _flag_of(word: str) -> str:
-    """Return a flag's name without dashes before it, ``no-`` and the value.
+def _setting_of(word: str) -> str:
+    """Return the name of what a flag sets: without dashes, ``no-`` and the value.
 
-    >>> _flag_of("--no-save_others"), _flag_of("--keep=0.5")
+    >>> _setting_of("--no-save_others"), _setting_of("--keep=0.5")
     ('save-others', 'keep')
     """
     name = word.partition("=")[0].removeprefix("--").replace("_", "-")

@@ -1,4 +1,4 @@
-"""What a machine has: a device by its name, the dtypes it computes in, memory that was used."""
+"""Devices by name, the dtypes that they compute in, and the memory that was used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model is called on the hub, and the folder that holds it here."""
+"""Ids of models on the hub, and the folders that hold them here."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def find_folder(
     before, at, _ = name.rpartition("@")
     if at and user_path(before).is_dir():  # a folder has no revisions
         return user_path(before)
-    match = _NAME.fullmatch(name)
     missing = f"{operation and f'{operation}: '}{name}: there is no such folder"
-    if name.startswith((".", "/", "~")) or match is None:
+    match = None if is_path(name) else _NAME.fullmatch(name)
+    if match is None:
         raise ValueError(f"{missing}{_nearest(folder)}")
     import huggingface_hub
 
@@ -77,6 +77,15 @@ def find_folder(
         if near := _nearest(folder):
             raise ValueError(f"{missing}{near}") from error
         raise ValueError(f"{missing}, and the hub did not give it ({reason})") from error
+
+
+def is_path(name: str) -> bool:
+    """Return whether a name can only be a path of this machine, and no id of the hub.
+
+    >>> is_path("gpt2"), is_path("owner/name@main"), is_path("./mine"), is_path("a/b/c")
+    (False, False, True, True)
+    """
+    return name.startswith((".", "/", "~")) or _NAME.fullmatch(name) is None
 
 
 def _nearest(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""What a complete model folder has besides weights and config: tokenizer and card."""
+"""Tokenizers and cards, which complete a model's folder, and its upload."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ._folders import new_file
-from ._hub import find_folder, hub_id
+from ._hub import find_folder, hub_id, is_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +24,7 @@ _RECORDS = ("mergekit_config.yml", "merge_manifest.json")
 def load_tokenizer(source: str | Path, *, local: bool = False) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer of a model's folder or hub id; None if it has none.
 
-    A tokenizer whose files are damaged gives None and a warning.
+    Damaged files give None and a warning.
 
     Args:
         source: Folder or hub id.
@@ -35,9 +35,10 @@ def load_tokenizer(source: str | Path, *, local: bool = False) -> PreTrainedToke
     try:
         place = source if local else find_folder(source)
         return AutoTokenizer.from_pretrained(place, local_files_only=local)
-    except (OSError, ValueError):
-        return None
-    except Exception as error:  # of a damaged file: KeyError, TypeError or the tokenizers' own
+    except Exception as error:  # a damaged file gives KeyError, TypeError and many others
+        damaged = isinstance(error, json.JSONDecodeError)  # which is a ValueError
+        if isinstance(error, (OSError, ValueError)) and not damaged:
+            return None
         warnings.warn(
             f"{source}: the tokenizer is left out, as it cannot be loaded "
             f"({type(error).__name__}: {error})",
@@ -200,7 +201,7 @@ def _check_base(adapter: Path) -> None:
     if not adapter.is_file():
         return
     base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if base and hub_id(base) is None:
+    if base and (is_path(base) or Path(base).exists()):
         raise ValueError(
             f"push_to_hub: expected a hub id as base_model_name_or_path in {adapter}, got {base!r}"
         )

@@ -16,7 +16,7 @@ def train(
     out: Path,
     /,
     *,
-    training: RunConfig,
+    run_config: RunConfig,
     samples: int = 1024,
     running: Running,
 ) -> str:
@@ -28,14 +28,14 @@ def train(
         task: Name of the task, such as reverse. An unknown name prints the list. Tasks with an
             answer at each step, such as hops, are trained from Python with ThinkerTrainer.
         out: Output folder: a new path, or the folder of a run to continue.
-        training: Settings of the run.
+        run_config: Settings of the run.
         samples: Number of held-out samples of each length.
-        running: How it runs.
+        running: Flags of a command that computes.
     """
     from . import runs
 
     where = find_device(running.device, "think train")
-    run = runs.settings_of(task, training)
+    run = runs.settings_of(task, run_config)
     try:
         return runs.train(run, out, samples=samples, device=where, progress=running.progress)
     except KeyboardInterrupt:

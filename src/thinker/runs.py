@@ -68,12 +68,12 @@ def _value(text: str) -> object:
         return value
 
 
-def settings_of(task: str, training: RunConfig) -> Settings:
+def settings_of(task: str, config: RunConfig) -> Settings:
     """Return the settings of a run, from which its data can be made again.
 
     Args:
         task: Name of the task.
-        training: The flags of the command.
+        config: The flags of the command.
 
     Raises:
         ValueError: The task is unknown or has an answer at each step; iterations or steps are
@@ -83,34 +83,34 @@ def settings_of(task: str, training: RunConfig) -> Settings:
     if task not in known:
         raise ValueError(f"think train: task must be one of {', '.join(known)}, got {task!r}")
     recipe = RECIPES.get(task, {})
-    model = recipe.get("model", {}) | named_values(training.model)
+    model = recipe.get("model", {}) | named_values(config.model)
     if model.get("causal"):
         model.setdefault("latent_init", "tokens")  # as ThinkerConfig has it
-    if training.steps is not None and model.get("latent_init") == "tokens":
+    if config.steps is not None and model.get("latent_init") == "tokens":
         raise ValueError(
             "think train: expected no --steps with latent_init=tokens, whose steps follow the "
-            f"length, got {list(training.steps)}"
+            f"length, got {list(config.steps)}"
         )
-    plan = training.plan
+    plan = config.plan
     if plan not in ("every_step", "read_once"):
         plan = Path(plan).read_text(encoding="utf-8")
-    iterations = training.iterations
+    iterations = config.iterations
     if iterations is None:
         iterations = recipe.get("iterations", 2400 if _noise(model) else 500)
     if iterations < 1:
         raise ValueError(f"think train: expected 1 or more iterations, got {iterations}")
     return {
         "task": task,
-        "options": recipe.get("options", {}) | named_values(training.options),
+        "options": recipe.get("options", {}) | named_values(config.options),
         "model": model,
-        "length": recipe.get("length", 20) if training.length is None else training.length,
-        "steps": list(training.steps or (1, 6)),
+        "length": recipe.get("length", 20) if config.length is None else config.length,
+        "steps": list(config.steps or (1, 6)),
         "plan": plan,
-        "schedule": training.schedule or recipe.get("schedule", "frontier"),
+        "schedule": config.schedule or recipe.get("schedule", "frontier"),
         "batch": recipe.get("batch", 64),
         "iterations": iterations,
-        "lengths": list(training.lengths),
-        "seed": training.seed,
+        "lengths": list(config.lengths),
+        "seed": config.seed,
     }
 
 

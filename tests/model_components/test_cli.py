@@ -128,6 +128,8 @@ def test_flags_come_from_a_file_and_the_command_line_wins(flags, capsys):
         "fast": True,
     }
     assert not made(capsys, "a", *file, "--no-fast")["fast"]
+    assert not made(capsys, "a", *flags("no_fast: true"))["fast"]
+    file = flags("width: 7\nfast: true\nmarks: [1, 2]\n")
     assert made(capsys, "a", *file, "--width=5", "--marks", "3") == {
         "names": ["a"],
         "width": 5,

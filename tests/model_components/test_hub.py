@@ -11,6 +11,7 @@ from peft import LoraConfig
 import thinker as th
 from heads.lora import load_lora, prepare_lora
 from kronecker import KroneckerConfig, convert_, from_pretrained, save_pretrained
+from kronecker.loading import find_model
 from kronecker.loading import load as load_for_command
 from mergekit_lite import merge_models
 from model_components._cli import main
@@ -76,7 +77,7 @@ def test_every_package_takes_ids_with_revisions(cache, tmp_path, capsys):
     ids = torch.tensor([[1, 2, 3]])
     expected = from_pretrained(tmp_path / "small")(ids).logits
     assert torch.equal(from_pretrained(name)(ids).logits, expected)
-    assert torch.equal(load_for_command(name)(ids).logits, expected)
+    assert torch.equal(load_for_command(find_model(name))(ids).logits, expected)
 
     prepare_lora(tiny("llama"), LoraConfig(target_modules=["q_proj"])).save_pretrained(
         tmp_path / "adapter"

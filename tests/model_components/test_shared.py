@@ -1,6 +1,7 @@
 """What packages share: devices, modes of modules that come back, and trainers of one shape."""
 
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,6 +120,34 @@ def test_a_device_that_cannot_be_used_is_refused_with_its_name(name):
 def test_commands_look_at_the_device_before_anything_else(command, capsys):
     assert main([*command, "--device", "nonsense"]) == 1
     assert "device nonsense cannot be used here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["prune", "model", "out", "--calibration", "none.txt"], "none.txt is not a file"),
+        (
+            ["convert", "model", "out", "--low-rank", "0.5", "--calibration", "none.txt"],
+            "none.txt is not a file",
+        ),
+        (["prune", "model", "out", "--calibration", "text.txt"], "model has no tokenizer"),
+        (["compare", "model", "--text", "none.txt"], "none.txt is not a file"),
+        (["lora", "show", "model", "adapter"], "adapter has no adapter_model.safetensors"),
+        (["lora", "merge", "model", "adapter", "out"], "adapter has no adapter_model.safetensors"),
+        (["judge", "pairs", "model", "none.csv"], "there is no file none.csv"),
+        (["judge", "rank", "model", "none.json"], "there is no file none.json"),
+        (["judge", "report", "model", "none.json"], "there is no file none.json"),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
+)
+def test_commands_look_at_files_before_weights(command, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tiny("llama").save_pretrained("model")
+    Path("model", "model.safetensors").write_bytes(b"to read these weights is an error")
+    Path("adapter").mkdir()
+    Path("text.txt").write_text("some words")
+    assert main(command) == 1
+    assert said in capsys.readouterr().err
 
 
 def test_a_run_is_begun_once_it_has_written_something(tmp_path):

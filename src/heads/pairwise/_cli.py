@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,22 +17,10 @@ from model_components._rows import each_row
 from .choices import CLASSES
 
 if TYPE_CHECKING:
+    from .data.rows import Pair
     from .model import PairwiseModel
 
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judging(Running):
-    """How a judge runs.
-
-    Args:
-        batch_size: Number of pairs computed at once.
-        device: Device that computes, such as cpu or cuda.
-        progress: Show a progress bar; default: only on a terminal.
-    """
-
-    batch_size: int = 32
 
 
 def pairs(
@@ -43,7 +30,8 @@ def pairs(
     /,
     *,
     columns: tuple[str, ...] = (),
-    judging: Judging,
+    batch_size: int = 32,
+    running: Running,
 ) -> Iterator[Row] | None:
     """Judge pairs of answers: A, B or tie with probabilities for each row, as JSON lines.
 
@@ -53,11 +41,16 @@ def pairs(
             optional.
         out: Output file: a new path; default: print.
         columns: Columns with other names, as FIELD=COLUMN: prompt=question a=first b=second.
-        judging: How it runs.
+        batch_size: Number of pairs computed at once.
+        running: Flags of a command that computes.
     """
-    names = _columns(columns)
-    judge = _judge(model, file, out, judging.device, "judge pairs")
-    return _write_or_return(_verdicts(judge, file, names, judging), out, "judge pairs")
+    from .data.rows import each_pair
+
+    where = _check(out, running.device, "judge pairs")
+    rows, readable = _readable(each_pair(file, columns=_columns(columns)), file)
+    judge = _load(model, where, "judge pairs")
+    verdicts = _verdicts(judge, rows, readable, batch_size, running.progress)
+    return _write_or_return(verdicts, out, "judge pairs")
 
 
 def rank(
@@ -66,7 +59,8 @@ def rank(
     out: Path | None = None,
     /,
     *,
-    judging: Judging,
+    batch_size: int = 32,
+    running: Running,
 ) -> Iterator[Row] | None:
     """Rank the answers of each row, the best first; write JSON lines.
 
@@ -74,10 +68,14 @@ def rank(
         model: Folder or hub id of a judge.
         file: Rows with a prompt and a list of answers.
         out: Output file: a new path; default: print.
-        judging: How it runs.
+        batch_size: Number of pairs computed at once.
+        running: Flags of a command that computes.
     """
-    judge = _judge(model, file, out, judging.device, "judge rank")
-    return _write_or_return(_orders(judge, file, judging), out, "judge rank")
+    where = _check(out, running.device, "judge rank")
+    rows = list(each_row(file, "judge rank"))
+    judge = _load(model, where, "judge rank")
+    orders = _orders(judge, file, rows, batch_size, running.progress)
+    return _write_or_return(orders, out, "judge rank")
 
 
 def report(
@@ -87,7 +85,8 @@ def report(
     *,
     train: Path | None = None,
     columns: tuple[str, ...] = (),
-    judging: Judging,
+    batch_size: int = 32,
+    running: Running,
 ) -> Report:
     """Compare a judge's verdicts with labels and with simple baselines.
 
@@ -96,24 +95,21 @@ def report(
         file: Labeled pairs, in the formats of judge pairs.
         train: The judge's training pairs, to which the baselines are fitted.
         columns: Columns with other names, as FIELD=COLUMN: prompt=question a=first b=second.
-        judging: How it runs.
+        batch_size: Number of pairs computed at once.
+        running: Flags of a command that computes.
     """
     from .data.rows import read_pairs
     from .report.evaluation import pairwise_report
 
+    where = _check(None, running.device, "judge report")
     names = _columns(columns)
     baseline = None if train is None else read_pairs(train, columns=names)[0]
     labeled, read = read_pairs(file, columns=names)
     print(f"{file}: {read}")
-    judge = _judge(model, file, None, judging.device, "judge report")
-    data = judge.dataset(labeled, progress=judging.progress)
-    return pairwise_report(
-        judge,
-        data,
-        train=baseline,
-        batch_size=judging.batch_size,
-        progress=judging.progress,
-    )
+    judge = _load(model, where, "judge report")
+    progress = running.progress
+    data = judge.dataset(labeled, progress=progress)
+    return pairwise_report(judge, data, train=baseline, batch_size=batch_size, progress=progress)
 
 
 def _columns(columns: Sequence[str]) -> dict[str, str]:
@@ -127,20 +123,24 @@ def _columns(columns: Sequence[str]) -> dict[str, str]:
     return dict(text.split("=", 1) for text in columns)
 
 
-def _judge(model: str, file: Path, out: Path | None, device: str, operation: str) -> PairwiseModel:
-    """Load a judge. The device and the files are checked first, as loading is slow.
+def _check(out: Path | None, device: str, operation: str) -> str:
+    """Return the device. It and the output are checked before anything is read.
 
     Raises:
-        ValueError: The device cannot be used, the output exists, or the input cannot be read.
+        ValueError: The device cannot be used, or the output exists.
     """
     where = find_device(device, operation)
     if out is not None and out.exists():
         raise ValueError(f"{operation}: expected a new file, but {out} exists")
-    next(iter(each_row(file, operation)), None)
+    return where
+
+
+def _load(model: str, device: str, operation: str) -> PairwiseModel:
+    """Load a judge onto a device."""
     folder = find_folder(model, operation=operation)
     from .model import PairwiseModel
 
-    return PairwiseModel.from_pretrained(folder).eval().to(where)
+    return PairwiseModel.from_pretrained(folder).eval().to(device)
 
 
 def _write_or_return(rows: Iterable[Row], out: Path | None, operation: str) -> Iterator[Row] | None:
@@ -152,16 +152,17 @@ def _write_or_return(rows: Iterable[Row], out: Path | None, operation: str) -> I
     return None
 
 
-def _verdicts(
-    model: PairwiseModel, file: Path, columns: Mapping[str, str], judging: Judging
-) -> Iterator[Row]:
-    """Yield each row's verdict, or an error with the reason."""
-    from .data.rows import each_pair
-    from .inference import predict_pairs
+def _readable(
+    pairs: Iterable[tuple[int, object, Pair | ValueError]], file: Path
+) -> tuple[list[Row], list[Pair]]:
+    """Return a row of output for each row of a file, with an error if it is no pair; and the pairs.
 
-    readable = []
+    Raises:
+        ValueError: No row is a pair.
+    """
     rows: list[Row] = []
-    for line, row, pair in each_pair(file, columns=columns):
+    readable = []
+    for line, row, pair in pairs:
         rows.append({"line": line})
         if isinstance(row, Mapping) and "id" in row:
             rows[-1]["id"] = row["id"]
@@ -175,10 +176,21 @@ def _verdicts(
             f"judge pairs: expected prompt, a and b in each row, got no pair in {len(rows)} rows "
             f"of {file}{why}"
         )
-    data = model.dataset(readable, progress=judging.progress)
-    predictions = predict_pairs(
-        model, data, batch_size=judging.batch_size, progress=judging.progress
-    )
+    return rows, readable
+
+
+def _verdicts(
+    model: PairwiseModel,
+    rows: Sequence[Row],
+    readable: Sequence[Pair],
+    batch_size: int,
+    progress: bool,
+) -> Iterator[Row]:
+    """Yield the rows of output, those without an error with a verdict."""
+    from .inference import predict_pairs
+
+    data = model.dataset(readable, progress=progress)
+    predictions = predict_pairs(model, data, batch_size=batch_size, progress=progress)
     verdicts = iter(zip(predictions.verdicts, predictions.probabilities.tolist(), strict=True))
     for row in rows:
         if "error" not in row:
@@ -190,20 +202,24 @@ def _verdicts(
         yield row
 
 
-def _orders(model: PairwiseModel, file: Path, judging: Judging) -> Iterator[Row]:
+def _orders(
+    model: PairwiseModel,
+    file: Path,
+    rows: Sequence[tuple[int, Any]],
+    batch_size: int,
+    progress: bool,
+) -> Iterator[Row]:
     """Yield the order and the scores of each row's answers, or an error with the reason."""
     from tqdm.auto import tqdm
 
     first = ""
     ranked = False
-    for line, row in tqdm(
-        each_row(file, "judge rank"), "ranking", disable=not judging.progress, leave=False, delay=1
-    ):
+    for line, row in tqdm(rows, "ranking", disable=not progress, leave=False, delay=1):
         answers = row.get("answers") if isinstance(row, Mapping) else None
         try:
             if not isinstance(answers, list) or "prompt" not in row:
                 raise ValueError("no prompt and list of answers; expected both")
-            ranking = model.rank(row["prompt"], answers, batch_size=judging.batch_size)
+            ranking = model.rank(row["prompt"], answers, batch_size=batch_size)
         except ValueError as error:
             first = first or f" (line {line}: {error})"
             yield {"line": line, "error": str(error)}

@@ -1,4 +1,4 @@
-"""What a model calls its blocks with, batch by batch."""
+"""Record the arguments that a model calls its blocks with, batch by batch."""
 
 from __future__ import annotations
 

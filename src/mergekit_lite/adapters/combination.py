@@ -21,6 +21,7 @@ from ..files.resolve import find_folder
 from ..methods import METHODS, MergeMethod, get_method
 from ..methods.parameters import Bound
 from ..planning import PlanError
+from ..vocabulary import copy_tokenizer
 from .report import AdapterModule, AdapterReport
 from .storage import module_of, truncated, with_bar, write_adapter
 
@@ -105,14 +106,17 @@ def merge_adapters(
             factors[name] = truncated(change, rank or largest)
         modules.append(module_of(name, change, *factors[name], FLOATS[chosen]))
     first = opened[0].settings
+    values = {"rank": rank, "dtype": dtype, "seed": seed, **parameters}
+    options = ", ".join(f"{name}={value!r}" for name, value in values.items())
     shown = [shown_name(os.fspath(adapter)) for adapter in adapters]
     with NewFolder(out, "merge_adapters") as folder:
+        copy_tokenizer([adapter.folder for adapter in opened], folder.folder)
         nbytes = write_adapter(
             folder.folder,
             factors,
             dtype=chosen,
             base_model=first.get("base_model_name_or_path"),
-            call=f"merge_adapters({shown}, {method!r}, {rank=}, {dtype=}, {seed=}, **{parameters})",
+            call=f"merge_adapters({shown}, {method!r}, {options})",
             task_type=first.get("task_type"),
             fan_in_fan_out=bool(first.get("fan_in_fan_out")),
         )

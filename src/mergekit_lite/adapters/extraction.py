@@ -16,7 +16,7 @@ from ..files import Source, open_source
 from ..files.adapter import stores_transposed
 from ..planning import PlanError
 from ..recipe import model_label
-from ..vocabulary import HEAD, is_vocabulary_tensor
+from ..vocabulary import HEAD, copy_tokenizer, is_vocabulary_tensor
 from .report import AdapterModule, AdapterReport
 from .storage import module_of, task_of, truncated, with_bar, write_adapter
 
@@ -102,14 +102,16 @@ def extract_lora(
             f"{tuned.label} and {base.label} differ in no linear layer: there is nothing to extract"
         )
         raise PlanError([problem], _WHAT)
+    models = f"{shown_name(tuned.label)!r}, {shown_name(base.label)!r}"
+    options = f"{rank=}, {energy=}, dtype={chosen!r}, {save_others=}"
     with NewFolder(out, "extract_lora") as folder:
+        copy_tokenizer([tuned.folder, base.folder], folder.folder)
         nbytes = write_adapter(
             folder.folder,
             extraction.factors,
             dtype=chosen,
             base_model=model_label(base_model),
-            call=f"extract_lora({shown_name(tuned.label)!r}, {shown_name(base.label)!r}, {rank=}, "
-            f"{energy=}, dtype={chosen!r}, {save_others=})",
+            call=f"extract_lora({models}, {options})",
             task_type=task_of(base.config),
             saved=extraction.saved,
             fan_in_fan_out=any(

@@ -21,7 +21,7 @@ from ..files import CheckpointError, Source
 from ..files.headers import read_json
 from ..planning import MergePlan, PlanError
 from ..recipe import MergeRecipe, model_label
-from ..vocabulary import TOKENIZER_FILES
+from ..vocabulary import copy_tokenizer
 from .facts import TensorFact
 from .hashing import hash_bytes
 from .templates import TEMPLATES
@@ -82,13 +82,8 @@ def _write_tokenizer(plan: MergePlan, folder: Path, trust_remote_code: bool) -> 
     if plan.vocabulary is not None:
         plan.vocabulary.write_tokenizer(folder)
     else:
-        folders = [_donor_folder(plan), *(source.folder for source in plan.sources)]
-        tokenizers = [
-            f for f in folders if f and any((f / name).exists() for name in TOKENIZER_FILES)
-        ]
-        for name in TOKENIZER_FILES:
-            if tokenizers and (tokenizers[0] / name).exists():
-                shutil.copyfile(tokenizers[0] / name, folder / name)
+        sources = (source.folder for source in plan.sources)
+        copy_tokenizer([_donor_folder(plan), *sources], folder)
     settings = folder / "tokenizer_config.json"
     if settings.exists() and not trust_remote_code:
         _without(settings, "auto_map")

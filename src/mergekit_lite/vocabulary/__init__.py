@@ -11,14 +11,14 @@ from .alignment import (
     is_vocabulary_tensor,
     plan_vocabulary,
 )
-from .tokenizers import TOKENIZER_FILES, has_tokenizer, read_vocabulary
+from .tokenizers import copy_tokenizer, has_tokenizer, read_vocabulary
 
 __all__ = [
     "EMBEDDING",
     "HEAD",
-    "TOKENIZER_FILES",
     "AlignedSource",
     "Vocabulary",
+    "copy_tokenizer",
     "has_tokenizer",
     "is_vocabulary_tensor",
     "plan_vocabulary",

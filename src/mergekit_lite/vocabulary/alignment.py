@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,7 +23,7 @@ from ..dtypes import Array, numbers
 from ..files import CheckpointError, Source, TensorInfo
 from ..files.resolve import find_folder
 from ..recipe import RecipeError, TokenizerSpec, TokenRule, model_key, model_label
-from .tokenizers import TOKENIZER_FILES, extend_tokenizer, has_tokenizer, read_vocabulary
+from .tokenizers import copy_tokenizer, extend_tokenizer, has_tokenizer, read_vocabulary
 
 EMBEDDING = re.compile(
     r"(^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|shared)\.weight$"
@@ -90,9 +89,7 @@ class Vocabulary:
         """Put the tokenizer's files into ``out``, tokens of the union added."""
         if self.folder is None:
             return
-        for name in TOKENIZER_FILES:
-            if (self.folder / name).exists():
-                shutil.copyfile(self.folder / name, out / name)
+        copy_tokenizer([self.folder], out)
         if self.tokenizer_json is not None:
             (out / "tokenizer.json").write_text(self.tokenizer_json, encoding="utf-8")
 

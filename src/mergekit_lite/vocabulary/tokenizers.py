@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,16 @@ def has_tokenizer(folder: Path | None) -> bool:
     return folder is not None and any(
         (folder / name).exists() for name in ("tokenizer.json", "vocab.json", "vocab.txt")
     )
+
+
+def copy_tokenizer(folders: Iterable[Path | None], out: Path) -> None:
+    """Copy the tokenizer's files of the first folder that has any; if none has, nothing."""
+    for folder in folders:
+        files = [folder / name for name in TOKENIZER_FILES] if folder is not None else []
+        if existing := [path for path in files if path.exists()]:
+            for path in existing:
+                shutil.copyfile(path, out / path.name)
+            return
 
 
 def read_vocabulary(folder: Path | None, label: str) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from model_components._cli import Running
 from model_components._devices import find_device
@@ -13,7 +13,7 @@ from model_components._folders import NewFolder, check_new
 from model_components._model_folders import complete_folder, load_tokenizer
 from model_components._report import Report
 
-from .config import INITS, Config, KroneckerConfig, LowRankConfig, PruneConfig
+from .config import Config, Init, KroneckerConfig, LowRankConfig, PruneConfig
 from .presets import PRESETS
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Conversion:
     low_rank: float | None = None
     layers: tuple[str, ...] = ()
     rank: int | None = None
-    init: Literal["sequential", "van_loan", "van_loan_normalized", "prune", "random"] | None = None
+    init: Init | None = None
 
     def config(self) -> Config | Mapping[str, Config]:
         """Return what `convert_` is to do.
@@ -79,7 +79,7 @@ class Conversion:
             config = LowRankConfig(keep=self.low_rank)
         else:
             config = KroneckerConfig(
-                b_shape=self.b_shape, rank=self.rank or 1, init=self.init or INITS[0]
+                b_shape=self.b_shape, rank=self.rank or 1, init=self.init or "sequential"
             )
         return dict.fromkeys(self.layers, config) if self.layers else config
 

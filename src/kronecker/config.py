@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Literal, Self, get_args
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal, Self
 
-INITS = ("sequential", "van_loan", "van_loan_normalized", "prune", "random")
-LOW_RANK_INITS = ("sequential", "svd")
+from model_components._checks import CheckedConfig, Range, Whole, problem
+
+Init = Literal["sequential", "van_loan", "van_loan_normalized", "prune", "random"]
+LowRankInit = Literal["sequential", "svd"]
 Granularity = Literal["neuron", "block"]
 Refit = Literal["all", "writing", "none"]
-
-
-class _Config:
-    """Methods that all configs share."""
-
-    def opposite(self) -> Self:
-        """The same for a layer of transposed shape: itself, where a config has no shapes."""
-        return self
-
-    def to_dict(self) -> dict:
-        """Return the fields that differ from the defaults, as JSON has them."""
-        # pyrefly: ignore[bad-argument-type]: its subclasses are dataclasses
-        values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
-        return {
-            n: list(v) if isinstance(v, tuple) else v
-            for n, (v, default) in values.items()
-            if v != default
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping) -> Self:
-        """From `to_dict`; unknown names are refused."""
-        # pyrefly: ignore[bad-argument-type]: its subclasses are dataclasses
-        if unknown := sorted(set(values) - {f.name for f in fields(cls)}):
-            raise ValueError(f"{cls.__name__}: unknown fields {', '.join(unknown)}")
-        return cls(**values)
+Shape = Annotated[tuple[int, int] | None, Range(least=1)]
+"""Rows and columns, both 1 or more."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class KroneckerConfig(_Config):
+class KroneckerConfig(CheckedConfig):
     """Settings of a weight's replacement by Σ_r s_r A_r ⊗ B_r, and of where it starts.
 
     Give one of the two shapes; the layer's own shape divided by it is the other.
@@ -68,48 +46,19 @@ class KroneckerConfig(_Config):
     (1, 2)
     """
 
-    a_shape: tuple[int, int] | None = None
-    b_shape: tuple[int, int] | None = None
-    rank: int = 1
+    a_shape: Shape = None
+    b_shape: Shape = None
+    rank: Whole = 1
     scales: bool = False
-    init: str = "sequential"
-    keep: str | tuple[int, int] = "even"
-    rounds: int = 10
-    epochs: int = 3
+    init: Init = "sequential"
+    keep: Annotated[Literal["even", "odd", "energy"] | tuple[int, int], Range(least=0)] = "even"
+    rounds: Whole = 10
+    epochs: Annotated[int, Range(least=0)] = 3
 
-    def __post_init__(self) -> None:
-        for name in ("a_shape", "b_shape", "keep"):
-            value = getattr(self, name)
-            if isinstance(value, list):
-                object.__setattr__(self, name, tuple(value))
+    def problems(self) -> Iterator[str]:
+        """Yield a problem if there is not one of the two shapes."""
         if (self.a_shape is None) == (self.b_shape is None):
-            raise ValueError(
-                f"KroneckerConfig: a_shape is {self.a_shape} and b_shape is {self.b_shape}, "
-                "expected one of them"
-            )
-        shape = self.a_shape or self.b_shape
-        if not _is_whole_pair(shape, 1):
-            raise ValueError(
-                f"KroneckerConfig: {'b_shape' if self.a_shape is None else 'a_shape'} is {shape}, "
-                "expected two whole numbers, 1 or more"
-            )
-        for name, least in (("rank", 1), ("rounds", 1), ("epochs", 0)):
-            value = getattr(self, name)
-            if not is_whole(value, least):
-                raise ValueError(
-                    f"KroneckerConfig: {name} is {value}, expected a whole number, {least} or more"
-                )
-        if not isinstance(self.scales, bool):
-            raise ValueError(f"KroneckerConfig: scales must be True or False, got {self.scales!r}")
-        if self.init not in INITS:
-            raise ValueError(
-                f"KroneckerConfig: init is {self.init!r}, expected one of {', '.join(INITS)}"
-            )
-        if self.keep not in ("even", "odd", "energy") and not _is_whole_pair(self.keep, 0):
-            raise ValueError(
-                f"KroneckerConfig: keep is {self.keep!r}, expected even, odd, energy or (row, "
-                "column)"
-            )
+            yield f"a_shape is {self.a_shape} and b_shape is {self.b_shape}, expected one of them"
 
     def shapes(
         self, out_features: int, in_features: int, *, operation: str = "KroneckerConfig"
@@ -136,7 +85,7 @@ class KroneckerConfig(_Config):
         return a, b
 
     def opposite(self) -> Self:
-        """The same for a layer of transposed shape: for c_proj when this is for c_fc."""
+        """Return the config for a layer of transposed shape: for c_proj when this is for c_fc."""
         a_shape, b_shape = (
             None if s is None else (s[1], s[0]) for s in (self.a_shape, self.b_shape)
         )
@@ -154,7 +103,7 @@ class KroneckerConfig(_Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowRankConfig(_Config):
+class LowRankConfig(CheckedConfig):
     """Settings of a weight's replacement by two thin ones: (O, I) becomes (O, r) and (r, I).
 
     Args:
@@ -173,32 +122,19 @@ class LowRankConfig(_Config):
     (307, 30720)
     """
 
-    keep: float | None = None
-    rank: int | None = None
-    init: str = "sequential"
-    epochs: int = 3
+    keep: Annotated[float | None, Range(above=0, below=1)] = None
+    rank: Annotated[int | None, Range(least=1)] = None
+    init: LowRankInit = "sequential"
+    epochs: Annotated[int, Range(least=0)] = 3
 
-    def __post_init__(self) -> None:
-        if self.keep is not None and (not is_number(self.keep) or not 0 < self.keep < 1):
-            raise ValueError(
-                f"LowRankConfig: keep is {self.keep}, expected a share between 0 and 1"
-            )
-        if self.rank is not None and not is_whole(self.rank, 1):
-            raise ValueError(
-                f"LowRankConfig: rank is {self.rank}, expected a whole number, 1 or more"
-            )
+    def problems(self) -> Iterator[str]:
+        """Yield a problem if there are both a share and a rank."""
         if self.keep is not None and self.rank is not None:
-            raise ValueError(
-                f"LowRankConfig: keep is {self.keep} and rank {self.rank}, expected one of them"
-            )
-        if self.init not in LOW_RANK_INITS:
-            raise ValueError(
-                f"LowRankConfig: init is {self.init!r}, expected one of {', '.join(LOW_RANK_INITS)}"
-            )
-        if not is_whole(self.epochs, 0):
-            raise ValueError(
-                f"LowRankConfig: epochs is {self.epochs}, expected a whole number, 0 or more"
-            )
+            yield f"keep is {self.keep} and rank {self.rank}, expected one of them"
+
+    def opposite(self) -> Self:
+        """Return the config for a layer of transposed shape, which is this one."""
+        return self
 
     @property
     def share(self) -> float:
@@ -225,7 +161,7 @@ class LowRankConfig(_Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruneConfig(_Config):
+class PruneConfig(CheckedConfig):
     """Settings of pruning: what is dropped, and how what stays makes up for it.
 
     Args:
@@ -245,56 +181,29 @@ class PruneConfig(_Config):
     Raises:
         ValueError: A value out of range.
 
-    >>> PruneConfig(keep=0.3, multiple_of=64).to_dict()
-    {'keep': 0.3, 'multiple_of': 64}
+    >>> PruneConfig.from_dict({"keep": 0.3}).neurons(1000)
+    300
     """
 
-    keep: float | None = None
+    keep: Annotated[float | None, Range(above=0, most=1)] = None
     granularity: Granularity = "neuron"
-    budget: int | None = None
+    budget: Annotated[int | None, Range(least=1)] = None
     refit: Refit = "all"
-    epochs: int = 3
-    multiple_of: int = 1
-    ridge: float = 3e-2
+    epochs: Whole = 3
+    multiple_of: Whole = 1
+    ridge: Annotated[float, Range(above=0, below=1)] = 3e-2
     init: ClassVar[str] = "sequential"  # always; the other configs have a field of this name
 
-    def __post_init__(self) -> None:
-        if self.keep is not None and (not is_number(self.keep) or not 0 < self.keep <= 1):
-            raise ValueError(
-                f"PruneConfig: keep is {self.keep!r}, expected a share above 0, at most 1"
-            )
-        for name, kind in (("granularity", Granularity), ("refit", Refit)):
-            value = getattr(self, name)
-            if value not in get_args(kind):
-                raise ValueError(
-                    f"PruneConfig: {name} is {value!r}, expected one of {', '.join(get_args(kind))}"
-                )
-        for name, least in (("epochs", 1), ("multiple_of", 1)):
-            if not is_whole(getattr(self, name), least):
-                raise ValueError(
-                    f"PruneConfig: {name} is {getattr(self, name)}, expected a whole number, "
-                    f"{least} or more"
-                )
+    def problems(self) -> Iterator[str]:
+        """Yield problems: blocks are not rounded, and share and budget exclude each other."""
         if self.multiple_of > 1 and self.granularity != "neuron":
-            raise ValueError(
-                f"PruneConfig: multiple_of is {self.multiple_of} for {self.granularity}s, expected "
-                "1"
-            )
-        if self.budget is not None:
-            self._check_budget(self.budget)
-        if not is_number(self.ridge) or not 0 < self.ridge < 1:
-            raise ValueError(
-                f"PruneConfig: ridge is {self.ridge}, expected a share between 0 and 1"
-            )
+            yield problem(self, "multiple_of", f"1 for {self.granularity}s")
+        if self.keep is not None and self.budget is not None:
+            yield f"keep is {self.keep} and budget {self.budget:,}, expected one of them"
 
-    def _check_budget(self, budget: int) -> None:
-        """Check that the budget is a number, and that there is no share beside it."""
-        if not is_whole(budget, 1):
-            raise ValueError(f"PruneConfig: budget is {budget}, expected a number of parameters")
-        if self.keep is not None:
-            raise ValueError(
-                f"PruneConfig: keep is {self.keep} and budget {budget:,}, expected one of them"
-            )
+    def opposite(self) -> Self:
+        """Return the config for a layer of transposed shape, which is this one."""
+        return self
 
     @property
     def share(self) -> float:
@@ -309,23 +218,6 @@ class PruneConfig(_Config):
         """
         unit = multiple_of or self.multiple_of
         return min(count, max(1, round(self.share * count / unit)) * unit)
-
-
-def is_whole(value: object, least: int) -> bool:
-    """Return whether it is a whole number, at least so large."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_whole_pair(values: object, least: int) -> bool:
-    """Return whether it is a tuple of two whole numbers, both at least so large."""
-    return (
-        isinstance(values, tuple) and len(values) == 2 and all(is_whole(n, least) for n in values)
-    )
-
-
-def is_number(value: object) -> bool:
-    """Return whether it is a number; True is none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _near(total: int, wanted: int) -> str:

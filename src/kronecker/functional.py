@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from model_components._autograd import Context
+from model_components._checks import check_choice
 
 from . import reference
 from ._eager import CONTRACTIONS, ORDERS, order_of, plain, scaled, small_gradients
@@ -130,12 +131,8 @@ def _check_linear(
     """Refuse an unknown path or order, and an input or a bias that does not fit the factors."""
     _, o1, i1 = a.shape
     _, o2, i2 = b.shape
-    if impl not in IMPLS:
-        raise ValueError(f"kron_linear: impl is {impl!r}, expected one of {', '.join(IMPLS)}")
-    if order not in (*ORDERS, "auto"):
-        raise ValueError(
-            f"kron_linear: order is {order!r}, expected one of {', '.join(ORDERS)} or auto"
-        )
+    check_choice("kron_linear", "impl", impl, IMPLS)
+    check_choice("kron_linear", "order", order, (*ORDERS, "auto"))
     if not x.dim() or x.shape[-1] != i1 * i2:
         raise ValueError(
             f"kron_linear: last dim of x is {x.shape[-1] if x.dim() else 'missing'}, but a "
@@ -177,8 +174,7 @@ def kron_embedding(
             [ 1.,  5.]])
     """
     check_factors("kron_embedding", a, b, scales)
-    if impl not in IMPLS:
-        raise ValueError(f"kron_embedding: impl must be one of {', '.join(IMPLS)}, got {impl!r}")
+    check_choice("kron_embedding", "impl", impl, IMPLS)
     if ids.is_floating_point() or ids.is_complex():
         raise ValueError(f"kron_embedding: ids are {ids.dtype}, expected integers")
     if impl == "reference":

@@ -9,16 +9,21 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model_components._checks import CheckedConfig, Range
+
 from .discovery.mlps import Mlp, find_mlps, watched
+
+Weight = Annotated[float, Range(least=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillConfig:
+class DistillConfig(CheckedConfig):
     """Weights of the losses: labels * cross-entropy + logits * KL + hidden and layers * error.
 
     Every part is a mean over the tokens that have a label (shifted for language models), or else
@@ -40,20 +45,16 @@ class DistillConfig:
     2.0
     """
 
-    labels: float = 0.0
-    logits: float = 1.0
-    temperature: float = 2.0
-    hidden: float = 0.0
-    layers: float = 0.0
+    labels: Weight = 0.0
+    logits: Weight = 1.0
+    temperature: Annotated[float, Range(above=0)] = 2.0
+    hidden: Weight = 0.0
+    layers: Weight = 0.0
 
-    def __post_init__(self) -> None:
-        weights = {n: getattr(self, n) for n in ("labels", "logits", "hidden", "layers")}
-        if not all(weight >= 0 for weight in weights.values()) or not any(weights.values()):
-            raise ValueError(
-                f"DistillConfig: weights are {weights}, expected none below 0 and one above"
-            )
-        if not self.temperature > 0:
-            raise ValueError(f"DistillConfig: temperature is {self.temperature}, expected above 0")
+    def problems(self) -> Iterator[str]:
+        """Yield a problem if no loss has a weight."""
+        if not any((self.labels, self.logits, self.hidden, self.layers)):
+            yield "all weights are 0, expected one above 0"
 
 
 def targets_of(

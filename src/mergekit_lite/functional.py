@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from model_components._checks import MaybeWhole, check_choice, check_value
 from model_components._devices import find_device
 from model_components._folders import NewFolder, check_new
 
@@ -209,10 +210,8 @@ def merge_models(
     recipe = _resolve_recipe(
         models, method, base_model, parameters, {"dtype": dtype, "out_dtype": out_dtype}
     )
-    if threads is not None and (type(threads) is not int or threads < 1):
-        raise ValueError(f"merge_models: threads is {threads}, expected a whole number from 1")
-    if impl not in _IMPLS:
-        raise ValueError(f"merge_models: impl is {impl!r}, expected one of {', '.join(_IMPLS)}")
+    check_value("merge_models", "threads", threads, MaybeWhole)
+    check_choice("merge_models", "impl", impl, _IMPLS)
     run = Run(
         device=find_device(str(device), "merge_models"),
         impl=impl,

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from model_components._checks import refuse
+
 from .config import OutputSteps, ThinkerConfig, is_whole
 from .flow import FlowPlan, FlowRow
 from .tasks import AtTokens, Task
@@ -82,10 +84,8 @@ def check_numbers(
         ("n_latent", n_latent, 1),
         ("grad_steps", grad_steps, 0),
     ):
-        if value is not None and (not is_whole(value) or value < least):
-            raise ValueError(
-                f"LatentThinker: {name} is {value!r}; expected a whole number, {least} or more"
-            )
+        if value is not None and not is_whole(value, least):
+            refuse("LatentThinker", name, value, f"a whole number, {least} or more")
     if noise is not None and not 0 <= noise < math.inf:
         raise ValueError(f"LatentThinker: step_noise is {noise!r}; expected 0 or more, and finite")
 

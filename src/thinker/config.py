@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
-from transformers import PreTrainedConfig
+from model_components._checks import MaybeWhole, Range, Whole, is_whole, problem, refuse
+from model_components._pretrained import CheckedModelConfig
 
 from .flow import PARTS, FlowPlan
 
@@ -18,40 +17,12 @@ MemoryKind = Literal["none", "grow", "static"]
 StepUpdate = Literal["normalized", "replace"]
 OutputSteps = Literal["last", "all"] | Sequence[int]
 
-_KINDS = {
-    "latent_init": LatentInit,
-    "positions": Positions,
-    "memory": MemoryKind,
-    "step_update": StepUpdate,
-}
-_WHOLE = (
-    "vocab_size",
-    "output_size",
-    "hidden_size",
-    "num_heads",
-    "mlp_size",
-    "layers_per_step",
-    "max_input_length",
-    "max_output_length",
-    "num_latents",
-    "n_step",
-    "window",
-    "grid_width",
-    "num_positions",
-)
+Rate = Annotated[float, Range(above=0)]
+_DERIVED: Any = None
+"""The default of a field that is made from other fields."""
 
 
-def refuse(what: str, got: object, needed: str) -> None:
-    """Raise the one kind of error that configs raise."""
-    raise ValueError(f"ThinkerConfig: {what} is {got!r}; expected {needed}")
-
-
-def is_whole(value: object) -> bool:
-    """A whole number, and not True or False."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-class ThinkerConfig(PreTrainedConfig):
+class ThinkerConfig(CheckedModelConfig):
     """The sizes and choices of a `LatentThinker`.
 
     The defaults learn to copy in seconds on a CPU; the recipe for reversing adds ``from_end=True``,
@@ -124,101 +95,59 @@ class ThinkerConfig(PreTrainedConfig):
     176
     >>> ThinkerConfig(vocab_size=16, num_heads=5)
     Traceback (most recent call last):
-    ValueError: ThinkerConfig: num_heads is 5; expected a divisor of hidden_size, 64
+    ValueError: ThinkerConfig: num_heads is 5, expected a divisor of hidden_size, 64
     """
 
     model_type = "latent_thinker"
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int = 16,
-        output_size: int | None = None,
-        hidden_size: int = 64,
-        num_heads: int = 4,
-        mlp_size: int | None = None,
-        layers_per_step: int = 1,
-        max_input_length: int = 64,
-        max_output_length: int = 64,
-        num_latents: int | None = None,
-        latent_init: LatentInit | None = None,
-        latent_noise: float = 1.0,
-        n_step: int = 4,
-        plan: FlowPlan | Mapping[str, object] | None = None,
-        positions: Positions = "learned",
-        from_end: bool = False,
-        num_positions: int | None = None,
-        grid_width: int | None = None,
-        separators: Sequence[int] = (),
-        max_offset: int = 0,
-        memory: MemoryKind = "none",
-        memory_size: int | None = None,
-        num_static_tokens: int = 0,
-        step_update: StepUpdate = "normalized",
-        step_rate: float = 0.95,
-        step_noise: float = 0.1,
-        sandwich: bool = False,
-        decoder_self_attention: bool = False,
-        causal: bool = False,
-        window: int | None = None,
-        initializer_range: float = 0.5,
-        **rest: Any,
-    ):
-        sizes = {"hidden_size": hidden_size, "max_input_length": max_input_length}
-        for name, value in (sizes | {"max_output_length": max_output_length}).items():
-            if not is_whole(value):
-                refuse(name, value, "a whole number")
-        if not isinstance(separators, Sequence) or isinstance(separators, str):
-            refuse("separators", separators, "token ids")
-        self.vocab_size = vocab_size
-        self.output_size = vocab_size if output_size is None else output_size
-        self.hidden_size = hidden_size
-        self.num_heads = num_heads
-        if mlp_size is not None:
-            self.mlp_size = mlp_size
-        else:
-            self.mlp_size = -(-hidden_size // 3) * 8
-        self.layers_per_step = layers_per_step
-        self.max_input_length = max_input_length
-        self.max_output_length = max_output_length
-        self.latent_init = latent_init or ("tokens" if causal else "table")
-        self.latent_noise = latent_noise
-        if num_latents is None and self.latent_init != "tokens":
+    vocab_size: Whole = 16
+    output_size: Whole = _DERIVED
+    hidden_size: Whole = 64
+    num_heads: Whole = 4
+    mlp_size: Whole = _DERIVED
+    layers_per_step: Whole = 1
+    max_input_length: Whole = 64
+    max_output_length: Whole = 64
+    num_latents: MaybeWhole = None
+    latent_init: LatentInit = _DERIVED
+    latent_noise: Rate = 1.0
+    n_step: Whole = 4
+    plan: Any = None
+    positions: Positions = "learned"
+    from_end: bool = False
+    num_positions: Whole = _DERIVED
+    grid_width: MaybeWhole = None
+    separators: list[int] = field(default_factory=list)
+    max_offset: Annotated[int, Range(least=0)] = 0
+    memory: MemoryKind = "none"
+    memory_size: MaybeWhole = None
+    num_static_tokens: Annotated[int, Range(least=0)] = 0
+    step_update: StepUpdate = "normalized"
+    step_rate: Annotated[float, Range(above=0, most=1)] = 0.95
+    step_noise: Annotated[float, Range(least=0)] = 0.1
+    sandwich: bool = False
+    decoder_self_attention: bool = False
+    causal: bool = False
+    window: MaybeWhole = None
+    initializer_range: Rate = 0.5
+
+    def derive(self) -> None:
+        """Set the fields that follow from others where they are not given."""
+        if isinstance(self.separators, tuple | range):
+            self.separators = list(self.separators)
+        if self.output_size is None:
+            self.output_size = self.vocab_size
+        if self.mlp_size is None and is_whole(self.hidden_size):
+            self.mlp_size = -(-self.hidden_size // 3) * 8
+        if self.latent_init is None:
+            self.latent_init = "tokens" if self.causal else "table"
+        if self.num_latents is None and self.latent_init != "tokens":
             self.num_latents = 8
-        else:
-            self.num_latents = num_latents
-        self.n_step = n_step
-        self.plan: Any = plan
-        self.positions = positions
-        self.from_end = from_end
-        longest = max(max_input_length, max_output_length)
-        usual = 4 if positions == "cyclic" else 4 * longest
-        self.num_positions = usual if num_positions is None else num_positions
-        self.grid_width = grid_width
-        self.separators = list(separators)
-        self.max_offset = max_offset
-        self.memory = memory
-        self.memory_size = memory_size
-        self.num_static_tokens = num_static_tokens
-        self.step_update = step_update
-        self.step_rate = step_rate
-        self.step_noise = step_noise
-        self.sandwich = sandwich
-        self.decoder_self_attention = decoder_self_attention
-        self.causal = causal
-        self.window = window
-        self.initializer_range = initializer_range
-        self._check()
-        super().__init__(**rest)
-        for name in _strangers(rest):
-            near = difflib.get_close_matches(name, _fields(), 1)
-            if near:
-                hint = f"; did you mean {near[0]}?"
-            else:
-                hint = f"; expected some of {', '.join(_fields())}"
-            raise ValueError(
-                f"ThinkerConfig: there is no {name} (which is {rest[name]!r} here){hint}"
-            )
+        if self.num_positions is None:
+            self.num_positions = 4
+            lengths = (self.max_input_length, self.max_output_length)
+            if self.positions != "cyclic" and all(is_whole(length) for length in lengths):
+                self.num_positions = 4 * self.longest
 
     def __setattr__(self, key: str, value: object) -> None:
         """Store a plan as plain lists, as in JSON.
@@ -227,125 +156,66 @@ class ThinkerConfig(PreTrainedConfig):
         """
         super().__setattr__(key, _plain(value) if key == "plan" else value)
 
-    @classmethod
-    def from_dict(cls, config_dict: Mapping[str, object], **kwargs: object) -> Any:
-        """Read a saved config, without fields of other models that trainers may have left in it.
+    def problems(self) -> Iterator[str]:
+        """Yield what does not go together."""
+        yield from self._problems_of_positions()
+        yield from self._problems_of_steps()
+        yield from self._problems_of_latents()
 
-        ``use_cache`` is one of them.
-        """
-        strangers = _strangers(config_dict)
-        known = {name: value for name, value in config_dict.items() if name not in strangers}
-        return super().from_dict(known, **kwargs)
-
-    def _check(self) -> None:
-        for name in _WHOLE:
-            value = getattr(self, name)
-            if not is_whole(value) and not (
-                value is None and name in ("num_latents", "window", "grid_width")
-            ):
-                refuse(name, value, "a whole number")
-            if value is not None and value < 1:
-                refuse(name, value, "1 or more")
-        for name in ("from_end", "sandwich", "decoder_self_attention", "causal"):
-            if not isinstance(getattr(self, name), bool):
-                refuse(name, getattr(self, name), "True or False")
-        for name, kinds in _KINDS.items():
-            if getattr(self, name) not in get_args(kinds):
-                refuse(name, getattr(self, name), f"one of {', '.join(get_args(kinds))}")
-        for name in ("latent_noise", "step_rate", "step_noise", "initializer_range"):
-            if not isinstance(getattr(self, name), int | float):
-                refuse(name, getattr(self, name), "a number")
-        self._check_heads()
-        self._check_positions()
-        self._check_steps()
-        self._check_latents()
-
-    def _check_heads(self) -> None:
+    def _problems_of_positions(self) -> Iterator[str]:
         if self.hidden_size % self.num_heads:
-            refuse("num_heads", self.num_heads, f"a divisor of hidden_size, {self.hidden_size}")
+            yield problem(self, "num_heads", f"a divisor of hidden_size, {self.hidden_size}")
         size = self.hidden_size // self.num_heads
         if self.positions == "rotary" and size % 2:
-            refuse("hidden_size / num_heads", size, "an even size for rotary positions")
+            yield f"hidden_size / num_heads is {size}, expected an even size for rotary positions"
         if self.positions == "rotary_2d" and size % 4:
-            refuse(
-                "hidden_size / num_heads",
-                size,
-                "a multiple of 4 for rotary positions in two dimensions",
+            yield (
+                f"hidden_size / num_heads is {size}, expected a multiple of 4 for rotary positions "
+                "in two dimensions"
             )
-
-    def _check_positions(self) -> None:
         if self.grid_width is not None and self.positions != "rotary_2d":
-            refuse("grid_width", self.grid_width, 'none without positions="rotary_2d"')
+            yield problem(self, "grid_width", 'none without positions="rotary_2d"')
         if self.positions == "random" and self.num_positions < self.longest:
-            refuse(
-                "num_positions",
-                self.num_positions,
-                f"at least the longest sequence, {self.longest}",
-            )
+            yield problem(self, "num_positions", f"at least the longest sequence, {self.longest}")
         if (self.positions == "aligned") != bool(self.separators):
-            refuse(
-                "separators",
-                self.separators,
-                'token ids with positions="aligned", and none without',
+            yield problem(
+                self, "separators", 'token ids with positions="aligned", and none without'
             )
-        if not all(is_whole(t) and 0 <= t < self.vocab_size for t in self.separators):
-            refuse("separators", self.separators, f"token ids, below vocab_size, {self.vocab_size}")
-        if (
-            not is_whole(self.max_offset)
-            or self.max_offset < 0
-            or (self.max_offset and self.positions != "aligned")
-        ):
-            refuse("max_offset", self.max_offset, '0, or more with positions="aligned"')
+        if not all(0 <= token < self.vocab_size for token in self.separators):
+            yield problem(self, "separators", f"token ids, below vocab_size, {self.vocab_size}")
+        if self.max_offset and self.positions != "aligned":
+            yield problem(self, "max_offset", '0 without positions="aligned"')
 
-    def _check_steps(self) -> None:
-        size = self.memory_size
-        if (self.memory == "static") != (size is not None):
-            refuse("memory_size", size, "writes, 1 or more, with memory static, and none without")
-        if size is not None and (not is_whole(size) or size < 1):
-            refuse("memory_size", size, "writes, a whole number, 1 or more")
+    def _problems_of_steps(self) -> Iterator[str]:
+        if (self.memory == "static") != (self.memory_size is not None):
+            yield problem(self, "memory_size", 'a number with memory="static", and none without')
         plan = FlowPlan(**self.plan) if self.plan else None
         if plan is not None and plan.uses_memory and self.memory == "none":
-            refuse("memory", self.memory, 'another, as "grow": the plan uses it')
+            yield problem(self, "memory", 'another, as "grow": the plan uses it')
         if plan is not None and plan.uses_static and not self.num_static_tokens:
-            refuse(
-                "num_static_tokens", self.num_static_tokens, "some, as 8: the plan looks them up"
-            )
-        if not is_whole(self.num_static_tokens) or self.num_static_tokens < 0:
-            refuse("num_static_tokens", self.num_static_tokens, "a whole number, 0 or more")
-        if not 0 < self.step_rate <= 1:
-            refuse("step_rate", self.step_rate, "above 0 and at most 1")
-        if not 0 <= self.step_noise < math.inf:
-            refuse("step_noise", self.step_noise, "0 or more, and finite")
+            yield problem(self, "num_static_tokens", "some, as 8: the plan looks them up")
 
-    def _check_latents(self) -> None:
-        if not 0 < self.latent_noise < math.inf or (
-            self.latent_noise != 1 and self.latent_init != "noise"
-        ):
-            refuse(
-                "latent_noise",
-                self.latent_noise,
-                'above 0 and finite, and 1 without latent_init="noise"',
-            )
-        if not 0 < self.initializer_range < math.inf:
-            refuse("initializer_range", self.initializer_range, "above 0, and finite")
-        if self.causal and self.latent_init != "tokens":
-            refuse("latent_init", self.latent_init, '"tokens" in a causal flow')
+    def _problems_of_latents(self) -> Iterator[str]:
+        if self.latent_noise != 1 and self.latent_init != "noise":
+            yield problem(self, "latent_noise", '1 without latent_init="noise"')
+        if self.causal and not self.at_tokens:
+            yield problem(self, "latent_init", '"tokens" in a causal flow')
         if self.causal and (self.positions not in ("learned", "cyclic", "rotary") or self.from_end):
-            refuse(
-                "positions", self.positions, "learned, cyclic or rotary, and no from_end, if causal"
+            yield problem(
+                self, "positions", "learned, cyclic or rotary, and no from_end, if causal"
             )
         if self.at_tokens and self.decoder_self_attention:
-            refuse(
+            yield problem(
+                self,
                 "decoder_self_attention",
-                True,
                 'False with latent_init="tokens", whose latents are the answer',
             )
         if self.window is not None and not self.at_tokens:
-            refuse("window", self.window, 'none without latent_init="tokens"')
+            yield problem(self, "window", 'none without latent_init="tokens"')
         if self.at_tokens and not self.causal and self.num_latents is not None:
-            refuse(
+            yield problem(
+                self,
                 "num_latents",
-                self.num_latents,
                 "none in a flow that looks both ways: every token has a latent",
             )
 
@@ -376,27 +246,10 @@ class ThinkerConfig(PreTrainedConfig):
         return max(self.max_input_length, self.max_output_length)
 
 
-def _plain(plan: Any) -> dict[str, object] | None:
-    """A plan as a JSON file has it."""
+def _plain(plan: Any) -> dict[str, list[list[int]]] | None:
+    """Return a plan as a JSON file has it."""
     if isinstance(plan, Mapping) and set(plan) <= set(PARTS):
         plan = FlowPlan(**plan)
     if not isinstance(plan, FlowPlan | None):
-        refuse("plan", plan, "a FlowPlan, or what its to_dict gives")
+        refuse("ThinkerConfig", "plan", plan, "a FlowPlan, or what its to_dict gives")
     return None if plan is None else plan.to_dict()
-
-
-def _fields() -> list[str]:
-    """Names of the fields that `ThinkerConfig` adds to transformers' own."""
-    return [
-        n for n in inspect.signature(ThinkerConfig.__init__).parameters if n not in ("self", "rest")
-    ]
-
-
-def _strangers(names: Iterable[str]) -> list[str]:
-    """Names that neither a `ThinkerConfig` nor transformers' own configs have."""
-    known = {*_fields(), *PreTrainedConfig().__dict__}
-    return [
-        n
-        for n in names
-        if n not in known and not hasattr(PreTrainedConfig, n) and not n.startswith("_")
-    ]

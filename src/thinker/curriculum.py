@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .config import is_whole
+from model_components._checks import Range, Whole, check_value, is_whole
+
 from .counters import between, mix, seed_of
 from .holdout import HoldOut
 from .schedules import Fixed, Frontier, Schedule
@@ -141,15 +142,14 @@ class CurriculumDataset(IterableDataset):
             _pair("n_step", n_step, length)
             _pair("n_latent", n_latent or 1, length)
         self.device = torch.device(device)
-        numbers = all(map(is_whole, (batch_size, delay, seed, rank))) and isinstance(
-            holdout, int | float
-        )
-        if not numbers or batch_size < 1 or delay < 1 or not 0 <= holdout < 1:
-            raise ValueError(
-                f"CurriculumDataset: batch_size {batch_size!r}, delay {delay!r}, holdout "
-                f"{holdout!r}, seed {seed!r}, rank {rank!r}; expected 1 or more, 1 or more, 0 to "
-                "below 1, whole numbers"
-            )
+        for name, value, kind in (
+            ("batch_size", batch_size, Whole),
+            ("delay", delay, Whole),
+            ("holdout", holdout, Annotated[float, Range(least=0, below=1)]),
+            ("seed", seed, int),
+            ("rank", rank, int),
+        ):
+            check_value("CurriculumDataset", name, value, kind)
         if self.schedule.min_length < task.min_length:
             raise ValueError(
                 f"CurriculumDataset: {type(self.schedule).__name__} starts at length "

@@ -6,12 +6,14 @@ Shapes: B batch, n latents, d width, T steps.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from .config import ThinkerConfig, is_whole
+from model_components._checks import CheckedConfig, Range, Whole
+
+from .config import ThinkerConfig
 from .flow import FlowRow
 from .memory import Memory
 from .state import Context, ThinkerState, Thought
@@ -20,7 +22,7 @@ _CROWD = 7 / 8  # dropping rows copies keys and values: it pays once an eighth o
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExitRule:
+class ExitRule(CheckedConfig):
     """A row stops when its latents hardly move, in evaluation; rows that stop leave the batch.
 
     Args:
@@ -38,20 +40,10 @@ class ExitRule:
     0.03
     """
 
-    threshold: float = 0.03
-    patience: int = 1
-    min_steps: int = 1
-    every: int = 1
-
-    def __post_init__(self):
-        for name in ("patience", "min_steps", "every"):
-            value = getattr(self, name)
-            if not is_whole(value) or value < 1:
-                raise ValueError(
-                    f"ExitRule: {name} must be a whole number, 1 or more, got {value!r}"
-                )
-        if not isinstance(self.threshold, int | float) or not self.threshold >= 0:
-            raise ValueError(f"ExitRule: threshold must be 0 or more, got {self.threshold!r}")
+    threshold: Annotated[float, Range(least=0)] = 0.03
+    patience: Whole = 1
+    min_steps: Whole = 1
+    every: Whole = 1
 
     def looks_at(self, step: int) -> bool:
         """Return whether this step, counted from 1, is looked at.

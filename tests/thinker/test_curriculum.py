@@ -484,9 +484,9 @@ def test_what_was_reported_in_the_past_stays():
             lambda: data_of(n_step=lambda n: (3, n - 7)),
             r"CurriculumDataset:.*n_step.*\(3.*-6\).*1.*1",
         ),
-        (lambda: data_of(batch_size=0), "batch_size 0"),
+        (lambda: data_of(batch_size=0), "batch_size is 0"),
         (lambda: data_of(n_step=0), r"CurriculumDataset:.*n_step.*0.*1"),
-        (lambda: data_of(holdout=1.0), "holdout 1.0"),
+        (lambda: data_of(holdout=1.0), "holdout is 1.0"),
         (
             lambda: data_of().load_state_dict({**data_of().state_dict(), "seed": 3}),
             r"CurriculumDataset:.*state.*3",

@@ -888,7 +888,7 @@ TOKENS = torch.zeros(2, 5, dtype=torch.long)
             lambda m: m(TOKENS, output_steps=3),
             r"LatentThinker:.*output_steps.*3",
         ),
-        ({}, lambda m: ExitRule(every=0), r"ExitRule:.*got.*0"),
+        ({}, lambda m: ExitRule(every=0), r"ExitRule: every is 0"),
         ({}, lambda m: ExitRule(threshold=float("nan")), "ExitRule: threshold"),
         ({}, lambda m: ExitRule(patience=1.5), r"ExitRule: patience.*1.5"),
         (
@@ -995,7 +995,7 @@ def test_bad_input_is_refused(changes, call, message):
         ),
         (
             {"dropout": 0.1},
-            r"ThinkerConfig:.*\(which.*0.1.*here\).*vocab_size",
+            r"ThinkerConfig:.*dropout.*vocab_size",
         ),
         (
             {"plan": "read_once"},
@@ -1035,7 +1035,7 @@ def test_bad_input_is_refused(changes, call, message):
         ({"latent_noise": 0.0}, r"ThinkerConfig:.*latent_noise.*0.0.*0"),
         (
             {"latent_noise": 0.1},
-            r'ThinkerConfig:.*latent_noise.*0.1.*0.*1.*latent_init="noise"',
+            r'ThinkerConfig:.*latent_noise.*0.1.*1.*latent_init="noise"',
         ),
         ({"grid_width": 3}, r'ThinkerConfig:.*grid_width.*3.*positions="rotary_2d"'),
         ({"positions": "rotary_2d", "grid_width": 0}, r"ThinkerConfig:.*grid_width.*0.*1"),

@@ -184,12 +184,14 @@ def test_what_is_no_puzzle_is_hard():
     ("name", "value", "needed"),
     [
         ("count", 0, "1 or more"),
-        ("box", 4, "2 or 3"),
+        ("box", 4, "one of 2, 3"),
         ("difficulty", "evil", "one of easy, medium, hard"),
         ("clues", 81, "0 to 80"),
         ("clues", -1, "0 to 80"),
     ],
 )
 def test_what_cannot_be_made_is_refused(name, value, needed):
-    with pytest.raises(ValueError, match=f"sudoku_puzzles: {name} is {value!r}; expected {needed}"):
+    with pytest.raises(
+        ValueError, match=f"sudoku_puzzles: {name} is {value!r}, expected .*{needed}"
+    ):
         sudoku_puzzles(**{"count": 1, name: value})

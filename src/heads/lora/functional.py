@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from model_components._checks import check_choice
+
 from . import reference
 from ._eager.autograd import Adapter, autocast_dtype, run, transforming
 
@@ -54,8 +56,7 @@ def check(
 
 
 def _check_options(operation: str, dropout_p: float, seed: Tensor | None, impl: str) -> None:
-    if impl not in IMPLS:
-        raise ValueError(f"{operation}: impl is {impl!r}, expected one of {', '.join(IMPLS)}")
+    check_choice(operation, "impl", impl, IMPLS)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"{operation}: dropout_p is {dropout_p}, expected at least 0 and below 1")
     if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1):

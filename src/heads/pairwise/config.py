@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
-from typing import Any, get_args
+from collections.abc import Iterator
+from dataclasses import field
+from typing import Annotated, Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from model_components._checks import (
+    MaybeWhole,
+    Range,
+    problem,
+    refuse,
+)
 from model_components._hub import hub_id
+from model_components._pretrained import CheckedModelConfig
 
 from .choices import Link, Pooling, Surface
 
-
-def _refuse(what: str, got: object, needed: str) -> None:
-    raise ValueError(f"PairwiseConfig: {what} is {got!r}; expected {needed}")
+Share = Annotated[float, Range(least=0, below=1)]
 
 
-class PairwiseConfig(PreTrainedConfig):
+class PairwiseConfig(CheckedModelConfig):
     """The encoder, the head and how texts are cut for a `PairwiseModel`.
 
     Args:
@@ -53,105 +58,46 @@ class PairwiseConfig(PreTrainedConfig):
     3
     >>> PairwiseConfig(encoder=BertConfig(), link="davidsson")
     Traceback (most recent call last):
-    ValueError: PairwiseConfig: link is 'davidsson'; expected one of davidson, antisymmetric, concat
+    ValueError: PairwiseConfig: link is 'davidsson', expected one of davidson, antisymmetric, concat
     """
 
     model_type = "pairwise"
     keys_to_ignore_at_inference = ["scores"]  # noqa: RUF012, the base class's own way
 
-    def __init__(
-        self,
-        *,
-        encoder: PreTrainedConfig | dict[str, Any] | None = None,
-        link: Link = "davidson",
-        pooling: Pooling | Sequence[Pooling] = "mean",
-        ties: bool = True,
-        hidden_features: int = 0,
-        dropout: float = 0.1,
-        surface: Sequence[Surface] = (),
-        append_prompt: bool = True,
-        max_tokens: int | None = None,
-        max_prompt_tokens: int | None = None,
-        label_smoothing: float = 0.0,
-        swap_consistency: float = 0.0,
-        **rest: Any,
-    ):
-        if isinstance(encoder, dict):
-            kind = str(encoder.get("model_type"))
-            if kind not in CONFIG_MAPPING:
-                _refuse("the encoder's model_type", kind, "one that transformers knows")
-            encoder = CONFIG_MAPPING[kind](
-                **{k: v for k, v in encoder.items() if k != "model_type"}
-            )
-        self.encoder = encoder
-        self.link = link
-        if isinstance(pooling, str):
-            self.pooling = [pooling]
-        else:
-            self.pooling = list(pooling or ())
-        self.ties = ties
-        self.hidden_features = hidden_features
-        self.dropout = dropout
-        self.surface = list(surface)
-        self.append_prompt = append_prompt
-        self.max_tokens = max_tokens
-        self.max_prompt_tokens = max_prompt_tokens
-        self.label_smoothing = label_smoothing
-        self.swap_consistency = swap_consistency
-        known = set(vars(self))
-        for name in rest:
-            near = difflib.get_close_matches(name, known, 1, 0.8)
-            if near and not hasattr(PreTrainedConfig, name):
-                raise ValueError(f"PairwiseConfig: there is no {name!r}; perhaps {near[0]!r}")
-        self._check()
-        super().__init__(**rest)
+    encoder: Any = None
+    link: Link = "davidson"
+    pooling: list[Pooling] = field(default_factory=lambda: ["mean"])
+    ties: bool = True
+    hidden_features: Annotated[int, Range(least=0)] = 0
+    dropout: Share = 0.1
+    surface: list[Surface] = field(default_factory=list)
+    append_prompt: bool = True
+    max_tokens: MaybeWhole = None
+    max_prompt_tokens: MaybeWhole = None
+    label_smoothing: Share = 0.0
+    swap_consistency: Annotated[float, Range(least=0)] = 0.0
 
-    def _check(self) -> None:
-        self._check_choices()
-        self._check_numbers()
+    def derive(self) -> None:
+        """Make the encoder's config, and lists of single words and tuples."""
+        if isinstance(self.encoder, dict):
+            self.encoder = _encoder_config(self.encoder)
+        if isinstance(self.pooling, str):
+            self.pooling = [self.pooling]
+        for name in ("pooling", "surface"):
+            if isinstance(getattr(self, name), tuple):
+                setattr(self, name, list(getattr(self, name)))
 
-    def _check_choices(self) -> None:
-        if self.link not in get_args(Link):
-            _refuse("link", self.link, f"one of {', '.join(get_args(Link))}")
-        for name, choices, least in (
-            ("pooling", get_args(Pooling), 1),
-            ("surface", get_args(Surface), 0),
-        ):
-            value = getattr(self, name)
-            if not all(isinstance(one, str) for one in value):
-                _refuse(name, value, f"names, of {', '.join(choices)}")
-            if len(value) < least or len(set(value)) < len(value) or not set(value) <= set(choices):
-                _refuse(
-                    name,
-                    value,
-                    f"{'one or more' if least else 'any'} of {', '.join(choices)}, each once",
-                )
-        if self.link == "concat" and self.surface:
-            _refuse("surface", self.surface, "none of them for link='concat'")
-        for name in ("ties", "append_prompt"):
-            if not isinstance(getattr(self, name), bool):
-                _refuse(name, getattr(self, name), "True or False")
-
-    def _check_numbers(self) -> None:
-        if not isinstance(self.hidden_features, int) or self.hidden_features < 0:
-            _refuse("hidden_features", self.hidden_features, "a width, or 0")
-        for name in ("dropout", "label_smoothing", "swap_consistency"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                _refuse(name, value, "a number")
-        for name in ("dropout", "label_smoothing"):
-            if not 0 <= getattr(self, name) < 1:
-                _refuse(name, getattr(self, name), "a share in [0, 1)")
-        if self.swap_consistency < 0 or (self.swap_consistency and self.link != "concat"):
-            _refuse(
-                "swap_consistency",
-                self.swap_consistency,
-                "a weight of at least 0, and 0 for links that are fair",
-            )
-        for name in ("max_tokens", "max_prompt_tokens"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                _refuse(name, value, "a number of tokens, or None")
+    def problems(self) -> Iterator[str]:
+        """Yield what does not go together."""
+        if not self.pooling:
+            yield problem(self, "pooling", "one or more")
+        for name in ("pooling", "surface"):
+            if len(set(getattr(self, name))) < len(getattr(self, name)):
+                yield problem(self, name, "each once")
+        if self.surface and self.link == "concat":
+            yield problem(self, "surface", "none of them for link='concat'")
+        if self.swap_consistency and self.link != "concat":
+            yield problem(self, "swap_consistency", "0 for links that are fair")
 
     @property
     def num_classes(self) -> int:
@@ -167,3 +113,11 @@ class PairwiseConfig(PreTrainedConfig):
                 hub_id(fields["encoder"].get("_name_or_path") or "") or ""
             )
         return fields
+
+
+def _encoder_config(values: dict[str, Any]) -> PreTrainedConfig:
+    """Return the config of a kind of encoder that transformers knows."""
+    kind = str(values.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        refuse("PairwiseConfig", "the encoder's model_type", kind, "one that transformers knows")
+    return CONFIG_MAPPING[kind](**{k: v for k, v in values.items() if k != "model_type"})

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model_components._checks import check_choice
+
 from . import reference
 
 IMPLS = ("reference", "eager", "fused", "auto")
@@ -67,8 +69,7 @@ def packed_attention(
     """
     operation = "packed_attention"
     _check_packed(operation, query, key, value)
-    if impl not in IMPLS:
-        raise ValueError(f"{operation}: impl is {impl!r}, expected one of {', '.join(IMPLS)}")
+    check_choice(operation, "impl", impl, IMPLS)
     if isinstance(cu_seq_lens, Tensor):
         ends = cu_seq_lens.tolist()
     else:

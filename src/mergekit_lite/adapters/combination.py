@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from model_components._checks import MaybeWhole, check_choice, check_value
 from model_components._folders import NewFolder, check_new
 from model_components._model_folders import shown_name
 
@@ -137,10 +138,8 @@ def _check_arguments(adapters: object, rank: object, dtype: str | None) -> None:
         raise ValueError(
             f"merge_adapters: adapters is {adapters!r}, expected a list with at least one adapter"
         )
-    if rank is not None and (type(rank) is not int or rank < 1):
-        raise ValueError(f"merge_adapters: rank is {rank!r}, expected a whole number from 1")
-    if dtype is not None and dtype not in FLOATS:
-        raise ValueError(f"merge_adapters: dtype is {dtype!r}, expected one of {', '.join(FLOATS)}")
+    check_value("merge_adapters", "rank", rank, MaybeWhole)
+    check_choice("merge_adapters", "dtype", dtype or "float32", FLOATS)
 
 
 def _method(name: str) -> MergeMethod | None:

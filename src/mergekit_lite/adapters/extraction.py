@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
+from model_components._checks import Range, Whole, check_choice, check_value
 from model_components._folders import NewFolder, check_new
 from model_components._model_folders import shown_name
 
@@ -77,14 +79,9 @@ def extract_lora(
     >>> report.modules
     [AdapterModule(name='layer', shape=(4, 3), rank=1, error=0.0)]
     """
-    if type(rank) is not int or rank < 1:
-        raise ValueError(f"extract_lora: rank is {rank!r}, expected a whole number from 1")
-    if not 0 < energy <= 1:
-        raise ValueError(
-            f"extract_lora: energy is {energy!r}, expected a share above 0 and up to 1"
-        )
-    if dtype is not None and dtype not in FLOATS:
-        raise ValueError(f"extract_lora: dtype is {dtype!r}, expected one of {', '.join(FLOATS)}")
+    check_value("extract_lora", "rank", rank, Whole)
+    check_value("extract_lora", "energy", energy, Annotated[float, Range(above=0, most=1)])
+    check_choice("extract_lora", "dtype", dtype or "float32", FLOATS)
     check_new(out, "extract_lora")
     base, tuned = (open_source(m, allow_pickle=allow_pickle) for m in (base_model, model))
     names = _common_tensors(base, tuned)

@@ -2,60 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Self
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, Self
 
-MODES = ("accurate", "efficient", "auto")
-GRANULARITIES = ("scalar", "input", "output", "element")
-CONSTRAINTS = ("auto", "none", "sum_to_one", "unit_interval", "sigmoid")
-COEFFICIENTS = ("task", "evidence", "confidence", "fixed")
-DIRECTIONS = ("forward", "reverse")
+from model_components._checks import CheckedConfig, Range, problem
 
-
-def _one_of(owner: str, name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{owner}: {name} is {value!r}, expected one of {', '.join(allowed)}")
-
-
-def _at_least(owner: str, low: float, **values: float) -> None:
-    for name, value in values.items():
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not low <= value < float("inf")
-        ):
-            raise ValueError(
-                f"{owner}: {name} is {value!r}, expected a finite number of at least {low:g}"
-            )
-
-
-class _Json:
-    def to_json(self) -> str:
-        """Return it as JSON text."""
-        # pyrefly: ignore[bad-argument-type]: its subclasses are dataclasses
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ValueError: An unknown field, or a bad value.
-        """
-        values = json.loads(text)
-        # pyrefly: ignore[bad-argument-type]: its subclasses are dataclasses
-        known = [f.name for f in fields(cls)]
-        if unknown := sorted(values.keys() - set(known)):
-            raise ValueError(
-                f"{cls.__name__}: unknown field {unknown[0]!r}; it has {', '.join(known)}"
-            )
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+Mode = Literal["accurate", "efficient", "auto"]
+Granularity = Literal["scalar", "input", "output", "element"]
+Constraint = Literal["auto", "none", "sum_to_one", "unit_interval", "sigmoid"]
+Coefficients = Literal["task", "evidence", "confidence", "fixed"]
+Direction = Literal["forward", "reverse"]
+Weight = Annotated[float, Range(least=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskConfig(_Json):
+class MaskConfig(CheckedConfig):
     """Settings of masks: how they lie over the weights of a merged model.
 
     Args:
@@ -86,15 +49,15 @@ class MaskConfig(_Json):
     'output'
     """
 
-    mode: str = "accurate"
-    granularity: str = "input"
-    constraint: str = "auto"
+    mode: Mode = "accurate"
+    granularity: Granularity = "input"
+    constraint: Constraint = "auto"
     modules: tuple[str, ...] | None = None
     initial: float | str = "average"
     seed: int = 0
 
     def resolved(self, *, over_base: bool) -> Self:
-        """With the constraint that ``"auto"`` stands for.
+        """Return the config with the constraint that ``"auto"`` stands for.
 
         Args:
             over_base: Masks lie over differences from a base.
@@ -103,38 +66,27 @@ class MaskConfig(_Json):
             return self
         return replace(self, constraint="none" if over_base else "sum_to_one")
 
-    def __post_init__(self) -> None:
-        _one_of("MaskConfig", "mode", self.mode, MODES)
-        _one_of("MaskConfig", "granularity", self.granularity, GRANULARITIES)
-        _one_of("MaskConfig", "constraint", self.constraint, CONSTRAINTS)
-        if self.modules is not None and not (
-            isinstance(self.modules, tuple)
-            and self.modules
-            and all(isinstance(p, str) for p in self.modules)
-        ):
-            raise ValueError(
-                f"MaskConfig: modules is {self.modules!r}, expected a tuple of patterns, or None"
-            )
+    def problems(self) -> Iterator[str]:
+        """Yield problems of patterns and initial values, and masks that inputs cannot have."""
+        if self.modules == ():
+            yield problem(self, "modules", "one pattern or more, or None")
         if self.granularity == "element" and self.mode == "efficient":
-            raise ValueError(
-                f"MaskConfig: mode {self.mode!r} cannot do granularity 'element', which masks "
-                "weights and not inputs or outputs; expected mode 'accurate' or 'auto'"
+            yield (
+                f"mode {self.mode!r} cannot do granularity 'element', which masks weights and not "
+                "inputs or outputs; expected mode 'accurate' or 'auto'"
             )
-        if isinstance(self.initial, str):
-            named = self.initial in ("average", "random") or re.fullmatch(
-                r"component:\d+", self.initial
+        if isinstance(self.initial, str) and not re.fullmatch(
+            r"average|random|component:\d+|.*\.ya?ml", self.initial
+        ):
+            yield problem(
+                self,
+                "initial",
+                "a number, average, random, component:INDEX or the path of a recipe (.yml)",
             )
-            if not named and not self.initial.endswith((".yml", ".yaml")):
-                raise ValueError(
-                    f"MaskConfig: initial is {self.initial!r}, expected a number, average, random, "
-                    "component:INDEX or the path of a recipe (.yml)"
-                )
-        else:
-            _at_least("MaskConfig", float("-1e30"), initial=self.initial)
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLConfig(_Json):
+class KLConfig(CheckedConfig):
     """Settings of training: what the merged model is trained towards.
 
     ``KL(Σ_k c_k component k, merged)``, averaged over positions.
@@ -164,32 +116,24 @@ class KLConfig(_Json):
     'forward'
     """
 
-    coefficients: str = "task"
-    shares: tuple[float, ...] | None = None
-    confidence_temperature: float = 1.0
-    temperature: float = 1.0
-    direction: str = "forward"
-    cross_entropy: float = 0.0
-    l1: float = 0.0
-    l2: float = 0.0
-    similarity: float = 0.0
+    coefficients: Coefficients = "task"
+    shares: Annotated[tuple[float, ...] | None, Range(least=0)] = None
+    confidence_temperature: Weight = 1.0
+    temperature: Annotated[float, Range(least=1e-6)] = 1.0
+    direction: Direction = "forward"
+    cross_entropy: Weight = 0.0
+    l1: Weight = 0.0
+    l2: Weight = 0.0
+    similarity: Weight = 0.0
 
     @property
     def penalises(self) -> bool:
         """Return whether a penalty on masks has a weight above 0."""
         return any((self.l1, self.l2, self.similarity))
 
-    def __post_init__(self) -> None:
-        _one_of("KLConfig", "coefficients", self.coefficients, COEFFICIENTS)
-        _one_of("KLConfig", "direction", self.direction, DIRECTIONS)
-        weights = ("confidence_temperature", "cross_entropy", "l1", "l2", "similarity")
-        _at_least("KLConfig", 0, **{name: getattr(self, name) for name in weights})
-        _at_least("KLConfig", 1e-6, temperature=self.temperature)
+    def problems(self) -> Iterator[str]:
+        """Yield a problem if there are shares without being the coefficients, or the reverse."""
         if (self.shares is None) == (self.coefficients == "fixed"):
-            raise ValueError(
-                "KLConfig: shares belong to coefficients='fixed'; expected both, or neither"
-            )
-        if self.shares is not None:
-            _at_least("KLConfig", 0, **{f"shares[{i}]": v for i, v in enumerate(self.shares)})
-            if not sum(self.shares) > 0:
-                raise ValueError(f"KLConfig: shares are {self.shares}, expected a sum above 0")
+            yield "shares belong to coefficients='fixed'; expected both, or neither"
+        if self.shares is not None and not sum(self.shares) > 0:
+            yield problem(self, "shares", "a sum above 0")

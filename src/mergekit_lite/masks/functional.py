@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from model_components._checks import check_choice
+
 from . import reference
 from ._eager.blend import Blend
 from ._eager.linear import AccurateLinear, EfficientLinear, Embedding
@@ -24,8 +26,7 @@ FEW_TOKENS_TRAINING = 128
 
 def _check_weights(operation: str, weights: Sequence[Tensor], impl: str) -> None:
     """Refuse weights that are not one kind, or not frozen."""
-    if impl not in IMPLS:
-        raise ValueError(f"{operation}: impl is {impl!r}, expected one of {', '.join(IMPLS)}")
+    check_choice(operation, "impl", impl, IMPLS)
     shapes = {tuple(w.shape) for w in weights}
     dtypes = {w.dtype for w in weights}
     if len(shapes) != 1 or len(dtypes) != 1:

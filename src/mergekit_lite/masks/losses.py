@@ -8,16 +8,18 @@ Letters: N positions, H hidden size, V vocabulary, K components.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
+
+from model_components._checks import check_choice
 
 from . import reference
 from ._eager.blend import work_dtype
 from ._eager.divergence import Distillation, Objective
 from ._eager.evidence import check_labels
-from .config import DIRECTIONS, KLConfig
+from .config import Direction, KLConfig
 
 
 def masked_kl(
@@ -202,12 +204,8 @@ def _check_states(
 def _check_numbers(
     direction: str, impl: str, temperature: float, confidence_temperature: float
 ) -> None:
-    if direction not in DIRECTIONS:
-        raise ValueError(
-            f"masked_kl: direction is {direction!r}, expected one of {', '.join(DIRECTIONS)}"
-        )
-    if impl not in ("auto", "eager", "reference"):
-        raise ValueError(f"masked_kl: impl is {impl!r}, expected auto, eager or reference")
+    check_choice("masked_kl", "direction", direction, get_args(Direction))
+    check_choice("masked_kl", "impl", impl, ("auto", "eager", "reference"))
     if not 0 < temperature < float("inf"):
         raise ValueError(f"masked_kl: temperature is {temperature}, expected a number above 0")
     if confidence_temperature and not 1e-30 <= confidence_temperature < float("inf"):

@@ -7,10 +7,12 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import yaml
 from transformers import TrainingArguments
+
+from model_components._checks import Range, check_choice, check_value
 
 from .config import KLConfig, MaskConfig
 
@@ -154,28 +156,14 @@ class MaskRun:
             )
 
     def _check_numbers(self) -> None:
-        for name, low in (("max_length", 2), ("seed", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ValueError(
-                    f"MaskRun: {name} is {value!r}, expected a whole number of at least {low}"
-                )
-        if self.dtype not in _DTYPES:
-            raise ValueError(
-                f"MaskRun: dtype is {self.dtype!r}, expected one of {', '.join(_DTYPES)}"
-            )
-        if not isinstance(self.train_on_inputs, bool):
-            raise ValueError(
-                f"MaskRun: train_on_inputs is {self.train_on_inputs!r}, expected true or false"
-            )
-        if (
-            isinstance(self.held_out, bool)
-            or not isinstance(self.held_out, (int, float))
-            or not self.held_out > 0
+        for name, kind in (
+            ("max_length", Annotated[int, Range(least=2)]),
+            ("seed", Annotated[int, Range(least=0)]),
+            ("train_on_inputs", bool),
+            ("held_out", Annotated[float, Range(above=0)]),
         ):
-            raise ValueError(
-                f"MaskRun: held_out is {self.held_out!r}, expected a share, or a number of examples"
-            )
+            check_value("MaskRun", name, getattr(self, name), kind)
+        check_choice("MaskRun", "dtype", self.dtype, _DTYPES)
 
 
 def _known(

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from ..config import is_whole
+from model_components._checks import Range, Whole, check_value
+
 from .task import integers
 
 Difficulty = Literal["easy", "medium", "hard"]
@@ -49,21 +50,14 @@ def sudoku_puzzles(
     ... )
     (torch.Size([2, 16]), True, [40, 40])
     """
-    most = box**4 - 1 if box in (2, 3) else 0
-    for name, value, fits, needed in (
-        ("box", box, box in (2, 3), "2 or 3"),
-        ("count", count, is_whole(count) and count >= 1, "1 or more"),
-        (
-            "difficulty",
-            difficulty,
-            difficulty in get_args(Difficulty),
-            f"one of {', '.join(get_args(Difficulty))}",
-        ),
-        ("clues", clues, is_whole(clues) and 0 <= clues <= most, f"0 to {most}"),
-        ("seed", seed, is_whole(seed), "a whole number"),
+    for name, value, kind in (
+        ("box", box, Literal[2, 3]),
+        ("count", count, Whole),
+        ("difficulty", difficulty, Difficulty),
+        ("clues", clues, Annotated[int, Range(least=0, most=box**4 - 1)]),
+        ("seed", seed, int),
     ):
-        if not fits:
-            raise ValueError(f"sudoku_puzzles: {name} is {value!r}; expected {needed}")
+        check_value("sudoku_puzzles", name, value, kind)
     generator = torch.Generator().manual_seed(seed)
     solution_of: dict[tuple[int, ...], Tensor] = {}
     dry = 0

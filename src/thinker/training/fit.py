@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from transformers import TrainingArguments
 
+from model_components._checks import Whole, check_value
+
 from ..checks import check_layout, check_plan
-from ..config import is_whole
 from ..curriculum import CurriculumDataset
 from ..flow import FlowPlan
 from ..losses import StepLoss
@@ -86,10 +87,7 @@ def check_segments(segments: int, data: CurriculumDataset, loss: StepLoss) -> No
 
     That is a task or a loss.
     """
-    if not is_whole(segments) or segments < 1:
-        raise ValueError(
-            f"ThinkerTrainer: segments is {segments!r}; expected a whole number, 1 or more"
-        )
+    check_value("ThinkerTrainer", "segments", segments, Whole)
     if segments > 1 and (data.task.by_step or loss.counts_from_start):
         if data.task.by_step:
             what = f"answers of {data.task!r}"

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Unpack
+from typing import Annotated, Any, NoReturn, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
+from model_components._checks import Range, Whole, check_value
 from model_components._folders import new_file
 from model_components._formats import check_format, stamp
 from model_components._trainer import StepTrainer, TrainerOptions, bare_optimizer
 
-from ..config import is_whole
 from ..counters import seed_of
 from ..curriculum import Batch, CurriculumDataset, StateDict
 from ..flow import FlowPlan
@@ -97,8 +97,8 @@ class ThinkerTrainer(StepTrainer):
             )
         self.step_loss = step_loss or LastAndRandom()
         self.step_loss.check(model.config)
-        if ema is not None and not 0 < ema < 1:
-            raise ValueError(f"ThinkerTrainer: ema is {ema}; expected a decay between 0 and 1")
+        decay = Annotated[float | None, Range(above=0, below=1)]
+        check_value("ThinkerTrainer", "ema", ema, decay)
         check_segments(segments, train_dataset, self.step_loss)
         check_reach(model, train_dataset, self.step_loss)
         self.data = train_dataset
@@ -106,11 +106,8 @@ class ThinkerTrainer(StepTrainer):
         self.data.segments = segments
         self.eval_lengths = eval_lengths or [train_dataset.schedule.max_length]
         self.eval_samples = eval_samples
-        if isinstance(self.eval_lengths, int) or not is_whole(eval_samples) or eval_samples < 1:
-            raise ValueError(
-                f"ThinkerTrainer: eval_lengths {eval_lengths!r}, eval_samples {eval_samples!r}; "
-                "expected a list of lengths, and 1 or more"
-            )
+        check_value("ThinkerTrainer", "eval_lengths", self.eval_lengths, Sequence[int])
+        check_value("ThinkerTrainer", "eval_samples", eval_samples, Whole)
         # the caller's stay as they are
         if args:
             args = copy.copy(args)

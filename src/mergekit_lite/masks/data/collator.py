@@ -10,6 +10,8 @@ from typing import Any, Protocol, SupportsIndex
 import torch
 from torch import Tensor
 
+from model_components._checks import MaybeWhole, check_value
+
 Example = Mapping[str, Any]
 """``input_ids``, and perhaps ``labels``, ``task`` and what else a tokenizer gives: tensors, or
 lists of numbers."""
@@ -59,15 +61,8 @@ class MaskCollator:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_length is not None and (
-            not isinstance(self.max_length, int) or self.max_length < 1
-        ):
-            raise ValueError(f"MaskCollator: max_length is {self.max_length!r}, expected 1 or more")
-        if not isinstance(self.pad_token_id, int) or isinstance(self.pad_token_id, bool):
-            raise ValueError(
-                f"MaskCollator: pad_token_id is {self.pad_token_id!r}, expected a token's id (any "
-                "will do)"
-            )
+        check_value("MaskCollator", "max_length", self.max_length, MaybeWhole)
+        check_value("MaskCollator", "pad_token_id", self.pad_token_id, int)
 
     def __call__(self, features: Sequence[Example]) -> dict[str, Tensor]:
         """A batch.

@@ -1,0 +1,75 @@
+"""The base of model configs that transformers saves and loads, with checked fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ._checks import check_config, declared_fields, refuse_unknown
+from ._formats import check_format, stamp
+
+FORMAT = 1
+
+
+class CheckedModelConfig(PreTrainedConfig):
+    """Base of model configs: subclasses declare fields, which are checked when one is made.
+
+    transformers makes each subclass a dataclass.
+    """
+
+    def __post_init__(self, **rest: Any) -> None:
+        """Derive fields that are not given, check all, and hand the rest to transformers."""
+        self.derive()
+        check_config(self, CheckedModelConfig)
+        refuse_unknown(type(self).__name__, _unknown(type(self), rest), _fields(type(self)))
+        super().__post_init__(**rest)
+
+    def derive(self) -> None:
+        """Set fields that follow from other fields; for subclasses."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what does not go together, when each field alone is right; for subclasses."""
+        return ()
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, object], **kwargs: object) -> Any:
+        """Read a saved config, without fields of other models that trainers may have left in it.
+
+        ``use_cache`` is one of them.
+
+        Raises:
+            ValueError: The config has a newer format, or a bad value.
+        """
+        check_format(config_dict, FORMAT, cls.__name__)
+        unknown = _unknown(cls, config_dict)
+        known = {name: value for name, value in config_dict.items() if name not in unknown}
+        return super().from_dict(known, **kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields and the version of the format, as JSON has them."""
+        return super().to_dict() | stamp(FORMAT)
+
+    @classmethod
+    def default_config_fields(cls) -> dict[str, Any]:
+        """Return no field, so that all are saved and a saved model keeps its meaning.
+
+        transformers leaves out fields that equal the defaults, which may change.
+        """
+        return {}
+
+
+def _fields(cls: type) -> list[str]:
+    """Return the names of the fields that a config adds to transformers' own."""
+    return list(declared_fields(cls, CheckedModelConfig))
+
+
+def _unknown(cls: type, names: Iterable[str]) -> list[str]:
+    """Return the names that neither a config nor transformers' own configs have."""
+    known = {*_fields(cls), *vars(PreTrainedConfig())}
+    return [
+        name
+        for name in names
+        if name not in known and not hasattr(PreTrainedConfig, name) and not name.startswith("_")
+    ]

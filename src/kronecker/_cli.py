@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model_components._cli import Running
+from model_components._cli import RunFlags
 from model_components._devices import find_device
 from model_components._folders import NewFolder, check_new
 from model_components._model_folders import complete_folder, load_tokenizer
@@ -17,6 +17,8 @@ from .config import Config, Init, KroneckerConfig, LowRankConfig, PruneConfig
 from .presets import PRESETS
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
 
@@ -26,7 +28,8 @@ class Reading:
 
     Args:
         context: Length of each sequence, in tokens.
-        tokenizer: Folder or hub id; default: the model's own.
+        tokenizer: Folder or hub id of a tokenizer; default: that of MODEL, or of the first of
+            MODELS.
     """
 
     context: int = 512
@@ -83,6 +86,12 @@ class Conversion:
             )
         return dict.fromkeys(self.layers, config) if self.layers else config
 
+    def reads_data(self, config: Config | Mapping[str, Config]) -> bool:
+        """Return whether `convert_` needs a calibration set for the MLPs."""
+        # of --layers, embeddings need none; convert_ knows which layers are meant
+        configs = config.values() if isinstance(config, Mapping) else [config]
+        return not self.layers and any(one.init == "sequential" for one in configs)
+
     def _preset(self, name: str) -> Config | Mapping[str, Config]:
         if name not in PRESETS:
             raise ValueError(f"convert: --preset must be one of {', '.join(PRESETS)}, got {name}")
@@ -102,7 +111,7 @@ def prune(
     calibration: Path,
     tokens: int = 50_000,
     reading: Reading,
-    running: Running,
+    run_flags: RunFlags,
 ) -> Report:
     """Make a model smaller by removing hidden neurons or blocks.
 
@@ -112,11 +121,11 @@ def prune(
         model: Folder or hub id of a transformers model.
         out: Output folder: a new path, or an empty folder.
         config: What goes, and how the rest makes up for it.
-        calibration: Calibration set: a file of text, JSON, JSON lines, CSV, TSV or parquet, also
-            gzipped.
+        calibration: Calibration set: a file of text, JSON, JSON lines, CSV or TSV, also gzipped, or
+            of parquet.
         tokens: Number of tokens to read from the text.
         reading: Flags for turning text into tokens.
-        running: Flags of a command that computes.
+        run_flags: Where to compute, and whether to show progress.
     """
     import torch
 
@@ -125,33 +134,32 @@ def prune(
     from .storage.checkpoints import smaller_card
     from .surgery.prune import prune_
 
-    where = find_device(running.device, "prune")
+    where = find_device(run_flags.device, "prune")
     new = NewFolder(out, "prune", resumable=True)
     text = text_of(calibration)
     found = find_model(model)
     if not found.architecture:
         raise ValueError(
-            f"prune: expected an ordinary transformers model, got the compressed model {model}"
+            f"prune: expected an ordinary transformers model, got the compressed model {model}; "
+            "run model-components fold on it first"
         )
     source = reading.tokenizer or model
     encode = encoder_of(source)
     loaded = load(found, where)
     rows = text_batches(text, encode, tokens=tokens, context=context_of([loaded], reading.context))
-    # prune_ computes in float32; afterwards each tensor gets the dtype that it was loaded in
-    tensors = (*loaded.named_parameters(), *loaded.named_buffers())
-    loaded_dtypes = {name: tensor.dtype for name, tensor in tensors}
+    dtypes = _dtypes_of(loaded)
     model_dtype = loaded.dtype
     with new, torch.no_grad():
         report = prune_(
-            loaded.float(),
+            loaded.float(),  # in which prune_ computes
             config,
             calibration=calibration_of(rows, loaded),
             cache=new.place / "fitted",
-            progress=running.progress,
+            progress=run_flags.progress,
         )
         new.clear()
-        for name, tensor in (*loaded.named_parameters(), *loaded.named_buffers()):
-            tensor.data = tensor.data.to(loaded_dtypes.get(name, model_dtype))
+        for name, tensor in _tensors_of(loaded):
+            tensor.data = tensor.data.to(dtypes.get(name, model_dtype))
         loaded.save_pretrained(new.folder)
         card = smaller_card(loaded, f"prune_(model, {config}, calibration=batches)")
         complete_folder(new.folder, card, _tokenizer_or_note(source))
@@ -160,6 +168,15 @@ def prune(
         hint = f"; measure its loss: model-components compare {model} {out} --text FILE"
     print(f"{out} is a stock model{hint}")
     return report
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in _tensors_of(model)}
 
 
 def convert(
@@ -171,7 +188,7 @@ def convert(
     calibration: Path | None = None,
     tokens: int = 12_000,
     reading: Reading,
-    running: Running,
+    run_flags: RunFlags,
 ) -> Report:
     """Compress a model with low-rank or Kronecker factors.
 
@@ -181,13 +198,18 @@ def convert(
         model: Folder or hub id of a transformers model.
         out: Output folder: a new path, or an empty folder.
         conversion: Flags that choose a compression.
-        calibration: Calibration set: a file of text, JSON, JSON lines, CSV, TSV or parquet, also
-            gzipped.
+        calibration: Calibration set: a file of text, JSON, JSON lines, CSV or TSV, also gzipped, or
+            of parquet. Required with --low-rank, and with --b-shape if --init is sequential.
         tokens: Number of tokens to read from the text.
         reading: Flags for turning text into tokens.
-        running: Flags of a command that computes.
+        run_flags: Where to compute, and whether to show progress.
     """
     config = conversion.config()
+    if calibration is None and conversion.reads_data(config):
+        raise ValueError(
+            "convert: expected --calibration FILE, since init is sequential, got none; without "
+            "data give --b-shape with another --init"
+        )
     import torch
 
     from .data.text import text_batches, text_of
@@ -195,7 +217,7 @@ def convert(
     from .storage.checkpoints import smaller_card, write_files
     from .surgery.convert import convert_
 
-    where = find_device(running.device, "convert")
+    where = find_device(run_flags.device, "convert")
     new = NewFolder(out, "convert", resumable=True)
     source = reading.tokenizer or model
     text = "" if calibration is None else text_of(calibration)
@@ -208,7 +230,11 @@ def convert(
         data = calibration_of(text_batches(text, encode, tokens=tokens, context=context), loaded)
     with new, torch.no_grad():
         report = convert_(
-            loaded, config, calibration=data, cache=new.place / "fitted", progress=running.progress
+            loaded,
+            config,
+            calibration=data,
+            cache=new.place / "fitted",
+            progress=run_flags.progress,
         )
         new.clear()
         write_files(loaded, new.folder)
@@ -245,8 +271,8 @@ def fold(model: str, out: Path, /) -> str:
     checkpoints.fold(compressed, out, tokenizer=_tokenizer_or_note(model))
     folded = load(find_model(str(out)))
     return (
-        f"{out} is a stock model of {num_parameters(folded):,} parameters, "
-        f"{num_parameters(compressed):,} in {model}"
+        f"{out} loads with transformers alone and has {num_parameters(folded):,} parameters; "
+        f"{model} has {num_parameters(compressed):,}"
     )
 
 
@@ -265,7 +291,8 @@ def compare(
     Args:
         models: Folders or hub ids of models, compressed or not.
         text: Held-out texts, in the formats of --calibration. Each file becomes a column.
-        stride: Tokens between the starts of overlapping windows.
+        stride: Tokens between the starts of overlapping windows, fewer than --context; default:
+            windows do not overlap.
         tokens: Number of tokens to read from each text.
         reading: Flags for turning text into tokens; by default by the first model's tokenizer.
         device: Device that computes, such as cpu or cuda.

@@ -166,17 +166,17 @@ class PruneConfig(CheckedConfig):
 
     Args:
         keep: Fraction of hidden neurons, or of blocks, to keep; default: 0.5. Every layer keeps the
-            same number, so that transformers alone loads the result.
+            same number of neurons, so transformers can load the result without this library.
         granularity: neuron (hidden neurons of the MLPs) or block (whole blocks).
         budget: Number of parameters of the whole model; give it instead of keep.
-        refit: Weights that are fitted again to the original's outputs. writing: the matrix that
-            writes to the block's output, by least squares. all: then also the matrices before it,
+        refit: Weights of each MLP to fit again, so that its outputs stay near the original ones.
+            writing: only its last matrix, by least squares. all: then also the matrices before it,
             by gradient descent. none: no weights.
-        epochs: Passes over the calibration tokens in that gradient descent.
+        epochs: Passes over the calibration tokens in the gradient descent of refit=all.
         multiple_of: Round the number of neurons to a multiple of this. The neurons of experts are
             also rounded to a multiple of 8.
         ridge: Ridge penalty of the least squares, as a fraction of the inputs' mean second moment.
-            It pulls towards the original matrix.
+            It pulls the fit toward the original matrix.
 
     Raises:
         ValueError: A value out of range.

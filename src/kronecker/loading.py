@@ -43,7 +43,8 @@ def find_model(name: str) -> ModelFolder:
         return ModelFolder(folder, "")
     if Path(folder, "adapter_config.json").is_file() and not Path(folder, "config.json").is_file():
         raise ValueError(
-            f"kronecker: {folder} is an adapter, expected a whole model: merge it first"
+            f"kronecker: {folder} is an adapter, expected a whole model: merge it first with "
+            "model-components lora merge"
         )
     try:
         config = AutoConfig.from_pretrained(folder)
@@ -119,5 +120,9 @@ def calibration_of(rows: list[Tensor], model: PreTrainedModel) -> list[object]:
 
 
 def context_of(models: Sequence[PreTrainedModel], context: int) -> int:
-    """Return ``context``, or the smallest number of positions of the models if that is less."""
-    return min([context, *(limit for model in models if (limit := positions_of(model)))])
+    """Return ``context``, but at most the maximum length of each model."""
+    for model in models:
+        limit = positions_of(model)
+        if limit:
+            context = min(context, limit)
+    return context

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from model_components._cli import CONTINUE_HINT, ON_TERMINAL, Running
+from model_components._cli import CONTINUE_HINT, ON_TERMINAL, RunFlags
 from model_components._report import Report
 
 Pickle = Literal["weights_only"]
@@ -60,7 +60,7 @@ def merge(
     files: Files,
     trust_remote_code: bool = False,
     resume: bool = True,
-    running: Running,
+    run_flags: RunFlags,
 ) -> Report | None:
     """Merge checkpoints by a YAML recipe.
 
@@ -77,7 +77,7 @@ def merge(
         files: Flags for checkpoints.
         trust_remote_code: Also copy the model's own Python files.
         resume: Continue an interrupted run of the same merge.
-        running: Flags of a command that computes.
+        run_flags: Where to compute, and whether to show progress.
     """
     from .functional import merge_models
     from .recipe import load_recipe
@@ -87,7 +87,7 @@ def merge(
             load_recipe(recipe),
             out=out,
             calibration=calibration,
-            device=running.device,
+            device=run_flags.device,
             impl=impl,
             seed=seed,
             threads=threads,
@@ -95,7 +95,7 @@ def merge(
             allow_pickle=files.allow_pickle,
             trust_remote_code=trust_remote_code,
             resume=resume,
-            progress=running.progress,
+            progress=run_flags.progress,
         )
     assert isinstance(report, Report)  # as a folder was written
     return report if int(os.environ.get("RANK", "0")) == 0 else None
@@ -116,19 +116,20 @@ def plan(recipe: Path, /, *, files: Files) -> Report:
     return make_plan(load_recipe(recipe), max_shard_size=limit, allow_pickle=files.allow_pickle)
 
 
-def learn(config: Path, out: Path, /, *, progress: bool = ON_TERMINAL) -> Report:
+def learn(settings: Path, out: Path, /, *, progress: bool = ON_TERMINAL) -> Report:
     """Learn masks that merge models, write the merged model and compare it with other merges.
 
     Args:
-        config: YAML file: components, data, masks, kl, training, compare.
+        settings: YAML file: components, data, masks, kl, training, compare.
         out: Output folder: a new path, or an empty folder.
-        progress: Show progress bars and the first example of each task.
+        progress: Show progress bars and the first example of each task; default: only on a
+            terminal.
     """
     from .masks.run import run_masks
     from .masks.run_config import MaskRun
 
     try:
-        return run_masks(MaskRun.from_yaml(config), out, progress=progress)
+        return run_masks(MaskRun.from_yaml(settings), out, progress=progress)
     except KeyboardInterrupt:
         begun = any(out.with_name(f"{out.name}.training").glob("checkpoint-*"))
         raise KeyboardInterrupt(CONTINUE_HINT if begun else "") from None
@@ -154,7 +155,8 @@ def extract(
         base: Folder or hub id of the base model.
         out: Output folder: a new path, or an empty folder.
         rank: Largest rank of the adapter in any layer.
-        energy: Use a smaller rank where it keeps this fraction of a change's squared norm.
+        energy: Fraction of a change's squared norm to keep. Each layer gets the smallest rank that
+            keeps it, but at most --rank.
         dtype: Dtype of the adapter's weights; default: the tuned model's.
         save_others: Also save changed embeddings, heads and norms, at full size.
         allow_pickle: weights_only also reads pickled .bin checkpoints.

@@ -25,11 +25,11 @@ class TextExamples(Dataset):
     What a model answers is supervised, what it is asked is not.
 
     Args:
-        source: A file of JSON, JSON lines, CSV or parquet, also gzipped; a hub id; a data set; a
-            text file as one plain text; or rows: strings, or mappings with ``messages``, of which
-            every turn of the assistant is supervised; with ``instruction``, ``output`` and perhaps
-            ``input``; with ``prompt`` and ``completion``; or with ``text``, all of which is
-            supervised.
+        source: Rows, or where to read them: a file of JSON, JSON lines, CSV or TSV, also gzipped,
+            or of parquet; a hub id; or a data set. Any other file is read as one plain text. A row
+            is a string, or a mapping with ``messages`` (every turn of the assistant is supervised);
+            ``instruction``, ``output`` and optionally ``input``; ``prompt`` and ``completion``; or
+            ``text`` (all of it is supervised).
         tokenizer: Of transformers; its chat template lays out messages and instructions; without
             one they are separated by lines.
         max_length: Most tokens of an example: a row is cut off there, a plain text is cut into
@@ -209,17 +209,22 @@ class TextExamples(Dataset):
 
 def _read(source: Any) -> tuple[str, list[tuple[int, object]]]:
     """Return a name of the source for messages, and its rows with their numbers."""
-    name = "rows"
-    path = Path(source) if isinstance(source, (str, Path)) else None
-    if path is not None:
-        name = str(path)
-    if path is not None and path.is_file() and kind_of(path) not in SUFFIXES:
-        rows: list[tuple[int, object]] = [(1, _running_text(path))]
+    name = str(source) if isinstance(source, (str, Path)) else "rows"
+    if _is_plain_text(source):
+        rows: list[tuple[int, object]] = [(1, _running_text(Path(source)))]
     else:
         rows = list(each_row(source, "TextExamples"))
     if not any(row for _, row in rows):
         raise ValueError(f"TextExamples: {name} has no rows")
     return name, rows
+
+
+def _is_plain_text(source: object) -> bool:
+    """Return whether a source is a file that holds no rows."""
+    if not isinstance(source, (str, Path)):
+        return False
+    path = Path(source)
+    return path.is_file() and kind_of(path) not in SUFFIXES
 
 
 def _running_text(path: Path) -> str:

@@ -1,6 +1,7 @@
 """The floor under `mergekit_lite`, `kronecker`, `thinker` and `heads`.
 
-Public are the version and `push_to_hub`, which uploads what any of them wrote.
+Its public names are ``__version__`` and `push_to_hub`, which uploads a folder that a package
+wrote.
 
 >>> import model_components
 >>> model_components.__version__.count(".")

@@ -1,9 +1,9 @@
-"""The frame of the command ``model-components``.
+"""Run the command ``model-components``.
 
-A command is a function in the ``_cli.py`` of its package, named in pyproject.toml as an entry
-point. Its parameters and docstring are the flags and their help. They are read by tyro, which needs
-a tenth of a second and knows dataclasses, so that flags and configs cannot differ. Those files load
-neither torch nor transformers when they are imported: ``--help`` answers at once.
+Each command is a function in the ``_cli.py`` of its package and an entry point in pyproject.toml.
+tyro turns the function's parameters into flags, and its docstring into their help. tyro also reads
+dataclasses, so a config and its flags are declared once. Importing a ``_cli.py`` loads neither
+torch nor transformers, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ flags from a YAML file; a flag on the command line overrides the file)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Running:
-    """Flags of a command that computes.
+class RunFlags:
+    """Flags for where to compute and whether to show progress.
 
     Args:
         device: Device that computes, such as cpu or cuda.
@@ -96,9 +96,9 @@ def _command_of(
         if not any(known.startswith(f"{name}.") for known in commands):
             matches = difflib.get_close_matches(name, commands, 1)
             hint = f" (did you mean {matches[0].replace('.', ' ')}?)" if matches else ""
-            asked = f"unknown command {name.replace('.', ' ')!r}{hint}"
-            told = "--help lists all commands; flags come after a command"
-            print(f"{program}: {asked}; {told}", file=sys.stderr)
+            problem = f"unknown command {name.replace('.', ' ')!r}{hint}"
+            advice = "--help lists all commands; put flags after the command"
+            print(f"{program}: {problem}; {advice}", file=sys.stderr)
             sys.exit(2)
     _print_commands(name, program, commands)
     sys.exit(0 if words[-1:] in (["-h"], ["--help"]) else 2)
@@ -115,19 +115,18 @@ def _print_commands(group: str, program: str, commands: Mapping[str, str]) -> No
 
 def _shared_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Split --json and --config, which every command takes, from the other words."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    # without usage: these two flags are not all flags of the command
+    parser = argparse.ArgumentParser(
+        prog="model-components", usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--config", type=Path)
     shared, rest = parser.parse_known_args(words)
     return shared, rest
 
 
-def _words_of(path: Path, given: Sequence[str]) -> list[str]:
-    """Return the command-line words for the values in a YAML file.
-
-    Args:
-        path: The file.
-        given: The words of the command line, whose flags override the file's.
+def _read_flags(path: Path) -> Mapping[object, object]:
+    """Return the names and values in a YAML file of flags.
 
     Raises:
         ValueError: The file cannot be read, or is not a YAML mapping.
@@ -146,6 +145,19 @@ def _words_of(path: Path, given: Sequence[str]) -> list[str]:
             f"--config: expected a YAML mapping of flags to values in {path}, got "
             f"{type(values).__name__}"
         )
+    return values
+
+
+def _words_of(values: Mapping[object, object], given: Sequence[str]) -> list[str]:
+    """Return flags and values as words of a command line.
+
+    Args:
+        values: Flags by name, as in a file.
+        given: The words of the command line, whose flags override the file's.
+
+    >>> _words_of({"keep": 0.5, "layers": ["a", "b"], "json": False}, ["--keep=0.3"])
+    ['--layers', 'a', 'b', '--no-json']
+    """
     overridden = {_setting_of(word) for word in given if word.startswith("--")}
     words = []
     for name, value in values.items():
@@ -174,9 +186,10 @@ def _setting_of(word: str) -> str:
 
 
 def _bindable(function: Callable[..., object]) -> Callable[..., functools.partial[object]]:
-    """Return a function of the same flags that binds its arguments and runs nothing.
+    """Return a function with the same flags that only binds the arguments, for `tyro.cli`.
 
-    So errors of the command line and of the work stay apart.
+    The command itself runs later, outside `tyro.cli`, so tyro cannot take an error of the command
+    for a wrong flag.
     """
     hints = get_type_hints(function)
     groups = {name: hints[name] for name in inspect.signature(function).parameters}
@@ -235,7 +248,7 @@ def _run(
     work: functools.partial[object] | None = None
     try:
         if shared.config is not None:
-            words = [*words, *_words_of(shared.config, words)]
+            words = [*words, *_words_of(_read_flags(shared.config), words)]
         function = pkgutil.resolve_name(command)
         purpose = (inspect.getdoc(function) or "").split("Args:")[0].strip()
         description = f"{purpose}\n\n{_SHARED_HELP}"

@@ -270,7 +270,10 @@ class NewFolder:
 
 
 def _rename(folder: Path, out: Path) -> None:
-    """Rename a folder onto nothing or an empty folder, atomically; no link is followed."""
+    """Move a folder to a path that is free or an empty folder, without following links.
+
+    This is atomic, except on Windows if the path is an empty folder.
+    """
     try:
         os.rename(folder, out)
     except FileExistsError:  # Windows renames onto nothing only

@@ -18,15 +18,15 @@ def stamp(version: int) -> dict[str, Any]:
 
 
 def check_format(found: Mapping[str, Any], newest: int, operation: str) -> None:
-    """Check that this version reads a file's format. A file without a version counts as 1.
+    """Check that this library can read a file's format.
 
     Args:
-        found: The file's fields; text is read as a number.
-        newest: The newest version that is read.
-        operation: The operation and the file, with which the error begins.
+        found: The file's fields. The version may be a number or text; if it is absent, it is 1.
+        newest: The newest format version that this library reads.
+        operation: The beginning of the error message: the operation and the file.
 
     Raises:
-        ValueError: The version is newer than ``newest``, or is no positive whole number.
+        ValueError: The version is newer than ``newest``, or is not a positive whole number.
 
     >>> check_format({"format_version": 2, "made_with": "0.3.0"}, 1, "load: a.json")
     Traceback (most recent call last):

@@ -1,6 +1,6 @@
-"""Locks on folders that a run writes: `flock` on POSIX systems, a locked file on Windows.
+"""Lock the folder that a run writes: by `flock` on POSIX systems, by a locked file on Windows.
 
-Both locks go with the process that holds them, so a killed run leaves none behind.
+The operating system releases the lock when the process ends, so a killed run leaves no lock.
 """
 
 from __future__ import annotations

@@ -47,14 +47,14 @@ def load_tokenizer(source: str | Path, *, local: bool = False) -> PreTrainedToke
         return None
 
 
-def name_of(model: Any) -> str:
+def source_of(model: Any) -> str:
     """Return the folder or hub id that a model was loaded from, or an empty string."""
     return str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
 
 
 def local_tokenizer(model: Any) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer of what a model was loaded from, without the network, or return None."""
-    return load_tokenizer(name_of(model), local=True) if name_of(model) else None
+    return load_tokenizer(source_of(model), local=True) if source_of(model) else None
 
 
 def license_of(base: str) -> str | None:
@@ -204,4 +204,5 @@ def _check_base(adapter: Path) -> None:
     if base and (is_path(base) or Path(base).exists()):
         raise ValueError(
             f"push_to_hub: expected a hub id as base_model_name_or_path in {adapter}, got {base!r}"
+            "; upload the base first, then write its hub id there"
         )

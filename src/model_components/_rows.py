@@ -39,9 +39,9 @@ def kind_of(path: Path) -> str:
 def each_row(source: Any, operation: str) -> Iterator[tuple[int, Any]]:
     """Yield each row with its number, counted from 1.
 
-    The number is the line in JSON lines and CSV (the last line of a CSV record), else the row's
-    index. A JSON file may hold a list or one value per line, whatever its suffix. A byte order mark
-    is skipped.
+    In JSON lines and CSV the number is the line in the file (of a CSV record, its last line).
+    Otherwise it is the position of the row. A JSON file may hold a list or one value per line,
+    whatever its suffix. A byte order mark is skipped.
 
     Args:
         source: A path, a hub id that ``datasets`` reads, a ``datasets`` data set, a pandas data
@@ -81,10 +81,12 @@ def each_row(source: Any, operation: str) -> Iterator[tuple[int, Any]]:
 
 
 def read_text(path: Path, operation: str) -> str:
-    """Return the text of a file in UTF-8, or in UTF-16 with its mark, also gzipped.
+    """Return the text of a file, which may be gzipped.
+
+    The encoding is UTF-8, or UTF-16 if the file begins with its byte order mark.
 
     Raises:
-        ValueError: It cannot be read.
+        ValueError: The file is damaged or in another encoding.
     """
     try:
         with _open_text(path, newline=None) as file:  # line ends of Windows become \n
@@ -107,7 +109,8 @@ def _rows_of_file(path: Path, operation: str) -> Iterator[tuple[int, Any]]:
     kind = kind_of(path)
     if kind not in SUFFIXES or kind == ".parquet":  # only .parquet.gz comes here
         raise ValueError(
-            f"{operation}: expected a file of {', '.join(SUFFIXES)}, also with .gz, got {path}"
+            f"{operation}: expected a file of {', '.join(SUFFIXES[:-1])}, also with .gz, or an "
+            f"uncompressed {SUFFIXES[-1]}, got {path}"
         )
     try:
         with _open_text(path) as file:
@@ -135,26 +138,33 @@ def _csv_rows(file: IO[str]) -> Iterator[tuple[int, object]]:
 
 def _json_rows(file: IO[str], path: Path, operation: str) -> Iterator[tuple[int, object]]:
     """Yield the rows of a JSON list, of one JSON value, or of JSON lines."""
-    # The first line alone tells: if it is JSON and more lines follow, these are JSON lines, and the
-    # file is never read whole. Otherwise it may be one value over several lines.
+    if _holds_lines(file):
+        yield from _json_lines(file)
+        return
+    text = file.read()
+    value = _json_or_error(text)
+    if isinstance(value, list):
+        yield from enumerate(value, 1)
+    elif not isinstance(value, ValueError):
+        yield 1, value
+    elif text.strip():
+        raise ValueError(f"{operation}: {path} cannot be read: no JSON ({value.__cause__})")
+
+
+def _holds_lines(file: IO[str]) -> bool:
+    """Return whether a file holds JSON lines, and not one value; leave it at its beginning."""
     filled = (line for line in file if line.strip())
     first = next(filled, "")
-    is_lines = next(filled, None) is not None
+    has_more = next(filled, None) is not None
     file.seek(0)
-    value = _json_or_error(first)
-    if is_lines and isinstance(value, ValueError):
-        text = file.read()
-        file.seek(0)
-        value = _json_or_error(text)
-        is_lines = isinstance(value, ValueError) and not text.lstrip().startswith("[")
-    if is_lines:
-        yield from _json_lines(file)
-    elif isinstance(value, ValueError) and first:
-        raise ValueError(f"{operation}: {path} cannot be read: no JSON ({value.__cause__})")
-    elif isinstance(value, list):
-        yield from enumerate(value, 1)
-    elif first:
-        yield 1, value
+    if not has_more:
+        return False
+    if not isinstance(_json_or_error(first), ValueError):
+        return True
+    # one value over several lines, or lines of which the first is damaged
+    text = file.read()
+    file.seek(0)
+    return isinstance(_json_or_error(text), ValueError) and not text.lstrip().startswith("[")
 
 
 def _json_lines(file: IO[str]) -> Iterator[tuple[int, object]]:

@@ -1,7 +1,8 @@
-"""A walk through a model's blocks: what each block is called with, and what it makes of it.
+"""Run a model one block at a time.
 
-Hidden states go from block to block, batch by batch. All other arguments, nearly always masks and
-positions, are recorded once. So one block at a time can be run, changed or loaded.
+The arguments of each block other than the hidden states, mostly masks and positions, are recorded
+once for each batch. With these, a single block can be run on any hidden states, so only one block
+has to be loaded or changed at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Call:
     Attributes:
         arguments: Positional arguments after the hidden states.
         named: Keyword arguments.
-        keep: Which tokens are not padding, flat; None: all.
+        keep: A boolean mask over all tokens of the batch, (B * L,), False for padding. None means
+            that no token is padding.
     """
 
     arguments: tuple[object, ...]
@@ -40,10 +42,10 @@ class Call:
 def split_arguments(
     arguments: tuple, named: Mapping[str, Any], keep: Tensor | None
 ) -> tuple[Tensor, Call]:
-    """Split a block's arguments into its hidden states and the rest, without caches.
+    """Split a block's arguments into the hidden states and a `Call`; remove key-value caches.
 
-    A cache would grow with every walk, and later walks would attend to what earlier ones left in
-    it.
+    The recorded arguments are used many times. A cache would grow with each use, and later runs
+    would attend to tokens of earlier runs.
     """
     from transformers import Cache
 
@@ -64,21 +66,22 @@ def split_arguments(
 def forwards_replaced(
     blocks: Sequence[nn.Module], forward: Callable[[int, tuple, dict[str, Any]], object]
 ) -> Iterator[None]:
-    """Let blocks call ``forward(number, arguments, named)`` in place of their own forward."""
+    """Make blocks call ``forward(number, arguments, named)`` instead of their own, in a context."""
 
-    def of(number: int) -> Callable[..., object]:
+    def replacement(number: int) -> Callable[..., object]:
         return lambda *arguments, **named: forward(number, arguments, named)
 
-    before = [vars(block).get("forward") for block in blocks]  # as accelerate's hooks leave it
+    # a forward on the instance itself, which accelerate's hooks set
+    originals = [vars(block).get("forward") for block in blocks]
     try:
         for number, block in enumerate(blocks):
-            block.forward = of(number)
+            block.forward = replacement(number)
         yield
     finally:
-        for block, own in zip(blocks, before, strict=True):
+        for block, original in zip(blocks, originals, strict=True):
             vars(block).pop("forward", None)
-            if own is not None:
-                block.forward = own
+            if original is not None:
+                block.forward = original
 
 
 def outputs_of(block: nn.Module, calls: Sequence[Call], hidden: Sequence[Tensor]) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from model_components._cli import CONTINUE_HINT, Running
+from model_components._cli import CONTINUE_HINT, RunFlags
 from model_components._devices import find_device
 from model_components._report import Report
 
@@ -18,11 +18,12 @@ def train(
     *,
     run_config: RunConfig,
     samples: int = 1024,
-    running: Running,
+    run_flags: RunFlags,
 ) -> str:
     """Train a thinker on a task; write the model and its accuracy.
 
-    After a stop the same command continues. With more --iterations it trains a finished model on.
+    To continue an interrupted run, give the same command again. To train a finished model further,
+    give it with more --iterations.
 
     Args:
         task: Name of the task, such as reverse. An unknown name prints the list. Tasks with an
@@ -30,14 +31,15 @@ def train(
         out: Output folder: a new path, or the folder of a run to continue.
         run_config: Settings of the run.
         samples: Number of held-out samples of each length.
-        running: Flags of a command that computes.
+        run_flags: Where to compute, and whether to show progress.
     """
     from . import runs
+    from .run_settings import run_of
 
-    where = find_device(running.device, "think train")
-    run = runs.settings_of(task, run_config)
+    where = find_device(run_flags.device, "think train")
+    run = run_of(task, run_config)
     try:
-        return runs.train(run, out, samples=samples, device=where, progress=running.progress)
+        return runs.train(run, out, samples=samples, device=where, progress=run_flags.progress)
     except KeyboardInterrupt:
         saved = runs.whole_checkpoint(out / "checkpoints")
         raise KeyboardInterrupt(CONTINUE_HINT if saved else "") from None

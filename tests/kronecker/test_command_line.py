@@ -74,7 +74,7 @@ def test_shapes_in_the_command(place, capsys):
     assert "the folder is not empty" in capsys.readouterr().err
     command[2] = str(place / "other")
     assert main([*command[:-1], "sequential"]) == 1
-    assert "is fitted to data" in capsys.readouterr().err
+    assert "--calibration FILE" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["prune", str(place / "model"), str(place / "other")])
     assert "calibration" in capsys.readouterr().err
@@ -82,7 +82,7 @@ def test_shapes_in_the_command(place, capsys):
     assert main(["compare", str(place / "model"), "--text", str(place / "text.txt")]) == 1
     assert "has no text, expected some" in capsys.readouterr().err
     assert main(["compare", str(place / "model"), "--text", str(place / "absent.txt")]) == 1
-    assert "absent.txt is not a file" in capsys.readouterr().err
+    assert "absent.txt, which is not a file" in capsys.readouterr().err
     (place / "bad.json").write_text("{")
     assert main(["compare", str(place / "model"), "--text", str(place / "bad.json")]) == 1
     assert "bad.json cannot be read: no JSON" in capsys.readouterr().err

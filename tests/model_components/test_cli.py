@@ -162,7 +162,9 @@ def test_a_file_that_the_docs_show_is_read(flags, capsys):
     page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")
     shown = page.split("```yaml\n")[1].split("```")[0]
     assert _cli.main(["prune", "no-model", "out", *map(str, flags(shown))]) == 1
-    assert capsys.readouterr().err.startswith("model-components: text_of: texts.json is not a file")
+    assert capsys.readouterr().err.startswith(
+        "model-components: text_of: expected a file of text or of rows, got texts.json"
+    )
 
 
 @pytest.mark.parametrize(

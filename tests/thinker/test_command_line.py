@@ -29,7 +29,7 @@ def test_train_resume_evaluate_and_draw(tmp_path, capsys):
     assert json.loads((out / "result.json").read_text())["resumed"]
     assert "24 iterations" in capsys.readouterr().out
     assert main(["think", "train", "copy", *options, "--seed", "1"]) == 1  # another run's folder
-    assert "seed 0" in capsys.readouterr().err
+    assert "seed must be 0" in capsys.readouterr().err
     # as a kill leaves it, while it is written
     for checkpoint in (out / "checkpoints").glob("checkpoint-*"):
         (checkpoint / "thinker_state.pt").unlink()
@@ -192,8 +192,8 @@ def test_settings_reach_the_model(tmp_path):
             "num_static_tokens is 'abc'",
         ),
         (["think", "train", "copy", "{tmp}/a", "--plan", "{tmp}/none.md"], "none.md"),
-        (["think", "evaluate", "{tmp}/nothing"], "has no run.json"),
-        (["think", "draw", "{tmp}/nothing"], "has no result.json"),
+        (["think", "evaluate", "{tmp}/nothing"], "without run.json"),
+        (["think", "draw", "{tmp}/nothing"], "without result.json"),
     ],
 )
 def test_what_is_refused(arguments, message, tmp_path, capsys):

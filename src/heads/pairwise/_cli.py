@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model_components._cli import Running
+from model_components._cli import RunFlags
 from model_components._devices import find_device
 from model_components._folders import new_file
 from model_components._hub import find_folder
@@ -31,7 +31,7 @@ def pairs(
     *,
     columns: tuple[str, ...] = (),
     batch_size: int = 32,
-    running: Running,
+    run_flags: RunFlags,
 ) -> Iterator[Row] | None:
     """Judge pairs of answers: A, B or tie with probabilities for each row, as JSON lines.
 
@@ -40,16 +40,17 @@ def pairs(
         file: Pairs with prompt, a and b: JSON, JSON lines, CSV, TSV or parquet. Labels are
             optional.
         out: Output file: a new path; default: print.
-        columns: Columns with other names, as FIELD=COLUMN: prompt=question a=first b=second.
+        columns: Names of FILE's columns, if they are not prompt, a and b, as FIELD=COLUMN, for
+            example prompt=question a=first b=second.
         batch_size: Number of pairs computed at once.
-        running: Flags of a command that computes.
+        run_flags: Where to compute, and whether to show progress.
     """
     from .data.rows import each_pair
 
-    where = _check(out, running.device, "judge pairs")
+    where = _checked_device(out, run_flags.device, "judge pairs")
     rows, readable = _readable(each_pair(file, columns=_columns(columns)), file)
     judge = _load(model, where, "judge pairs")
-    verdicts = _verdicts(judge, rows, readable, batch_size, running.progress)
+    verdicts = _verdicts(judge, rows, readable, batch_size, run_flags.progress)
     return _write_or_return(verdicts, out, "judge pairs")
 
 
@@ -60,7 +61,7 @@ def rank(
     /,
     *,
     batch_size: int = 32,
-    running: Running,
+    run_flags: RunFlags,
 ) -> Iterator[Row] | None:
     """Rank the answers of each row, the best first; write JSON lines.
 
@@ -69,12 +70,12 @@ def rank(
         file: Rows with a prompt and a list of answers.
         out: Output file: a new path; default: print.
         batch_size: Number of pairs computed at once.
-        running: Flags of a command that computes.
+        run_flags: Where to compute, and whether to show progress.
     """
-    where = _check(out, running.device, "judge rank")
+    where = _checked_device(out, run_flags.device, "judge rank")
     rows = list(each_row(file, "judge rank"))
     judge = _load(model, where, "judge rank")
-    orders = _orders(judge, file, rows, batch_size, running.progress)
+    orders = _orders(judge, file, rows, batch_size, run_flags.progress)
     return _write_or_return(orders, out, "judge rank")
 
 
@@ -86,7 +87,7 @@ def report(
     train: Path | None = None,
     columns: tuple[str, ...] = (),
     batch_size: int = 32,
-    running: Running,
+    run_flags: RunFlags,
 ) -> Report:
     """Compare a judge's verdicts with labels and with simple baselines.
 
@@ -94,20 +95,21 @@ def report(
         model: Folder or hub id of a judge.
         file: Labeled pairs, in the formats of judge pairs.
         train: The judge's training pairs, to which the baselines are fitted.
-        columns: Columns with other names, as FIELD=COLUMN: prompt=question a=first b=second.
+        columns: Names of FILE's columns, if they are not prompt, a and b, as FIELD=COLUMN, for
+            example prompt=question a=first b=second.
         batch_size: Number of pairs computed at once.
-        running: Flags of a command that computes.
+        run_flags: Where to compute, and whether to show progress.
     """
     from .data.rows import read_pairs
     from .report.evaluation import pairwise_report
 
-    where = _check(None, running.device, "judge report")
+    where = _checked_device(None, run_flags.device, "judge report")
     names = _columns(columns)
     baseline = None if train is None else read_pairs(train, columns=names)[0]
     labeled, read = read_pairs(file, columns=names)
     print(f"{file}: {read}")
     judge = _load(model, where, "judge report")
-    progress = running.progress
+    progress = run_flags.progress
     data = judge.dataset(labeled, progress=progress)
     return pairwise_report(judge, data, train=baseline, batch_size=batch_size, progress=progress)
 
@@ -123,8 +125,8 @@ def _columns(columns: Sequence[str]) -> dict[str, str]:
     return dict(text.split("=", 1) for text in columns)
 
 
-def _check(out: Path | None, device: str, operation: str) -> str:
-    """Return the device. It and the output are checked before anything is read.
+def _checked_device(out: Path | None, device: str, operation: str) -> str:
+    """Check the output path and the device, before any file is read; return the device.
 
     Raises:
         ValueError: The device cannot be used, or the output exists.
@@ -155,7 +157,9 @@ def _write_or_return(rows: Iterable[Row], out: Path | None, operation: str) -> I
 def _readable(
     pairs: Iterable[tuple[int, object, Pair | ValueError]], file: Path
 ) -> tuple[list[Row], list[Pair]]:
-    """Return a row of output for each row of a file, with an error if it is no pair; and the pairs.
+    """Return an output row for each row of a file, and the pairs that could be read.
+
+    The output row of a row that is not a pair holds an error. Labels are removed from the pairs.
 
     Raises:
         ValueError: No row is a pair.
@@ -212,16 +216,16 @@ def _orders(
     """Yield the order and the scores of each row's answers, or an error with the reason."""
     from tqdm.auto import tqdm
 
-    first = ""
+    first_error = ""
     ranked = False
     for line, row in tqdm(rows, "ranking", disable=not progress, leave=False, delay=1):
         answers = row.get("answers") if isinstance(row, Mapping) else None
         try:
             if not isinstance(answers, list) or "prompt" not in row:
-                raise ValueError("no prompt and list of answers; expected both")
+                raise ValueError("expected the fields prompt and answers (a list)")
             ranking = model.rank(row["prompt"], answers, batch_size=batch_size)
         except ValueError as error:
-            first = first or f" (line {line}: {error})"
+            first_error = first_error or f" (line {line}: {error})"
             yield {"line": line, "error": str(error)}
             continue
         ranked = True
@@ -229,5 +233,6 @@ def _orders(
         yield {"line": line, "order": list(ranking.order), "scores": scores}
     if not ranked:
         raise ValueError(
-            f"judge rank: {file} has no row with a prompt and a list of answers{first}"
+            f"judge rank: expected prompt and answers (a list) in each row, got no usable row in "
+            f"{file}{first_error}"
         )

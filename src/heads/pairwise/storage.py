@@ -121,8 +121,8 @@ def judge_card(config: PairwiseConfig, report: Any = None) -> str:
         )
     else:
         purpose = (
-            "Which of two answers to a prompt is better, or that they tie: the same verdict, "
-            "whichever is called A."
+            "Decides which of two answers to a prompt is better, or that they tie. The same answer "
+            "wins if the two are swapped."
         )
     parts = [
         purpose,

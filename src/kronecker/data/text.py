@@ -16,8 +16,8 @@ _LABELS = ("role", "from", "type")  # fields of a chat's turns that hold no text
 def text_of(path: str | Path) -> str:
     """Return the text of a file.
 
-    Of rows it is all their strings, with a blank line between rows; of chats the texts of the
-    turns.
+    For a file of rows, this is every string in them, with a blank line between rows. If the rows
+    are chats, it is the text of each turn.
 
     Args:
         path: A text file, or one of JSON, JSON lines, CSV or parquet, also gzipped.
@@ -31,7 +31,7 @@ def text_of(path: str | Path) -> str:
     path = Path(path)
     if not path.is_file():
         raise ValueError(
-            f"text_of: {path} is not a file, expected one of text, or of rows with texts"
+            f"text_of: expected a file of text or of rows, got {path}, which is not a file"
         )
     if kind_of(path) in SUFFIXES:
         text = "\n\n".join("\n".join(_strings(row)) for row in _sound_rows(path))

@@ -215,13 +215,16 @@ def blocks_with(
     """
     names = [*(m.down for m in mlps), *singles]
     blocks = blocks_of(model, names)
-    walk = calls_of(model, [b for _, b, _ in blocks], data) if blocks[0][0] else None
-    if walk is None:  # not a chain of blocks
+    recorded = None
+    if blocks[0][0]:
+        recorded = calls_of(model, [b for _, b, _ in blocks], data)
+    if recorded is None:  # not a chain of blocks
         blocks = [("", model, names)]
-        walk = [[WholeModel(b) for b in data]], [torch.empty(0)] * len(data)
-    calls, states = walk
-    made = []
-    for (name, _, own), of_block in zip(blocks, calls, strict=True):
-        inside = [m for m in mlps if m.down in own]
-        made.append(Block(model, name, inside, [n for n in singles if n in own], of_block))
-    return made, states
+        recorded = [[WholeModel(b) for b in data]], [torch.empty(0)] * len(data)
+    calls_by_block, states = recorded
+    result = []
+    for (block_name, _, layer_names), calls in zip(blocks, calls_by_block, strict=True):
+        block_mlps = [m for m in mlps if m.down in layer_names]
+        block_singles = [n for n in singles if n in layer_names]
+        result.append(Block(model, block_name, block_mlps, block_singles, calls))
+    return result, states

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from model_components._walk import (
     Batch,
@@ -62,7 +62,7 @@ def calls_of(
     rest = data[1:]
     if rest and outputs and _is_one_tensor(outputs[-1]):
         with _passed_by(blocks, outputs[-1]):
-            if _same(_captured(body, blocks, data[0])[0], first[0]):
+            if _same_arguments(_captured(body, blocks, data[0])[0], first[0]):
                 return _joined([first, *(_captured(body, blocks, batch) for batch in rest)])
     return _joined([first, *(_captured(body, blocks, batch) for batch in rest)])
 
@@ -107,30 +107,36 @@ def _is_one_tensor(out: object) -> bool:
 
 
 def _passed_by(blocks: Sequence[nn.Module], out: Tensor | tuple) -> AbstractContextManager[None]:
-    """Let blocks return what they get, alone or in a tuple as long as a block's output."""
+    """Make blocks return their hidden states unchanged, in a context.
 
-    def same(number: int, arguments: tuple, named: Mapping[str, object]) -> object:
+    If a block's output ``out`` is a tuple, they return one too, with None after the first element.
+    """
+
+    def unchanged(number: int, arguments: tuple, named: Mapping[str, object]) -> object:
         hidden = arguments[0] if arguments else named["hidden_states"]
         if isinstance(out, Tensor):
             return hidden
         return (hidden, *[None] * (len(out) - 1))
 
-    return forwards_replaced(blocks, same)
+    return forwards_replaced(blocks, unchanged)
 
 
-def _same(calls: Calls, others: Calls) -> bool:
+def _same_arguments(calls: Calls, others: Calls) -> bool:
     """Return whether two forwards gave their blocks the same arguments but for hidden states."""
-    a, b = (
-        [tree_flatten((call.arguments, call.named)) for block in c for call in block]
-        for c in (calls, others)
-    )
-    if [spec for _, spec in a] != [spec for _, spec in b]:
-        return False
-    pairs = [pair for (x, _), (y, _) in zip(a, b, strict=True) for pair in zip(x, y, strict=True)]
-    return all(
-        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x is y or x == y
-        for x, y in pairs
-    )
+    values, structure = _flattened(calls)
+    other_values, other_structure = _flattened(others)
+    return structure == other_structure and all(map(_equal, values, other_values))
+
+
+def _flattened(calls: Calls) -> tuple[list[Any], TreeSpec]:
+    """Return all arguments of all calls in one list, and how they are nested."""
+    return tree_flatten([[(call.arguments, call.named) for call in block] for block in calls])
+
+
+def _equal(value: object, other: object) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return torch.equal(value, other)
+    return value is other or value == other
 
 
 def _joined(parts: Sequence[tuple[Calls, list[Tensor]]]) -> tuple[Calls, list[Tensor]]:

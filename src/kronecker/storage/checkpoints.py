@@ -27,8 +27,8 @@ from model_components._model_folders import (
     card_of,
     complete_folder,
     local_tokenizer,
-    name_of,
     shown_name,
+    source_of,
 )
 
 from ..config import PruneConfig, from_dict, to_dict
@@ -103,7 +103,7 @@ def save_pretrained(model: nn.Module, out: str | Path) -> None:
 
 def smaller_card(model: nn.Module, call: str) -> str:
     """Return the card of a smaller model, which says what call wrote it."""
-    base = name_of(model)
+    base = source_of(model)
     count = sum(parameter.numel() for parameter in model.parameters())
     parts = [
         f"A smaller {shown_name(base)}: {count:,} parameters.",

@@ -2,7 +2,7 @@
 
 Components, data, masks, training, bake, and a table of what it was worth.
 
-``model-components learn CONFIG.yml OUT`` ends here.
+``model-components learn SETTINGS.yml OUT`` calls `run_masks`.
 """
 
 from __future__ import annotations

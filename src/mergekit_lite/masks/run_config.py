@@ -78,6 +78,8 @@ class MaskRun:
         Raises:
             ValueError: It is no YAML mapping, or as of the class.
         """
+        if not Path(path).is_file():
+            raise ValueError(f"MaskRun: expected a YAML file of settings, but there is no {path}")
         try:
             values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except yaml.YAMLError as error:

@@ -89,7 +89,7 @@ def test_answers_are_put_in_order(place, capsys):
         )
         == 1
     )
-    assert "(line 1: no prompt and list of answers; expected both)" in capsys.readouterr().err
+    assert "(line 1: expected the fields prompt and answers (a list))" in capsys.readouterr().err
     assert not (place / "none.jsonl").exists()
 
 

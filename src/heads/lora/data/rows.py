@@ -118,9 +118,9 @@ def read_rows(
     and its end. Rows whose answer is empty are left out, with a warning that counts them.
 
     Args:
-        source: A file of JSON, JSON lines, CSV or parquet, also gzipped; a hub id; a data set; or
-            rows: with ``instruction``, ``output`` and perhaps ``input``, or with
-            ``messages``, or for a template of your own with any fields.
+        source: Rows, or where to read them: a file of JSON, JSON lines, CSV or TSV, also gzipped,
+            or of parquet; a hub id; or a data set. A row has ``instruction``, ``output`` and
+            optionally ``input``; or ``messages``; or any fields that your own template takes.
         template: `alpaca_template`, `chat_template` or your own.
 
     Returns:

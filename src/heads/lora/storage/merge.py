@@ -27,8 +27,8 @@ from model_components._model_folders import (
     card_of,
     complete_folder,
     local_tokenizer,
-    name_of,
     shown_name,
+    source_of,
 )
 from model_components._report import Axes, Figure, Report, Table, bars
 
@@ -342,7 +342,7 @@ def _write(
 
 
 def _card(model: PeftModel, call: str) -> str:
-    base = name_of(model.get_base_model())
+    base = source_of(model.get_base_model())
     parts = [
         f"{shown_name(base)} with its LoRA adapters merged into the weights.",
         f"Made by `heads.lora` with\n\n```python\n{call}\n```",

@@ -1,0 +1,197 @@
+"""The settings of a training run of the command ``think``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+
+from model_components._checks import CheckedConfig, Range, Whole, check_choice
+
+from . import schedules
+from .config import ThinkerConfig
+from .curriculum import CurriculumDataset
+from .flow import FlowPlan
+from .run_config import RunConfig, Schedule
+from .tasks import TASKS, AtTokens, make_task
+
+RECIPES: dict[str, dict[str, Any]] = {  # fields of a `Run` that a task needs
+    "reverse": {"iterations": 1000, "model": {"from_end": True}},
+    "roll": {"iterations": 1000, "model": {"from_end": True}},
+    "add": {
+        "iterations": 2000,
+        "batch": 128,
+        "length": 3,
+        "schedule": "fixed",
+        "options": {"max_value": 1000},
+        "model": {"positions": "aligned"},
+    },
+}
+
+PLANS = ("every_step", "read_once")
+"""Names of plans; any other plan is a table."""
+
+MORE_STEPS = 6
+"""Steps beyond one for each token; README's example has as many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(CheckedConfig):
+    """The settings of a training run, from which its data and model can be made again.
+
+    Args:
+        task: Name of the task.
+        options: Options of the task.
+        model: Fields of the `ThinkerConfig`.
+        length: Longest sequence in training.
+        steps: Fewest and most thinking steps.
+        plan: Name of a plan, or its table.
+        schedule: Schedule of the training lengths.
+        batch: Rows of a batch.
+        iterations: Number of training steps.
+        lengths: Longer lengths that the model must support and is evaluated at.
+        seed: Random seed of the data and the weights.
+    """
+
+    task: str
+    options: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    length: Whole = 20
+    steps: Annotated[tuple[int, int], Range(least=1)] = (1, 6)
+    plan: str = "every_step"
+    schedule: Schedule = "frontier"
+    batch: Whole = 64
+    iterations: Whole = 500
+    lengths: tuple[int, ...] = ()
+    seed: int = 0
+
+    @property
+    def at_tokens(self) -> bool:
+        """Return whether the latents are the input's tokens."""
+        return self.model.get("latent_init") == "tokens"
+
+    @property
+    def with_noise(self) -> bool:
+        """Return whether latents start from noise, so that their number may vary."""
+        return self.model.get("latent_init") == "noise"
+
+    def flow_plan(self) -> FlowPlan:
+        """Return the plan of the steps."""
+        if self.plan not in PLANS:
+            return FlowPlan.from_table(self.plan)
+        memory = self.model.get("memory", "none") != "none"
+        static = bool(self.model.get("num_static_tokens"))
+        return getattr(FlowPlan, self.plan)(memory=memory, static=static)
+
+    def data(self) -> CurriculumDataset:
+        """Return the data. With latents at the tokens, length n has 1 to n + 6 steps."""
+        task = make_task(self.task, **self.options)
+        plan = self.flow_plan()
+        counts: dict[str, Any] = {}
+        if self.at_tokens:
+            task = AtTokens(task)
+            counts["n_step"] = lambda n: (plan.num_steps(1), plan.num_steps(n + MORE_STEPS))
+        else:
+            fewest, most = self.steps
+            counts["n_step"] = (plan.num_steps(fewest), plan.num_steps(most))
+        if self.with_noise:
+            counts["n_latent"] = (8, 16)
+        kind = getattr(schedules, self.schedule.capitalize())
+        if self.schedule == "fixed":
+            schedule = kind(max_length=self.length)
+        else:
+            schedule = kind(max_length=self.length, min_length=task.min_length)
+        return CurriculumDataset(task, schedule, seed=self.seed, batch_size=self.batch, **counts)
+
+    def config(self, data: CurriculumDataset) -> ThinkerConfig:
+        """Return the model's configuration.
+
+        Raises:
+            ValueError: A name or a value is invalid.
+        """
+        plan = self.flow_plan()
+        fields: dict[str, Any] = data.sizes(max([self.length, *self.lengths])) | {"plan": plan}
+        if not self.at_tokens:
+            fields["num_latents"] = 16 if self.with_noise else 8
+            fields["n_step"] = plan.num_steps(self.steps[1])
+        if self.model.get("positions") == "aligned":
+            fields["separators"] = data.task.separators
+        try:
+            return ThinkerConfig(**fields | self.model)
+        except TypeError as error:  # a name or value of NAME=VALUE
+            raise ValueError(error) from error
+
+
+def run_of(task: str, config: RunConfig) -> Run:
+    """Return the settings of a run: the flags of the command over the task's recipe.
+
+    Raises:
+        ValueError: The task is unknown or has an answer at each step; a flag is invalid.
+    """
+    known = sorted(name for name, kind in TASKS.items() if not kind.by_step)
+    check_choice("think train", "task", task, known)
+    recipe = RECIPES.get(task, {})
+    model = recipe.get("model", {}) | _named_values(config.model)
+    if model.get("causal"):
+        model.setdefault("latent_init", "tokens")  # as ThinkerConfig has it
+    if config.steps is not None and model.get("latent_init") == "tokens":
+        raise ValueError(
+            "think train: expected no --steps with latent_init=tokens, where the number of steps "
+            f"follows from the length, got {list(config.steps)}; leave it out"
+        )
+    flags: dict[str, Any] = {
+        "length": config.length,
+        "steps": config.steps,
+        "schedule": config.schedule,
+        "iterations": config.iterations,
+    }
+    fields = recipe | {name: value for name, value in flags.items() if value is not None}
+    if model.get("latent_init") == "noise":
+        fields.setdefault("iterations", 2400)  # any number of latents takes longer to learn
+    fields["options"] = recipe.get("options", {}) | _named_values(config.options)
+    return Run(
+        **fields | {"task": task, "model": model, "plan": _plan_of(config.plan)},
+        lengths=config.lengths,
+        seed=config.seed,
+    )
+
+
+def _plan_of(plan: str) -> str:
+    """Return the name of a plan, or the table in a file."""
+    if plan in PLANS:
+        return plan
+    path = Path(plan)
+    if not path.is_file():
+        raise ValueError(
+            f"think train: --plan must be {', '.join(PLANS)} or a file with a table, got {plan}"
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def _named_values(pairs: Sequence[str]) -> dict[str, Any]:
+    """Return the names and values of ``NAME=VALUE``.
+
+    Raises:
+        ValueError: A word has no equals sign.
+    """
+    values = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise ValueError(f"think train: expected NAME=VALUE, got {pair!r}")
+        values[name] = _value(text)
+    return values
+
+
+def _value(text: str) -> object:
+    """Parse a value as YAML, and as a number where YAML reads text (1e-1)."""
+    value = yaml.safe_load(text)
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value

@@ -72,10 +72,9 @@ def each_row(source: Any, operation: str) -> Iterator[tuple[int, Any]]:
     if not path.is_file():
         if kind_of(path) in SUFFIXES or path.suffix == ".gz" or hub_id(path) is None:
             raise ValueError(f"{operation}: there is no file {path}")
-        yield from enumerate(_dataset(operation, str(source), str(source)), 1)
+        yield from enumerate(_dataset(operation, str(source)), 1)
     elif path.suffix.lower() == ".parquet":
-        rows = _dataset(operation, str(path), "parquet", data_files=str(path))
-        yield from enumerate(rows, 1)
+        yield from enumerate(_parquet_rows(path, operation), 1)
     else:
         yield from _rows_of_file(path, operation)
 
@@ -115,25 +114,60 @@ def _rows_of_file(path: Path, operation: str) -> Iterator[tuple[int, Any]]:
     try:
         with _open_text(path) as file:
             if kind in (".csv", ".tsv"):
-                yield from _csv_rows(file)
+                yield from _csv_rows(file, "\t" if kind == ".tsv" else "")
             else:
                 yield from _json_rows(file, path, operation)
     except _UNREADABLE as error:
         raise ValueError(f"{operation}: {path} cannot be read: {error}") from error
 
 
-def _csv_rows(file: IO[str]) -> Iterator[tuple[int, object]]:
+def _csv_rows(file: IO[str], delimiter: str) -> Iterator[tuple[int, object]]:
+    """Yield the rows of a CSV file by column; without a delimiter, find the file's own."""
     csv.field_size_limit(_LONGEST_FIELD)  # a setting of the whole process
     header = file.readline()
-    file.seek(0)
-    # Excel writes semicolons in many countries; where the counts are equal, it is commas
-    reader = csv.DictReader(file, delimiter=max(",;\t", key=header.count))
+    before = 0
+    if header.startswith("sep=") and len(header.rstrip()) == 5:  # Excel's own line
+        delimiter = delimiter or header[4]
+        before = 1
+    else:
+        file.seek(0)
+    # strict: a quote that is not closed, or closed within a field, would swallow rows
+    reader = csv.DictReader(file, delimiter=delimiter or _delimiter_of(header), strict=True)
+    names = list(reader.fieldnames or ())
+    for name in names:
+        if names.count(name) > 1:
+            raise csv.Error(f"two columns are called {name!r}")
     for row in reader:
+        line = before + reader.line_num
         surplus = row.pop(None, None)  # where DictReader puts fields that have no name
         if surplus:
-            yield reader.line_num, ValueError(f"{len(surplus)} more fields than the header")
+            yield line, ValueError(f"{len(surplus)} more fields than the header")
         else:
-            yield reader.line_num, row
+            yield line, row
+
+
+def _delimiter_of(header: str) -> str:
+    """Return the delimiter that makes most columns of a header; the comma, if all make one.
+
+    Excel writes semicolons in many countries.
+    """
+    return max(",;\t", key=lambda one: len(next(csv.reader([header], delimiter=one), ())))
+
+
+def _parquet_rows(path: Path, operation: str) -> Iterator[object]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise ImportError(
+            f"{operation}: reading {path} requires pyarrow; pip install 'model-components[trl]'"
+        ) from error
+    try:
+        with ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                yield from batch.to_pylist()
+    except ArrowException as error:
+        raise ValueError(f"{operation}: {path} cannot be read: {error}") from error
 
 
 def _json_rows(file: IO[str], path: Path, operation: str) -> Iterator[tuple[int, object]]:
@@ -176,7 +210,7 @@ def _json_lines(file: IO[str]) -> Iterator[tuple[int, object]]:
 def _json_or_error(text: str) -> object:
     """Return the JSON value of a text, or a `ValueError` with the reason why there is none."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_null)  # NaN, which Python writes, is no JSON
     except (ValueError, RecursionError) as error:
         # without the position, so that equal errors are counted together
         failure = ValueError(f"no JSON ({getattr(error, 'msg', error)})")
@@ -184,7 +218,11 @@ def _json_or_error(text: str) -> object:
         return failure
 
 
-def _dataset(operation: str, source: str, name: str, **options: Any) -> Iterable[object]:
+def _null(constant: str) -> None:
+    """Return None, as for a missing number."""
+
+
+def _dataset(operation: str, source: str) -> Iterable[object]:
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -192,6 +230,6 @@ def _dataset(operation: str, source: str, name: str, **options: Any) -> Iterable
             f"{operation}: reading {source} requires datasets; pip install 'model-components[trl]'"
         ) from error
     try:
-        return load_dataset(name, split="train", **options)
+        return load_dataset(source, split="train")
     except Exception as error:  # of the network, the hub or the data: all are reported alike
         raise ValueError(f"{operation}: {source} cannot be read by datasets: {error}") from error

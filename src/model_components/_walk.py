@@ -62,6 +62,10 @@ def split_arguments(
     return hidden, Call(tuple(None if isinstance(a, Cache) else a for a in others), rest, keep)
 
 
+class Stop(Exception):
+    """Ends a forward that has shown enough."""
+
+
 @contextmanager
 def forwards_replaced(
     blocks: Sequence[nn.Module], forward: Callable[[int, tuple, dict[str, Any]], object]
@@ -82,6 +86,17 @@ def forwards_replaced(
             vars(block).pop("forward", None)
             if original is not None:
                 block.forward = original
+
+
+def shaped_as(out: object, hidden: Tensor, rest: object = None) -> object:
+    """Return hidden states in the form of a block's output: alone, or in a tuple before ``rest``.
+
+    >>> shaped_as(("states", "attentions"), "other states")
+    ('other states', None)
+    """
+    if isinstance(out, tuple):
+        return (hidden, *[rest] * (len(out) - 1))
+    return hidden
 
 
 def outputs_of(block: nn.Module, calls: Sequence[Call], hidden: Sequence[Tensor]) -> list[Tensor]:

@@ -126,6 +126,18 @@ MAKERS = {
     "gemma": _decoder("Gemma"),
     "gemma2": _decoder("Gemma2", final_logit_softcapping=0.5),
     "gemma3": _decoder("Gemma3Text", sliding_window=8),
+    "bloom": lambda **changes: transformers.BloomForCausalLM(  # blocks that return tuples
+        transformers.BloomConfig(
+            **{"vocab_size": 96, "hidden_size": 16, "n_layer": 3, "n_head": 2} | changes
+        )
+    ),
+    "t5": lambda **changes: transformers.T5EncoderModel(
+        transformers.T5Config(
+            **{"vocab_size": 96, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2}
+            | {"num_layers": 2}
+            | changes
+        )
+    ),
     "mixtral": _decoder("Mixtral", num_local_experts=3),
     "gpt-oss": _decoder(
         "GptOss",

@@ -16,8 +16,8 @@ _LABELS = ("role", "from", "type")  # fields of a chat's turns that hold no text
 def text_of(path: str | Path) -> str:
     """Return the text of a file.
 
-    For a file of rows, this is every string in them, with a blank line between rows. If the rows
-    are chats, it is the text of each turn.
+    For a file of rows, this is every string in them, with a blank line between rows. Numbers in
+    columns of CSV are left out. If the rows are chats, it is the text of each turn.
 
     Args:
         path: A text file, or one of JSON, JSON lines, CSV or parquet, also gzipped.
@@ -33,8 +33,12 @@ def text_of(path: str | Path) -> str:
         raise ValueError(
             f"text_of: expected a file of text or of rows, got {path}, which is not a file"
         )
-    if kind_of(path) in SUFFIXES:
-        text = "\n\n".join("\n".join(_strings(row)) for row in _sound_rows(path))
+    kind = kind_of(path)
+    if kind in SUFFIXES:
+        rows = [_strings(row) for row in _sound_rows(path)]
+        if kind in (".csv", ".tsv"):  # whose numbers are strings too
+            rows = [[text for text in row if not _is_number(text)] for row in rows]
+        text = "\n\n".join("\n".join(row) for row in rows)
     else:
         text = read_text(path, "text_of")
     if "\0" in text:
@@ -59,6 +63,14 @@ def _strings(record: object) -> list[str]:
     if isinstance(record, list):
         return [text for value in record for text in _strings(value)]
     return []
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def text_batches(

@@ -13,14 +13,14 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
-from model_components._walk import Batch, Call, tokens
+from model_components._walk import Batch, Call, Stop, tokens
 
 from ..discovery.finding import blocks_of
 from ..discovery.mlps import Mlp, watched
 from ..layers.experts import is_experts
 from ..layers.weights import dense
 from ..moments import Moments
-from .calls import Stop, WholeModel, calls_of
+from .calls import WholeModel, calls_of
 from .mlp import Middle, Seen, middle_of
 from .stream import stream_kind
 

@@ -16,15 +16,11 @@ from model_components._walk import (
     Call,
     forwards_replaced,
     not_padding,
+    shaped_as,
     split_arguments,
 )
 
 from ..data.batches import without_labels
-
-
-class Stop(Exception):
-    """Ends a forward that has shown enough."""
-
 
 Calls = list[list[Call]]
 """The calls of each block, batch by batch."""
@@ -113,10 +109,7 @@ def _passed_by(blocks: Sequence[nn.Module], out: Tensor | tuple) -> AbstractCont
     """
 
     def unchanged(number: int, arguments: tuple, named: Mapping[str, object]) -> object:
-        hidden = arguments[0] if arguments else named["hidden_states"]
-        if isinstance(out, Tensor):
-            return hidden
-        return (hidden, *[None] * (len(out) - 1))
+        return shaped_as(out, arguments[0] if arguments else named["hidden_states"])
 
     return forwards_replaced(blocks, unchanged)
 

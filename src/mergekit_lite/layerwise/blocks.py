@@ -7,10 +7,11 @@ blocks are loaded one after the other.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import init_empty_weights
@@ -18,12 +19,24 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from model_components._layers import is_conv1d
-from model_components._walk import Batch, Call, forwards_replaced, not_padding, split_arguments
+from model_components._walk import (
+    Batch,
+    Call,
+    Stop,
+    forwards_replaced,
+    not_padding,
+    shaped_as,
+    split_arguments,
+)
 
 from ..dtypes import tensor_of
 from ..files import CheckpointError, Source
 
 Weights = Source | Mapping[str, Tensor]
+
+
+_OTHER = object()
+"""In place of what a block returns after its hidden states, such as attention weights."""
 
 
 class Skeleton:
@@ -154,29 +167,71 @@ class Skeleton:
         return nn.Parameter(value.to(self.dtype).view(shape), requires_grad=False)
 
     @torch.no_grad()
-    def calls(self, batches: Sequence[Batch]) -> tuple[list[list[Call]], list[Tensor]]:
-        """Return each block's calls by batch, and the states before the first block."""
+    def calls(
+        self, batches: Sequence[Batch], block: nn.Module
+    ) -> tuple[list[list[Call]], list[Tensor]]:
+        """Return each block's calls by batch, and the states before the first block.
+
+        Args:
+            batches: The data.
+            block: The first block, with weights.
+
+        Raises:
+            CheckpointError: A block runs more than once, or hands on more than hidden states.
+        """
+        form = self._form(batches[0], block)
         calls: list[list[Call]] = [[] for _ in self.blocks]
         first: list[Tensor] = []
-        for batch in batches:
+        for index, batch in enumerate(batches):
 
-            def record(number: int, arguments: tuple, named: dict, batch: Batch = batch) -> Tensor:
+            def record(
+                number: int,
+                arguments: tuple,
+                named: dict,
+                batch: Batch = batch,
+                index: int = index,
+            ) -> object:
+                if any(one is _OTHER for one in (*arguments, *named.values())):
+                    self._refuse("has blocks that hand on more than hidden states")
                 hidden, call = split_arguments(arguments, named, not_padding(batch))
+                if len(calls[number]) > index:
+                    self._refuse("runs a block more than once, each time on other states")
                 if number == 0:
                     first.append(hidden)
                 calls[number].append(call)
-                return hidden
+                return shaped_as(form, hidden, _OTHER)
 
             with forwards_replaced([*self.blocks], record):
                 self.model.base_model(**batch)
         return calls, first
 
     @torch.no_grad()
-    def after(self, batches: Sequence[Batch], hidden: Sequence[Tensor]) -> Iterator[Tensor]:
-        """For each batch what the head reads, of the hidden states after the last block."""
+    def after(
+        self, batches: Sequence[Batch], hidden: Sequence[Tensor], block: nn.Module
+    ) -> Iterator[Tensor]:
+        """Yield for each batch what the head reads, given the states after the last block."""
+        form = self._form(batches[0], block)
         for batch, states in zip(batches, hidden, strict=True):
-            with forwards_replaced([*self.blocks], lambda *_, states=states: states):
+            out = shaped_as(form, states)
+            with forwards_replaced([*self.blocks], lambda *_, out=out: out):
                 yield self.model.base_model(**batch)[0]
+
+    def _form(self, batch: Batch, block: nn.Module) -> object:
+        """Run the first block, and return its output, whose form all blocks share."""
+        outputs: list[object] = []
+
+        def run(number: int, arguments: tuple, named: dict) -> object:
+            outputs.append(block(*arguments, **named))
+            raise Stop
+
+        with forwards_replaced([*self.blocks], run), contextlib.suppress(Stop):
+            self.model.base_model(**batch)
+        return outputs[0]
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise CheckpointError(
+            f"{type(self.model).__name__} {reason}; data-driven merges expect a chain of blocks"
+        )
 
 
 def linear_layers(block: nn.Module) -> dict[str, nn.Module]:

@@ -50,9 +50,9 @@ class BlockMerge:
 
     def begin(self) -> None:
         """Run every model's data up to the first block."""
-        for outside, batches in zip(self._outsides(), self.data, strict=True):
+        for source, outside, batches in zip(self.sources, self._outsides(), self.data, strict=True):
             self.skeleton.load_outside(outside)
-            calls, hidden = self.skeleton.calls(batches)
+            calls, hidden = self.skeleton.calls(batches, self.skeleton.block(0, source))
             self.calls.append(calls)
             self.hidden.append(hidden)
 
@@ -121,12 +121,13 @@ class BlockMerge:
     def _of_head(self) -> list[InputStatistics]:
         """Statistics of what each model's head reads."""
         statistics_of_parts = []
-        for outside, batches, hidden, calls in zip(
-            self._outsides(), self.data, self.hidden, self.calls, strict=True
+        for source, outside, batches, hidden, calls in zip(
+            self.sources, self._outsides(), self.data, self.hidden, self.calls, strict=True
         ):
             self.skeleton.load_outside(outside)
             statistics = InputStatistics(hidden[0].shape[-1])
-            for call, states in zip(calls[0], self.skeleton.after(batches, hidden), strict=True):
+            read = self.skeleton.after(batches, hidden, self.skeleton.block(0, source))
+            for call, states in zip(calls[0], read, strict=True):
                 statistics.add(tokens(states, call.keep))
             statistics_of_parts.append(statistics)
         return statistics_of_parts

@@ -152,7 +152,7 @@ def dense(paths, kind, data, method, reduce=0.9):
 
 
 @pytest.mark.parametrize("method", ["regmean", "regmean++"])
-@pytest.mark.parametrize("kind", ["llama-tied", "llama", "gpt2", "gemma3", "qwen2"])
+@pytest.mark.parametrize("kind", ["llama-tied", "llama", "gpt2", "gemma3", "qwen2", "bloom"])
 def test_block_by_block_is_the_dense_merge(kind, method, tmp_path, monkeypatch):
     paths = pair(kind, tmp_path)
     save_tokenizer(tmp_path / "0", [f"t{i}" for i in range(96)])
@@ -421,6 +421,26 @@ def slow_information(model, rows, seed=0):
         for name, parameter in model.named_parameters():
             found[name] += parameter.grad**2 / len(rows)
     return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "auto", "reason"),
+    [
+        ("albert", transformers.AutoModel, "runs a block more than once"),
+        ("t5", transformers.AutoModelForTextEncoding, "hand on more than hidden states"),
+    ],
+)
+def test_models_that_are_no_chain_of_blocks_are_refused(kind, auto, reason, tmp_path):
+    with pytest.raises(ValueError, match=reason):
+        merge_models(
+            pair(kind, tmp_path),
+            "regmean",
+            calibration=DATA,
+            auto_class=auto,
+            out=tmp_path / "out",
+            progress=False,
+        )
+    assert not (tmp_path / "out").exists()
 
 
 def test_data_that_are_refused_leave_nothing_behind(tmp_path):

@@ -161,8 +161,8 @@ def prune(
         for name, tensor in _tensors_of(loaded):
             tensor.data = tensor.data.to(dtypes.get(name, model_dtype))
         loaded.save_pretrained(new.folder)
-        card = smaller_card(loaded, f"prune_(model, {config}, calibration=batches)")
-        complete_folder(new.folder, card, _tokenizer_or_note(source))
+        card = smaller_card(model, loaded, f"prune_(model, {config}, calibration=batches)")
+        complete_folder(new.folder, card, source=model, tokenizer=_tokenizer_or_note(source))
     hint = ""
     if "CausalLM" in type(loaded).__name__:
         hint = f"; measure its loss: model-components compare {model} {out} --text FILE"
@@ -214,7 +214,7 @@ def convert(
 
     from .data.text import text_batches, text_of
     from .loading import calibration_of, context_of, encoder_of, find_model, load
-    from .storage.checkpoints import smaller_card, write_files
+    from .storage.checkpoints import compressed_card, write_files
     from .surgery.convert import convert_
 
     where = find_device(run_flags.device, "convert")
@@ -238,8 +238,8 @@ def convert(
         )
         new.clear()
         write_files(loaded, new.folder)
-        card = smaller_card(loaded, f"convert_(model, {config}, calibration=batches)")
-        complete_folder(new.folder, card, _tokenizer_or_note(source))
+        card = compressed_card(loaded, f"convert_(model, {config}, calibration=batches)")
+        complete_folder(new.folder, card, source=model, tokenizer=_tokenizer_or_note(source))
     print(
         f"{out} is a compressed model: load it with kronecker.from_pretrained, or run "
         "model-components fold"

@@ -17,6 +17,7 @@ import inspect
 import json
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from . import __version__
+from ._checks import refuse_unknown
 from ._folders import is_begun
 from ._report import plain
 
@@ -33,6 +35,11 @@ CONTINUE_HINT = "run the same command again to continue"
 ON_TERMINAL = sys.stderr is not None and sys.stderr.isatty()  # None under pythonw
 """Whether someone watches: the default of ``progress``."""
 
+_YAML_WORDS = {
+    "bool": re.compile("true|True|TRUE|false|False|FALSE"),
+    "null": re.compile("~|null|Null|NULL|"),
+}
+"""Plain words of a file of flags that are no text. YAML's numbers stay text: 010 would be 8."""
 _BUILT_IN = {"doctor": "model_components.doctor:doctor"}  # known even if our metadata is damaged
 _SHARED_HELP = """Every command also takes --json (print the result as JSON) and --config FILE (read
 flags from a YAML file; a flag on the command line overrides the file)."""
@@ -120,8 +127,10 @@ def _shared_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         prog="model-components", usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False
     )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--config", type=Path)
+    parser.add_argument("--config", type=Path, action="append", default=[])
     shared, rest = parser.parse_known_args(words)
+    if len(shared.config) > 1:
+        parser.error(f"expected one --config, got {' and '.join(map(str, shared.config))}")
     return shared, rest
 
 
@@ -133,11 +142,25 @@ def _read_flags(path: Path) -> Mapping[object, object]:
     """
     import yaml  # only where a file is named
 
+    class Loader(yaml.SafeLoader):
+        """Reads true, false and null, and every other word as it stands, as a command line."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+            names = [key.value for key, _ in node.value]
+            for name in names:
+                if names.count(name) > 1:
+                    raise ValueError(f"{name} stands there twice")
+            return super().construct_mapping(node, deep)
+
+    Loader.yaml_implicit_resolvers = {}
+    for kind, words in _YAML_WORDS.items():
+        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", words, None)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            values = yaml.load(file, Loader) or {}
     except OSError as error:
         raise ValueError(f"--config: {path} cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"--config: expected YAML in {path}, got an error: {reason}") from error
     if not isinstance(values, Mapping):
@@ -155,24 +178,30 @@ def _words_of(values: Mapping[object, object], given: Sequence[str]) -> list[str
         values: Flags by name, as in a file.
         given: The words of the command line, whose flags override the file's.
 
-    >>> _words_of({"keep": 0.5, "layers": ["a", "b"], "json": False}, ["--keep=0.3"])
-    ['--layers', 'a', 'b', '--no-json']
+    >>> _words_of({"keep": 0.5, "layers": ["a", "b"], "progress": False}, ["--keep=0.3"])
+    ['--layers', 'a', 'b', '--no-progress']
     """
     overridden = {_setting_of(word) for word in given if word.startswith("--")}
     words = []
     for name, value in values.items():
         flag = str(name).replace("_", "-")
-        if _setting_of(flag) in overridden or value is None:
+        if flag in overridden or value is None:
             continue
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         elif isinstance(value, list):
-            words += [f"--{flag}", *map(str, value)]
+            words += [f"--{flag}", *map(_word_of, value)]
         elif isinstance(value, Mapping):
-            words += [f"--{flag}", *(f"{key}={inner}" for key, inner in value.items())]
+            pairs = [f"{key}={_word_of(inner)}" for key, inner in value.items()]
+            words += [f"--{flag}", *pairs]
         else:
             words.append(f"--{flag}={value}")  # one word: the value may begin with a dash
     return words
+
+
+def _word_of(value: object) -> str:
+    """Return a value as YAML writes it: true and null, not True and None."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _setting_of(word: str) -> str:
@@ -246,10 +275,17 @@ def _run(
     import tyro
 
     work: functools.partial[object] | None = None
+    function = pkgutil.resolve_name(command)
     try:
-        if shared.config is not None:
-            words = [*words, *_words_of(_read_flags(shared.config), words)]
-        function = pkgutil.resolve_name(command)
+        for path in shared.config:
+            values = _read_flags(path)
+            known = [one.name for one in _flags_of(function) if one.kind is one.KEYWORD_ONLY]
+            refuse_unknown(f"--config {path}", [str(n).replace("-", "_") for n in values], known)
+            words = [*words, *_words_of(values, words)]
+    except ValueError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    try:
         purpose = (inspect.getdoc(function) or "").split("Args:")[0].strip()
         description = f"{purpose}\n\n{_SHARED_HELP}"
         called = f"{program} {name.replace('.', ' ')}"
@@ -258,8 +294,16 @@ def _run(
             result = work()
         if result is not None:
             _print(result, shared.json)
+    except BrokenPipeError:  # as of "| head"; what Python flushes at its end would fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"{program}: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if not isinstance(error, _library_errors()):
+            raise
+        print(f"{program}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
         hint = str(stop) or (_continue_hint(work) if work is not None else "")
@@ -268,6 +312,21 @@ def _run(
         print(f"{program}: stopped; {hint}", file=sys.stderr)
         return 130
     return int(getattr(result, "exit_status", 0))
+
+
+def _library_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of damaged files and full disks that libraries raise by classes of theirs.
+
+    Only libraries that were imported can have raised one.
+    """
+    return tuple(
+        getattr(sys.modules[module], name)
+        for module, name in (
+            ("safetensors", "SafetensorError"),
+            ("huggingface_hub.errors", "StrictDataclassError"),
+        )
+        if module in sys.modules
+    )
 
 
 def _continue_hint(work: functools.partial[object]) -> str:
@@ -281,8 +340,23 @@ def _print(result: object, as_json: bool) -> None:
     """Print a report, or rows one by one as they come."""
     if isinstance(result, Iterator):
         for row in result:
-            print(json.dumps(row, ensure_ascii=False), flush=True)
+            print(json_line(row), flush=True)
     elif as_json:
-        print(json.dumps(plain(result), ensure_ascii=False))
+        print(json_line(plain(result)))
     else:
         print(result)
+
+
+def json_line(value: object, encoding: str | None = None) -> str:
+    """Return a value as JSON, with letters beyond ASCII escaped if the output cannot hold them.
+
+    Args:
+        value: The value.
+        encoding: Encoding of the output; default: that of stdout.
+    """
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode(encoding or getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text

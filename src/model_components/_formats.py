@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,11 +33,13 @@ def check_format(found: Mapping[str, Any], newest: int, operation: str) -> None:
     Traceback (most recent call last):
     ValueError: load: a.json: expected format 1, got 2; pip install "model-components>=0.3.0"
     """
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{operation}: expected a JSON object, got a {type(found).__name__}")
     version = str(found.get("format_version", 1))
-    if not version.isdecimal() or not 1 <= int(version) <= newest:
+    if not re.fullmatch("[1-9][0-9]{0,8}", version) or int(version) > newest:
         expected = "1" if newest == 1 else f"1 to {newest}"
         made_with = found.get("made_with")
         advice = "the file needs a newer model-components, or is damaged"
-        if made_with is not None:
+        if made_with not in (None, __version__):
             advice = f'pip install "model-components>={made_with}"'
         raise ValueError(f"{operation}: expected format {expected}, got {version}; {advice}")

@@ -79,6 +79,17 @@ def find_folder(
         raise ValueError(f"{missing}, and the hub did not give it ({reason})") from error
 
 
+def is_cached(repo_id: str) -> bool:
+    """Return whether the hub's cache on this machine has a model's repository."""
+    import huggingface_hub
+    from huggingface_hub.file_download import repo_folder_name
+
+    if not _NAME.fullmatch(repo_id):
+        return False
+    name = repo_folder_name(repo_id=split_revision(repo_id)[0], repo_type="model")
+    return Path(huggingface_hub.constants.HF_HUB_CACHE, name).is_dir()
+
+
 def is_path(name: str) -> bool:
     """Return whether a name can only be a path of this machine, and no id of the hub.
 

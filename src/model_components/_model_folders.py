@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,12 +13,32 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ._folders import new_file
-from ._hub import find_folder, hub_id, is_path
+from ._hub import find_folder, hub_id, is_cached, is_path, user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CARD = "README.md"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Settings of what turns images, sounds and videos into tensors."""
 _RECORDS = ("mergekit_config.yml", "merge_manifest.json")
 """Files of a merge that name the folders of this machine; the card has the recipe without them."""
 
@@ -33,8 +55,11 @@ def load_tokenizer(source: str | Path, *, local: bool = False) -> PreTrainedToke
     from transformers import AutoTokenizer
 
     try:
-        place = source if local else find_folder(source)
-        return AutoTokenizer.from_pretrained(place, local_files_only=local)
+        folder = find_folder(source, local_files_only=local)
+        # without files, transformers makes an empty tokenizer for many kinds of models
+        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+            return None
+        return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # a damaged file gives KeyError, TypeError and many others
         damaged = isinstance(error, json.JSONDecodeError)  # which is a ValueError
         if isinstance(error, (OSError, ValueError)) and not damaged:
@@ -48,13 +73,13 @@ def load_tokenizer(source: str | Path, *, local: bool = False) -> PreTrainedToke
 
 
 def source_of(model: Any) -> str:
-    """Return the folder or hub id that a model was loaded from, or an empty string."""
-    return str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
+    """Return the folder or hub id that a model was loaded from, or an empty string.
 
-
-def local_tokenizer(model: Any) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of what a model was loaded from, without the network, or return None."""
-    return load_tokenizer(source_of(model), local=True) if source_of(model) else None
+    A name that is neither a folder nor in the hub's cache is no hub id: it is the relative path of
+    a folder that was loaded from another working directory.
+    """
+    name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
+    return name if user_path(name).exists() or is_cached(name) else ""
 
 
 def license_of(base: str) -> str | None:
@@ -124,13 +149,36 @@ def card_of(
 
 
 def complete_folder(
-    folder: Path, card: str, tokenizer: PreTrainedTokenizerBase | None = None
+    folder: Path,
+    card: str,
+    *,
+    source: str = "",
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
-    """Write the card, and the tokenizer if there is one, into a model's folder."""
+    """Write the card, the tokenizer and the settings of processors into a model's folder.
+
+    Args:
+        folder: The folder, with weights and config.
+        card: The text of the card.
+        source: Folder or hub id of the model that this one comes from. What it has on this machine
+            is taken.
+        tokenizer: A tokenizer in place of the source's.
+    """
+    if source:
+        tokenizer = tokenizer or load_tokenizer(source, local=True)
+        with contextlib.suppress(ValueError):  # an id of the hub that is not in the cache
+            copy_files(find_folder(source, local_files_only=True), folder, PROCESSOR_FILES)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     with new_file(folder / CARD, "save") as temporary:
         temporary.write_text(card, encoding="utf-8")
+
+
+def copy_files(source: Path, folder: Path, names: Sequence[str]) -> None:
+    """Copy those files that exist."""
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def shown_name(name: str) -> str:
@@ -177,7 +225,8 @@ def push_to_hub(
         raise ValueError(
             f"push_to_hub: expected a folder with config.json or adapter_config.json, got {path}"
         )
-    _check_base(path / "adapter_config.json")
+    for adapter in path.rglob("adapter_config.json"):  # peft has a subfolder for each adapter
+        _check_base(adapter)
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)
@@ -190,7 +239,7 @@ def push_to_hub(
         folder_path=path,
         revision=revision,
         create_pr=create_pr,
-        ignore_patterns=list(_RECORDS),
+        ignore_patterns=[f"{start}{name}" for name in _RECORDS for start in ("", "*/")],
         commit_message=commit_message or "Upload by model-components",
     )
     return commit.commit_url
@@ -198,9 +247,10 @@ def push_to_hub(
 
 def _check_base(adapter: Path) -> None:
     """Check that an adapter's config names no folder of this machine, which nobody else has."""
-    if not adapter.is_file():
-        return
-    base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    try:
+        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"push_to_hub: expected a JSON object in {adapter}: {error}") from error
     if base and (is_path(base) or Path(base).exists()):
         raise ValueError(
             f"push_to_hub: expected a hub id as base_model_name_or_path in {adapter}, got {base!r}"

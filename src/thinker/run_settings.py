@@ -188,7 +188,10 @@ def _named_values(pairs: Sequence[str]) -> dict[str, Any]:
 
 def _value(text: str) -> object:
     """Parse a value as YAML, and as a number where YAML reads text (1e-1)."""
-    value = yaml.safe_load(text)
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"think train: expected NAME=VALUE, got the value {text!r}") from error
     if isinstance(value, str):
         try:
             return float(value)

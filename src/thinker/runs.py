@@ -11,7 +11,7 @@ from typing import Any
 from transformers import set_seed
 
 from model_components._folders import make_folder, write_json
-from model_components._model_folders import card_of, complete_folder
+from model_components._model_folders import CARD, card_of, complete_folder
 
 from . import report
 from .curriculum import CurriculumDataset
@@ -47,6 +47,7 @@ def train(run: Run, out: Path, *, samples: int, device: str, progress: bool) -> 
     data = run.data()
     model = LatentThinker(run.config(data))
     _check_run_folder(out, run)
+    edited = _is_edited(out)
     write_json(make_folder(out, "train") / "run.json", run.to_dict())
     trainer = _trainer_of(run, model, data, out, device=device, progress=progress)
     checkpoint = whole_checkpoint(out / "checkpoints")
@@ -62,7 +63,8 @@ def train(run: Run, out: Path, *, samples: int, device: str, progress: bool) -> 
         "parameters": model.num_parameters(),
         "seed": run.seed,
     }
-    complete_folder(out / "model", _card(result, run))
+    if not edited:
+        complete_folder(out / "model", _card(result, run))
     write_json(out / "result.json", result)
     if "grid" in result:
         print(f"\n{report.Grid.from_dict(result['grid'])}")
@@ -113,7 +115,17 @@ def _card(result: dict[str, Any], run: Run) -> str:
         ],
         bases=[],
         tags=["thinker"],
+        library_name="model-components",
     )
+
+
+def _is_edited(out: Path) -> bool:
+    """Return whether the card of an earlier training was changed by hand."""
+    card = out / "model" / CARD
+    if not card.is_file() or not (out / "result.json").is_file():
+        return False
+    before = Run.from_dict(read_json(out, "run.json"))
+    return card.read_text(encoding="utf-8") != _card(read_json(out, "result.json"), before)
 
 
 def _check_run_folder(out: Path, run: Run) -> None:

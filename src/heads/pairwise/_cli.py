@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model_components._cli import RunFlags
+from model_components._cli import RunFlags, json_line
 from model_components._devices import find_device
 from model_components._folders import new_file
 from model_components._hub import find_folder
@@ -150,7 +151,7 @@ def _write_or_return(rows: Iterable[Row], out: Path | None, operation: str) -> I
     if out is None:
         return iter(rows)
     with new_file(out, operation) as part, part.open("w", encoding="utf-8") as file:
-        file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+        file.writelines(f"{json_line(row, 'utf-8')}\n" for row in rows)
     return None
 
 
@@ -180,6 +181,11 @@ def _readable(
             f"judge pairs: expected prompt, a and b in each row, got no pair in {len(rows)} rows "
             f"of {file}{why}"
         )
+    if len(readable) < len(rows):
+        print(
+            f"{file}: {len(rows) - len(readable)} of {len(rows)} rows are no pairs; the output has "
+            "the reasons"
+        )
     return rows, readable
 
 
@@ -206,6 +212,20 @@ def _verdicts(
         yield row
 
 
+def _answers_of(value: object) -> list[Any]:
+    """Return a list of answers; a cell of CSV holds it as JSON.
+
+    Raises:
+        ValueError: It is no list.
+    """
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    if not isinstance(value, list):
+        raise ValueError("expected the fields prompt and answers (a list)")
+    return value
+
+
 def _orders(
     model: PairwiseModel,
     file: Path,
@@ -219,10 +239,10 @@ def _orders(
     first_error = ""
     ranked = False
     for line, row in tqdm(rows, "ranking", disable=not progress, leave=False, delay=1):
-        answers = row.get("answers") if isinstance(row, Mapping) else None
         try:
-            if not isinstance(answers, list) or "prompt" not in row:
+            if not isinstance(row, Mapping) or "prompt" not in row:
                 raise ValueError("expected the fields prompt and answers (a list)")
+            answers = _answers_of(row.get("answers"))
             ranking = model.rank(row["prompt"], answers, batch_size=batch_size)
         except ValueError as error:
             first_error = first_error or f" (line {line}: {error})"

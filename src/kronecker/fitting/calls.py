@@ -108,7 +108,7 @@ def _passed_by(blocks: Sequence[nn.Module], out: Tensor | tuple) -> AbstractCont
     If a block's output ``out`` is a tuple, they return one too, with None after the first element.
     """
 
-    def unchanged(number: int, arguments: tuple, named: Mapping[str, object]) -> object:
+    def unchanged(number: int, arguments: tuple, named: Mapping[str, Any]) -> object:
         return shaped_as(out, arguments[0] if arguments else named["hidden_states"])
 
     return forwards_replaced(blocks, unchanged)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from model_components._hub import find_folder
 from model_components._model_folders import (
     card_of,
     complete_folder,
-    local_tokenizer,
     shown_name,
     source_of,
 )
@@ -97,20 +96,36 @@ def save_pretrained(model: nn.Module, out: str | Path) -> None:
     refuse_fading(model, "save_pretrained")
     with NewFolder(out, "save_pretrained") as new:
         write_files(model, new.folder)
-        card = smaller_card(model, "save_pretrained(model, out)")
-        complete_folder(new.folder, card, local_tokenizer(model))
+        card = compressed_card(model, "save_pretrained(model, out)")
+        complete_folder(new.folder, card, source=source_of(model))
 
 
-def smaller_card(model: nn.Module, call: str) -> str:
-    """Return the card of a smaller model, which says what call wrote it."""
-    base = source_of(model)
+def compressed_card(model: nn.Module, call: str) -> str:
+    """Return the card of a model with compressed layers, which transformers cannot load."""
+    load = 'Load it with `kronecker.from_pretrained("this folder")`; transformers alone cannot.'
+    return smaller_card(source_of(model), model, call, [load], library_name="model-components")
+
+
+def smaller_card(
+    base: str, model: nn.Module, call: str, notes: Sequence[str] = (), **header: Any
+) -> str:
+    """Return the card of a smaller model.
+
+    Args:
+        base: Folder or hub id of the model that it comes from.
+        model: The smaller model.
+        call: The call that wrote it.
+        notes: More paragraphs.
+        **header: More fields of the card's header.
+    """
     count = sum(parameter.numel() for parameter in model.parameters())
     parts = [
         f"A smaller {shown_name(base)}: {count:,} parameters.",
+        *notes,
         f"Made by `kronecker` with\n\n```python\n{call}\n```",
     ]
     title = f"{shown_name(base)}, smaller"
-    return card_of(title, parts, bases=[base], tags=["pruned", "compressed"])
+    return card_of(title, parts, bases=[base], tags=["compressed"], **header)
 
 
 def own_saving_(model: nn.Module) -> None:
@@ -203,6 +218,8 @@ def read_files(folder: Path) -> tuple[dict, dict[str, Tensor]]:
     """
     mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
     check_format(mark, 1, f"from_pretrained: {folder}")
+    if not isinstance(mark.get("aliases"), dict):
+        raise ValueError(f"from_pretrained: {folder / MARK} is damaged: expected aliases in it")
     try:
         tensors = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
@@ -358,5 +375,6 @@ def fold(
         stock.generation_config = model.generation_config
     with NewFolder(out, "fold") as new:
         stock.save_pretrained(new.folder)
-        card = smaller_card(model, "fold(model, out)")
-        complete_folder(new.folder, card, tokenizer or local_tokenizer(model))
+        source = source_of(model)
+        card = smaller_card(source, stock, "fold(model, out)")
+        complete_folder(new.folder, card, source=source, tokenizer=tokenizer)

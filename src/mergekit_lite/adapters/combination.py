@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from itertools import chain
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from model_components import _hub
 from model_components._checks import MaybeWhole, check_choice, check_value
 from model_components._folders import NewFolder, check_new
 from model_components._model_folders import shown_name
@@ -107,16 +109,18 @@ def merge_adapters(
             factors[name] = truncated(change, rank or largest)
         modules.append(module_of(name, change, *factors[name], FLOATS[chosen]))
     first = opened[0].settings
+    base = first.get("base_model_name_or_path")
     values = {"rank": rank, "dtype": dtype, "seed": seed, **parameters}
     options = ", ".join(f"{name}={value!r}" for name, value in values.items())
     shown = [shown_name(os.fspath(adapter)) for adapter in adapters]
     with NewFolder(out, "merge_adapters") as folder:
-        copy_tokenizer([adapter.folder for adapter in opened], folder.folder)
+        folders = [adapter.folder for adapter in opened]
+        copy_tokenizer([*folders, _local_folder(base)], folder.folder)
         nbytes = write_adapter(
             folder.folder,
             factors,
             dtype=chosen,
-            base_model=first.get("base_model_name_or_path"),
+            base_model=base,
             call=f"merge_adapters({shown}, {method!r}, {options})",
             task_type=first.get("task_type"),
             fan_in_fan_out=bool(first.get("fan_in_fan_out")),
@@ -140,6 +144,13 @@ def _check_arguments(adapters: object, rank: object, dtype: str | None) -> None:
         )
     check_value("merge_adapters", "rank", rank, MaybeWhole)
     check_choice("merge_adapters", "dtype", dtype or "float32", FLOATS)
+
+
+def _local_folder(base: str | None) -> Path | None:
+    """Return the folder of a base model that is on this machine, or None."""
+    with contextlib.suppress(ValueError):
+        return _hub.find_folder(base or "", local_files_only=True)
+    return None
 
 
 def _method(name: str) -> MergeMethod | None:

@@ -15,7 +15,7 @@ import yaml
 from model_components._folders import write_json
 from model_components._formats import stamp
 from model_components._hub import cached_commit, hub_id
-from model_components._model_folders import card_of
+from model_components._model_folders import PROCESSOR_FILES, card_of
 
 from ..files import CheckpointError, Source
 from ..files.headers import read_json
@@ -27,7 +27,7 @@ from .hashing import hash_bytes
 from .templates import TEMPLATES
 
 MANIFEST = "merge_manifest.json"
-_COPIED = ("generation_config.json", "preprocessor_config.json")
+_COPIED = ("generation_config.json", *PROCESSOR_FILES)
 _CODE = ("modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py")
 
 

@@ -8,22 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from model_components._model_folders import TOKENIZER_FILES
+
 from ..files import CheckpointError
 from ..files.headers import read_json
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 def has_tokenizer(folder: Path | None) -> bool:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -22,11 +22,11 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
+from model_components._checks import Range, check_value
 from model_components._folders import NewFolder, check_new
 from model_components._model_folders import (
     card_of,
     complete_folder,
-    local_tokenizer,
     shown_name,
     source_of,
 )
@@ -152,6 +152,7 @@ def merge_lora(
         raise ValueError(
             f"{operation}: the model is a {type(model).__name__}, expected a peft.PeftModel"
         )
+    check_value(operation, "max_lost", max_lost, Annotated[float | None, Range(least=0)])
     chosen = _resolve_dtype(dtype, operation)
     names = _adapter_names(model, adapters, operation)
     check_new(out, operation)
@@ -190,7 +191,8 @@ def merge_lora(
     with NewFolder(out, operation) as new:
         _write(new.folder, base, state, max_shard_size)
         call = f"merge_lora(model, out, adapters={names}, dtype={stored!s})"
-        complete_folder(new.folder, _card(model, call), tokenizer or local_tokenizer(base))
+        card = _card(model, call)
+        complete_folder(new.folder, card, source=source_of(base), tokenizer=tokenizer)
     return MergeReport(new.out, str(stored).removeprefix("torch."), tuple(layers))
 
 

@@ -175,6 +175,56 @@ def test_a_damaged_tokenizer_is_left_out(file, text, bases, tmp_path):
     assert loaded(tmp_path / "out") is not None
 
 
+def test_a_tokenizer_is_not_invented(bases, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tiny("gpt2").save_pretrained("bare")  # for which AutoTokenizer makes an empty one
+    merge_lora(prepare_lora(loaded("bare"), LoraConfig()), "out", progress=False)
+    assert not [path for path in Path("out").iterdir() if "token" in path.name]
+    words = ["prune", "bare", "smaller", "--calibration", "texts.txt"]
+    assert main(words) == 1
+    assert "bare has no tokenizer, expected --tokenizer FOLDER" in capsys.readouterr().err
+
+
+def test_the_card_of_a_folded_model_counts_its_own_parameters(bases, tmp_path):
+    folding(bases, tmp_path / "out")
+    count = sum(p.numel() for p in loaded(tmp_path / "out").parameters())
+    assert f"{count:,} parameters" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_settings_of_a_processor_go_along(bases, tmp_path):
+    (bases[0] / "preprocessor_config.json").write_text('{"size": 3}')
+    for write in (merging, merging_lora, folding):
+        write(bases, tmp_path / write.__name__)
+        copied = tmp_path / write.__name__ / "preprocessor_config.json"
+        assert json.loads(copied.read_text()) == {"size": 3}
+
+
+def test_a_relative_path_is_no_hub_id_in_another_folder(bases, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = loaded("private/one")
+    monkeypatch.chdir(tmp_path / "private")
+    merge_lora(prepare_lora(model, LoraConfig()), tmp_path / "out", progress=False)
+    assert "private" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_nothing_beneath_a_folder_names_this_machine(bases, tmp_path, monkeypatch):
+    merging(bases, tmp_path / "out")
+    shutil.copytree(tmp_path / "out", tmp_path / "out" / "sub")
+    with fake_hub(monkeypatch) as hub:
+        push_to_hub(tmp_path / "out", "me/merged")
+    files = hub.repositories["me/merged"]["files"]
+    assert "sub/config.json" in files
+    assert not [name for name, data in files.items() if b"private" in data]
+    adapter = tmp_path / "out" / "sub" / "adapter_config.json"
+    for text in ("[]", "{bad"):
+        adapter.write_text(text)
+        with pytest.raises(ValueError, match=r"expected a JSON object in .*adapter_config"):
+            push_to_hub(tmp_path / "out", "me/merged")
+    adapter.write_text(json.dumps({"base_model_name_or_path": str(bases[0])}))
+    with pytest.raises(ValueError, match="expected a hub id as base_model_name_or_path"):
+        push_to_hub(tmp_path / "out", "me/merged")
+
+
 def test_a_model_made_in_memory_has_no_license(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("README.md").write_text("---\nlicense: mit\n---\n")
@@ -182,12 +232,14 @@ def test_a_model_made_in_memory_has_no_license(tmp_path, monkeypatch):
     assert license_of(".") == "mit"
 
 
-@pytest.mark.parametrize("version", [0, 2, 1.9, True, "one", None])
+@pytest.mark.parametrize("version", [0, 2, 1.9, True, "one", None, "9" * 5000])
 def test_a_version_that_is_none_is_refused(version):
     check_format({"format_version": "1"}, 1, "load")
     check_format({}, 1, "load")
     with pytest.raises(ValueError, match="load: expected format 1, got "):
         check_format({"format_version": version}, 1, "load")
+    with pytest.raises(ValueError, match="load: expected a JSON object, got a list"):
+        check_format([], 1, "load")
 
 
 def test_a_newer_folder_is_refused_with_the_version_to_install(bases, tmp_path):

@@ -8,6 +8,7 @@ import re
 import textwrap
 
 import pytest
+from transformers import PreTrainedConfig
 
 from mergekit_lite import METHODS
 
@@ -81,7 +82,15 @@ def inputs(thing):
         parameters = inspect.signature(thing).parameters.values()
     except ValueError:  # a class of C
         return []
-    return [p.name for p in parameters if p.kind not in kinds and p.name != "self"]
+    # fields of every model config, which are documented as **rest
+    inherited = set()
+    if inspect.isclass(thing) and issubclass(thing, PreTrainedConfig):
+        inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    return [
+        p.name
+        for p in parameters
+        if p.kind not in kinds and p.name != "self" and p.name not in inherited
+    ]
 
 
 def raises(thing):

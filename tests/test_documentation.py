@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -132,11 +133,11 @@ KRONECKER_ROWS += [("fold", "stock checkpoint", d) for d in ("float32", "bfloat1
 
 def test_the_guide_to_kronecker_has_every_preset_and_start():
     import kronecker
-    from kronecker.config import INITS
+    from kronecker.config import Init
 
     guide = (ROOT / "docs" / "kronecker.md").read_text(encoding="utf-8")
     assert all(f"`{name}` " in guide for name in kronecker.PRESETS)
-    assert all(f'`"{name}"`' in guide for name in INITS)
+    assert all(f'`"{name}"`' in guide for name in get_args(Init))
     # the starts that were measured
     assert len(re.findall(r"^\| (half|quarter),", guide, re.M)) == 4
 
@@ -213,7 +214,6 @@ def test_the_numerics_page_has_each_operation(op, impl, dtype):
 
 def test_guide_and_reference_of_thinking_have_every_task_choice_and_class():
     import dataclasses
-    from typing import get_args
 
     import thinker
     from thinker import config
@@ -292,8 +292,6 @@ def test_the_snippets_about_lora_run(tmp_path, monkeypatch):
 
 
 def test_the_guide_to_pairs_has_every_link_and_pooling():
-    from typing import get_args
-
     from heads.pairwise import config
 
     guide = (ROOT / "docs" / "pairwise.md").read_text(encoding="utf-8")

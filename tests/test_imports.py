@@ -215,3 +215,28 @@ kronecker.from_pretrained("small")
         env=environment,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_two_threads_may_use_names_for_the_first_time_at_once(tmp_path):
+    code = """
+import threading
+import heads.lora, kronecker
+
+names = [(kronecker, "prune_"), (heads.lora, "merge_lora"), (kronecker, "KroneckerTrainer")]
+start = threading.Barrier(len(names))
+errors = []
+
+def first_use(package, name):
+    start.wait()
+    try:
+        getattr(package, name)
+    except ImportError as error:
+        errors.append(error)
+
+threads = [threading.Thread(target=first_use, args=pair) for pair in names]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert not errors, errors
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -16,8 +16,7 @@ products. `KroneckerTrainer` trains smaller models back; `fold` writes a stock c
 (8, True)
 """
 
-import lazy_loader
-
 from model_components import __version__ as __version__
+from model_components._lazy import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,17 +45,16 @@ class Conversion:
         b_shape: Rows and columns of B in the Kronecker product A x B that replaces a weight.
         low_rank: Fraction of each weight's parameters to keep, as a product of two matrices.
         layers: Name patterns of layers to compress instead of the MLPs, such as '*embed_tokens'.
-        rank: Number of Kronecker products that are added for one weight; default: 1.
-        init: Method that computes the first factors; default: sequential, which needs
-            --calibration.
+        rank: Number of Kronecker products that are added for one weight.
+        init: Method that computes the first factors. sequential needs --calibration.
     """
 
     preset: str | None = None
     b_shape: tuple[int, int] | None = None
     low_rank: float | None = None
     layers: tuple[str, ...] = ()
-    rank: int | None = None
-    init: Init | None = None
+    rank: int = 1
+    init: Init = "sequential"
 
     def config(self) -> Config | Mapping[str, Config]:
         """Return what `convert_` is to do.
@@ -73,7 +72,7 @@ class Conversion:
             raise ValueError(
                 f"convert: expected one of {', '.join(kinds)}, got {' and '.join(given) or 'none'}"
             )
-        if self.b_shape is None and (self.rank is not None or self.init is not None):
+        if self.b_shape is None and (self.rank != 1 or self.init != "sequential"):
             raise ValueError(f"convert: --rank and --init belong to --b-shape, got {given[0]}")
         if self.preset is not None:
             return self._preset(self.preset)
@@ -81,9 +80,7 @@ class Conversion:
         if self.low_rank is not None:
             config = LowRankConfig(keep=self.low_rank)
         else:
-            config = KroneckerConfig(
-                b_shape=self.b_shape, rank=self.rank or 1, init=self.init or "sequential"
-            )
+            config = KroneckerConfig(b_shape=self.b_shape, rank=self.rank, init=self.init)
         return dict.fromkeys(self.layers, config) if self.layers else config
 
     def reads_data(self, config: Config | Mapping[str, Config]) -> bool:
@@ -255,7 +252,23 @@ def _tokenizer_or_note(source: str) -> PreTrainedTokenizerBase | None:
     return found
 
 
-def fold(model: str, out: Path, /) -> str:
+@dataclass(frozen=True)
+class FoldReport(Report):
+    """A folded model, and the number of parameters before and after."""
+
+    out: str
+    compressed_parameters: int
+    parameters: int
+
+    def summary(self) -> Sequence[str]:
+        """Return both numbers in words."""
+        return (
+            f"{self.out} loads with transformers alone and has {self.parameters:,} parameters; "
+            f"the compressed model has {self.compressed_parameters:,}",
+        )
+
+
+def fold(model: str, out: Path, /) -> Report:
     """Turn a model that convert wrote into the smallest ordinary transformers checkpoint.
 
     Args:
@@ -270,10 +283,7 @@ def fold(model: str, out: Path, /) -> str:
     compressed = load(find_model(model))
     checkpoints.fold(compressed, out, tokenizer=_tokenizer_or_note(model))
     folded = load(find_model(str(out)))
-    return (
-        f"{out} loads with transformers alone and has {num_parameters(folded):,} parameters; "
-        f"{model} has {num_parameters(compressed):,}"
-    )
+    return FoldReport(str(out), num_parameters(compressed), num_parameters(folded))
 
 
 def compare(
@@ -324,4 +334,4 @@ def compare(
         if stride is not None:
             columns[name] = strided(columns[name], context=context, stride=stride)
     with torch.no_grad():
-        return report.compare(loaded, columns if len(columns) > 1 else next(iter(columns.values())))
+        return report.compare(loaded, columns)

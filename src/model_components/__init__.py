@@ -10,10 +10,9 @@ wrote.
 ``model-components doctor`` looks whether the installation is whole.
 """
 
-import lazy_loader
-
+from ._lazy import attach
 from .doctor import warn_of_overwritten
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)
 
 warn_of_overwritten()

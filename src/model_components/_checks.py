@@ -33,9 +33,6 @@ from typing import (
     get_origin,
 )
 
-from huggingface_hub.dataclasses import validate_typed_dict
-from huggingface_hub.errors import StrictDataclassFieldValidationError
-
 _NAMES = {
     int: "a whole number",
     float: "a finite number",
@@ -229,6 +226,10 @@ def declared_fields(cls: type, base: type) -> dict[str, Any]:
 
 def _fits(value: object, hint: Any) -> bool:
     """Return whether a value has a type and is in its range."""
+    # here, so that a layer that is imported and not made loads no more than torch
+    from huggingface_hub.dataclasses import validate_typed_dict
+    from huggingface_hub.errors import StrictDataclassFieldValidationError
+
     try:
         validate_typed_dict(_schema(hint), {"value": value})
     except StrictDataclassFieldValidationError:

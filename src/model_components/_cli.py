@@ -36,13 +36,17 @@ ON_TERMINAL = sys.stderr is not None and sys.stderr.isatty()  # None under pytho
 """Whether someone watches: the default of ``progress``."""
 
 _YAML_WORDS = {
-    "bool": re.compile("true|True|TRUE|false|False|FALSE"),
-    "null": re.compile("~|null|Null|NULL|"),
+    "bool": re.compile("(true|True|TRUE|false|False|FALSE)$"),
+    "null": re.compile("(~|null|Null|NULL|)$"),
 }
 """Plain words of a file of flags that are no text. YAML's numbers stay text: 010 would be 8."""
 _BUILT_IN = {"doctor": "model_components.doctor:doctor"}  # known even if our metadata is damaged
 _SHARED_HELP = """Every command also takes --json (print the result as JSON) and --config FILE (read
 flags from a YAML file; a flag on the command line overrides the file)."""
+
+
+class FlagFileError(ValueError):
+    """A file of ``--config`` that cannot be read, or that sets no flag of the command."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +83,20 @@ def main(
     if commands is None:
         found = importlib.metadata.entry_points(group=GROUP)
         commands = {entry.name: entry.value for entry in found} | _BUILT_IN
-    if words == ["--version"]:
-        print(f"{program} {__version__}")
-        return 0
-    name, words = _command_of(words, program, commands)
-    shared, words = _shared_flags(words)
-    if not ON_TERMINAL:  # before transformers is imported: it shows bars of its own
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    return _run(program, name, commands[name], shared, words)
+    try:
+        if words == ["--version"]:
+            print(f"{program} {__version__}")
+            return 0
+        name, words = _command_of(words, program, commands)
+        shared, words = _shared_flags(words)
+        if not ON_TERMINAL:  # before transformers is imported: it shows bars of its own
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        status = _run(program, name, commands[name], shared, words)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # after "| head"; what Python flushes at its end would fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
 
 
 def _command_of(
@@ -138,7 +148,7 @@ def _read_flags(path: Path) -> Mapping[object, object]:
     """Return the names and values in a YAML file of flags.
 
     Raises:
-        ValueError: The file cannot be read, or is not a YAML mapping.
+        FlagFileError: The file cannot be read, or is not a YAML mapping.
     """
     import yaml  # only where a file is named
 
@@ -159,12 +169,12 @@ def _read_flags(path: Path) -> Mapping[object, object]:
         with path.open(encoding="utf-8") as file:
             values = yaml.load(file, Loader) or {}
     except OSError as error:
-        raise ValueError(f"--config: {path} cannot be read ({error.strerror})") from error
+        raise FlagFileError(f"--config: {path} cannot be read ({error.strerror})") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"--config: expected YAML in {path}, got an error: {reason}") from error
+        raise FlagFileError(f"--config: expected YAML in {path}, got an error: {reason}") from error
     if not isinstance(values, Mapping):
-        raise ValueError(
+        raise FlagFileError(
             f"--config: expected a YAML mapping of flags to values in {path}, got "
             f"{type(values).__name__}"
         )
@@ -272,31 +282,19 @@ def _run(
     program: str, name: str, command: str, shared: argparse.Namespace, words: list[str]
 ) -> int:
     """Parse the words, do the work and print its result; return the exit status."""
-    import tyro
-
     work: functools.partial[object] | None = None
-    function = pkgutil.resolve_name(command)
     try:
-        for path in shared.config:
-            values = _read_flags(path)
-            known = [one.name for one in _flags_of(function) if one.kind is one.KEYWORD_ONLY]
-            refuse_unknown(f"--config {path}", [str(n).replace("-", "_") for n in values], known)
-            words = [*words, *_words_of(values, words)]
-    except ValueError as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        return 2
-    try:
-        purpose = (inspect.getdoc(function) or "").split("Args:")[0].strip()
-        description = f"{purpose}\n\n{_SHARED_HELP}"
         called = f"{program} {name.replace('.', ' ')}"
-        work = tyro.cli(_bindable(function), prog=called, args=words, description=description)
+        work = _parsed(pkgutil.resolve_name(command), called, shared.config, words)
         with contextlib.redirect_stdout(sys.stderr):  # stdout holds the result and nothing else
             result = work()
         if result is not None:
             _print(result, shared.json)
-    except BrokenPipeError:  # as of "| head"; what Python flushes at its end would fail again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 1
+    except BrokenPipeError:
+        raise
+    except FlagFileError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 1
@@ -312,6 +310,25 @@ def _run(
         print(f"{program}: stopped; {hint}", file=sys.stderr)
         return 130
     return int(getattr(result, "exit_status", 0))
+
+
+def _parsed(
+    function: Callable[..., object], called: str, files: Sequence[Path], words: list[str]
+) -> functools.partial[object]:
+    """Return a command's function with the arguments of the words and of files of flags."""
+    import tyro
+
+    for path in files:
+        values = _read_flags(path)
+        known = [flag.name for flag in _flags_of(function) if flag.kind is flag.KEYWORD_ONLY]
+        try:
+            refuse_unknown(f"--config {path}", [str(n).replace("-", "_") for n in values], known)
+        except ValueError as error:
+            raise FlagFileError(error) from error
+        words = [*words, *_words_of(values, words)]
+    purpose = (inspect.getdoc(function) or "").split("Args:")[0].strip()
+    description = f"{purpose}\n\n{_SHARED_HELP}"
+    return tyro.cli(_bindable(function), prog=called, args=words, description=description)
 
 
 def _library_errors() -> tuple[type[Exception], ...]:

@@ -16,8 +16,7 @@ torch.Size([2, 7, 16])
 | 2    | 1          | 0          | 0         | 0                 | 1      |
 """
 
-import lazy_loader
-
 from model_components import __version__ as __version__
+from model_components._lazy import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

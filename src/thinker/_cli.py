@@ -19,7 +19,7 @@ def train(
     run_config: RunConfig,
     samples: int = 1024,
     run_flags: RunFlags,
-) -> str:
+) -> Report:
     """Train a thinker on a task; write the model and its accuracy.
 
     To continue an interrupted run, give the same command again. To train a finished model further,

@@ -132,6 +132,11 @@ def run_of(task: str, config: RunConfig) -> Run:
         ValueError: The task is unknown or has an answer at each step; a flag is invalid.
     """
     known = sorted(name for name, kind in TASKS.items() if not kind.by_step)
+    if task in TASKS and task not in known:
+        raise ValueError(
+            f"think train: {task} has an answer at each step; train it from Python with "
+            "ThinkerTrainer"
+        )
     check_choice("think train", "task", task, known)
     recipe = RECIPES.get(task, {})
     model = recipe.get("model", {}) | _named_values(config.model)

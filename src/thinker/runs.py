@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import set_seed
 
 from model_components._folders import make_folder, write_json
 from model_components._model_folders import CARD, card_of, complete_folder
+from model_components._report import Report, Table
 
 from . import report
 from .curriculum import CurriculumDataset
@@ -28,8 +30,38 @@ _GRID_LATENTS = (4, 6, 8, 12, 16, 24, 32)
 """Numbers of latents at which a model that starts from noise is measured; training has 8 to 16."""
 
 
-def train(run: Run, out: Path, *, samples: int, device: str, progress: bool) -> str:
-    """Train a model; write it, its accuracy and its log into a folder, and return a table.
+@dataclass(frozen=True)
+class TrainingReport(Report):
+    """A trained model's accuracy, as in its ``result.json``."""
+
+    run: Run
+    result: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result."""
+        return self.result
+
+    def summary(self) -> Sequence[str]:
+        """Return what was trained, and the accuracy at its longest length."""
+        return (
+            f"{self.run.task}, length {self.run.length}: {self.run.iterations} iterations, "
+            f"{self.result['cpu_seconds']:.0f} CPU seconds",
+            f"held out: {self.result['token']:.4f} of symbols, {self.result['sequence']:.4f} of "
+            "rows",
+            "",
+        )
+
+    def table(self) -> Table:
+        """Return the accuracy at each length."""
+        rows = []
+        for length, (symbols, whole) in self.result["by_length"].items():
+            longer = "(longer)" if length > self.run.length else ""
+            rows.append((str(length), f"{symbols:.4f}", f"{whole:.4f}", longer))
+        return Table(("length", "symbols", "rows", ""), rows)
+
+
+def train(run: Run, out: Path, *, samples: int, device: str, progress: bool) -> TrainingReport:
+    """Train a model, and write it, its accuracy and its log into a folder.
 
     An unfinished run in the folder is continued.
 
@@ -72,7 +104,7 @@ def train(run: Run, out: Path, *, samples: int, device: str, progress: bool) -> 
         f"{out}: model/, result.json; next: model-components think evaluate {out}, "
         f"model-components think draw {out}"
     )
-    return _table(result, run, seconds)
+    return TrainingReport(run, result)
 
 
 def _trainer_of(
@@ -146,20 +178,6 @@ def _check_run_folder(out: Path, run: Run) -> None:
                 f"think train: the run in {out} has {trained} iterations; expected more "
                 f"--iterations, or another folder, got {run.iterations}"
             )
-
-
-def _table(result: dict[str, Any], run: Run, seconds: float) -> str:
-    lines = [
-        f"{run.task}, length {run.length}: {result['iterations']} iterations, "
-        f"{seconds:.0f} CPU seconds",
-        f"held out: {result['token']:.4f} of symbols, {result['sequence']:.4f} of rows",
-        "",
-        "length  symbols     rows",
-    ]
-    for length, (symbols, rows) in result["by_length"].items():
-        longer = "  (longer)" if length > run.length else ""
-        lines.append(f"{length:>6} {symbols:>8.4f} {rows:>8.4f}{longer}")
-    return "\n".join(lines)
 
 
 def whole_checkpoint(folder: Path) -> str | None:
@@ -245,6 +263,11 @@ def evaluate(
     model: Any = LatentThinker.from_pretrained(folder / "model")
     model.to(device)
     lengths = lengths or sorted({run.length, *run.lengths})
+    if max(lengths) > max([run.length, *run.lengths]):
+        raise ValueError(
+            f"think evaluate: lengths must be at most {max([run.length, *run.lengths])}, got "
+            f"{max(lengths)}; train with think train --lengths {max(lengths)}"
+        )
     return evaluate_steps(
         model, run.data(), lengths, n_steps=list(n_steps), samples=samples, seed=seed
     )

@@ -234,7 +234,7 @@ def test_bad_ids_are_refused():
     a, b = torch.ones(1, 2, 2), torch.ones(1, 2, 2)
     with pytest.raises(ValueError, match=r"kron_embedding:.*torch\.float32"):
         kron_embedding(torch.ones(2), a, b)
-    with pytest.raises(ValueError, match="got 'fused'"):
+    with pytest.raises(ValueError, match="impl is 'fused'"):
         kron_embedding(torch.tensor([1]), a, b, impl="fused")
 
 

@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,7 +130,7 @@ def test_flags_come_from_a_file_and_the_command_line_wins(flags, capsys):
         "fast": True,
     }
     assert not made(capsys, "a", *file, "--no-fast")["fast"]
-    assert not made(capsys, "a", *flags("no_fast: true"))["fast"]
+    assert not made(capsys, "a", "--fast", *flags("fast: false"), "--no-fast")["fast"]
     file = flags("width: 7\nfast: true\nmarks: [1, 2]\n")
     assert made(capsys, "a", *file, "--width=5", "--marks", "3") == {
         "names": ["a"],
@@ -146,16 +148,54 @@ def test_a_value_in_a_file_may_begin_with_a_dash(flags, capsys):
 
 
 def test_a_wrong_file_of_flags_is_refused(flags, tmp_path, capsys):
-    assert run("make", "a", *flags("[width]")) == 1
+    assert run("make", "a", *flags("[width]")) == 2
     assert "expected a YAML mapping of flags to values in" in capsys.readouterr().err
-    assert run("make", "a", *flags("{")) == 1
+    assert run("make", "a", *flags("{")) == 2
     assert "expected YAML in" in capsys.readouterr().err
-    assert run("make", "a", "--config", tmp_path / "none.yml") == 1
+    assert run("make", "a", "--config", tmp_path / "none.yml") == 2
     assert "cannot be read" in capsys.readouterr().err
+    for text, said in (
+        ("widht: null", "unknown field widht; did you mean width?"),
+        ("no_fast: true", "unknown field no_fast"),
+        ("help: true", "unknown field help"),
+        ("names: a", "unknown field names"),
+        ("width: 7\nwidth: 8", "width stands there twice"),
+        ("width: " + "[" * 5000, "expected YAML in"),
+    ):
+        assert run("make", "a", *flags(text)) == 2
+        assert said in capsys.readouterr().err
     with pytest.raises(SystemExit) as wrong:
-        run("make", "a", *flags("wide: 7\n"))
+        run("make", "a", *flags("width: 7"), *flags("width: 7"))
     assert wrong.value.code == 2
-    assert "--wide" in capsys.readouterr().err
+
+
+def test_words_of_a_file_mean_what_they_mean_on_the_command_line(flags, capsys):
+    assert made(capsys, "a", *flags("width: 010"))["width"] == 10  # YAML's own is 8
+    assert made(capsys, "a", *flags("width: null\nfast: false"))["width"] == 3
+    assert made(capsys, "a", *flags(""))["width"] == 3
+    values = {"options": {"x": None, "on": True, "size": "1:30", "day": "2024-13-45"}}
+    words = ["--options", "x=null", "on=true", "size=1:30", "day=2024-13-45"]
+    assert _cli._words_of(values, []) == words
+    path = flags("options: {x: null, on: true, size: 1:30, day: 2024-13-45}")[1]
+    assert _cli._read_flags(path) == values
+
+
+def test_rows_are_written_in_the_encoding_of_the_output():
+    assert _cli.json_line({"id": "日"}, "utf-8") == '{"id": "日"}'
+    assert _cli.json_line({"id": "日"}, "cp1252") == '{"id": "\\u65e5"}'
+    assert _cli.json_line({"id": "\ud800"}, "utf-8") == '{"id": "\\ud800"}'
+
+
+def test_a_reader_that_closes_the_pipe_gets_no_traceback():
+    for words in (["--help"], ["doctor", "--json"]):
+        command = [sys.executable, "-m", "model_components", *words]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process.stdout.close()
+        error = process.stderr.read()
+        process.stderr.close()
+        process.wait()
+        assert b"Traceback" not in error
+        assert b"Exception ignored" not in error
 
 
 def test_a_file_that_the_docs_show_is_read(flags, capsys):

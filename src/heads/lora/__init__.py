@@ -6,6 +6,6 @@ What functions return is in the modules beside them: ``heads.lora.report``, ``he
 ...
 """
 
-import lazy_loader
+from model_components._lazy import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -15,6 +15,6 @@ learn, by KL divergence towards the components' own logits.
 True
 """
 
-import lazy_loader
+from model_components._lazy import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

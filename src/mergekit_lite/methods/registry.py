@@ -343,9 +343,9 @@ def get_method(name: str) -> MergeMethod:
         return METHODS[name]
     if name in CALIBRATED:
         raise ValueError(
-            f"merge method {name!r} looks at each model's data; expected --calibration with a file "
-            f"for each model, or in Python merge_models([...], {name!r}, calibration=[...], "
-            "out=...)"
+            f"merge method {name!r} looks at each model's data and cannot be planned; expected "
+            "merge RECIPE OUT --calibration with a file for each model, or in Python "
+            f"merge_models([...], {name!r}, calibration=[...], out=...)"
         )
     near = difflib.get_close_matches(name.lower(), METHODS, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""

@@ -34,7 +34,7 @@ class PlanError(ValueError):
         count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
         lines = [f"- {p}" for p in self.problems[:_SHOWN]]
         if len(self.problems) > _SHOWN:
-            lines.append(f"and {len(self.problems) - _SHOWN} more; PlanError.problems has them all")
+            lines.append(f"and {len(self.problems) - _SHOWN} more")
         super().__init__(f"{what} cannot be done ({count}):\n" + "\n".join(lines))
 
 

@@ -16,6 +16,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from model_components._checks import refuse_unknown
+
 from ..counters import mix, signed
 
 IGNORED = -100  # where there is nothing to answer, as in torch's cross-entropy
@@ -104,13 +106,12 @@ def make_task(name: str, **options: object) -> Task:
     """
     if name not in TASKS:
         raise ValueError(f"make_task: no task {name!r}; expected one of {', '.join(sorted(TASKS))}")
+    known = list(inspect.signature(TASKS[name]).parameters)
+    refuse_unknown(f"make_task {name}", options, known or ["no options"])
     try:
         return TASKS[name](**options)
-    except TypeError:
-        known = ", ".join(inspect.signature(TASKS[name]).parameters) or "no options"
-        raise ValueError(
-            f"make_task: {name!r} has no such options as {', '.join(options)}; it has {known}"
-        ) from None
+    except TypeError as error:
+        raise ValueError(f"make_task: {name} cannot have the options {options}: {error}") from error
 
 
 class Task(ABC):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -187,7 +188,8 @@ class PairwiseReport(Report):
 
 
 def _told(accuracy: float, near: float, loss: float, error: float) -> tuple[str, ...]:
-    return f"{accuracy:.1%}", f"{near:.1%}", f"{loss:.4f}", f"{error:.3f}"
+    within = "-" if math.isnan(near) else f"{near:.1%}"  # no pair is that near
+    return f"{accuracy:.1%}", within, f"{loss:.4f}", f"{error:.3f}"
 
 
 def pairwise_report(

@@ -1,0 +1,29 @@
+"""Public names of a package that are imported on first use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import lazy_loader
+
+_LOCK = threading.RLock()
+
+
+def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list], list]:
+    """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package, from its stub.
+
+    One thread at a time imports a name, since transformers cannot be imported by two at once.
+
+    Args:
+        package: The package's ``__name__``.
+        file: Its ``__file__``, beside which the stub lies.
+    """
+    load, names, public = lazy_loader.attach_stub(package, file)
+
+    def load_alone(name: str) -> Any:
+        with _LOCK:
+            return load(name)
+
+    return load_alone, names, public

@@ -162,7 +162,8 @@ MIXTURES = ("mixtral", "gpt-oss", "nemotron-h")
 def auto_class(kind: str):
     """The Auto class that loads a tiny model's checkpoint."""
     own = dict.fromkeys(ENCODERS, "AutoModel") | {
-        "classifier": "AutoModelForSequenceClassification"
+        "classifier": "AutoModelForSequenceClassification",
+        "t5": "AutoModelForTextEncoding",
     }
     return getattr(transformers, own.get(kind, "AutoModelForCausalLM"))
 

@@ -17,7 +17,7 @@ def test_train_resume_evaluate_and_draw(tmp_path, capsys):
     assert re.search(
         r"copy, length 4: 20 iterations.*\nheld out: [\d.]+ of symbols, [\d.]+ of rows", printed
     )
-    assert re.search(r"^ +6 +[\d.]+ +[\d.]+  \(longer\)", printed, re.M)
+    assert re.search(r"^6 +[\d.]+ +[\d.]+  \(longer\)", printed, re.M)
     card = (out / "model" / "README.md").read_text()
     assert "# A thinker for copy" in card
     assert "- iterations: 20" in card

@@ -259,7 +259,7 @@ def test_a_users_own_task():
         (lambda g: make_task("juggle"), r"make_task:.*'juggle'.*add_columns"),
         (
             lambda g: make_task("copy", symbol=3),
-            r"make_task:.*'copy'",
+            r"make_task copy: unknown field symbol",
         ),
         (lambda g: register_task("test_x")(int), r"register_task:.*SequenceTask"),
         (lambda g: make_task("copy", symbols=1), r"Copy:.*symbols.*1.*2"),

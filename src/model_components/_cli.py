@@ -17,7 +17,6 @@ import inspect
 import json
 import os
 import pkgutil
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from . import __version__
-from ._checks import refuse_unknown
+from ._flag_files import FlagFileError, flags_of_file
 from ._folders import is_begun
 from ._report import plain
 
@@ -35,18 +34,9 @@ CONTINUE_HINT = "run the same command again to continue"
 ON_TERMINAL = sys.stderr is not None and sys.stderr.isatty()  # None under pythonw
 """Whether someone watches: the default of ``progress``."""
 
-_YAML_WORDS = {
-    "bool": re.compile("(true|True|TRUE|false|False|FALSE)$"),
-    "null": re.compile("(~|null|Null|NULL|)$"),
-}
-"""Plain words of a file of flags that are no text. YAML's numbers stay text: 010 would be 8."""
 _BUILT_IN = {"doctor": "model_components.doctor:doctor"}  # known even if our metadata is damaged
 _SHARED_HELP = """Every command also takes --json (print the result as JSON) and --config FILE (read
 flags from a YAML file; a flag on the command line overrides the file)."""
-
-
-class FlagFileError(ValueError):
-    """A file of ``--config`` that cannot be read, or that sets no flag of the command."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,86 +134,6 @@ def _shared_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return shared, rest
 
 
-def _read_flags(path: Path) -> Mapping[object, object]:
-    """Return the names and values in a YAML file of flags.
-
-    Raises:
-        FlagFileError: The file cannot be read, or is not a YAML mapping.
-    """
-    import yaml  # only where a file is named
-
-    class Loader(yaml.SafeLoader):
-        """Reads true, false and null, and every other word as it stands, as a command line."""
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-            names = [key.value for key, _ in node.value]
-            for name in names:
-                if names.count(name) > 1:
-                    raise ValueError(f"{name} stands there twice")
-            return super().construct_mapping(node, deep)
-
-    Loader.yaml_implicit_resolvers = {}
-    for kind, words in _YAML_WORDS.items():
-        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", words, None)
-    try:
-        with path.open(encoding="utf-8") as file:
-            values = yaml.load(file, Loader) or {}
-    except OSError as error:
-        raise FlagFileError(f"--config: {path} cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise FlagFileError(f"--config: expected YAML in {path}, got an error: {reason}") from error
-    if not isinstance(values, Mapping):
-        raise FlagFileError(
-            f"--config: expected a YAML mapping of flags to values in {path}, got "
-            f"{type(values).__name__}"
-        )
-    return values
-
-
-def _words_of(values: Mapping[object, object], given: Sequence[str]) -> list[str]:
-    """Return flags and values as words of a command line.
-
-    Args:
-        values: Flags by name, as in a file.
-        given: The words of the command line, whose flags override the file's.
-
-    >>> _words_of({"keep": 0.5, "layers": ["a", "b"], "progress": False}, ["--keep=0.3"])
-    ['--layers', 'a', 'b', '--no-progress']
-    """
-    overridden = {_setting_of(word) for word in given if word.startswith("--")}
-    words = []
-    for name, value in values.items():
-        flag = str(name).replace("_", "-")
-        if flag in overridden or value is None:
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, list):
-            words += [f"--{flag}", *map(_word_of, value)]
-        elif isinstance(value, Mapping):
-            pairs = [f"{key}={_word_of(inner)}" for key, inner in value.items()]
-            words += [f"--{flag}", *pairs]
-        else:
-            words.append(f"--{flag}={value}")  # one word: the value may begin with a dash
-    return words
-
-
-def _word_of(value: object) -> str:
-    """Return a value as YAML writes it: true and null, not True and None."""
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _setting_of(word: str) -> str:
-    """Return the name of what a flag sets: without dashes, ``no-`` and the value.
-
-    >>> _setting_of("--no-save_others"), _setting_of("--keep=0.5")
-    ('save-others', 'keep')
-    """
-    name = word.partition("=")[0].removeprefix("--").replace("_", "-")
-    return name.removeprefix("no-")
-
-
 def _bindable(function: Callable[..., object]) -> Callable[..., functools.partial[object]]:
     """Return a function with the same flags that only binds the arguments, for `tyro.cli`.
 
@@ -319,13 +229,8 @@ def _parsed(
     import tyro
 
     for path in files:
-        values = _read_flags(path)
         known = [flag.name for flag in _flags_of(function) if flag.kind is flag.KEYWORD_ONLY]
-        try:
-            refuse_unknown(f"--config {path}", [str(n).replace("-", "_") for n in values], known)
-        except ValueError as error:
-            raise FlagFileError(error) from error
-        words = [*words, *_words_of(values, words)]
+        words = [*words, *flags_of_file(path, known, words)]
     purpose = (inspect.getdoc(function) or "").split("Args:")[0].strip()
     description = f"{purpose}\n\n{_SHARED_HELP}"
     return tyro.cli(_bindable(function), prog=called, args=words, description=description)

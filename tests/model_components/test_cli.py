@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from model_components import __version__, _cli
+from model_components import __version__, _cli, _flag_files
 from model_components._folders import NewFolder
 from model_components._report import Report
 
@@ -175,9 +175,9 @@ def test_words_of_a_file_mean_what_they_mean_on_the_command_line(flags, capsys):
     assert made(capsys, "a", *flags(""))["width"] == 3
     values = {"options": {"x": None, "on": True, "size": "1:30", "day": "2024-13-45"}}
     words = ["--options", "x=null", "on=true", "size=1:30", "day=2024-13-45"]
-    assert _cli._words_of(values, []) == words
+    assert _flag_files.words_of(values, []) == words
     path = flags("options: {x: null, on: true, size: 1:30, day: 2024-13-45}")[1]
-    assert _cli._read_flags(path) == values
+    assert _flag_files.read_flags(path) == values
 
 
 def test_rows_are_written_in_the_encoding_of_the_output():

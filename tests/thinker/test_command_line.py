@@ -28,6 +28,14 @@ def test_train_resume_evaluate_and_draw(tmp_path, capsys):
     assert main(["think", "train", "copy", *options]) == 0
     assert json.loads((out / "result.json").read_text())["resumed"]
     assert "24 iterations" in capsys.readouterr().out
+    card = out / "model" / "README.md"
+    assert "- iterations: 24" in card.read_text()  # the first training's card is replaced
+    card.write_text("a person's own words")
+    more = [*options, "--iterations", "26"]
+    assert main(["think", "train", "copy", *more, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["iterations"] == 26
+    assert card.read_text() == "a person's own words"
+    options = more
     assert main(["think", "train", "copy", *options, "--seed", "1"]) == 1  # another run's folder
     assert "seed must be 0" in capsys.readouterr().err
     # as a kill leaves it, while it is written

@@ -222,6 +222,8 @@ def test_merging_refuses_what_it_cannot_take(tmp_path):
             merge_lora(model, tmp_path / "out", dtype=dtype)
     with pytest.raises(ValueError, match=r"merge_lora:.*LlamaForCausalLM.*peft\.PeftModel"):
         merge_lora(tiny("llama"), tmp_path / "out")
+    with pytest.raises(ValueError, match="merge_lora: max_lost is nan"):
+        merge_lora(model, tmp_path / "out", max_lost=float("nan"))
     report = merge_lora(
         model, tmp_path / "out", dtype="bfloat16", adapters="default", progress=False
     )

@@ -1,0 +1,121 @@
+"""Files of flags, for ``--config``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ._checks import refuse_unknown
+
+_YAML_WORDS = {
+    "bool": re.compile("(true|True|TRUE|false|False|FALSE)$"),
+    "null": re.compile("(~|null|Null|NULL|)$"),
+}
+"""Plain words of a file of flags that are no text. YAML's numbers stay text: 010 would be 8."""
+
+
+class FlagFileError(ValueError):
+    """A file of ``--config`` that cannot be read, or that sets no flag of the command."""
+
+
+def flags_of_file(path: Path, known: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Return the flags in a YAML file as words of a command line.
+
+    Args:
+        path: The file.
+        known: Names of the command's flags.
+        given: The words of the command line, whose flags override the file's.
+
+    Raises:
+        FlagFileError: The file cannot be read, or has a flag that the command does not have.
+    """
+    values = read_flags(path)
+    try:
+        refuse_unknown(f"--config {path}", [str(n).replace("-", "_") for n in values], known)
+    except ValueError as error:
+        raise FlagFileError(error) from error
+    return words_of(values, given)
+
+
+def read_flags(path: Path) -> Mapping[object, object]:
+    """Return the names and values in a YAML file of flags.
+
+    Raises:
+        FlagFileError: The file cannot be read, or is not a YAML mapping.
+    """
+    import yaml  # only where a file is named
+
+    class Loader(yaml.SafeLoader):
+        """Reads true, false and null, and every other word as it stands, as a command line."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+            names = [key.value for key, _ in node.value]
+            for name in names:
+                if names.count(name) > 1:
+                    raise ValueError(f"{name} stands there twice")
+            return super().construct_mapping(node, deep)
+
+    Loader.yaml_implicit_resolvers = {}
+    for kind, words in _YAML_WORDS.items():
+        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", words, None)
+    try:
+        with path.open(encoding="utf-8") as file:
+            values = yaml.load(file, Loader)
+    except OSError as error:
+        raise FlagFileError(f"--config: {path} cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise FlagFileError(f"--config: expected YAML in {path}, got an error: {reason}") from error
+    if values is None:  # an empty file
+        return {}
+    if not isinstance(values, Mapping):
+        raise FlagFileError(
+            f"--config: expected a YAML mapping of flags to values in {path}, got "
+            f"{type(values).__name__}"
+        )
+    return values
+
+
+def words_of(values: Mapping[object, object], given: Sequence[str]) -> list[str]:
+    """Return flags and values as words of a command line.
+
+    Args:
+        values: Flags by name, as in a file.
+        given: The words of the command line, whose flags override the file's.
+
+    >>> words_of({"keep": 0.5, "layers": ["a", "b"], "progress": False}, ["--keep=0.3"])
+    ['--layers', 'a', 'b', '--no-progress']
+    """
+    overridden = {_setting_of(word) for word in given if word.startswith("--")}
+    words = []
+    for name, value in values.items():
+        flag = str(name).replace("_", "-")
+        if flag in overridden or value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            words += [f"--{flag}", *map(_word_of, value)]
+        elif isinstance(value, Mapping):
+            pairs = [f"{key}={_word_of(inner)}" for key, inner in value.items()]
+            words += [f"--{flag}", *pairs]
+        else:
+            words.append(f"--{flag}={value}")  # one word: the value may begin with a dash
+    return words
+
+
+def _word_of(value: object) -> str:
+    """Return a value as YAML writes it: true and null, not True and None."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _setting_of(word: str) -> str:
+    """Return the name of what a flag sets: without dashes, ``no-`` and the value.
+
+    >>> _setting_of("--no-save_others"), _setting_of("--keep=0.5")
+    ('save-others', 'keep')
+    """
+    name = word.partition("=")[0].removeprefix("--").replace("_", "-")
+    return name.removeprefix("no-")

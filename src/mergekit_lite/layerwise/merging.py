@@ -10,9 +10,11 @@ from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
+from transformers import AutoConfig
 
 from model_components._folders import NewFolder
 
+from ..computing import settings_of
 from ..dtypes import Array
 from ..files import CheckpointError, Source, TensorInfo, open_source
 from .blocks import Skeleton
@@ -107,6 +109,23 @@ def check_alike(sources: Sequence[Source]) -> None:
                 f"{shapes[0].get(name)} ({len(unlike)} such); data-driven merges need models of "
                 "one architecture"
             )
+    check_computing(sources)
+
+
+def check_computing(sources: Sequence[Source]) -> None:
+    """Refuse models whose configs differ in how they compute: all data run through the first's.
+
+    Raises:
+        CheckpointError: With the first difference.
+    """
+    configs = [settings_of(AutoConfig.from_pretrained(s.folder)) for s in sources if s.folder]
+    for source, other in zip(sources[1:], configs[1:], strict=True):
+        for name in dict.fromkeys([*configs[0], *other]):
+            if configs[0].get(name) != other.get(name):
+                raise CheckpointError(
+                    f"{source.label} and {sources[0].label}: {name} is {other.get(name)!r} and "
+                    f"{configs[0].get(name)!r}; data-driven merges need models that compute alike"
+                )
 
 
 class _Joined(Source):

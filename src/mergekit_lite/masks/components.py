@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..computing import LENGTHS, is_of_any_length, settings_of
 from ..dtypes import byte_view, stored_of
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -29,18 +29,6 @@ _IGNORED = (
     "warnings_issued",
 )
 _HASHED = 1 << 22  # elements at a time
-# fields of a config that say nothing of what a model computes in evaluation
-_COSMETIC = re.compile(
-    r"(?:.*_)?(?:dropout|pdrop|drop_rate|dropout_prob|dropout_rate|layerdrop)"
-    r"|summary_.*|output_(?!size|dim).*|.*_token_id"
-    r"|_?name_or_path|architectures|auto_map|(?:torch_)?dtype|transformers_version|use_cache"
-    r"|id2label|label2id|initializer_(?:range|factor)|problem_type|task_specific_params"
-    r"|tokenizer_class|finetuning_task|return_.*|keys_to_ignore_at_inference"
-    r"|router_aux_loss_coef|router_jitter_noise|.*_version|pretraining_tp"
-)
-# of tables that only look further
-_LENGTH = ("max_position_embeddings", "max_seq_len_cached", "original_max_seq_len")
-_ANY_LENGTH = {"default", "linear", "llama3"}  # kinds of rotary positions that do not depend on it
 
 
 def share_frozen(models: Sequence[Module], *, over_base: bool = False) -> list[Module]:
@@ -83,30 +71,8 @@ def _attributes(module: nn.Module) -> dict[str, object]:
     scalars = {
         k: v for k, v in vars(module).items() if v is None or isinstance(v, (bool, int, float, str))
     }
-    ignored = _IGNORED + _LENGTH * _is_of_any_length(getattr(module, "config", None))
+    ignored = _IGNORED + LENGTHS * is_of_any_length(getattr(module, "config", None))
     return {k: v for k, v in scalars.items() if k not in ignored and "drop" not in k}
-
-
-def _settings(model: nn.Module) -> dict[str, object]:
-    """Return the part of a config that says how the model computes."""
-    if not isinstance(model, PreTrainedModel):
-        return {}
-    ignored = _LENGTH * _is_of_any_length(model.config)
-    return {
-        k: v
-        for k, v in model.config.to_dict().items()
-        if k not in ignored and not _COSMETIC.fullmatch(k)
-    }
-
-
-def _is_of_any_length(config: object) -> bool:
-    """Positions are rotary, and turned the same however long the longest input may be."""
-    rope = getattr(config, "rope_parameters", None)
-    if not isinstance(rope, Mapping) or not rope:
-        return False
-    # a kind for each kind of layer
-    parts = [rope, *(p for p in rope.values() if isinstance(p, Mapping))]
-    return {p["rope_type"] for p in parts if "rope_type" in p} <= _ANY_LENGTH
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
@@ -181,7 +147,9 @@ def _different_settings(
     one: nn.Module, other: nn.Module, labels: tuple[str, str], values: bool
 ) -> Iterator[str]:
     """Yield settings that differ outside of parameters: kinds of modules, the config's, buffers."""
-    yield from _unequal("config", _settings(one), _settings(other), labels)
+    if isinstance(one, PreTrainedModel) and isinstance(other, PreTrainedModel):
+        ours, theirs = settings_of(one.config), settings_of(other.config)
+        yield from _unequal("config", ours, theirs, labels)
     modules = dict(other.named_modules())
     for name, module in one.named_modules():
         twin = modules.get(name)

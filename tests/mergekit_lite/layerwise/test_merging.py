@@ -391,6 +391,15 @@ def test_models_that_differ_are_refused(tmp_path):
     ]
     with pytest.raises(ValueError, match="data-driven merges need models of one architecture"):
         merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
+    rope = {"rope_type": "default", "rope_theta": 123.0}
+    for number, changes in enumerate(
+        ({"rms_norm_eps": 1e-3}, {"hidden_act": "gelu"}, {"rope_parameters": rope})
+    ):
+        paths[1] = save(tiny("llama", 1, **changes), tmp_path / f"other{number}")
+        with pytest.raises(ValueError, match=f"{next(iter(changes))} is .*that compute alike"):
+            merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
+    paths[1] = save(tiny("llama", 1, attention_dropout=0.5), tmp_path / "alike")
+    merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
     with pytest.raises(ValueError, match=r"merge_models:.*'linear'"):
         merge_models(paths, "linear", calibration=DATA, out=tmp_path / "out", progress=False)
 

@@ -1,0 +1,40 @@
+"""The settings in a model's config that say how it computes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# fields that say nothing of what a model computes in evaluation
+_COSMETIC = re.compile(
+    r"(?:.*_)?(?:dropout|pdrop|drop_rate|dropout_prob|dropout_rate|layerdrop)"
+    r"|summary_.*|output_(?!size|dim).*|.*_token_id"
+    r"|_?name_or_path|architectures|auto_map|(?:torch_)?dtype|transformers_version|use_cache"
+    r"|id2label|label2id|initializer_(?:range|factor)|problem_type|task_specific_params"
+    r"|tokenizer_class|finetuning_task|return_.*|keys_to_ignore_at_inference"
+    r"|router_aux_loss_coef|router_jitter_noise|.*_version|pretraining_tp"
+)
+LENGTHS = ("max_position_embeddings", "max_seq_len_cached", "original_max_seq_len")
+"""Fields that say only how long an input may be, if positions are of any length."""
+_ANY_LENGTH = {"default", "linear", "llama3"}  # kinds of rotary positions that do not depend on it
+
+
+def settings_of(config: Any) -> dict[str, object]:
+    """Return the fields of a `PreTrainedConfig` that say how the model computes."""
+    ignored = LENGTHS if is_of_any_length(config) else ()
+    return {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in ignored and not _COSMETIC.fullmatch(name)
+    }
+
+
+def is_of_any_length(config: object) -> bool:
+    """Return whether positions are rotary, and the same however long the longest input may be."""
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, Mapping) or not rope:
+        return False
+    # a kind for each kind of layer
+    parts = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]
+    return {part["rope_type"] for part in parts if "rope_type" in part} <= _ANY_LENGTH

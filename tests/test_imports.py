@@ -77,7 +77,10 @@ def test_layers_and_one_use_load_no_transformers():
     ("base", "layer"),
     [
         ("from peft.tuners import lora", "from heads.lora import LoraLinear"),
-        ("from transformers import PreTrainedModel", "from thinker import LatentThinker"),
+        (
+            "from transformers import AutoConfig, AutoModel, PreTrainedModel",
+            "from thinker import LatentThinker",
+        ),
     ],
 )
 def test_layers_on_a_base_class_load_what_it_does(base, layer):

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel
+
+from model_components._loading import CompleteModel
 
 from .checks import (
     check_grid,
@@ -35,7 +37,7 @@ from .positions import Places, Positions
 from .state import Context, ThinkerOutput, ThinkerState, Thought
 
 
-class LatentThinker(PreTrainedModel):
+class LatentThinker(CompleteModel):
     """Latents that read once, think n steps, and answer.
 
     Batch first everywhere. Keys and values of the input are projected once and read by every step.

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
+from model_components._loading import CompleteModel
+
 from .config import PairwiseConfig
 from .functional import pairwise_loss, swap_divergence, swapped
 from .layers import PairwiseHead, Pool
@@ -34,7 +36,7 @@ class PairwiseOutput(ModelOutput):
     swapped_logits: Tensor | None = None
 
 
-class Judge(PreTrainedModel):
+class Judge(CompleteModel):
     """An encoder, a pooling and a head, and what they compute.
 
     `PairwiseModel` adds making, saving and predicting.

@@ -1,0 +1,66 @@
+"""The base of our models, which load whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ._hub import find_folder, is_path
+
+
+class CompleteModel(PreTrainedModel):
+    """Base of models whose files must hold all of their weights.
+
+    transformers fills what is missing with random numbers and prints a table.
+    """
+
+    @classmethod
+    def from_pretrained(
+        cls, place: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
+        """Load a model as transformers does, but only a whole one.
+
+        Args:
+            place: Folder or hub id.
+            *args: As in `transformers.PreTrainedModel.from_pretrained`.
+            output_loading_info: Return the model and transformers' report.
+            **kwargs: As in `transformers.PreTrainedModel.from_pretrained`.
+
+        Raises:
+            ValueError: There is no such folder; tensors are missing, unknown or not finite.
+        """
+        if place is not None and is_path(str(place)):
+            find_folder(place, operation="from_pretrained")
+        loaded: Any = super().from_pretrained(place, *args, output_loading_info=True, **kwargs)
+        model, info = loaded
+        if not kwargs.get("ignore_mismatched_sizes"):
+            _check_loaded(model, info, place)
+        return (model, info) if output_loading_info else model
+
+
+def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], place: object) -> None:
+    """Check that a file had the tensors of a model and no others, and that they are finite."""
+    damaged = [
+        name
+        for name, tensor in model.state_dict().items()
+        if tensor.is_floating_point() and tensor.device.type != "meta" and not _is_finite(tensor)
+    ]
+    for problem, names in (
+        ("lacks", info["missing_keys"]),
+        ("does not fit", info["mismatched_keys"]),
+        ("has unknown", info["unexpected_keys"]),
+        ("has NaN or infinity in", damaged),
+    ):
+        if names:
+            shown = ", ".join(sorted(map(str, names))[:3])
+            raise ValueError(
+                f"from_pretrained: expected all tensors of {type(model).__name__} in {place}, "
+                f"which {problem} {shown} ({len(names)} in all)"
+            )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(tensor.isfinite().all())

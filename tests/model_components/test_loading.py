@@ -1,0 +1,85 @@
+"""Our models load whole or not at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from heads.pairwise import PairwiseConfig, PairwiseModel
+from tests.support.models import tiny
+from thinker import LatentThinker, ThinkerConfig
+
+
+@pytest.fixture(params=["thinker", "judge"])
+def saved(request, tmp_path):
+    """A model's class and a folder that it wrote."""
+    if request.param == "thinker":
+        model = LatentThinker(ThinkerConfig(hidden_size=16, num_heads=2))
+    else:
+        model = PairwiseModel(PairwiseConfig(encoder=tiny("bert").config))
+    model.save_pretrained(tmp_path / "model")
+    return type(model), tmp_path / "model"
+
+
+def changed(folder, change):
+    """Change the tensors in a folder, and return the name of one of them."""
+    tensors = load_file(folder / "model.safetensors")
+    name = sorted(tensors)[-1]
+    change(tensors, name)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return name
+
+
+def remove(tensors, name):
+    del tensors[name]
+
+
+def add(tensors, name):
+    tensors["stranger"] = torch.zeros(1)
+
+
+def grow(tensors, name):
+    tensors[name] = torch.zeros(3, 5, 7)
+
+
+def spoil(tensors, name):
+    tensors[name] = tensors[name] * float("nan")
+
+
+def test_a_whole_folder_loads(saved):
+    cls, folder = saved
+    model, info = cls.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    assert isinstance(model, cls)
+    assert isinstance(cls.from_pretrained(str(folder)), cls)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(remove, "lacks"), (add, "has unknown stranger"), (spoil, "has NaN or infinity in")],
+)
+def test_tensors_that_are_lost_unknown_or_not_finite_are_named(saved, change, said):
+    cls, folder = saved
+    name = changed(folder, change)
+    with pytest.raises(
+        ValueError, match=rf"from_pretrained: .*{cls.__name__} in .*{said}"
+    ) as caught:
+        cls.from_pretrained(folder)
+    assert name in str(caught.value) or "stranger" in str(caught.value)
+
+
+def test_a_tensor_of_another_shape_is_refused(saved):
+    cls, folder = saved
+    changed(folder, grow)
+    with pytest.raises(
+        (ValueError, RuntimeError), match=r"ize mismatch|does not fit|ignore_mismatched"
+    ):
+        cls.from_pretrained(folder)
+
+
+def test_a_folder_that_is_not_there_is_named_with_its_neighbor(saved):
+    cls, folder = saved
+    wrong = folder.with_name("modle")
+    with pytest.raises(ValueError, match=r"there is no such folder; did you mean .*model"):
+        cls.from_pretrained(wrong)

@@ -3,6 +3,7 @@ model."""
 
 import copy
 import itertools
+import shutil
 
 import datasets
 import peft
@@ -14,6 +15,7 @@ from torch import nn
 from kronecker import LowRankConfig, PruneConfig, convert_, num_parameters, prune_
 from kronecker.discovery.mlps import Mlp, find_mlps
 from kronecker.fitting.elimination import eliminate, refitted
+from kronecker.fitting.fit import fit_part
 from kronecker.fitting.mlp import MlpWeights, Seen
 from kronecker.fitting.neurons import fit_neurons
 from kronecker.layers.experts import is_experts
@@ -535,6 +537,30 @@ def test_rounded_sizes_keep_a_budget_or_say_so():
     report = prune_(mixture, PruneConfig(budget=total - 3000), calibration=[ids()], progress=False)
     assert report.after <= total - 3000
     assert mixture.config.intermediate_size % 8 == 0
+
+
+def fitted_parts(model, cache, monkeypatch):
+    """Return how many parts are fitted, and not taken from the cache."""
+    fits = []
+    with monkeypatch.context() as patch:
+        real = fit_part
+        patch.setattr("kronecker.fitting.fit.fit_part", lambda *a: fits.append(0) or real(*a))
+        prune_(model, calibration=[ids()], cache=cache, progress=False)
+    return len(fits)
+
+
+def test_the_cache_serves_a_copy_of_the_folder_and_no_other_weights(tmp_path, monkeypatch):
+    tiny("llama").save_pretrained(tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    one, two, other = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        for name in ("one", "two", "two")
+    )
+    assert fitted_parts(one, tmp_path / "cache", monkeypatch) == 4
+    assert fitted_parts(two, tmp_path / "cache", monkeypatch) == 0
+    first = next(iter(other.state_dict().values()))
+    first.view(-1)[0] += 0.5
+    assert fitted_parts(other, tmp_path / "cache", monkeypatch) == 4
 
 
 def test_the_cache_is_of_one_model_and_one_layout(tmp_path):

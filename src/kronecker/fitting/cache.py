@@ -5,23 +5,25 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from model_components._folders import new_file
+from model_components._stages import Stage
 from model_components._walk import Batch
 
 
-class FitCache:
-    """A folder of fitted parts, each a file.
-
-    It is for one model, one set of settings and one calibration.
+def fit_stage(
+    folder: str | Path | None,
+    model: nn.Module,
+    settings: object,
+    data: Sequence[Batch],
+    operation: str,
+) -> Stage:
+    """Return the stage of the fitted layers of one model, one set of settings and calibration.
 
     Args:
         folder: Where the files are; None stores nothing.
@@ -30,52 +32,16 @@ class FitCache:
         data: The calibration batches.
         operation: The name that error messages begin with.
     """
-
-    def __init__(
-        self,
-        folder: str | Path | None,
-        model: nn.Module,
-        settings: object,
-        data: Sequence[Batch],
-        operation: str,
-    ):
-        self.folder = None if folder is None else Path(folder)
-        self.operation = operation
-        self.key = "" if folder is None else _key(model, settings, data)
-
-    def store(self, name: str, tensors: Mapping[str, Tensor], errors: Mapping[str, float]) -> None:
-        """Keep a part, under its final name only when it is whole."""
-        if self.folder is None:
-            return
-        whole = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
-        with new_file(self.folder / f"{name or 'model'}.safetensors", self.operation) as part:
-            save_file(whole, part, metadata={"key": self.key, "errors": json.dumps(dict(errors))})
-
-    def load(self, name: str) -> tuple[dict[str, Tensor], dict[str, float]] | None:
-        """A part that was kept for just this fit, with its errors, or None."""
-        if self.folder is None:
-            path = None
-        else:
-            path = self.folder / f"{name or 'model'}.safetensors"
-        if path is None or not path.exists():
-            return None
-        try:
-            with safe_open(path, "pt") as handle:
-                metadata = handle.metadata() or {}
-            if metadata.get("key") != self.key:
-                return None
-            return load_file(path), json.loads(metadata["errors"])
-        except SafetensorError:  # cut short: it is fitted again
-            return None
+    return Stage(folder, "" if folder is None else _key(model, settings, data), operation)
 
 
 def _key(model: nn.Module, settings: object, data: Sequence[Batch]) -> str:
     """Return a key of what a fitted part depends on: modules, weights, settings and data."""
     config = getattr(model, "config", None)
+    fields = None
     if isinstance(config, PretrainedConfig):
         fields = config.to_dict()
-    else:
-        fields = None
+        fields.pop("_name_or_path", None)  # a copy of the folder is the same model
     text = json.dumps([settings, str(type(model)), fields], default=str)
     digest = hashlib.sha256(text.encode())
     for name, module in model.named_modules():  # a user may have put another activation there

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from model_components._layers import is_conv1d
+from model_components._stages import Stage
 from model_components._walk import Batch, outputs_of
 
 from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig
@@ -24,7 +25,6 @@ from ..layers.linear import KroneckerLinear, LowRankLinear
 from ..layers.weights import dense
 from ..moments import Moments
 from .block import Block, blocks_with
-from .cache import FitCache
 from .experts import fit_expert_neurons
 from .factors import fit_factors
 from .mlp import MlpWeights, Seen
@@ -71,7 +71,7 @@ def fit_(
     data: Sequence[Batch],
     *,
     operation: str,
-    cache: FitCache,
+    cache: Stage,
     progress: tqdm,
     placed: Callable[[Part, Fitted], None] | None = None,
     dropped: Collection[str] = (),
@@ -110,18 +110,14 @@ def fit_(
                 f"{operation}: {silent[0]} saw no calibration token, expected data that it runs on"
             )
         for part in (by_name[n] for n in block.ran):
-            if (stored := cache.load(part.name)) is None:
+            stored = cache.load(part.name or "model")
+            if stored is None:
                 fitted = fit_part(model, block, part, ours, operation)
-                cache.store(
-                    part.name,
-                    fitted.tensors,
-                    {"all": fitted.error, **dict.fromkeys(fitted.notes, 1.0)},
-                )
+                notes = {"error": fitted.error, "notes": fitted.notes}
+                cache.store(part.name or "model", fitted.tensors, notes)
             else:
-                tensors, errors = stored
-                fitted = Fitted(
-                    tensors, errors["all"], notes=tuple(n for n in errors if n != "all")
-                )
+                tensors, notes = stored
+                fitted = Fitted(tensors, notes["error"], notes=tuple(notes["notes"]))
             place_(model, part, fitted.tensors)
             if placed is not None:
                 placed(part, fitted)

@@ -30,7 +30,7 @@ from ..discovery.finding import (
     resolve,
 )
 from ..discovery.mlps import Mlp
-from ..fitting.cache import FitCache
+from ..fitting.cache import fit_stage
 from ..fitting.fit import UNKNOWN, Fitted, Part, fit_
 from ..fitting.tables import TableUse, low_rank_table, uses_of
 from ..init import Factors, low_rank, relative_error
@@ -291,7 +291,7 @@ def _fit_parts(
             _attach_original(model, name, modules[name], part.mlp, done.order)
 
     settings = {n: [structure_of(c), asdict(c)] for n, c in configs.items()}
-    fits = FitCache(cache, model, settings, data, "convert_")
+    fits = fit_stage(cache, model, settings, data, "convert_")
     with tqdm(total=len(parts), desc="fitting", unit="part", disable=not progress) as bar:
         done = fit_(model, parts, data, operation="convert_", cache=fits, progress=bar, placed=fade)
     errors = {name: done[part.name].error ** 0.5 for part in parts for name in part.configs}

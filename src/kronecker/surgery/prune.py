@@ -26,7 +26,7 @@ from ..discovery.stock import (
     stock_config,
 )
 from ..fitting.block import blocks_with
-from ..fitting.cache import FitCache
+from ..fitting.cache import fit_stage
 from ..fitting.fit import UNKNOWN, Fitted, Part, fit_
 from .blocks import (
     Stack,
@@ -181,7 +181,7 @@ class _Walk:
         self, parts: Sequence[Part], settings: object, dropped: Collection[str] = ()
     ) -> dict[str, Fitted]:
         """Fit parts in place."""
-        cache = FitCache(
+        cache = fit_stage(
             self.cache, self.model, [asdict(self.config), settings], self.data, "prune_"
         )
         with (

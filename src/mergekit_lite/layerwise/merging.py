@@ -70,8 +70,7 @@ def merged_source(
         for c, s in zip(calibration, sources, strict=True)
     ]
     run = BlockMerge(skeleton, sources, data, shares, merge, stage.folder)
-    mark = run.fingerprint()
-    first = run.resumed(mark) if resume else 0
+    first = run.resumed() if resume else 0
     if not first:
         stage.clear()
         run.begin()
@@ -85,11 +84,9 @@ def merged_source(
         disable=not progress,
     ):
         run.merge_block(number)
-        run.save(number + 1, mark)
+        run.save(number + 1)
     run.merge_outside()
-    return _Joined(
-        sources[0], [open_source(path) for path in sorted(stage.folder.glob("part-*.safetensors"))]
-    )
+    return _Joined(sources[0], [open_source(path) for path in run.parts()])
 
 
 def check_alike(sources: Sequence[Source]) -> None:

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from model_components._folders import new_file
 from model_components._layers import is_conv1d
+from model_components._stages import Stage
 from model_components._walk import Batch, Call, outputs_of, tokens
 
 from ..dtypes import to_torch
@@ -18,7 +17,7 @@ from ..files import Source
 from .blocks import Skeleton, Weights, inputs_seen, linear_layers
 from .closed_forms import InputStatistics, merge_by_inputs
 from .config import CalibratedMerge
-from .states import load_states, run_fingerprint, save_states
+from .states import run_fingerprint
 
 
 class BlockMerge:
@@ -38,15 +37,10 @@ class BlockMerge:
         self.data = data
         self.shares = shares
         self.merge = merge
-        self.folder = folder
         self.calls: list[list[list[Call]]] = []  # of each model, block and batch
         self.hidden: list[list[Tensor]] = []
-
-    def fingerprint(self) -> str:
-        """Return a fingerprint of what the result depends on."""
-        return run_fingerprint(
-            self.sources, self.data, [self.merge.method, self.shares, self.merge.reduce]
-        )
+        settings = [merge.method, shares, merge.reduce]
+        self.stage = Stage(folder, run_fingerprint(sources, data, settings), "merge")
 
     def begin(self) -> None:
         """Run every model's data up to the first block."""
@@ -183,22 +177,35 @@ class BlockMerge:
             self.skeleton.stored_name(self.sources[0], n): v.contiguous()
             for n, v in tensors.items()
         }
-        with new_file(self.folder / f"part-{number:05d}.safetensors", "merge") as part:
-            save_file(named, part)
+        self.stage.store(_part(number), named)
 
-    def save(self, done: int, mark: str) -> None:
+    def save(self, done: int) -> None:
         """Save where an interrupted run goes on."""
         states = {
             f"{k}.{i}": h for k, batches in enumerate(self.hidden) for i, h in enumerate(batches)
         }
-        save_states(self.folder, states, done=done, mark=mark)
+        self.stage.store("states", states, done)
 
-    def resumed(self, mark: str) -> int:
-        """Return how many blocks an earlier run of the same merge wrote, and take up its states."""
-        done, states = load_states(self.folder, mark)
-        if done:
-            self.begin()
-            self.hidden = [
-                [states[f"{k}.{i}"] for i in range(len(b))] for k, b in enumerate(self.data)
-            ]
+    def resumed(self) -> int:
+        """Return how many blocks an earlier run of the same merge wrote, and take up its states.
+
+        It is 0 if one of them is not whole.
+        """
+        stored = self.stage.load("states")
+        if stored is None:
+            return 0
+        states, done = stored
+        if any(self.stage.load(_part(number)) is None for number in range(done)):
+            return 0
+        self.begin()
+        self.hidden = [[states[f"{k}.{i}"] for i in range(len(b))] for k, b in enumerate(self.data)]
         return done
+
+    def parts(self) -> list[Path]:
+        """Return the files of all blocks, and of the tensors that are in none."""
+        paths = [self.stage.path(_part(number)) for number in range(len(self.skeleton.blocks) + 1)]
+        return [path for path in paths if path is not None]
+
+
+def _part(number: int) -> str:
+    return f"part-{number:05d}"

@@ -2,6 +2,7 @@
 resumed."""
 
 import json
+import shutil
 import time
 
 import numpy as np
@@ -201,6 +202,36 @@ def test_it_goes_on_where_it_was_killed(tmp_path, monkeypatch):
     blocks.append("killed")
     merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
     assert blocks == [0, 1, "killed", 2, 3]
+    same = [(tmp_path / n / "model.safetensors").read_bytes() for n in ("whole", "out")]
+    assert same[0] == same[1]
+
+
+@pytest.mark.parametrize("harm", ["remove", "zero", "plant"])
+def test_a_block_that_was_removed_or_changed_is_merged_again(harm, tmp_path, monkeypatch):
+    from mergekit_lite.layerwise.run import BlockMerge
+
+    paths = pair("llama", tmp_path)
+    merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "whole", progress=False)
+    real = BlockMerge.merge_block
+
+    def killed(self, number):
+        if number == 2:
+            raise KeyboardInterrupt
+        real(self, number)
+
+    monkeypatch.setattr(BlockMerge, "merge_block", killed)
+    with pytest.raises(KeyboardInterrupt):
+        merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
+    monkeypatch.setattr(BlockMerge, "merge_block", real)
+    (part,) = tmp_path.glob(".out*/**/part-00001.safetensors")
+    whole = part.read_bytes()
+    if harm == "remove":
+        part.unlink()
+    elif harm == "zero":
+        part.write_bytes(whole[:-64] + bytes(64))
+    else:
+        shutil.copyfile(part, part.with_name("part-00009.safetensors"))
+    merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
     same = [(tmp_path / n / "model.safetensors").read_bytes() for n in ("whole", "out")]
     assert same[0] == same[1]
 

@@ -1,0 +1,84 @@
+"""Parts that a long run writes one by one, and that the same run takes up after a stop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from ._folders import new_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Stage:
+    """A folder of parts, each a file of tensors, that belong to one run.
+
+    Args:
+        folder: The folder; None stores nothing.
+        key: A hash of all that the parts depend on: settings, data, weights. Parts of other runs
+            are not read.
+        operation: The name that error messages begin with.
+    """
+
+    def __init__(self, folder: str | Path | None, key: str, operation: str):
+        self.folder = None if folder is None else Path(folder)
+        self.key = key
+        self.operation = operation
+
+    def path(self, name: str) -> Path | None:
+        """Return the file of a part."""
+        return None if self.folder is None else self.folder / f"{name}.safetensors"
+
+    def store(self, name: str, tensors: Mapping[str, Tensor], notes: object = None) -> None:
+        """Write a part, under its name only when it is whole.
+
+        Args:
+            name: The part's name.
+            tensors: Its tensors.
+            notes: Anything that JSON holds.
+        """
+        path = self.path(name)
+        if path is None:
+            return
+        from safetensors.torch import save_file
+
+        stored = {n: tensor.detach().cpu().contiguous() for n, tensor in tensors.items()}
+        metadata = {"key": self.key, "hash": _hash(stored), "notes": json.dumps(notes)}
+        with new_file(path, self.operation) as part:
+            save_file(stored, part, metadata)
+
+    def load(self, name: str) -> tuple[dict[str, Tensor], Any] | None:
+        """Return a part's tensors and notes; None without a whole part of this run."""
+        path = self.path(name)
+        if path is None or not path.is_file():
+            return None
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("key") != self.key:
+                    return None
+                # the file is no mapping, so `in file` would not do
+                tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+        except SafetensorError:  # cut short
+            return None
+        if metadata.get("hash") != _hash(tensors):  # changed on the disk
+            return None
+        return tensors, json.loads(metadata["notes"])
+
+
+def _hash(tensors: Mapping[str, Tensor]) -> str:
+    """Return a hash of the names, types, shapes and values of tensors."""
+    import torch
+
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,7 @@ class Stage:
         from safetensors.torch import save_file
 
         stored = {n: tensor.detach().cpu().contiguous() for n, tensor in tensors.items()}
-        metadata = {"key": self.key, "hash": _hash(stored), "notes": json.dumps(notes)}
+        metadata = {"key": self.key, "hash": hash_of(stored.items()), "notes": json.dumps(notes)}
         with new_file(path, self.operation) as part:
             save_file(stored, part, metadata)
 
@@ -68,17 +68,26 @@ class Stage:
                 tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
         except SafetensorError:  # cut short
             return None
-        if metadata.get("hash") != _hash(tensors):  # changed on the disk
+        if metadata.get("hash") != hash_of(tensors.items()):  # changed on the disk
             return None
         return tensors, json.loads(metadata["notes"])
 
 
-def _hash(tensors: Mapping[str, Tensor]) -> str:
-    """Return a hash of the names, types, shapes and values of tensors."""
+def hash_of(tensors: Iterable[tuple[str, Any]], *beside: str) -> str:
+    """Return a hash of names and values, and of other text.
+
+    Args:
+        tensors: Names and tensors, in any order; values that are no tensors count as text.
+        *beside: What else belongs to the hash.
+    """
     import torch
 
-    digest = xxhash.xxh3_128()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    digest = xxhash.xxh3_128("\n".join(beside).encode())
+    for name, value in sorted(tensors, key=lambda pair: pair[0]):
+        if not isinstance(value, torch.Tensor):
+            digest.update(f"{name} {value!r}".encode())
+            continue
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        flat = value.detach().cpu().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig
 
-from model_components._stages import Stage
+from model_components._stages import Stage, hash_of
 from model_components._walk import Batch
 
 
@@ -42,22 +40,15 @@ def _key(model: nn.Module, settings: object, data: Sequence[Batch]) -> str:
     if isinstance(config, PretrainedConfig):
         fields = config.to_dict()
         fields.pop("_name_or_path", None)  # a copy of the folder is the same model
-    text = json.dumps([settings, str(type(model)), fields], default=str)
-    digest = hashlib.sha256(text.encode())
+    beside = [json.dumps([settings, str(type(model)), fields], default=str)]
     for name, module in model.named_modules():  # a user may have put another activation there
         functions = {
             key: value.__qualname__
             for key, value in vars(module).items()
             if inspect.isfunction(value)
         }
-        digest.update(
-            f"{name} {type(module).__qualname__} {module.extra_repr()} {functions}".encode()
-        )
-    named = [*model.state_dict().items(), *((n, v) for batch in data for n, v in batch.items())]
-    for name, value in named:
-        if not isinstance(value, Tensor):
-            digest.update(f"{name} {value!r}".encode())
-            continue
-        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        beside.append(f"{name} {type(module).__qualname__} {module.extra_repr()} {functions}")
+    values = list(model.state_dict().items())
+    for number, batch in enumerate(data):
+        values += [(f"batch {number} {name}", value) for name, value in batch.items()]
+    return hash_of(values, *beside)

@@ -115,11 +115,24 @@ def test_an_interrupted_run_loses_nothing(tmp_path, monkeypatch):
     files = sorted(tmp_path.rglob("*.safetensors"))
     assert len(files) == 4
     files[0].write_bytes(files[0].read_bytes()[:40])  # cut short by something else
+    files[1].write_bytes(files[1].read_bytes()[:-8] + bytes(8))  # a torn write
     data.encode_(model, cache=tmp_path, progress=False)
     whole = model.dataset(pairs_of(60), progress=False)
     monkeypatch.setattr(model, "features", features)
     whole.encode_(model, progress=False)
     np.testing.assert_allclose(data._features, whole._features, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", [1, 17, -1])
+def test_features_of_an_encoder_with_one_other_number_are_refused(place):
+    model = frozen()
+    data = model.dataset(pairs_of(4), progress=False)
+    data.encode_(model, progress=False)
+    data.check_encoded("predict", model)
+    with torch.no_grad():
+        model.encoder.get_input_embeddings().weight.view(-1)[place] += 1
+    with pytest.raises(ValueError, match="features of another encoder"):
+        data.check_encoded("predict", model)
 
 
 def test_what_trains_is_not_kept():

@@ -18,21 +18,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from model_components._devices import warn_if_slow
-from model_components._folders import new_file
 from model_components._modes import evaluating
+from model_components._stages import Stage, hash_of
 
 from ..judge import Judge
 from .template import Tokens, sequence_batch
 
 _TOKENS = 8192  # of a batch
 _BATCHES = 8  # of a file
-_SAMPLED = 64  # numbers of each tensor
 # of peft's layers, in no state dict
 _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 # do not change outputs
@@ -56,11 +53,11 @@ def encoded(
     warn_if_slow("encode_", model.encoder)
     kinds = model.pool.pooling
     if cache is None:
-        folders: dict[str, Path] = {}
+        stages: dict[str, Stage] = {}
     else:
-        folders = _folders(model, Path(cache))
+        stages = _stages(model, Path(cache))
     keys = [_key(one) for one in sequences]
-    rows = {kind: _found(folders.get(kind)) for kind in kinds}
+    rows = {kind: _stored(stages.get(kind)) for kind in kinds}
     missing = {
         key: one
         for key, one in zip(keys, sequences, strict=True)
@@ -91,19 +88,18 @@ def encoded(
             features = torch.cat(feature_parts)
             for kind, pooled in zip(kinds, features.chunk(len(kinds), 1), strict=True):
                 rows[kind] |= zip(chunk, pooled.numpy(), strict=True)
-                if kind in folders:
-                    _save_features(folders[kind], chunk, pooled)
+                if kind in stages:
+                    _store(stages[kind], chunk, pooled)
     if not keys:
         return np.zeros((0, 0), np.float32)
     return np.concatenate([np.stack([rows[kind][key] for key in keys]) for kind in kinds], 1)
 
 
-def _save_features(folder: Path, keys: Sequence[bytes], features: Tensor) -> None:
+def _store(stage: Stage, keys: Sequence[bytes], features: Tensor) -> None:
     joined = b"".join(keys)
     table = torch.frombuffer(bytearray(joined), dtype=torch.uint8).view(len(keys), -1)
-    name = f"{hashlib.sha256(joined).hexdigest()[:32]}.safetensors"
-    with new_file(folder / name, "encode_") as part:
-        save_file({"keys": table, "features": features.contiguous()}, part)
+    name = hashlib.sha256(joined).hexdigest()[:32]
+    stage.store(name, {"keys": table, "features": features})
 
 
 def _key(tokens: Tokens) -> bytes:
@@ -130,22 +126,21 @@ def _chunks(order: Sequence[bytes], sequences: dict[bytes, Tokens]) -> Iterator[
         yield batches
 
 
-def _found(folder: Path | None) -> dict[bytes, np.ndarray]:
-    """Read what earlier runs left; pass over files that cannot be read."""
+def _stored(stage: Stage | None) -> dict[bytes, np.ndarray]:
+    """Return the features that earlier runs stored whole, by the keys of their sequences."""
     rows: dict[bytes, np.ndarray] = {}
-    for path in sorted(folder.glob("*.safetensors")) if folder is not None else ():
-        try:
-            stored = load_file(path)
-            keys = stored["keys"].numpy()
-            features = stored["features"].numpy()
-        except (SafetensorError, KeyError, OSError):
-            continue
-        rows |= zip((key.tobytes() for key in keys), features, strict=False)
+    if stage is None or stage.folder is None:
+        return rows
+    for path in sorted(stage.folder.glob("*.safetensors")):
+        part = stage.load(path.stem)
+        if part is not None:
+            keys = part[0]["keys"].numpy()
+            rows |= zip((key.tobytes() for key in keys), part[0]["features"].numpy(), strict=True)
     return rows
 
 
-def _folders(model: Judge, cache: Path) -> dict[str, Path]:
-    """Return the folder of each kind of pooling's features."""
+def _stages(model: Judge, cache: Path) -> dict[str, Stage]:
+    """Return the stage of each kind of pooling's features."""
     config = {
         name: value
         for name, value in model.encoder.config.to_dict().items()
@@ -156,8 +151,8 @@ def _folders(model: Judge, cache: Path) -> dict[str, Path]:
         json.dumps(config, sort_keys=True, default=str),
         *_adapters(model),
     ]
-    folder = cache / _hashed(model.encoder, *beside)
-    return {kind: folder / kind for kind in model.pool.pooling}
+    key = hash_of(model.encoder.state_dict().items(), *beside)
+    return {kind: Stage(cache / key / kind, key, "encode_") for kind in model.pool.pooling}
 
 
 def _adapters(model: Judge) -> list[str]:
@@ -171,23 +166,6 @@ def _adapters(model: Judge) -> list[str]:
 
 
 def fingerprint(model: Judge) -> str:
-    """Tell one encoder and its pooling from another in milliseconds.
-
-    A few numbers of each tensor are hashed.
-    """
-    digest = hashlib.sha256(
-        repr((type(model.encoder).__name__, model.pool.pooling, _adapters(model))).encode()
-    )
-    for tensor in model.encoder.state_dict().values():
-        flat = tensor.detach().flatten()
-        digest.update(flat[:: max(1, len(flat) // _SAMPLED)].double().cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _hashed(module: nn.Module, *beside: str) -> str:
-    """A hash of a module's weights, and of what else its outputs depend on."""
-    digest = hashlib.sha256("\n".join(beside).encode())
-    for name, tensor in sorted(module.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()[:32]
+    """Return a hash of an encoder, its pooling and its adapters."""
+    described = repr((type(model.encoder).__name__, model.pool.pooling, _adapters(model)))
+    return hash_of(model.encoder.state_dict().items(), described)

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
 from transformers import PrinterCallback, ProgressCallback, Trainer
 
 
@@ -81,26 +79,6 @@ def save_curves(curves: Any, name: str, options: argparse.Namespace, wanted: boo
         print(f"figures: {options.json}")
     if options.out is not None:
         print(f"curves: {save_plot(wanted, options.out / f'{name}.svg', curves.plot)}")
-
-
-def whole_checkpoint(folder: Path) -> str | None:
-    """The last checkpoint of a Trainer's in a folder that was written to its end.
-
-    None without one.
-    """
-    found = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
-    for path in sorted(found, key=lambda path: -int(path.name.rpartition("-")[2])):
-        try:
-            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-            for weights in path.glob("*.safetensors"):
-                with safe_open(weights, "pt") as held:
-                    held.keys()
-            for part in (*path.glob("optimizer.pt"), path / "scheduler.pt"):
-                torch.load(part, map_location="cpu", weights_only=True)
-            return str(path)
-        except Exception as error:  # whatever a file that was cut short gives
-            print(f"{path} is not whole ({error}); looking at the one before")
-    return None
 
 
 def remove_earlier(folder: Path) -> None:

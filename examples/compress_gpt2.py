@@ -28,7 +28,6 @@ from small_gpt2 import (
     windows,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from kronecker import (
     PRESETS,
@@ -113,12 +112,8 @@ def one(given: argparse.Namespace, init: str, teacher, tokenizer, rows, held) ->
         pretrained_learning_rate=given.pretrained_learning_rate,
         train_dataset=Rows(rows),
     )
-    last = (
-        get_last_checkpoint(place / "trainer")
-        if given.resume and (place / "trainer").exists()
-        else None
-    )
-    trainer.train(resume_from_checkpoint=last)
+    begun = any((place / "trainer").glob("checkpoint-*"))
+    trainer.train(resume_from_checkpoint=given.resume and begun)
     curve = [(row["step"], row["loss"]) for row in trainer.state.log_history if "loss" in row]
     made = {
         "init": init,

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import can_draw, save_plot, whole_checkpoint
+from common import can_draw, save_plot
 from name_a_thing import made_up, own_encoder
 from transformers import EarlyStoppingCallback, TrainingArguments, set_seed
 
@@ -390,14 +390,14 @@ def train(given: argparse.Namespace) -> None:
     _, _, model, data = prepared(given, main)
     asked = asked_for(given, model) if main else None
     trainer = trainer_of(given, data, model=model)
-    checkpoint = whole_checkpoint(given.out / "checkpoints") if given.resume else None
-    if given.resume and main:
-        print(
-            f"going on from {checkpoint}" if checkpoint else "there is no checkpoint: starting anew"
-        )
+    begun = any((given.out / "checkpoints").glob("checkpoint-*"))
+    if given.resume and main and not begun:
+        print("there is no checkpoint: starting anew")
     if main:
         (given.out / "flags.json").write_text(json.dumps(flags, indent=1) + "\n", encoding="utf-8")
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train(resume_from_checkpoint=given.resume and begun)
+    if trainer.resumed_from and main:
+        print(f"went on from {trainer.resumed_from}")
     if asked is not None:
         finish(given, model, data, asked)
 

@@ -376,8 +376,7 @@ def test_the_judge_example_runs_and_resumes(tmp_path):
     )
     (last / "trainer_state.json").write_text("{")  # cut short: the one before is taken
     printed = run_example("train_judge.py", *options, "--resume")
-    assert re.search(rf"{last.name} is not whole", printed)
-    assert re.search(r"going on from .*checkpoint-3$", printed, re.M)
+    assert re.search(r"went on from .*checkpoint-3$", printed, re.M)
     for flags in (["--resume"], []):  # the judge that is there would be lost
         with pytest.raises(AssertionError, match=r"train_judge:.*--batch.*8.*--out"):
             run_example("train_judge.py", *options, *flags, "--batch", 4)

@@ -5,13 +5,17 @@ Typed options, and losses that are means over a whole step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers.trainer_utils import TrainOutput
+
+from ._checkpoints import newest_whole, problem_of
 
 TrainData = Any
 """What a stock trainer takes: a data set of torch's or of `datasets`, or a list of examples."""
@@ -39,7 +43,49 @@ class StepTrainer(Trainer):
     """A `transformers.Trainer` whose losses are means over all items of a step.
 
     Micro-batches change nothing.
+
+    Attributes:
+        resumed_from: The checkpoint that the training goes on from, or None.
     """
+
+    resumed_from: Path | None = None
+
+    def needed_files(self) -> Sequence[str]:
+        """Return the names of files that a checkpoint must have besides those of transformers."""
+        return ()
+
+    def train(
+        self, resume_from_checkpoint: str | Path | bool | None = None, *rest: Any, **named: Any
+    ) -> TrainOutput:
+        """Train, or go on from a checkpoint.
+
+        Args:
+            resume_from_checkpoint: A folder, or True for the newest whole checkpoint of
+                ``output_dir``.
+            *rest: Of `Trainer.train`.
+            **named: Of `Trainer.train`.
+
+        Raises:
+            ValueError: There is no checkpoint, or it is not whole.
+        """
+        self.resumed_from = None
+        if resume_from_checkpoint:
+            self.resumed_from = self._whole_checkpoint(resume_from_checkpoint)
+            return super().train(str(self.resumed_from), *rest, **named)
+        return super().train(None, *rest, **named)
+
+    def _whole_checkpoint(self, asked: str | Path | bool) -> Path:
+        operation = type(self).__name__
+        if isinstance(asked, bool):
+            folder = Path(str(self.args.output_dir))
+            newest = newest_whole(folder, operation, self.needed_files())
+            if newest is None:
+                raise ValueError(f"{operation}: {folder} has no whole checkpoint to resume from")
+            return newest
+        problem = problem_of(Path(asked), self.needed_files())
+        if problem:
+            raise ValueError(f"{operation}: expected a whole checkpoint, got {asked}: {problem}")
+        return Path(asked)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[object], num_batches: int, device: torch.device

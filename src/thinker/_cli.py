@@ -41,7 +41,7 @@ def train(
     try:
         return runs.train(run, out, samples=samples, device=where, progress=run_flags.progress)
     except KeyboardInterrupt:
-        saved = runs.whole_checkpoint(out / "checkpoints")
+        saved = runs.newest_whole(out / "checkpoints", "think train")
         raise KeyboardInterrupt(CONTINUE_HINT if saved else "") from None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import set_seed
 
+from model_components._checkpoints import newest_whole
 from model_components._folders import make_folder, write_json
 from model_components._model_folders import CARD, card_of, complete_folder
 from model_components._report import Report, Table
@@ -22,7 +23,6 @@ from .model import LatentThinker
 from .report import evaluate_grid, evaluate_steps, plot_training
 from .run_settings import MORE_STEPS, Run
 from .training import RewindOnPeak, ThinkerTrainer, thinker_arguments
-from .training.checkpoints import newest_whole
 
 _GRID_STEPS = (1, 2, 4, 6, 8, 12, 16, 24)
 """Numbers of steps at which a trained model is measured; training has 1 to 6 by default."""
@@ -82,7 +82,7 @@ def train(run: Run, out: Path, *, samples: int, device: str, progress: bool) -> 
     edited = _is_edited(out)
     write_json(make_folder(out, "train") / "run.json", run.to_dict())
     trainer = _trainer_of(run, model, data, out, device=device, progress=progress)
-    checkpoint = whole_checkpoint(out / "checkpoints")
+    checkpoint = newest_whole(out / "checkpoints", "think train", trainer.needed_files())
     begin = time.process_time()
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.process_time() - begin
@@ -178,14 +178,6 @@ def _check_run_folder(out: Path, run: Run) -> None:
                 f"think train: the run in {out} has {trained} iterations; expected more "
                 f"--iterations, or another folder, got {run.iterations}"
             )
-
-
-def whole_checkpoint(folder: Path) -> str | None:
-    """Return the newest complete checkpoint, or None."""
-    try:
-        return str(newest_whole(folder, "thinker_state.pt"))
-    except ValueError:
-        return None
 
 
 def measure(

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
+from model_components._checkpoints import newest_whole
 from model_components._folders import NewFolder, check_new, make_folder, write_json
 from model_components._modes import evaluating
 from model_components._report import Report, Table, plain
@@ -129,9 +129,8 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
         train_dataset=mixture,
         data_collator=collator,
     )
-    trainer.train(
-        resume_from_checkpoint=get_last_checkpoint(training) if training.is_dir() else None
-    )
+    checkpoint = newest_whole(training, "learn", trainer.needed_files())
+    trainer.train(resume_from_checkpoint=checkpoint)
     merger.eval()
     masks = merger.save_masks(training / MASKS)
     test = [task.test for task in tasks]

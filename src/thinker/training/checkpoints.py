@@ -1,4 +1,4 @@
-"""`ThinkerTrainer`'s own files in a checkpoint, written last, and which checkpoints are whole."""
+"""`ThinkerTrainer`'s own files in a checkpoint, written last."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import logging
 
 from ..config import ThinkerConfig
 from ..curriculum import StateDict
 from ..memory import make_memory
 from ..positions import Places
 from ..state import ThinkerState
-
-logger = logging.get_logger(__name__)
 
 
 def pack_carry(carry: ThinkerState | None) -> StateDict | None:
@@ -67,29 +63,3 @@ def read_state(path: Path) -> StateDict:
         raise ValueError(
             f"ThinkerTrainer: {path} cannot be read ({error}); expected a whole checkpoint"
         ) from error
-
-
-def newest_whole(folder: Path, name: str) -> Path:
-    """The newest whole checkpoint; warns of newer ones that are not whole.
-
-    Raises:
-        ValueError: There is none.
-    """
-    numbers = {
-        p: p.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-        for p in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-    }
-    for path in sorted(
-        (p for p, n in numbers.items() if n.isdigit()), key=lambda p: -int(numbers[p])
-    ):
-        try:
-            # of all processes
-            for file in {path / name, *path.glob(f"{Path(name).stem}*{Path(name).suffix}")}:
-                read_state(file)
-        except ValueError as error:
-            logger.warning(
-                "ThinkerTrainer: the checkpoint %s is not whole and is passed over: %s", path, error
-            )
-        else:
-            return path
-    raise ValueError(f"ThinkerTrainer: {folder} has no whole checkpoint to resume from")

@@ -30,7 +30,7 @@ from ..report import evaluate_steps
 from ..state import ThinkerOutput, ThinkerState
 from .arguments import thinker_arguments
 from .callbacks import CurriculumCallback, ThinkerCallback
-from .checkpoints import newest_whole, pack_carry, read_state, unpack_carry
+from .checkpoints import pack_carry, read_state, unpack_carry
 from .fit import check_delay, check_fit, check_kinds, check_reach, check_segments
 from .parameters import parameter_groups
 from .tally import Tally
@@ -136,7 +136,6 @@ class ThinkerTrainer(StepTrainer):
         self.tally = Tally(longest, device, lambda counts: self.accelerator.reduce(counts, "sum"))
         self._logged = self.tally.mark()
         self._start_of_data = self.data.step
-        self._checkpoint: Path | None = None
         self._skipped = 0
         self._carry: ThinkerState | None = None  # of the segment before
         if not any(isinstance(c, CurriculumCallback) for c in self.callback_handler.callbacks):
@@ -262,29 +261,16 @@ class ThinkerTrainer(StepTrainer):
             "trainer.evaluate()"
         )
 
+    def needed_files(self) -> Sequence[str]:
+        """Return the name of the state of carries and counts."""
+        return (self._state_name(0),)
+
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: object
+        self, resume_from_checkpoint: str | Path | bool | None = None, *rest: Any, **named: Any
     ) -> TrainOutput:
-        """Train, or go on.
-
-        Args:
-            resume_from_checkpoint: A folder, or True for the newest whole checkpoint of
-                ``output_dir``.
-            *rest: Of `Trainer.train`.
-            **named: Of `Trainer.train`.
-
-        Raises:
-            ValueError: No checkpoint, or one that is not whole or not of this trainer.
-        """
-        self._checkpoint = self._carry = None
-        if resume_from_checkpoint is True:
-            self._checkpoint = newest_whole(Path(str(self.args.output_dir)), self._state_name(0))
-        elif resume_from_checkpoint:
-            self._checkpoint = Path(resume_from_checkpoint)
-            read_state(self._checkpoint / self._state_name(0))
-        return super().train(
-            None if self._checkpoint is None else str(self._checkpoint), *rest, **named
-        )
+        """Train, or go on from a checkpoint, as in `StepTrainer.train`."""
+        self._carry = None
+        return super().train(resume_from_checkpoint, *rest, **named)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Return the logs, with accuracy and difficulty while it trains.
@@ -492,8 +478,8 @@ class _Housekeeping(TrainerCallback):
         **kwargs: object,
     ) -> None:
         self.trainer.data.segments = self.trainer.segments  # another trainer may have the same data
-        if self.trainer._checkpoint is not None:
-            self.trainer.load_progress(self.trainer._checkpoint)
+        if self.trainer.resumed_from is not None:
+            self.trainer.load_progress(self.trainer.resumed_from)
         self.trainer._start_of_data = self.trainer.data.step - self.trainer.seen
 
     def on_save(

@@ -1,0 +1,74 @@
+"""Checkpoints of trainings: which of them are whole."""
+
+from __future__ import annotations
+
+import json
+import logging
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+_PREFIX = "checkpoint-"  # transformers' own
+_STATE = "trainer_state.json"
+
+logger = logging.getLogger(__name__)
+
+
+def newest_whole(folder: Path, operation: str, needed: Sequence[str] = ()) -> Path | None:
+    """Return the newest whole checkpoint in a folder, or None; warn of newer ones that are not.
+
+    Args:
+        folder: The ``output_dir`` of a trainer.
+        operation: The name that the warning begins with.
+        needed: Names of files that a checkpoint must have besides those of transformers.
+    """
+    numbered = {
+        int(path.name.removeprefix(_PREFIX)): path
+        for path in folder.glob(f"{_PREFIX}*")
+        if path.name.removeprefix(_PREFIX).isdigit()
+    }
+    for _, path in sorted(numbered.items(), reverse=True):
+        problem = problem_of(path, needed)
+        if not problem:
+            return path
+        logger.warning("%s: %s is not whole and is passed over: %s", operation, path, problem)
+    return None
+
+
+def problem_of(checkpoint: Path, needed: Sequence[str] = ()) -> str:
+    """Return the reason why a checkpoint is not whole, or an empty string.
+
+    A kill or a full disk cuts files short. What they hold is not compared with anything.
+    """
+    for name in (_STATE, *needed):
+        if not (checkpoint / name).is_file():
+            return f"it has no {name}"
+    try:
+        json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
+    except ValueError as error:
+        return f"{_STATE} is damaged ({error})"
+    for path in sorted(checkpoint.iterdir()):
+        if path.suffix == ".safetensors" and not _opens(path):
+            return f"{path.name} is damaged"
+        if path.suffix in (".pt", ".pth") and not _unpacks(path):
+            return f"{path.name} is damaged"
+    return ""
+
+
+def _opens(path: Path) -> bool:
+    try:
+        with safe_open(path, "pt"):  # which compares the length with the header
+            return True
+    except SafetensorError:
+        return False
+
+
+def _unpacks(path: Path) -> bool:
+    """Return whether a file of ``torch.save``, which is a zip file, is as it was written."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            return file.testzip() is None
+    except zipfile.BadZipFile:
+        return False

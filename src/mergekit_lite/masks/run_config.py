@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated, Any, Self
 import yaml
 from transformers import TrainingArguments
 
-from model_components._checks import Range, check_choice, check_value
+from model_components._checks import Range, check_choice, check_value, refuse_unknown
 
 from .config import KLConfig, MaskConfig
 
@@ -171,14 +170,7 @@ class MaskRun:
 def _known(
     where: str, values: Mapping[str, object], known: Sequence[str], needed: Sequence[str] = ()
 ) -> None:
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1)
-            if near:
-                hint = f"did you mean {near[0]}?"
-            else:
-                hint = f"it has {', '.join(known[:12])}"
-            raise ValueError(f"{where}: unknown field {name!r}; {hint}")
+    refuse_unknown(where, map(str, values), known)
     if lost := [name for name in needed if name not in values]:
         raise ValueError(f"{where}: has no {lost[0]}")
 

@@ -237,7 +237,7 @@ def test_components_of_one_name_have_rows_of_their_own(config, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"component": []}, "unknown field 'component'; did you mean components"),
+        ({"component": []}, "unknown field component; did you mean components"),
         ({"components": ["model0"]}, "1 components and 2 tasks"),
         ({"components": "model0"}, "components is 'model0', expected a list"),
         ({"data": []}, "2 components and 0 tasks"),
@@ -251,13 +251,13 @@ def test_components_of_one_name_have_rows_of_their_own(config, tmp_path):
         ({"data": [{"files": "task0.jsonl", "component": "a"}]}, "component of entry 0 is 'a'"),
         (
             {"masks": {"granlarity": "input"}},
-            "masks: unknown field 'granlarity'; did you mean granularity",
+            "masks: unknown field granlarity; did you mean granularity",
         ),
         ({"kl": {"coefficients": "x"}}, "expected one of task"),
         ({"kl": 3}, "kl is 3, expected fields of KLConfig"),
         (
             {"training": {"learning_rat": 1}},
-            "training: unknown field 'learning_rat'; did you mean learning_rate",
+            "training: unknown field learning_rat; did you mean learning_rate",
         ),
         ({"held_out": 0}, "held_out is 0"),
         ({"held_out": 12}, "task0 has 12 examples, 12 are held out"),

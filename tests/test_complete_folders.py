@@ -20,6 +20,7 @@ from mergekit_lite.masks import Merger
 from model_components import push_to_hub
 from model_components._cli import main
 from model_components._formats import check_format
+from model_components._hub import is_cached
 from model_components._model_folders import license_of
 from tests.support.hub import fake_hub
 from tests.support.models import save_tokenizer, tiny
@@ -205,6 +206,11 @@ def test_a_relative_path_is_no_hub_id_in_another_folder(bases, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path / "private")
     merge_lora(prepare_lora(model, LoraConfig()), tmp_path / "out", progress=False)
     assert "private" not in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["./gone", "run--1/last", "ckpt-", "x..y", "a" * 97, "~/no"])
+def test_a_name_that_is_no_id_of_the_hub_is_no_error(name):
+    assert not is_cached(name)
 
 
 def test_nothing_beneath_a_folder_names_this_machine(bases, tmp_path, monkeypatch):

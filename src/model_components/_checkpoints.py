@@ -27,7 +27,7 @@ def newest_whole(folder: Path, operation: str, needed: Sequence[str] = ()) -> Pa
     numbered = {
         int(path.name.removeprefix(_PREFIX)): path
         for path in folder.glob(f"{_PREFIX}*")
-        if path.name.removeprefix(_PREFIX).isdigit()
+        if path.name.removeprefix(_PREFIX).isdecimal()
     }
     for _, path in sorted(numbered.items(), reverse=True):
         problem = problem_of(path, needed)
@@ -49,10 +49,18 @@ def problem_of(checkpoint: Path, needed: Sequence[str] = ()) -> str:
         json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
     except ValueError as error:
         return f"{_STATE} is damaged ({error})"
-    for path in sorted(checkpoint.iterdir()):
+    contents = sorted(checkpoint.iterdir())
+    # sharded trainings keep weights in folders
+    weights = [path for path in contents if path.suffix in (".safetensors", ".bin")]
+    weights = [path for path in weights if path.name != "training_args.bin"]
+    if not weights and not any(path.is_dir() for path in contents):
+        return "it has no weights"
+    for path in contents:
+        if path.is_dir():
+            continue
         if path.suffix == ".safetensors" and not _opens(path):
             return f"{path.name} is damaged"
-        if path.suffix in (".pt", ".pth") and not _unpacks(path):
+        if path.suffix in (".pt", ".pth", ".bin") and not _unpacks(path):
             return f"{path.name} is damaged"
     return ""
 
@@ -61,14 +69,16 @@ def _opens(path: Path) -> bool:
     try:
         with safe_open(path, "pt"):  # which compares the length with the header
             return True
-    except SafetensorError:
+    except (SafetensorError, OSError):
         return False
 
 
 def _unpacks(path: Path) -> bool:
-    """Return whether a file of ``torch.save``, which is a zip file, is as it was written."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            return file.testzip() is None
-    except zipfile.BadZipFile:
-        return False
+    """Return whether a file of ``torch.save`` has its end.
+
+    It is a zip file, whose list of contents comes last, or an old pickle, of which one cannot tell.
+    Checksums are not compared: torch can be told to write none.
+    """
+    with path.open("rb") as file:
+        start = file.read(2)
+    return zipfile.is_zipfile(path) if start == b"PK" else bool(start)

@@ -83,10 +83,14 @@ def is_cached(repo_id: str) -> bool:
     """Return whether the hub's cache on this machine has a model's repository."""
     import huggingface_hub
     from huggingface_hub.file_download import repo_folder_name
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    if not _NAME.fullmatch(repo_id):
+    repo_id = split_revision(repo_id)[0]
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError:  # such as ./mine or run--1/last
         return False
-    name = repo_folder_name(repo_id=split_revision(repo_id)[0], repo_type="model")
+    name = repo_folder_name(repo_id=repo_id, repo_type="model")
     return Path(huggingface_hub.constants.HF_HUB_CACHE, name).is_dir()
 
 

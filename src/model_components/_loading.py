@@ -19,12 +19,16 @@ class CompleteModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(
-        cls, place: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+        cls,
+        pretrained_model_name_or_path: Any,
+        *args: Any,
+        output_loading_info: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """Load a model as transformers does, but only a whole one.
 
         Args:
-            place: Folder or hub id.
+            pretrained_model_name_or_path: Folder or hub id.
             *args: As in `transformers.PreTrainedModel.from_pretrained`.
             output_loading_info: Return the model and transformers' report.
             **kwargs: As in `transformers.PreTrainedModel.from_pretrained`.
@@ -32,12 +36,13 @@ class CompleteModel(PreTrainedModel):
         Raises:
             ValueError: There is no such folder; tensors are missing, unknown or not finite.
         """
+        place = pretrained_model_name_or_path
         if place is not None and is_path(str(place)):
-            find_folder(place, operation="from_pretrained")
+            place = find_folder(place, operation="from_pretrained")
         loaded: Any = super().from_pretrained(place, *args, output_loading_info=True, **kwargs)
         model, info = loaded
-        if not kwargs.get("ignore_mismatched_sizes"):
-            _check_loaded(model, info, place)
+        mismatched = () if kwargs.get("ignore_mismatched_sizes") else info["mismatched_keys"]
+        _check_loaded(model, {**info, "mismatched_keys": mismatched}, place)
         return (model, info) if output_loading_info else model
 
 

@@ -30,6 +30,12 @@ TOKENIZER_FILES = (
     "merges.txt",
     "spiece.model",
     "sentencepiece.bpe.model",
+    "spm_char.model",
+    "source.spm",
+    "tekken.json",
+    "tokenizer.model.v3",
+    "prophetnet.tokenizer",
+    "byte_maps.json",
     "chat_template.jinja",
     "chat_template.json",
 )

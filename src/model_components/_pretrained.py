@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,6 +12,10 @@ from ._checks import check_config, declared_fields, refuse_unknown
 from ._formats import check_format, stamp
 
 FORMAT = 1
+_OF_TRANSFORMERS = re.compile(
+    r".*_token_id|(attn|experts)_implementation|quantization_config|auto_map|tokenizer_class"
+    r"|use_cache|tie_word_embeddings|is_decoder|torchscript|torch_dtype|task_specific_params"
+)
 
 
 class CheckedModelConfig(PreTrainedConfig):
@@ -66,10 +71,16 @@ def _fields(cls: type) -> list[str]:
 
 
 def _unknown(cls: type, names: Iterable[str]) -> list[str]:
-    """Return the names that neither a config nor transformers' own configs have."""
+    """Return the names that neither a config nor transformers' own configs have.
+
+    transformers takes some names that are no attributes of its base class.
+    """
     known = {*_fields(cls), *vars(PreTrainedConfig())}
     return [
         name
         for name in names
-        if name not in known and not hasattr(PreTrainedConfig, name) and not name.startswith("_")
+        if name not in known
+        and not hasattr(PreTrainedConfig, name)
+        and not name.startswith("_")
+        and not _OF_TRANSFORMERS.fullmatch(name)
     ]

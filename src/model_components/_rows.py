@@ -126,7 +126,7 @@ def _csv_rows(file: IO[str], delimiter: str) -> Iterator[tuple[int, object]]:
     csv.field_size_limit(_LONGEST_FIELD)  # a setting of the whole process
     header = file.readline()
     before = 0
-    if header.startswith("sep=") and len(header.rstrip()) == 5:  # Excel's own line
+    if header.startswith("sep=") and len(header.rstrip("\r\n")) == 5:  # Excel's own line
         delimiter = delimiter or header[4]
         before = 1
     else:
@@ -135,7 +135,7 @@ def _csv_rows(file: IO[str], delimiter: str) -> Iterator[tuple[int, object]]:
     reader = csv.DictReader(file, delimiter=delimiter or _delimiter_of(header), strict=True)
     names = list(reader.fieldnames or ())
     for name in names:
-        if names.count(name) > 1:
+        if name and names.count(name) > 1:  # Excel may leave empty columns at the end
             raise csv.Error(f"two columns are called {name!r}")
     for row in reader:
         line = before + reader.line_num

@@ -70,7 +70,7 @@ class Stage:
             return None
         if metadata.get("hash") != hash_of(tensors.items()):  # changed on the disk
             return None
-        return tensors, json.loads(metadata["notes"])
+        return tensors, json.loads(metadata.get("notes", "null"))
 
 
 def hash_of(tensors: Iterable[tuple[str, Any]], *beside: str) -> str:
@@ -88,6 +88,6 @@ def hash_of(tensors: Iterable[tuple[str, Any]], *beside: str) -> str:
             digest.update(f"{name} {value!r}".encode())
             continue
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        flat = value.detach().cpu().reshape(-1)
+        flat = value.detach().cpu().contiguous().view(-1)
         digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -77,6 +77,27 @@ def test_a_checkpoint_without_its_state_is_refused(trained, tmp_path):
     assert newest_whole(tmp_path / "none", "test") is None
 
 
+def test_a_checkpoint_without_weights_is_not_whole(trained, tmp_path):
+    folder = tmp_path / "checkpoint-3"
+    shutil.copytree(trained / "checkpoint-3", folder)
+    (folder / "model.safetensors").unlink()
+    assert problem_of(folder) == "it has no weights"
+
+
+def test_files_that_torch_reads_are_whole(trained, tmp_path):
+    folder = tmp_path / "checkpoint-3"
+    shutil.copytree(trained / "checkpoint-3", folder)
+    (folder / "of_a_user.pt").mkdir()
+    torch.save({}, folder / "old.pt", _use_new_zipfile_serialization=False)
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.ones(9)}, folder / "optimizer.pt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert not problem_of(folder)
+
+
 def test_numbers_of_checkpoints_are_compared_as_numbers(tmp_path, trained):
     for number in (9, 10):
         shutil.copytree(trained / "checkpoint-1", tmp_path / f"checkpoint-{number}")

@@ -123,9 +123,20 @@ def test_model_configs_save_all_fields_and_refuse_newer_formats(cls, tmp_path):
     assert saved.keys() >= set(cls.__annotations__)
     with pytest.raises(ValueError, match="expected format 1, got 2"):
         cls.from_dict({**saved, "format_version": 2})
-    assert cls.from_dict({**saved, "use_cache": True}).to_dict() == cls.from_dict(saved).to_dict()
-    with pytest.raises(ValueError, match=f"^{cls.__name__}: unknown field use_cach"):
-        cls(use_cach=True)
+    assert (
+        cls.from_dict({**saved, "note": "of a trainer"}).to_dict() == cls.from_dict(saved).to_dict()
+    )
+    with pytest.raises(ValueError, match=f"^{cls.__name__}: unknown field note"):
+        cls(note="mine")
+
+
+@pytest.mark.parametrize("cls", [ThinkerConfig, PairwiseConfig])
+def test_fields_that_transformers_takes_are_kept(cls):
+    others = {"quantization_config": {"bits": 4}, "auto_map": {"AutoModel": "a.B"}}
+    for config in (cls(pad_token_id=0, **others), cls.from_dict(cls().to_dict() | others)):
+        assert config.quantization_config == {"bits": 4}
+        assert config.to_dict()["auto_map"] == {"AutoModel": "a.B"}
+    assert cls(attn_implementation="eager")._attn_implementation == "eager"
 
 
 def test_a_value_outside_a_config_is_checked_by_the_same_rules():

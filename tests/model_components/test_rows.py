@@ -133,6 +133,14 @@ def test_a_delimiter_is_one_that_makes_columns(tmp_path):
     assert list(each_row(tmp_path / "a.csv", "read")) == [(2, {"a,b,c": "1", "d": "2"})]
 
 
+def test_files_as_excel_writes_them(tmp_path):
+    (tmp_path / "a.csv").write_text("sep=\t\na\tb\n1\t2\n")
+    assert list(each_row(tmp_path / "a.csv", "read")) == [(3, {"a": "1", "b": "2"})]
+    (tmp_path / "a.csv").write_text("a,b,,\n1,2,,\n")
+    ((_, row),) = each_row(tmp_path / "a.csv", "read")
+    assert (row["a"], row["b"]) == ("1", "2")
+
+
 def test_a_parquet_file_is_the_one_that_is_named(tmp_path):
     pandas.DataFrame({"a": ["wrong"]}).to_parquet(tmp_path / "rows1.parquet")
     pandas.DataFrame({"a": ["right"]}).to_parquet(tmp_path / "rows[1].parquet")

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from model_components._stages import Stage
+from model_components._stages import Stage, hash_of
 
 TENSORS = {
     "a": torch.arange(6.0).view(2, 3),
@@ -57,6 +57,12 @@ def test_a_part_that_was_cut_or_changed_is_not_read(stage, tmp_path):
     for change in ({"a": TENSORS["a"].T.contiguous()}, {"x": torch.zeros(1)}):
         save_file({**load_file(path), **change}, tmp_path / "changed.safetensors", metadata)
         assert stage.load("changed") is None
+
+
+def test_a_hash_is_of_the_values_and_not_of_their_layout():
+    wide = torch.arange(12).view(2, 6)
+    for view in (wide[:, ::2], wide[:1].expand(3, 6), wide.T, wide[0, ::3]):
+        assert hash_of([("a", view)]) == hash_of([("a", view.clone().contiguous())])
 
 
 def test_without_a_folder_nothing_is_stored():

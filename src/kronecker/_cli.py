@@ -108,6 +108,7 @@ def prune(
     calibration: Path,
     tokens: int = 50_000,
     reading: Reading,
+    fresh: bool = False,
     run_flags: RunFlags,
 ) -> Report:
     """Make a model smaller by removing hidden neurons or blocks.
@@ -122,6 +123,7 @@ def prune(
             of parquet.
         tokens: Number of tokens to read from the text.
         reading: Flags for turning text into tokens.
+        fresh: Begin anew instead of continuing an interrupted run.
         run_flags: Where to compute, and whether to show progress.
     """
     import torch
@@ -132,7 +134,7 @@ def prune(
     from .surgery.prune import prune_
 
     where = find_device(run_flags.device, "prune")
-    new = NewFolder(out, "prune", resumable=True)
+    new = NewFolder(out, "prune", resumable=True, fresh=fresh)
     text = text_of(calibration)
     found = find_model(model)
     if not found.architecture:
@@ -185,6 +187,7 @@ def convert(
     calibration: Path | None = None,
     tokens: int = 12_000,
     reading: Reading,
+    fresh: bool = False,
     run_flags: RunFlags,
 ) -> Report:
     """Compress a model with low-rank or Kronecker factors.
@@ -199,6 +202,7 @@ def convert(
             of parquet. Required with --low-rank, and with --b-shape if --init is sequential.
         tokens: Number of tokens to read from the text.
         reading: Flags for turning text into tokens.
+        fresh: Begin anew instead of continuing an interrupted run.
         run_flags: Where to compute, and whether to show progress.
     """
     config = conversion.config()
@@ -215,7 +219,7 @@ def convert(
     from .surgery.convert import convert_
 
     where = find_device(run_flags.device, "convert")
-    new = NewFolder(out, "convert", resumable=True)
+    new = NewFolder(out, "convert", resumable=True, fresh=fresh)
     source = reading.tokenizer or model
     text = "" if calibration is None else text_of(calibration)
     found = find_model(model)

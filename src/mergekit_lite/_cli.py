@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from model_components._cli import CONTINUE_HINT, ON_TERMINAL, RunFlags
+from model_components._cli import ON_TERMINAL, RunFlags, continue_hint
 from model_components._report import Report
 
 Pickle = Literal["weights_only"]
@@ -59,7 +59,7 @@ def merge(
     threads: int | None = None,
     files: Files,
     trust_remote_code: bool = False,
-    resume: bool = True,
+    fresh: bool = False,
     run_flags: RunFlags,
 ) -> Report | None:
     """Merge checkpoints by a YAML recipe.
@@ -76,7 +76,7 @@ def merge(
         threads: Number of blocks computed at the same time; default: one per core, at most 8.
         files: Flags for checkpoints.
         trust_remote_code: Also copy the model's own Python files.
-        resume: Continue an interrupted run of the same merge.
+        fresh: Begin anew instead of continuing an interrupted run of the same merge.
         run_flags: Where to compute, and whether to show progress.
     """
     from .functional import merge_models
@@ -94,7 +94,7 @@ def merge(
             max_shard_size=files.max_shard_size,
             allow_pickle=files.allow_pickle,
             trust_remote_code=trust_remote_code,
-            resume=resume,
+            fresh=fresh,
             progress=run_flags.progress,
         )
     assert isinstance(report, Report)  # as a folder was written
@@ -116,12 +116,15 @@ def plan(recipe: Path, /, *, files: Files) -> Report:
     return make_plan(load_recipe(recipe), max_shard_size=limit, allow_pickle=files.allow_pickle)
 
 
-def learn(settings: Path, out: Path, /, *, progress: bool = ON_TERMINAL) -> Report:
+def learn(
+    settings: Path, out: Path, /, *, fresh: bool = False, progress: bool = ON_TERMINAL
+) -> Report:
     """Learn masks that merge models, write the merged model and compare it with other merges.
 
     Args:
         settings: YAML file: components, data, masks, kl, training, compare.
         out: Output folder: a new path, or an empty folder.
+        fresh: Begin anew instead of continuing an interrupted run.
         progress: Show progress bars and the first example of each task; default: only on a
             terminal.
     """
@@ -129,10 +132,10 @@ def learn(settings: Path, out: Path, /, *, progress: bool = ON_TERMINAL) -> Repo
     from .masks.run_config import MaskRun
 
     try:
-        return run_masks(MaskRun.from_yaml(settings), out, progress=progress)
+        return run_masks(MaskRun.from_yaml(settings), out, fresh=fresh, progress=progress)
     except KeyboardInterrupt:
         begun = any(out.with_name(f"{out.name}.training").glob("checkpoint-*"))
-        raise KeyboardInterrupt(CONTINUE_HINT if begun else "") from None
+        raise KeyboardInterrupt(continue_hint(fresh) if begun else "") from None
 
 
 def extract(

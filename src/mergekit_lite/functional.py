@@ -113,7 +113,7 @@ def merge_models(
     seed: int = 0,
     threads: int | None = None,
     progress: bool = True,
-    resume: bool = True,
+    fresh: bool = False,
     allow_pickle: str | None = None,
     trust_remote_code: bool = False,
     calibration: Sequence[object] | None = None,
@@ -143,7 +143,7 @@ def merge_models(
         threads: Blocks in work at once; default: one a core, at most 8. Results do not depend on
             it.
         progress: Show a progress bar.
-        resume: Go on from an interrupted run of the same merge.
+        fresh: Begin anew instead of going on from an interrupted run of the same merge.
         allow_pickle: ``"weights_only"`` admits pickled checkpoints.
         trust_remote_code: Copy the Python files of the model whose config the output takes, and the
             ``auto_map`` that has transformers run them. Without it they are left out, and the
@@ -177,7 +177,8 @@ def merge_models(
     ):
         dtype = dtype or models.dtype
         models, method, parameters = _calibrated_recipe(models)
-    if calibration is not None or method in CALIBRATED:
+    calibrated = calibration is not None or method in CALIBRATED
+    if calibrated:
         unsupported = {
             "base_model": base_model,
             "out_dtype": out_dtype,
@@ -185,31 +186,6 @@ def merge_models(
             "device": None if str(device) == "cpu" else device,  # blocks run on the CPU
         }
         _check_calibrated(models, method, calibration, out, unsupported)
-        assert calibration is not None  # it has seen that
-        assert out is not None
-        chosen = {
-            "threads": threads,
-            "device": device,
-            "impl": impl,
-            "seed": seed,
-            "max_shard_size": max_shard_size,
-            "dtype": dtype,
-            "progress": progress,
-            "resume": resume,
-            "trust_remote_code": trust_remote_code,
-        }
-        return _merge_calibrated(
-            # pyrefly: ignore[bad-argument-type]: _check_calibrated refuses recipes
-            models,
-            method or CALIBRATED[0],
-            calibration,
-            out,
-            parameters,
-            chosen,
-        )
-    recipe = _resolve_recipe(
-        models, method, base_model, parameters, {"dtype": dtype, "out_dtype": out_dtype}
-    )
     check_value("merge_models", "threads", threads, MaybeWhole)
     check_choice("merge_models", "impl", impl, _IMPLS)
     run = Run(
@@ -219,9 +195,25 @@ def merge_models(
         seed=seed,
         threads=threads or _default_threads(),
         progress=progress,
-        resume=resume,
+        fresh=fresh,
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
+    )
+    if calibrated:
+        assert calibration is not None  # it has seen that
+        assert out is not None
+        return _merge_calibrated(
+            # pyrefly: ignore[bad-argument-type]: _check_calibrated refuses recipes
+            models,
+            method or CALIBRATED[0],
+            calibration,
+            Path(out),
+            parameters,
+            dtype,
+            run,
+        )
+    recipe = _resolve_recipe(
+        models, method, base_model, parameters, {"dtype": dtype, "out_dtype": out_dtype}
     )
     if out is None:
         return merge_in_memory(recipe, run)[0]
@@ -329,9 +321,10 @@ def _merge_calibrated(
     models: Sequence[object],
     method: str,
     calibration: Sequence[object],
-    out: str | os.PathLike[str],
+    out: Path,
     parameters: Mapping[str, Any],
-    options: Mapping[str, Any],
+    dtype: object,
+    run: Run,
 ) -> MergeReport:
     """Merge into parts in a folder beside ``out``.
 
@@ -342,22 +335,18 @@ def _merge_calibrated(
     started = time.perf_counter()
     cpu_started = time.process_time()
     path = check_new(out, "merge")
+    dtypes = {"dtype": dtype, "out_dtype": None}
+    _resolve_recipe(list(models[:1]), "passthrough", None, {}, dtypes)  # a wrong dtype is told now
     try:
         merge = CalibratedMerge(method=method, **parameters)
     except TypeError as error:
         raise ValueError(f"merge_models: {method}: {str(error).partition(' ')[2]}") from error
-    with NewFolder(path.with_name(f"{path.name}.blocks"), "merge", resumable=True) as stage:
-        source = merged_source(
-            models,
-            calibration,
-            merge,
-            stage,
-            resume=options["resume"],
-            progress=options["progress"],
-        )
-        report = merge_models([source], "passthrough", out=path, **options)
+    blocks = path.with_name(f"{path.name}.blocks")
+    with NewFolder(blocks, "merge", resumable=True, fresh=run.fresh) as stage:
+        source = merged_source(models, calibration, merge, stage, progress=run.progress)
+        recipe = _resolve_recipe([source], "passthrough", None, {}, dtypes)
+        report = merge_to_folder(recipe, path, run)
         stage.discard()
-    assert isinstance(report, MergeReport)
     seconds = time.perf_counter() - started
     cpu_seconds = time.process_time() - cpu_started
     return replace(report, seconds=seconds, cpu_seconds=cpu_seconds)

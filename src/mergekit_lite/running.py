@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import time
 import warnings
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 
 from model_components import __version__
 from model_components._devices import peak_memory
-from model_components._folders import NewFolder, OutputError, write_json
+from model_components._folders import NewFolder, OutputError, of_write, write_json
 
 from ._torch import Tensor, torch
 from .dtypes import Array, stored_of, to_torch
@@ -45,7 +44,7 @@ class Run:
     seed: int
     threads: int
     progress: bool
-    resume: bool
+    fresh: bool
     allow_pickle: str | None
     trust_remote_code: bool
     hashing: bool = True
@@ -209,7 +208,7 @@ def _stage_mark(stage: MergeRecipe, run: Run) -> str | None:
 
 
 def _is_whole(folder: Path, stage: MergeRecipe, run: Run) -> bool:
-    if not run.resume or not (folder / _STAGE).is_file():
+    if run.fresh or not (folder / _STAGE).is_file():
         return False
     try:
         mark = read_json(folder / _STAGE).get("fingerprint")
@@ -225,7 +224,7 @@ def _write(
     plan = engine.plan
     chosen_template(plan)  # what could fail at the end is tried first
     folder = OutputFolder(out, plan, plan_fingerprint(plan, run.seed, __version__))
-    ranks.lead(lambda: folder.prepare(run.resume))
+    ranks.lead(lambda: folder.prepare(run.fresh))
     resumed = ranks.share(sorted(folder.finished))
     facts: list[TensorFact] = []
     order = {t.name: i for i, t in enumerate(plan.tensors)}
@@ -260,13 +259,12 @@ def _write(
     except BaseException as error:
         # nothing may write once the folder is let go
         executor.shutdown(wait=True, cancel_futures=True)
-        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-        if ranks.rank == 0 and (full or isinstance(error, NotFiniteError)):
+        failed_write = of_write(f"merge to {out}", error)
+        if ranks.rank == 0 and (failed_write or isinstance(error, NotFiniteError)):
             with contextlib.suppress(OSError):  # the error of the merge is the one to tell
                 folder.discard()
         folder.close()
-        if full:
-            text = f"merge to {out}: the disk is full; what was written has been removed"
-            raise OutputError(errno.ENOSPC, text) from error
+        if failed_write:
+            raise OutputError(f"{failed_write}; what was written has been removed") from error
         raise
     return facts, resumed

@@ -24,17 +24,22 @@ def newest_whole(folder: Path, operation: str, needed: Sequence[str] = ()) -> Pa
         operation: The name that the warning begins with.
         needed: Names of files that a checkpoint must have besides those of transformers.
     """
-    numbered = {
-        int(path.name.removeprefix(_PREFIX)): path
-        for path in folder.glob(f"{_PREFIX}*")
-        if path.name.removeprefix(_PREFIX).isdecimal()
-    }
-    for _, path in sorted(numbered.items(), reverse=True):
+    for path in checkpoints_in(folder):
         problem = problem_of(path, needed)
         if not problem:
             return path
         logger.warning("%s: %s is not whole and is passed over: %s", operation, path, problem)
     return None
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the folders of checkpoints in a folder, the newest first."""
+    numbered = {
+        int(path.name.removeprefix(_PREFIX)): path
+        for path in folder.glob(f"{_PREFIX}*")
+        if path.name.removeprefix(_PREFIX).isdecimal() and path.is_dir() and not path.is_symlink()
+    }
+    return [path for _, path in sorted(numbered.items(), reverse=True)]
 
 
 def problem_of(checkpoint: Path, needed: Sequence[str] = ()) -> str:

@@ -30,7 +30,6 @@ from ._report import plain
 
 GROUP = "model_components.commands"
 """The group of entry points; a dot in a name separates a group of commands from its command."""
-CONTINUE_HINT = "run the same command again to continue"
 ON_TERMINAL = sys.stderr is not None and sys.stderr.isatty()  # None under pythonw
 """Whether someone watches: the default of ``progress``."""
 
@@ -251,11 +250,20 @@ def _library_errors() -> tuple[type[Exception], ...]:
     )
 
 
+def continue_hint(fresh: bool) -> str:
+    """Return the hint that follows a stop of a command whose work was saved."""
+    if fresh:
+        return "run the same command again, without --fresh, to continue"
+    return "run the same command again to continue"
+
+
 def _continue_hint(work: functools.partial[object]) -> str:
     """Return the hint that follows a stop, or an empty string if no work was saved."""
     given = inspect.signature(work.func).bind(*work.args, **work.keywords).arguments
     out = given.get("out")
-    return CONTINUE_HINT if isinstance(out, Path) and is_begun(out) else ""
+    if not isinstance(out, Path) or not is_begun(out):
+        return ""
+    return continue_hint(given.get("fresh", False))
 
 
 def _print(result: object, as_json: bool) -> None:

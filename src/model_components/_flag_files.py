@@ -45,37 +45,28 @@ def read_flags(path: Path) -> Mapping[object, object]:
     Raises:
         FlagFileError: The file cannot be read, or is not a YAML mapping.
     """
-    import yaml  # only where a file is named
+    from . import _yaml  # only where a file is named
 
-    class Loader(yaml.SafeLoader):
+    class Loader(_yaml.Loader):
         """Reads true, false and null, and every other word as it stands, as a command line."""
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-            names = [key.value for key, _ in node.value]
-            for name in names:
-                if names.count(name) > 1:
-                    raise ValueError(f"{name} stands there twice")
-            return super().construct_mapping(node, deep)
 
     Loader.yaml_implicit_resolvers = {}
     for kind, words in _YAML_WORDS.items():
         Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", words, None)
     try:
-        with path.open(encoding="utf-8") as file:
-            values = yaml.load(file, Loader)
+        documents = _yaml.read_yaml(path.read_text(encoding="utf-8"), Loader)
     except OSError as error:
         raise FlagFileError(f"--config: {path} cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise FlagFileError(f"--config: expected YAML in {path}, got an error: {reason}") from error
-    if values is None:  # an empty file
+    except ValueError as error:
+        raise FlagFileError(f"--config: expected YAML in {path}, got an error: {error}") from error
+    if not documents:
         return {}
-    if not isinstance(values, Mapping):
+    if len(documents) > 1 or not isinstance(documents[0], Mapping):
+        kinds = " and ".join(type(document).__name__ for document in documents)
         raise FlagFileError(
-            f"--config: expected a YAML mapping of flags to values in {path}, got "
-            f"{type(values).__name__}"
+            f"--config: expected a YAML mapping of flags to values in {path}, got {kinds}"
         )
-    return values
+    return documents[0]
 
 
 def words_of(values: Mapping[object, object], given: Sequence[str]) -> list[str]:

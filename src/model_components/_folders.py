@@ -7,7 +7,7 @@ file that was just created here, is ever removed.
 
     out's folder/
       .NAME.partial/
-        .made-by-model-components   the marker: an empty file, which is there whole or not at all
+        .made-by-model-components   the marker, which names the process that writes
         result/                     what will be NAME
         ...                         what an interrupted run may want to know
 """
@@ -15,9 +15,11 @@ file that was just created here, is ever removed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -27,9 +29,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ._locks import FolderLock, NotOursError, PosixLock, WindowsLock
+from ._locks import FolderLock, NotOursError, PosixLock, WindowsLock, holder_of, sign
 
 _MARKER = ".made-by-model-components"
+_WRITES_THAT_FAIL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 class OutputError(OSError, ValueError):
@@ -81,6 +84,40 @@ def _told(to: str, error: OSError) -> OutputError:
     return OutputError(f"{to}: cannot be written ({error.strerror})")
 
 
+def of_write(to: str, error: BaseException) -> OutputError | None:
+    """Return what to raise in place of an error of writing, or None for another error.
+
+    Python, safetensors and torch tell of a full disk by classes and words of their own.
+
+    Args:
+        to: What was written where, as the error begins.
+        error: What was raised.
+    """
+    if isinstance(error, OutputError):
+        return None
+    text = str(error)
+    number = error.errno if isinstance(error, OSError) else None
+    if found := re.search(r"\bos error (\d+)", text):  # safetensors, which is written in Rust
+        number = int(found[1])
+    if number in _WRITES_THAT_FAIL:
+        return OutputError(f"{to}: cannot be written ({os.strerror(number)})")
+    if isinstance(error, RuntimeError) and "inline_container" in text:  # torch's writer of files
+        return OutputError(f"{to}: cannot be written ({text.splitlines()[0]})")
+    return None
+
+
+@contextlib.contextmanager
+def writing(to: str) -> Iterator[None]:
+    """Turn a full disk and what is like it into an `OutputError`."""
+    try:
+        yield
+    except Exception as error:
+        told = of_write(to, error)
+        if told is not None:
+            raise told from error
+        raise
+
+
 def is_begun(out: str | os.PathLike[str]) -> bool:
     """Return whether an interrupted run left work beside ``out`` that the same run takes up."""
     path = Path(os.path.abspath(out))
@@ -116,6 +153,7 @@ class NewFolder:
         out: The final name: nothing, or an empty folder.
         operation: What to call the work in errors.
         resumable: An error leaves what was written, and a later run finds it again.
+        fresh: Remove what an earlier run left.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as parent:
@@ -127,10 +165,18 @@ class NewFolder:
     True
     """
 
-    def __init__(self, out: str | os.PathLike[str], operation: str, *, resumable: bool = False):
+    def __init__(
+        self,
+        out: str | os.PathLike[str],
+        operation: str,
+        *,
+        resumable: bool = False,
+        fresh: bool = False,
+    ):
         self.out = check_new(out, operation)
         self.operation = operation
         self.resumable = resumable
+        self.fresh = fresh
         self.place = self.out.with_name(f".{self.out.name}.partial")
         self.folder = self.place / "result"
         self._to = f"{operation} to {self.out}"
@@ -148,8 +194,8 @@ class NewFolder:
         try:
             while not self._claim():  # another run finished in between
                 check_new(self.out, self.operation)
-            (self.place / _MARKER).touch()
-            if not self.resumable:
+            sign(self.place / _MARKER)
+            if self.fresh or not self.resumable:
                 _empty(self.place, keep=[_MARKER])
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self.folder)
@@ -174,7 +220,8 @@ class NewFolder:
         except NotOursError:
             raise self._foreign() from None
         except BlockingIOError:
-            raise OutputError(f"{self._to}: another run is writing it now") from None
+            holder = holder_of(self.place / _MARKER)
+            raise OutputError(f"{self._to}: another run is writing it now{holder}") from None
         if not self._has_its_name():
             self.close()
             return False
@@ -267,6 +314,9 @@ class NewFolder:
             if nothing or not self.resumable:
                 self.discard()
         self.close()
+        told = of_write(self._to, error) if error is not None else None
+        if told is not None:
+            raise told from error
 
 
 def _rename(folder: Path, out: Path) -> None:
@@ -287,6 +337,14 @@ def _empty(folder: Path, keep: Collection[str]) -> None:
             shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(
                 entry.path
             )
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder that this library made, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -328,7 +386,8 @@ def new_file(path: str | os.PathLike[str], operation: str) -> Iterator[Path]:
     except OSError as error:
         raise _told(to, error) from error
     try:
-        yield part
+        with writing(to):
+            yield part
         os.replace(part, path)
     except BaseException:
         part.unlink(missing_ok=True)

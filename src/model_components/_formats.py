@@ -1,9 +1,12 @@
-"""The version of a file's format, so that an older library refuses a newer file by name."""
+"""Files that this library wrote: their format's version, and one error for what is damaged."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from ._version import __version__
@@ -43,3 +46,33 @@ def check_format(found: Mapping[str, Any], newest: int, operation: str) -> None:
         if made_with not in (None, __version__):
             advice = f'pip install "model-components>={made_with}"'
         raise ValueError(f"{operation}: expected format {expected}, got {version}; {advice}")
+
+
+@contextlib.contextmanager
+def reading(path: Path, operation: str) -> Iterator[None]:
+    """Turn whatever reading a file raises into one error that names the file.
+
+    A person may have edited it, and a full disk may have cut it.
+
+    Args:
+        path: The file.
+        operation: The name that the error message begins with.
+
+    Raises:
+        ValueError: The file is damaged. A ValueError of the code inside stays as it is.
+
+    >>> with reading(Path("run.json"), "load"):
+    ...     {}["steps"]
+    Traceback (most recent call last):
+    ValueError: load: run.json is damaged, or was changed by hand (KeyError: 'steps')
+    """
+    try:
+        yield
+    except Exception as error:  # torch, safetensors and json raise classes of many kinds
+        foreign = isinstance(error, (json.JSONDecodeError, UnicodeDecodeError))
+        if isinstance(error, ValueError) and not foreign:
+            raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(
+            f"{operation}: {path} is damaged, or was changed by hand ({reason})"
+        ) from error

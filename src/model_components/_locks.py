@@ -10,10 +10,12 @@ import errno
 import importlib
 import importlib.util
 import os
+import platform
 import stat
 from pathlib import Path
 from typing import Any
 
+_LOCKED_BYTE = 1 << 30  # far behind the text, since Windows lets nobody read a locked byte
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # some network file systems have none
 
 
@@ -102,6 +104,7 @@ class WindowsLock:
             raise NotOursError
         self._marker = folder / marker
         self._descriptor = os.open(self._marker, os.O_RDWR | os.O_CREAT)
+        os.lseek(self._descriptor, _LOCKED_BYTE, os.SEEK_SET)
         try:
             msvcrt.locking(self._descriptor, msvcrt.LK_NBLCK, 1)
         except OSError as error:
@@ -122,6 +125,23 @@ class WindowsLock:
 
 
 FolderLock = WindowsLock if importlib.util.find_spec("fcntl") is None else PosixLock
+
+
+def sign(path: Path) -> None:
+    """Write into a lock's file which process holds it."""
+    flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    with open(os.open(path, flags, 0o666), "w", encoding="utf-8") as file:
+        file.truncate()
+        file.write(f"process {os.getpid()} on {platform.node()}")
+
+
+def holder_of(path: Path) -> str:
+    """Return the process that a lock's file names, as the end of a sentence."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return f" ({text[:100]})" if text.isprintable() and text else ""
 
 
 def is_file(path: Path, owner: int | None = None) -> bool:

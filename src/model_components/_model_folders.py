@@ -14,6 +14,7 @@ import yaml
 
 from ._folders import new_file
 from ._hub import find_folder, hub_id, is_cached, is_path, user_path
+from ._yaml import read_yaml
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,9 +106,8 @@ def license_of(base: str) -> str | None:
     if len(sections) < 3 or sections[0].strip():
         return None
     try:
-        header = yaml.safe_load(sections[1])
-    # of somebody else's card; ValueError: a date that does not exist
-    except (yaml.YAMLError, ValueError, RecursionError):
+        header = next(iter(read_yaml(sections[1])), None)
+    except ValueError:  # in somebody else's card
         return None
     found = header.get("license") if isinstance(header, Mapping) else None
     return found if isinstance(found, str) else None

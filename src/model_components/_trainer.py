@@ -1,21 +1,32 @@
 """Parts that the trainers of all packages share.
 
-Typed options, and losses that are means over a whole step.
+Typed options, losses that are means over a whole step, and a stop where numbers are not finite.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, IterableDataset
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import TrainOutput
 
 from ._checkpoints import newest_whole, problem_of
+from ._folders import writing
 
 TrainData = Any
 """What a stock trainer takes: a data set of torch's or of `datasets`, or a list of examples."""
@@ -39,16 +50,28 @@ class TrainerOptions(TypedDict, total=False):
     preprocess_logits_for_metrics: Callable[..., Tensor] | None
 
 
+class DeadRunError(RuntimeError):
+    """A training was stopped because it cannot come to anything."""
+
+
 class StepTrainer(Trainer):
     """A `transformers.Trainer` whose losses are means over all items of a step.
 
-    Micro-batches change nothing.
+    Micro-batches change nothing. A loss, gradient or parameter that is not finite stops the
+    training before it reaches the weights or a checkpoint. The losses that a resumed training logs
+    are those of the whole run.
 
     Attributes:
         resumed_from: The checkpoint that the training goes on from, or None.
     """
 
     resumed_from: Path | None = None
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._losses = _Losses()
+        self._loss_of_step: Tensor | float = 0.0
+        self.add_callback(_Watch(self))
 
     def needed_files(self) -> Sequence[str]:
         """Return the names of files that a checkpoint must have besides those of transformers."""
@@ -67,12 +90,15 @@ class StepTrainer(Trainer):
 
         Raises:
             ValueError: There is no checkpoint, or it is not whole.
+            DeadRunError: A loss, gradient or parameter is not finite.
         """
         self.resumed_from = None
+        checkpoint = None
         if resume_from_checkpoint:
             self.resumed_from = self._whole_checkpoint(resume_from_checkpoint)
-            return super().train(str(self.resumed_from), *rest, **named)
-        return super().train(None, *rest, **named)
+            checkpoint = str(self.resumed_from)
+        output = super().train(checkpoint, *rest, **named)
+        return output._replace(training_loss=output.metrics["train_loss"])
 
     def _whole_checkpoint(self, asked: str | Path | bool) -> Path:
         operation = type(self).__name__
@@ -97,6 +123,77 @@ class StepTrainer(Trainer):
         if self.state.global_step >= self.state.max_steps:
             return [], None
         return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def training_step(self, *args: Any, **named: Any) -> Tensor:
+        """Return a micro-batch's part of its step's loss, after the backward pass."""
+        loss = super().training_step(*args, **named)
+        self._loss_of_step = self._loss_of_step + loss.detach().double()
+        return loss
+
+    def end_loss(self) -> None:
+        """Add a step's loss to the losses that are logged, and check it and the gradients."""
+        loss = float(self._loss_of_step)
+        self._loss_of_step = 0.0
+        step = self.state.global_step + 1
+        if not math.isfinite(loss):
+            self.on_not_finite(f"the loss of step {step} is {loss}")
+        elif not self._gradients_are_finite():
+            self.on_not_finite(f"the loss of step {step} is {loss:.4g}, its gradients are not")
+        else:
+            self._losses.total += loss
+            self._losses.steps += 1
+
+    def _gradients_are_finite(self) -> bool:
+        if self.accelerator.scaler is not None:  # of float16, which passes over such steps itself
+            return True
+        return _are_finite([p.grad for p in self._learned() if p.grad is not None])
+
+    def _learned(self) -> list[nn.Parameter]:
+        groups = bare_optimizer(self.optimizer).param_groups
+        return [p for group in groups for p in group["params"]]
+
+    def on_not_finite(self, what: str) -> None:
+        """Stop the training.
+
+        Raises:
+            DeadRunError: Always.
+        """
+        raise DeadRunError(
+            f"{type(self).__name__}: expected finite numbers, but {what}; earlier checkpoints "
+            "stay. Try a lower learning rate, float32 or bfloat16, or look for outliers in the data"
+        )
+
+    def check_parameters(self) -> None:
+        """Call `on_not_finite` if a parameter that is trained is not."""
+        if not _are_finite(self._learned()):
+            self.on_not_finite(f"parameters are not after step {self.state.global_step}")
+
+    def _save_checkpoint(self, *args: Any, **named: Any) -> None:
+        self.check_parameters()
+        self._losses.total = self._mean_of_processes(self._losses.total)
+        states: Any = self.state.stateful_callbacks  # a mapping, whatever its annotation says
+        states["StepTrainer"] = asdict(self._losses)
+        with writing(f"{type(self).__name__}: checkpoint in {self.args.output_dir}"):
+            super()._save_checkpoint(*args, **named)
+
+    def _mean_of_processes(self, value: float) -> float:
+        if self.accelerator.num_processes == 1:
+            return value
+        device = self.accelerator.device
+        return float(self.accelerator.reduce(torch.tensor(value, device=device), "mean"))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Write to the logs, with losses of the whole run where it was resumed."""
+        losses = self._losses
+        if "loss" in logs or "train_loss" in logs:
+            losses.total = self._mean_of_processes(losses.total)
+        if "loss" in logs:
+            logs["loss"] = _mean(losses.total - losses.logged, losses.steps - losses.logged_steps)
+            losses.logged = losses.total
+            losses.logged_steps = losses.steps
+        if "train_loss" in logs:
+            logs["train_loss"] = _mean(losses.total, losses.steps)
+        super().log(logs, start_time)
 
     def optimizer_groups(self) -> list[dict[str, object]] | None:
         """Groups of parameters for the arguments' optimizer; None for the stock trainer's own."""
@@ -140,6 +237,65 @@ class StepTrainer(Trainer):
     def unwrapped(self) -> Any:
         """The model, out of what wraps it in training with several processes."""
         return self.accelerator.unwrap_model(self.model)
+
+
+@dataclass
+class _Losses:
+    """Sums of the losses of a run's steps, and what of them is logged."""
+
+    total: float = 0.0
+    steps: int = 0
+    logged: float = 0.0
+    logged_steps: int = 0
+
+
+class _Watch(TrainerCallback):
+    """Call `StepTrainer` where the stock trainer has nothing to override."""
+
+    def __init__(self, trainer: StepTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **rest: object,
+    ) -> None:
+        states: Any = state.stateful_callbacks
+        stored = states.get("StepTrainer", {})
+        self.trainer._losses = _Losses(**stored) if self.trainer.resumed_from else _Losses()
+        self.trainer._loss_of_step = 0.0
+
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **rest: object,
+    ) -> None:
+        self.trainer.end_loss()
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **rest: object,
+    ) -> None:
+        self.trainer.check_parameters()
+
+
+def _mean(total: float, count: int) -> float:
+    return total / count if count else math.nan
+
+
+@torch.no_grad()
+def _are_finite(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all values of this process are finite; wait for the device once."""
+    tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    checks = [tensor.isfinite().all().to(tensors[0].device) for tensor in tensors]
+    return not checks or bool(torch.stack(checks).all())
 
 
 def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from model_components._cli import CONTINUE_HINT, RunFlags
+from model_components._cli import RunFlags, continue_hint
 from model_components._devices import find_device
 from model_components._report import Report
 
@@ -18,6 +18,7 @@ def train(
     *,
     run_config: RunConfig,
     samples: int = 1024,
+    fresh: bool = False,
     run_flags: RunFlags,
 ) -> Report:
     """Train a thinker on a task; write the model and its accuracy.
@@ -31,6 +32,7 @@ def train(
         out: Output folder: a new path, or the folder of a run to continue.
         run_config: Settings of the run.
         samples: Number of held-out samples of each length.
+        fresh: Begin anew instead of continuing what the folder holds.
         run_flags: Where to compute, and whether to show progress.
     """
     from . import runs
@@ -39,10 +41,12 @@ def train(
     where = find_device(run_flags.device, "think train")
     run = run_of(task, run_config)
     try:
-        return runs.train(run, out, samples=samples, device=where, progress=run_flags.progress)
+        return runs.train(
+            run, out, samples=samples, device=where, fresh=fresh, progress=run_flags.progress
+        )
     except KeyboardInterrupt:
         saved = runs.newest_whole(out / "checkpoints", "think train")
-        raise KeyboardInterrupt(CONTINUE_HINT if saved else "") from None
+        raise KeyboardInterrupt(continue_hint(fresh) if saved else "") from None
 
 
 def evaluate(

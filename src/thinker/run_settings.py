@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
-
 from model_components._checks import CheckedConfig, Range, Whole, check_choice
+from model_components._yaml import read_yaml
 
 from . import schedules
 from .config import ThinkerConfig
@@ -194,8 +193,8 @@ def _named_values(pairs: Sequence[str]) -> dict[str, Any]:
 def _value(text: str) -> object:
     """Parse a value as YAML, and as a number where YAML reads text (1e-1)."""
     try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+        (value,) = read_yaml(text) or [None]
+    except ValueError as error:
         raise ValueError(f"think train: expected NAME=VALUE, got the value {text!r}") from error
     if isinstance(value, str):
         try:

@@ -12,9 +12,11 @@ from typing import Any
 from transformers import set_seed
 
 from model_components._checkpoints import newest_whole
-from model_components._folders import make_folder, write_json
+from model_components._folders import write_json
+from model_components._formats import reading
 from model_components._model_folders import CARD, card_of, complete_folder
 from model_components._report import Report, Table
+from model_components._runs import RunFolder
 
 from . import report
 from .curriculum import CurriculumDataset
@@ -60,7 +62,9 @@ class TrainingReport(Report):
         return Table(("length", "symbols", "rows", ""), rows)
 
 
-def train(run: Run, out: Path, *, samples: int, device: str, progress: bool) -> TrainingReport:
+def train(
+    run: Run, out: Path, *, samples: int, device: str, fresh: bool = False, progress: bool
+) -> TrainingReport:
     """Train a model, and write it, its accuracy and its log into a folder.
 
     An unfinished run in the folder is continued.
@@ -70,17 +74,43 @@ def train(run: Run, out: Path, *, samples: int, device: str, progress: bool) -> 
         out: A new folder, or that of the same run.
         samples: Number of held-out samples of each length.
         device: ``"cpu"``, or any other to let transformers choose.
+        fresh: Begin anew, whatever the folder holds.
         progress: Show a bar.
 
     Raises:
-        ValueError: The folder holds another run, or a finished one; settings do not fit.
+        ValueError: The folder holds another run, or a finished one, or another run writes it now;
+            settings do not fit.
     """
     set_seed(run.seed)
     data = run.data()
     model = LatentThinker(run.config(data))
-    _check_run_folder(out, run)
-    edited = _is_edited(out)
-    write_json(make_folder(out, "train") / "run.json", run.to_dict())
+    folder = RunFolder(
+        out,
+        run.to_dict(),
+        "think train",
+        checkpoints="checkpoints",
+        may_change=("iterations",),
+        results=("result.json",),
+        fresh=fresh,
+    )
+    with folder:
+        _check_unfinished(out, run)
+        edited = _is_edited(out)
+        folder.update()
+        return _train(run, model, data, out, samples, device, edited=edited, progress=progress)
+
+
+def _train(
+    run: Run,
+    model: LatentThinker,
+    data: CurriculumDataset,
+    out: Path,
+    samples: int,
+    device: str,
+    *,
+    edited: bool,
+    progress: bool,
+) -> TrainingReport:
     trainer = _trainer_of(run, model, data, out, device=device, progress=progress)
     checkpoint = newest_whole(out / "checkpoints", "think train", trainer.needed_files())
     begin = time.process_time()
@@ -156,23 +186,15 @@ def _is_edited(out: Path) -> bool:
     card = out / "model" / CARD
     if not card.is_file() or not (out / "result.json").is_file():
         return False
-    before = Run.from_dict(read_json(out, "run.json"))
+    before = _run_in(out)
     return card.read_text(encoding="utf-8") != _card(read_json(out, "result.json"), before)
 
 
-def _check_run_folder(out: Path, run: Run) -> None:
-    """Check that the folder holds no run, or one that this run continues."""
-    if not (out / "run.json").is_file():
-        return
-    before = read_json(out, "run.json")
-    for name, value in run.to_dict().items():
-        if name != "iterations" and value != before.get(name):
-            raise ValueError(
-                f"think train: {name} must be {before.get(name)!r}, as in the run in {out}, got "
-                f"{value!r}; give the same value or another folder"
-            )
+def _check_unfinished(out: Path, run: Run) -> None:
     if (out / "result.json").is_file():
-        trained = read_json(out, "result.json")["iterations"]
+        result = read_json(out, "result.json")
+        with reading(out / "result.json", "think train"):
+            trained = int(result["iterations"])
         if run.iterations <= trained:
             raise ValueError(
                 f"think train: the run in {out} has {trained} iterations; expected more "
@@ -229,7 +251,15 @@ def read_json(folder: Path, name: str) -> Any:
             f"think: expected a folder that think train wrote, got {folder} without {name}; run "
             "think train again to finish it"
         )
-    return json.loads((folder / name).read_text(encoding="utf-8"))
+    with reading(folder / name, "think"):
+        return json.loads((folder / name).read_text(encoding="utf-8"))
+
+
+def _run_in(folder: Path) -> Run:
+    """Return the settings of the run in a folder."""
+    values = read_json(folder, "run.json")
+    with reading(folder / "run.json", "think"):
+        return Run.from_dict(values)
 
 
 def evaluate(
@@ -251,7 +281,7 @@ def evaluate(
         seed: Random seed of the samples.
         device: The device that computes.
     """
-    run = Run.from_dict(read_json(folder, "run.json"))
+    run = _run_in(folder)
     model: Any = LatentThinker.from_pretrained(folder / "model")
     model.to(device)
     lengths = lengths or sorted({run.length, *run.lengths})
@@ -268,9 +298,12 @@ def evaluate(
 def draw(folder: Path) -> str:
     """Write the plots of a run into its folder, and return the names of the files."""
     result = read_json(folder, "result.json")
-    plot_training(read_json(folder, "log.json")).savefig(folder / "training.png")
+    log = read_json(folder, "log.json")
+    with reading(folder / "log.json", "think draw"):
+        plot_training(log).savefig(folder / "training.png")
     names = ["training.png"]
     if "grid" in result:
-        report.Grid.from_dict(result["grid"]).plot().savefig(folder / "grid.png")
+        with reading(folder / "result.json", "think draw"):
+            report.Grid.from_dict(result["grid"]).plot().savefig(folder / "grid.png")
         names.append("grid.png")
     return f"{folder}: {', '.join(names)}"

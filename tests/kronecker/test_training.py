@@ -23,6 +23,7 @@ from kronecker import (
     prune_,
 )
 from kronecker.training.parameters import factor_parameters
+from tests.support.logs import logs_of
 from tests.support.models import tiny
 from tests.support.ranks import in_two_processes
 
@@ -388,13 +389,15 @@ def test_resumed_is_as_if_never_stopped(tmp_path):
         "lr_scheduler_type": "linear",
     }
     whole = student()
-    train(whole, tmp_path / "whole", **common)
+    logs = [logs_of(train(whole, tmp_path / "whole", **common))]
     first = student()
     train(first, tmp_path / "parts", save_strategy="steps", save_steps=3, **common)
     again = student()
-    train(again, tmp_path / "parts", resume=str(tmp_path / "parts" / "checkpoint-3"), **common)
+    checkpoint = str(tmp_path / "parts" / "checkpoint-3")
+    logs.append(logs_of(train(again, tmp_path / "parts", resume=checkpoint, **common)))
     for a, b in zip(whole.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)
+    assert logs[0] == logs[1]
 
 
 PARTS = [

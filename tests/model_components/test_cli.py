@@ -147,6 +147,11 @@ def test_a_value_in_a_file_may_begin_with_a_dash(flags, capsys):
     assert capsys.readouterr().err == "tool: --width\n"
 
 
+BOMB = "width: &a0 [x, x]\n" + "".join(
+    f"w{k}: &a{k} [*a{k - 1}, *a{k - 1}]\n" for k in range(1, 40)
+)
+
+
 def test_a_wrong_file_of_flags_is_refused(flags, tmp_path, capsys):
     assert run("make", "a", *flags("[width]")) == 2
     assert "expected a YAML mapping of flags to values in" in capsys.readouterr().err
@@ -159,7 +164,9 @@ def test_a_wrong_file_of_flags_is_refused(flags, tmp_path, capsys):
         ("no_fast: true", "unknown field no_fast"),
         ("help: true", "unknown field help"),
         ("names: a", "unknown field names"),
-        ("width: 7\nwidth: 8", "width stands there twice"),
+        ("width: 7\nwidth: 8", "'width' stands twice"),
+        (BOMB, "its aliases stand for more than 100,000 values"),
+        ("width: &a [*a]", "its aliases stand for more than"),
         ("width: " + "[" * 5000, "expected YAML in"),
     ):
         assert run("make", "a", *flags(text)) == 2
@@ -235,7 +242,7 @@ def test_a_stop_tells_how_to_go_on(tmp_path, capsys, monkeypatch):
         raise KeyboardInterrupt
 
     assert run("try", "fail", tmp_path / "out", "--stop") == 130
-    assert capsys.readouterr().err == f"tool: stopped; {_cli.CONTINUE_HINT}\n"
+    assert capsys.readouterr().err == f"tool: stopped; {_cli.continue_hint(fresh=False)}\n"
     assert run("try", "fail", tmp_path / "other", "--stop", "--message", "use --resume") == 130
     assert capsys.readouterr().err == "tool: stopped; use --resume\n"
     monkeypatch.setattr("model_components._cli.pkgutil.resolve_name", lambda _: stop())

@@ -6,8 +6,19 @@ import re
 import pytest
 
 from model_components._cli import main
+from model_components._runs import RunFolder
+from thinker.runs import read_json
 
 SHORT = ["--iterations", "20", "--length", "4", "--samples", "64", "--no-progress"]
+
+
+def test_a_fresh_training_begins_anew(tmp_path):
+    out = tmp_path / "run"
+    words = ["think", "train", "copy", str(out), *SHORT]
+    assert main(words) == 0
+    assert main([*words, "--seed", "1", "--fresh"]) == 0
+    assert json.loads((out / "run.json").read_text())["seed"] == 1
+    assert not json.loads((out / "result.json").read_text())["resumed"]
 
 
 def test_train_resume_evaluate_and_draw(tmp_path, capsys):
@@ -38,6 +49,9 @@ def test_train_resume_evaluate_and_draw(tmp_path, capsys):
     options = more
     assert main(["think", "train", "copy", *options, "--seed", "1"]) == 1  # another run's folder
     assert "seed must be 0" in capsys.readouterr().err
+    with RunFolder(out, {}, "train", may_change=tuple(read_json(out, "run.json"))):
+        assert main(["think", "train", "copy", *options, "--iterations", "30"]) == 1
+    assert "another run is writing it now" in capsys.readouterr().err
     # as a kill leaves it, while it is written
     for checkpoint in (out / "checkpoints").glob("checkpoint-*"):
         (checkpoint / "thinker_state.pt").unlink()

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from model_components._folders import NewFolder, check_new, make_folder
-from model_components._formats import check_format, stamp
+from model_components._formats import check_format, reading, stamp
 from model_components._hub import find_folder
 from model_components._model_folders import (
     card_of,
@@ -216,15 +215,13 @@ def read_files(folder: Path) -> tuple[dict, dict[str, Tensor]]:
 
     Tied ones come under each of their names.
     """
-    mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
-    check_format(mark, 1, f"from_pretrained: {folder}")
-    if not isinstance(mark.get("aliases"), dict):
-        raise ValueError(f"from_pretrained: {folder / MARK} is damaged: expected aliases in it")
-    try:
+    with reading(folder / MARK, "from_pretrained"):
+        mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
+        check_format(mark, 1, f"from_pretrained: {folder}")
+    with reading(folder / WEIGHTS, "from_pretrained"):
         tensors = load_file(folder / WEIGHTS)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"from_pretrained: {folder / WEIGHTS} cannot be read: {error}") from None
-    return mark, tensors | {name: tensors[first] for name, first in mark["aliases"].items()}
+    with reading(folder / MARK, "from_pretrained"):
+        return mark, tensors | {name: tensors[first] for name, first in mark["aliases"].items()}
 
 
 def model_class(name: str, operation: str) -> type[PreTrainedModel]:
@@ -273,19 +270,11 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
     mark, tensors = read_files(folder)
     config = AutoConfig.from_pretrained(folder)
     dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
-    model = _stock(model_class(mark["class"], "from_pretrained"), config, dtype)
-    for name, values in mark["layers"].items():
-        try:
-            module = model.get_submodule(name)
-        except AttributeError:
-            raise ValueError(f"from_pretrained: {mark['class']} has no layer {name}") from None
-        if isinstance(layer_config := from_dict(values), PruneConfig):
-            raise ValueError(f"from_pretrained: {layer_config} is no layer's config")
-        put(model, name, empty_layer(module, layer_config))
-    shapes = {name: torch.Size(shape) for name, shape in mark["shapes"].items()}
-    set_parameters_(
-        model, {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
-    )
+    with reading(folder / MARK, "from_pretrained"):
+        cls = model_class(mark["class"], "from_pretrained")
+    model = _stock(cls, config, dtype)
+    with reading(folder / MARK, "from_pretrained"):
+        _make_smaller_(model, mark, dtype)
     state = model.state_dict()
     for name, tensor in state.items():
         if name not in tensors or tensors[name].shape != tensor.shape:
@@ -299,13 +288,27 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
             f"{', '.join(unknown[:3])}"
         )
     model.load_state_dict(tensors, assign=True)
-    for name, first in mark["aliases"].items():
-        place, _, key = name.rpartition(".")
-        model.get_submodule(place)._parameters[key] = model.get_parameter(first)
+    with reading(folder / MARK, "from_pretrained"):
+        for name, first in mark["aliases"].items():
+            place, _, key = name.rpartition(".")
+            model.get_submodule(place)._parameters[key] = model.get_parameter(first)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     own_saving_(model)
     return model.to(device)
+
+
+def _make_smaller_(model: PreTrainedModel, mark: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Give a stock model the layers and the sizes that the file of ours lists."""
+    for name, values in mark["layers"].items():
+        layer_config = from_dict(values)
+        if isinstance(layer_config, PruneConfig):
+            raise ValueError(f"from_pretrained: {layer_config} is no layer's config")
+        put(model, name, empty_layer(model.get_submodule(name), layer_config))
+    shapes = {name: torch.Size(shape) for name, shape in mark["shapes"].items()}
+    set_parameters_(
+        model, {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    )
 
 
 @torch.no_grad()

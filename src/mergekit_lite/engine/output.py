@@ -9,7 +9,6 @@ that hash and redoes the rest.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -99,18 +98,18 @@ class OutputFolder(NewFolder):
     def _progress(self) -> Path:
         return self.place / "progress.json"
 
-    def prepare(self, resume: bool) -> None:
+    def prepare(self, fresh: bool) -> None:
         """Open the hidden folder and decide what of it is kept.
 
         Args:
-            resume: Keep what an interrupted run of the same merge finished.
+            fresh: Keep nothing of what an interrupted run of the same merge finished.
 
         Raises:
             OutputError: Another run is writing it, it is not ours, or the disk is too small.
         """
         self.open()
         try:
-            if resume:
+            if not fresh:
                 self._keep_finished()
             self.clear(keep=self.finished)
             self._save_progress()
@@ -127,7 +126,7 @@ class OutputFolder(NewFolder):
                     f"needs {size_text(left)} of disk, {size_text(left - free)} more than the "
                     f"{size_text(free)} free"
                 )
-                raise OutputError(errno.ENOSPC, f"merge to {self.out}: {text}")
+                raise OutputError(f"merge to {self.out}: {text}")
         except BaseException:
             self.close()
             raise

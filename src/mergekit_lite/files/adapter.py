@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from model_components._patterns import check_pattern
+
 from ..dtypes import Array, numbers
 from .headers import CheckpointError, Json, TensorInfo, read_header, read_json
 from .sources import FolderSource, Source, stat_of
@@ -63,6 +65,9 @@ def read_adapter_config(adapter: Path) -> Json:
                 f"adapter {adapter}: its {key} is {settings[key]!r}, expected numbers by module "
                 "name"
             )
+        for pattern in settings.get(key) or {}:
+            if why := check_pattern(pattern):
+                raise CheckpointError(f"adapter {adapter}: its {key} has {pattern!r}; {why}")
     values = [settings["r"], settings["lora_alpha"]]
     values += [
         v for key in ("rank_pattern", "alpha_pattern") for v in (settings.get(key) or {}).values()
@@ -96,13 +101,8 @@ def stores_transposed(config: Mapping[str, object], module: str, otherwise: bool
 
 def _pattern(settings: Json, key: str, module: str, default: float) -> float:
     for pattern, value in (settings.get(key) or {}).items():
-        try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
-        except re.error as error:
-            raise CheckpointError(
-                f"adapter: its {key} has {pattern!r}, which is no pattern ({error})"
-            ) from error
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
     return default
 
 

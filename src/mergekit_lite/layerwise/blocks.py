@@ -163,6 +163,8 @@ class Skeleton:
         else:
             stored = self.stored_name(weights, name)
             value = tensor_of(weights.read(stored, 0, weights.tensors[stored].count))
+            if not value.isfinite().all():
+                raise CheckpointError(f"{weights.label}: {stored} has NaN or infinity")
         shape = self.model.get_parameter(name).shape
         return nn.Parameter(value.to(self.dtype).view(shape), requires_grad=False)
 

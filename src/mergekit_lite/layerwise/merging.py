@@ -29,7 +29,6 @@ def merged_source(
     merge: CalibratedMerge,
     stage: NewFolder,
     *,
-    resume: bool,
     progress: bool,
 ) -> Source:
     """The merged tensors, written block by block into an open stage folder.
@@ -45,7 +44,6 @@ def merged_source(
             batches.
         merge: How.
         stage: Where; what an interrupted run of the same merge left there is taken up.
-        resume: Whether it is.
         progress: Show a bar.
 
     Raises:
@@ -70,7 +68,7 @@ def merged_source(
         for c, s in zip(calibration, sources, strict=True)
     ]
     run = BlockMerge(skeleton, sources, data, shares, merge, stage.folder)
-    first = run.resumed() if resume else 0
+    first = run.resumed()
     if not first:
         stage.clear()
         run.begin()

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
+from model_components._formats import reading
+
 from ..dtypes import tensor_of
 from ..files import CheckpointError, LoraSource, find_folder, open_source
 from ..files.adapter import Adapter
@@ -140,7 +142,8 @@ def _with_base(path: str) -> tuple[str, str | None]:
     settings = folder / "adapter_config.json"
     if not settings.is_file() or (folder / "config.json").is_file():
         return path, None
-    base = json.loads(settings.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    with reading(settings, "Merger"):
+        base = json.loads(settings.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not isinstance(base, str):
         raise ValueError(
             f"Merger: {path} is a LoRA adapter whose config names no base; expected MODEL+{path}"

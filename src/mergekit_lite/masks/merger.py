@@ -175,7 +175,7 @@ class Merger(MaskedModel):
 
         Args:
             out: Folder to write; it must not exist or be empty.
-            **options: ``max_shard_size``, ``progress``, ``threads``, ``resume`` of `merge_models`.
+            **options: ``max_shard_size``, ``progress``, ``threads``, ``fresh`` of `merge_models`.
 
         Raises:
             ValueError: A mask that is not finite; and what `merge_models` raises.

@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import xxhash
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from model_components._checkpoints import newest_whole
-from model_components._folders import NewFolder, check_new, make_folder, write_json
+from model_components._folders import NewFolder, check_new, write_json
 from model_components._modes import evaluating
 from model_components._report import Report, Table, plain
+from model_components._runs import RunFolder
 
 from ..data import TextExamples
 from ..files import open_source
@@ -82,7 +84,9 @@ class MaskRunReport(Report):
         return Table(("model", *self.tasks, "mean"), rows)
 
 
-def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRunReport:
+def run_masks(
+    run: MaskRun, out: str | Path, *, fresh: bool = False, progress: bool = True
+) -> MaskRunReport:
     """Train masks as a file says, bake them, and compare on held-out examples.
 
     Checkpoints, masks and the report are in ``OUT.training``; an interrupted run goes on from
@@ -91,10 +95,12 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
     Args:
         run: What to do.
         out: Folder of the merged model; it must not exist or be empty.
+        fresh: Begin anew instead of going on from an interrupted run.
         progress: Print the first example and show bars.
 
     Raises:
-        ValueError: Data or components that do not fit; and what merges and training raise.
+        ValueError: Data or components that do not fit; ``OUT.training`` is of another run, or of
+            other data, or another run writes it now; and what merges and training raise.
     """
     path = check_new(out, "masks")
     training = path.with_name(f"{path.name}.training")
@@ -105,7 +111,21 @@ def run_masks(run: MaskRun, out: str | Path, *, progress: bool = True) -> MaskRu
     merger = Merger.from_pretrained(
         run.components, base=run.base, dtype=run.dtype, **asdict(run.masks)
     )
-    _claim(training, run)
+    facts = plain(run) | {f"contents of {task.data.name}": task.hash for task in tasks}
+    with RunFolder(training, facts, "masks", fresh=fresh):
+        return _train(run, path, training, merger, tasks, tokenizer, progress=progress)
+
+
+def _train(
+    run: MaskRun,
+    path: Path,
+    training: Path,
+    merger: Merger,
+    tasks: Sequence[_Task],
+    tokenizer: Any,
+    *,
+    progress: bool,
+) -> MaskRunReport:
     if progress:
         _print_first_examples(tasks)
     mixture = TaskMixture(
@@ -189,23 +209,6 @@ def _refuse_method(name: str, run: MaskRun) -> None:
         raise ValueError(f"masks: compare has {name}: {error}") from error
 
 
-def _claim(training: Path, run: MaskRun) -> None:
-    """Write a run's settings into its folder of checkpoints.
-
-    Refuse a folder of a run with others.
-    """
-    settings = plain(run)
-    path = training / "run.json"
-    if path.is_file():
-        if json.loads(path.read_text(encoding="utf-8")) != settings:
-            raise ValueError(
-                f"masks: {training} is of a run with other settings; name another OUT, or remove it"
-            )
-        return
-    make_folder(training, "masks")
-    write_json(path, settings, "masks")
-
-
 def _names(labels: Sequence[str], methods: Sequence[str]) -> list[str]:
     """Name the components in the table: by folders, where those say which is which."""
     names = [Path(label).name for label in labels]
@@ -239,6 +242,7 @@ class _Task:
                 f"masks: {data.name} has {len(examples)} examples, {count} are held out; expected "
                 "more"
             )
+        self.hash = xxhash.xxh3_128(json.dumps(examples, default=list).encode()).hexdigest()
         self.test = examples[:count]
         self.train = examples[count:]
 

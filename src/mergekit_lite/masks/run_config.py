@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-import yaml
 from transformers import TrainingArguments
 
 from model_components._checks import Range, check_choice, check_value, refuse_unknown
+from model_components._yaml import read_yaml
 
 from .config import KLConfig, MaskConfig
 
@@ -80,13 +80,16 @@ class MaskRun:
         if not Path(path).is_file():
             raise ValueError(f"MaskRun: expected a YAML file of settings, but there is no {path}")
         try:
-            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
+            documents = read_yaml(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
             raise ValueError(f"{path}: is not YAML ({error})") from error
-        if not isinstance(values, Mapping):
+        if len(documents) != 1 or not isinstance(documents[0], Mapping):
+            kinds = " and ".join(type(document).__name__ for document in documents)
             raise ValueError(
-                f"{path}: holds a {type(values).__name__}, expected components, data, masks, ..."
+                f"{path}: holds {kinds or 'nothing'}, expected one mapping of components, data, "
+                "masks, ..."
             )
+        values = documents[0]
         _known(str(path), values, [f.name for f in fields(cls)], needed=("components", "data"))
         settings = dict(values)
         for name, kind in (("masks", MaskConfig), ("kl", KLConfig)):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from model_components._folders import check_new, new_file
-from model_components._formats import check_format, stamp
+from model_components._formats import check_format, reading, stamp
 
 from ..dtypes import tensor_of
 from ..files import CheckpointError, DictSource, LoraSource, Source, open_source
@@ -29,7 +29,7 @@ from .masked_source import MaskedSource
 from .model import MaskedModel, StoredAs
 
 _FORMAT = "mergekit_lite masks"
-_OPTIONS = ("max_shard_size", "dtype", "threads", "resume", "progress")
+_OPTIONS = ("max_shard_size", "dtype", "threads", "fresh", "progress")
 MASKS = "masks.safetensors"
 
 
@@ -69,17 +69,13 @@ def _metadata(path: Path) -> dict[str, str]:
 
 def read_config(path: Path) -> MaskConfig:
     """The config that masks were made with."""
-    return MaskConfig.from_json(_metadata(path)["config"])
+    with reading(path, "load_masks"):
+        return MaskConfig.from_json(_metadata(path)["config"])
 
 
-def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
-    """Return the values in a file of masks.
-
-    They are checked to belong to the merger's components and config first.
-    """
-    metadata = _metadata(path)
+def _check_made_for(merger: MaskedModel, path: Path, metadata: Mapping[str, str]) -> None:
+    """Refuse masks of other components, or with another config."""
     dtype = str(merger.model.dtype)
-    masks = merger.masks()
     theirs = json.loads(metadata["sha256"])
     names = json.loads(metadata["components"])
     if json.loads(metadata["over_base"]) != merger.over_base or len(theirs) != len(merger.labels):
@@ -106,6 +102,16 @@ def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
             f"load_masks: {path} has {saved.granularity} masks with constraint {saved.constraint}, "
             f"this merger {config.granularity} with {config.constraint}"
         )
+
+
+def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
+    """Return the values in a file of masks.
+
+    They are checked to belong to the merger's components and config first.
+    """
+    with reading(path, "load_masks"):
+        _check_made_for(merger, path, _metadata(path))
+    masks = merger.masks()
     loaded = load_file(path)
     if odd := sorted(loaded.keys() ^ masks.keys()):
         raise ValueError(f"load_masks: {path} and the merger differ in {odd[0]} ({len(odd)} such)")

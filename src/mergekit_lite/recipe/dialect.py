@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+from model_components._yaml import read_yaml
 
 from ..methods import METHODS
 from .recipe import (
@@ -49,35 +49,11 @@ ModelOf = Callable[[str], object]
 """From a model's name to what it stands for."""
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML in which a key may stand once in a mapping."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
-        seen: set[object] = set()
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, (list, dict)):
-                raise RecipeError(
-                    f"recipe: a mapping has {key!r} as a key (line {key_node.start_mark.line + 1})"
-                )
-            if key in seen:
-                raise RecipeError(
-                    f"recipe: {key!r} stands twice in one mapping (line "
-                    f"{key_node.start_mark.line + 1})"
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
 def _load_yaml(text: str) -> list[object]:
     try:
-        return [data for data in yaml.load_all(text, _UniqueKeys) if data is not None]
-    except yaml.YAMLError as error:
+        return read_yaml(text)
+    except ValueError as error:
         raise RecipeError(f"recipe: not valid YAML ({error})") from error
-    except RecursionError as error:
-        raise RecipeError("recipe: not valid YAML (nested too deep)") from error
 
 
 def load_recipe(path_or_text: str | os.PathLike[str]) -> MergeRecipe:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Unpack
@@ -14,11 +13,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import TrainOutput
-from transformers.utils import logging
 
 from model_components._checks import Range, Whole, check_value
 from model_components._folders import new_file
-from model_components._formats import check_format, stamp
+from model_components._formats import check_format, reading, stamp
 from model_components._trainer import StepTrainer, TrainerOptions, bare_optimizer
 
 from ..counters import seed_of
@@ -29,13 +27,11 @@ from ..model import LatentThinker
 from ..report import evaluate_steps
 from ..state import ThinkerOutput, ThinkerState
 from .arguments import thinker_arguments
-from .callbacks import CurriculumCallback, ThinkerCallback
+from .callbacks import CurriculumCallback, RewindOnPeak, ThinkerCallback
 from .checkpoints import pack_carry, read_state, unpack_carry
 from .fit import check_delay, check_fit, check_kinds, check_reach, check_segments
 from .parameters import parameter_groups
 from .tally import Tally
-
-logger = logging.get_logger(__name__)
 
 DrawPlan = Callable[[torch.Generator, int], FlowPlan]
 
@@ -136,7 +132,6 @@ class ThinkerTrainer(StepTrainer):
         self.tally = Tally(longest, device, lambda counts: self.accelerator.reduce(counts, "sum"))
         self._logged = self.tally.mark()
         self._start_of_data = self.data.step
-        self._skipped = 0
         self._carry: ThinkerState | None = None  # of the segment before
         if not any(isinstance(c, CurriculumCallback) for c in self.callback_handler.callbacks):
             self.add_callback(CurriculumCallback())
@@ -281,12 +276,12 @@ class ThinkerTrainer(StepTrainer):
             counts = self.tally.since(self._logged)
             logs["accuracy"] = float(counts["right"].sum() / counts["total"].sum().clamp(min=1))
             logs["difficulty"] = round(self.data.difficulty(self.batches), 3)
-            _, finite, other = counts["loss"].tolist()
+            other = int(counts["loss"][2])
             if other:
                 logs["losses_not_finite"] = other
-                logs["loss"] = logs["loss"] if finite else math.nan
-        if "train_loss" in logs and not float(self.tally.counts["loss"][1]):
-            logs["train_loss"] = math.nan  # the stock trainer's is a mean over none
+        if self.state.max_steps:
+            # the stock trainer counts from where it resumed, since the stream has no length
+            self.state.epoch = self.state.global_step / self.state.max_steps
         super().log(logs, start_time)
 
     def evaluate(
@@ -379,7 +374,11 @@ class ThinkerTrainer(StepTrainer):
         mine, first = (folder / self._state_name(rank) for rank in (self.args.process_index, 0))
         state = read_state(mine if mine.exists() else first)
         check_format(state, 1, f"ThinkerTrainer: {folder}")
-        carry = state["carry"] if mine.exists() else None  # the first one's is of other rows
+        with reading(folder / self._state_name(0), "ThinkerTrainer"):
+            self._take_up(state, carried=mine.exists())
+
+    def _take_up(self, state: StateDict, *, carried: bool) -> None:
+        carry = state["carry"] if carried else None  # the first one's is of other rows
         self.data.load_state_dict(state["data"])
         self.step_loss.load_state_dict(state["step_loss"])
         if self.ema is not None and state["ema"] is not None:
@@ -436,29 +435,12 @@ class ThinkerTrainer(StepTrainer):
         for group in bare_optimizer(self.optimizer).param_groups:
             group["lr"] *= factor
 
-    def skip_if_not_finite(self) -> None:
-        """Drop a step's gradients when one of them is not finite.
-
-        The optimizer would put nan into every weight.
-        """
-        assert self.model is not None
-        if self.accelerator.scaler is not None:  # which does so itself
-            return
-        gradients = [
-            p.grad
-            for p in (*self.model.parameters(), *self.step_loss.parameters())
-            if p.grad is not None
-        ]
-        if gradients and not bool(torch.stack([g.isfinite().all() for g in gradients]).all()):
-            bare_optimizer(self.optimizer).zero_grad(set_to_none=True)
-            self._skipped += 1
-            if self._skipped in (1, 10, 100, 1000):
-                logger.warning(
-                    "ThinkerTrainer: gradients of step %d are not finite; it is skipped (%d so "
-                    "far)",
-                    self.state.global_step + 1,
-                    self._skipped,
-                )
+    def on_not_finite(self, what: str) -> None:
+        """Drop the step's gradients where a `RewindOnPeak` will go back, else stop."""
+        if not any(isinstance(c, RewindOnPeak) for c in self.callback_handler.callbacks):
+            super().on_not_finite(what)
+        # the optimizer would put nan into every weight
+        bare_optimizer(self.optimizer).zero_grad(set_to_none=True)
 
 
 class _Housekeeping(TrainerCallback):
@@ -511,7 +493,6 @@ class _Housekeeping(TrainerCallback):
         for parameter in self.trainer.step_loss.parameters():
             if parameter.grad is not None:
                 parameter.grad = self.trainer.accelerator.reduce(parameter.grad, "mean")
-        self.trainer.skip_if_not_finite()
 
     def on_step_end(
         self,

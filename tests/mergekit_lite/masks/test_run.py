@@ -1,6 +1,8 @@
 """A whole run from one file: by the command, killed and resumed, and what is refused."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from mergekit_lite.masks import MaskCollator, MaskTrainer
 from mergekit_lite.masks.run import _Task, held_out_losses, run_masks
 from mergekit_lite.masks.run_config import MaskRun
 from model_components._cli import main
+from model_components._runs import RunFolder
 from tests.support.models import save, save_tokenizer, tiny
 
 
@@ -194,8 +197,22 @@ def test_checkpoints_of_another_run_are_not_taken_up(config, tmp_path):
     run_masks(run, "out", progress=False)
     (tmp_path / "out").rename(tmp_path / "moved")
     (tmp_path / "other.yml").write_text(yaml.safe_dump({**config, "kl": {"direction": "reverse"}}))
-    with pytest.raises(ValueError, match=r"masks:.*out\.training"):
+    message = r"masks to .*out\.training: kl.coefficients must be 'evidence', .* got 'task'"
+    with pytest.raises(ValueError, match=message):
         run_masks(MaskRun.from_yaml("other.yml"), "out", progress=False)
+    data = Path(run.data[0].files[0])
+    rows = data.read_text().splitlines()
+    data.write_text("\n".join([*rows[:-1], rows[0]]))
+    with pytest.raises(ValueError, match=f"contents of {run.data[0].name} must be"):
+        run_masks(run, "out", progress=False)
+    run_masks(run, "out", fresh=True, progress=False)
+    assert len(list(Path("out.training").glob("checkpoint-*"))) == 1
+
+
+def test_the_second_of_two_runs_is_refused(config, tmp_path, capsys):
+    with RunFolder(tmp_path / "out.training", {}, "masks"):
+        assert main(["learn", "run.yml", "out"]) == 1
+    assert f"another run is writing it now (process {os.getpid()}" in capsys.readouterr().err
 
 
 def test_numbers_that_yaml_reads_as_text(config, tmp_path):

@@ -21,6 +21,7 @@ from mergekit_lite.masks import (
     cache_teachers,
     masked_kl,
 )
+from tests.support.logs import logs_of
 from tests.support.models import tiny
 from tests.support.ranks import in_two_processes
 
@@ -447,6 +448,7 @@ def test_resumed_is_never_stopped(tmp_path):
     assert "model.safetensors" not in files
     again = train(tmp_path / "a", resume=str(tmp_path / "a" / "checkpoint-3"))
     same(values(whole.merger), values(again.merger), rtol=0, atol=0)
+    assert logs_of(whole) == logs_of(again)
 
 
 def test_accumulated_and_checkpointed_steps_are_plain_steps(tmp_path):

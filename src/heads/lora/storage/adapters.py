@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from model_components._hub import find_folder
+from model_components._patterns import check_pattern
 
 from ..surgery.accelerate import accelerate_lora_
 from ..surgery.prepare import PREFIX, check_adapter_name, inject, is_quantised, quiet, skeleton
@@ -87,6 +89,7 @@ def load_lora(
         raise ValueError(
             f"{operation}: {path} holds an adapter of {config.peft_type}, expected LoRA"
         )
+    _check_patterns(operation, path, config)
     if isinstance(model, PeftModel):
         base = model.get_base_model()
     else:
@@ -108,6 +111,21 @@ def load_lora(
     if accelerate:
         accelerate_lora_(peft_model)
     return peft_model
+
+
+def _check_patterns(operation: str, path: Path, config: LoraConfig) -> None:
+    """Refuse patterns that peft would match without end."""
+    for name in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
+        value = getattr(config, name)
+        if isinstance(value, str):
+            patterns = [value]
+        elif isinstance(value, Mapping):
+            patterns = [str(key) for key in value]
+        else:  # names, which are compared
+            continue
+        for pattern in patterns:
+            if why := check_pattern(pattern):
+                raise ValueError(f"{operation}: {path}: {name} has {pattern!r}; {why}")
 
 
 def read_shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from model_components._trainer import DeadRunError
+
 from ..choices import CLASSES
 from ..functional import log_probabilities
 from ..report.metrics import alike
@@ -17,21 +19,16 @@ _SAMPLED = 8
 _EACH = 4096
 _STEPS_TO_MOVE = 10  # after warm-up: LoRA's A waits for B, and B for a new head
 _PATIENT = 0.3  # share of a run before its log-loss is judged: a weak signal shows late
-_LOOK = 5  # steps between two checks
 _MIN_MOVED = 0.75  # share of the watched weights that must have moved by then
-
-
-class DeadRunError(RuntimeError):
-    """A training was stopped because it cannot come to anything."""
 
 
 class DeadRunGuard(TrainerCallback):
     """Stops a run that is dead, with the reason.
 
-    A run is dead if its logits are not finite, if its weights have not moved shortly after warm-up,
-    or if, after three tenths of the run, its log-loss is in several windows in a row not better, by
-    a standard error, than that of always giving the labels' own shares (for a fair head with those
-    of A and B averaged). A run that gives every pair the same verdict is dead in the last sense.
+    A run is dead if its weights have not moved shortly after warm-up, or if, after three tenths of
+    the run, its log-loss is in several windows in a row not better, by a standard error, than that
+    of always giving the labels' own shares (for a fair head with those of A and B averaged). A run
+    that gives every pair the same verdict is dead in the last sense.
 
     In float16 or bfloat16, and at small rates, an optimizer's step can be less than half of a
     weight's last bit; the weight then never moves, and the run looks like one that learns slowly.
@@ -68,10 +65,9 @@ class DeadRunGuard(TrainerCallback):
             wanted = labels.float()
         else:
             wanted = nn.functional.one_hot(labels, classes).float()
-        bad = (~torch.isfinite(log_probs)).any().float()
         said = nn.functional.one_hot(log_probs.argmax(-1), classes).float()
-        lost = (wanted * -log_probs.nan_to_num(0.0, 0.0, 0.0)).sum(1)
-        last = torch.stack([bad, lost.square().sum(), *bad.new_zeros(classes - 2)])
+        lost = (wanted * -log_probs).sum(1)
+        last = torch.stack([lost.square().sum(), *lost.new_zeros(classes - 1)])
         rows = [said.sum(0), wanted.sum(0), wanted.T @ lost, last]
         seen = torch.cat([torch.stack(rows), wanted.T @ wanted])
         self._seen = seen if self._seen is None else self._seen + seen
@@ -119,16 +115,9 @@ class DeadRunGuard(TrainerCallback):
             return
         self._steps += 1
         window = self.window or min(200, max(20, state.max_steps // 10))
-        if self._steps % _LOOK and self._steps < window:  # to look is to wait for the device
-            return
-        seen = self.trainer.accelerator.reduce(self._seen, "sum").cpu().double()
-        if seen[3, 0]:
-            raise DeadRunError(
-                f"step {state.global_step}: logits are not finite; expected float32 weights, or "
-                "bf16 instead of fp16"
-            )
         if self._steps < window:
             return
+        seen = self.trainer.accelerator.reduce(self._seen, "sum").cpu().double()
         self._seen = None
         self._steps = 0
         if state.global_step > max(warm, _PATIENT * state.max_steps):
@@ -161,7 +150,7 @@ class DeadRunGuard(TrainerCallback):
         prior = -shares.clamp(min=1e-12).log()  # of each class
         # of each pair, on average, and its variance
         gain = float((labels * prior - lost).sum()) / count
-        spread = float(seen[3, 1] - 2 * prior @ lost + prior @ moments @ prior) / count - gain**2
+        spread = float(seen[3, 0] - 2 * prior @ lost + prior @ moments @ prior) / count - gain**2
         if gain <= (max(spread, 0.0) / count) ** 0.5:
             self._poor = self._poor + 1
         else:

@@ -1,0 +1,237 @@
+"""A folder is one run's at a time, and only the same run goes on in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from safetensors.torch import save_file
+
+from model_components._checkpoints import newest_whole
+from model_components._folders import OutputError
+from model_components._runs import RunFolder
+from model_components._stages import Stage
+
+_HISTORIES = {
+    "max_examples": 40,
+    "stateful_step_count": 25,
+    "deadline": None,
+    "derandomize": True,  # the suite gives the same answer each time
+    "database": None,
+}
+FACTS = {"seed": 0, "data": {"files": ["a"], "hash": "1f"}}
+
+
+def open_run(folder, facts=FACTS, **options):
+    return RunFolder(folder, facts, "train", **options)
+
+
+def test_the_same_run_goes_on(tmp_path):
+    for _ in range(2):
+        with open_run(tmp_path / "run"):
+            assert json.loads((tmp_path / "run" / "run.json").read_text()) == FACTS
+        assert os.listdir(tmp_path / "run") == ["run.json"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({**FACTS, "seed": 1}, r"train to .*run: seed must be 0, as in the run .*, got 1; give"),
+        ({**FACTS, "data": {**FACTS["data"], "hash": "2e"}}, r"data\.hash must be '1f', .*'2e'"),
+        ({"seed": 0}, r"data\.files must be \['a'\], as in the run in this folder, got None"),
+        ({**FACTS, "more": 1}, "more must be None, .*, got 1"),
+    ],
+)
+def test_another_run_is_refused_by_what_differs(facts, message, tmp_path):
+    with open_run(tmp_path / "run"):
+        pass
+    with pytest.raises(OutputError, match=message), open_run(tmp_path / "run", facts):
+        pass
+    with open_run(tmp_path / "run", facts, may_change=("seed", "more", "data.hash", "data.files")):
+        pass
+    with open_run(tmp_path / "run", facts, fresh=True):
+        assert json.loads((tmp_path / "run" / "run.json").read_text()) == facts
+
+
+def test_the_second_of_two_runs_says_which_process_has_the_folder(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from model_components._runs import RunFolder\n"
+        "with RunFolder(Path(sys.argv[1]), {}, 'train'):\n"
+        "    print('open', flush=True); input()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout.readline() == "open\n"
+        message = rf"another run is writing it now \(process {holder.pid} on .+\)$"
+        with pytest.raises(OutputError, match=message), open_run(tmp_path / "run", {}):
+            pass
+        holder.kill()
+    with open_run(tmp_path / "run", {}):  # which a killed run leaves free
+        pass
+
+
+def test_folders_that_are_no_runs_are_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(OutputError, match="got one with other files"), open_run(tmp_path):
+        pass
+    with (
+        pytest.raises(OutputError, match="got one with other files"),
+        open_run(tmp_path, fresh=True),
+    ):
+        pass
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+    with (
+        pytest.raises(OutputError, match="folder cannot be made"),
+        open_run(tmp_path / "thesis.tex"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "\0", "[" * 100_000])
+def test_a_damaged_list_of_facts_is_told(text, tmp_path):
+    with open_run(tmp_path / "run"):
+        pass
+    (tmp_path / "run" / "run.json").write_text(text)
+    for fresh in (False, True):
+        with (
+            pytest.raises(ValueError, match=r"train: .*run\.json is damaged, or was changed"),
+            open_run(tmp_path / "run", fresh=fresh),
+        ):
+            pass
+
+
+class Runs(RuleBasedStateMachine):
+    """Starts, kills, harms and copies of a run's folder, beside what should be in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.place = Path(tempfile.mkdtemp())
+        self.copies = 0
+        self.folder = self.place / "run"
+        self.open: RunFolder | None = None
+        self.facts: dict | None = None
+        self.checkpoints: dict[int, bool] = {}  # whole or not
+        self.parts: dict[str, tuple[int, float] | None] = {}  # seed and value; None where harmed
+        self.finished = False
+
+    def teardown(self):
+        if self.open is not None:
+            self.open.close()
+        shutil.rmtree(self.place)
+
+    @rule(seed=st.integers(0, 1), fresh=st.booleans())
+    def start(self, seed=0, fresh=False):
+        run = open_run(
+            self.folder, {"seed": seed}, checkpoints="steps", results=("done",), fresh=fresh
+        )
+        if self.open is not None:
+            self.refused(run, "another run is writing it now")
+        elif self.facts not in (None, {"seed": seed}) and not fresh:
+            self.refused(run, "seed must be")
+        else:
+            self.open = run.__enter__()
+            if fresh and self.facts is not None:
+                self.checkpoints = {}
+                self.finished = False
+            self.facts = {"seed": seed}
+
+    def refused(self, run, message):
+        with pytest.raises(OutputError, match=message):
+            run.__enter__()
+
+    @precondition(lambda self: self.open)
+    @rule(step=st.integers(1, 12), whole=st.booleans())
+    def save(self, step, whole):
+        checkpoint = self.folder / "steps" / f"checkpoint-{step}"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint / "trainer_state.json").write_text("{}")
+        weights = checkpoint / "model.safetensors"
+        save_file({"a": torch.ones(2)}, weights)
+        if not whole:
+            weights.write_bytes(weights.read_bytes()[:-1])
+        self.checkpoints[step] = whole
+
+    @precondition(lambda self: self.open)
+    @rule(name=st.sampled_from("ab"), value=st.floats(-2, 2, width=32))
+    def store(self, name, value):
+        self.stage(self.facts["seed"]).store(name, {"x": torch.tensor(value)})
+        self.parts[name] = (self.facts["seed"], value)
+
+    def stage(self, seed):
+        return Stage(self.folder / "parts", f"seed {seed}", "train")
+
+    @precondition(lambda self: self.open)
+    @rule()
+    def finish(self):
+        (self.folder / "done").touch()
+        self.finished = True
+
+    @precondition(lambda self: self.open)
+    @rule(killed=st.booleans())
+    def end(self, killed):
+        if killed:  # the system lets go of the lock, and the file that names the process stays
+            self.open._lock.release()
+        else:
+            self.open.close()
+        self.open = None
+
+    @precondition(lambda self: self.checkpoints)
+    @rule(data=st.data())
+    def remove_a_checkpoint(self, data):
+        step = data.draw(st.sampled_from(sorted(self.checkpoints)))
+        shutil.rmtree(self.folder / "steps" / f"checkpoint-{step}")
+        del self.checkpoints[step]
+
+    @precondition(lambda self: any(self.parts.values()))
+    @rule(data=st.data(), cut=st.booleans())
+    def harm_a_part(self, data, cut):
+        name = data.draw(st.sampled_from([n for n, kept in self.parts.items() if kept]))
+        path = self.stage(0).path(name)
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] if cut else whole[:-1] + bytes([whole[-1] ^ 1]))
+        self.parts[name] = None
+
+    @precondition(lambda self: not self.open and self.facts)
+    @rule()
+    def copy(self):
+        self.copies += 1
+        there = self.place / f"copy-{self.copies}"
+        shutil.copytree(self.folder, there)
+        self.folder = there
+
+    @invariant()
+    def what_is_there_is_what_should_be(self):
+        whole = [step for step, kept in self.checkpoints.items() if kept]
+        newest = newest_whole(self.folder / "steps", "train")
+        assert newest == (self.folder / "steps" / f"checkpoint-{max(whole)}" if whole else None)
+        assert (self.folder / "done").exists() == self.finished
+        for name in "ab":
+            for seed in (0, 1):
+                found = self.stage(seed).load(name)
+                kept = self.parts.get(name)
+                if kept is None or kept[0] != seed:
+                    assert found is None
+                else:
+                    assert float(found[0]["x"]) == kept[1]
+
+
+def test_random_histories_of_a_folder():
+    run_state_machine_as_test(Runs, settings=settings(**_HISTORIES))

@@ -1,0 +1,82 @@
+"""`StepTrainer` stops where numbers are not finite, and keeps the last good checkpoint."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import TrainerCallback, TrainingArguments
+
+from model_components._trainer import DeadRunError, StepTrainer
+from tests.support.logs import logs_of
+from tests.support.models import tiny
+
+ROWS = [{"input_ids": row, "labels": row} for row in torch.arange(3, 35).view(8, 4)]
+
+
+class Spoils(TrainerCallback):
+    """Puts an infinity into a gradient before a step, or into a parameter after it."""
+
+    def __init__(self, what, step):
+        self.what = what
+        self.step = step
+
+    def on_step_begin(self, args, state, control, model=None, **rest):
+        weight = model.transformer.wte.weight
+        if self.what == "gradient" and state.global_step == self.step - 1:
+            weight.register_hook(lambda gradient: gradient * math.inf)
+
+    def on_step_end(self, args, state, control, model=None, **rest):
+        if self.what == "parameter" and state.global_step == self.step:
+            with torch.no_grad():
+                model.transformer.wte.weight[0, 0] = math.inf
+
+
+def trainer_of(folder, *callbacks, **changes):
+    options = {"max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 2}
+    options |= {"use_cpu": True, "report_to": "none", "logging_steps": 4, "disable_tqdm": True}
+    arguments = TrainingArguments(str(folder), **options | changes)
+    torch.manual_seed(0)
+    model = tiny("gpt2", pad_token_id=0)
+    return StepTrainer(model, arguments, train_dataset=ROWS, callbacks=[*callbacks])
+
+
+@pytest.mark.parametrize("what", ["gradient", "parameter"])
+def test_numbers_that_are_not_finite_stop_a_run_before_its_checkpoint(what, tmp_path):
+    trainer = trainer_of(tmp_path, Spoils(what, 4), save_total_limit=1)
+    with pytest.raises(DeadRunError, match=f"StepTrainer: expected finite numbers, .* {what}s? "):
+        trainer.train()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+    again = trainer_of(tmp_path)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 6
+    assert all(p.isfinite().all() for p in again.model.parameters())
+
+
+def test_a_run_that_ends_on_numbers_that_are_not_finite_says_so(tmp_path):
+    trainer = trainer_of(tmp_path, Spoils("parameter", 6), save_strategy="no")
+    with pytest.raises(DeadRunError, match="parameters are not after step 6"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_losses_that_are_logged_are_the_stock_trainers_and_survive_a_resume(accumulated, tmp_path):
+    changes = {"gradient_accumulation_steps": accumulated}
+    whole = trainer_of(tmp_path, **changes)
+    output = whole.train()
+    losses = [row["loss"] for row in whole.state.log_history if "loss" in row]
+    assert len(losses) == 1
+    assert output.training_loss == output.metrics["train_loss"] > 0
+    stock = trainer_of(tmp_path / "stock", **changes)
+    stock.log = super(StepTrainer, stock).log
+    stock.train()
+    assert losses[0] == pytest.approx(stock.state.log_history[0]["loss"], rel=1e-6)
+    assert output.training_loss == pytest.approx(
+        stock.state.log_history[-1]["train_loss"], rel=1e-6
+    )
+    again = trainer_of(tmp_path, **changes)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logs_of(again) == logs_of(whole)
+    done = trainer_of(tmp_path, **changes)
+    assert done.train(resume_from_checkpoint=True).training_loss == output.training_loss

@@ -862,6 +862,15 @@ def test_an_explosion_ends_at_or_below_the_best_loss_seen(rate, tmp_path):
     assert loss_of(rewound) <= rewind.best["loss"] + 0.06
 
 
+def test_a_wider_margin_makes_fewer_peaks(tmp_path):
+    counts = []
+    for margin in (0.0, 100.0):
+        rewind = RewindOnPeak(factor=1.0, margin=margin, every=2)
+        trainer_of(tmp_path, max_steps=12, callbacks=[rewind]).train()
+        counts.append(rewind.count)
+    assert counts[0] > counts[1] == 0
+
+
 def test_a_peak_in_a_last_window_that_is_not_whole_is_seen(tmp_path):
     class Spoil(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):

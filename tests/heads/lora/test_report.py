@@ -5,6 +5,7 @@ import statistics
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from heads.lora import lora_report, prepare_lora
@@ -76,6 +77,18 @@ def test_the_first_step_is_what_adam_does():
         said = report.adapters[0].first_step
         assert 0.7 * said < mean < said  # a Gaussian's mean size is 0.8 of its deviation
     assert statistics.fmean(steps[16, 8]) == pytest.approx(statistics.fmean(steps[4, 8]), rel=0.2)
+
+
+def test_the_size_of_an_update_is_that_of_what_a_merge_adds():
+    model = prepared(lora_alpha=20)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+    sizes = [float(layer.get_delta_weight("default").detach().norm()) for layer in layers]
+    rows = lora_report(model).adapters
+    assert [row.update for row in rows] == pytest.approx(sizes, rel=1e-5)
 
 
 class Own(nn.Sequential):

@@ -55,6 +55,23 @@ def test_the_streamed_solution_is_the_definition(reduce, shares):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_inputs_that_are_always_zero_need_no_other_solver(monkeypatch):
+    def fail(*given, **named):
+        raise AssertionError("the matrix is not positive definite")
+
+    monkeypatch.setattr(torch.linalg, "lstsq", fail)
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(6, 5, generator=generator) for _ in range(2)]
+    inputs = [torch.randn(40, 5, generator=generator) for _ in range(2)]
+    for x in inputs:
+        x[:, 2] = 0
+    found = merge_by_inputs(
+        weights, [statistics_of(x) for x in inputs], reduce=0.9, shares=(0.5, 0.5)
+    )
+    # of what no input says, the average
+    torch.testing.assert_close(found[:, 2], (weights[0] + weights[1])[:, 2].double() / 2)
+
+
 def test_with_whole_gram_matrices_it_is_least_squares():
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(6, 5, generator=generator).double() for _ in range(3)]

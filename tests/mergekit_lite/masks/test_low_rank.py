@@ -1,6 +1,7 @@
 """Masks over differences from a base: adapters stay factors, and everything equals the same with
 whole weights."""
 
+import json
 import os
 
 import peft
@@ -370,6 +371,19 @@ def test_an_adapter_whose_files_were_touched_is_baked(tmp_path):
         merger.bake(tmp_path / "out", progress=False)
     with pytest.raises(ValueError, match=r"bake:.*'thread'"):
         merger.bake(tmp_path / "out", thread=2)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2])
+def test_an_adapter_whose_alpha_changed_after_loading_is_not_baked(factor, tmp_path):
+    base, paths = adapters(tmp_path)
+    merger = Merger.from_pretrained(paths, base=base)
+    file = tmp_path / "0" / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    settings["lora_alpha"] *= factor
+    file.write_text(json.dumps(settings))
+    os.utime(tmp_path / "0" / "adapter_model.safetensors", (1, 1))
+    with pytest.raises(ValueError, match=r"bake:.*changed"):
+        merger.bake(tmp_path / "out", progress=False)
 
 
 def test_settings_that_differ_are_the_base_s_without_strict(tmp_path):

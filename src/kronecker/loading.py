@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from model_components._hub import find_folder
+from model_components._loading import read_config
 from model_components._model_folders import load_tokenizer
 
 from .data.batches import positions_of
@@ -46,13 +47,7 @@ def find_model(name: str) -> ModelFolder:
             f"kronecker: {folder} is an adapter, expected a whole model: merge it first with "
             "model-components lora merge"
         )
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except OSError as error:
-        first = str(error).splitlines()[0]
-        raise ValueError(
-            f"kronecker: {folder} is no model's folder, nor found on the hub ({first})"
-        ) from None
+    config = read_config(folder, "kronecker")
     architectures = config.architectures or []
     if not architectures:
         raise ValueError(f"kronecker: {folder} does not say its architecture in config.json")

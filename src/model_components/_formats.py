@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from ._version import __version__
+
+_PACKAGES = ("model_components", "mergekit_lite", "kronecker", "thinker", "heads")
 
 
 def stamp(version: int) -> dict[str, Any]:
@@ -49,30 +49,42 @@ def check_format(found: Mapping[str, Any], newest: int, operation: str) -> None:
 
 
 @contextlib.contextmanager
-def reading(path: Path, operation: str) -> Iterator[None]:
+def reading(path: object, operation: str) -> Iterator[None]:
     """Turn whatever reading a file raises into one error that names the file.
 
     A person may have edited it, and a full disk may have cut it.
 
     Args:
-        path: The file.
+        path: The file, folder or hub id.
         operation: The name that the error message begins with.
 
     Raises:
-        ValueError: The file is damaged. A ValueError of the code inside stays as it is.
+        ValueError: It cannot be read. A ValueError that this library raised stays as it is, and so
+            does running out of memory.
 
-    >>> with reading(Path("run.json"), "load"):
+    >>> with reading("run.json", "load"):
     ...     {}["steps"]
     Traceback (most recent call last):
-    ValueError: load: run.json is damaged, or was changed by hand (KeyError: 'steps')
+    ValueError: load: run.json cannot be read (KeyError: 'steps')
     """
     try:
         yield
-    except Exception as error:  # torch, safetensors and json raise classes of many kinds
-        foreign = isinstance(error, (json.JSONDecodeError, UnicodeDecodeError))
-        if isinstance(error, ValueError) and not foreign:
+    except Exception as error:  # torch, safetensors and transformers raise classes of many kinds
+        if isinstance(error, ValueError) and _raised_here(error):
             raise
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
+            raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ValueError(
-            f"{operation}: {path} is damaged, or was changed by hand ({reason})"
+            f"{operation}: {path} cannot be read ({reason})"
         ) from error
+
+
+def _raised_here(error: Exception) -> bool:
+    """Return whether code of this library raised an error, and not what it called."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    if place is None:
+        return False
+    return place.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES

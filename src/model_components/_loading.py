@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from ._formats import reading
 from ._hub import find_folder, is_path
+
+_MOST_LAYERS = 10_000
+"""Far above every model; with a number that somebody mistyped, transformers would never end."""
+
+
+def read_config(place: str | Path, operation: str, **options: Any) -> PreTrainedConfig:
+    """Read the config of a transformers model.
+
+    Args:
+        place: Folder or hub id.
+        operation: The name that error messages begin with.
+        **options: Of `transformers.AutoConfig.from_pretrained`.
+
+    Raises:
+        ValueError: There is none, or it cannot be read.
+    """
+    with reading(f"config.json of {place}", operation):
+        config = AutoConfig.from_pretrained(place, **options)
+        layers = getattr(config, "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise ValueError(
+            f"{operation}: expected at most {_MOST_LAYERS:,} layers in config.json of {place}, got "
+            f"{layers}"
+        )
+    return config
 
 
 class CompleteModel(PreTrainedModel):
@@ -39,7 +66,8 @@ class CompleteModel(PreTrainedModel):
         place = pretrained_model_name_or_path
         if place is not None and is_path(str(place)):
             place = find_folder(place, operation="from_pretrained")
-        loaded: Any = super().from_pretrained(place, *args, output_loading_info=True, **kwargs)
+        with reading(place, "from_pretrained"):
+            loaded: Any = super().from_pretrained(place, *args, output_loading_info=True, **kwargs)
         model, info = loaded
         mismatched = () if kwargs.get("ignore_mismatched_sizes") else info["mismatched_keys"]
         _check_loaded(model, {**info, "mismatched_keys": mismatched}, place)

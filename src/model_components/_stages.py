@@ -48,7 +48,12 @@ class Stage:
         from safetensors.torch import save_file
 
         stored = {n: tensor.detach().cpu().contiguous() for n, tensor in tensors.items()}
-        metadata = {"key": self.key, "hash": hash_of(stored.items()), "notes": json.dumps(notes)}
+        described = json.dumps(notes)
+        metadata = {
+            "key": self.key,
+            "hash": hash_of(stored.items(), described),
+            "notes": described,
+        }
         with new_file(path, self.operation) as part:
             save_file(stored, part, metadata)
 
@@ -68,9 +73,10 @@ class Stage:
                 tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
         except SafetensorError:  # cut short
             return None
-        if metadata.get("hash") != hash_of(tensors.items()):  # changed on the disk
+        notes = metadata.get("notes", "")
+        if metadata.get("hash") != hash_of(tensors.items(), notes):  # changed on the disk
             return None
-        return tensors, json.loads(metadata.get("notes", "null"))
+        return tensors, json.loads(notes)
 
 
 def hash_of(tensors: Iterable[tuple[str, Any]], *beside: str) -> str:

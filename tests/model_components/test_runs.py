@@ -112,7 +112,7 @@ def test_a_damaged_list_of_facts_is_told(text, tmp_path):
     (tmp_path / "run" / "run.json").write_text(text)
     for fresh in (False, True):
         with (
-            pytest.raises(ValueError, match=r"train: .*run\.json is damaged, or was changed"),
+            pytest.raises(ValueError, match=r"train: .*run\.json cannot be read"),
             open_run(tmp_path / "run", fresh=fresh),
         ):
             pass

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model_components._cli import ON_TERMINAL
+from model_components._formats import reading
 from model_components._hub import find_folder
 from model_components._model_folders import load_tokenizer
 from model_components._report import Report
@@ -22,7 +23,8 @@ def _load(base: Path, adapter: str, **options: Any) -> PeftModel:
 
     folder = find_folder(adapter, patterns=["*adapter_*"], operation="load_lora")
     read_shapes("load_lora", folder)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    with reading(base, "load_lora"):
+        model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     return load_lora(model, folder, **options)
 
 

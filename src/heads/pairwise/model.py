@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from model_components._formats import reading
 from model_components._hub import hub_id, split_revision
 
 from .checks import check_encoder, check_tokenizer, most_tokens
@@ -280,13 +281,8 @@ def _check_options(options: Mapping[str, object]) -> None:
 
 def _load_encoder(place: str, dtype: torch.dtype | None, hub: Mapping[str, Any]) -> PreTrainedModel:
     """Load a model from a folder or the hub, in its checkpoint's dtype where none is given."""
-    try:
+    with reading(place, "from_encoder"):
         return AutoModel.from_pretrained(place, dtype="auto" if dtype is None else dtype, **hub)
-    except OSError as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"from_encoder: expected a model's folder or a hub id, got {place} ({reason})"
-        ) from error
 
 
 AutoConfig.register(PairwiseConfig.model_type, PairwiseConfig, exist_ok=True)

@@ -16,12 +16,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from model_components._folders import NewFolder, check_new, make_folder
 from model_components._formats import check_format, reading, stamp
 from model_components._hub import find_folder
+from model_components._loading import read_config
 from model_components._model_folders import (
     card_of,
     complete_folder,
@@ -268,11 +269,12 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
             "itself"
         )
     mark, tensors = read_files(folder)
-    config = AutoConfig.from_pretrained(folder)
+    config = read_config(folder, "from_pretrained")
     dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
     with reading(folder / MARK, "from_pretrained"):
         cls = model_class(mark["class"], "from_pretrained")
-    model = _stock(cls, config, dtype)
+    with reading(f"config.json of {folder}", "from_pretrained"):
+        model = _stock(cls, config, dtype)
     with reading(folder / MARK, "from_pretrained"):
         _make_smaller_(model, mark, dtype)
     state = model.state_dict()
@@ -282,6 +284,13 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
             raise ValueError(
                 f"from_pretrained: {name} is {stored} in {folder}, expected {list(tensor.shape)}"
             )
+        if tensors[name].is_floating_point() != tensor.is_floating_point():
+            raise ValueError(
+                f"from_pretrained: {name} is {tensors[name].dtype} in {folder}, expected "
+                f"{tensor.dtype}"
+            )
+        if not tensors[name].isfinite().all():
+            raise ValueError(f"from_pretrained: {name} has NaN or infinity in {folder}")
     if unknown := sorted(set(tensors) - set(state)):
         raise ValueError(
             f"from_pretrained: {folder} has tensors the model has no place for: "

@@ -59,6 +59,11 @@ def read_adapter_config(adapter: Path) -> Json:
         raise CheckpointError(
             f"adapter {adapter}: its config has no {' and no '.join(sorted(missing))}"
         )
+    for key in ("use_rslora", "fan_in_fan_out"):
+        if not isinstance(settings.get(key, False), bool):
+            raise CheckpointError(
+                f"adapter {adapter}: its {key} is {settings[key]!r}, expected true or false"
+            )
     for key in ("rank_pattern", "alpha_pattern"):
         if not isinstance(settings.get(key) or {}, Mapping):
             raise CheckpointError(

@@ -16,9 +16,11 @@ from typing import Any, NoReturn
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
+from model_components._formats import reading
 from model_components._layers import is_conv1d
+from model_components._loading import read_config
 from model_components._walk import (
     Batch,
     Call,
@@ -56,8 +58,11 @@ class Skeleton:
             raise CheckpointError(
                 f"{source.label}: is no folder; data-driven merges need a model's config.json"
             )
-        config = AutoConfig.from_pretrained(source.folder)
-        with init_empty_weights(include_buffers=False):
+        config = read_config(source.folder, "merge")
+        with (
+            reading(f"config.json of {source.label}", "merge"),
+            init_empty_weights(include_buffers=False),
+        ):
             self.model: PreTrainedModel = auto_class.from_config(config)
         self.model.tie_weights()
         self.model.eval()
@@ -163,6 +168,10 @@ class Skeleton:
         else:
             stored = self.stored_name(weights, name)
             value = tensor_of(weights.read(stored, 0, weights.tensors[stored].count))
+            if not value.is_floating_point():
+                raise CheckpointError(
+                    f"{weights.label}: {stored} is {value.dtype}, expected floating numbers"
+                )
             if not value.isfinite().all():
                 raise CheckpointError(f"{weights.label}: {stored} has NaN or infinity")
         shape = self.model.get_parameter(name).shape

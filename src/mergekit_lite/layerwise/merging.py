@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoConfig
 
 from model_components._folders import NewFolder
+from model_components._loading import read_config
 
 from ..computing import settings_of
 from ..dtypes import Array
@@ -113,7 +113,7 @@ def check_computing(sources: Sequence[Source]) -> None:
     Raises:
         CheckpointError: With the first difference.
     """
-    configs = [settings_of(AutoConfig.from_pretrained(s.folder)) for s in sources if s.folder]
+    configs = [settings_of(read_config(s.folder, "merge")) for s in sources if s.folder]
     for source, other in zip(sources[1:], configs[1:], strict=True):
         for name in dict.fromkeys([*configs[0], *other]):
             if configs[0].get(name) != other.get(name):

@@ -119,8 +119,10 @@ def refuse_unlike(
         making: More arguments of its ``from_config``.
         strict: Raise; else warn.
     """
-    with torch.device("meta"):
-        described = [auto_class.from_config(config, **making) for config in configs]
+    described = []
+    for config, label in zip(configs, labels, strict=True):
+        with reading(f"config.json of {label}", "Merger"), torch.device("meta"):
+            described.append(auto_class.from_config(config, **making))
     refuse_different(described, labels, values=False, strict=strict)
     say_or_refuse(_vocabularies(folders, labels), strict=strict)
 

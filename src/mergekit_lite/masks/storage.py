@@ -116,11 +116,13 @@ def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
     if odd := sorted(loaded.keys() ^ masks.keys()):
         raise ValueError(f"load_masks: {path} and the merger differ in {odd[0]} ({len(odd)} such)")
     for name, values in loaded.items():
-        if values.shape != masks[name].shape or not torch.isfinite(values).all():
+        if values.shape != masks[name].shape or not values.is_floating_point():
             raise ValueError(
-                f"load_masks: {name} in {path} is {list(values.shape)} or not finite, expected "
-                f"{list(masks[name].shape)}"
+                f"load_masks: {name} in {path} is {list(values.shape)} of {values.dtype}, expected "
+                f"{list(masks[name].shape)} floating numbers"
             )
+        if not torch.isfinite(values).all():
+            raise ValueError(f"load_masks: {name} in {path} has NaN or infinity")
     return loaded
 
 

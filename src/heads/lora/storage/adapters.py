@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 
+from model_components._formats import reading
 from model_components._hub import find_folder
 from model_components._patterns import check_pattern
 
@@ -74,17 +75,8 @@ def load_lora(
         "subfolder", ""
     )
     shapes = read_shapes(operation, path)
-    try:
+    with reading(path / "adapter_config.json", operation):
         config = PeftConfig.from_pretrained(str(path))
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-    ) as error:  # what a JSON decoder raises, too, or a list
-        raise ValueError(
-            f"{operation}: {path / 'adapter_config.json'} cannot be read: {error}"
-        ) from error
     if not isinstance(config, LoraConfig):
         raise ValueError(
             f"{operation}: {path} holds an adapter of {config.peft_type}, expected LoRA"
@@ -99,8 +91,9 @@ def load_lora(
             trial = skeleton(model).unload()
         else:
             trial = skeleton(model)
-        _compare(operation, path, shapes, trial, config)
-    with quiet():
+        with reading(path / "adapter_config.json", operation):
+            _compare(operation, path, shapes, trial, config)
+    with quiet(), reading(path, operation):
         if isinstance(model, PeftModel):
             peft_model = model
             peft_model.load_adapter(str(path), adapter_name, is_trainable=is_trainable, **options)
@@ -141,23 +134,17 @@ def read_shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
             why = ""
         raise ValueError(f"{operation}: {path} has no {WEIGHTS}{why}; it holds {file_names}")
     shapes = {}
-    try:
-        with safe_open(path / WEIGHTS, "pt") as file:
-            for name in file.keys():  # noqa: SIM118, not a mapping
-                tensor = file.get_tensor(name)
-                # others may be counters of a whole module
-                if ".lora_" in name and not tensor.is_floating_point():
-                    raise ValueError(
-                        f"{operation}: {name} in {path} is {tensor.dtype}, expected floating "
-                        "numbers"
-                    )
-                if not torch.isfinite(tensor).all():
-                    raise ValueError(
-                        f"{operation}: {name} in {path} has numbers that are not finite"
-                    )
-                shapes[name] = tuple(tensor.shape)
-    except SafetensorError as error:
-        raise ValueError(f"{operation}: {path / WEIGHTS} cannot be read: {error}") from error
+    with reading(path / WEIGHTS, operation), safe_open(path / WEIGHTS, "pt") as file:
+        for name in file.keys():  # noqa: SIM118, not a mapping
+            tensor = file.get_tensor(name)
+            # others may be counters of a whole module
+            if ".lora_" in name and not tensor.is_floating_point():
+                raise ValueError(
+                    f"{operation}: {name} in {path} is {tensor.dtype}, expected floating numbers"
+                )
+            if not torch.isfinite(tensor).all():
+                raise ValueError(f"{operation}: {name} in {path} has numbers that are not finite")
+            shapes[name] = tuple(tensor.shape)
     return shapes
 
 

@@ -6,7 +6,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test test-examples test-slow real test-real test-peers test-wheel matrix soak mutations check format bench bench-gpu numerics notebooks docs dist clean
+.PHONY: help demo test test-examples test-slow real test-real test-peers test-wheel matrix soak hostile mutations check format bench bench-gpu numerics notebooks docs dist clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -67,8 +67,11 @@ test-wheel: $(VENV)/.ready ## build wheel and sdist, and prove the wheel by its 
 matrix: ## run the suite with the lowest, the pinned and the newest versions that pip may install (20 min)
 	PYTHON=$(PYTHON) tests/matrix/run.sh
 
-soak: $(VENV)/.ready ## an hour of merges, bakes, pruning and training under random SIGKILL
+soak: $(VENV)/.ready ## an hour of merges, bakes, pruning and training, killed, doubled and without disk
 	$(BIN)/python -m tests.soak
+
+hostile: $(VENV)/.ready ## break what loaders, commands and folders read, in 1,500 ways (40 min)
+	$(BIN)/python -m tests.hostile
 
 mutations: $(VENV)/.ready ## plant 60 errors one by one, and see which of them the tests notice (2 h)
 	$(BIN)/python -m tests.mutations

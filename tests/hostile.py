@@ -303,7 +303,7 @@ def use_judge() -> list:
     from heads.pairwise import PairwiseModel
 
     judge = PairwiseModel.from_pretrained("judge")
-    return rounded(judge.predict([("w1", "w2 w3", "w4")]).logits)
+    return rounded(judge.predict(["w1"], ["w2 w3"], ["w4"], progress=False).log_probabilities)
 
 
 def use_rows() -> object:
@@ -622,6 +622,13 @@ def outcome_of(use: Callable[[], object], expected: object) -> tuple[str, str]:
     return ("same", "") if found == expected else ("other", f"{found} for {expected}"[:300])
 
 
+@dataclass(frozen=True)
+class Failed:
+    """What a whole input must not come to."""
+
+    text: str
+
+
 def in_a_process(work: Callable[[], object], seconds: float) -> object:
     """Return what work returns in a process of its own; None where it takes too long."""
     read, write = os.pipe()
@@ -633,7 +640,11 @@ def in_a_process(work: Callable[[], object], seconds: float) -> object:
         os.dup2(nowhere, 2)
         try:
             with os.fdopen(write, "wb") as pipe:
-                pickle.dump(work(), pipe)
+                try:
+                    result = work()
+                except Exception:
+                    result = Failed(traceback.format_exc())
+                pickle.dump(result, pipe)
         finally:  # what the parent holds, such as its temporary folder, is not this process's
             os._exit(0)
     os.close(write)
@@ -663,16 +674,16 @@ def try_target(target: Target, place: Path, tell: Callable[[str], None]) -> Coun
     """Break a target's files in all ways; count the outcomes."""
     whole = place / "whole"
     whole.mkdir()
-    made = in_a_process(inside(whole, lambda: [target.make()]), 120)
-    if made is None:
-        raise SystemExit(f"hostile: {target.name}: the whole input cannot be made")
+    made = in_a_process(inside(whole, target.make), 120)
+    if isinstance(made, Failed):
+        raise SystemExit(f"hostile: {target.name}: the input cannot be made: {made.text}")
     shutil.copytree(whole, place / "used", symlinks=True)
     begin = time.monotonic()
     expected = in_a_process(inside(place / "used", target.use), 120)
     usual = time.monotonic() - begin
     shutil.rmtree(place / "used")
-    if expected is None:
-        raise SystemExit(f"hostile: {target.name}: the whole input is not read")
+    if expected is None or isinstance(expected, Failed):
+        raise SystemExit(f"hostile: {target.name}: the whole input is not read: {expected}")
     counts: Counter[str] = Counter()
     for pattern in target.files:
         (file,) = whole.glob(pattern)

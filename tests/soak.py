@@ -1,9 +1,10 @@
-"""Merges, bakes, pruning and training, killed at random moments: nothing is lost, nothing is left
+"""Merges, bakes, pruning and training, disturbed at random: nothing is lost, nothing is left
 behind (`make soak`).
 
 Each job is a command that a user runs, on a model of a few million parameters. It is started and
-killed (SIGKILL) until it happens to end by itself; what it wrote must be what an undisturbed run
-writes, to the bit. A kill between the moment when a result gets its name and the end may leave the
+killed (SIGKILL) until it happens to end by itself: at random moments, or while it writes a
+checkpoint. Now and then it is started twice at once, or its files cannot grow, as on a full disk.
+What it wrote must be what an undisturbed run writes, to the bit. A kill between the moment when a result gets its name and the end may leave the
 hidden folder, without a result: the next run to that name must clear it. One process merges over
 and over, whose memory and open files are counted. The summary goes to results/soak.json and
 docs/scale.md.
@@ -84,6 +85,18 @@ JOBS = {  # the command, and the files that tell whether it came out the same
         "--no-progress",
     ],
 }
+LEARN = """components: [a, b]
+data: [task0.jsonl, task1.jsonl]
+training: {max_steps: 12, save_steps: 2, save_total_limit: 2, use_cpu: true}
+compare: []
+held_out: 2
+"""
+JOBS["merge by data"] = ["-m", "mergekit_lite", "merge", "regmean.yml", "OUT", "--calibration"]
+JOBS["merge by data"] += ["task0.jsonl", "task1.jsonl", "--no-progress"]
+JOBS["learn"] = ["-m", "model_components", "learn", "learn.yml", "OUT", "--no-progress"]
+CHECKPOINTS = {"train": "OUT/checkpoints", "learn": "OUT.training"}
+REFUSED = ("another run is writing it now", "is not empty")  # the second of two at once
+FULL = "cannot be written (File too large)"
 WHOLE = {"train": "result.json"}  # what is there only at the end, where the folder is there before
 STEADY = """
 import gc, json, os, sys, torch
@@ -124,6 +137,14 @@ def prepare(folder: Path) -> None:
     rng = random.Random(0)
     (folder / "texts.txt").write_text(" ".join(rng.choice(words) for _ in range(5000)))
     (folder / "recipe.yml").write_text(RECIPE)
+    (folder / "regmean.yml").write_text("merge_method: regmean\nmodels: [a, b]\n")
+    (folder / "learn.yml").write_text(LEARN)
+    for k in range(2):
+        rows = [
+            {"prompt": f"w{n}", "completion": " ".join(rng.choice(words) for _ in range(12))}
+            for n in range(24)
+        ]
+        (folder / f"task{k}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
 def command(job: str, out: str) -> list[str]:
@@ -140,8 +161,8 @@ def digest(folder: Path) -> str:
     return found.hexdigest()
 
 
-def run(folder: Path, job: str, out: str, kill_after: float | None) -> int:
-    """One start of a job; its status, negative where it was killed."""
+def start(folder: Path, job: str, out: str, limit: int | None = None) -> subprocess.Popen:
+    """Start a job; with a limit none of its files grows beyond so many bytes."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -151,38 +172,97 @@ def run(folder: Path, job: str, out: str, kill_after: float | None) -> int:
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT / "src"), environment.get("PYTHONPATH", "")]
     )
-    with subprocess.Popen(
-        command(job, out),
+    words = command(job, out)
+    if limit is not None:
+        words = ["bash", "-c", f'ulimit -f {limit // 1024}; exec "$@"', "-", *words]
+    return subprocess.Popen(
+        words,
         cwd=folder,
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-    ) as process:
-        try:
-            _, errors = process.communicate(timeout=kill_after)
-        except subprocess.TimeoutExpired:
+        start_new_session=True,
+    )
+
+
+def end(process: subprocess.Popen, job: str, allowed: tuple[str, ...] = ()) -> int:
+    """Wait for a job; its status, where it did not fail for another reason than those allowed."""
+    _, errors = process.communicate()
+    text = errors.decode()
+    if process.returncode > 0 and not any(reason in text for reason in allowed):
+        raise SystemExit(f"soak: {job} failed: {text[-2000:]}")
+    return process.returncode
+
+
+def run(folder: Path, job: str, out: str, kill_after: float | None = None) -> int:
+    """One start of a job; its status, negative where it was killed."""
+    process = start(folder, job, out)
+    try:
+        process.wait(kill_after)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+    return end(process, job)
+
+
+def run_to_checkpoint(folder: Path, job: str, out: str, later: float) -> int:
+    """One start of a job, killed while it writes a checkpoint: so many seconds after its begin."""
+    place = folder / CHECKPOINTS[job].replace("OUT", out)
+    before = set(place.glob("*"))
+    process = start(folder, job, out)
+    while process.poll() is None:
+        if any(path.name.startswith("checkpoint-") for path in set(place.glob("*")) - before):
+            time.sleep(later)
             process.send_signal(signal.SIGKILL)
-            process.communicate()
-        else:
-            if process.returncode:
-                raise SystemExit(f"soak: {job} failed: {errors.decode()[-2000:]}")
-        return process.returncode
+            break
+        time.sleep(0.001)
+    return end(process, job)
+
+
+def run_twice(folder: Path, job: str, out: str, later: float) -> int:
+    """Two starts of a job, one a little later: one may refuse."""
+    first = start(folder, job, out)
+    time.sleep(later)
+    second = start(folder, job, out)
+    statuses = [end(process, job, REFUSED) for process in (first, second)]
+    if 0 not in statuses:
+        raise SystemExit(f"soak: of two runs of {job} none ended whole")
+    return 0
+
+
+def run_on_a_full_disk(folder: Path, job: str, out: str, limit: int) -> int:
+    """One start of a job whose files may not grow; negative where it did not end whole."""
+    return -end(start(folder, job, out, limit), job, (FULL,))
+
+
+def disturbed(folder: Path, job: str, out: str, usual: float, rng: random.Random) -> int:
+    """One start of a job, disturbed in a way that is drawn; negative where it is to be repeated."""
+    way = rng.random()
+    if way < 0.1:
+        return run_twice(folder, job, out, rng.uniform(0, 0.5) * usual)
+    if way < 0.2:
+        return run_on_a_full_disk(folder, job, out, rng.choice([4096, 65_536, 1_048_576]))
+    if way < 0.5 and job in CHECKPOINTS:
+        return run_to_checkpoint(folder, job, out, rng.uniform(0, 0.05))
+    return run(folder, job, out, rng.uniform(0.1, 1.4) * usual)
 
 
 def soak(folder: Path, minutes: float, seed: int) -> dict[str, Any]:
     """Jobs until the time is over; what was counted."""
-    rng, counts = random.Random(seed), {job: {"done": 0, "killed": 0, "cleared": 0} for job in JOBS}
+    rng, counts = (
+        random.Random(seed),
+        {job: {"done": 0, "stopped": 0, "cleared": 0} for job in JOBS},
+    )
     truth, usual = {}, {}
     for job in JOBS:
         begin = time.monotonic()
-        run(folder, job, f"truth-{job}", None)
+        run(folder, job, f"truth-{job}")
         usual[job], truth[job] = time.monotonic() - begin, digest(folder / f"truth-{job}")
-    end, number = time.monotonic() + 60 * minutes, 0
-    while time.monotonic() < end:
+    end_of_soak, number = time.monotonic() + 60 * minutes, 0
+    while time.monotonic() < end_of_soak:
         job, out, late = rng.choice(list(JOBS)), f"out-{number}", False
         number += 1
-        while run(folder, job, out, rng.uniform(0.1, 1.4) * usual[job]) < 0:
-            counts[job]["killed"] += 1
+        while disturbed(folder, job, out, usual[job], rng) < 0:
+            counts[job]["stopped"] += 1
             done = folder / out / WHOLE.get(job, "")
             if done.exists() and digest(folder / out) != truth[job]:
                 raise SystemExit(f"soak: {out} ({job}) has its name and is not whole")
@@ -199,11 +279,12 @@ def soak(folder: Path, minutes: float, seed: int) -> dict[str, Any]:
         ):
             counts[job]["cleared"] += 1
             shutil.rmtree(folder / out)
-            run(folder, job, out, None)
+            run(folder, job, out)
         if left := _hidden(folder, out):
             raise SystemExit(f"soak: {job} left {[path.name for path in left]}")
-        shutil.rmtree(folder / out)
-        print(f"{job:6s} whole after {counts[job]['killed']} kills in all", flush=True)
+        for path in (folder / out, folder / f"{out}.training"):
+            shutil.rmtree(path, ignore_errors=True)
+        print(f"{job:14s} whole after {counts[job]['stopped']} stops in all", flush=True)
     return counts
 
 
@@ -229,8 +310,8 @@ def steady(folder: Path, merges: int) -> dict[str, Any]:
 
 def write_table(found: dict[str, Any]) -> None:
     """The page's summary."""
-    lines = ["| job | ended whole | killed on the way |", "|---|---|---|"]
-    lines += [f"| {job} | {row['done']} | {row['killed']} |" for job, row in found["jobs"].items()]
+    lines = ["| job | ended whole | stopped on the way |", "|---|---|---|"]
+    lines += [f"| {job} | {row['done']} | {row['stopped']} |" for job, row in found["jobs"].items()]
     steady, cleared = found["steady"], sum(row["cleared"] for row in found["jobs"].values())
     beside = (
         f" but for {cleared} hidden folders without a result, which the next run cleared"

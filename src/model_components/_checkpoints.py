@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,24 @@ from safetensors import SafetensorError, safe_open
 
 _PREFIX = "checkpoint-"  # transformers' own
 _STATE = "trainer_state.json"
+_STATE_FIELDS = {  # of transformers, without which it goes on from elsewhere, or not at all
+    "global_step": int,
+    "max_steps": int,
+    "train_batch_size": int,
+    "logging_steps": (int, float),
+    "save_steps": (int, float),
+    "eval_steps": (int, float),
+    "total_flos": (int, float),
+    "log_history": list,
+    "stateful_callbacks": dict,
+    "best_model_checkpoint": (str, type(None)),
+}
+_OPTIMIZER = ("optimizer.pt", "scheduler.pt")
+_SHARDED = re.compile("optimizer_|pytorch_model_fsdp|global_step")  # folders of FSDP and DeepSpeed
+_OF_TORCH = re.compile(
+    r"(optimizer|scheduler|scaler)\.(pt|bin)|rng_state.*\.pth|(training_args|pytorch_model.*)\.bin"
+)
+"""What transformers writes with torch.save; other files may be of any kind."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,23 +69,39 @@ def problem_of(checkpoint: Path, needed: Sequence[str] = ()) -> str:
     for name in (_STATE, *needed):
         if not (checkpoint / name).is_file():
             return f"it has no {name}"
-    try:
-        json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
-    except ValueError as error:
-        return f"{_STATE} is damaged ({error})"
     contents = sorted(checkpoint.iterdir())
-    # sharded trainings keep weights in folders
-    weights = [path for path in contents if path.suffix in (".safetensors", ".bin")]
-    weights = [path for path in weights if path.name != "training_args.bin"]
-    if not weights and not any(path.is_dir() for path in contents):
-        return "it has no weights"
+    if not any(path.is_dir() and _SHARDED.match(path.name) for path in contents):
+        weights = [path for path in contents if path.suffix in (".safetensors", ".bin")]
+        if not [path for path in weights if path.name != "training_args.bin"]:
+            return "it has no weights"
+        for name in _OPTIMIZER:
+            if not (checkpoint / name).is_file():
+                return f"it has no {name}"
     for path in contents:
         if path.is_dir():
             continue
         if path.suffix == ".safetensors" and not _opens(path):
             return f"{path.name} is damaged"
-        if path.suffix in (".pt", ".pth", ".bin") and not _unpacks(path):
+        # files of torch.save are zip files, whose list of contents comes last
+        ours = path.name in needed or _OF_TORCH.fullmatch(path.name)
+        if ours and path.suffix != ".safetensors" and not zipfile.is_zipfile(path):
             return f"{path.name} is damaged"
+    return _problem_of_state(checkpoint)
+
+
+def _problem_of_state(checkpoint: Path) -> str:
+    try:
+        state = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        return f"{_STATE} is damaged ({error})"
+    if not isinstance(state, dict):
+        return f"{_STATE} is damaged (it holds a {type(state).__name__})"
+    for name, kinds in _STATE_FIELDS.items():
+        if not isinstance(state.get(name), kinds):
+            return f"{_STATE} is damaged ({name} is {state.get(name)!r})"
+    step = checkpoint.name.removeprefix(_PREFIX)
+    if step.isdecimal() and int(step) != state["global_step"]:
+        return f"{_STATE} is of step {state['global_step']}"
     return ""
 
 
@@ -76,14 +111,3 @@ def _opens(path: Path) -> bool:
             return True
     except (SafetensorError, OSError):
         return False
-
-
-def _unpacks(path: Path) -> bool:
-    """Return whether a file of ``torch.save`` has its end.
-
-    It is a zip file, whose list of contents comes last, or an old pickle, of which one cannot tell.
-    Checksums are not compared: torch can be told to write none.
-    """
-    with path.open("rb") as file:
-        start = file.read(2)
-    return zipfile.is_zipfile(path) if start == b"PK" else bool(start)

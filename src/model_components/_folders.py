@@ -32,7 +32,7 @@ from typing import Self
 from ._locks import FolderLock, NotOursError, PosixLock, WindowsLock, holder_of, sign
 
 _MARKER = ".made-by-model-components"
-_WRITES_THAT_FAIL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+_WRITES_THAT_FAIL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EISDIR)
 
 
 class OutputError(OSError, ValueError):

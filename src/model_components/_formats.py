@@ -75,9 +75,7 @@ def reading(path: object, operation: str) -> Iterator[None]:
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise ValueError(
-            f"{operation}: {path} cannot be read ({reason})"
-        ) from error
+        raise ValueError(f"{operation}: {path} cannot be read ({reason})") from error
 
 
 def _raised_here(error: Exception) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Sampler
 from transformers import (
     PreTrainedModel,
     Trainer,
@@ -23,10 +23,12 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import TrainOutput
 
 from ._checkpoints import newest_whole, problem_of
 from ._folders import writing
+from ._formats import reading
 
 TrainData = Any
 """What a stock trainer takes: a data set of torch's or of `datasets`, or a list of examples."""
@@ -176,6 +178,14 @@ class StepTrainer(Trainer):
         with writing(f"{type(self).__name__}: checkpoint in {self.args.output_dir}"):
             super()._save_checkpoint(*args, **named)
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **named: Any) -> None:
+        with reading(resume_from_checkpoint, type(self).__name__):
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **named)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with reading(checkpoint, type(self).__name__):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
     def _mean_of_processes(self, value: float) -> float:
         if self.accelerator.num_processes == 1:
             return value
@@ -194,6 +204,19 @@ class StepTrainer(Trainer):
         if "train_loss" in logs:
             logs["train_loss"] = _mean(losses.total, losses.steps)
         super().log(logs, start_time)
+
+    def _get_train_sampler(self, train_dataset: TrainData = None) -> Sampler | None:
+        """Batches of like length, if the arguments ask for them, are the same after a resume."""
+        sampler = super()._get_train_sampler(train_dataset)
+        if isinstance(sampler, LengthGroupedSampler):
+            return self.batches_of_like_length(sampler.lengths)
+        return sampler
+
+    def batches_of_like_length(self, lengths: list[int]) -> Sampler:
+        """Return a sampler of examples in an order in which those of a step have like lengths."""
+        size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return _LengthGroupedSampler(size, lengths, seed)
 
     def optimizer_groups(self) -> list[dict[str, object]] | None:
         """Groups of parameters for the arguments' optimizer; None for the stock trainer's own."""
@@ -239,6 +262,26 @@ class StepTrainer(Trainer):
         return self.accelerator.unwrap_model(self.model)
 
 
+class _LengthGroupedSampler(LengthGroupedSampler):
+    """Batches of like length, drawn from a seed and the epoch.
+
+    The stock sampler draws from the global generator, so a run that is resumed after its first
+    epoch would see other batches.
+    """
+
+    def __init__(self, batch_size: int, lengths: list[int], seed: int):
+        super().__init__(batch_size, lengths=lengths)
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return super().__iter__()
+
+
 @dataclass
 class _Losses:
     """Sums of the losses of a run's steps, and what of them is logged."""
@@ -263,6 +306,8 @@ class _Watch(TrainerCallback):
         **rest: object,
     ) -> None:
         states: Any = state.stateful_callbacks
+        # the stock trainer fails at its next checkpoint where a file lacks this entry
+        states.setdefault("TrainerControl", {})
         stored = states.get("StepTrainer", {})
         self.trainer._losses = _Losses(**stored) if self.trainer.resumed_from else _Losses()
         self.trainer._loss_of_step = 0.0

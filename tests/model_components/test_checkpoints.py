@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -98,8 +99,43 @@ def test_files_that_torch_reads_are_whole(trained, tmp_path):
     assert not problem_of(folder)
 
 
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+def test_a_checkpoint_without_an_optimizer_is_not_whole(name, trained, tmp_path):
+    shutil.copytree(trained / "checkpoint-3", tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-3" / name).unlink()
+    assert problem_of(tmp_path / "checkpoint-3") == f"it has no {name}"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"global_step": 2}, "is of step 2"),
+        ({"global_step": "x"}, "is damaged (global_step is 'x')"),
+        ({"train_batch_size": None}, "is damaged (train_batch_size is None)"),
+        ({"log_history": 3}, "is damaged (log_history is 3)"),
+        ([], "is damaged (it holds a list)"),
+    ],
+)
+def test_a_state_that_was_changed_by_hand_is_not_whole(change, message, trained, tmp_path):
+    shutil.copytree(trained / "checkpoint-3", tmp_path / "checkpoint-3")
+    file = tmp_path / "checkpoint-3" / "trainer_state.json"
+    state = json.loads(file.read_text())
+    file.write_text(json.dumps({**state, **change} if isinstance(change, dict) else change))
+    assert problem_of(tmp_path / "checkpoint-3") == f"trainer_state.json {message}"
+
+
+def test_what_an_optimizer_cannot_be_made_of_is_told(trained, tmp_path):
+    shutil.copytree(trained / "checkpoint-3", tmp_path / "checkpoint-3")
+    torch.save([3], tmp_path / "checkpoint-3" / "optimizer.pt")
+    with pytest.raises(ValueError, match=r"StepTrainer: .*checkpoint-3 cannot be read"):
+        trainer_of(tmp_path).train(resume_from_checkpoint=True)
+
+
 def test_numbers_of_checkpoints_are_compared_as_numbers(tmp_path, trained):
     for number in (9, 10):
-        shutil.copytree(trained / "checkpoint-1", tmp_path / f"checkpoint-{number}")
+        folder = tmp_path / f"checkpoint-{number}"
+        shutil.copytree(trained / "checkpoint-1", folder)
+        state = json.loads((folder / "trainer_state.json").read_text())
+        (folder / "trainer_state.json").write_text(json.dumps({**state, "global_step": number}))
     (tmp_path / "checkpoint-best").mkdir()
     assert newest_whole(tmp_path, "test") == tmp_path / "checkpoint-10"

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from safetensors.torch import save_file
+from transformers import TrainerState
 
 from model_components._checkpoints import newest_whole
 from model_components._folders import OutputError
@@ -162,7 +163,11 @@ class Runs(RuleBasedStateMachine):
     def save(self, step, whole):
         checkpoint = self.folder / "steps" / f"checkpoint-{step}"
         checkpoint.mkdir(parents=True, exist_ok=True)
-        (checkpoint / "trainer_state.json").write_text("{}")
+        TrainerState(global_step=step, max_steps=12, train_batch_size=1).save_to_json(
+            str(checkpoint / "trainer_state.json")
+        )
+        for name in ("optimizer.pt", "scheduler.pt"):
+            torch.save({}, checkpoint / name)
         weights = checkpoint / "model.safetensors"
         save_file({"a": torch.ones(2)}, weights)
         if not whole:

@@ -60,6 +60,17 @@ def test_a_run_that_ends_on_numbers_that_are_not_finite_says_so(tmp_path):
         trainer.train()
 
 
+def test_batches_of_like_length_are_the_same_after_a_resume(tmp_path):
+    changes = {"train_sampling_strategy": "group_by_length", "num_train_epochs": 3}
+    changes |= {"max_steps": 10}  # an epoch is 4 steps
+    whole = trainer_of(tmp_path, **changes)
+    whole.train()
+    again = trainer_of(tmp_path, **changes)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_losses_that_are_logged_are_the_stock_trainers_and_survive_a_resume(accumulated, tmp_path):
     changes = {"gradient_accumulation_steps": accumulated}

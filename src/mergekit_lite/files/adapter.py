@@ -173,6 +173,8 @@ class Adapter:
                     .replace(".base_layer", "")
                 )
                 self.replaced[plain] = info, value
+        if not stored.tensors:
+            raise CheckpointError(f"adapter {folder}: {WEIGHTS} has no tensors")
         for module, parts in factors.items():
             self.pairs[module] = self._pair(module, parts)
 

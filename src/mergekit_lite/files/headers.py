@@ -5,9 +5,10 @@ They are checked and not trusted.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,18 @@ def read_json(path: Path) -> Json:
         CheckpointError: Not JSON, nested too deep, not text, or something other than an object;
             with the file's name.
     """
-    return parse_object(path, path.read_bytes())
+    with readable(path):
+        text = path.read_bytes()
+    return parse_object(path, text)
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn the system's errors of opening a file into a `CheckpointError`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def parse_object(path: Path, text: bytes) -> dict[str, object]:
@@ -118,8 +130,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         CheckpointError: Truncated, overlapping or trailing data, holes, an unknown dtype, a wrong
             size.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with readable(path), path.open("rb") as file:
+        size = path.stat().st_size
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > min(_MAX_HEADER, size - 8):

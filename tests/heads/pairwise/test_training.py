@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from heads.pairwise import DeadRunError, DeadRunGuard, PairwiseTrainer, freeze_, pairwise_report
 from heads.pairwise.inference import sides_of
-from heads.pairwise.training.trainer import _Buckets
+from model_components._trainer import _LengthGroupedSampler
 
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
@@ -183,7 +183,7 @@ def test_two_processes_give_what_one_gives(tmp_path):
 
 def test_padded_encoders_get_batches_of_like_length():
     lengths = torch.randint(1, 100, (256,), generator=torch.Generator().manual_seed(0)).tolist()
-    sampler = _Buckets(8, lengths, seed=1)
+    sampler = _LengthGroupedSampler(8, lengths, seed=1)
     first = list(sampler)
     assert sorted(first) == list(range(256))
     spread = [

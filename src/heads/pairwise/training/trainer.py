@@ -6,14 +6,12 @@ It adds rates by layer and a guard against dead runs.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import EvalPrediction, TrainingArguments
-from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.training_args import ParallelMode
 
 from model_components._devices import warn_if_slow
@@ -32,25 +30,6 @@ from .parameters import parameter_groups
 # pairs that features' scales are estimated from: if read for that, if already encoded
 _SOME = 256
 _ALL = 20_000
-
-
-class _Buckets(LengthGroupedSampler):
-    """Batches of like length, drawn from a seed and the epoch.
-
-    So a resumed run draws the same.
-    """
-
-    def __init__(self, batch_size: int, lengths: list[int], seed: int):
-        super().__init__(batch_size, lengths=lengths)
-        self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return super().__iter__()
 
 
 class PairwiseTrainer(StepTrainer):
@@ -160,12 +139,7 @@ class PairwiseTrainer(StepTrainer):
             data = train_dataset
         if self.judge.packs or data.encoded:
             return super()._get_train_sampler(train_dataset)
-        size = self.args.train_batch_size * self.args.gradient_accumulation_steps
-        if self.args.data_seed is None:
-            seed = self.args.seed
-        else:
-            seed = self.args.data_seed
-        return _Buckets(size, data.lengths, seed)
+        return self.batches_of_like_length(data.lengths)
 
     def optimizer_groups(self) -> list[dict[str, object]]:
         """`parameter_groups` at the arguments' rate and decay."""

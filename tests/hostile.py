@@ -294,7 +294,7 @@ def make_judge() -> None:
     from tests.heads.pairwise.support import model_of
 
     model_of("bert").save_pretrained("judge")
-    rows = [{"prompt": "w1", "answer_a": f"w{n}", "answer_b": "w2", "label": 0} for n in range(3)]
+    rows = [{"prompt": "w1", "a": f"w{n}", "b": "w2"} for n in range(3)]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
@@ -70,11 +71,28 @@ class CompleteModel(PreTrainedModel):
             loaded: Any = super().from_pretrained(place, *args, output_loading_info=True, **kwargs)
         model, info = loaded
         mismatched = () if kwargs.get("ignore_mismatched_sizes") else info["mismatched_keys"]
-        _check_loaded(model, {**info, "mismatched_keys": mismatched}, place)
+        whole_numbers = _whole_numbers(model, place)
+        _check_loaded(model, {**info, "mismatched_keys": mismatched}, whole_numbers, place)
         return (model, info) if output_loading_info else model
 
 
-def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], place: object) -> None:
+def _whole_numbers(model: PreTrainedModel, place: object) -> list[str]:
+    """Return the tensors of a folder that are whole numbers, and floating ones in the model."""
+    state = model.state_dict()
+    found = []
+    files = Path(place).glob("*.safetensors") if isinstance(place, (str, Path)) else []
+    for path in files:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118, not a mapping
+                stored = file.get_slice(name).get_dtype()
+                if stored[0] in "IU" and name in state and state[name].is_floating_point():
+                    found.append(name)
+    return found
+
+
+def _check_loaded(
+    model: PreTrainedModel, info: Mapping[str, Any], whole_numbers: list[str], place: object
+) -> None:
     """Check that a file had the tensors of a model and no others, and that they are finite."""
     damaged = [
         name
@@ -86,6 +104,7 @@ def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], place: object
         ("does not fit", info["mismatched_keys"]),
         ("has unknown", info["unexpected_keys"]),
         ("has NaN or infinity in", damaged),
+        ("has whole numbers in", whole_numbers),
     ):
         if names:
             shown = ", ".join(sorted(map(str, names))[:3])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import mergekit_lite.layerwise
 from mergekit_lite import merge_models
@@ -404,6 +404,8 @@ def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
             r"merge_models:.*auto_class.*'x'.*AutoModels",
         ),
         ({"calibration": DATA, "density": 0.5}, r"merge_models:.*'density'"),
+        ({"calibration": DATA, "dtype": "float23"}, "float23"),
+        ({"calibration": DATA, "max_shard_size": "5 gigs"}, "max_shard_size: is '5 gigs'"),
         ({"calibration": [[], DATA[1]]}, "are empty; expected examples"),
         ({"calibration": [[{"input_ids": []}], DATA[1]]}, "has no token; expected one or more"),
         ({"calibration": [[torch.ones(3).long()], DATA[1]]}, r"calibration:.*\[3\]"),
@@ -429,6 +431,40 @@ def test_bad_input_is_refused(options, message, tmp_path):
     paths = pair("llama", tmp_path)
     with pytest.raises(ValueError, match=message):
         merge_models(paths, "regmean", out=tmp_path / "out", progress=False, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_of_the_output_are_checked_before_the_work(tmp_path, monkeypatch):
+    def work(*given, **named):
+        raise AssertionError("a block was merged")
+
+    monkeypatch.setattr(mergekit_lite.layerwise.run.BlockMerge, "begin", work)
+    for options in ({"dtype": "float23"}, {"max_shard_size": "5 gigs"}, {"threads": 0}):
+        with pytest.raises(ValueError, match="float23|5 gigs|threads"):
+            merge_models(
+                pair("llama", tmp_path),
+                "regmean",
+                calibration=DATA,
+                out=tmp_path / "out",
+                progress=False,
+                **options,
+            )
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.full((24, 16), float("nan")), "has NaN or infinity"),
+        (torch.ones(24, 16, dtype=torch.int32), "is torch.int32, expected floating numbers"),
+    ],
+)
+def test_weights_that_are_no_finite_numbers_are_refused(value, message, tmp_path):
+    paths = pair("llama", tmp_path)
+    file = tmp_path / "1" / "model.safetensors"
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(load_file(file) | {name: value}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"1: {name} {message}"):
+        merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
 
 

@@ -95,7 +95,11 @@ JOBS["merge by data"] = ["-m", "mergekit_lite", "merge", "regmean.yml", "OUT", "
 JOBS["merge by data"] += ["task0.jsonl", "task1.jsonl", "--no-progress"]
 JOBS["learn"] = ["-m", "model_components", "learn", "learn.yml", "OUT", "--no-progress"]
 CHECKPOINTS = {"train": "OUT/checkpoints", "learn": "OUT.training"}
-REFUSED = ("another run is writing it now", "is not empty", "expected more --iterations")  # the second of two at once
+REFUSED = (
+    "another run is writing it now",
+    "is not empty",
+    "expected more --iterations",
+)  # the second of two at once
 FULL = "cannot be written (File too large)"
 WHOLE = {"train": "result.json"}  # what is there only at the end, where the folder is there before
 STEADY = """

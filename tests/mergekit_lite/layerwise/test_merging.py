@@ -440,7 +440,7 @@ def test_settings_of_the_output_are_checked_before_the_work(tmp_path, monkeypatc
 
     monkeypatch.setattr(mergekit_lite.layerwise.run.BlockMerge, "begin", work)
     for options in ({"dtype": "float23"}, {"max_shard_size": "5 gigs"}, {"threads": 0}):
-        with pytest.raises(ValueError, match="float23|5 gigs|threads"):
+        with pytest.raises(ValueError, match=r"float23|5 gigs|threads"):
             merge_models(
                 pair("llama", tmp_path),
                 "regmean",

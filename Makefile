@@ -67,10 +67,10 @@ test-wheel: $(VENV)/.ready ## build wheel and sdist, and prove the wheel by its 
 matrix: ## run the suite with the lowest, the pinned and the newest versions that pip may install (20 min)
 	PYTHON=$(PYTHON) tests/matrix/run.sh
 
-soak: $(VENV)/.ready ## an hour of merges, bakes, pruning and training, killed, doubled and without disk
+soak: $(VENV)/.ready ## an hour of merges, bakes, pruning and training, killed, started twice, and on a full disk
 	$(BIN)/python -m tests.soak
 
-hostile: $(VENV)/.ready ## break what loaders, commands and folders read, in 1,500 ways (40 min)
+hostile: $(VENV)/.ready ## break the inputs of loaders and commands in 1,500 ways (40 min)
 	$(BIN)/python -m tests.hostile
 
 mutations: $(VENV)/.ready ## plant 60 errors one by one, and see which of them the tests notice (2 h)

@@ -22,7 +22,8 @@ import optuna
 import train_judge
 from optuna.trial import TrialState
 
-from heads.pairwise import DeadRunError, PairwiseModel
+from heads.pairwise import PairwiseModel
+from model_components import DeadRunError
 
 POOLING = ["mean", "last", "mean last"]
 LINKS = ["antisymmetric", "davidson"]

@@ -38,7 +38,6 @@ from name_a_thing import made_up, own_encoder
 from transformers import EarlyStoppingCallback, TrainingArguments, set_seed
 
 from heads.pairwise import (
-    DeadRunError,
     PairwiseModel,
     PairwiseTrainer,
     calibrate_,
@@ -49,6 +48,7 @@ from heads.pairwise import (
     split_pairs,
 )
 from heads.pairwise.data.rows import each_pair
+from model_components import DeadRunError
 
 SURFACE = ["length", "style", "overlap"]
 # flags that what is in OUT does not depend on

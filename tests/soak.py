@@ -1,13 +1,14 @@
-"""Merges, bakes, pruning and training, disturbed at random: nothing is lost, nothing is left
-behind (`make soak`).
+"""Merges, bakes, pruning and training, disturbed at random, lose nothing and leave nothing behind.
+
+(`make soak`)
 
 Each job is a command that a user runs, on a model of a few million parameters. It is started and
 killed (SIGKILL) until it happens to end by itself: at random moments, or while it writes a
 checkpoint. Now and then it is started twice at once, or its files cannot grow, as on a full disk.
-What it wrote must be what an undisturbed run writes, to the bit. A kill between the moment when a result gets its name and the end may leave the
-hidden folder, without a result: the next run to that name must clear it. One process merges over
-and over, whose memory and open files are counted. The summary goes to results/soak.json and
-docs/scale.md.
+What it wrote must be what an undisturbed run writes, to the bit. A kill between the moment when a
+result gets its name and the end may leave the hidden folder, without a result: the next run to that
+name must clear it. One process merges over and over, whose memory and open files are counted. The
+summary goes to results/soak.json and docs/scale.md.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ RECIPE = (
     "0.4}\n"
 )
 BAKE = """
+import sys
 import torch
 from mergekit_lite.masks import Merger
 torch.manual_seed(0)
@@ -41,49 +43,18 @@ merger = Merger.from_pretrained(["a", "b"])
 with torch.no_grad():
     for mask in merger.masks().values():
         mask.uniform_(0, 1)
-merger.bake("OUT", progress=False)
+merger.bake(sys.argv[1], progress=False)
 """
-JOBS = {  # the command, and the files that tell whether it came out the same
-    "merge": [
-        "-m",
-        "mergekit_lite",
-        "merge",
-        "recipe.yml",
-        "OUT",
-        "--max-shard-size",
-        "4MB",
-        "--no-progress",
-    ],
-    "bake": ["-c", BAKE],
-    "prune": [
-        "-m",
-        "model_components",
-        "prune",
-        "base",
-        "OUT",
-        "--calibration",
-        "texts.txt",
-        "--tokens",
-        "4000",
-        "--context",
-        "64",
-        "--no-progress",
-    ],
-    "train": [
-        "-m",
-        "model_components",
-        "think",
-        "train",
-        "copy",
-        "OUT",
-        "--iterations",
-        "60",
-        "--length",
-        "6",
-        "--samples",
-        "64",
-        "--no-progress",
-    ],
+JOBS = {  # the words after python
+    "merge": "-m mergekit_lite merge recipe.yml OUT --max-shard-size 4MB --no-progress",
+    "merge by data": "-m mergekit_lite merge regmean.yml OUT --no-progress --calibration "
+    "task0.jsonl task1.jsonl",
+    "bake": "bake.py OUT",
+    "prune": "-m model_components prune base OUT --calibration texts.txt --tokens 4000 "
+    "--context 64 --no-progress",
+    "train": "-m model_components think train copy OUT --iterations 60 --length 6 --samples 64 "
+    "--no-progress",
+    "learn": "-m model_components learn learn.yml OUT --no-progress",
 }
 LEARN = """components: [a, b]
 data: [task0.jsonl, task1.jsonl]
@@ -91,9 +62,6 @@ training: {max_steps: 12, save_steps: 2, save_total_limit: 2, use_cpu: true}
 compare: []
 held_out: 2
 """
-JOBS["merge by data"] = ["-m", "mergekit_lite", "merge", "regmean.yml", "OUT", "--calibration"]
-JOBS["merge by data"] += ["task0.jsonl", "task1.jsonl", "--no-progress"]
-JOBS["learn"] = ["-m", "model_components", "learn", "learn.yml", "OUT", "--no-progress"]
 CHECKPOINTS = {"train": "OUT/checkpoints", "learn": "OUT.training"}
 REFUSED = (
     "another run is writing it now",
@@ -143,6 +111,7 @@ def prepare(folder: Path) -> None:
     (folder / "recipe.yml").write_text(RECIPE)
     (folder / "regmean.yml").write_text("merge_method: regmean\nmodels: [a, b]\n")
     (folder / "learn.yml").write_text(LEARN)
+    (folder / "bake.py").write_text(BAKE)
     for k in range(2):
         rows = [
             {"prompt": f"w{n}", "completion": " ".join(rng.choice(words) for _ in range(12))}
@@ -152,12 +121,12 @@ def prepare(folder: Path) -> None:
 
 
 def command(job: str, out: str) -> list[str]:
-    """The job's, with its folder."""
-    return [sys.executable, *(part.replace("OUT", out) for part in JOBS[job])]
+    """Return the words that start a job."""
+    return [sys.executable, *JOBS[job].replace("OUT", out).split()]
 
 
 def digest(folder: Path) -> str:
-    """Of all weights."""
+    """Return a hash of all weights in a folder."""
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.safetensors")):
         if "checkpoints" not in path.parts:
@@ -235,6 +204,7 @@ def run_twice(folder: Path, job: str, out: str, later: float) -> int:
 
 def run_on_a_full_disk(folder: Path, job: str, out: str, limit: int) -> int:
     """One start of a job whose files may not grow; negative where it did not end whole."""
+    # its status is 1 where a file could not grow, and 0 where none had to
     return -end(start(folder, job, out, limit), job, (FULL,))
 
 

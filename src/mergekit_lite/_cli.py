@@ -128,13 +128,15 @@ def learn(
         progress: Show progress bars and the first example of each task; default: only on a
             terminal.
     """
+    from model_components._checkpoints import checkpoints_in
+
     from .masks.run import run_masks
     from .masks.run_config import MaskRun
 
     try:
         return run_masks(MaskRun.from_yaml(settings), out, fresh=fresh, progress=progress)
     except KeyboardInterrupt:
-        begun = any(out.with_name(f"{out.name}.training").glob("checkpoint-*"))
+        begun = checkpoints_in(out.with_name(f"{out.name}.training"))
         raise KeyboardInterrupt(continue_hint(fresh) if begun else "") from None
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 
 from model_components import __version__
 from model_components._devices import peak_memory
-from model_components._folders import NewFolder, OutputError, of_write, write_json
+from model_components._folders import NewFolder, OutputError, write_error, write_json
 
 from ._torch import Tensor, torch
 from .dtypes import Array, stored_of, to_torch
@@ -223,8 +223,8 @@ def _write(
     """Write every shard that an earlier run has not finished, then what lies beside them."""
     plan = engine.plan
     chosen_template(plan)  # what could fail at the end is tried first
-    folder = OutputFolder(out, plan, plan_fingerprint(plan, run.seed, __version__))
-    ranks.lead(lambda: folder.prepare(run.fresh))
+    folder = OutputFolder(out, plan, plan_fingerprint(plan, run.seed, __version__), fresh=run.fresh)
+    ranks.lead(folder.prepare)
     resumed = ranks.share(sorted(folder.finished))
     facts: list[TensorFact] = []
     order = {t.name: i for i, t in enumerate(plan.tensors)}
@@ -259,12 +259,12 @@ def _write(
     except BaseException as error:
         # nothing may write once the folder is let go
         executor.shutdown(wait=True, cancel_futures=True)
-        failed_write = of_write(f"merge to {out}", error)
+        failed_write = write_error(f"merge to {out}", error)
         if ranks.rank == 0 and (failed_write or isinstance(error, NotFiniteError)):
             with contextlib.suppress(OSError):  # the error of the merge is the one to tell
                 folder.discard()
         folder.close()
         if failed_write:
-            raise OutputError(f"{failed_write}; what was written has been removed") from error
+            raise OutputError(f"{failed_write}; what was written is removed") from error
         raise
     return facts, resumed

@@ -1,7 +1,7 @@
 """The floor under `mergekit_lite`, `kronecker`, `thinker` and `heads`.
 
-Its public names are ``__version__`` and `push_to_hub`, which uploads a folder that a package
-wrote.
+Its public names are ``__version__``, `push_to_hub`, which uploads a folder that a package wrote,
+and `DeadRunError`, with which every trainer stops a run that cannot succeed.
 
 >>> import model_components
 >>> model_components.__version__.count(".")

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 _PREFIX = "checkpoint-"  # transformers' own
 _STATE = "trainer_state.json"
-_STATE_FIELDS = {  # of transformers, without which it goes on from elsewhere, or not at all
+_STATE_FIELDS = {  # that transformers needs to resume
     "global_step": int,
     "max_steps": int,
     "train_batch_size": int,
@@ -47,7 +47,7 @@ def newest_whole(folder: Path, operation: str, needed: Sequence[str] = ()) -> Pa
         problem = problem_of(path, needed)
         if not problem:
             return path
-        logger.warning("%s: %s is not whole and is passed over: %s", operation, path, problem)
+        logger.warning("%s: %s is not whole and is skipped: %s", operation, path, problem)
     return None
 
 
@@ -64,7 +64,12 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def problem_of(checkpoint: Path, needed: Sequence[str] = ()) -> str:
     """Return the reason why a checkpoint is not whole, or an empty string.
 
-    A kill or a full disk cuts files short. What they hold is not compared with anything.
+    A kill or a full disk cuts files short. The numbers in them are not looked at.
+
+    Args:
+        checkpoint: The folder.
+        needed: Names of files that it must have besides those of transformers, of safetensors or
+            torch.save.
     """
     for name in (_STATE, *needed):
         if not (checkpoint / name).is_file():
@@ -83,8 +88,8 @@ def problem_of(checkpoint: Path, needed: Sequence[str] = ()) -> str:
         if path.suffix == ".safetensors" and not _opens(path):
             return f"{path.name} is damaged"
         # files of torch.save are zip files, whose list of contents comes last
-        ours = path.name in needed or _OF_TORCH.fullmatch(path.name)
-        if ours and path.suffix != ".safetensors" and not zipfile.is_zipfile(path):
+        is_of_torch = path.name in needed or _OF_TORCH.fullmatch(path.name)
+        if is_of_torch and path.suffix != ".safetensors" and not zipfile.is_zipfile(path):
             return f"{path.name} is damaged"
     return _problem_of_state(checkpoint)
 
@@ -101,7 +106,7 @@ def _problem_of_state(checkpoint: Path) -> str:
             return f"{_STATE} is damaged ({name} is {state.get(name)!r})"
     step = checkpoint.name.removeprefix(_PREFIX)
     if step.isdecimal() and int(step) != state["global_step"]:
-        return f"{_STATE} is of step {state['global_step']}"
+        return f"{_STATE} has global_step {state['global_step']}"
     return ""
 
 

@@ -54,19 +54,13 @@ def read_flags(path: Path) -> Mapping[object, object]:
     for kind, words in _YAML_WORDS.items():
         Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", words, None)
     try:
-        documents = _yaml.read_yaml(path.read_text(encoding="utf-8"), Loader)
+        return _yaml.read_mapping(path.read_text(encoding="utf-8"), Loader)
     except OSError as error:
         raise FlagFileError(f"--config: {path} cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise FlagFileError(f"--config: expected YAML in {path}, got an error: {error}") from error
-    if not documents:
-        return {}
-    if len(documents) > 1 or not isinstance(documents[0], Mapping):
-        kinds = " and ".join(type(document).__name__ for document in documents)
         raise FlagFileError(
-            f"--config: expected a YAML mapping of flags to values in {path}, got {kinds}"
-        )
-    return documents[0]
+            f"--config: expected a YAML mapping of flags to values in {path}: {error}"
+        ) from error
 
 
 def words_of(values: Mapping[object, object], given: Sequence[str]) -> list[str]:

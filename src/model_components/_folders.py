@@ -2,12 +2,13 @@
 
 A result is written into ``.NAME.partial`` beside its final name and gets that name, by one rename,
 when it is whole. That folder carries a marker. One without it, one that another user owns and a
-symbolic link are not ours: they are refused and left as they are. Nothing but a marked folder, or a
-file that was just created here, is ever removed.
+symbolic link are not ours: they are refused and left as they are. Nothing is ever removed but a
+marked folder, a file that was just created here, and the checkpoints and results of a run that is
+to begin anew (`_runs`).
 
     out's folder/
       .NAME.partial/
-        .made-by-model-components   the marker, which names the process that writes
+        .made-by-model-components   the marker, which names the process that wrote last
         result/                     what will be NAME
         ...                         what an interrupted run may want to know
 """
@@ -29,10 +30,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ._locks import FolderLock, NotOursError, PosixLock, WindowsLock, holder_of, sign
+from ._locks import FolderLock, NotOursError, PosixLock, WindowsLock, holder_of, write_holder
 
 _MARKER = ".made-by-model-components"
-_WRITES_THAT_FAIL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EISDIR)
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+"""Full disks, quotas, read-only file systems, limits of file sizes: nothing else raises these."""
 
 
 class OutputError(OSError, ValueError):
@@ -84,23 +86,24 @@ def _told(to: str, error: OSError) -> OutputError:
     return OutputError(f"{to}: cannot be written ({error.strerror})")
 
 
-def of_write(to: str, error: BaseException) -> OutputError | None:
-    """Return what to raise in place of an error of writing, or None for another error.
+def write_error(to: str, error: BaseException | None) -> OutputError | None:
+    """Return what to raise in place of an error of writing, or None for any other error.
 
     Python, safetensors and torch tell of a full disk by classes and words of their own.
 
     Args:
-        to: What was written where, as the error begins.
-        error: What was raised.
+        to: The operation and the path, as the message begins.
+        error: What was raised, if anything was.
     """
-    if isinstance(error, OutputError):
-        return None
     text = str(error)
     number = error.errno if isinstance(error, OSError) else None
     if found := re.search(r"\bos error (\d+)", text):  # safetensors, which is written in Rust
         number = int(found[1])
-    if number in _WRITES_THAT_FAIL:
-        return OutputError(f"{to}: cannot be written ({os.strerror(number)})")
+    if number in _WRITE_ERRORS:
+        reason = os.strerror(number)
+        if getattr(error, "filename", None):
+            reason = f"{reason}: {error.filename}"
+        return OutputError(f"{to}: cannot be written ({reason})")
     if isinstance(error, RuntimeError) and "inline_container" in text:  # torch's writer of files
         return OutputError(f"{to}: cannot be written ({text.splitlines()[0]})")
     return None
@@ -108,13 +111,20 @@ def of_write(to: str, error: BaseException) -> OutputError | None:
 
 @contextlib.contextmanager
 def writing(to: str) -> Iterator[None]:
-    """Turn a full disk and what is like it into an `OutputError`."""
+    """Turn a failed write into an `OutputError`.
+
+    Args:
+        to: The operation and the path, as the message begins.
+
+    Raises:
+        OutputError: The disk is full, a quota is used up, or the file system is read-only.
+    """
     try:
         yield
     except Exception as error:
-        told = of_write(to, error)
-        if told is not None:
-            raise told from error
+        failed = write_error(to, error)
+        if failed is not None:
+            raise failed from error
         raise
 
 
@@ -194,7 +204,7 @@ class NewFolder:
         try:
             while not self._claim():  # another run finished in between
                 check_new(self.out, self.operation)
-            sign(self.place / _MARKER)
+            write_holder(self.place / _MARKER)
             if self.fresh or not self.resumable:
                 _empty(self.place, keep=[_MARKER])
             with contextlib.suppress(FileExistsError):
@@ -314,9 +324,9 @@ class NewFolder:
             if nothing or not self.resumable:
                 self.discard()
         self.close()
-        told = of_write(self._to, error) if error is not None else None
-        if told is not None:
-            raise told from error
+        failed = write_error(self._to, error)
+        if failed is not None:
+            raise failed from error
 
 
 def _rename(folder: Path, out: Path) -> None:
@@ -332,11 +342,9 @@ def _rename(folder: Path, out: Path) -> None:
 
 
 def _empty(folder: Path, keep: Collection[str]) -> None:
-    for entry in list(os.scandir(folder)):
-        if entry.name not in keep:
-            shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(
-                entry.path
-            )
+    for path in list(folder.iterdir()):
+        if path.name not in keep:
+            remove(path)
 
 
 def remove(path: Path) -> None:

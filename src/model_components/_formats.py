@@ -52,7 +52,8 @@ def check_format(found: Mapping[str, Any], newest: int, operation: str) -> None:
 def reading(path: object, operation: str) -> Iterator[None]:
     """Turn whatever reading a file raises into one error that names the file.
 
-    A person may have edited it, and a full disk may have cut it.
+    A person may have edited it, and a full disk may have cut it. The block should do nothing but
+    read, since what else fails in it is told as a fault of the file.
 
     Args:
         path: The file, folder or hub id.
@@ -70,7 +71,7 @@ def reading(path: object, operation: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # torch, safetensors and transformers raise classes of many kinds
-        if isinstance(error, ValueError) and _raised_here(error):
+        if isinstance(error, ValueError) and _is_our_error(error):
             raise
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
             raise
@@ -78,7 +79,7 @@ def reading(path: object, operation: str) -> Iterator[None]:
         raise ValueError(f"{operation}: {path} cannot be read ({reason})") from error
 
 
-def _raised_here(error: Exception) -> bool:
+def _is_our_error(error: Exception) -> bool:
     """Return whether code of this library raised an error, and not what it called."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:

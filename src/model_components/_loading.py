@@ -62,7 +62,8 @@ class CompleteModel(PreTrainedModel):
             **kwargs: As in `transformers.PreTrainedModel.from_pretrained`.
 
         Raises:
-            ValueError: There is no such folder; tensors are missing, unknown or not finite.
+            ValueError: There is no such folder, or it cannot be read; tensors are missing, unknown,
+                integers or not finite.
         """
         place = pretrained_model_name_or_path
         if place is not None and is_path(str(place)):
@@ -71,13 +72,16 @@ class CompleteModel(PreTrainedModel):
             loaded: Any = super().from_pretrained(place, *args, output_loading_info=True, **kwargs)
         model, info = loaded
         mismatched = () if kwargs.get("ignore_mismatched_sizes") else info["mismatched_keys"]
-        whole_numbers = _whole_numbers(model, place)
-        _check_loaded(model, {**info, "mismatched_keys": mismatched}, whole_numbers, place)
+        integers = _stored_as_integers(model, place)
+        _check_loaded(model, {**info, "mismatched_keys": mismatched}, integers, place)
         return (model, info) if output_loading_info else model
 
 
-def _whole_numbers(model: PreTrainedModel, place: object) -> list[str]:
-    """Return the tensors of a folder that are whole numbers, and floating ones in the model."""
+def _stored_as_integers(model: PreTrainedModel, place: object) -> list[str]:
+    """Return the names of tensors that a folder has as integers, and the model as floats.
+
+    transformers would turn the ones into the others.
+    """
     state = model.state_dict()
     found = []
     files = Path(place).glob("*.safetensors") if isinstance(place, (str, Path)) else []
@@ -91,9 +95,9 @@ def _whole_numbers(model: PreTrainedModel, place: object) -> list[str]:
 
 
 def _check_loaded(
-    model: PreTrainedModel, info: Mapping[str, Any], whole_numbers: list[str], place: object
+    model: PreTrainedModel, info: Mapping[str, Any], integers: list[str], place: object
 ) -> None:
-    """Check that a file had the tensors of a model and no others, and that they are finite."""
+    """Check that a file had the tensors of a model and no others, finite and no integers."""
     damaged = [
         name
         for name, tensor in model.state_dict().items()
@@ -104,7 +108,7 @@ def _check_loaded(
         ("does not fit", info["mismatched_keys"]),
         ("has unknown", info["unexpected_keys"]),
         ("has NaN or infinity in", damaged),
-        ("has whole numbers in", whole_numbers),
+        ("has integers in", integers),
     ):
         if names:
             shown = ", ".join(sorted(map(str, names))[:3])

@@ -24,7 +24,7 @@ class NotOursError(Exception):
 
 
 class PosixLock:
-    """A lock on the folder's own file descriptor; it needs no lock file.
+    """A lock on the folder's own file descriptor; the marker only says which process it is.
 
     Args:
         folder: The folder.
@@ -127,11 +127,11 @@ class WindowsLock:
 FolderLock = WindowsLock if importlib.util.find_spec("fcntl") is None else PosixLock
 
 
-def sign(path: Path) -> None:
-    """Write into a lock's file which process holds it."""
+def write_holder(path: Path) -> None:
+    """Write this process's number and machine into a lock's file."""
     flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     with open(os.open(path, flags, 0o666), "w", encoding="utf-8") as file:
-        file.truncate()
+        file.truncate()  # which opening a descriptor does not do
         file.write(f"process {os.getpid()} on {platform.node()}")
 
 

@@ -45,9 +45,12 @@ class CheckedModelConfig(PreTrainedConfig):
         ``use_cache`` is one of them.
 
         Raises:
-            ValueError: The config has a newer format, or a bad value.
+            ValueError: The config has a newer format, lacks a field, or has a bad value.
         """
         check_format(config_dict, FORMAT, cls.__name__)
+        lost = [name for name in _fields(cls) if name not in config_dict]
+        if lost and "format_version" in config_dict:  # a saved config has every field
+            raise ValueError(f"{cls.__name__}: expected {', '.join(lost)} in the saved config")
         unknown = _unknown(cls, config_dict)
         known = {name: value for name, value in config_dict.items() if name not in unknown}
         return super().from_dict(known, **kwargs)

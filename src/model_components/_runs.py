@@ -1,4 +1,4 @@
-"""Folders that one run at a time writes, and in which only the same run goes on."""
+"""Folders of runs: one process writes at a time, and only the same run goes on."""
 
 from __future__ import annotations
 
@@ -10,32 +10,35 @@ from types import TracebackType
 from typing import Any, Self
 
 from ._checkpoints import checkpoints_in
-from ._folders import OutputError, make_folder, of_write, remove, write_json
+from ._folders import OutputError, make_folder, remove, write_error, write_json, writing
 from ._formats import reading
-from ._locks import FolderLock, NotOursError, PosixLock, WindowsLock, holder_of, sign
+from ._locks import FolderLock, NotOursError, PosixLock, WindowsLock, holder_of, write_holder
 
 _LOCK = ".lock"
 _FACTS = "run.json"
+_INSTEAD = "begin anew with --fresh (fresh=True), or name another folder"
 
 
 class RunFolder:
-    """A folder of a run that can be stopped and that the same run takes up.
+    """The folder of a run that can be stopped and resumed, as a context manager.
 
-    As a context manager it locks the folder, compares ``run.json`` with the run's facts, and writes
-    it where it is not there yet.
+    Entering locks the folder, compares ``run.json`` with the run's facts, and writes it where it is
+    not there yet.
 
     Args:
         folder: A new or empty folder, or that of an earlier run.
-        facts: What the run is made of, as JSON has it: settings, and hashes of what files hold.
-        operation: The name that error messages begin with.
-        checkpoints: The folder of the checkpoints inside it.
+        facts: The run's settings, as JSON values. A run with other settings is refused.
+        operation: The command, which error messages begin with.
+        contents: Names of data, and hashes of what they hold. A run with other data is refused.
+        checkpoints: The folder of the checkpoints, inside the folder.
         may_change: Names of facts in which a later run may differ; `update` writes them.
-        results: Names of files that an earlier run wrote at its end.
-        fresh: Begin anew: remove the checkpoints and results of an earlier run, whatever its facts.
+        results: Names of files that a run writes at its end.
+        fresh: Begin anew: remove the checkpoints and results of an earlier run of this command.
 
     Raises:
-        OutputError: Another run has the folder now; it is of a run with other facts, or of none.
-        ValueError: ``run.json`` is damaged.
+        OutputError: On entering: another run holds the folder, or it cannot be written; it belongs
+            to a run with other facts; it has files but no ``run.json``.
+        ValueError: On entering: ``run.json`` cannot be read.
     """
 
     def __init__(
@@ -44,13 +47,16 @@ class RunFolder:
         facts: Mapping[str, Any],
         operation: str,
         *,
+        contents: Mapping[str, str] | None = None,
         checkpoints: str = ".",
         may_change: tuple[str, ...] = (),
         results: tuple[str, ...] = (),
         fresh: bool = False,
     ):
         self.folder = folder
-        self.facts = dict(facts)
+        self.facts = {"command": operation, **facts}
+        if contents is not None:
+            self.facts["contents"] = dict(contents)
         self.checkpoints = folder / checkpoints
         self.may_change = may_change
         self.results = results
@@ -62,29 +68,45 @@ class RunFolder:
     def __enter__(self) -> Self:
         """Lock the folder and compare the facts."""
         make_folder(self.folder, self._operation)
-        place = self.folder.resolve()  # the user may have made it a link
+        path = self.folder.resolve()  # the user may have made it a link
         try:
-            self._lock = FolderLock(place, _LOCK, created=True)
+            # the folder may be one that the user made: nobody has to have marked it
+            self._lock = FolderLock(path, _LOCK, created=True)
         except BlockingIOError:
             raise OutputError(
-                f"{self._to}: another run is writing it now{holder_of(place / _LOCK)}"
+                f"{self._to}: another run is writing it now{holder_of(path / _LOCK)}"
             ) from None
         except (NotOursError, OSError) as error:
-            raise OutputError(f"{self._to}: the folder cannot be locked ({error})") from error
+            reason = getattr(error, "strerror", None) or "it is no folder"
+            raise OutputError(
+                f"{self._to}: the folder cannot be locked ({reason}); name another folder"
+            ) from error
         try:
-            sign(place / _LOCK)
-            self._take()
+            with writing(self._to):
+                write_holder(path / _LOCK)
+                self._take()
         except BaseException:
             self.close()
             raise
         return self
 
     def _take(self) -> None:
+        """Compare the folder with this run, and write the facts where it is new or fresh."""
         before = self.read()
-        if before is None and any(path.name != _LOCK for path in self.folder.iterdir()):
+        # a kill may have left a file that was to become run.json
+        ours = (_LOCK, f".{_FACTS}.")
+        others = any(not path.name.startswith(ours) for path in self.folder.iterdir())
+        if before is None and others:
             raise OutputError(
                 f"{self._to}: expected a new folder or that of a run, got one with other files and "
-                f"no {_FACTS}"
+                f"no {_FACTS}; name another folder"
+            )
+        # what another command, or another library, put here is not ours to remove
+        if before is not None and before.get("command") != self._operation:
+            raise OutputError(
+                f"{self._to}: expected a new folder or that of a run of {self._operation}, got one "
+                f"whose {_FACTS} is of {before.get('command', 'something else')}; name another "
+                "folder"
             )
         if before is not None and not self.fresh:
             self._compare(before)
@@ -100,7 +122,7 @@ class RunFolder:
         write_json(self.folder / _FACTS, self.facts, self._operation)
 
     def read(self) -> dict[str, Any] | None:
-        """Return the facts of the run that the folder is of, or None.
+        """Return the facts in ``run.json``, or None if there is none.
 
         Raises:
             ValueError: They cannot be read.
@@ -109,19 +131,29 @@ class RunFolder:
         if not path.exists():
             return None
         with reading(path, self._operation):
-            return dict(json.loads(path.read_text(encoding="utf-8")).items())
+            facts = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(facts, dict):
+            raise ValueError(
+                f"{self._operation}: expected a JSON object in {path}, got {type(facts).__name__}; "
+                "restore it, or name another folder"
+            )
+        return facts
 
     def _compare(self, before: Mapping[str, Any]) -> None:
-        before = _flat(before)
-        now = _flat(json.loads(json.dumps(self.facts)))
-        for name in sorted(now.keys() | before.keys()):
-            if name in self.may_change or now.get(name) == before.get(name):
+        earlier = _flatten(before)
+        now = _flatten(json.loads(json.dumps(self.facts)))  # as run.json has them: tuples as lists
+        for name in dict.fromkeys((*now, *earlier)):
+            if name in self.may_change or now.get(name) == earlier.get(name):
                 continue
-            expected = _shown(before.get(name))
-            got = _shown(now.get(name))
+            if name.startswith("contents."):
+                raise OutputError(
+                    f"{self._to}: the data of {name.removeprefix('contents.')} have changed since "
+                    f"the run in this folder began; restore them, {_INSTEAD}"
+                )
+            expected = _shortened(earlier.get(name))
             raise OutputError(
-                f"{self._to}: {name} must be {expected}, as in the run in this folder, got {got}; "
-                "give what it was, begin anew with --fresh (fresh=True), or name another folder"
+                f"{self._to}: {name} must be {expected}, as in the run in this folder, got "
+                f"{_shortened(now.get(name))}; use that value, {_INSTEAD}"
             )
 
     def close(self) -> None:
@@ -142,22 +174,22 @@ class RunFolder:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-        told = of_write(self._to, error) if error is not None else None
-        if told is not None:
-            raise told from error
+        failed = write_error(self._to, error)
+        if failed is not None:
+            raise failed from error
 
 
-def _flat(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return facts with those inside a fact as ``outer.inner``."""
+def _flatten(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return facts without mappings: ``{"a": {"b": 1}}`` becomes ``{"a.b": 1}``."""
     flat: dict[str, Any] = {}
     for name, value in facts.items():
         if isinstance(value, dict) and value:
-            flat |= {f"{name}.{inner}": found for inner, found in _flat(value).items()}
+            flat |= {f"{name}.{inner}": fact for inner, fact in _flatten(value).items()}
         else:
             flat[name] = value
     return flat
 
 
-def _shown(value: object) -> str:
+def _shortened(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."

@@ -27,7 +27,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import TrainOutput
 
 from ._checkpoints import newest_whole, problem_of
-from ._folders import writing
+from ._folders import OutputError, writing
 from ._formats import reading
 
 TrainData = Any
@@ -53,15 +53,16 @@ class TrainerOptions(TypedDict, total=False):
 
 
 class DeadRunError(RuntimeError):
-    """A training was stopped because it cannot come to anything."""
+    """A training was stopped because it cannot succeed."""
 
 
 class StepTrainer(Trainer):
     """A `transformers.Trainer` whose losses are means over all items of a step.
 
-    Micro-batches change nothing. A loss, gradient or parameter that is not finite stops the
-    training before it reaches the weights or a checkpoint. The losses that a resumed training logs
-    are those of the whole run.
+    Gradient accumulation does not change the loss. Training stops at a loss or gradient with NaN or
+    infinity before the optimizer's step (in float16 the gradient scaler skips such steps instead),
+    and at such a parameter before a checkpoint is written. After a resume, logged losses include
+    the steps before it.
 
     Attributes:
         resumed_from: The checkpoint that the training goes on from, or None.
@@ -73,7 +74,7 @@ class StepTrainer(Trainer):
         super().__init__(*args, **options)
         self._losses = _Losses()
         self._loss_of_step: Tensor | float = 0.0
-        self.add_callback(_Watch(self))
+        self.add_callback(_StepCallback(self))
 
     def needed_files(self) -> Sequence[str]:
         """Return the names of files that a checkpoint must have besides those of transformers."""
@@ -87,12 +88,13 @@ class StepTrainer(Trainer):
         Args:
             resume_from_checkpoint: A folder, or True for the newest whole checkpoint of
                 ``output_dir``.
-            *rest: Of `Trainer.train`.
-            **named: Of `Trainer.train`.
+            *rest: Passed to `Trainer.train`.
+            **named: Passed to `Trainer.train`.
 
         Raises:
-            ValueError: There is no checkpoint, or it is not whole.
+            ValueError: There is no checkpoint, it is not whole, or it cannot be read.
             DeadRunError: A loss, gradient or parameter is not finite.
+            OutputError: A checkpoint cannot be written.
         """
         self.resumed_from = None
         checkpoint = None
@@ -100,20 +102,24 @@ class StepTrainer(Trainer):
             self.resumed_from = self._whole_checkpoint(resume_from_checkpoint)
             checkpoint = str(self.resumed_from)
         output = super().train(checkpoint, *rest, **named)
+        if not _are_finite(self._trained_parameters()):
+            raise self._dead_run("the parameters have NaN or infinity at the end")
         return output._replace(training_loss=output.metrics["train_loss"])
 
-    def _whole_checkpoint(self, asked: str | Path | bool) -> Path:
+    def _whole_checkpoint(self, requested: str | Path | bool) -> Path:
         operation = type(self).__name__
-        if isinstance(asked, bool):
+        if isinstance(requested, bool):
             folder = Path(str(self.args.output_dir))
             newest = newest_whole(folder, operation, self.needed_files())
             if newest is None:
                 raise ValueError(f"{operation}: {folder} has no whole checkpoint to resume from")
             return newest
-        problem = problem_of(Path(asked), self.needed_files())
+        problem = problem_of(Path(requested), self.needed_files())
         if problem:
-            raise ValueError(f"{operation}: expected a whole checkpoint, got {asked}: {problem}")
-        return Path(asked)
+            raise ValueError(
+                f"{operation}: expected a whole checkpoint, got {requested}: {problem}"
+            )
+        return Path(requested)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[object], num_batches: int, device: torch.device
@@ -129,10 +135,10 @@ class StepTrainer(Trainer):
     def training_step(self, *args: Any, **named: Any) -> Tensor:
         """Return a micro-batch's part of its step's loss, after the backward pass."""
         loss = super().training_step(*args, **named)
-        self._loss_of_step = self._loss_of_step + loss.detach().double()
+        self._loss_of_step = self._loss_of_step + loss.detach().float()
         return loss
 
-    def end_loss(self) -> None:
+    def check_step(self) -> None:
         """Add a step's loss to the losses that are logged, and check it and the gradients."""
         loss = float(self._loss_of_step)
         self._loss_of_step = 0.0
@@ -140,43 +146,52 @@ class StepTrainer(Trainer):
         if not math.isfinite(loss):
             self.on_not_finite(f"the loss of step {step} is {loss}")
         elif not self._gradients_are_finite():
-            self.on_not_finite(f"the loss of step {step} is {loss:.4g}, its gradients are not")
+            self.on_not_finite(f"step {step} has a loss of {loss:.4g} and gradients with NaN")
         else:
             self._losses.total += loss
             self._losses.steps += 1
 
     def _gradients_are_finite(self) -> bool:
-        if self.accelerator.scaler is not None:  # of float16, which passes over such steps itself
+        if self.accelerator.scaler is not None:  # float16: it skips such steps itself
             return True
-        return _are_finite([p.grad for p in self._learned() if p.grad is not None])
+        return _are_finite([p.grad for p in self._trained_parameters() if p.grad is not None])
 
-    def _learned(self) -> list[nn.Parameter]:
+    def _trained_parameters(self) -> list[nn.Parameter]:
         groups = bare_optimizer(self.optimizer).param_groups
         return [p for group in groups for p in group["params"]]
 
     def on_not_finite(self, what: str) -> None:
-        """Stop the training.
+        """Stop the training; subclasses may skip the step instead.
+
+        Args:
+            what: What is not finite, as the message says it.
 
         Raises:
             DeadRunError: Always.
         """
-        raise DeadRunError(
-            f"{type(self).__name__}: expected finite numbers, but {what}; earlier checkpoints "
-            "stay. Try a lower learning rate, float32 or bfloat16, or look for outliers in the data"
+        raise self._dead_run(what)
+
+    def _dead_run(self, what: str) -> DeadRunError:
+        return DeadRunError(
+            f"{type(self).__name__}: expected finite numbers, but {what}; earlier checkpoints are "
+            "kept. Try a lower learning rate, float32 or bfloat16, or look for outliers in the data"
         )
 
-    def check_parameters(self) -> None:
-        """Call `on_not_finite` if a parameter that is trained is not."""
-        if not _are_finite(self._learned()):
-            self.on_not_finite(f"parameters are not after step {self.state.global_step}")
-
     def _save_checkpoint(self, *args: Any, **named: Any) -> None:
-        self.check_parameters()
+        if not _are_finite(self._trained_parameters()):
+            step = self.state.global_step
+            self.on_not_finite(f"the parameters have NaN or infinity after step {step}")
         self._losses.total = self._mean_of_processes(self._losses.total)
         states: Any = self.state.stateful_callbacks  # a mapping, whatever its annotation says
         states["StepTrainer"] = asdict(self._losses)
-        with writing(f"{type(self).__name__}: checkpoint in {self.args.output_dir}"):
-            super()._save_checkpoint(*args, **named)
+        to = f"{type(self).__name__}: checkpoint in {self.args.output_dir}"
+        try:
+            with writing(to):
+                super()._save_checkpoint(*args, **named)
+        except OSError as error:
+            if isinstance(error, OutputError):
+                raise
+            raise OutputError(f"{to}: cannot be written ({error})") from error
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **named: Any) -> None:
         with reading(resume_from_checkpoint, type(self).__name__):
@@ -195,6 +210,7 @@ class StepTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Write to the logs, with losses of the whole run where it was resumed."""
         losses = self._losses
+        # each process counts its own; from here on all have the mean
         if "loss" in logs or "train_loss" in logs:
             losses.total = self._mean_of_processes(losses.total)
         if "loss" in logs:
@@ -206,17 +222,17 @@ class StepTrainer(Trainer):
         super().log(logs, start_time)
 
     def _get_train_sampler(self, train_dataset: TrainData = None) -> Sampler | None:
-        """Batches of like length, if the arguments ask for them, are the same after a resume."""
+        """Return the stock sampler; batches of like length do not depend on a resume."""
         sampler = super()._get_train_sampler(train_dataset)
         if isinstance(sampler, LengthGroupedSampler):
             return self.batches_of_like_length(sampler.lengths)
         return sampler
 
     def batches_of_like_length(self, lengths: list[int]) -> Sampler:
-        """Return a sampler of examples in an order in which those of a step have like lengths."""
+        """Return a sampler that puts examples of like length into one step."""
         size = self.args.train_batch_size * self.args.gradient_accumulation_steps
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return _LengthGroupedSampler(size, lengths, seed)
+        return _SeededLengthSampler(size, lengths, seed)
 
     def optimizer_groups(self) -> list[dict[str, object]] | None:
         """Groups of parameters for the arguments' optimizer; None for the stock trainer's own."""
@@ -262,7 +278,7 @@ class StepTrainer(Trainer):
         return self.accelerator.unwrap_model(self.model)
 
 
-class _LengthGroupedSampler(LengthGroupedSampler):
+class _SeededLengthSampler(LengthGroupedSampler):
     """Batches of like length, drawn from a seed and the epoch.
 
     The stock sampler draws from the global generator, so a run that is resumed after its first
@@ -292,7 +308,7 @@ class _Losses:
     logged_steps: int = 0
 
 
-class _Watch(TrainerCallback):
+class _StepCallback(TrainerCallback):
     """Call `StepTrainer` where the stock trainer has nothing to override."""
 
     def __init__(self, trainer: StepTrainer):
@@ -319,16 +335,7 @@ class _Watch(TrainerCallback):
         control: TrainerControl,
         **rest: object,
     ) -> None:
-        self.trainer.end_loss()
-
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **rest: object,
-    ) -> None:
-        self.trainer.check_parameters()
+        self.trainer.check_step()
 
 
 def _mean(total: float, count: int) -> float:

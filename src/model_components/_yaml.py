@@ -1,13 +1,14 @@
-"""Read YAML that users wrote: a key stands once in a mapping, and aliases do not multiply."""
+"""Load YAML from users; refuse keys that stand twice, and alias bombs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
 _MOST_VALUES = 100_000
-"""Values of a document once aliases are followed; ten lines of aliases can stand for billions."""
+"""Of a document, once aliases are followed; ten lines of aliases can stand for billions."""
 
 
 class Loader(yaml.SafeLoader):
@@ -17,27 +18,33 @@ class Loader(yaml.SafeLoader):
         """Return a document's node, checked for its size."""
         node = super().compose_document()
         if node is not None and _count(node, {}) > _MOST_VALUES:
-            raise yaml.YAMLError(f"its aliases stand for more than {_MOST_VALUES:,} values")
+            raise yaml.YAMLError(
+                f"expected at most {_MOST_VALUES:,} values, with what aliases stand for, got more"
+            )
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         """Return a mapping whose keys are single values that differ."""
-        seen: set[object] = set()
+        earlier: set[object] = set()
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
             if isinstance(key, (list, dict)):
-                raise yaml.YAMLError(f"a mapping has {key!r} as a key (line {line})")
-            if key in seen:
+                raise yaml.YAMLError(f"expected a single value as a key, got {key!r} (line {line})")
+            if key in earlier:
                 raise yaml.YAMLError(f"{key!r} stands twice in one mapping (line {line})")
-            seen.add(key)
+            earlier.add(key)
         return super().construct_mapping(node, deep)
 
 
 def read_yaml(text: str, loader: type[Loader] = Loader) -> list[Any]:
-    r"""Return the documents of a text that are not empty.
+    r"""Return the documents of a YAML text, without empty ones.
+
+    Args:
+        text: The text.
+        loader: The class that reads it.
 
     Raises:
         ValueError: It is not YAML, or a document is nested too deep or too large.
@@ -52,9 +59,27 @@ def read_yaml(text: str, loader: type[Loader] = Loader) -> list[Any]:
         documents = list(yaml.load_all(text, loader))
     except RecursionError as error:
         raise ValueError("nested too deep") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
-        raise ValueError(" ".join(str(error).split())) from error
+    # tags such as !!timestamp make PyYAML raise whatever its parsing of a value raises
+    except Exception as error:
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
     return [document for document in documents if document is not None]
+
+
+def read_mapping(text: str, loader: type[Loader] = Loader) -> Mapping[Any, Any]:
+    """Return the only document of a YAML text, a mapping; an empty text is an empty mapping.
+
+    Args:
+        text: The text.
+        loader: The class that reads it.
+
+    Raises:
+        ValueError: As in `read_yaml`; there are several documents, or one that is no mapping.
+    """
+    documents = read_yaml(text, loader) or [{}]
+    if len(documents) > 1 or not isinstance(documents[0], Mapping):
+        kinds = " and ".join(type(document).__name__ for document in documents)
+        raise ValueError(f"expected a mapping, got {kinds}")
+    return documents[0]
 
 
 def _count(node: yaml.Node, known: dict[yaml.Node, float]) -> float:
@@ -65,6 +90,6 @@ def _count(node: yaml.Node, known: dict[yaml.Node, float]) -> float:
         if isinstance(node, yaml.SequenceNode):
             inner = node.value
         elif isinstance(node, yaml.MappingNode):
-            inner = [part for pair in node.value for part in pair]
-        known[node] = 1 + sum(_count(part, known) for part in inner)
+            inner = [one for pair in node.value for one in pair]
+        known[node] = 1 + sum(_count(one, known) for one in inner)
     return known[node]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from model_components._checkpoints import checkpoints_in
 from model_components._cli import RunFlags, continue_hint
 from model_components._devices import find_device
 from model_components._report import Report
@@ -45,7 +46,7 @@ def train(
             run, out, samples=samples, device=where, fresh=fresh, progress=run_flags.progress
         )
     except KeyboardInterrupt:
-        saved = runs.newest_whole(out / "checkpoints", "think train")
+        saved = checkpoints_in(out / "checkpoints")
         raise KeyboardInterrupt(continue_hint(fresh) if saved else "") from None
 
 

@@ -111,7 +111,7 @@ class ThinkerConfig(CheckedModelConfig):
     num_latents: MaybeWhole = None
     latent_init: LatentInit = _DERIVED
     latent_noise: Rate = 1.0
-    n_step: Whole = 4
+    n_step: Annotated[int, Range(least=1, most=1_000_000)] = 4
     plan: Any = None
     positions: Positions = "learned"
     from_end: bool = False

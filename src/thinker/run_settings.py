@@ -193,7 +193,7 @@ def _named_values(pairs: Sequence[str]) -> dict[str, Any]:
 def _value(text: str) -> object:
     """Parse a value as YAML, and as a number where YAML reads text (1e-1)."""
     try:
-        (value,) = read_yaml(text) or [None]
+        (value,) = read_yaml(text) or [None]  # "---" makes several: a ValueError, too
     except ValueError as error:
         raise ValueError(f"think train: expected NAME=VALUE, got the value {text!r}") from error
     if isinstance(value, str):

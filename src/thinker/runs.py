@@ -74,7 +74,7 @@ def train(
         out: A new folder, or that of the same run.
         samples: Number of held-out samples of each length.
         device: ``"cpu"``, or any other to let transformers choose.
-        fresh: Begin anew, whatever the folder holds.
+        fresh: Begin anew: remove the checkpoints and the result of an earlier run in the folder.
         progress: Show a bar.
 
     Raises:
@@ -191,6 +191,7 @@ def _is_edited(out: Path) -> bool:
 
 
 def _check_unfinished(out: Path, run: Run) -> None:
+    """Refuse a run that has no more iterations than the one that ended in the folder."""
     if (out / "result.json").is_file():
         result = read_json(out, "result.json")
         with reading(out / "result.json", "think train"):
@@ -198,7 +199,8 @@ def _check_unfinished(out: Path, run: Run) -> None:
         if run.iterations <= trained:
             raise ValueError(
                 f"think train: the run in {out} has {trained} iterations; expected more "
-                f"--iterations, or another folder, got {run.iterations}"
+                f"--iterations, got {run.iterations}; or begin anew with --fresh, or name another "
+                "folder"
             )
 
 
@@ -259,7 +261,7 @@ def _run_in(folder: Path) -> Run:
     """Return the settings of the run in a folder."""
     values = read_json(folder, "run.json")
     with reading(folder / "run.json", "think"):
-        return Run.from_dict(values)
+        return Run.from_dict({name: value for name, value in values.items() if name != "command"})
 
 
 def evaluate(
@@ -302,8 +304,8 @@ def draw(folder: Path) -> str:
     with reading(folder / "log.json", "think draw"):
         plot_training(log).savefig(folder / "training.png")
     names = ["training.png"]
-    if "grid" in result:
-        with reading(folder / "result.json", "think draw"):
+    with reading(folder / "result.json", "think draw"):
+        if "grid" in result:
             report.Grid.from_dict(result["grid"]).plot().savefig(folder / "grid.png")
-        names.append("grid.png")
+            names.append("grid.png")
     return f"{folder}: {', '.join(names)}"

@@ -168,7 +168,7 @@ def test_a_disk_that_fills_up(models, tmp_path, monkeypatch):
 
     monkeypatch.setattr(mergekit_lite.engine.output.os, "pwrite", filling)
     with pytest.raises(
-        OutputError, match=r"No space left on device\); what was written has been removed"
+        OutputError, match=r"No space left on device\); what was written is removed"
     ):
         merge(models, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

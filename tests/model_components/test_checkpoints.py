@@ -57,7 +57,7 @@ def test_the_newest_whole_checkpoint_is_taken(name, harm, trained, tmp_path, cap
     file = out / "checkpoint-3" / name
     file.write_bytes(b"" if harm == "empty" else file.read_bytes()[:-50])
     assert newest_whole(out, "test") == out / "checkpoint-2"
-    assert f"checkpoint-3 is not whole and is passed over: {name}" in caplog.text
+    assert f"checkpoint-3 is not whole and is skipped: {name}" in caplog.text
     begins = Begins()
     trainer_of(out, begins).train(resume_from_checkpoint=True)
     assert begins.steps == [2]
@@ -109,7 +109,7 @@ def test_a_checkpoint_without_an_optimizer_is_not_whole(name, trained, tmp_path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"global_step": 2}, "is of step 2"),
+        ({"global_step": 2}, "has global_step 2"),
         ({"global_step": "x"}, "is damaged (global_step is 'x')"),
         ({"train_batch_size": None}, "is damaged (train_batch_size is None)"),
         ({"log_history": 3}, "is damaged (log_history is 3)"),

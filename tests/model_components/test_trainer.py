@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import TrainerCallback, TrainingArguments
 
-from model_components._trainer import DeadRunError, StepTrainer
+from model_components import DeadRunError
+from model_components._trainer import StepTrainer
 from tests.support.logs import logs_of
 from tests.support.models import tiny
 
@@ -56,7 +57,7 @@ def test_numbers_that_are_not_finite_stop_a_run_before_its_checkpoint(what, tmp_
 
 def test_a_run_that_ends_on_numbers_that_are_not_finite_says_so(tmp_path):
     trainer = trainer_of(tmp_path, Spoils("parameter", 6), save_strategy="no")
-    with pytest.raises(DeadRunError, match="parameters are not after step 6"):
+    with pytest.raises(DeadRunError, match="the parameters have NaN or infinity at the end"):
         trainer.train()
 
 

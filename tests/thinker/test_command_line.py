@@ -49,7 +49,7 @@ def test_train_resume_evaluate_and_draw(tmp_path, capsys):
     options = more
     assert main(["think", "train", "copy", *options, "--seed", "1"]) == 1  # another run's folder
     assert "seed must be 0" in capsys.readouterr().err
-    with RunFolder(out, {}, "train", may_change=tuple(read_json(out, "run.json"))):
+    with RunFolder(out, {}, "think train", may_change=tuple(read_json(out, "run.json"))):
         assert main(["think", "train", "copy", *options, "--iterations", "30"]) == 1
     assert "another run is writing it now" in capsys.readouterr().err
     # as a kill leaves it, while it is written
@@ -162,7 +162,7 @@ def test_a_folder_with_a_run_is_refused(tmp_path, capsys):
     assert main(given) == 0
     assert main(given) == 1
     assert (
-        "has 2 iterations; expected more --iterations, or another folder, got 2"
+        "has 2 iterations; expected more --iterations, got 2; or begin anew"
         in capsys.readouterr().err
     )
 

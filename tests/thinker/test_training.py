@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback, set_seed
 
-from model_components._trainer import DeadRunError
+from model_components import DeadRunError
 from tests.support.equivalence import ROWS, Row
 from tests.support.logs import logs_of
 from tests.support.ranks import in_two_processes
@@ -786,7 +786,9 @@ def test_with_rewinds_a_step_whose_loss_is_not_finite_is_skipped_and_counted(tmp
 
 def test_a_loss_that_is_not_finite_stops_a_run_without_rewinds(tmp_path):
     trainer = trainer_of(tmp_path, max_steps=8, save_steps=2, step_loss=Broken(5))
-    with pytest.raises(DeadRunError, match="the loss of step 6 is nan; earlier checkpoints stay"):
+    with pytest.raises(
+        DeadRunError, match="the loss of step 6 is nan; earlier checkpoints are kept"
+    ):
         trainer.train()
     assert all(p.isfinite().all() for p in trainer.model.parameters())
     again = trainer_of(tmp_path, max_steps=8, save_steps=2)
@@ -961,7 +963,7 @@ def test_a_checkpoint_cut_short_is_passed_over(tmp_path, caplog):
 
     again = trainer_of(tmp_path, max_steps=6, callbacks=[NotesBegin()])
     again.train(resume_from_checkpoint=True)
-    assert "checkpoint-6 is not whole and is passed over" in caplog.text
+    assert "checkpoint-6 is not whole and is skipped" in caplog.text
     assert begins == [4]
     with pytest.raises(ValueError, match=r"ThinkerTrainer:.*thinker_state[.]pt"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))

@@ -10,12 +10,11 @@ from .report.baselines import baseline_verdicts
 from .report.evaluation import calibrate_, pairwise_report
 from .report.metrics import pairwise_metrics
 from .surgery import freeze_
-from .training.guard import DeadRunError, DeadRunGuard
+from .training.guard import DeadRunGuard
 from .training.parameters import parameter_groups
 from .training.trainer import PairwiseTrainer
 
 __all__ = [
-    "DeadRunError",
     "DeadRunGuard",
     "Pair",
     "PairwiseCollator",

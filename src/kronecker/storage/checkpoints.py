@@ -308,7 +308,7 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
 
 
 def _make_smaller_(model: PreTrainedModel, mark: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Give a stock model the layers and the sizes that the file of ours lists."""
+    """Give a stock model the layers and the sizes that ``kronecker.json`` lists."""
     for name, values in mark["layers"].items():
         layer_config = from_dict(values)
         if isinstance(layer_config, PruneConfig):

@@ -77,13 +77,14 @@ class OutputFolder(NewFolder):
         out: The final name.
         plan: What will be written.
         fingerprint: From `plan_fingerprint`.
+        fresh: Remove what an earlier run left.
 
     Raises:
         OutputError: The final name is taken, or cannot be written.
     """
 
-    def __init__(self, out: Path, plan: MergePlan, fingerprint: str):
-        super().__init__(out, "merge", resumable=True)
+    def __init__(self, out: Path, plan: MergePlan, fingerprint: str, *, fresh: bool = False):
+        super().__init__(out, "merge", resumable=True, fresh=fresh)
         self._plan = plan
         self._fingerprint = fingerprint
         self.finished: dict[str, list[TensorFact]] = {}
@@ -98,19 +99,15 @@ class OutputFolder(NewFolder):
     def _progress(self) -> Path:
         return self.place / "progress.json"
 
-    def prepare(self, fresh: bool) -> None:
-        """Open the hidden folder and decide what of it is kept.
-
-        Args:
-            fresh: Keep nothing of what an interrupted run of the same merge finished.
+    def prepare(self) -> None:
+        """Open the hidden folder, and keep what an interrupted run of the same merge finished.
 
         Raises:
             OutputError: Another run is writing it, it is not ours, or the disk is too small.
         """
         self.open()
         try:
-            if not fresh:
-                self._keep_finished()
+            self._keep_finished()
             self.clear(keep=self.finished)
             self._save_progress()
             left = sum(

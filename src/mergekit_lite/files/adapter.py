@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from model_components._patterns import check_pattern
+from model_components._patterns import pattern_problem
 
 from ..dtypes import Array, numbers
 from .headers import CheckpointError, Json, TensorInfo, read_header, read_json
@@ -71,7 +71,7 @@ def read_adapter_config(adapter: Path) -> Json:
                 "name"
             )
         for pattern in settings.get(key) or {}:
-            if why := check_pattern(pattern):
+            if why := pattern_problem(pattern):
                 raise CheckpointError(f"adapter {adapter}: its {key} has {pattern!r}; {why}")
     values = [settings["r"], settings["lora_alpha"]]
     values += [

@@ -111,8 +111,8 @@ def run_masks(
     merger = Merger.from_pretrained(
         run.components, base=run.base, dtype=run.dtype, **asdict(run.masks)
     )
-    facts = plain(run) | {f"contents of {task.data.name}": task.hash for task in tasks}
-    with RunFolder(training, facts, "masks", fresh=fresh):
+    contents = {task.data.name: task.hash for task in tasks}
+    with RunFolder(training, plain(run), "learn", contents=contents, fresh=fresh):
         return _train(run, path, training, merger, tasks, tokenizer, progress=progress)
 
 
@@ -232,6 +232,7 @@ class _Task:
         self.data = data
         self.first = texts[0].decoded(0)
         examples = [example for text in texts for example in text.examples]
+        self.hash = xxhash.xxh3_128(json.dumps(examples, default=list).encode()).hexdigest()
         random.Random(f"{run.seed} {data.name}").shuffle(examples)
         if run.held_out < 1:
             count = max(1, round(run.held_out * len(examples)))
@@ -242,7 +243,6 @@ class _Task:
                 f"masks: {data.name} has {len(examples)} examples, {count} are held out; expected "
                 "more"
             )
-        self.hash = xxhash.xxh3_128(json.dumps(examples, default=list).encode()).hexdigest()
         self.test = examples[:count]
         self.train = examples[count:]
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self
 from transformers import TrainingArguments
 
 from model_components._checks import Range, check_choice, check_value, refuse_unknown
-from model_components._yaml import read_yaml
+from model_components._yaml import read_mapping
 
 from .config import KLConfig, MaskConfig
 
@@ -80,16 +80,11 @@ class MaskRun:
         if not Path(path).is_file():
             raise ValueError(f"MaskRun: expected a YAML file of settings, but there is no {path}")
         try:
-            documents = read_yaml(Path(path).read_text(encoding="utf-8"))
+            values = read_mapping(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"{path}: is not YAML ({error})") from error
-        if len(documents) != 1 or not isinstance(documents[0], Mapping):
-            kinds = " and ".join(type(document).__name__ for document in documents)
             raise ValueError(
-                f"{path}: holds {kinds or 'nothing'}, expected one mapping of components, data, "
-                "masks, ..."
-            )
-        values = documents[0]
+                f"{path}: expected a YAML mapping of components, data, masks, ...: {error}"
+            ) from error
         _known(str(path), values, [f.name for f in fields(cls)], needed=("components", "data"))
         settings = dict(values)
         for name, kind in (("masks", MaskConfig), ("kl", KLConfig)):

@@ -1,4 +1,4 @@
-"""`ThinkerTrainer`'s own files in a checkpoint, written last."""
+"""`ThinkerTrainer`'s own files in a checkpoint."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import TrainOutput
+from transformers.utils import logging
 
 from model_components._checks import Range, Whole, check_value
 from model_components._folders import new_file
@@ -32,6 +33,8 @@ from .checkpoints import pack_carry, read_state, unpack_carry
 from .fit import check_delay, check_fit, check_kinds, check_reach, check_segments
 from .parameters import parameter_groups
 from .tally import Tally
+
+logger = logging.get_logger(__name__)
 
 DrawPlan = Callable[[torch.Generator, int], FlowPlan]
 
@@ -132,6 +135,7 @@ class ThinkerTrainer(StepTrainer):
         self.tally = Tally(longest, device, lambda counts: self.accelerator.reduce(counts, "sum"))
         self._logged = self.tally.mark()
         self._start_of_data = self.data.step
+        self._skipped = 0
         self._carry: ThinkerState | None = None  # of the segment before
         if not any(isinstance(c, CurriculumCallback) for c in self.callback_handler.callbacks):
             self.add_callback(CurriculumCallback())
@@ -351,8 +355,13 @@ class ThinkerTrainer(StepTrainer):
                 named[f"{kind} {sum(name.startswith(f'{kind} ') for name in named)}"] = callback
         return named
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        # not in on_save: by then the stock trainer has removed the checkpoint before this one
+        super()._save_optimizer_and_scheduler(output_dir)
+        self.save_progress(Path(output_dir))
+
     def save_progress(self, folder: Path) -> None:
-        """Write what a resume needs besides the stock checkpoint, last of all.
+        """Write what a resume needs besides the stock checkpoint.
 
         Each process has counts of its own.
         """
@@ -370,15 +379,21 @@ class ThinkerTrainer(StepTrainer):
             torch.save(state, part)
 
     def load_progress(self, folder: Path) -> None:
-        """Go on from there; a process that was not there begins with the first one's state."""
-        mine, first = (folder / self._state_name(rank) for rank in (self.args.process_index, 0))
-        state = read_state(mine if mine.exists() else first)
-        check_format(state, 1, f"ThinkerTrainer: {folder}")
-        with reading(folder / self._state_name(0), "ThinkerTrainer"):
-            self._take_up(state, carried=mine.exists())
+        """Restore this process's state from a checkpoint.
 
-    def _take_up(self, state: StateDict, *, carried: bool) -> None:
-        carry = state["carry"] if carried else None  # the first one's is of other rows
+        A process without a file of its own uses that of rank 0.
+        """
+        path = folder / self._state_name(self.args.process_index)
+        is_own = path.exists()
+        if not is_own:
+            path = folder / self._state_name(0)
+        state = read_state(path)
+        check_format(state, 1, f"ThinkerTrainer: {folder}")
+        with reading(path, "ThinkerTrainer"):
+            self._restore_progress(state, with_carry=is_own)
+
+    def _restore_progress(self, state: StateDict, *, with_carry: bool) -> None:
+        carry = state["carry"] if with_carry else None  # rank 0's is of other rows
         self.data.load_state_dict(state["data"])
         self.step_loss.load_state_dict(state["step_loss"])
         if self.ema is not None and state["ema"] is not None:
@@ -436,9 +451,19 @@ class ThinkerTrainer(StepTrainer):
             group["lr"] *= factor
 
     def on_not_finite(self, what: str) -> None:
-        """Drop the step's gradients where a `RewindOnPeak` will go back, else stop."""
+        """Raise, unless a `RewindOnPeak` is there to go back: then drop the step's gradients.
+
+        Args:
+            what: What is not finite.
+
+        Raises:
+            DeadRunError: There is no `RewindOnPeak`.
+        """
         if not any(isinstance(c, RewindOnPeak) for c in self.callback_handler.callbacks):
             super().on_not_finite(what)
+        self._skipped += 1
+        if self._skipped in (1, 10, 100, 1000):
+            logger.warning("ThinkerTrainer: %s; skipped (%d so far)", what, self._skipped)
         # the optimizer would put nan into every weight
         bare_optimizer(self.optimizer).zero_grad(set_to_none=True)
 
@@ -463,15 +488,6 @@ class _Housekeeping(TrainerCallback):
         if self.trainer.resumed_from is not None:
             self.trainer.load_progress(self.trainer.resumed_from)
         self.trainer._start_of_data = self.trainer.data.step - self.trainer.seen
-
-    def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
-        self.trainer.save_progress(Path(str(args.output_dir), f"checkpoint-{state.global_step}"))
 
     def on_train_end(
         self,

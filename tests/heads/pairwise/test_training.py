@@ -9,9 +9,10 @@ from tests.support.logs import logs_of
 from tests.support.ranks import in_two_processes
 from transformers import TrainerCallback, TrainingArguments
 
-from heads.pairwise import DeadRunError, DeadRunGuard, PairwiseTrainer, freeze_, pairwise_report
+from heads.pairwise import DeadRunGuard, PairwiseTrainer, freeze_, pairwise_report
 from heads.pairwise.inference import sides_of
-from model_components._trainer import _LengthGroupedSampler
+from model_components import DeadRunError
+from model_components._trainer import _SeededLengthSampler
 
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
@@ -183,7 +184,7 @@ def test_two_processes_give_what_one_gives(tmp_path):
 
 def test_padded_encoders_get_batches_of_like_length():
     lengths = torch.randint(1, 100, (256,), generator=torch.Generator().manual_seed(0)).tolist()
-    sampler = _LengthGroupedSampler(8, lengths, seed=1)
+    sampler = _SeededLengthSampler(8, lengths, seed=1)
     first = list(sampler)
     assert sorted(first) == list(range(256))
     spread = [

@@ -197,20 +197,20 @@ def test_checkpoints_of_another_run_are_not_taken_up(config, tmp_path):
     run_masks(run, "out", progress=False)
     (tmp_path / "out").rename(tmp_path / "moved")
     (tmp_path / "other.yml").write_text(yaml.safe_dump({**config, "kl": {"direction": "reverse"}}))
-    message = r"masks to .*out\.training: kl.coefficients must be 'evidence', .* got 'task'"
+    message = r"learn to .*out\.training: kl.coefficients must be 'evidence', .* got 'task'"
     with pytest.raises(ValueError, match=message):
         run_masks(MaskRun.from_yaml("other.yml"), "out", progress=False)
     data = Path(run.data[0].files[0])
     rows = data.read_text().splitlines()
     data.write_text("\n".join([*rows[:-1], rows[0]]))
-    with pytest.raises(ValueError, match=f"contents of {run.data[0].name} must be"):
+    with pytest.raises(ValueError, match=f"the data of {run.data[0].name} have changed"):
         run_masks(run, "out", progress=False)
     run_masks(run, "out", fresh=True, progress=False)
     assert len(list(Path("out.training").glob("checkpoint-*"))) == 1
 
 
 def test_the_second_of_two_runs_is_refused(config, tmp_path, capsys):
-    with RunFolder(tmp_path / "out.training", {}, "masks"):
+    with RunFolder(tmp_path / "out.training", {}, "learn"):
         assert main(["learn", "run.yml", "out"]) == 1
     assert f"another run is writing it now (process {os.getpid()}" in capsys.readouterr().err
 
@@ -303,4 +303,4 @@ def test_bad_files_are_refused_before_training(change, message, config, tmp_path
     assert not (tmp_path / "out").exists()
     (tmp_path / "bad.yml").write_text("[a")
     assert main(["learn", "bad.yml", "out"]) == 1
-    assert "is not YAML" in capsys.readouterr().err
+    assert "expected a YAML mapping of components" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from torch import nn
 
 from model_components._formats import reading
 from model_components._hub import find_folder
-from model_components._patterns import check_pattern
+from model_components._patterns import pattern_problem
 
 from ..surgery.accelerate import accelerate_lora_
 from ..surgery.prepare import PREFIX, check_adapter_name, inject, is_quantised, quiet, skeleton
@@ -117,7 +117,7 @@ def _check_patterns(operation: str, path: Path, config: LoraConfig) -> None:
         else:  # names, which are compared
             continue
         for pattern in patterns:
-            if why := check_pattern(pattern):
+            if why := pattern_problem(pattern):
                 raise ValueError(f"{operation}: {path}: {name} has {pattern!r}; {why}")
 
 

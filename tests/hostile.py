@@ -46,7 +46,7 @@ IDS = torch.arange(3, 19).view(2, 8)
 THINK = ["--iterations", "4", "--length", "3", "--samples", "8", "--no-progress"]
 BOMB = "a: &a0 [x, x]\n" + "".join(f"a{k}: &a{k} [*a{k - 1}, *a{k - 1}]\n" for k in range(1, 40))
 DEEP = "[" * 100_000
-VALUES = (None, [], {}, -1, 10**30, "x", math.nan, True)
+VALUES = (None, [], {}, -1, 10**30, "x", math.nan, 2.5)
 """What a value of a JSON object is replaced by."""
 
 

@@ -260,6 +260,8 @@ def _write(
         # nothing may write once the folder is let go
         executor.shutdown(wait=True, cancel_futures=True)
         failed_write = write_error(f"merge to {out}", error)
+        if isinstance(error, OutputError):  # of a file that is written by its new name
+            failed_write = error
         if ranks.rank == 0 and (failed_write or isinstance(error, NotFiniteError)):
             with contextlib.suppress(OSError):  # the error of the merge is the one to tell
                 folder.discard()

@@ -22,7 +22,7 @@ _STATE_FIELDS = {  # that transformers needs to resume
     "eval_steps": (int, float),
     "total_flos": (int, float),
     "log_history": list,
-    "stateful_callbacks": dict,
+    "stateful_callbacks": (dict, type(None)),
     "best_model_checkpoint": (str, type(None)),
 }
 _OPTIMIZER = ("optimizer.pt", "scheduler.pt")
@@ -56,9 +56,14 @@ def checkpoints_in(folder: Path) -> list[Path]:
     numbered = {
         int(path.name.removeprefix(_PREFIX)): path
         for path in folder.glob(f"{_PREFIX}*")
-        if path.name.removeprefix(_PREFIX).isdecimal() and path.is_dir() and not path.is_symlink()
+        if path.name.removeprefix(_PREFIX).isdecimal() and path.is_dir()
     }
     return [path for _, path in sorted(numbered.items(), reverse=True)]
+
+
+def is_of_trainer(checkpoint: Path) -> bool:
+    """Return whether a trainer wrote a folder: others may be called checkpoint-5, too."""
+    return (checkpoint / _STATE).is_file()
 
 
 def problem_of(checkpoint: Path, needed: Sequence[str] = ()) -> str:
@@ -81,7 +86,7 @@ def problem_of(checkpoint: Path, needed: Sequence[str] = ()) -> str:
             return "it has no weights"
         for name in _OPTIMIZER:
             if not (checkpoint / name).is_file():
-                return f"it has no {name}"
+                return f"it has no {name} (save_only_model leaves it out)"
     for path in contents:
         if path.is_dir():
             continue

@@ -61,7 +61,7 @@ def reading(path: object, operation: str) -> Iterator[None]:
 
     Raises:
         ValueError: It cannot be read. A ValueError that this library raised stays as it is, and so
-            does running out of memory.
+            do a library that is not installed and memory that runs out.
 
     >>> with reading("run.json", "load"):
     ...     {}["steps"]
@@ -73,7 +73,8 @@ def reading(path: object, operation: str) -> Iterator[None]:
     except Exception as error:  # torch, safetensors and transformers raise classes of many kinds
         if isinstance(error, ValueError) and _is_our_error(error):
             raise
-        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
+        # torch has an OutOfMemoryError of its own
+        if isinstance(error, (ImportError, MemoryError)) or "OutOfMemory" in type(error).__name__:
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ValueError(f"{operation}: {path} cannot be read ({reason})") from error

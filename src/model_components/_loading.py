@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,14 @@ def read_config(place: str | Path, operation: str, **options: Any) -> PreTrained
         ValueError: There is none, or it cannot be read.
     """
     with reading(f"config.json of {place}", operation):
-        config = AutoConfig.from_pretrained(place, **options)
-        layers = getattr(config, "num_hidden_layers", 0)
-    if isinstance(layers, int) and layers > _MOST_LAYERS:
-        raise ValueError(
-            f"{operation}: expected at most {_MOST_LAYERS:,} layers in config.json of {place}, got "
-            f"{layers}"
-        )
-    return config
+        file = Path(place, "config.json")
+        values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        for name, value in dict(values).items():
+            if "layer" in name and isinstance(value, int) and value > _MOST_LAYERS:
+                raise ValueError(
+                    f"{operation}: expected {name} up to {_MOST_LAYERS:,} in {file}, got {value}"
+                )
+        return AutoConfig.from_pretrained(place, **options)
 
 
 class CompleteModel(PreTrainedModel):

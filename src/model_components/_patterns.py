@@ -2,32 +2,59 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
+from collections.abc import Collection
 
-_REPEAT = re.compile(r"(?<!\\)[*+{]")
-_REPEATED_GROUP = re.compile(r"(?<!\\)\)[*+{]")
-_CHOICE = re.compile(r"\([^()]*\|")
-_MOST = 4
-"""Repeats, and as many choices, of a pattern. A name of 100 letters then takes well under a second;
-each one more multiplies that by up to 100."""
-
-
-def pattern_problem(pattern: str) -> str:
-    r"""Return why a pattern of module names is not taken, or an empty string.
-
-    Matching takes exponential time where a repeat is inside a repeat, such as ``(a+)+``, or where
-    there are many of them.
-
-    >>> pattern_problem(r"model\.layers\.\d+\..*(q_proj|v_proj)"), pattern_problem("(a+)+b")
-    ('', 'it repeats a group, for which matching may never end')
-    """
+_PLAIN = re.compile(r"[\w.-]*")
+_SECONDS = 5
+"""Real patterns take milliseconds for all names of a model; hostile ones take years for one."""
+_MATCH_ALL = r"""
+import json, re, sys
+patterns, names = json.load(sys.stdin)
+for pattern in patterns:
     try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        return f"it is no regular expression ({error})"
-    if _REPEATED_GROUP.search(pattern):
-        return "it repeats a group, for which matching may never end"
-    for kind, found in (("repeats", _REPEAT), ("choices", _CHOICE)):
-        if len(found.findall(pattern)) > _MOST:
-            return f"it has more than {_MOST} {kind}, for which matching may never end"
-    return ""
+        # the three ways in which peft uses patterns
+        forms = (pattern, rf"(.*\.)?({pattern})$", rf".*\.{pattern}\.(\d+)\.")
+        forms = [re.compile(form) for form in forms]
+    except Exception as error:
+        sys.exit(f"{pattern!r} is no regular expression ({error})")
+    for name in names:
+        for form in forms:
+            form.match(name)
+            form.fullmatch(name)
+"""
+
+
+def pattern_problem(patterns: Collection[str], names: Collection[str]) -> str:
+    r"""Return why patterns of module names are not taken, or an empty string.
+
+    They are matched in another process: where a repeat is inside a repeat, such as ``(a+)+``, or
+    where there are many, matching may never end, and nothing stops it but the end of its process.
+
+    Args:
+        patterns: The patterns.
+        names: The names that they are to match.
+
+    >>> pattern_problem([r"layers\.\d+\..*proj", "q_proj"], ["layers.0.q_proj"])
+    ''
+    >>> pattern_problem(["(q"], ["layers.0.q_proj"])
+    "'(q' is no regular expression (missing ), unterminated subpattern at position 0)"
+    """
+    special = [pattern for pattern in patterns if not _PLAIN.fullmatch(pattern)]
+    if not special:
+        return ""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", _MATCH_ALL],
+            input=json.dumps([special, list(names)]),
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"matching {', '.join(special)[:200]!r} takes longer than {_SECONDS} seconds"
+    return done.stderr.strip().split("\n")[-1] if done.returncode else ""

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ._checkpoints import checkpoints_in
+from ._checkpoints import checkpoints_in, is_of_trainer
 from ._folders import OutputError, make_folder, remove, write_error, write_json, writing
 from ._formats import reading
-from ._locks import FolderLock, NotOursError, PosixLock, WindowsLock, holder_of, write_holder
+from ._locks import (
+    FolderLock,
+    NotOursError,
+    PosixLock,
+    WindowsLock,
+    holder_of,
+    is_file,
+    write_holder,
+)
 
-_LOCK = ".lock"
+_LOCK = ".model-components.lock"
 _FACTS = "run.json"
 _INSTEAD = "begin anew with --fresh (fresh=True), or name another folder"
 
@@ -32,12 +41,15 @@ class RunFolder:
         contents: Names of data, and hashes of what they hold. A run with other data is refused.
         checkpoints: The folder of the checkpoints, inside the folder.
         may_change: Names of facts in which a later run may differ; `update` writes them.
-        results: Names of files that a run writes at its end.
-        fresh: Begin anew: remove the checkpoints and results of an earlier run of this command.
+        results: Names of what a run writes at its end.
+        fresh: Begin anew: remove the checkpoints of an earlier run of this command, and the files
+            among its results.
+
+    With several processes the first one locks the folder and compares; the others follow.
 
     Raises:
         OutputError: On entering: another run holds the folder, or it cannot be written; it belongs
-            to a run with other facts; it has files but no ``run.json``.
+            to a run with other facts, or to none; with ``fresh``, its checkpoints are links.
         ValueError: On entering: ``run.json`` cannot be read.
     """
 
@@ -64,9 +76,12 @@ class RunFolder:
         self._to = f"{operation} to {folder}"
         self._operation = operation
         self._lock: PosixLock | WindowsLock | None = None
+        self._signed: Path | None = None
 
     def __enter__(self) -> Self:
         """Lock the folder and compare the facts."""
+        if int(os.environ.get("RANK", "0")):  # set by torchrun
+            return self
         make_folder(self.folder, self._operation)
         path = self.folder.resolve()  # the user may have made it a link
         try:
@@ -83,23 +98,27 @@ class RunFolder:
             ) from error
         try:
             with writing(self._to):
-                write_holder(path / _LOCK)
+                self._check()
+                # a file that is no lock of an earlier run is somebody's
+                if not os.path.lexists(path / _LOCK) or is_file(path / _LOCK):
+                    write_holder(path / _LOCK)
+                    self._signed = path / _LOCK
                 self._take()
         except BaseException:
             self.close()
             raise
         return self
 
-    def _take(self) -> None:
-        """Compare the folder with this run, and write the facts where it is new or fresh."""
+    def _check(self) -> None:
+        """Refuse a folder that is not this command's, or another run's."""
         before = self.read()
-        # a kill may have left a file that was to become run.json
-        ours = (_LOCK, f".{_FACTS}.")
-        others = any(not path.name.startswith(ours) for path in self.folder.iterdir())
-        if before is None and others:
+        written = [self.folder / name for name in self.results]
+        written = [path for path in written if os.path.lexists(path)]
+        written += checkpoints_in(self.checkpoints)
+        if before is None and written:
             raise OutputError(
-                f"{self._to}: expected a new folder or that of a run, got one with other files and "
-                f"no {_FACTS}; name another folder"
+                f"{self._to}: expected a new folder or that of a run, got one with "
+                f"{written[0].name} and no {_FACTS}; name another folder"
             )
         # what another command, or another library, put here is not ours to remove
         if before is not None and before.get("command") != self._operation:
@@ -110,15 +129,27 @@ class RunFolder:
             )
         if before is not None and not self.fresh:
             self._compare(before)
-            return
-        if before is not None:
+
+    def _take(self) -> None:
+        """Remove what an earlier run left, if this one is fresh, and write the facts."""
+        is_new = not (self.folder / _FACTS).exists()
+        if self.fresh and not is_new:
+            checkpoints = checkpoints_in(self.checkpoints)
+            for path in (self.checkpoints, *checkpoints):
+                if path.is_symlink():  # what it leads to may be anybody's
+                    raise OutputError(
+                        f"{self._to}: {path} is a link; remove it, or name another folder"
+                    )
             results = [self.folder / name for name in self.results]
-            for path in (*checkpoints_in(self.checkpoints), *results):
+            for path in (*filter(is_of_trainer, checkpoints), *filter(Path.is_file, results)):
                 remove(path)
-        self.update()
+        if self.fresh or is_new:
+            self.update()
 
     def update(self) -> None:
         """Write this run's facts."""
+        if int(os.environ.get("RANK", "0")):
+            return
         write_json(self.folder / _FACTS, self.facts, self._operation)
 
     def read(self) -> dict[str, Any] | None:
@@ -145,6 +176,8 @@ class RunFolder:
         for name in dict.fromkeys((*now, *earlier)):
             if name in self.may_change or now.get(name) == earlier.get(name):
                 continue
+            if name.partition(".")[0] not in self.facts:  # a note that the user made
+                continue
             if name.startswith("contents."):
                 raise OutputError(
                     f"{self._to}: the data of {name.removeprefix('contents.')} have changed since "
@@ -162,8 +195,9 @@ class RunFolder:
             return
         # before the lock is released: afterwards the file may be another run's
         with contextlib.suppress(OSError):
-            if not self._lock.holds_marker:
-                remove(self.folder / _LOCK)
+            if self._signed is not None and not self._lock.holds_marker:
+                remove(self._signed)
+        self._signed = None
         self._lock.release()
         self._lock = None
 
@@ -180,10 +214,10 @@ class RunFolder:
 
 
 def _flatten(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return facts without mappings: ``{"a": {"b": 1}}`` becomes ``{"a.b": 1}``."""
+    """Return facts without mappings: ``{"a": {"b": 1}, "c": {}}`` becomes ``{"a.b": 1}``."""
     flat: dict[str, Any] = {}
     for name, value in facts.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict):
             flat |= {f"{name}.{inner}": fact for inner, fact in _flatten(value).items()}
         else:
             flat[name] = value

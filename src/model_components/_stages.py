@@ -94,6 +94,6 @@ def hash_of(tensors: Iterable[tuple[str, Any]], *beside: str) -> str:
             digest.update(f"{name} {value!r}".encode())
             continue
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        flat = value.detach().cpu().contiguous().view(-1)
+        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
         digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -74,6 +74,7 @@ class StepTrainer(Trainer):
         super().__init__(*args, **options)
         self._losses = _Losses()
         self._loss_of_step: Tensor | float = 0.0
+        self._sampler: _SeededLengthSampler | None = None
         self.add_callback(_StepCallback(self))
 
     def needed_files(self) -> Sequence[str]:
@@ -102,7 +103,7 @@ class StepTrainer(Trainer):
             self.resumed_from = self._whole_checkpoint(resume_from_checkpoint)
             checkpoint = str(self.resumed_from)
         output = super().train(checkpoint, *rest, **named)
-        if not _are_finite(self._trained_parameters()):
+        if not self.parameters_are_finite():
             raise self._dead_run("the parameters have NaN or infinity at the end")
         return output._replace(training_loss=output.metrics["train_loss"])
 
@@ -142,26 +143,42 @@ class StepTrainer(Trainer):
         """Add a step's loss to the losses that are logged, and check it and the gradients."""
         loss = float(self._loss_of_step)
         self._loss_of_step = 0.0
-        step = self.state.global_step + 1
-        if not math.isfinite(loss):
-            self.on_not_finite(f"the loss of step {step} is {loss}")
-        elif not self._gradients_are_finite():
-            self.on_not_finite(f"step {step} has a loss of {loss:.4g} and gradients with NaN")
-        else:
+        is_finite = math.isfinite(loss)
+        # float16: the gradient scaler skips steps that overflow, and finds a smaller scale
+        if self.accelerator.scaler is None:
+            gradients = [p.grad for p in self._trained_parameters() if p.grad is not None]
+            # all processes stop, or skip the step, or none does
+            bad = self._mean_of_processes(float(not is_finite or not _are_finite(gradients)))
+            step = self.state.global_step + 1
+            if bad and not is_finite:
+                self.on_not_finite(f"the loss of step {step} is {loss}")
+            elif bad:
+                self.on_not_finite(f"gradients of step {step} have NaN (its loss is {loss:.4g})")
+        if is_finite:
             self._losses.total += loss
             self._losses.steps += 1
 
-    def _gradients_are_finite(self) -> bool:
-        if self.accelerator.scaler is not None:  # float16: it skips such steps itself
-            return True
-        return _are_finite([p.grad for p in self._trained_parameters() if p.grad is not None])
+    def parameters_are_finite(self) -> bool:
+        """Return whether the parameters that are trained are finite, in all processes."""
+        return not self._mean_of_processes(float(not _are_finite(self._trained_parameters())))
 
     def _trained_parameters(self) -> list[nn.Parameter]:
         groups = bare_optimizer(self.optimizer).param_groups
-        return [p for group in groups for p in group["params"]]
+        return [p for group in groups for p in group["params"] if p.requires_grad]
 
     def on_not_finite(self, what: str) -> None:
         """Stop the training; subclasses may skip the step instead.
+
+        Args:
+            what: What is not finite, as the message says it.
+
+        Raises:
+            DeadRunError: Always.
+        """
+        raise self._dead_run(what)
+
+    def on_bad_parameters(self, what: str) -> None:
+        """Stop the training before a checkpoint is written; subclasses may go back instead.
 
         Args:
             what: What is not finite, as the message says it.
@@ -178,9 +195,10 @@ class StepTrainer(Trainer):
         )
 
     def _save_checkpoint(self, *args: Any, **named: Any) -> None:
-        if not _are_finite(self._trained_parameters()):
-            step = self.state.global_step
-            self.on_not_finite(f"the parameters have NaN or infinity after step {step}")
+        if not self.parameters_are_finite():
+            self.on_bad_parameters(
+                f"the parameters have NaN or infinity after step {self.state.global_step}"
+            )
         self._losses.total = self._mean_of_processes(self._losses.total)
         states: Any = self.state.stateful_callbacks  # a mapping, whatever its annotation says
         states["StepTrainer"] = asdict(self._losses)
@@ -205,15 +223,19 @@ class StepTrainer(Trainer):
         if self.accelerator.num_processes == 1:
             return value
         device = self.accelerator.device
-        return float(self.accelerator.reduce(torch.tensor(value, device=device), "mean"))
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        return float(
+            self.accelerator.reduce(torch.tensor(value, device=device, dtype=dtype), "mean")
+        )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Write to the logs, with losses of the whole run where it was resumed."""
         losses = self._losses
         # each process counts its own; from here on all have the mean
-        if "loss" in logs or "train_loss" in logs:
+        is_of_steps = {"loss", "learning_rate"} <= logs.keys()  # a user may log a loss, too
+        if is_of_steps or "train_loss" in logs:
             losses.total = self._mean_of_processes(losses.total)
-        if "loss" in logs:
+        if is_of_steps:
             logs["loss"] = _mean(losses.total - losses.logged, losses.steps - losses.logged_steps)
             losses.logged = losses.total
             losses.logged_steps = losses.steps
@@ -232,7 +254,8 @@ class StepTrainer(Trainer):
         """Return a sampler that puts examples of like length into one step."""
         size = self.args.train_batch_size * self.args.gradient_accumulation_steps
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return _SeededLengthSampler(size, lengths, seed)
+        self._sampler = _SeededLengthSampler(size, lengths, seed)
+        return self._sampler
 
     def optimizer_groups(self) -> list[dict[str, object]] | None:
         """Groups of parameters for the arguments' optimizer; None for the stock trainer's own."""
@@ -324,9 +347,21 @@ class _StepCallback(TrainerCallback):
         states: Any = state.stateful_callbacks
         # the stock trainer fails at its next checkpoint where a file lacks this entry
         states.setdefault("TrainerControl", {})
-        stored = states.get("StepTrainer", {})
-        self.trainer._losses = _Losses(**stored) if self.trainer.resumed_from else _Losses()
+        stored = states.get("StepTrainer", {}) if self.trainer.resumed_from else {}
+        with reading(self.trainer.resumed_from, type(self.trainer).__name__):
+            self.trainer._losses = _Losses(**stored)
         self.trainer._loss_of_step = 0.0
+
+    def on_epoch_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **rest: object,
+    ) -> None:
+        # with several processes, a resumed run's data loader does not hand the epoch on
+        if self.trainer._sampler is not None:
+            self.trainer._sampler.set_epoch(int(state.epoch or 0))
 
     def on_pre_optimizer_step(
         self,

@@ -23,20 +23,21 @@ class Loader(yaml.SafeLoader):
             )
         return node
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        """Return a mapping whose keys are single values that differ."""
-        earlier: set[object] = set()
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            key = self.construct_object(key_node, deep=True)
-            line = key_node.start_mark.line + 1
-            if isinstance(key, (list, dict)):
-                raise yaml.YAMLError(f"expected a single value as a key, got {key!r} (line {line})")
-            if key in earlier:
-                raise yaml.YAMLError(f"{key!r} stands twice in one mapping (line {line})")
-            earlier.add(key)
-        return super().construct_mapping(node, deep)
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Return a mapping's node, whose keys are single values that differ.
+
+        Later, PyYAML has put the keys of ``<<: *other`` among a mapping's own.
+        """
+        node = super().compose_mapping_node(anchor)
+        earlier: set[str] = set()
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.YAMLError(f"expected a single value as a key, got several (line {line})")
+            if key.value in earlier and key.value != "<<":
+                raise yaml.YAMLError(f"{key.value!r} stands twice in one mapping (line {line})")
+            earlier.add(key.value)
+        return node
 
 
 def read_yaml(text: str, loader: type[Loader] = Loader) -> list[Any]:

@@ -90,12 +90,12 @@ def train(
         "think train",
         checkpoints="checkpoints",
         may_change=("iterations",),
-        results=("result.json",),
+        results=("result.json", "log.json", "model"),
         fresh=fresh,
     )
+    edited = _is_edited(out)
     with folder:
         _check_unfinished(out, run)
-        edited = _is_edited(out)
         folder.update()
         return _train(run, model, data, out, samples, device, edited=edited, progress=progress)
 
@@ -284,6 +284,7 @@ def evaluate(
         device: The device that computes.
     """
     run = _run_in(folder)
+    read_json(folder, "result.json")  # without it, the model may be an earlier run's
     model: Any = LatentThinker.from_pretrained(folder / "model")
     model.to(device)
     lengths = lengths or sorted({run.length, *run.lengths})

@@ -165,6 +165,8 @@ def test_a_wrong_file_of_flags_is_refused(flags, tmp_path, capsys):
         ("help: true", "unknown field help"),
         ("names: a", "unknown field names"),
         ("width: 7\nwidth: 8", "'width' stands twice"),
+        ("? [a]\n: b", "expected a single value as a key, got several (line 1)"),
+        ("width: !!timestamp foo", "expected a YAML mapping"),
         (BOMB, "expected at most 100,000 values, with what aliases stand for"),
         ("width: &a [*a]", "expected at most 100,000 values"),
         ("width: " + "[" * 5000, "expected a YAML mapping"),

@@ -61,7 +61,10 @@ def test_the_same_run_goes_on(tmp_path):
     [
         ({**FACTS, "seed": 1}, r"train to .*run: seed must be 0, as in the run .*, got 1; use"),
         ({**FACTS, "data": {**FACTS["data"], "hash": "2e"}}, r"data\.hash must be '1f', .*'2e'"),
-        ({"seed": 0}, r"data\.files must be \['a'\], as in the run in this folder, got None"),
+        (
+            {**FACTS, "data": {"hash": "1f"}},
+            r"data\.files must be \['a'\], as in the run in this folder, got None",
+        ),
         ({**FACTS, "more": 1}, "more must be None, .*, got 1"),
     ],
 )
@@ -74,6 +77,24 @@ def test_another_run_is_refused_by_what_differs(facts, message, tmp_path):
         pass
     with open_run(tmp_path / "run", facts, fresh=True):
         assert facts_in(tmp_path / "run") == facts
+
+
+def test_data_that_changed_are_refused(tmp_path):
+    with open_run(tmp_path / "run", contents={"a.txt": "1f"}):
+        pass
+    message = "the data of a.txt have changed since the run in this folder began; restore them"
+    changed = open_run(tmp_path / "run", contents={"a.txt": "2e"})
+    with pytest.raises(OutputError, match=message), changed:
+        pass
+
+
+def test_notes_and_empty_settings_do_not_matter(tmp_path):
+    with open_run(tmp_path / "run"):
+        pass
+    facts = json.loads((tmp_path / "run" / "run.json").read_text()) | {"note": "mine"}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(facts))
+    with open_run(tmp_path / "run", FACTS | {"options": {}}):
+        pass
 
 
 def test_the_second_of_two_runs_says_which_process_has_the_folder(tmp_path):
@@ -95,16 +116,63 @@ def test_the_second_of_two_runs_says_which_process_has_the_folder(tmp_path):
         pass
 
 
-def test_folders_that_are_no_runs_are_left_alone(tmp_path):
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(OutputError, match="got one with other files"), open_run(tmp_path):
+def contents_of(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("mine", ["checkpoint-5/weights", "model/weights", "result.json"])
+def test_folders_that_are_no_runs_are_left_alone(mine, fresh, tmp_path):
+    (tmp_path / mine).parent.mkdir(exist_ok=True)
+    (tmp_path / mine).write_text("years of work")
+    before = contents_of(tmp_path)
+    run = open_run(tmp_path, results=("model", "result.json"), fresh=fresh)
+    with pytest.raises(OutputError, match="expected a new folder or that of a run, got one"), run:
         pass
-    with (
-        pytest.raises(OutputError, match="got one with other files"),
-        open_run(tmp_path, fresh=True),
-    ):
+    (tmp_path / "run.json").write_text('{"sweep": 7}')
+    with pytest.raises(OutputError, match=r"run\.json is of something else; name another"), run:
         pass
-    assert os.listdir(tmp_path) == ["thesis.tex"]
+    assert contents_of(tmp_path) == sorted([*before, "run.json"])
+
+
+def test_files_that_are_in_nobodys_way_are_allowed(tmp_path):
+    (tmp_path / "train.log").touch()
+    (tmp_path / ".model-components.lock").mkdir()  # somebody's, whatever it is
+    with open_run(tmp_path):
+        pass
+    with open_run(tmp_path, fresh=True):
+        pass
+    assert contents_of(tmp_path) == [".model-components.lock", "run.json", "train.log"]
+
+
+def test_a_fresh_run_removes_what_the_command_wrote_and_no_links(tmp_path):
+    folder = tmp_path / "run"
+    with open_run(folder, results=("done", "model")):
+        for name in ("checkpoint-1", "checkpoint-2", "model"):
+            (folder / name).mkdir()
+        (folder / "checkpoint-1" / "trainer_state.json").touch()
+        (folder / "done").touch()
+    with open_run(folder, results=("done", "model"), fresh=True):
+        pass
+    # checkpoint-2 has no state of a trainer, and a model is replaced by the next
+    assert contents_of(folder) == ["checkpoint-2", "model", "run.json"]
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch" / "trainer_state.json").touch()
+    (folder / "checkpoint-3").symlink_to(tmp_path / "scratch")
+    with pytest.raises(OutputError, match="checkpoint-3 is a link"), open_run(folder, fresh=True):
+        pass
+    assert (tmp_path / "scratch" / "trainer_state.json").exists()
+
+
+def test_of_several_processes_the_first_has_the_folder(tmp_path, monkeypatch):
+    with open_run(tmp_path / "run"):
+        monkeypatch.setenv("RANK", "1")
+        with open_run(tmp_path / "run") as follower:
+            follower.update()
+
+
+def test_a_folder_that_is_a_file_is_told(tmp_path):
+    (tmp_path / "thesis.tex").touch()
     with (
         pytest.raises(OutputError, match="folder cannot be made"),
         open_run(tmp_path / "thesis.tex"),

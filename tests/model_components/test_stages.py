@@ -63,6 +63,9 @@ def test_a_hash_is_of_the_values_and_not_of_their_layout():
     wide = torch.arange(12).view(2, 6)
     for view in (wide[:, ::2], wide[:1].expand(3, 6), wide.T, wide[0, ::3]):
         assert hash_of([("a", view)]) == hash_of([("a", view.clone().contiguous())])
+    complex_numbers = torch.arange(4).to(torch.complex64) * (1 + 2j)
+    conjugate = complex_numbers.conj()
+    assert hash_of([("a", conjugate)]) == hash_of([("a", conjugate.resolve_conj())])
 
 
 def test_without_a_folder_nothing_is_stored():

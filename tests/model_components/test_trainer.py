@@ -72,6 +72,32 @@ def test_batches_of_like_length_are_the_same_after_a_resume(tmp_path):
         assert torch.equal(a, b)
 
 
+def test_a_frozen_parameter_may_be_infinite(tmp_path):
+    trainer = trainer_of(tmp_path, max_steps=2)
+    weight = trainer.model.transformer.wpe.weight.requires_grad_(False)
+    weight[-1] = -math.inf  # a position that no row has
+    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), 1e-3)
+    trainer.train()
+
+
+def test_a_step_that_overflows_in_float16_is_the_scalers(tmp_path):
+    trainer = trainer_of(tmp_path, max_steps=3)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+    losses = iter([1.0, math.inf, 3.0])
+    trainer._loss_of_step = next(losses)
+    trainer.check_step()
+    trainer._loss_of_step = next(losses)
+    trainer.check_step()
+    assert (trainer._losses.total, trainer._losses.steps) == (1.0, 1)
+
+
+def test_a_loss_that_a_user_logs_stays(tmp_path):
+    trainer = trainer_of(tmp_path, max_steps=1)
+    trainer.train()
+    trainer.log({"loss": 123.0})
+    assert trainer.state.log_history[-1]["loss"] == 123
+
+
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_losses_that_are_logged_are_the_stock_trainers_and_survive_a_resume(accumulated, tmp_path):
     changes = {"gradient_accumulation_steps": accumulated}

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback, set_seed
 
@@ -794,6 +795,24 @@ def test_a_loss_that_is_not_finite_stops_a_run_without_rewinds(tmp_path):
     again = trainer_of(tmp_path, max_steps=8, save_steps=2)
     again.train(resume_from_checkpoint=True)
     assert again.resumed_from == tmp_path / "checkpoint-4"
+
+
+@pytest.mark.parametrize("step", [8, 9, 12])
+def test_with_rewinds_parameters_that_are_not_finite_are_never_saved(step, tmp_path):
+    class Spoil(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == step:
+                with torch.no_grad():
+                    model.readout.head.weight[0, 0] = math.inf
+
+    for every in (5, 20):
+        out = tmp_path / str(every)
+        rewind = RewindOnPeak(every=every)
+        trainer = trainer_of(out, max_steps=12, save_steps=4, callbacks=[Spoil(), rewind])
+        trainer.train()
+        assert all(p.isfinite().all() for p in trainer.model.parameters())
+        for path in out.glob("checkpoint-*/model.safetensors"):
+            assert all(tensor.isfinite().all() for tensor in load_file(path).values())
 
 
 def test_a_run_without_a_finite_loss_says_so_and_keeps_its_weights(tmp_path):

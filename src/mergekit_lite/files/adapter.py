@@ -70,9 +70,6 @@ def read_adapter_config(adapter: Path) -> Json:
                 f"adapter {adapter}: its {key} is {settings[key]!r}, expected numbers by module "
                 "name"
             )
-        for pattern in settings.get(key) or {}:
-            if why := pattern_problem(pattern):
-                raise CheckpointError(f"adapter {adapter}: its {key} has {pattern!r}; {why}")
     values = [settings["r"], settings["lora_alpha"]]
     values += [
         v for key in ("rank_pattern", "alpha_pattern") for v in (settings.get(key) or {}).values()
@@ -173,6 +170,11 @@ class Adapter:
                     .replace(".base_layer", "")
                 )
                 self.replaced[plain] = info, value
+        patterns = [
+            p for key in ("rank_pattern", "alpha_pattern") for p in self.settings.get(key) or ()
+        ]
+        if why := pattern_problem(patterns, factors):
+            raise CheckpointError(f"adapter {folder}: {why}")
         if not stored.tensors:
             raise CheckpointError(f"adapter {folder}: {WEIGHTS} has no tensors")
         for module, parts in factors.items():

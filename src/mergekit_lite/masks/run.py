@@ -111,23 +111,28 @@ def run_masks(
     merger = Merger.from_pretrained(
         run.components, base=run.base, dtype=run.dtype, **asdict(run.masks)
     )
+    trainer = _trainer_of(run, training, merger, tasks, tokenizer, progress=progress)
     contents = {task.data.name: task.hash for task in tasks}
-    with RunFolder(training, plain(run), "learn", contents=contents, fresh=fresh):
-        return _train(run, path, training, merger, tasks, tokenizer, progress=progress)
+    results = (MASKS, "report.json")
+    folder = RunFolder(
+        training, plain(run), "learn", contents=contents, results=results, fresh=fresh
+    )
+    with folder:
+        check_new(path, "masks")  # another run may have ended while this one waited
+        if progress:
+            _print_first_examples(tasks)
+        return _train(run, path, training, trainer, tasks, progress=progress)
 
 
-def _train(
+def _trainer_of(
     run: MaskRun,
-    path: Path,
     training: Path,
     merger: Merger,
     tasks: Sequence[_Task],
     tokenizer: Any,
     *,
     progress: bool,
-) -> MaskRunReport:
-    if progress:
-        _print_first_examples(tasks)
+) -> MaskTrainer:
     mixture = TaskMixture(
         [[t.train for t in tasks if t.data.component == k] for k in range(merger.count)],
         weights="tokens",
@@ -141,14 +146,28 @@ def _train(
     }
     if "num_train_epochs" in run.training and "max_steps" not in run.training:
         del options["max_steps"]
-    collator = MaskCollator(pad_token_id=tokenizer.pad_token_id or 0, max_length=run.max_length)
-    trainer = MaskTrainer(
+    return MaskTrainer(
         merger,
         TrainingArguments(**options),
         kl=run.kl,
         train_dataset=mixture,
-        data_collator=collator,
+        data_collator=MaskCollator(
+            pad_token_id=tokenizer.pad_token_id or 0, max_length=run.max_length
+        ),
     )
+
+
+def _train(
+    run: MaskRun,
+    path: Path,
+    training: Path,
+    trainer: MaskTrainer,
+    tasks: Sequence[_Task],
+    *,
+    progress: bool,
+) -> MaskRunReport:
+    merger = trainer.merger
+    collator: Any = trainer.data_collator
     checkpoint = newest_whole(training, "learn", trainer.needed_files())
     trainer.train(resume_from_checkpoint=checkpoint)
     merger.eval()

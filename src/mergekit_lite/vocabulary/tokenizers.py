@@ -25,7 +25,7 @@ def copy_tokenizer(folders: Iterable[Path | None], out: Path) -> None:
     """Copy the tokenizer's files of the first folder that has any; if none has, nothing."""
     for folder in folders:
         files = [folder / name for name in TOKENIZER_FILES] if folder is not None else []
-        if existing := [path for path in files if path.exists()]:
+        if existing := [path for path in files if path.is_file()]:
             for path in existing:
                 shutil.copyfile(path, out / path.name)
             return

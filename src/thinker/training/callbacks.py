@@ -46,6 +46,10 @@ class ThinkerRun(Protocol):
         """Lower the learning rate for good."""
         ...
 
+    def parameters_are_finite(self) -> bool:
+        """Return whether no parameter has NaN or infinity."""
+        ...
+
     def log(self, logs: dict[str, float]) -> None:
         """Write to the logs."""
         ...
@@ -195,7 +199,7 @@ class RewindOnPeak(ThinkerCallback):
             return
         self.last = mean_loss(self.trainer.tally.since(self.before))
         if self._is_peak(self.last):
-            if self.count == self.limit:
+            if not self.go_back():
                 logger.warning(
                     "RewindOnPeak: %d rewinds, and the loss peaks again at step %d (%.4g, best "
                     "%.4g); training stops",
@@ -206,9 +210,6 @@ class RewindOnPeak(ThinkerCallback):
                 )
                 control.should_training_stop = True
                 return
-            self.count += 1
-            self._rewind()
-            self.trainer.cool(self.cooling)
         elif self.last < self.best["loss"]:
             self.best = self.newest | {"loss": self.last}
         self.newest = self._point(state.global_step)
@@ -225,8 +226,18 @@ class RewindOnPeak(ThinkerCallback):
         rest = mean_loss(self.trainer.tally.since(self.before))  # of a window that was not whole
         self.last = self.last if math.isnan(rest) else rest
         as_hard = self.best["difficulty"] == self._difficulty()
-        if self._is_peak(self.last) or (self.count and as_hard and self.last > self.best["loss"]):
+        is_worse = self.count and as_hard and self.last > self.best["loss"]
+        if self._is_peak(self.last) or is_worse or not self.trainer.parameters_are_finite():
             self._rewind()
+
+    def go_back(self) -> bool:
+        """Go back to the best point and lower the rate; False where the limit is reached."""
+        if self.count == self.limit:
+            return False
+        self.count += 1
+        self._rewind()
+        self.trainer.cool(self.cooling)
+        return True
 
     def _difficulty(self) -> float:
         return self.trainer.data.difficulty(self.trainer.batches)

@@ -467,6 +467,20 @@ class ThinkerTrainer(StepTrainer):
         # the optimizer would put nan into every weight
         bare_optimizer(self.optimizer).zero_grad(set_to_none=True)
 
+    def on_bad_parameters(self, what: str) -> None:
+        """Go back to the best point of a `RewindOnPeak`, or raise where there is none.
+
+        Args:
+            what: What is not finite.
+
+        Raises:
+            DeadRunError: There is no `RewindOnPeak`, or it has gone back as often as it may.
+        """
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, RewindOnPeak) and callback.go_back():
+                return
+        super().on_bad_parameters(what)
+
 
 class _Housekeeping(TrainerCallback):
     """Callback for what the stock trainer leaves out.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,8 @@ def load_lora(
         raise ValueError(
             f"{operation}: {path} holds an adapter of {config.peft_type}, expected LoRA"
         )
-    _check_patterns(operation, path, config)
+    with reading(path / "adapter_config.json", operation):
+        _check_patterns(operation, path, config, model)
     if isinstance(model, PeftModel):
         base = model.get_base_model()
     else:
@@ -106,19 +106,21 @@ def load_lora(
     return peft_model
 
 
-def _check_patterns(operation: str, path: Path, config: LoraConfig) -> None:
+def _check_patterns(operation: str, path: Path, config: LoraConfig, model: nn.Module) -> None:
     """Refuse patterns that peft would match without end."""
-    for name in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
+    patterns: list[str] = []
+    for name in ("target_modules", "exclude_modules", "layers_pattern"):
         value = getattr(config, name)
+        # a list of modules is of names, which are compared; one of layers is of patterns
         if isinstance(value, str):
-            patterns = [value]
-        elif isinstance(value, Mapping):
-            patterns = [str(key) for key in value]
-        else:  # names, which are compared
-            continue
-        for pattern in patterns:
-            if why := pattern_problem(pattern):
-                raise ValueError(f"{operation}: {path}: {name} has {pattern!r}; {why}")
+            patterns.append(value)
+        elif name == "layers_pattern":
+            patterns += map(str, value or ())
+    for name in ("rank_pattern", "alpha_pattern"):
+        patterns += map(str, getattr(config, name) or ())
+    names = [name for name, _ in model.named_modules()]
+    if why := pattern_problem(patterns, names):
+        raise ValueError(f"{operation}: {path / 'adapter_config.json'}: {why}")
 
 
 def read_shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:

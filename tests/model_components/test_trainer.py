@@ -12,6 +12,7 @@ from model_components import DeadRunError
 from model_components._trainer import StepTrainer
 from tests.support.logs import logs_of
 from tests.support.models import tiny
+from tests.support.ranks import in_two_processes
 
 ROWS = [{"input_ids": row, "labels": row} for row in torch.arange(3, 35).view(8, 4)]
 
@@ -118,3 +119,36 @@ def test_losses_that_are_logged_are_the_stock_trainers_and_survive_a_resume(accu
     assert logs_of(again) == logs_of(whole)
     done = trainer_of(tmp_path, **changes)
     assert done.train(resume_from_checkpoint=True).training_loss == output.training_loss
+
+
+TWO = """
+import math
+from tests.model_components.test_trainer import trainer_of
+from tests.support.models import tiny
+from tests.support.ranks import in_two_processes
+
+changes = {"train_sampling_strategy": "group_by_length", "max_steps": 9, "num_train_epochs": 3}
+changes |= {"save_steps": 6, "per_device_train_batch_size": 1, "ddp_backend": "gloo"}
+whole = trainer_of(out, **changes)  # an epoch is 4 steps of two processes
+whole.train()
+again = trainer_of(out, **changes)
+again.train(resume_from_checkpoint=f"{out}/checkpoint-6")
+parameters = [list(trainer.unwrapped().parameters()) for trainer in (whole, again)]
+same = all(torch.equal(a, b) for a, b in zip(*parameters, strict=True))
+
+broken = trainer_of(out + "/broken", **changes | {"save_strategy": "no"})
+broken._loss_of_step = math.inf if dist.get_rank() else 1.0
+broken.create_optimizer()
+said = ""
+try:
+    broken.check_step()
+except Exception as error:
+    said = str(error)
+open(f"{out}/{dist.get_rank()}.txt", "w").write(f"{same} {'gradients' in said or 'loss' in said}")
+"""
+
+
+def test_two_processes_see_the_same_batches_after_a_resume_and_stop_together(tmp_path):
+    in_two_processes(TWO, tmp_path / "out")
+    for rank in range(2):
+        assert (tmp_path / "out" / f"{rank}.txt").read_text() == "True True"

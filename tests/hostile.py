@@ -616,6 +616,8 @@ def outcome_of(use: Callable[[], object], expected: object) -> tuple[str, str]:
         found = use()
     except SystemExit as error:
         return ("refused", "usage") if error.code == 2 else ("foreign", repr(error))
+    except ImportError as error:  # of a library that is not installed: it says what is missing
+        return "refused", str(error)
     except BaseException as error:
         told = isinstance(error, (ValueError, OSError, RuntimeError))
         last = traceback.extract_tb(error.__traceback__)[-1]

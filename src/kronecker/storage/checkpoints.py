@@ -216,12 +216,10 @@ def read_files(folder: Path) -> tuple[dict, dict[str, Tensor]]:
 
     Tied ones come under each of their names.
     """
-    with reading(folder / MARK, "from_pretrained"):
+    with reading(f"{WEIGHTS} or {MARK} of {folder}", "from_pretrained"):
         mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
         check_format(mark, 1, f"from_pretrained: {folder}")
-    with reading(folder / WEIGHTS, "from_pretrained"):
         tensors = load_file(folder / WEIGHTS)
-    with reading(folder / MARK, "from_pretrained"):
         return mark, tensors | {name: tensors[first] for name, first in mark["aliases"].items()}
 
 
@@ -271,11 +269,8 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
     mark, tensors = read_files(folder)
     config = read_config(folder, "from_pretrained")
     dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
-    with reading(folder / MARK, "from_pretrained"):
-        cls = model_class(mark["class"], "from_pretrained")
-    with reading(f"config.json of {folder}", "from_pretrained"):
-        model = _stock(cls, config, dtype)
-    with reading(folder / MARK, "from_pretrained"):
+    with reading(f"config.json or {MARK} of {folder}", "from_pretrained"):
+        model = _stock(model_class(mark["class"], "from_pretrained"), config, dtype)
         _make_smaller_(model, mark, dtype)
     state = model.state_dict()
     for name, tensor in state.items():
@@ -297,10 +292,9 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
             f"{', '.join(unknown[:3])}"
         )
     model.load_state_dict(tensors, assign=True)
-    with reading(folder / MARK, "from_pretrained"):
-        for name, first in mark["aliases"].items():
-            place, _, key = name.rpartition(".")
-            model.get_submodule(place)._parameters[key] = model.get_parameter(first)
+    for name, first in mark["aliases"].items():
+        place, _, key = name.rpartition(".")
+        model.get_submodule(place)._parameters[key] = model.get_parameter(first)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     own_saving_(model)

@@ -66,7 +66,7 @@ CHECKPOINTS = {"train": "OUT/checkpoints", "learn": "OUT.training"}
 REFUSED = (
     "another run is writing it now",
     "is not empty",
-    "expected more --iterations",
+    "is finished, with",
 )  # the second of two at once
 FULL = "cannot be written (File too large)"
 WHOLE = {"train": "result.json"}  # what is there only at the end, where the folder is there before

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from model_components._cli import ON_TERMINAL, RunFlags, continue_hint
+from model_components._cli import ON_TERMINAL, RunFlags
 from model_components._report import Report
 
 Pickle = Literal["weights_only"]
@@ -128,16 +128,10 @@ def learn(
         progress: Show progress bars and the first example of each task; default: only on a
             terminal.
     """
-    from model_components._checkpoints import checkpoints_in
-
     from .masks.run import run_masks
     from .masks.run_config import MaskRun
 
-    try:
-        return run_masks(MaskRun.from_yaml(settings), out, fresh=fresh, progress=progress)
-    except KeyboardInterrupt:
-        begun = checkpoints_in(out.with_name(f"{out.name}.training"))
-        raise KeyboardInterrupt(continue_hint(fresh) if begun else "") from None
+    return run_masks(MaskRun.from_yaml(settings), out, fresh=fresh, progress=progress)
 
 
 def extract(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import zipfile
 from collections.abc import Sequence
@@ -109,6 +110,8 @@ def _problem_of_state(checkpoint: Path) -> str:
     for name, kinds in _STATE_FIELDS.items():
         if not isinstance(state.get(name), kinds):
             return f"{_STATE} is damaged ({name} is {state.get(name)!r})"
+    if any(isinstance(value, float) and not math.isfinite(value) for value in state.values()):
+        return f"{_STATE} is damaged (it has NaN or infinity)"
     step = checkpoint.name.removeprefix(_PREFIX)
     if step.isdecimal() and int(step) != state["global_step"]:
         return f"{_STATE} has global_step {state['global_step']}"

@@ -213,9 +213,7 @@ def _run(
         print(f"{program}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
-        hint = str(stop) or (_continue_hint(work) if work is not None else "")
-        if not hint:
-            hint = "no work was saved, so the same command starts over"
+        hint = str(stop) or (_continue_hint(work) if work is not None else "it had not begun")
         print(f"{program}: stopped; {hint}", file=sys.stderr)
         return 130
     return int(getattr(result, "exit_status", 0))
@@ -250,20 +248,21 @@ def _library_errors() -> tuple[type[Exception], ...]:
     )
 
 
-def continue_hint(fresh: bool) -> str:
-    """Return the hint that follows a stop of a command whose work was saved."""
-    if fresh:
+def _continue_hint(work: functools.partial[object]) -> str:
+    """Return the hint that follows a stop."""
+    given = inspect.signature(work.func).bind(*work.args, **work.keywords).arguments
+    out = given.get("out")
+    if not isinstance(out, Path) or not (is_begun(out) or _has_checkpoints(out)):
+        return "no work was saved, so the same command starts over"
+    if given.get("fresh"):
         return "run the same command again, without --fresh, to continue"
     return "run the same command again to continue"
 
 
-def _continue_hint(work: functools.partial[object]) -> str:
-    """Return the hint that follows a stop, or an empty string if no work was saved."""
-    given = inspect.signature(work.func).bind(*work.args, **work.keywords).arguments
-    out = given.get("out")
-    if not isinstance(out, Path) or not is_begun(out):
-        return ""
-    return continue_hint(given.get("fresh", False))
+def _has_checkpoints(out: Path) -> bool:
+    """Return whether a training left checkpoints, in the folder or beside it."""
+    places = (out / "checkpoints", out.with_name(f"{out.name}.training"))
+    return any(any(place.glob("checkpoint-*")) for place in places)
 
 
 def _print(result: object, as_json: bool) -> None:

@@ -69,13 +69,31 @@ class CompleteModel(PreTrainedModel):
         place = pretrained_model_name_or_path
         if place is not None and is_path(str(place)):
             place = find_folder(place, operation="from_pretrained")
+        if place is not None and "config" not in kwargs and Path(place).is_dir():
+            _check_kind(cls, Path(place, kwargs.get("subfolder", "")))
+        excused = kwargs.pop("ignore_mismatched_sizes", False)
+        # True: transformers' own error does not name the tensors
+        kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
         with reading(place, "from_pretrained"):
-            loaded: Any = super().from_pretrained(place, *args, output_loading_info=True, **kwargs)
+            loaded: Any = super().from_pretrained(place, *args, **kwargs)
         model, info = loaded
-        mismatched = () if kwargs.get("ignore_mismatched_sizes") else info["mismatched_keys"]
+        mismatched = () if excused else info["mismatched_keys"]
         integers = _stored_as_integers(model, place)
         _check_loaded(model, {**info, "mismatched_keys": mismatched}, integers, place)
         return (model, info) if output_loading_info else model
+
+
+def _check_kind(cls: Any, folder: Path) -> None:
+    """Check that a folder has the config of such a model; without one, the defaults would do."""
+    expected = cls.config_class.model_type
+    file = folder / "config.json"
+    found = None
+    if file.is_file():
+        with reading(file, "from_pretrained"):
+            found = json.loads(file.read_text(encoding="utf-8"))["model_type"]
+    if found != expected:
+        what = f"model_type {found!r}" if file.is_file() else "no config.json"
+        raise ValueError(f"from_pretrained: expected model_type {expected!r} in {file}, got {what}")
 
 
 def _stored_as_integers(model: PreTrainedModel, place: object) -> list[str]:

@@ -12,7 +12,6 @@ from typing import Any, Self
 
 from ._checkpoints import checkpoints_in, is_of_trainer
 from ._folders import OutputError, make_folder, remove, write_error, write_json, writing
-from ._formats import reading
 from ._locks import (
     FolderLock,
     NotOursError,
@@ -25,7 +24,7 @@ from ._locks import (
 
 _LOCK = ".model-components.lock"
 _FACTS = "run.json"
-_INSTEAD = "begin anew with --fresh (fresh=True), or name another folder"
+_INSTEAD = "begin anew with --fresh, or name another folder"
 
 
 class RunFolder:
@@ -161,11 +160,13 @@ class RunFolder:
         path = self.folder / _FACTS
         if not path.exists():
             return None
-        with reading(path, self._operation):
+        try:
             facts = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            facts = error
         if not isinstance(facts, dict):
             raise ValueError(
-                f"{self._operation}: expected a JSON object in {path}, got {type(facts).__name__}; "
+                f"{self._operation}: expected a JSON object in {path}, got {_shortened(facts)}; "
                 "restore it, or name another folder"
             )
         return facts
@@ -173,20 +174,28 @@ class RunFolder:
     def _compare(self, before: Mapping[str, Any]) -> None:
         earlier = _flatten(before)
         now = _flatten(json.loads(json.dumps(self.facts)))  # as run.json has them: tuples as lists
-        for name in dict.fromkeys((*now, *earlier)):
-            if name in self.may_change or now.get(name) == earlier.get(name):
-                continue
-            if name.partition(".")[0] not in self.facts:  # a note that the user made
-                continue
-            if name.startswith("contents."):
-                raise OutputError(
-                    f"{self._to}: the data of {name.removeprefix('contents.')} have changed since "
-                    f"the run in this folder began; restore them, {_INSTEAD}"
-                )
-            expected = _shortened(earlier.get(name))
+        different = [
+            name
+            for name in dict.fromkeys((*now, *earlier))
+            if name not in self.may_change
+            and now.get(name) != earlier.get(name)
+            and name.partition(".")[0] in self.facts  # else it is a note that the user made
+        ]
+        settings = [
+            f"{name} must be {_shortened(earlier.get(name))}, got {_shortened(now.get(name))}"
+            for name in different
+            if not name.startswith("contents.")
+        ]
+        if settings:
             raise OutputError(
-                f"{self._to}: {name} must be {expected}, as in the run in this folder, got "
-                f"{_shortened(now.get(name))}; use that value, {_INSTEAD}"
+                f"{self._to}: {'; '.join(settings)}, as in the run in this folder; give the same "
+                f"settings, {_INSTEAD}"
+            )
+        if different:
+            names = ", ".join(name.removeprefix("contents.") for name in different)
+            raise OutputError(
+                f"{self._to}: the data of {names} have changed since the run in this folder began; "
+                f"restore them, {_INSTEAD}"
             )
 
     def close(self) -> None:

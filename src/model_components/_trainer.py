@@ -189,9 +189,15 @@ class StepTrainer(Trainer):
         raise self._dead_run(what)
 
     def _dead_run(self, what: str) -> DeadRunError:
+        operation = type(self).__name__
+        newest = newest_whole(Path(str(self.args.output_dir)), operation, self.needed_files())
+        if newest is None:
+            saved = "there is no checkpoint"
+        else:
+            saved = f"the newest checkpoint is {newest}; who resumes it keeps its learning rate"
         return DeadRunError(
-            f"{type(self).__name__}: expected finite numbers, but {what}; earlier checkpoints are "
-            "kept. Try a lower learning rate, float32 or bfloat16, or look for outliers in the data"
+            f"{operation}: expected finite numbers, but {what}; {saved}. Try a lower learning "
+            "rate, float32 or bfloat16, or look for outliers in the data"
         )
 
     def _save_checkpoint(self, *args: Any, **named: Any) -> None:

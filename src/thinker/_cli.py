@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from model_components._checkpoints import checkpoints_in
-from model_components._cli import RunFlags, continue_hint
+from model_components._cli import RunFlags
 from model_components._devices import find_device
 from model_components._report import Report
 
@@ -41,13 +40,9 @@ def train(
 
     where = find_device(run_flags.device, "think train")
     run = run_of(task, run_config)
-    try:
-        return runs.train(
-            run, out, samples=samples, device=where, fresh=fresh, progress=run_flags.progress
-        )
-    except KeyboardInterrupt:
-        saved = checkpoints_in(out / "checkpoints")
-        raise KeyboardInterrupt(continue_hint(fresh) if saved else "") from None
+    return runs.train(
+        run, out, samples=samples, device=where, fresh=fresh, progress=run_flags.progress
+    )
 
 
 def evaluate(

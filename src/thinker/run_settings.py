@@ -58,7 +58,7 @@ class Run(CheckedConfig):
     task: str
     options: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
-    length: Whole = 20
+    length: Annotated[int, Range(least=1, most=1_000_000)] = 20
     steps: Annotated[tuple[int, int], Range(least=1)] = (1, 6)
     plan: str = "every_step"
     schedule: Schedule = "frontier"

@@ -90,7 +90,7 @@ def train(
         "think train",
         checkpoints="checkpoints",
         may_change=("iterations",),
-        results=("result.json", "log.json", "model"),
+        results=("result.json", "log.json", "training.png", "grid.png", "model"),
         fresh=fresh,
     )
     edited = _is_edited(out)
@@ -113,6 +113,8 @@ def _train(
 ) -> TrainingReport:
     trainer = _trainer_of(run, model, data, out, device=device, progress=progress)
     checkpoint = newest_whole(out / "checkpoints", "think train", trainer.needed_files())
+    if checkpoint is not None:
+        print(f"think train: going on from {checkpoint}")
     begin = time.process_time()
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.process_time() - begin
@@ -198,9 +200,9 @@ def _check_unfinished(out: Path, run: Run) -> None:
             trained = int(result["iterations"])
         if run.iterations <= trained:
             raise ValueError(
-                f"think train: the run in {out} has {trained} iterations; expected more "
-                f"--iterations, got {run.iterations}; or begin anew with --fresh, or name another "
-                "folder"
+                f"think train: the run in {out} is finished, with {trained} iterations; to train "
+                f"it further, give --iterations above {trained}, got {run.iterations}; --fresh "
+                "begins anew"
             )
 
 

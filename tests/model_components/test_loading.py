@@ -90,3 +90,26 @@ def test_a_folder_that_is_not_there_is_named_with_its_neighbor(saved):
     wrong = folder.with_name("modle")
     with pytest.raises(ValueError, match=r"there is no such folder; did you mean .*model"):
         cls.from_pretrained(wrong)
+
+
+def test_a_folder_without_the_models_own_config_is_refused(saved):
+    cls, folder = saved
+    file = folder / "config.json"
+    for text, said in (("{}", "cannot be read"), ('{"model_type": "llama"}', "'llama'")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=rf"from_pretrained: .*config\.json.* {said}"):
+            cls.from_pretrained(folder)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"expected model_type .*config\.json, got no config"):
+        cls.from_pretrained(folder)
+
+
+def test_a_tensor_of_another_shape_is_named(saved):
+    cls, folder = saved
+
+    def reshape(tensors, name):
+        tensors[name] = torch.zeros(3, 3, 3)
+
+    name = changed(folder, reshape)
+    with pytest.raises(ValueError, match=f"which does not fit .*{name}"):
+        cls.from_pretrained(folder)

@@ -59,13 +59,16 @@ def test_the_same_run_goes_on(tmp_path):
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({**FACTS, "seed": 1}, r"train to .*run: seed must be 0, as in the run .*, got 1; use"),
-        ({**FACTS, "data": {**FACTS["data"], "hash": "2e"}}, r"data\.hash must be '1f', .*'2e'"),
+        (
+            {**FACTS, "seed": 1},
+            r"train to .*run: seed must be 0, got 1, as in the run in this folder; give",
+        ),
+        ({**FACTS, "data": {**FACTS["data"], "hash": "2e"}}, r"data\.hash must be '1f', got '2e'"),
         (
             {**FACTS, "data": {"hash": "1f"}},
-            r"data\.files must be \['a'\], as in the run in this folder, got None",
+            r"data\.files must be \['a'\], got None, as in the run in this folder",
         ),
-        ({**FACTS, "more": 1}, "more must be None, .*, got 1"),
+        ({**FACTS, "more": 1}, "more must be None, got 1"),
     ],
 )
 def test_another_run_is_refused_by_what_differs(facts, message, tmp_path):
@@ -187,7 +190,7 @@ def test_damaged_facts_are_refused(text, tmp_path):
     (tmp_path / "run" / "run.json").write_text(text)
     for fresh in (False, True):
         with (
-            pytest.raises(ValueError, match=r"train: .*run\.json(,| cannot be read)"),
+            pytest.raises(ValueError, match=r"train: expected a JSON object in .*run\.json, got"),
             open_run(tmp_path / "run", fresh=fresh),
         ):
             pass

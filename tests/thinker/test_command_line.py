@@ -162,7 +162,7 @@ def test_a_folder_with_a_run_is_refused(tmp_path, capsys):
     assert main(given) == 0
     assert main(given) == 1
     assert (
-        "has 2 iterations; expected more --iterations, got 2; or begin anew"
+        "is finished, with 2 iterations; to train it further, give --iterations above 2"
         in capsys.readouterr().err
     )
 

@@ -81,6 +81,8 @@ class PairwiseConfig(CheckedModelConfig):
         """Make the encoder's config, and lists of single words and tuples."""
         if isinstance(self.encoder, dict):
             self.encoder = _encoder_config(self.encoder)
+        elif not isinstance(self.encoder, PreTrainedConfig | None):
+            refuse("PairwiseConfig", "encoder", self.encoder, "a config or its dictionary")
         if isinstance(self.pooling, str):
             self.pooling = [self.pooling]
         for name in ("pooling", "surface"):

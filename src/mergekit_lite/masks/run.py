@@ -102,7 +102,7 @@ def run_masks(
         ValueError: Data or components that do not fit; ``OUT.training`` is of another run, or of
             other data, or another run writes it now; and what merges and training raise.
     """
-    path = check_new(out, "masks")
+    path = check_new(out, "learn")
     training = path.with_name(f"{path.name}.training")
     for method in run.methods:
         _refuse_method(method, run)
@@ -118,7 +118,7 @@ def run_masks(
         training, plain(run), "learn", contents=contents, results=results, fresh=fresh
     )
     with folder:
-        check_new(path, "masks")  # another run may have ended while this one waited
+        check_new(path, "learn")  # another run may have ended while this one waited
         if progress:
             _print_first_examples(tasks)
         return _train(run, path, training, trainer, tasks, progress=progress)
@@ -169,6 +169,8 @@ def _train(
     merger = trainer.merger
     collator: Any = trainer.data_collator
     checkpoint = newest_whole(training, "learn", trainer.needed_files())
+    if checkpoint is not None:
+        print(f"learn: going on from {checkpoint}")
     trainer.train(resume_from_checkpoint=checkpoint)
     merger.eval()
     masks = merger.save_masks(training / MASKS)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from model_components._checks import CheckedConfig, Range, Whole, check_choice
+from model_components._formats import reading
 from model_components._yaml import read_yaml
 
 from . import schedules
@@ -172,7 +173,8 @@ def _plan_of(plan: str) -> str:
         raise ValueError(
             f"think train: --plan must be {', '.join(PLANS)} or a file with a table, got {plan}"
         )
-    return path.read_text(encoding="utf-8")
+    with reading(path, "think train"):
+        return path.read_text(encoding="utf-8")
 
 
 def _named_values(pairs: Sequence[str]) -> dict[str, Any]:

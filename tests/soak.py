@@ -47,7 +47,7 @@ merger.bake(sys.argv[1], progress=False)
 """
 JOBS = {  # the words after python
     "merge": "-m mergekit_lite merge recipe.yml OUT --max-shard-size 4MB --no-progress",
-    "merge by data": "-m mergekit_lite merge regmean.yml OUT --no-progress --calibration "
+    "regmean": "-m mergekit_lite merge regmean.yml OUT --no-progress --calibration "
     "task0.jsonl task1.jsonl",
     "bake": "bake.py OUT",
     "prune": "-m model_components prune base OUT --calibration texts.txt --tokens 4000 "

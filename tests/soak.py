@@ -68,7 +68,7 @@ REFUSED = (
     "is not empty",
     "is finished, with",
 )  # the second of two at once
-FULL = "cannot be written (File too large)"
+FULL = "cannot be written"
 WHOLE = {"train": "result.json"}  # what is there only at the end, where the folder is there before
 STEADY = """
 import gc, json, os, sys, torch

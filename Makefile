@@ -70,7 +70,7 @@ matrix: ## run the suite with the lowest, the pinned and the newest versions tha
 soak: $(VENV)/.ready ## an hour of merges, bakes, pruning and training, killed, started twice, and on a full disk
 	$(BIN)/python -m tests.soak
 
-hostile: $(VENV)/.ready ## break the inputs of loaders and commands in 1,500 ways (40 min)
+hostile: $(VENV)/.ready ## break the inputs of loaders and commands, one file at a time (40 min)
 	$(BIN)/python -m tests.hostile
 
 mutations: $(VENV)/.ready ## plant 60 errors one by one, and see which of them the tests notice (2 h)

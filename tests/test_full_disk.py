@@ -6,7 +6,6 @@ No test can fill a disk. A limit on the size of files makes the same calls fail 
 from __future__ import annotations
 
 import contextlib
-import json
 
 import pytest
 import torch
@@ -143,4 +142,4 @@ def test_a_command_on_a_full_disk_says_so_and_goes_on_when_there_is_room(words, 
     said = capsys.readouterr().err.splitlines()[-1]
     assert "cannot be written (File too large)" in said
     assert main([*words, "--no-progress"]) == 0
-    assert json.loads((place / "run" / "run.json").read_text()) if words is THINK else True
+    assert (place / "run" / ("result.json" if words is THINK else "config.json")).is_file()

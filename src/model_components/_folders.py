@@ -121,7 +121,7 @@ def writing(to: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # torch and safetensors raise classes of their own
         failed = write_error(to, error)
         if failed is not None:
             raise failed from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -60,8 +61,8 @@ def reading(path: object, operation: str) -> Iterator[None]:
         operation: The name that the error message begins with.
 
     Raises:
-        ValueError: It cannot be read. A ValueError that this library raised stays as it is, and so
-            do a library that is not installed and memory that runs out.
+        ValueError: It cannot be read. A ValueError that this library raised passes unchanged, and
+            so do errors of a missing library and of memory that runs out.
 
     >>> with reading("run.json", "load"):
     ...     {}["steps"]
@@ -82,9 +83,6 @@ def reading(path: object, operation: str) -> Iterator[None]:
 
 def _is_our_error(error: Exception) -> bool:
     """Return whether code of this library raised an error, and not what it called."""
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    if place is None:
-        return False
-    return place.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES
+    frames = list(traceback.walk_tb(error.__traceback__))
+    module = frames[-1][0].f_globals.get("__name__", "")
+    return module.partition(".")[0] in _PACKAGES

@@ -153,7 +153,7 @@ class StepTrainer(Trainer):
             if bad and not is_finite:
                 self.on_not_finite(f"the loss of step {step} is {loss}")
             elif bad:
-                self.on_not_finite(f"gradients of step {step} have NaN (its loss is {loss:.4g})")
+                self.on_not_finite(f"gradients of step {step} have NaN or infinity")
         if is_finite:
             self._losses.total += loss
             self._losses.steps += 1
@@ -194,10 +194,10 @@ class StepTrainer(Trainer):
         if newest is None:
             saved = "there is no checkpoint"
         else:
-            saved = f"the newest checkpoint is {newest}; who resumes it keeps its learning rate"
+            saved = f"the newest checkpoint is {newest}; a run resumed from it keeps its rate"
         return DeadRunError(
             f"{operation}: expected finite numbers, but {what}; {saved}. Try a lower learning "
-            "rate, float32 or bfloat16, or look for outliers in the data"
+            "rate in a new run, float32 or bfloat16, or look for outliers in the data"
         )
 
     def _save_checkpoint(self, *args: Any, **named: Any) -> None:

@@ -20,9 +20,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from model_components._autograd import Context
+from model_components._autograd import Context, differentiable_gradients, wants_graph
 
 ORDERS = ("b_first", "a_first", "rebuild")
 _WORTH = 1.3  # two products have overheads; below this gain the weight is rebuilt instead
@@ -120,11 +119,15 @@ def scaled(b: Tensor, scales: Tensor | None) -> Tensor:
 
 
 def small_gradients(db: Tensor, b: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Gradients of b and of the scales, from that of their product."""
+    """Return gradients of b and of the scales, from that of their product.
+
+    They are contiguous, as fused optimizers expect.
+    """
     if scales is None:
-        return db.to(b.dtype), None
+        return db.to(b.dtype).contiguous(), None
     db = db.double()
-    return (db * scales.view(-1, 1, 1)).to(b.dtype), (db * b).sum((1, 2)).to(scales.dtype)
+    d_scales = (db * b).sum((1, 2)).to(scales.dtype)
+    return (db * scales.view(-1, 1, 1)).to(b.dtype).contiguous(), d_scales
 
 
 def _work(dtype: torch.dtype) -> torch.dtype:
@@ -193,9 +196,10 @@ class _BFirst(torch.autograd.Function):
         return _whole(out, n, o1 * o2)
 
     @staticmethod
-    @once_differentiable
     # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if wants_graph():
+            return _differentiable(ctx, grad, "b_first")
         x, a, b, scales = ctx.saved_tensors
         small = scaled(b, scales)
         packed = _packed(a)
@@ -220,10 +224,8 @@ class _BFirst(torch.autograd.Function):
                     dx = _put(dx, block, outward(dt, small), len(x))
                 if need_b:
                     db = _plus(db, gram(dt, xb))
-        if da is None:
-            da = None
-        else:
-            da = da.view(o1, r, i1).transpose(0, 1).to(a.dtype)
+        if da is not None:
+            da = da.view(o1, r, i1).transpose(0, 1).to(a.dtype).contiguous()
         dx = _whole(dx, *x.shape) if need_x else None
         return dx, da, *(small_gradients(db, b, scales) if db is not None else (None, None))
 
@@ -257,9 +259,10 @@ class _AFirst(torch.autograd.Function):
         return _whole(out, n, o1 * o2)
 
     @staticmethod
-    @once_differentiable
     # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if wants_graph():
+            return _differentiable(ctx, grad, "a_first")
         x, a, b, scales, kept = ctx.saved_tensors
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
         need_x, need_a, need_b = _needs(ctx)
@@ -303,9 +306,10 @@ class _Rebuild(torch.autograd.Function):
         return F.linear(x, build(a, scaled(b, scales)))
 
     @staticmethod
-    @once_differentiable
     # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if wants_graph():
+            return _differentiable(ctx, grad, "rebuild")
         x, a, b, scales = ctx.saved_tensors
         small = scaled(b, scales)
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
@@ -346,6 +350,15 @@ def plain(
     s = rows.transpose(1, 2) @ a.reshape(r * o1, i1).T  # (N, I2, r O1)
     s = s.reshape(-1, i2, r, o1).permute(0, 3, 2, 1).reshape(-1, o1, r * i2)
     return (s @ b.permute(0, 2, 1).reshape(r * i2, o2)).reshape(-1, o1 * o2)
+
+
+def _differentiable(ctx: Context, grad: Tensor, order: str) -> tuple[Tensor | None, ...]:
+    """Return gradients that can be differentiated again, from those of `plain`."""
+
+    def formula(x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:
+        return plain(x, a, b, scales, order)
+
+    return differentiable_gradients(formula, ctx.saved_tensors[:4], ctx.needs_input_grad, grad)
 
 
 def _needs(ctx: Context) -> tuple[bool, bool, bool]:

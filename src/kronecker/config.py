@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from model_components._checks import CheckedConfig, Range, Whole, problem
 
@@ -84,6 +84,15 @@ class KroneckerConfig(CheckedConfig):
             )
         return a, b
 
+    def sizes(self) -> dict[str, Any]:
+        """Return the arguments that a layer of these sizes is made with."""
+        return {
+            "rank": self.rank,
+            "a_shape": self.a_shape,
+            "b_shape": self.b_shape,
+            "scales": self.scales,
+        }
+
     def opposite(self) -> Self:
         """Return the config for a layer of transposed shape: for c_proj when this is for c_fc."""
         a_shape, b_shape = (
@@ -131,6 +140,10 @@ class LowRankConfig(CheckedConfig):
         """Yield a problem if there are both a share and a rank."""
         if self.keep is not None and self.rank is not None:
             yield f"keep is {self.keep} and rank {self.rank}, expected one of them"
+
+    def sizes(self) -> dict[str, Any]:
+        """Return the arguments that a layer of these sizes is made with."""
+        return {"rank": self.share if self.rank is None else self.rank}
 
     def opposite(self) -> Self:
         """Return the config for a layer of transposed shape, which is this one."""
@@ -224,6 +237,70 @@ def _near(total: int, wanted: int) -> str:
     """Divisors of ``total`` nearest to ``wanted``."""
     divisors = [d for d in range(1, total + 1) if total % d == 0]
     return ", ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:5])))
+
+
+def kronecker_sizes(
+    out_features: int,
+    in_features: int,
+    *,
+    rank: int | float = 1,
+    a_shape: Shape = None,
+    b_shape: Shape = None,
+    **options: Any,
+) -> KroneckerConfig:
+    """Return the config of one layer.
+
+    Args:
+        out_features: O.
+        in_features: I.
+        rank: Number of terms, or a share of the dense weight's parameters between 0 and 1.
+        a_shape: (O1, I1), or None.
+        b_shape: (O2, I2), or None. Without both shapes A's sizes are the divisors of O and I that
+            are nearest to their square roots, which makes the factors smallest.
+        **options: More fields of `KroneckerConfig`.
+
+    >>> config = kronecker_sizes(3072, 768, rank=0.5)
+    >>> config.a_shape, config.rank
+    ((48, 24), 437)
+    """
+    if a_shape is None and b_shape is None:
+        a_shape = (_divisor(out_features), _divisor(in_features))
+    terms = rank if isinstance(rank, int) else 1
+    config = KroneckerConfig(a_shape=a_shape, b_shape=b_shape, rank=terms, **options)
+    if isinstance(rank, int):
+        return config
+    share = _checked_share("kronecker", rank)
+    each = config.count(out_features, in_features)
+    a, b = config.shapes(out_features, in_features)
+    most = min(a[0] * a[1], b[0] * b[1])
+    terms = min(most, max(1, int(share * out_features * in_features / each)))
+    return replace(config, rank=terms)
+
+
+def low_rank_sizes(rank: int | float, **options: Any) -> LowRankConfig:
+    """Return the config of one layer, from a rank or a share of the dense weight's parameters.
+
+    >>> low_rank_sizes(8).rank, low_rank_sizes(0.5).keep
+    (8, 0.5)
+    """
+    if isinstance(rank, int):
+        return LowRankConfig(rank=rank, **options)
+    return LowRankConfig(keep=_checked_share("low rank", rank), **options)
+
+
+def _checked_share(what: str, rank: object) -> float:
+    if not isinstance(rank, float) or not 0 < rank < 1:
+        raise ValueError(
+            f"{what}: rank is {rank!r}, expected a whole number from 1, or a share of the weight's "
+            "parameters between 0 and 1"
+        )
+    return rank
+
+
+def _divisor(size: int) -> int:
+    """Return the divisor of a size that is nearest to its square root, the smaller of two."""
+    root = size**0.5
+    return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: abs(d - root))
 
 
 Config = KroneckerConfig | LowRankConfig | PruneConfig

@@ -12,9 +12,14 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from model_components._autograd import Context
+from model_components._autograd import (
+    Context,
+    autocast_dtype,
+    differentiable_gradients,
+    needs_plain,
+    wants_graph,
+)
 from model_components._checks import check_choice
 
 from . import reference
@@ -85,21 +90,17 @@ def kron_linear(
     r, o1, i1 = a.shape
     _, o2, i2 = b.shape
     _check_linear(x, a, b, bias, impl, order)
-    device = x.device.type
-    traced = (
-        x.is_meta or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    )
-    if not x.is_meta and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        x = x.to(dtype)
-        a = a.to(dtype)
-        b = b.to(dtype)
+    autocast = autocast_dtype(x)
+    if autocast is not None:
+        x = x.to(autocast)
+        a = a.to(autocast)
+        b = b.to(autocast)
     elif x.dtype != a.dtype:
         raise ValueError(
             f"kron_linear: x is {x.dtype} and the factors are {a.dtype}, expected one dtype"
         )
     bias, scales = (None if t is None else t.to(x.dtype) for t in (bias, scales))
-    with nullcontext() if x.is_meta else torch.autocast(device, enabled=False):
+    with nullcontext() if autocast is None else torch.autocast(x.device.type, enabled=False):
         if impl == "reference":
             return reference.kron_linear(x, a, b, bias, scales)
         flat = x.reshape(-1, i1 * i2)
@@ -109,7 +110,7 @@ def kron_linear(
             b = b.detach()
             if scales is not None:
                 scales = scales.detach()
-        if traced:
+        if needs_plain(x):
             if order == "auto":
                 order = order_of((o1, i1), (o2, i2), r, _TRACED_TOKENS)
             y = plain(flat, a, b, scales, order)
@@ -179,29 +180,51 @@ def kron_embedding(
         raise ValueError(f"kron_embedding: ids are {ids.dtype}, expected integers")
     if impl == "reference":
         return reference.kron_embedding(ids, a, b, scales)
-    return _Embedding.apply(ids, a, b, None if scales is None else scales.to(a.dtype))
+    if scales is not None:
+        scales = scales.to(a.dtype)
+    flat = ids.reshape(-1)
+    shape = (*ids.shape, a.shape[2] * b.shape[2])
+    if needs_plain(a):
+        return _embedding_plain(flat, a, b, scales).reshape(shape)
+    # no view: `relu_` may write into it
+    return torch.ops.aten._unsafe_view(_Embedding.apply(flat, a, b, scales), shape)
+
+
+def _embedding_plain(
+    ids: Tensor,  # (N,)
+    a: Tensor,
+    b: Tensor,
+    scales: Tensor | None,
+) -> Tensor:  # (N, H)
+    """Gather the factors' rows and multiply them, in plain torch operations."""
+    p, q = _rows(ids, b)
+    large = a.index_select(1, p)
+    small = scaled(b, scales).index_select(1, q)
+    return torch.einsum("rnu,rnv->nuv", large, small).flatten(1)
 
 
 class _Embedding(torch.autograd.Function):
-    """Saves the ids and the factors.
+    """`_embedding_plain`, which keeps the ids and the factors alone.
 
-    Gathers again in backward, where what belongs to one row is summed in float32.
+    It gathers again in backward, where the gradients of one row are summed in float32.
     """
 
     @staticmethod
     def forward(ctx: Context, ids: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:
         ctx.save_for_backward(ids, a, b, scales)
-        p, q = _rows(ids, b)
-        products = torch.einsum(
-            "rnu,rnv->nuv", a.index_select(1, p), scaled(b, scales).index_select(1, q)
-        )
-        return products.reshape(*ids.shape, a.shape[2] * b.shape[2])
+        return _embedding_plain(ids, a, b, scales)
 
     @staticmethod
-    @once_differentiable
     # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         ids, a, b, scales = ctx.saved_tensors
+        if wants_graph():
+
+            def formula(a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:
+                return _embedding_plain(ids, a, b, scales)
+
+            needs = ctx.needs_input_grad[1:]
+            return None, *differentiable_gradients(formula, (a, b, scales), needs, grad)
         p, q = _rows(ids, b)
         if a.dtype in (torch.float16, torch.bfloat16):
             better = torch.float32
@@ -216,7 +239,6 @@ class _Embedding(torch.autograd.Function):
 
 
 def _rows(ids: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The row of A and the row of B of every id."""
-    flat = ids.reshape(-1)
+    """Return the row of A and the row of B for every id, (N,) each."""
     o2 = b.shape[1]
-    return torch.div(flat, o2, rounding_mode="floor"), flat % o2
+    return torch.div(ids, o2, rounding_mode="floor"), ids % o2

@@ -3,6 +3,7 @@ from .engine import NotFiniteError
 from .engine.output import OutputError
 from .files import CheckpointError
 from .functional import merge_models
+from .masks.layers import AccurateMaskedLinear, EfficientMaskedLinear
 from .methods import (
     METHODS,
     Largest,
@@ -29,7 +30,9 @@ __version__: str
 
 __all__ = [
     "METHODS",
+    "AccurateMaskedLinear",
     "CheckpointError",
+    "EfficientMaskedLinear",
     "Largest",
     "MergeMethod",
     "MergeRecipe",

@@ -1,11 +1,16 @@
-"""Context that torch hands to a `torch.autograd.Function`, as far as operations use it."""
+"""Parts that custom autograd functions share.
+
+A custom function saves memory in an ordinary training step. In every other situation (tracing,
+`torch.func`, second derivatives) the same formula runs in plain torch operations.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 
 class Context(Protocol):
@@ -17,3 +22,56 @@ class Context(Protocol):
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Keep tensors, or None, for ``saved_tensors``."""
         ...
+
+
+def transforming() -> bool:
+    """Return whether a transform of `torch.func` or forward-mode differentiation is at work."""
+    if torch.compiler.is_compiling():
+        return False
+    return (
+        torch._C._functorch.maybe_current_level() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def needs_plain(x: Tensor) -> bool:
+    """Return whether plain torch operations have to run: tracing, transforms, the meta device."""
+    return torch.compiler.is_compiling() or x.is_meta or transforming()
+
+
+def wants_graph() -> bool:
+    """Return whether a backward pass is to be differentiated again (``create_graph=True``)."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast gives x, or None if it leaves x alone.
+
+    It leaves float64 alone, and does not know the meta device.
+    """
+    device = x.device.type
+    if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def differentiable_gradients(
+    formula: Callable[..., Tensor],
+    inputs: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    grad: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Return gradients that can be differentiated again, for a backward with ``create_graph=True``.
+
+    Args:
+        formula: The operation in plain torch operations, a function of the inputs.
+        inputs: The operation's tensors, or None.
+        needs: Which of them need a gradient.
+        grad: Gradient of the output.
+    """
+    # Views, since one input may depend on another
+    views = [None if t is None else t.view_as(t) for t in inputs]
+    y = formula(*views)
+    wanted = [v for v, need in zip(views, needs, strict=True) if v is not None and need]
+    gradients = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
+    return tuple(next(gradients) if need else None for need in needs)

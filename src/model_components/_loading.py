@@ -37,6 +37,10 @@ def read_config(place: str | Path, operation: str, **options: Any) -> PreTrained
                 raise ValueError(
                     f"{operation}: expected {name} up to {_MOST_LAYERS:,} in {file}, got {value}"
                 )
+            if "head" in name and isinstance(value, int) and value < 0:
+                raise ValueError(
+                    f"{operation}: expected {name} of 0 or more in {file}, got {value}"
+                )
         return AutoConfig.from_pretrained(place, **options)
 
 

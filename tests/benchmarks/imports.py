@@ -22,7 +22,7 @@ IMPORTS = (
     "import torch",
     "from kronecker import KroneckerLinear",
     "from kronecker import LowRankLinear",
-    "from mergekit_lite.masks import MaskedLinear",
+    "from mergekit_lite import AccurateMaskedLinear",
     "from heads.pairwise import PairwiseHead",
     "from mergekit_lite import merge_models",
     "from transformers import PreTrainedModel",

@@ -249,7 +249,7 @@ def test_a_folded_model_is_within_the_judges_budget(kind, dtype, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_folded_checkpoint_has_the_layers_results(dtype):
-    layer = KroneckerLinear(12, 6, KroneckerConfig(b_shape=(3, 2), rank=2), dtype=dtype)
+    layer = KroneckerLinear(12, 6, b_shape=(3, 2), rank=2, dtype=dtype)
     stock = layer.to_linear()
     factors = {"a": layer.a.detach(), "b": layer.b.detach(), "bias": made(6), "x": made(5, 12)}
 
@@ -271,7 +271,7 @@ def test_a_folded_checkpoint_has_the_layers_results(dtype):
 
 
 def test_a_weight_can_be_read_and_follows_its_factors():
-    layer = KroneckerLinear(12, 6, KroneckerConfig(b_shape=(3, 2), rank=2)).eval()
+    layer = KroneckerLinear(12, 6, b_shape=(3, 2), rank=2).eval()
     x = made(5, 12)
     with torch.no_grad():
         for _ in range(2):
@@ -374,16 +374,56 @@ def test_one_token_of_calibration_keeps_errors_in_reason(kind, config):
 
 def test_scales_take_the_size_and_leave_the_function():
     linear = nn.Linear(8, 12)
-    plain = KroneckerLinear.from_linear(
-        linear, KroneckerConfig(b_shape=(2, 2), rank=2, init="van_loan")
-    )
-    scaled = KroneckerLinear.from_linear(
-        linear, KroneckerConfig(b_shape=(2, 2), rank=2, init="van_loan", scales=True)
-    )
+    plain = KroneckerLinear.from_linear(linear, b_shape=(2, 2), rank=2)
+    scaled = KroneckerLinear.from_linear(linear, b_shape=(2, 2), rank=2, scales=True)
     torch.testing.assert_close(plain.dense_weight(), scaled.dense_weight())
     assert scaled.scales[0] > scaled.scales[1] > 0
-    assert set(scaled.state_dict()) == {"a", "b", "scales", "bias", "weight"}
-    assert set(plain.state_dict()) == {"a", "b", "bias", "weight"}
+    assert set(scaled.state_dict()) == {"a", "b", "scales", "bias"}
+    assert set(plain.state_dict()) == {"a", "b", "bias"}
+
+
+def test_a_layer_alone_is_made_in_one_line():
+    torch.manual_seed(0)
+    linear, x = nn.Linear(12, 8), torch.randn(3, 50, 12)
+    errors = {}
+    for init in ("van_loan", "van_loan_normalized", "prune", "random", "fitted"):
+        inputs = x if init == "fitted" else None
+        layer = KroneckerLinear.from_linear(linear, init=init, b_shape=(2, 2), inputs=inputs)
+        torch.testing.assert_close(layer.to_linear()(x), layer(x))
+        errors[init] = float((layer(x) - linear(x)).detach().norm())
+    assert min(errors, key=errors.get) == "fitted"
+    assert errors["van_loan"] < errors["random"]
+    half = KroneckerLinear.from_linear(linear, rank=0.5)
+    assert half.a_shape == (2, 3)
+    assert 0.25 < half.compression <= 0.5
+    exact = LowRankLinear.from_linear(linear, rank=8)
+    torch.testing.assert_close(exact(x), linear(x))
+    pruned = KroneckerLinear.from_linear(linear, init="prune", b_shape=(2, 1), keep="odd")
+    assert torch.equal(pruned.dense_weight()[::2], linear.weight[1::2])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"init": "nearest"}, r"KroneckerLinear\.from_linear:.*'nearest'"),
+        ({"init": "fitted"}, "no inputs"),
+        ({"inputs": torch.ones(2, 12)}, "inputs"),
+        ({"rank": 1.5}, "1.5"),
+        ({"b_shape": (3, 5)}, "does not divide"),
+    ],
+)
+def test_a_layer_alone_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        KroneckerLinear.from_linear(nn.Linear(12, 8), **options)
+
+
+def test_a_computed_weight_cannot_be_changed_in_place():
+    layer = KroneckerLinear.from_linear(nn.Linear(12, 8), b_shape=(2, 1))
+    with pytest.raises(RuntimeError, match="computed"):
+        layer.weight.zero_()
+    with pytest.raises(RuntimeError, match="computed"):
+        nn.init.normal_(layer.weight)
+    assert torch.equal(layer.weight + 0, layer.dense_weight())
 
 
 BAD = [
@@ -832,7 +872,7 @@ def test_the_stream_is_found_and_read(kind, expected, dtype):
 
 
 def test_an_id_past_either_end_is_refused():
-    table = KroneckerEmbedding(6, 4, KroneckerConfig(b_shape=(2, 2)))
+    table = KroneckerEmbedding(6, 4, b_shape=(2, 2))
     for wrong in (-1, 6):
         with pytest.raises((IndexError, RuntimeError), match=r"bounds|range"):
             table(torch.tensor([wrong]))
@@ -841,7 +881,7 @@ def test_an_id_past_either_end_is_refused():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_low_rank_layer_is_its_dense_weight(bias, dtype):
-    layer = LowRankLinear(12, 7, LowRankConfig(rank=3), bias=bias, dtype=dtype)
+    layer = LowRankLinear(12, 7, rank=3, bias=bias, dtype=dtype)
     inputs = {"x": made(2, 5, 12), "a": made(3, 12, seed=1), "b": made(7, 3, seed=2)}
     inputs |= {"bias": made(7, seed=3)} if bias else {}
 

@@ -372,7 +372,7 @@ def test_layers_come_in_one_at_a_time(order, tmp_path):
 
 def test_fading_is_between_the_two_layers():
     linear = torch.nn.Linear(6, 8)
-    layer = KroneckerLinear.from_linear(linear, KroneckerConfig(b_shape=(2, 1), init="van_loan"))
+    layer = KroneckerLinear.from_linear(linear, b_shape=(2, 1))
     x = torch.randn(3, 6)
     plain = layer(x).detach()
     layer.fade_in_(linear, 0.25)
@@ -474,7 +474,7 @@ def test_checkpoints_of_tied_factors_are_compressed_models(tmp_path):
 
 def test_an_original_follows_its_layer():
     linear = torch.nn.Linear(6, 8)
-    layer = KroneckerLinear.from_linear(linear, KroneckerConfig(b_shape=(2, 1), init="van_loan"))
+    layer = KroneckerLinear.from_linear(linear, b_shape=(2, 1))
     layer.fade_in_(linear, 0.5)
     assert layer.to(torch.bfloat16)(torch.zeros(1, 6, dtype=torch.bfloat16)).dtype == torch.bfloat16
 

@@ -11,9 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import KroneckerConfig, LowRankConfig
+from model_components._checks import check_choice
+
+from ..config import KroneckerConfig, LowRankConfig, kronecker_sizes, low_rank_sizes
 from ..functional import kron_embedding
+from ..init import Factors, low_rank
 from .weights import KroneckerLayer, LowRankLayer, SmallerWeight, start
+
+TABLE_INITS = ("van_loan", "van_loan_normalized", "prune", "random")
 
 
 class SmallerEmbedding(SmallerWeight):
@@ -24,12 +29,17 @@ class SmallerEmbedding(SmallerWeight):
     padding_idx: int | None
 
     @classmethod
-    def like(cls, embedding: nn.Embedding, config: object) -> Self:
-        """An empty table of a dense one's sizes, dtype and device."""
+    def like(cls, embedding: nn.Embedding, config: KroneckerConfig | LowRankConfig) -> Self:
+        """Return a table of a dense one's sizes, dtype and device, its factors not yet set."""
         weight = embedding.weight
-        padding = embedding.padding_idx
-        rows, columns = weight.shape
-        layer = cls(rows, columns, config, padding_idx=padding, dtype=weight.dtype, device="meta")
+        layer = cls(
+            *weight.shape,
+            **config.sizes(),
+            padding_idx=embedding.padding_idx,
+            dtype=weight.dtype,
+            device="meta",
+        )
+        layer.config = config
         return layer.to_empty(device=weight.device)
 
     @torch.no_grad()
@@ -54,12 +64,19 @@ class KroneckerEmbedding(SmallerEmbedding, KroneckerLayer):
     Args:
         num_embeddings: V.
         embedding_dim: H.
-        config: Shapes and terms.
+        rank: Number of terms r, or a share of the dense table's parameters between 0 and 1.
+        a_shape: (V1, H1) of every A.
+        b_shape: (V2, H2) of every B; give one of the two shapes. Without any, A's sizes are the
+            divisors nearest to the square roots of V and H.
+        scales: Whether there is a trainable number s_r for each term.
         padding_idx: Kept for `to_embedding`; its row is not forced to zero.
-        dtype: Of the parameters.
-        device: Of the parameters.
+        dtype: Dtype of the parameters.
+        device: Device of the parameters.
 
-    >>> table = KroneckerEmbedding(50257, 768, KroneckerConfig(b_shape=(1, 2)))
+    Raises:
+        ValueError: Shapes that do not divide the table's, a rank out of range.
+
+    >>> table = KroneckerEmbedding(50257, 768, b_shape=(1, 2))
     >>> table(torch.tensor([[1, 50256]])).shape
     torch.Size([1, 2, 768])
     """
@@ -68,23 +85,66 @@ class KroneckerEmbedding(SmallerEmbedding, KroneckerLayer):
         self,
         num_embeddings: int,
         embedding_dim: int,
-        config: KroneckerConfig,
         *,
+        rank: int | float = 1,
+        a_shape: tuple[int, int] | None = None,
+        b_shape: tuple[int, int] | None = None,
+        scales: bool = False,
         padding_idx: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
+        config = kronecker_sizes(
+            num_embeddings,
+            embedding_dim,
+            rank=rank,
+            a_shape=a_shape,
+            b_shape=b_shape,
+            scales=scales,
+        )
         KroneckerLayer.__init__(self, num_embeddings, embedding_dim, config, dtype, device)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
+        self.reset_parameters()
 
     @classmethod
-    def from_embedding(cls, embedding: nn.Embedding, config: KroneckerConfig) -> Self:
-        """Return a compressed `nn.Embedding`.
+    def from_embedding(
+        cls,
+        embedding: nn.Embedding,
+        *,
+        init: str = "van_loan",
+        rank: int | float = 1,
+        a_shape: tuple[int, int] | None = None,
+        b_shape: tuple[int, int] | None = None,
+        scales: bool = False,
+        keep: str | tuple[int, int] = "even",
+    ) -> Self:
+        """Return a smaller table for an `nn.Embedding`; see `KroneckerLinear.from_linear`.
 
-        It starts as the config says where that looks at weights alone, else by Van Loan.
+        Raises:
+            ValueError: Shapes that do not divide the table's, a rank out of range, a table that is
+                zero or not finite.
+
+        >>> KroneckerEmbedding.from_embedding(nn.Embedding(8, 6), b_shape=(2, 1), rank=2)
+        KroneckerEmbedding(8, 6, 2 x (4, 6) ⊗ (2, 1), 108.3% of the dense weight)
         """
+        check_choice(f"{cls.__name__}.from_embedding", "init", init, TABLE_INITS)
+        config = kronecker_sizes(
+            *embedding.weight.shape,
+            rank=rank,
+            a_shape=a_shape,
+            b_shape=b_shape,
+            scales=scales,
+            keep=keep,
+            # pyrefly: ignore[bad-argument-type]: checked above
+            init=init,
+        )
+        return cls.fitted(embedding, config)
+
+    @classmethod
+    def fitted(cls, embedding: nn.Embedding, config: KroneckerConfig) -> Self:
+        """Return a smaller table that starts as a config says, or by Van Loan without inputs."""
         layer = cls.like(embedding, config)
         layer.set_factors_(
             start(embedding.weight.detach(), layer.b_shape, config, None, alone=True)
@@ -105,17 +165,17 @@ class LowRankEmbedding(SmallerEmbedding, LowRankLayer):
     Args:
         num_embeddings: V.
         embedding_dim: H.
-        config: Its rank.
+        rank: r, or a share of the dense table's parameters between 0 and 1.
         padding_idx: Kept for `to_embedding`; its row is not forced to zero.
-        dtype: Of the parameters.
-        device: Of the parameters.
+        dtype: Dtype of the parameters.
+        device: Device of the parameters.
 
     Raises:
         ValueError: A rank above the smaller of the two sizes.
 
     Source: ALBERT's factorized table (arXiv 1909.11942, section 3.1).
 
-    >>> table = LowRankEmbedding(50257, 768, LowRankConfig(rank=64))
+    >>> table = LowRankEmbedding(50257, 768, rank=64)
     >>> table
     LowRankEmbedding(50257, 768, rank 64, 8.5% of the dense weight)
     >>> table(torch.tensor([[1, 50256]])).shape
@@ -126,16 +186,33 @@ class LowRankEmbedding(SmallerEmbedding, LowRankLayer):
         self,
         num_embeddings: int,
         embedding_dim: int,
-        config: LowRankConfig,
         *,
+        rank: int | float,
         padding_idx: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
+        config = low_rank_sizes(rank)
         LowRankLayer.__init__(self, num_embeddings, embedding_dim, config, dtype, device)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
+        self.reset_parameters()
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, *, rank: int | float) -> Self:
+        """Return the nearest table of a rank for an `nn.Embedding`.
+
+        Raises:
+            ValueError: A rank out of range, a table that is zero or not finite.
+
+        >>> LowRankEmbedding.from_embedding(nn.Embedding(8, 6), rank=2)
+        LowRankEmbedding(8, 6, rank 2, 58.3% of the dense weight)
+        """
+        layer = cls.like(embedding, low_rank_sizes(rank, init="svd"))
+        a, b = low_rank(embedding.weight.detach(), len(layer.a))
+        layer.set_factors_(Factors(a, b, 0.0))
+        return layer
 
     def _fresh_stds(self, rank: int, columns: int) -> tuple[float, float]:
         """Rows of size one, as those of a fresh `nn.Embedding`."""

@@ -5,19 +5,28 @@ Letters: as in `weights`; for low rank A is (r, I) and B (O, r).
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Sequence
+from typing import Any, Self, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model_components._checks import check_choice
 from model_components._layers import is_conv1d
 
 from .. import init
-from ..config import KroneckerConfig, LowRankConfig
+from ..config import (
+    Init,
+    KroneckerConfig,
+    LowRankConfig,
+    LowRankInit,
+    kronecker_sizes,
+    low_rank_sizes,
+)
 from ..functional import kron_linear
 from ..moments import Moments
-from .weights import KroneckerLayer, LowRankLayer, SmallerWeight, dense, start
+from .weights import KroneckerLayer, LowRankLayer, SmallerWeight, bias_of, dense, start
 
 
 class SmallerLinear(SmallerWeight):
@@ -38,10 +47,11 @@ class SmallerLinear(SmallerWeight):
         self.conv1d = False  # what `to_linear` makes
         self.original: nn.Module | None = None
         self.share = 1.0
+        self.reset_parameters()
 
     @classmethod
-    def like(cls, linear: nn.Module, config: object) -> Self:
-        """An empty layer of a dense one's sizes, dtype and device; its bias copied."""
+    def like(cls, linear: nn.Module, config: KroneckerConfig | LowRankConfig) -> Self:
+        """Return a layer with a dense one's sizes, dtype, device and bias, and no factors yet."""
         out_features, in_features = dense(linear).shape
         bias = getattr(linear, "bias", None)
         weight = linear.weight
@@ -49,11 +59,12 @@ class SmallerLinear(SmallerWeight):
         smaller = cls(
             in_features,
             out_features,
-            config,
+            **config.sizes(),
             bias=bias is not None,
             dtype=weight.dtype,
             device="meta",
         )
+        smaller.config = config
         smaller.to_empty(device=weight.device)
         smaller.conv1d = is_conv1d(linear)
         if bias is not None and smaller.bias is not None and not bias.is_meta:
@@ -109,23 +120,49 @@ class SmallerLinear(SmallerWeight):
         return f"{self.in_features} to {self.out_features}, {super().extra_repr()}{bias}"
 
 
+def _checked_init(operation: str, init: str, known: Sequence[str], inputs: Tensor | None) -> Any:
+    """Return a config's word for a start, after a check that inputs belong to it."""
+    names = ["fitted" if name == "sequential" else name for name in known]
+    check_choice(f"{operation}.from_linear", "init", init, names)
+    if (init == "fitted") != (inputs is not None):
+        given = "no inputs" if inputs is None else "inputs"
+        raise ValueError(
+            f"{operation}.from_linear: init is {init!r}, with {given}; inputs= belong to "
+            "init='fitted', expected both or neither"
+        )
+    return "sequential" if init == "fitted" else init
+
+
+def _moments(linear: nn.Module, inputs: Tensor | None) -> Moments | None:
+    """Return the moments of a layer's inputs (*B, I)."""
+    if inputs is None:
+        return None
+    flat = inputs.detach().flatten(0, -2)
+    return Moments.of(flat, dense(linear), bias_of(linear))
+
+
 class KroneckerLinear(SmallerLinear, KroneckerLayer):
     """A linear layer ``x @ (Σ_r s_r A_r ⊗ B_r).T + bias``.
 
-    Its parameters are ``a``, ``b``, ``scales`` (when asked for) and ``bias``, stored as they stand.
+    Its parameters are ``a``, ``b``, ``scales`` (when asked for) and ``bias``.
 
     Args:
         in_features: I.
         out_features: O.
-        config: Shapes and terms.
-        bias: Whether there is one.
-        dtype: Of the parameters.
-        device: Of the parameters.
+        rank: Number of terms r, or a share of the dense weight's parameters between 0 and 1.
+        a_shape: (O1, I1) of every A.
+        b_shape: (O2, I2) of every B; give one of the two shapes. Without any, A's sizes are the
+            divisors nearest to the square roots of O and I.
+        scales: Whether there is a trainable number s_r for each term.
+        bias: Whether there is a bias.
+        dtype: Dtype of the parameters.
+        device: Device of the parameters.
+        impl: Path of `kron_linear`.
 
     Raises:
         ValueError: Shapes that do not divide the layer's, a rank out of range.
 
-    >>> layer = KroneckerLinear(768, 3072, KroneckerConfig(a_shape=(1024, 256), rank=2))
+    >>> layer = KroneckerLinear(768, 3072, a_shape=(1024, 256), rank=2)
     >>> layer
     KroneckerLinear(768 to 3072, 2 x (1024, 256) ⊗ (3, 3), 22.2% of the dense weight)
     >>> layer(torch.zeros(2, 5, 768)).shape
@@ -136,33 +173,74 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
         self,
         in_features: int,
         out_features: int,
-        config: KroneckerConfig,
         *,
+        rank: int | float = 1,
+        a_shape: tuple[int, int] | None = None,
+        b_shape: tuple[int, int] | None = None,
+        scales: bool = False,
         bias: bool = True,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        impl: str = "auto",
     ):
+        config = kronecker_sizes(
+            out_features, in_features, rank=rank, a_shape=a_shape, b_shape=b_shape, scales=scales
+        )
         KroneckerLayer.__init__(self, out_features, in_features, config, dtype, device)
+        self.impl = impl
         self._set_linear(in_features, out_features, bias)
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Module, config: KroneckerConfig, moments: Moments | None = None
+        cls,
+        linear: nn.Module,
+        *,
+        init: str = "van_loan",
+        rank: int | float = 1,
+        a_shape: tuple[int, int] | None = None,
+        b_shape: tuple[int, int] | None = None,
+        scales: bool = False,
+        keep: str | tuple[int, int] = "even",
+        inputs: Tensor | None = None,
     ) -> Self:
-        """A smaller `nn.Linear` or transformers' `Conv1D`, started as the config says.
+        """Return a smaller layer for an `nn.Linear` or transformers' `Conv1D`.
 
         Args:
-            linear: Left as it is.
-            config: Shapes, terms and start.
-            moments: What the layer sees, for a sequential start; with them a bias is corrected.
+            linear: The layer, left as it is.
+            init: ``"van_loan"``, the nearest weight; ``"van_loan_normalized"``, that with the norm
+                of the original; ``"prune"``, some rows and columns of the weight; ``"random"``; or
+                ``"fitted"``, the best outputs on ``inputs``.
+            rank: Number of terms, or a share of the weight's parameters, as in the class.
+            a_shape: (O1, I1) of every A.
+            b_shape: (O2, I2) of every B.
+            scales: Whether there is a trainable number for each term.
+            keep: Rows and columns that ``"prune"`` keeps: ``"even"``, ``"odd"``, ``"energy"``, or
+                the position (row, column) within B.
+            inputs: Inputs of the layer, (*B, I), for ``"fitted"``; a bias is then corrected.
 
         Raises:
-            ValueError: No moments where the start needs them; a weight that is zero or not finite.
+            ValueError: Shapes that do not divide the layer's, a rank out of range, inputs without
+                ``"fitted"`` or the other way round, a weight that is zero or not finite.
 
-        >>> config = KroneckerConfig(b_shape=(2, 1), init="van_loan")
-        >>> KroneckerLinear.from_linear(nn.Linear(4, 6), config).a.shape
-        torch.Size([1, 3, 4])
+        >>> KroneckerLinear.from_linear(nn.Linear(4, 6), init="van_loan", b_shape=(2, 1))
+        KroneckerLinear(4 to 6, 1 x (3, 4) ⊗ (2, 1), 58.3% of the dense weight)
         """
+        config = kronecker_sizes(
+            *dense(linear).shape,
+            rank=rank,
+            a_shape=a_shape,
+            b_shape=b_shape,
+            scales=scales,
+            keep=keep,
+            init=_checked_init(cls.__name__, init, get_args(Init), inputs),
+        )
+        return cls.fitted(linear, config, _moments(linear, inputs))
+
+    @classmethod
+    def fitted(
+        cls, linear: nn.Module, config: KroneckerConfig, moments: Moments | None = None
+    ) -> Self:
+        """Return a smaller layer that starts as a config says, on the moments of its inputs."""
         layer = cls.like(linear, config)
         if moments is not None and layer.bias is not None:
             centred = moments.centred()
@@ -179,7 +257,7 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
 
         The weight is never built where that costs more.
         """
-        return kron_linear(x, self.a, self.b, self.bias, self.scales)
+        return kron_linear(x, self.a, self.b, self.bias, self.scales, impl=self.impl)
 
 
 class LowRankLinear(SmallerLinear, LowRankLayer):
@@ -190,15 +268,15 @@ class LowRankLinear(SmallerLinear, LowRankLayer):
     Args:
         in_features: I.
         out_features: O.
-        config: Its rank.
-        bias: Whether there is one.
-        dtype: Of the parameters.
-        device: Of the parameters.
+        rank: r, or a share of the dense weight's parameters between 0 and 1.
+        bias: Whether there is a bias.
+        dtype: Dtype of the parameters.
+        device: Device of the parameters.
 
     Raises:
         ValueError: A rank above the smaller of the two sizes.
 
-    >>> LowRankLinear(768, 3072, LowRankConfig(keep=0.5))
+    >>> LowRankLinear(768, 3072, rank=0.5)
     LowRankLinear(768 to 3072, rank 307, 50.0% of the dense weight)
     """
 
@@ -206,24 +284,49 @@ class LowRankLinear(SmallerLinear, LowRankLayer):
         self,
         in_features: int,
         out_features: int,
-        config: LowRankConfig,
         *,
+        rank: int | float,
         bias: bool = True,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
+        config = low_rank_sizes(rank)
         LowRankLayer.__init__(self, out_features, in_features, config, dtype, device)
         self._set_linear(in_features, out_features, bias)
 
     @classmethod
     def from_linear(
+        cls,
+        linear: nn.Module,
+        *,
+        rank: int | float,
+        init: str = "svd",
+        inputs: Tensor | None = None,
+    ) -> Self:
+        """Return a smaller layer for an `nn.Linear` or transformers' `Conv1D`.
+
+        Args:
+            linear: The layer, left as it is.
+            rank: r, or a share of the weight's parameters.
+            init: ``"svd"``, the nearest weight, or ``"fitted"``, the best outputs on ``inputs``.
+            inputs: Inputs of the layer, (*B, I), for ``"fitted"``; a bias is then corrected.
+
+        Raises:
+            ValueError: A rank out of range, inputs without ``"fitted"`` or the other way round.
+
+        >>> LowRankLinear.from_linear(nn.Linear(4, 6), rank=2)
+        LowRankLinear(4 to 6, rank 2, 83.3% of the dense weight)
+        """
+        config = low_rank_sizes(
+            rank, init=_checked_init(cls.__name__, init, get_args(LowRankInit), inputs)
+        )
+        return cls.fitted(linear, config, _moments(linear, inputs))
+
+    @classmethod
+    def fitted(
         cls, linear: nn.Module, config: LowRankConfig, moments: Moments | None = None
     ) -> Self:
-        """A smaller `nn.Linear` or transformers' `Conv1D`; see `KroneckerLinear.from_linear`.
-
-        >>> LowRankLinear.from_linear(nn.Linear(4, 6), LowRankConfig(rank=2, init="svd")).a.shape
-        torch.Size([2, 4])
-        """
+        """Return a smaller layer that starts as a config says, on the moments of its inputs."""
         if config.init != "svd" and moments is None:
             raise ValueError(
                 f"kronecker: init {config.init!r} looks at a layer's inputs, expected calibration "

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model_components._layers import is_conv1d
+from model_components._layers import ReadOnlyWeight, is_conv1d
 
 from .. import init
 from .._eager import build, scaled
@@ -23,23 +23,15 @@ Device = torch.device | str | None
 
 
 class SmallerWeight(nn.Module):
-    """A weight that is made of two smaller parameters, or several of each.
-
-    Its state also has an empty tensor named ``weight``. Plain transformers then raises on a file
-    with that state; without this name it would initialize the weight at random.
-    """
+    """A weight that is made of two smaller parameters, or several of each."""
 
     a: nn.Parameter
     b: nn.Parameter
+    config: Any  # the layer's own: sizes, and where it started
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = self.a.detach().new_empty(0)
-
-    # pyrefly: ignore[bad-override]: torch's own arguments, but for the first two
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: object) -> None:
-        state_dict.pop(f"{prefix}weight", None)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+    def reset_parameters(self) -> None:
+        """Draw new factors whose product keeps the size of activations; a bias becomes zero."""
+        raise NotImplementedError
 
     def dense_weight(self) -> Tensor:
         """The weight, (rows, columns), differentiable."""
@@ -47,8 +39,8 @@ class SmallerWeight(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Build the weight for code that reads a stock layer's (T5 asks for its dtype)."""
-        return self.dense_weight()
+        """The dense weight, read-only, for code that reads an ordinary layer's, as T5's does."""
+        return ReadOnlyWeight.of(self.dense_weight())
 
     @property
     def structure(self) -> str:
@@ -96,8 +88,15 @@ class KroneckerLayer(SmallerWeight):
         self.register_parameter(
             "scales", nn.Parameter(torch.ones(config.rank, **place)) if config.scales else None
         )
-        if self.a.device.type != "meta":
-            self.set_factors_(init.random((rows, columns), self.b_shape, config.rank))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw new factors; see `SmallerWeight`."""
+        if self.a.is_meta:
+            return
+        factors = init.random(self._sizes(), self.b_shape, len(self.a), dtype=self.a.dtype)
+        self.set_factors_(factors)
+        _zero_bias_(self)
 
     @torch.no_grad()
     def set_factors_(self, factors: init.Factors) -> None:
@@ -152,9 +151,14 @@ class LowRankLayer(SmallerWeight):
         place = {"dtype": dtype or torch.get_default_dtype(), "device": device}
         self.a = nn.Parameter(torch.empty(rank, columns, **place))
         self.b = nn.Parameter(torch.empty(rows, rank, **place))
-        if self.a.device.type != "meta":
-            for matrix, std in zip((self.a, self.b), self._fresh_stds(rank, columns), strict=True):
-                nn.init.normal_(matrix, std=std)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw new factors; see `SmallerWeight`."""
+        rank, columns = self.a.shape
+        for matrix, std in zip((self.a, self.b), self._fresh_stds(rank, columns), strict=True):
+            nn.init.normal_(matrix, std=std)
+        _zero_bias_(self)
 
     def _fresh_stds(self, rank: int, columns: int) -> tuple[float, float]:
         """Standard deviations of A and B that keep the size of what a linear layer reads."""
@@ -177,6 +181,12 @@ class LowRankLayer(SmallerWeight):
     def structure(self) -> str:
         """The rank."""
         return f"rank {len(self.a)}"
+
+
+def _zero_bias_(layer: nn.Module) -> None:
+    bias = layer._parameters.get("bias")
+    if bias is not None:
+        nn.init.zeros_(bias)
 
 
 def dense(linear: nn.Module) -> Tensor:

@@ -195,6 +195,9 @@ def write_files(
         else:
             first[id(tensor)] = name
             tensors[name] = (tensor if state is None else state[name]).detach().contiguous()
+    # Plain transformers initializes a missing weight at random; one of another shape it refuses
+    for name in layers:
+        tensors[f"{name}.weight"] = torch.empty(0)
     # pyrefly: ignore[bad-argument-type]: a layer's config, though nn.Module says Module
     configs = {name: to_dict(layer.config) for name, layer in layers.items()}
     mark = {
@@ -220,6 +223,8 @@ def read_files(folder: Path) -> tuple[dict, dict[str, Tensor]]:
         mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
         check_format(mark, 1, f"from_pretrained: {folder}")
         tensors = load_file(folder / WEIGHTS)
+        for name in mark["layers"]:
+            tensors.pop(f"{name}.weight", None)
         return mark, tensors | {name: tensors[first] for name, first in mark["aliases"].items()}
 
 

@@ -49,7 +49,7 @@ def parameter_groups(
         What a torch optimizer takes, each group with a ``name``; empty groups are left out.
 
     >>> from kronecker import KroneckerConfig, KroneckerLinear
-    >>> layer = KroneckerLinear(4, 6, KroneckerConfig(b_shape=(2, 1)))
+    >>> layer = KroneckerLinear(4, 6, b_shape=(2, 1))
     >>> [(g["name"], len(g["params"])) for g in parameter_groups(layer, learning_rate=1e-3)]
     [('factors', 2), ('pretrained', 1)]
     """

@@ -26,6 +26,7 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 # initialisations that subtract the adapter from the base
 _RESIDUAL = ("pissa", "olora", "corda", "loftq")
+_MOST = 1_000_000  # rank or alpha: far above every adapter, so more is a damaged file
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 _CONV1D_LAYERS = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)$")
 
@@ -78,10 +79,11 @@ def read_adapter_config(adapter: Path) -> Json:
         if (
             isinstance(value, bool)
             or not isinstance(value, (int, float))
-            or not math.isfinite(value)
+            or not abs(value) <= _MOST
         ):
             raise CheckpointError(
-                f"adapter {adapter}: its config has {value!r} as a rank or alpha, expected a number"
+                f"adapter {adapter}: its config has {value!r} as a rank or alpha, expected a "
+                f"number up to {_MOST:,}"
             )
     return settings
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from model_components._autograd import Context
 
@@ -20,13 +19,18 @@ class _Clamp(torch.autograd.Function):
     So a mask may begin at exactly 0 or 1, where torch's clamp would keep it.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Context, values: Tensor) -> Tensor:
-        ctx.save_for_backward(values)
+    # pyrefly: ignore[bad-override]: torch types it (*args)
+    def forward(values: Tensor) -> Tensor:
         return values.clamp(0, 1)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Context, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
     # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
     def backward(ctx: Context, grad: Tensor) -> Tensor:
         (values,) = ctx.saved_tensors
@@ -64,6 +68,8 @@ def constrain(
     if constraint == "none":
         return raw
     if constraint == "unit_interval":
+        if torch.autograd.forward_ad._current_level >= 0:
+            return raw.clamp(0, 1)  # descent is of reverse mode alone
         return _Clamp.apply(raw)
     if constraint == "sigmoid":
         return torch.sigmoid(raw)
@@ -185,6 +191,11 @@ def initial_masks(
     if initial == "average":
         values = [1 / count] * count
     elif isinstance(initial, str):
+        if not initial.removeprefix("component:").isdigit():
+            raise ValueError(
+                f"masks: initial is {initial!r}, expected a number, average, random or "
+                "component:INDEX"
+            )
         chosen = int(initial.removeprefix("component:"))
         if chosen >= count:
             raise ValueError(

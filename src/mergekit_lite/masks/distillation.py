@@ -79,8 +79,9 @@ def distill(
     options: dict[str, Any] = {}
     if head is not None:
         masks = None if head.is_same("weight") else head.mask("weight")
-        options = {"heads": head.frozen("weight"), "masks": masks, "bias": head.bias}
-        if head.bias is not None:
+        options: dict[str, Any] = {"heads": head.frozen("weight"), "masks": masks}
+        if "bias" in head.masks:
+            options["bias"] = head.current("bias")
             options["teacher_biases"] = head.frozen("bias")
     loss = masked_kl(
         student,
@@ -235,7 +236,7 @@ def _evidence(
         )
     heads = Heads(None, None, [None] * len(teachers))
     if head is not None:
-        if head.bias is None:
+        if "bias" not in head.masks:
             biases = [None] * len(teachers)
         else:
             biases = head.frozen("bias")

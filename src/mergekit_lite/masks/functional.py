@@ -7,15 +7,24 @@ shape.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
+from model_components._autograd import autocast_dtype, needs_plain
 from model_components._checks import check_choice
 
 from . import reference
-from ._eager.blend import Blend
-from ._eager.linear import AccurateLinear, EfficientLinear, Embedding
+from ._eager.blend import Blend, blend_plain
+from ._eager.linear import (
+    AccurateLinear,
+    EfficientLinear,
+    Embedding,
+    accurate_plain,
+    efficient_plain,
+    embedding_plain,
+)
 
 IMPLS = ("reference", "eager", "fused", "auto")
 FEW_TOKENS = 16
@@ -95,7 +104,10 @@ def blend(weights: Sequence[Tensor], masks: Tensor, *, impl: str = "auto") -> Te
     _check_masks("blend", weights, masks)
     if impl == "reference":
         return reference.blend(weights, masks).to(weights[0].dtype)
-    return Blend.apply(masks, _uses_fused(impl, weights, "blend"), *weights)
+    fused = _uses_fused(impl, weights, "blend")
+    if not fused and needs_plain(masks):
+        return blend_plain(weights, masks).to(weights[0].dtype)
+    return Blend.apply(masks, fused, *weights)
 
 
 def masked_linear(
@@ -160,9 +172,9 @@ def masked_linear(
     if rule is not None and (mode == "efficient" or impl == "reference"):
         masks = rule(masks)
         rule = None
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        x = x.to(torch.get_autocast_dtype(device))
+    autocast = autocast_dtype(x)
+    if autocast is not None:
+        x = x.to(autocast)
     elif x.dtype != weights[0].dtype:
         raise ValueError(
             f"masked_linear: x is {x.dtype} and the weights are {weights[0].dtype}, expected one "
@@ -174,16 +186,26 @@ def masked_linear(
         return reference.masked_linear(
             x, weights, masks, bias, mode=mode, transposed=transposed
         ).to(x.dtype)
-    with torch.autocast(device, enabled=False):
-        if mode == "efficient":
-            return EfficientLinear.apply(x, masks, bias, transposed, *weights)
-        fused = _uses_fused(impl, weights, "masked_linear")
-        return AccurateLinear.apply(x, masks, bias, rule, transposed, fused, *weights)
+    fused = _uses_fused(impl, weights, "masked_linear")
+    plain = not fused and needs_plain(x)
+    flat = x if plain else x.reshape(-1, in_features)
+    with nullcontext() if autocast is None else torch.autocast(x.device.type, enabled=False):
+        if mode == "efficient" and plain:
+            y = efficient_plain(x, masks, bias, transposed, weights)
+        elif mode == "efficient":
+            y = EfficientLinear.apply(flat, masks, bias, transposed, *weights)
+        elif plain:
+            y = accurate_plain(x, masks, bias, rule, transposed, weights)
+        else:
+            y = AccurateLinear.apply(flat, masks, bias, rule, transposed, fused, *weights)
+    return y if plain else y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _linear_mode(mode: str, x: Tensor, masks: Tensor, in_features: int) -> str:
     """Resolve ``"auto"``; refuse a mode that there is not, or that cannot do these masks."""
     element = masks.shape[1] > 1 and masks.shape[2] > 1
+    if mode == "auto" and needs_plain(x):
+        return "accurate"  # one graph serves any number of tokens
     if mode == "auto":
         training = torch.is_grad_enabled() and (x.requires_grad or masks.requires_grad)
         few = x.numel() <= (FEW_TOKENS_TRAINING if training else FEW_TOKENS) * in_features
@@ -237,4 +259,8 @@ def masked_embedding(
         )
     if impl == "reference":
         return reference.masked_embedding(ids, weights, masks).to(weights[0].dtype)
-    return Embedding.apply(masks, ids, _uses_fused(impl, weights, "masked_embedding"), *weights)
+    fused = _uses_fused(impl, weights, "masked_embedding")
+    if not fused and needs_plain(masks):
+        return embedding_plain(masks, ids, weights)
+    rows = Embedding.apply(masks, ids.reshape(-1), fused, *weights)
+    return rows.view(*ids.shape, rows.shape[-1])

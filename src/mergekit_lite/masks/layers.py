@@ -1,31 +1,35 @@
-"""Masked layers.
+"""Masked layers: frozen layers of one kind, and masks that say how much of each is merged.
 
-The components' stock layers, frozen, masks over their parameters, and the merged layer as forward.
-
-A masked layer keeps the components' own layers as ``components`` and one mask tensor for each of
-their parameters in ``masks``. `Selection` says whether the merged layer or one component runs.
+A masked layer keeps the layers to merge as ``components`` and one mask tensor for each of their
+parameters in ``masks``. `Selection` says whether the merged layer or one component runs.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Self, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from model_components._layers import is_conv1d
+from model_components._autograd import needs_plain
+from model_components._checks import check_choice
+from model_components._layers import ReadOnlyWeight, is_conv1d
 
 from ._eager.linear import linear
-from .config import MaskConfig
+from .config import Constraint, Granularity
 from .constraints import acting_masks, initial_masks, mask_shape, unconstrain
 from .functional import blend, masked_embedding, masked_linear
 
 Output = Any
-"""Of a stock module: a tensor, a tuple, what transformers returns."""
+"""Result of a stock module: a tensor, a tuple, or an output of transformers."""
+
+Initial = float | str | Sequence[float]
 
 # elements of a parameter from which its blend is made again in backward, not kept
 _WORTH_REPEATING = 1 << 16
@@ -39,97 +43,133 @@ class Selection:
 
 
 class MaskedLayer(nn.Module):
-    """K frozen layers of one kind, and a mask for each parameter.
+    """K frozen layers of one kind, such as norms, and a mask for each of their parameters.
 
-    Norms, expert stacks, routers, anything.
-
-    Its forward is the stock one on blended parameters. Subclasses do better for linear layers and
-    embeddings.
+    The forward is the layers' own on the merged parameters ``Σ_k mask_k * parameter_k``. Subclasses
+    do better for linear layers and embeddings.
 
     Args:
-        components: The stock layers; their parameters are frozen in place.
-        config: Mode, granularity, constraint and initial value.
-        base: The stock layer that masks lie over the differences from:
+        components: The layers to merge; their parameters are frozen in place.
+        granularity: One mask value for each weight (``"scalar"``), input column (``"input"``),
+            output row (``"output"``) or element (``"element"``). Vectors have one value an element
+            unless ``"scalar"``.
+        constraint: Condition on the K mask values of one element, see `constrain`. ``"auto"`` is
+            ``"sum_to_one"``, or ``"none"`` over a base.
+        initial: Where masks start: a number, one number a component, ``"average"`` (1 / K),
+            ``"component:1"`` (that component alone), ``"random"``, or one of these for each
+            parameter's name.
+        base: Layer that masks lie over the differences from:
             ``base + Σ mask_k * (component k - base)``.
-        selection: Shared with other layers; default: one of its own.
-        masks: Existing mask parameters to use, by parameter name, for tied weights; the others are
-            created.
-        initial: Initial value by parameter name, where it is not the config's.
-        trained: Whether masks are trained, or keep their initial value.
-        generator: What random masks are drawn from; default: one of the config's seed.
+        generator: Source of ``"random"``; default: torch's own.
+        impl: ``"eager"``, ``"fused"`` (Triton) or ``"auto"``, see `masked_linear`.
 
     Raises:
-        ValueError: Fewer than two components, or a parameter that differs in shape or dtype.
+        ValueError: Fewer than two components, or a parameter that differs in shape or dtype or is
+            missing in one of them.
 
     >>> MaskedLayer([nn.LayerNorm(4), nn.LayerNorm(4)])(torch.zeros(2, 4)).shape
     torch.Size([2, 4])
     """
 
+    mode: ClassVar[str] = "accurate"
+
     def __init__(
         self,
         components: Sequence[nn.Module],
-        config: MaskConfig | None = None,
         *,
+        granularity: Granularity = "input",
+        constraint: Constraint = "auto",
+        initial: Initial | Mapping[str, Initial] = "average",
         base: nn.Module | None = None,
-        selection: Selection | None = None,
-        masks: Mapping[str, nn.Parameter] | None = None,
-        initial: Callable[[str], float | str | Sequence[float]] | None = None,
-        trained: bool = True,
         generator: torch.Generator | None = None,
+        impl: str = "auto",
     ):
         super().__init__()
-        count = len(components)
-        if count < (2 if base is None else 1):
+        name = type(self).__name__
+        least = 2 if base is None else 1
+        if len(components) < least:
             raise ValueError(
-                f"{type(self).__name__}: got {count} components, expected at least 2, or a base "
-                "and 1"
+                f"{name}: got {len(components)} components, expected at least 2, or a base and 1"
             )
-        self.config = (config or MaskConfig()).resolved(over_base=base is not None)
-        self.selection = selection or Selection()
+        check_choice(name, "granularity", granularity, get_args(Granularity))
+        check_choice(name, "constraint", constraint, get_args(Constraint))
+        if self.mode == "efficient" and granularity == "element":
+            raise ValueError(
+                f"{name}: granularity is 'element', which masks weights; expected scalar, input or "
+                "output, or AccurateMaskedLinear"
+            )
+        self.granularity = granularity
+        self.constraint = constraint
+        if constraint == "auto":
+            self.constraint = "sum_to_one" if base is None else "none"
+        self.initial = initial
+        self.impl = impl
+        self.selection = Selection()
         self.over_base = base is not None
         self.components = nn.ModuleList([*components] if base is None else [*components, base])
         self.transposed = is_conv1d(self.plain) or bool(getattr(self.plain, "is_transposed", False))
         self.folded: dict[str, Tensor] | None = None
         self._folded_at: list[int] = []
-        self.masks = nn.ParameterDict()
-        generator = generator or torch.Generator().manual_seed(self.config.seed)
         self._same: set[str] = set()  # parameters that no component changes
-        for name, first in self.plain.named_parameters(recurse=False):
-            same = self._freeze(name)
-            if same:
-                self._same.add(name)
-            if masks and name in masks:
-                self.masks[name] = masks[name]
-                continue
-            if same:
-                value = 0.0
-            elif initial:
-                value = initial(name)
-            else:
-                value = self.config.initial
-            shape = mask_shape(first.shape, self.config.granularity, self.transposed)
-            raw = unconstrain(initial_masks(count, shape, value, generator), self._constraint(name))
-            self.masks[name] = nn.Parameter(
-                raw.to(first.device), requires_grad=trained and not same
-            )
+        self.masks = nn.ParameterDict()
+        self._check_parameters()
+        for parameter, value in self.plain.named_parameters(recurse=False):
+            if self._freeze(parameter):
+                self._same.add(parameter)
+            raw = self._initial_masks(parameter, generator).to(value.device)
+            self.masks[parameter] = nn.Parameter(raw, requires_grad=parameter not in self._same)
+
+    def _check_parameters(self) -> None:
+        """Refuse components whose parameters differ in name, shape or dtype."""
+        names: dict[str, None] = {}
+        for component in self.components:
+            if type(component) is type(self.plain):
+                names |= dict.fromkeys(n for n, _ in component.named_parameters(recurse=False))
+        for name in names:
+            parameters = [getattr(component, name, None) for component in self.components]
+            found = [None if p is None else (tuple(p.shape), p.dtype) for p in parameters]
+            if len(set(found)) > 1:
+                raise ValueError(
+                    f"{type(self).__name__}: {name} is {found} in the components, expected one "
+                    "shape and dtype in all"
+                )
 
     def _freeze(self, name: str) -> bool:
         """Freeze one parameter in all components; return whether all share the base's tensor."""
-        parameters = [getattr(component, name, None) for component in self.components]
-        shapes = [None if p is None else (tuple(p.shape), p.dtype) for p in parameters]
-        if len(set(shapes)) > 1:
-            raise ValueError(
-                f"{type(self).__name__}: {name} is {shapes} in the components, expected one shape "
-                "and dtype"
-            )
+        parameters = self.frozen(name)
         for parameter in parameters:
-            assert parameter is not None
             parameter.requires_grad_(False)
         return self.over_base and all(p is parameters[0] for p in parameters)
 
+    def _initial_masks(self, name: str, generator: torch.Generator | None) -> Tensor:
+        """Return the values that masks of a parameter start from, to be trained."""
+        value = self.initial
+        if isinstance(value, Mapping):
+            value = value[name]
+        if name in self._same:
+            value = 0.0
+        weight = self.plain.get_parameter(name)
+        shape = mask_shape(weight.shape, self.granularity, self.transposed)
+        count = len(self.components) - self.over_base
+        masks = initial_masks(count, shape, value, generator)
+        return unconstrain(masks, self._constraint(name))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set all masks to where they started; random ones are drawn again."""
+        for name, mask in self.masks.items():
+            mask.copy_(self._initial_masks(name, None))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Fold again after parameters have moved or changed their dtype."""
+        super()._apply(fn, recurse)
+        if self.folded is not None:
+            self.fold_()
+        return self
+
     @property
     def plain(self) -> nn.Module:
-        """The base, or the first component."""
+        """Return the base, or the first component."""
         return self.components[-1 if self.over_base else 0]
 
     def frozen(self, name: str) -> list[Tensor]:
@@ -150,7 +190,7 @@ class MaskedLayer(nn.Module):
     def _constraint(self, name: str) -> str:
         if name in self._same:
             return "none"
-        return self.config.constraint
+        return self.constraint
 
     def _rule(self, name: str) -> Callable[[Tensor], Tensor]:
         """The function from the trained values to the constrained masks."""
@@ -176,14 +216,14 @@ class MaskedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight of whatever runs, for modules that look at their children's."""
-        return self.current("weight")
+        """The weight of whatever runs, for modules that look at their children's; read-only."""
+        return ReadOnlyWeight.of(self.current("weight"))
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias of whatever runs, or None."""
+        """The bias of whatever runs, or None; read-only."""
         if "bias" in self.masks:
-            return self.current("bias")
+            return ReadOnlyWeight.of(self.current("bias"))
         return None
 
     def __getattr__(self, name: str) -> Any:
@@ -195,6 +235,14 @@ class MaskedLayer(nn.Module):
             return getattr(self.plain, name)  # in_features, padding_idx, ...
 
     @torch.no_grad()
+    def to_layer(self) -> nn.Module:
+        """Return an ordinary layer of the components' kind with the merged parameters."""
+        layer = copy.deepcopy(self.plain)
+        for name in self.masks:
+            layer.register_parameter(name, nn.Parameter(self.merged(name).clone()))
+        return layer.train(self.training)
+
+    @torch.no_grad()
     def fold_(self) -> None:
         """Keep merged parameters, so that evaluation blends nothing.
 
@@ -204,17 +252,18 @@ class MaskedLayer(nn.Module):
         self._folded_at = self._versions()
 
     def _versions(self) -> list[int]:
-        return [mask._version for mask in self.masks.values()]
+        """Return numbers that change when a mask or a component changes."""
+        return [p._version for p in self.parameters()]
 
     @property
     def is_folded(self) -> bool:
-        """Return whether merged parameters are kept, and are those of the masks."""
+        """Return whether merged parameters are kept and still those of masks and components."""
         return self.folded is not None and self._folded_at == self._versions()
 
     def _usable_fold(self) -> dict[str, Tensor] | None:
-        """The folded parameters in evaluation mode.
+        """Return the folded parameters in evaluation mode.
 
-        Dropped first if the masks have changed since.
+        They are dropped first if masks or components have changed since.
         """
         if not self.is_folded:
             self.folded = None
@@ -242,56 +291,90 @@ class MaskedLayer(nn.Module):
 
         large = any(p.numel() >= _WORTH_REPEATING for p in self.plain.parameters(recurse=False))
         # run again in backward, so that no blended parameter is kept until then
-        if large and torch.is_grad_enabled():
+        traced = any(needs_plain(mask) for mask in self.masks.values())
+        if large and torch.is_grad_enabled() and not traced:
             return checkpoint(blended, use_reentrant=False)
         return blended()
 
-    def stock(self, parameters: Mapping[str, Tensor], *args: object, **kwargs: object) -> Output:
-        """The stock layer's own forward, with these in the place of its parameters."""
-        first = self.plain
-        replaced = {name: first._parameters[name] for name in parameters}
-        try:
-            # pyrefly: ignore[no-matching-overload]: blended tensors stand in for parameters
-            first._parameters.update(parameters)
-            return first(*args, **kwargs)
-        finally:
-            first._parameters.update(replaced)
+    def stock(self, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Output:
+        """Return the layer's own forward with these parameters in the place of its own."""
+        return functional_call(self.plain, dict(parameters), args, kwargs)
 
     def extra_repr(self) -> str:
         """Mode, granularity and mask shapes."""
         shapes = ", ".join(f"{name} {list(m.shape)}" for name, m in self.masks.items())
-        return f"{self.config.granularity} masks: {shapes}"
+        return f"{self.granularity} masks: {shapes}"
 
 
 class MaskedLinear(MaskedLayer):
-    """K frozen `nn.Linear` (or transformers' `Conv1D`) and masks.
+    """The base of masked linear layers: K frozen `nn.Linear`, or transformers' `Conv1D`, and masks.
 
-    ``x @ (Σ m_k W_k).T + Σ m_k b_k``.
-
-    In mode ``"accurate"`` evaluation gives the bits of a stock layer with the baked weight.
-    ``"efficient"`` multiplies by every component, ``Σ (m_k x) @ W_k.T``, and builds no weight: each
-    product is rounded, not the blended weight.
-
-    >>> layer = MaskedLinear([nn.Linear(4, 3), nn.Linear(4, 3)])
-    >>> layer(torch.zeros(5, 4)).shape, layer.mask("weight").shape
-    (torch.Size([5, 3]), torch.Size([2, 1, 4]))
+    It computes ``x @ (Σ m_k W_k).T + Σ m_k b_k``, and chooses by the number of tokens how:
+    as `EfficientMaskedLinear` for very few, where that is faster, else as `AccurateMaskedLinear`.
     """
 
+    mode: ClassVar[str] = "auto"
+
     def run(self, x: Tensor) -> Tensor:
-        """`masked_linear` in the layer's mode."""
-        weights = self.frozen("weight")
-        masks = self.masks["weight"]
+        """Return `masked_linear` in the layer's mode."""
         rule = None
-        if self.over_base or self.config.constraint != "none":
+        if self.over_base or self.constraint != "none":
             rule = self._rule("weight")
         bias = self.merged("bias") if "bias" in self.masks else None
         return masked_linear(
-            x, weights, masks, bias, rule=rule, mode=self.config.mode, transposed=self.transposed
+            x,
+            self.frozen("weight"),
+            self.masks["weight"],
+            bias,
+            rule=rule,
+            mode=self.mode,
+            transposed=self.transposed,
+            impl=self.impl,
         )
+
+    def to_linear(self) -> nn.Module:
+        """Return an ordinary linear layer with the merged weight and bias.
+
+        >>> a, b = nn.Linear(4, 3), nn.Linear(4, 3)
+        >>> layer, x = AccurateMaskedLinear([a, b]), torch.randn(5, 4)
+        >>> torch.equal(layer.to_linear()(x), layer(x))
+        True
+        """
+        return self.to_layer()
 
     def stock(self, parameters: Mapping[str, Tensor], *args: Any, **kwargs: object) -> Output:
         """The stock layer's product."""
         return linear(args[0], parameters["weight"], parameters.get("bias"), self.transposed)
+
+
+class AccurateMaskedLinear(MaskedLinear):
+    """A linear layer that blends the components' weights, then multiplies once.
+
+    It computes ``x @ (Σ m_k W_k).T + Σ m_k b_k``. The components are frozen, the masks train. In
+    evaluation it has the bits of the ordinary layer that `to_linear` gives. See `MaskedLayer` for
+    the arguments.
+
+    >>> layer = AccurateMaskedLinear([nn.Linear(4, 3), nn.Linear(4, 3)], granularity="output")
+    >>> layer(torch.zeros(5, 4)).shape, layer.mask("weight").shape
+    (torch.Size([5, 3]), torch.Size([2, 3, 1]))
+    """
+
+    mode = "accurate"
+
+
+class EfficientMaskedLinear(MaskedLinear):
+    """A linear layer that multiplies by every component and never builds a weight.
+
+    It computes ``Σ (m_k * x) @ W_k.T + Σ m_k b_k``: each product is rounded, not the blended
+    weight. The components are frozen, the masks train. ``granularity`` is ``"scalar"``, ``"input"``
+    or ``"output"``; see `MaskedLayer` for the other arguments.
+
+    >>> layer = EfficientMaskedLinear([nn.Linear(4, 3), nn.Linear(4, 3)])
+    >>> layer(torch.zeros(5, 4)).shape, layer.mask("weight").shape
+    (torch.Size([5, 3]), torch.Size([2, 1, 4]))
+    """
+
+    mode = "efficient"
 
 
 class MaskedEmbedding(MaskedLayer):
@@ -305,7 +388,12 @@ class MaskedEmbedding(MaskedLayer):
 
     def run(self, ids: Tensor) -> Tensor:
         """`masked_embedding`, scaled where the stock layer is."""
-        return self._scaled(masked_embedding(ids, self.frozen("weight"), self.mask("weight")))
+        rows = masked_embedding(ids, self.frozen("weight"), self.mask("weight"), impl=self.impl)
+        return self._scaled(rows)
+
+    def to_embedding(self) -> nn.Module:
+        """Return an ordinary embedding with the merged table."""
+        return self.to_layer()
 
     def _scaled(self, rows: Tensor) -> Tensor:
         scale = getattr(self.plain, "embed_scale", None)

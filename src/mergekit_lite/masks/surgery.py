@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,17 +16,31 @@ from model_components._layers import is_conv1d
 
 from ..planning import make_plan
 from ..recipe import load_recipe, model_key
-from .config import MaskConfig
-from .layers import MaskedEmbedding, MaskedLayer, MaskedLinear, Selection
+from .config import MaskConfig, Mode
+from .layers import (
+    AccurateMaskedLinear,
+    EfficientMaskedLinear,
+    MaskedEmbedding,
+    MaskedLayer,
+    MaskedLinear,
+    Selection,
+)
 from .low_rank import LowRankMaskedLinear, are_thin
 
 _METHODS = ("linear", "task_arithmetic")
 
 
-def masked_class(module: nn.Module) -> type[MaskedLayer]:
-    """The masked layer that takes the place of a stock one that owns parameters."""
+_LINEAR: dict[Mode, type[MaskedLinear]] = {
+    "accurate": AccurateMaskedLinear,
+    "efficient": EfficientMaskedLinear,
+    "auto": MaskedLinear,
+}
+
+
+def masked_class(module: nn.Module, mode: Mode = "accurate") -> type[MaskedLayer]:
+    """Return the class of masked layers for a stock layer that owns parameters."""
     if type(module).forward is nn.Linear.forward or is_conv1d(module):
-        return MaskedLinear
+        return _LINEAR[mode]
     if isinstance(module, nn.Embedding):
         plain = type(module).forward is nn.Embedding.forward or hasattr(module, "embed_scale")
         if plain and module.max_norm is None and not module.scale_grad_by_freq:
@@ -86,25 +101,32 @@ class Surgeon:
         return patterns is None or any(fnmatchcase(module, pattern) for pattern in patterns)
 
     def layer(self, first: nn.Module, others: Sequence[nn.Module], prefix: str) -> MaskedLayer:
-        """The masked layer over one module and its counterparts."""
-        own_parameters = dict(first.named_parameters(recurse=False))
-        known = {n: self._masks[id(p)] for n, p in own_parameters.items() if id(p) in self._masks}
-        weights = self.weights
-        masked_layer = (LowRankMaskedLinear if are_thin(others, first) else masked_class(first))(
+        """Return the masked layer over one module and its counterparts."""
+        initial: Any = self.config.initial
+        if self.weights is not None:
+            names = [name for name, _ in first.named_parameters(recurse=False)]
+            initial = {name: self.weights(prefix + name) for name in names}
+        thin = are_thin(others, first)
+        kind = LowRankMaskedLinear if thin else masked_class(first, self.config.mode)
+        layer = kind(
             others if self.over_base else [first, *others],
-            self.config,
+            granularity=self.config.granularity,
+            constraint=self.config.constraint,
+            initial=initial,
             base=first if self.over_base else None,
-            selection=self.selection,
-            masks=known,
-            initial=None if weights is None else lambda name: weights(prefix + name),
-            trained=self.trains(prefix.removesuffix(".")),
             generator=self.generator,
         )
-        for name, parameter in own_parameters.items():
-            if name not in known:
-                self._masks[id(parameter)] = self.raw[prefix + name] = masked_layer.masks[name]
-                self.layers[prefix + name] = masked_layer, name
-        return masked_layer
+        layer.selection = self.selection
+        if not self.trains(prefix.removesuffix(".")):
+            layer.masks.requires_grad_(False)
+        for name, parameter in first.named_parameters(recurse=False):
+            known = self._masks.setdefault(id(parameter), layer.masks[name])
+            if known is layer.masks[name]:
+                self.raw[prefix + name] = known
+                self.layers[prefix + name] = layer, name
+            else:
+                layer.masks[name] = known  # a tied weight
+        return layer
 
 
 def recipe_weights(

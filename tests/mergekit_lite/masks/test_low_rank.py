@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from mergekit_lite import merge_models
-from mergekit_lite.masks import KLConfig, MaskConfig, Merger, masked_kl
+from mergekit_lite.masks import KLConfig, Merger, masked_kl
 from mergekit_lite.masks.layers import MaskedLinear
 from mergekit_lite.masks.low_rank import LowRankLinear, LowRankMaskedLinear, has_factors
 from tests.support.equivalence import judge
@@ -59,12 +59,11 @@ def test_a_low_rank_layer_is_the_dense_one(granularity):
     torch.manual_seed(0)
     base = nn.Linear(5, 4)
     parts = [(torch.randn(2, 5), torch.randn(4, 2)) for _ in range(2)]
-    config = MaskConfig(granularity=granularity)
     adapted = [LowRankLinear(base, a, b, 0.5) for a, b in parts]
     assert not any(
         factor.requires_grad for component in adapted for factor in (component.down, component.up)
     )
-    layer = LowRankMaskedLinear(adapted, config, base=base)
+    layer = LowRankMaskedLinear(adapted, granularity=granularity, base=base)
     values = layer.masks["weight"]
     values.data.normal_()
 

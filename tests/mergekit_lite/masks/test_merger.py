@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from mergekit_lite import merge_models
 from mergekit_lite.masks import (
+    AccurateMaskedLinear,
+    EfficientMaskedLinear,
     MaskConfig,
     MaskedEmbedding,
     MaskedLayer,
-    MaskedLinear,
     Merger,
     constrain,
     masked_linear,
@@ -115,7 +116,7 @@ def test_gradients_of_masks_are_those_of_the_dense_merge(kind, tmp_path):
 def test_what_is_masked_and_what_is_trainable():
     merger = Merger([tiny("llama-tied", seed) for seed in range(2)])
     kinds = {type(layer) for layer in merger.layers().values()}
-    assert kinds == {MaskedLinear, MaskedEmbedding, MaskedLayer}
+    assert kinds == {AccurateMaskedLinear, MaskedEmbedding, MaskedLayer}
     assert {n for n, p in merger.named_parameters() if p.requires_grad} == {
         n for n, _ in merger.named_parameters() if ".masks." in n
     }
@@ -311,7 +312,7 @@ def test_a_layer_shows_the_parameters_of_what_runs():
     merged = layer.weight
     assert not torch.equal(merged, layer.components[0].weight)
     merger.fold_()
-    assert layer.weight is layer.folded["weight"]
+    assert torch.equal(layer.weight, layer.folded["weight"])
     assert layer.bias is None
 
 
@@ -487,7 +488,7 @@ def test_constrained_element_masks_are_not_kept_until_backward():
         lambda t: saved.append(t.data_ptr()) or t, lambda t: t
     ):
         out = masked_linear(x, weights, raw, rule=lambda r: constrain(r, "sum_to_one"))
-    assert set(saved) == {x.data_ptr(), raw.data_ptr()}
+    assert set(saved) == {t.data_ptr() for t in (x, raw, *weights)}
     plain = masked_linear(x, weights, constrain(raw, "sum_to_one"))
     assert torch.equal(out, plain)
     for a, b in zip(
@@ -733,10 +734,48 @@ def test_files_that_do_not_fit_are_refused_before_a_weight_is_read(tmp_path, mon
 
 
 def test_a_layer_alone_refuses_too():
-    with pytest.raises(ValueError, match=r"MaskedLinear:.*1.*components"):
-        MaskedLinear([torch.nn.Linear(2, 2)])
+    linear = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"AccurateMaskedLinear:.*1.*components"):
+        AccurateMaskedLinear([linear])
     with pytest.raises(ValueError, match=r"MaskedLayer:.*components"):
-        MaskedLayer([torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)])
+        MaskedLayer([linear, torch.nn.Linear(2, 3)])
+    layers = [torch.nn.Linear(2, 2, bias=False), linear]
+    for order in (layers, layers[::-1]):
+        with pytest.raises(ValueError, match=r"AccurateMaskedLinear:.*bias.*None"):
+            AccurateMaskedLinear(order)
+    with pytest.raises(ValueError, match=r"EfficientMaskedLinear:.*'element'"):
+        EfficientMaskedLinear([linear, linear], granularity="element")
+    with pytest.raises(ValueError, match=r"initial is 'half'"):
+        AccurateMaskedLinear([linear, linear], initial="half")
+
+
+def test_a_computed_weight_cannot_be_changed_in_place():
+    layer = AccurateMaskedLinear([torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)])
+    for change in (
+        lambda: layer.weight.zero_(),
+        lambda: torch.nn.init.normal_(layer.weight),
+        lambda: layer.weight.data.normal_(),
+        lambda: layer.weight.__setitem__(0, 1.0),
+        lambda: layer.bias.add_(1),
+    ):
+        with pytest.raises(RuntimeError, match="computed"):
+            change()
+    total = layer.weight.sum() + layer.weight.mean(0).sum()
+    assert type(total) is torch.Tensor
+    total.backward()
+    assert layer.masks["weight"].grad is not None
+
+
+def test_a_folded_layer_follows_its_components_and_its_dtype():
+    layers = [torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)]
+    layer, x = AccurateMaskedLinear(layers).eval(), torch.randn(2, 4)
+    layer.fold_()
+    with torch.no_grad():
+        layers[0].weight.add_(1)
+    torch.testing.assert_close(layer(x), layer.to_linear()(x))
+    layer.fold_()
+    assert layer.double()(x.double()).dtype == torch.float64
+    assert layer.is_folded
 
 
 @pytest.mark.parametrize(
@@ -776,7 +815,7 @@ def test_recurrent_layers_are_refused():
 
 def test_efficient_layers_keep_component_bits():
     layers = [torch.nn.Linear(4, 3) for _ in range(2)]
-    masked = MaskedLinear(layers, MaskConfig(mode="efficient"))
+    masked = EfficientMaskedLinear(layers)
     masked.selection.component = 1
     x = torch.randn(2, 4)
     assert torch.equal(masked(x), layers[1](x))

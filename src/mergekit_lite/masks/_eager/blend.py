@@ -17,9 +17,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from model_components._autograd import Context
+from model_components._autograd import Context, differentiable_gradients, wants_graph
 
 # elements blended at a time: what a cache holds; on a GPU, few launches
 _STRETCH = {"cpu": 1 << 18, "cuda": 1 << 24}
@@ -43,6 +42,18 @@ def part_of(mask: Tensor, rows: slice, dim: int = 0) -> Tensor:
     if mask.shape[dim] > 1:
         return mask[(slice(None),) * dim + (rows,)]
     return mask
+
+
+def blend_plain(weights: Sequence[Tensor], masks: Tensor) -> Tensor:
+    """Return Σ_k masks[k] * weights[k] by plain operations, to trace and transform.
+
+    The result is in the dtype of the sums, not yet rounded.
+    """
+    work = work_dtype(weights[0].dtype)
+    total = weights[0].to(work) * masks[0]
+    for weight, mask in zip(weights[1:], masks[1:], strict=True):
+        total = total + weight.to(work) * mask
+    return total
 
 
 def _blend_piece(weights: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
@@ -88,32 +99,34 @@ def reduce_eager(grad: Tensor, weights: Sequence[Tensor], shape: Sequence[int]) 
 
 
 class _BlendContext(Context, Protocol):
-    weights: tuple[Tensor, ...]
-    shape: torch.Size
-    dtype: torch.dtype
     fused: bool
 
 
 class Blend(torch.autograd.Function):
-    """Saves the masks' shape and no tensor.
+    """The blended weight, which keeps the masks and the frozen weights for backward.
 
-    The weights are frozen and resident, so references to them cost nothing.
+    These are in memory anyway, so keeping them costs nothing.
     """
 
     @staticmethod
     def forward(ctx: _BlendContext, masks: Tensor, fused: bool, *weights: Tensor) -> Tensor:
-        ctx.weights = weights
-        ctx.shape = masks.shape
-        ctx.dtype = masks.dtype
         ctx.fused = fused
+        ctx.save_for_backward(masks, *weights)
         return blend_any(weights, masks, fused)
 
     @staticmethod
-    @once_differentiable
     # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
     def backward(ctx: _BlendContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = reduce_any(grad, ctx.weights, ctx.shape, ctx.fused)
-        return gradients.to(ctx.dtype), None, *[None] * len(ctx.weights)
+        masks, *weights = ctx.saved_tensors
+        if wants_graph():
+
+            def formula(masks: Tensor) -> Tensor:
+                return blend_plain(weights, masks).to(grad.dtype)
+
+            (gradient,) = differentiable_gradients(formula, [masks], [True], grad)
+        else:
+            gradient = reduce_any(grad, weights, masks.shape, ctx.fused).to(masks.dtype)
+        return gradient, None, *[None] * len(weights)
 
 
 def blend_any(weights: Sequence[Tensor], masks: Tensor, fused: bool) -> Tensor:

@@ -16,11 +16,10 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from model_components._autograd import Context
+from model_components._autograd import Context, differentiable_gradients, wants_graph
 
-from .blend import blend_any, part_of, pieces, reduce_any, work_dtype
+from .blend import blend_any, blend_plain, part_of, pieces, reduce_any, work_dtype
 
 Rule = Callable[[Tensor], Tensor]
 _COLUMNS = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of a weight that a step of backward builds,
@@ -38,16 +37,46 @@ def _column_blocks(weights: Sequence[Tensor], transposed: bool) -> Iterator[slic
 
 
 class _WeightsContext(Context, Protocol):
-    weights: tuple[Tensor, ...]
     rule: Rule | None
     transposed: bool
     fused: bool
 
 
-class AccurateLinear(torch.autograd.Function):
-    """Saves x and the trained masks.
+def accurate_plain(
+    x: Tensor,  # (*B, I)
+    masks: Tensor,
+    bias: Tensor | None,
+    rule: Rule | None,
+    transposed: bool,
+    weights: Sequence[Tensor],
+) -> Tensor:
+    """Compute `AccurateLinear` by plain operations, to trace and transform."""
+    weight = blend_plain(weights, masks if rule is None else rule(masks)).to(x.dtype)
+    return F.linear(x, weight.T if transposed else weight, bias)
 
-    One product forward and two backward, for any number of components.
+
+def efficient_plain(
+    x: Tensor,  # (*B, I)
+    masks: Tensor,
+    bias: Tensor | None,
+    transposed: bool,
+    weights: Sequence[Tensor],
+) -> Tensor:
+    """Compute `EfficientLinear` by plain operations, to trace and transform."""
+    total: Tensor | None = None
+    for weight, mask, output in _matrices(weights, masks, transposed, x.dtype):
+        row = mask.reshape(-1).to(x.dtype)
+        term = F.linear(x, weight) * row if output else F.linear(x * row, weight)
+        total = term if total is None else total + term
+    assert total is not None
+    return total if bias is None else total + bias
+
+
+class AccurateLinear(torch.autograd.Function):
+    """A product of x (T, I) with the blended weight; saves x and the trained masks.
+
+    One product forward and two backward, for any number of components. The frozen weights are
+    saved, too: they are in memory anyway, and autograd then notices if one of them changes.
 
     The merged weight is built for the product and dropped, and built again in backward by blocks of
     input columns. So are the masks that a constraint (``rule``) makes of the trained ones.
@@ -64,20 +93,27 @@ class AccurateLinear(torch.autograd.Function):
         fused: bool,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.weights = weights
         ctx.rule = rule
         ctx.transposed = transposed
         ctx.fused = fused
-        ctx.save_for_backward(x, masks)
+        ctx.save_for_backward(x, masks, *weights)
         weight = blend_any(weights, masks if rule is None else rule(masks), fused).to(x.dtype)
         return linear(x, weight, bias, transposed)
 
     @staticmethod
-    @once_differentiable
     # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
     def backward(ctx: _WeightsContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, trained = ctx.saved_tensors
+        x, trained, *weights = ctx.saved_tensors
         need_x, need_masks, need_bias = ctx.needs_input_grad[:3]
+        if wants_graph():
+
+            def formula(x: Tensor, masks: Tensor) -> Tensor:
+                return accurate_plain(x, masks, None, ctx.rule, ctx.transposed, weights)
+
+            needs = (need_x, need_masks)
+            dx, dm = differentiable_gradients(formula, (x, trained), needs, grad)
+            db = grad.sum(0) if need_bias else None
+            return dx, dm, db, None, None, None, *[None] * len(weights)
         leaf = trained
         masks = trained
         if ctx.rule is not None:
@@ -85,10 +121,8 @@ class AccurateLinear(torch.autograd.Function):
                 leaf = trained.detach().requires_grad_()
                 masks = ctx.rule(leaf)
         acting = masks.detach()
-        g = grad.reshape(-1, grad.shape[-1])
-        flat = x.reshape(-1, x.shape[-1])
         if need_x:
-            dx = torch.empty_like(flat, memory_format=torch.contiguous_format)
+            dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         else:
             dx = None
         if need_masks:
@@ -96,38 +130,32 @@ class AccurateLinear(torch.autograd.Function):
         else:
             dm = None
         dim = 0 if ctx.transposed else 1  # of a weight, where input columns are
-        for columns in _column_blocks(ctx.weights, ctx.transposed):
+        for columns in _column_blocks(weights, ctx.transposed):
             index = (slice(None),) * dim + (columns,)
-            parts = [w[index] for w in ctx.weights]
+            parts = [w[index] for w in weights]
             if dx is not None:
-                weight = blend_any(parts, part_of(acting, columns, dim + 1), ctx.fused).to(g.dtype)
-                dx[:, columns] = g @ (weight.T if ctx.transposed else weight)
+                mask = part_of(acting, columns, dim + 1)
+                weight = blend_any(parts, mask, ctx.fused).to(grad.dtype)
+                dx[:, columns] = grad @ (weight.T if ctx.transposed else weight)
             if dm is not None:
                 if ctx.transposed:
-                    dw = flat[:, columns].T @ g
+                    dw = x[:, columns].T @ grad
                 else:
-                    dw = g.T @ flat[:, columns]
+                    dw = grad.T @ x[:, columns]
                 part = part_of(dm, columns, dim + 1)
                 part += reduce_any(dw, parts, part.shape, ctx.fused)
         if dm is not None:
             dm = dm.to(trained.dtype)
             if ctx.rule is not None:
                 (dm,) = torch.autograd.grad(masks, leaf, dm)
-        return (
-            None if dx is None else dx.view_as(x),
-            dm,
-            g.sum(0) if need_bias else None,
-            None,
-            None,
-            None,
-            *[None] * len(ctx.weights),
-        )
+        db = grad.sum(0) if need_bias else None
+        return dx, dm, db, None, None, None, *[None] * len(weights)
 
 
 class EfficientLinear(torch.autograd.Function):
-    """Saves x and the masks. K products forward and K backward (2 K for output masks).
+    """Products of x (T, I) with every component's weight; saves x and the masks.
 
-    No weight is ever built.
+    K products forward and K backward (2 K for output masks). No weight is ever built.
     """
 
     @staticmethod
@@ -139,53 +167,57 @@ class EfficientLinear(torch.autograd.Function):
         transposed: bool,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.weights = weights
         ctx.transposed = transposed
-        ctx.save_for_backward(x, masks)
-        flat = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(x, masks, *weights)
         total: Tensor | None = None
         for weight, mask, output in _matrices(weights, masks, transposed, x.dtype):
             if output:
-                term = torch.mm(flat, weight.T) * mask.to(x.dtype)
+                term = torch.mm(x, weight.T) * mask.to(x.dtype)
                 total = term if total is None else total.add_(term)
             elif total is None:
-                total = torch.mm(flat * mask.to(x.dtype), weight.T)
+                total = torch.mm(x * mask.to(x.dtype), weight.T)
             else:
-                total.addmm_(flat * mask.to(x.dtype), weight.T)
+                total.addmm_(x * mask.to(x.dtype), weight.T)
         assert total is not None
         if bias is not None:
             total += bias
-        return total.view(*x.shape[:-1], total.shape[-1])
+        return total
 
     @staticmethod
-    @once_differentiable
     # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
     def backward(ctx: _WeightsContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, masks = ctx.saved_tensors
+        x, masks, *weights = ctx.saved_tensors
         need_x, need_masks, need_bias = ctx.needs_input_grad[:3]
-        g = grad.reshape(-1, grad.shape[-1])
-        flat = x.reshape(-1, x.shape[-1])
+        db = grad.sum(0) if need_bias else None
+        if wants_graph():
+
+            def formula(x: Tensor, masks: Tensor) -> Tensor:
+                return efficient_plain(x, masks, None, ctx.transposed, weights)
+
+            needs = (need_x, need_masks)
+            dx, dm = differentiable_gradients(formula, (x, masks), needs, grad)
+            return dx, dm, db, None, *[None] * len(weights)
         work = work_dtype(masks.dtype)
         if need_x:
-            dx = torch.zeros(flat.shape, dtype=work_dtype(x.dtype), device=x.device)
+            dx = torch.zeros(x.shape, dtype=work_dtype(x.dtype), device=x.device)
         else:
             dx = None
         mask_gradients: list[Tensor] = []
-        for weight, mask, output in _matrices(ctx.weights, masks, ctx.transposed, x.dtype):
-            product = torch.mm(g * mask.to(g.dtype) if output else g, weight)
+        for weight, mask, output in _matrices(weights, masks, ctx.transposed, x.dtype):
+            product = torch.mm(grad * mask.to(grad.dtype) if output else grad, weight)
             if dx is not None:
                 dx += product if output else product * mask
             if need_masks:
-                pair = (g, torch.mm(flat, weight.T)) if output else (flat, product)
+                pair = (grad, torch.mm(x, weight.T)) if output else (x, product)
                 column = (pair[0].to(work) * pair[1]).sum(0)
                 shape = masks.shape[1:]
                 mask_gradients.append((column.sum() if max(shape) == 1 else column).view(shape))
         return (
-            None if dx is None else dx.to(x.dtype).view_as(x),
+            None if dx is None else dx.to(x.dtype),
             torch.stack(mask_gradients).to(masks.dtype) if need_masks else None,
-            g.sum(0) if need_bias else None,
+            db,
             None,
-            *[None] * len(ctx.weights),
+            *[None] * len(weights),
         )
 
 
@@ -216,8 +248,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> 
     return output.view(*x.shape[:-1], weight.shape[1])
 
 
+def embedding_plain(
+    masks: Tensor,  # (K, broadcasts over a table)
+    ids: Tensor,  # (*B,)
+    weights: Sequence[Tensor],
+) -> Tensor:  # (*B, H)
+    """Compute `Embedding` by plain operations, to trace and transform."""
+    rows = torch.stack([F.embedding(ids, w) for w in weights])
+    if masks.shape[1] > 1:
+        parts = torch.stack([F.embedding(ids, m) for m in masks])
+    else:
+        parts = masks.reshape(len(weights), *[1] * ids.dim(), masks.shape[2])
+    return blend_plain(list(rows), parts).to(weights[0].dtype)
+
+
 class Embedding(torch.autograd.Function):
-    """Gathers rows, then blends them: never (V, H).
+    """Rows (N, H) of the blended table for ids (N,): gathered, then blended, never (V, H).
 
     Saves the ids and the masks, and gathers again in backward.
     """
@@ -226,27 +272,27 @@ class Embedding(torch.autograd.Function):
     def forward(
         ctx: _WeightsContext, masks: Tensor, ids: Tensor, fused: bool, *weights: Tensor
     ) -> Tensor:
-        ctx.weights = weights
         ctx.fused = fused
-        ctx.save_for_backward(masks, ids)
-        flat = ids.reshape(-1)
-        parts = masks[:, flat] if masks.shape[1] > 1 else masks
-        return blend_any([F.embedding(flat, w) for w in weights], parts, fused).view(
-            *ids.shape, weights[0].shape[1]
-        )
+        ctx.save_for_backward(masks, ids, *weights)
+        parts = masks[:, ids] if masks.shape[1] > 1 else masks
+        return blend_any([F.embedding(ids, w) for w in weights], parts, fused)
 
     @staticmethod
-    @once_differentiable
     # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
     def backward(ctx: _WeightsContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        masks, ids = ctx.saved_tensors
-        flat = ids.reshape(-1)
-        g = grad.reshape(-1, grad.shape[-1])
+        masks, ids, *weights = ctx.saved_tensors
+        if wants_graph():
+
+            def formula(masks: Tensor) -> Tensor:
+                return embedding_plain(masks, ids, weights)
+
+            (gradient,) = differentiable_gradients(formula, [masks], [True], grad)
+            return gradient, None, None, *[None] * len(weights)
         rows = masks.shape[1] > 1
-        shape = (masks.shape[0], flat.numel() if rows else 1, masks.shape[2])
-        mask_gradient = reduce_any(g, [w[flat] for w in ctx.weights], shape, ctx.fused)
+        shape = (masks.shape[0], ids.numel() if rows else 1, masks.shape[2])
+        mask_gradient = reduce_any(grad, [w[ids] for w in weights], shape, ctx.fused)
         if rows:
             mask_gradient = torch.zeros(
                 masks.shape, dtype=mask_gradient.dtype, device=mask_gradient.device
-            ).index_add_(1, flat, mask_gradient)
-        return mask_gradient.to(masks.dtype), None, None, *[None] * len(ctx.weights)
+            ).index_add_(1, ids, mask_gradient)
+        return mask_gradient.to(masks.dtype), None, None, *[None] * len(weights)

@@ -1,0 +1,1 @@
+"""Behaviors of torch's own modules, one function each."""

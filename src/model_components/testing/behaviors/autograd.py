@@ -1,0 +1,351 @@
+"""Gradients: first and second, forward and backward, and what may disturb them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from .subject import Behavior, Subject, cotangent, gradients_of, near, same, trained
+
+# The step of finite differences in float64: rounding and curvature are then about equally small
+_STEP = 1e-6
+# Relative error of a finite difference, with room for strong curvature
+_FINITE = 1e-3
+
+
+def _floating(inputs: Sequence[Tensor]) -> list[int]:
+    return [number for number, x in enumerate(inputs) if x.is_floating_point()]
+
+
+class _Line:
+    """A module's output in float64 along one random direction of all parameters and inputs."""
+
+    def __init__(self, subject: Subject):
+        self.subject = subject
+        self.module = subject.module(torch.float64)
+        self.inputs = subject.inputs(torch.float64)
+        generator = torch.Generator().manual_seed(5)
+
+        def direction(like: Tensor) -> Tensor:
+            return torch.randn(like.shape, generator=generator, dtype=torch.float64)
+
+        self.parameters = {name: p.detach() for name, p in trained(self.module).items()}
+        self.moves = {name: direction(p) for name, p in self.parameters.items()}
+        self.input_moves = [
+            direction(x) if x.is_floating_point() else torch.zeros((), dtype=x.dtype)
+            for x in self.inputs
+        ]
+
+    def at(self, step: Tensor) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Return parameters and inputs after a step of some length."""
+        parameters = {name: p + step * self.moves[name] for name, p in self.parameters.items()}
+        inputs = [
+            x.detach() + step * move if x.is_floating_point() else x
+            for x, move in zip(self.inputs, self.input_moves, strict=True)
+        ]
+        return parameters, inputs
+
+    def output(self, step: Tensor) -> Tensor:
+        """Return the module's output there."""
+        parameters, inputs = self.at(step)
+
+        def call(*arguments: Tensor) -> object:
+            return functional_call(self.module, parameters, arguments)
+
+        return self.subject.call(call, *inputs)
+
+
+def _slope(function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the finite difference of a function at step 0."""
+    ends = []
+    for sign in (1, -1):
+        step = torch.tensor(sign * _STEP, dtype=torch.float64)
+        ends.append(function(step).detach())
+    return (ends[0] - ends[1]) / (2 * _STEP)
+
+
+def _agrees(what: str, found: Tensor, slope: Tensor) -> None:
+    scale = max(float(slope.abs().max()), 1e-6)
+    error = float((found.detach() - slope).abs().max())
+    assert error <= _FINITE * scale, (
+        f"{what} differs from a finite difference by {error:.1e}, where it is up to {scale:.1e}"
+    )
+
+
+def gradients(subject: Subject) -> None:
+    """Gradients of all parameters and inputs agree with a finite difference."""
+    line = _Line(subject)
+    step = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    y = line.output(step)
+    weights = cotangent(y)
+    (found,) = torch.autograd.grad((y * weights).sum(), step)
+    _agrees("the gradient", found, _slope(lambda s: (line.output(s) * weights).sum()))
+
+
+def second_gradients(subject: Subject) -> None:
+    """Second derivatives by two backward passes agree with a finite difference of the first."""
+    line = _Line(subject)
+
+    def first(step: Tensor, graph: bool) -> Tensor:
+        step = step if step.requires_grad else step.detach().requires_grad_()
+        y = line.output(step)
+        return torch.autograd.grad((y * y).sum(), step, create_graph=graph)[0]
+
+    zero = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    derivative = first(zero, True)
+    slope = _slope(lambda s: first(s, False))
+    if not derivative.requires_grad:
+        found = torch.zeros_like(slope)
+    else:
+        (found,) = torch.autograd.grad(derivative, zero)
+    _agrees("the second derivative", found, slope)
+
+
+def gradient_penalty(subject: Subject) -> None:
+    """A penalty on gradients trains every parameter, as in WGAN-GP."""
+    module = subject.module(torch.float64)
+    inputs = subject.inputs(torch.float64)
+    wanted = [inputs[number] for number in _floating(inputs)] or list(trained(module).values())
+    found = _penalty_gradients(subject, module, inputs, wanted)
+    for name, parameter in trained(module).items():
+        generator = torch.Generator().manual_seed(7)
+        move = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        ends = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                parameter.add_(sign * _STEP * move)
+            ends.append(_penalty(subject, module, inputs, wanted).detach())
+            with torch.no_grad():
+                parameter.sub_(sign * _STEP * move)
+        slope = (ends[0] - ends[1]) / (2 * _STEP)
+        gradient = found[name]
+        if gradient is None:
+            along = torch.zeros_like(slope)
+        else:
+            along = (gradient * move).sum()
+        _agrees(f"the penalty's gradient of {name}", along, slope)
+
+
+def _penalty(
+    subject: Subject, module: nn.Module, inputs: Sequence[Tensor], wanted: Sequence[Tensor]
+) -> Tensor:
+    y = subject.call(module, *inputs)
+    gradients = torch.autograd.grad((y * y).sum(), wanted, create_graph=True)
+    return torch.stack([(g * g).sum() for g in gradients]).sum()
+
+
+def _penalty_gradients(
+    subject: Subject, module: nn.Module, inputs: Sequence[Tensor], wanted: Sequence[Tensor]
+) -> dict[str, Tensor | None]:
+    parameters = trained(module)
+    penalty = _penalty(subject, module, inputs, wanted)
+    found = torch.autograd.grad(penalty, list(parameters.values()), allow_unused=True)
+    return dict(zip(parameters, found, strict=True))
+
+
+def forward_mode(subject: Subject) -> None:
+    """Forward-mode derivatives agree with a finite difference."""
+    line = _Line(subject)
+    zero = torch.zeros((), dtype=torch.float64)
+    found = torch.func.jvp(line.output, (zero,), (torch.ones_like(zero),))[1]
+    _agrees("the forward-mode derivative", found, _slope(line.output))
+
+
+def backward_twice(subject: Subject) -> None:
+    """A retained graph gives the same gradients again, added to the first."""
+    module = subject.module()
+    expected = subject.step(module)
+    inputs = subject.inputs()
+    module.zero_grad()
+    y = subject.call(module, *inputs)
+    y.backward(cotangent(y), retain_graph=True)
+    y.backward(cotangent(y))
+    for name, value in gradients_of(module, inputs).items():
+        before = expected[name]
+        near(name, value, None if before is None else 2 * before)
+
+
+def parameters_frozen(subject: Subject) -> None:
+    """With frozen parameters inputs have their gradients, and nothing else."""
+    module = subject.module()
+    expected = subject.step(module)
+    module.zero_grad()
+    module.requires_grad_(False)
+    inputs = subject.inputs()
+    y = subject.call(module, *inputs)
+    assert y.requires_grad == bool(_floating(inputs)), "the output's requires_grad is wrong"
+    if y.requires_grad:
+        y.backward(cotangent(y))
+    for name, value in gradients_of(module, inputs).items():
+        near(name, value, expected[name])
+    assert all(p.grad is None for p in module.parameters()), "a frozen parameter has a gradient"
+
+
+def inputs_frozen(subject: Subject) -> None:
+    """Without gradients of inputs parameters have the same."""
+    module = subject.module()
+    expected = subject.step(module)
+    found = subject.step(module, [x.detach() for x in subject.inputs()])
+    same(found, {name: expected[name] for name in found}, "detached inputs")
+
+
+def output_changed_in_place(subject: Subject) -> None:
+    """An operation in place on the output, such as ``relu_``, works."""
+    module = subject.module()
+    results = []
+    for change in (torch.relu, torch.relu_):
+        inputs = subject.inputs()
+        module.zero_grad()
+        y = change(subject.call(module, *inputs))
+        y.backward(cotangent(y))
+        kept = {
+            k: None if v is None else v.clone() for k, v in gradients_of(module, inputs).items()
+        }
+        results.append({"the output": y.detach(), **kept})
+    same(results[1], results[0], "relu_")
+
+
+def changed_before_backward(subject: Subject) -> None:
+    """A tensor that changes between forward and backward raises, or its change is not seen."""
+    expected = subject.step(subject.module())
+    first = subject.module()
+    names = [name for name, _ in first.named_parameters()]
+    names += [name for name, buffer in first.named_buffers() if buffer.is_floating_point()]
+    for name in names:
+        module = subject.module()
+        inputs = subject.inputs()
+        y = subject.call(module, *inputs)
+        value = y.detach().clone()
+        owner, _, last = name.rpartition(".")
+        with torch.no_grad():
+            getattr(module.get_submodule(owner), last).add_(1.0)
+        try:
+            y.backward(cotangent(value))
+        except RuntimeError:
+            continue
+        found = {"the output": value, **gradients_of(module, inputs)}
+        same(found, expected, f"after a change of {name} and no error")
+
+
+def checkpointed(subject: Subject) -> None:
+    """Activation checkpointing gives the same gradients, in both of torch's ways."""
+    module = subject.module()
+    expected = subject.step(module)
+    floating = bool(_floating(subject.inputs()))
+    for reentrant in (False, True):
+        if reentrant and not floating:
+            continue  # torch's reentrant way needs an input with a gradient
+
+        def through(*inputs: Tensor, reentrant: bool = reentrant) -> object:
+            def call(*arguments: Tensor) -> Tensor:
+                return subject.call(module, *arguments)
+
+            return checkpoint(call, *inputs, use_reentrant=reentrant)
+
+        inputs = subject.inputs()
+        module.zero_grad()
+        y = through(*inputs)
+        assert isinstance(y, Tensor)
+        y.backward(cotangent(y))
+        found = {"the output": y.detach(), **gradients_of(module, inputs)}
+        same(found, expected, f"checkpoint with use_reentrant={reentrant}")
+
+
+def saved_tensors_offloaded(subject: Subject) -> None:
+    """Hooks on saved tensors, as of CPU offloading, change nothing."""
+    module = subject.module()
+    expected = subject.step(module)
+    with save_on_cpu():
+        same(subject.step(module), expected, "save_on_cpu")
+
+
+def hooked(subject: Subject) -> None:
+    """Hooks before and after forward and backward are called once."""
+    module = subject.module()
+    expected = subject.step(module)
+    calls: list[str] = []
+    module.register_forward_pre_hook(lambda *_: calls.append("forward pre"))
+    module.register_forward_hook(lambda *_: calls.append("forward"))
+    # torch sees tensors in plain outputs alone, and warns where no input has a gradient
+    backward = subject.output is None and bool(_floating(subject.inputs()))
+    if backward:
+        module.register_full_backward_hook(lambda *_: calls.append("backward"))
+    same(subject.step(module), expected, "hooks")
+    wanted = ["forward pre", "forward"] + ["backward"] * backward
+    assert calls == wanted, f"hooks called: {calls}, expected {wanted}"
+
+
+def without_gradients(subject: Subject) -> None:
+    """``no_grad`` and ``inference_mode`` give the same output without a graph."""
+    module = subject.module().eval()
+    expected = subject.call(module, *subject.inputs())
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            y = subject.call(module, *subject.inputs())
+        assert not y.requires_grad, "the output wants a gradient"
+        near(type(context).__name__, y, expected)
+
+
+def gradients_dense(subject: Subject) -> None:
+    """Gradients lie in memory as their parameters do, which fused optimizers rely on."""
+    module = subject.module()
+    y = subject.call(module, *subject.inputs())
+    parameters = trained(module)
+    found = torch.autograd.grad(y, list(parameters.values()), cotangent(y), allow_unused=True)
+    for (name, parameter), gradient in zip(parameters.items(), found, strict=True):
+        if gradient is not None:
+            # strides of dimensions of size 1 do not matter
+            pairs = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
+            assert all(size == 1 or one == other for size, one, other in pairs), (
+                f"the gradient of {name} has strides {gradient.stride()}, expected "
+                f"{parameter.stride()}"
+            )
+
+
+def optimizers(subject: Subject) -> None:
+    """Plain, foreach and fused optimizers take the same step."""
+    module = subject.module()
+    parameters = trained(module)
+    y = subject.call(module, *subject.inputs())
+    found = torch.autograd.grad(y, list(parameters.values()), cotangent(y), allow_unused=True)
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        results = []
+        for option in ("plain", "foreach", "fused"):
+            twin = copy.deepcopy(module)
+            own = list(trained(twin).values())
+            for parameter, gradient in zip(own, found, strict=True):
+                parameter.grad = (
+                    None
+                    if gradient is None
+                    else gradient.as_strided(gradient.shape, gradient.stride())
+                )
+            optimizer = kind(own, lr=0.1, foreach=option == "foreach", fused=option == "fused")
+            optimizer.step()
+            results.append(dict(zip(parameters, (p.detach() for p in own), strict=True)))
+        for option, result in zip(("foreach", "fused"), results[1:], strict=True):
+            same(result, results[0], f"{option} {kind.__name__}")
+
+
+BEHAVIORS: tuple[Behavior, ...] = (
+    gradients,
+    second_gradients,
+    gradient_penalty,
+    forward_mode,
+    backward_twice,
+    parameters_frozen,
+    inputs_frozen,
+    output_changed_in_place,
+    changed_before_backward,
+    checkpointed,
+    saved_tensors_offloaded,
+    hooked,
+    without_gradients,
+    gradients_dense,
+    optimizers,
+)

@@ -1,0 +1,136 @@
+"""Copies of a module and its state."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim.swa_utils import AveragedModel
+
+from .subject import Behavior, Subject, near, same, trained
+
+
+def _disturb_(module: nn.Module) -> None:
+    """Change every trained parameter."""
+    with torch.no_grad():
+        for parameter in trained(module).values():
+            parameter.mul_(0.7).add_(0.3)
+
+
+def deepcopied(subject: Subject) -> None:
+    """A deep copy computes the same and shares no trained parameter."""
+    module = subject.module()
+    expected = subject.step(module)
+    twin = copy.deepcopy(module)
+    same(subject.step(twin), expected, "the copy")
+    _disturb_(module)
+    same(subject.step(twin), expected, "the copy after the module changed")
+
+
+def pickled(subject: Subject) -> None:
+    """A pickled module computes the same."""
+    module = subject.module()
+    twin = pickle.loads(pickle.dumps(module))
+    same(subject.step(twin), subject.step(module), "the unpickled module")
+
+
+def state_dict_saved(subject: Subject) -> None:
+    """A state goes through a file with ``weights_only`` and loads with ``strict``."""
+    module = subject.module()
+    expected = subject.step(module)
+    buffer = io.BytesIO()
+    torch.save(module.state_dict(), buffer)
+    buffer.seek(0)
+    _disturb_(module)
+    module.load_state_dict(torch.load(buffer, weights_only=True), strict=True)
+    same(subject.step(module), expected, "the loaded module")
+
+
+def state_dict_assigned(subject: Subject) -> None:
+    """A module on the meta device takes a state with ``assign=True``."""
+    module = subject.module()
+    expected = subject.step(module)
+    state = copy.deepcopy(module.state_dict())
+    empty = copy.deepcopy(module).to("meta")
+    empty.load_state_dict(state, assign=True)
+    for parameter in empty.parameters():
+        assert not parameter.is_meta, "a parameter stayed on the meta device"
+    same(subject.step(empty), expected, "the module that was assigned a state")
+
+
+def meta_device(subject: Subject) -> None:
+    """On the meta device the forward gives shapes; ``to_empty`` and a state make it whole."""
+    module = subject.module()
+    expected = subject.step(module)
+    state = copy.deepcopy(module.state_dict())
+    empty = copy.deepcopy(module).to("meta")
+    y = subject.call(empty, *(x.detach().to("meta") for x in subject.inputs()))
+    known = expected["the output"]
+    assert known is not None
+    assert y.is_meta, f"the output is on {y.device}, expected meta"
+    assert y.shape == known.shape, f"the output has shape {list(y.shape)} on the meta device"
+    empty.to_empty(device="cpu").load_state_dict(state)
+    same(subject.step(empty), expected, "the module after to_empty")
+
+
+def parameters_as_vector(subject: Subject) -> None:
+    """Parameters go into one vector and back."""
+    module = subject.module()
+    expected = subject.step(module)
+    vector = parameters_to_vector(module.parameters()).detach().clone()
+    _disturb_(module)
+    vector_to_parameters(vector, module.parameters())
+    same(subject.step(module), expected, "the module after vector_to_parameters")
+
+
+def averaged(subject: Subject) -> None:
+    """An exponential moving average of the module computes what its parameters say."""
+    module = subject.module()
+    average = AveragedModel(module)
+    average.update_parameters(module)
+    _disturb_(module)
+    average.update_parameters(module)
+    with torch.no_grad():
+        found = subject.call(average, *subject.inputs())
+        for parameter, mean in zip(module.parameters(), average.module.parameters(), strict=True):
+            parameter.copy_(mean)
+        near("the averaged module's output", found, subject.call(module, *subject.inputs()))
+
+
+def parameters_reset(subject: Subject) -> None:
+    """``reset_parameters`` makes all trained parameters again, the same with one seed."""
+    module = subject.module()
+    states = []
+    for _ in range(2):
+        _disturb_(module)
+        torch.manual_seed(3)
+        # pyrefly: ignore[not-callable]: a method, though nn.Module says Tensor
+        module.reset_parameters()
+        states.append({name: p.detach().clone() for name, p in trained(module).items()})
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), f"{name} is not reset"
+    y = subject.call(module, *subject.inputs())
+    assert bool(y.isfinite().all()), "the output is not finite after reset_parameters"
+
+
+def printed(subject: Subject) -> None:
+    """``repr`` gives text."""
+    text = repr(subject.module())
+    assert text, "repr is empty"
+
+
+BEHAVIORS: tuple[Behavior, ...] = (
+    deepcopied,
+    pickled,
+    state_dict_saved,
+    state_dict_assigned,
+    meta_device,
+    parameters_as_vector,
+    averaged,
+    parameters_reset,
+    printed,
+)

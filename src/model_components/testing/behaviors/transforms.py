@@ -1,0 +1,174 @@
+"""`torch.func`, `torch.compile` and `torch.export`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacfwd, jacrev, vmap
+
+from .subject import Behavior, Subject, cotangent, near, same, trained
+
+
+def _loss_of(subject: Subject, module: nn.Module) -> Callable[..., Tensor]:
+    """Return a loss as a function of the parameters and the inputs."""
+
+    def loss(parameters: dict[str, Tensor], *inputs: Tensor) -> Tensor:
+        def call(*arguments: Tensor) -> object:
+            return functional_call(module, parameters, arguments)
+
+        y = subject.call(call, *inputs)
+        return (y * y).sum()
+
+    return loss
+
+
+def called_functionally(subject: Subject) -> None:
+    """``functional_call`` takes the module's whole state."""
+    module = subject.module()
+    expected = subject.call(module, *subject.inputs())
+    state = copy.deepcopy(module.state_dict())
+    with torch.no_grad():
+        for parameter in trained(module).values():
+            parameter.add_(1.0)
+
+    def call(*inputs: Tensor) -> object:
+        return functional_call(module, state, inputs)
+
+    near("the output", subject.call(call, *subject.inputs()), expected)
+
+
+def func_grad(subject: Subject) -> None:
+    """``torch.func.grad`` gives autograd's gradients."""
+    module = subject.module()
+    inputs = [x.detach() for x in subject.inputs()]
+    y = subject.call(module, *inputs)
+    (y * y).sum().backward()
+    parameters = {name: p.detach() for name, p in trained(module).items()}
+    found = grad(_loss_of(subject, module))(parameters, *inputs)
+    for name, parameter in trained(module).items():
+        near(f"the gradient of {name}", found[name], parameter.grad)
+
+
+def func_vmap(subject: Subject) -> None:
+    """``vmap`` over batches gives what a loop gives."""
+    module = subject.module()
+    inputs = [x.detach() for x in subject.inputs()]
+    batches = [torch.stack([x, x.flip(0)]) for x in inputs]
+    expected = torch.stack([subject.call(module, *(b[i] for b in batches)) for i in range(2)])
+    found = vmap(lambda *one: subject.call(module, *one))(*batches)
+    near("the output", found, expected)
+
+
+def per_sample_gradients(subject: Subject) -> None:
+    """``vmap`` of ``grad`` gives a gradient for each row, and their sum is the batch's."""
+    module = subject.module()
+    inputs = [x.detach() for x in subject.inputs()]
+    parameters = {name: p.detach() for name, p in trained(module).items()}
+    loss = _loss_of(subject, module)
+    whole = grad(loss)(parameters, *inputs)
+
+    def of_row(parameters: dict[str, Tensor], *row: Tensor) -> dict[str, Tensor]:
+        return grad(loss)(parameters, *(x[None] for x in row))
+
+    rows = vmap(of_row, in_dims=(None, *[0] * len(inputs)))(parameters, *inputs)
+    for name, value in whole.items():
+        near(f"the gradient of {name}", rows[name].sum(0), value)
+
+
+def jacobians(subject: Subject) -> None:
+    """Forward and reverse mode give one Jacobian."""
+    module = subject.module(torch.float64)
+    inputs = [x.detach()[:1] for x in subject.inputs(torch.float64)]
+    name, parameter = min(trained(module).items(), key=lambda item: item[1].numel())
+
+    def output(value: Tensor) -> Tensor:
+        def call(*arguments: Tensor) -> object:
+            return functional_call(module, {name: value}, arguments)
+
+        return subject.call(call, *inputs)
+
+    value = parameter.detach()
+    near("the Jacobian", jacfwd(output)(value), jacrev(output)(value))
+
+
+def compiled_training(subject: Subject) -> None:
+    """One compiled graph trains with the same gradients."""
+    module = subject.module()
+    expected = subject.step(module)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend=subject.backend)
+    inputs = subject.inputs()
+    module.zero_grad()
+    y = subject.call(compiled, *inputs)
+    y.backward(cotangent(y))
+    found: dict[str, Tensor | None] = {"the output": y.detach()}
+    for name in expected:
+        if name.startswith("the gradient of input"):
+            found[name] = inputs[int(name.rpartition(" ")[2])].grad
+        elif name.startswith("the gradient of "):
+            found[name] = module.get_parameter(name.removeprefix("the gradient of ")).grad
+    same(found, expected, "the compiled module")
+
+
+def compiled_evaluation(subject: Subject) -> None:
+    """One compiled graph evaluates, without gradients."""
+    module = subject.module().eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend=subject.backend)
+    with torch.no_grad():
+        expected = subject.call(module, *subject.inputs())
+        near("the output", subject.call(compiled, *subject.inputs()), expected)
+
+
+def compiled_for_any_batch(subject: Subject) -> None:
+    """One compiled graph serves batches of any size."""
+    module = subject.module()
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend=subject.backend, dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows in (2, 3, 4):
+            inputs = [x.detach()[:rows] for x in subject.inputs()]
+            near(
+                f"{rows} rows",
+                subject.call(compiled, *inputs),
+                subject.call(module, *inputs),
+            )
+
+
+def exported(subject: Subject) -> None:
+    """``torch.export`` captures the module for batches of any size."""
+    module = subject.module().eval()
+    inputs = tuple(x.detach() for x in subject.inputs())
+    batch = torch.export.Dim("batch", min=2, max=1 << 20)
+    shapes = (tuple({0: batch} for _ in inputs),)
+    program = torch.export.export(_Wrapped(module), inputs, dynamic_shapes=shapes).module()
+    for rows in (len(inputs[0]), 3):
+        part = [x[:rows] for x in inputs]
+        near(f"{rows} rows", subject.call(program, *part), subject.call(module, *part))
+
+
+class _Wrapped(nn.Module):
+    """A module whose forward takes ``*inputs``, whatever that of the module within is called."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Tensor) -> object:
+        return self.module(*inputs)
+
+
+BEHAVIORS: tuple[Behavior, ...] = (
+    called_functionally,
+    func_grad,
+    func_vmap,
+    per_sample_gradients,
+    jacobians,
+    compiled_training,
+    compiled_evaluation,
+    compiled_for_any_batch,
+    exported,
+)

@@ -1,0 +1,176 @@
+"""The judge of numerical equivalence: a fast function against its definition in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Last bits that the rounding of the result itself may cost: at one element, and on average
+_MAX_ULPS = 2.0
+_RMS_ULPS = 0.25
+# Share of the largest input that may remain where terms cancel to 0 in float32
+_FLOOR = 2.0**-22
+
+
+class NotEquivalent(AssertionError):
+    """A result is outside its error budget."""
+
+
+@dataclass(frozen=True)
+class Judgment:
+    """The result of `check_equivalent`.
+
+    Attributes:
+        worst: The largest error divided by its budget, at most 1.
+        what: The tensor and the measure that it was found in.
+    """
+
+    worst: float
+    what: str
+
+
+class _Measure(NamedTuple):
+    name: str
+    error: float
+    budget: float
+
+    @property
+    def ratio(self) -> float:
+        if self.budget > 0:
+            return self.error / self.budget
+        return 0.0 if self.error == 0 else float("inf")
+
+
+def check_equivalent(
+    fast: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    inputs: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype = torch.float32,
+    working: torch.dtype | None = None,
+    gradients: bool = True,
+    device: str | torch.device = "cpu",
+    name: str = "check_equivalent",
+) -> Judgment:
+    """Compare a fast function with its definition: the output and every gradient.
+
+    Inputs are rounded to ``dtype`` once. The reference in float64 on these inputs is the truth. The
+    error that the reference itself makes in the working dtype, times two, plus a little for the
+    last bits, is the budget, by maximum and by root mean square. So no tolerance is chosen by hand.
+
+    Args:
+        fast: Function to check; it gets the inputs as keyword arguments, in ``dtype``.
+        reference: The definition in plain torch; it must work in any float dtype.
+        inputs: Tensors by argument name; floats are rounded to ``dtype``, others stay.
+        dtype: Dtype of the inputs and of the result.
+        working: Dtype that the reference sets the budget in; default: ``dtype``. Give float32 for
+            a function that promises float32 arithmetic and one rounding.
+        gradients: Whether to compare the gradient of every floating input, too.
+        device: Where ``fast`` runs.
+        name: First words of an error.
+
+    Returns:
+        The error that came nearest to its budget.
+
+    Raises:
+        NotEquivalent: A wrong shape or dtype, a value that is not finite, or an error above its
+            budget.
+
+    >>> inputs = {"x": torch.linspace(-1, 1, 8)}
+    >>> check_equivalent(lambda x: x.sigmoid(), lambda x: 1 / (1 + (-x).exp()), inputs).worst < 1
+    True
+    >>> check_equivalent(lambda x: x.sigmoid() * 1.01, lambda x: 1 / (1 + (-x).exp()), inputs)
+    Traceback (most recent call last):
+    model_components.testing.equivalence.NotEquivalent: check_equivalent: output in ...
+    """
+    working = working or dtype
+    rounded = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+    exact = _cast(rounded, torch.float64)
+    cotangent = None
+    if gradients:
+        output = _run(reference, exact, None)["output"]
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+        cotangent = drawn.to(dtype).double()
+    truth = _run(reference, exact, cotangent)
+    budget = _run(reference, _cast(rounded, working), cotangent)
+    found = _run(fast, {k: v.to(device) for k, v in rounded.items()}, cotangent)
+    floor = _scale(exact, cotangent) * min(_FLOOR, torch.finfo(working).eps)
+    worst = Judgment(0.0, "output")
+    for what, true in truth.items():
+        _check_form(f"{name}: {what}", found[what], true, dtype)
+        if not true.numel():
+            continue
+        for measure in _measures(found[what], true, budget[what].to(dtype), floor):
+            if measure.ratio > 1:
+                raise NotEquivalent(
+                    f"{name}: {what} in {dtype}: {measure.name} error {measure.error:.3e} is "
+                    f"{measure.ratio:.2f} of its budget {measure.budget:.3e}"
+                )
+            if measure.ratio > worst.worst:
+                worst = Judgment(measure.ratio, f"{what}, {measure.name}")
+    return worst
+
+
+def _cast(inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+
+
+def _run(
+    function: Callable[..., Tensor], inputs: Mapping[str, Tensor], cotangent: Tensor | None
+) -> dict[str, Tensor]:
+    """Return the output and, with a cotangent, the gradient of every floating input."""
+    leaves = {}
+    for name, value in inputs.items():
+        trains = cotangent is not None and value.is_floating_point()
+        leaves[name] = value.detach().clone().requires_grad_(trains)
+    output = function(**leaves)
+    results = {"output": output.detach().cpu()}
+    if cotangent is None:
+        return results
+    output.backward(cotangent.to(output))
+    for name, leaf in leaves.items():
+        if leaf.requires_grad:
+            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            results[f"gradient of {name}"] = gradient.cpu()
+    return results
+
+
+def _scale(inputs: Mapping[str, Tensor], cotangent: Tensor | None) -> float:
+    """Return the largest absolute value of the floating inputs and the cotangent."""
+    values = [v for v in (*inputs.values(), cotangent) if v is not None and v.is_floating_point()]
+    return max((float(v.abs().max()) for v in values if v.numel()), default=0.0)
+
+
+def _check_form(what: str, found: Tensor, true: Tensor, dtype: torch.dtype) -> None:
+    """Refuse a wrong shape or dtype, and values that are not finite."""
+    if found.shape != true.shape:
+        raise NotEquivalent(f"{what} has shape {list(found.shape)}, expected {list(true.shape)}")
+    if found.dtype != dtype:
+        raise NotEquivalent(f"{what} has dtype {found.dtype}, expected {dtype}")
+    if not torch.isfinite(found).all():
+        raise NotEquivalent(f"{what} is not finite everywhere")
+
+
+def _measures(
+    found: Tensor, true: Tensor, budget: Tensor, floor: float
+) -> tuple[_Measure, _Measure]:
+    """Return the errors of a result beside what they may be."""
+    error = (found.double() - true).abs()
+    allowed = (budget.double() - true).abs()
+    eps = torch.finfo(found.dtype).eps
+    largest = 2 * allowed.max() + _MAX_ULPS * eps * true.abs().max() + floor
+    average = 2 * rms(allowed) + _RMS_ULPS * eps * rms(true) + floor
+    return (
+        _Measure("maximum", float(error.max()), float(largest)),
+        _Measure("rms", float(rms(error)), float(average)),
+    )
+
+
+def rms(x: Tensor) -> Tensor:
+    """Return the root mean square, in float64."""
+    return x.double().square().mean().sqrt()

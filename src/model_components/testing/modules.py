@@ -1,0 +1,110 @@
+"""`check_module`: try a module in everything that torch's own modules can do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from .._report import Report, Table
+from .behaviors import autograd, copies, distributed, forms, transforms
+from .behaviors.subject import Behavior, Subject
+
+BEHAVIORS: dict[str, Behavior] = {
+    function.__name__: function
+    for module in (copies, forms, autograd, transforms, distributed)
+    for function in module.BEHAVIORS
+}
+"""All behaviors by name. Each is a function whose docstring says what it tries."""
+
+
+@dataclass(frozen=True)
+class ModuleReport(Report):
+    """The result of `check_module`.
+
+    Attributes:
+        passed: Behaviors that are as torch's own modules have them.
+        raised: Behaviors that end in an error, and the error.
+        wrong: Behaviors that give a wrong result without an error, and the difference.
+    """
+
+    passed: tuple[str, ...]
+    raised: Mapping[str, str]
+    wrong: Mapping[str, str]
+
+    def summary(self) -> list[str]:
+        """Count the behaviors."""
+        return [
+            f"{len(self.passed)} behaviors passed, {len(self.raised)} raised an error, "
+            f"{len(self.wrong)} wrong"
+        ]
+
+    def table(self) -> Table:
+        """List the behaviors that did not pass, with the first line of what happened."""
+        rows = [
+            (name, result, message.strip().partition("\n")[0])
+            for result, messages in (("wrong", self.wrong), ("raised", self.raised))
+            for name, message in messages.items()
+        ]
+        return Table(("behavior", "result", "message"), rows)
+
+
+def check_module(
+    make: Callable[[], nn.Module],
+    *inputs: Tensor,
+    output: Callable[[object], Tensor] | None = None,
+    only: Iterable[str] | None = None,
+    skip: Iterable[str] = (),
+    backend: str = "aot_eager",
+) -> ModuleReport:
+    """Try a module in everything that torch's own modules can do.
+
+    A behavior passes if the result is right, by comparison with a plain call of the module or with
+    finite differences. If it raises, users at least notice. A behavior that is silently wrong is an
+    error of the module.
+
+    Args:
+        make: Function that makes the module, in float32 on the CPU. It is called often. The module
+            must be deterministic in training mode, for example without dropout.
+        inputs: Arguments of its forward, the batch dimension first and of an even size, 4 or more.
+            Gradients are taken of the floating ones.
+        output: Function from the forward's result to one tensor; default: the result is one.
+        only: Names of the behaviors to try; default: all of `BEHAVIORS`.
+        skip: Names of behaviors that do not apply, such as ``"leading_dimensions"`` if the forward
+            reads sequences.
+        backend: Backend of `torch.compile`. ``"inductor"`` also compiles kernels, and is slow.
+
+    Returns:
+        The behaviors that passed, raised an error, or are wrong. Print it for a table.
+
+    Raises:
+        ValueError: An unknown behavior.
+
+    >>> print(check_module(lambda: torch.nn.Linear(4, 3), torch.ones(6, 4), only=["pickled"]))
+    1 behaviors passed, 0 raised an error, 0 wrong
+    """
+    chosen = list(BEHAVIORS if only is None else only)
+    skipped = set(skip)
+    unknown = [name for name in (*chosen, *skipped) if name not in BEHAVIORS]
+    if unknown:
+        raise ValueError(
+            f"check_module: unknown behavior {unknown[0]!r}; expected some of "
+            f"{', '.join(BEHAVIORS)}"
+        )
+    subject = Subject(make, inputs, output, backend)
+    passed = []
+    raised = {}
+    wrong = {}
+    for name in chosen:
+        if name in skipped:
+            continue
+        try:
+            BEHAVIORS[name](subject)
+        except AssertionError as error:
+            wrong[name] = str(error)
+        except Exception as error:
+            raised[name] = f"{type(error).__name__}: {error}"
+        else:
+            passed.append(name)
+    return ModuleReport(tuple(passed), raised, wrong)

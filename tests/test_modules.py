@@ -1,0 +1,62 @@
+"""Every module of the library, tried in everything that torch's own modules can do."""
+
+import pytest
+import torch
+from torch import nn
+
+from kronecker import KroneckerEmbedding, KroneckerLinear, LowRankEmbedding, LowRankLinear
+from mergekit_lite import AccurateMaskedLinear, EfficientMaskedLinear
+from mergekit_lite.masks import MaskedEmbedding, MaskedLayer
+from model_components.testing import BEHAVIORS, check_module
+
+X, Y = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
+WIDE = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
+IDS = torch.tensor([0, 3, 5, 7, 1, 2])
+
+
+def linears():
+    return [nn.Linear(4, 3), nn.Linear(4, 3)]
+
+
+def masked(kind=AccurateMaskedLinear, **options):
+    return lambda: kind(linears(), **options)
+
+
+MODULES = {
+    "nn.Linear": (lambda: nn.Linear(4, 3), X),
+    "accurate masks, input": (masked(), X),
+    "accurate masks, element": (masked(granularity="element", initial="random"), X),
+    "accurate masks, output, in 0..1": (
+        masked(granularity="output", constraint="unit_interval"),
+        X,
+    ),
+    "efficient masks, input": (masked(EfficientMaskedLinear, constraint="none"), X),
+    "efficient masks, output": (
+        masked(EfficientMaskedLinear, granularity="output", constraint="sigmoid"),
+        X,
+    ),
+    "masks over a base": (
+        lambda: AccurateMaskedLinear([nn.Linear(4, 3)], base=nn.Linear(4, 3)),
+        X,
+    ),
+    "masked norm": (lambda: MaskedLayer([nn.LayerNorm(4), nn.LayerNorm(4)]), X),
+    "masked embedding": (lambda: MaskedEmbedding([nn.Embedding(9, 4), nn.Embedding(9, 4)]), IDS),
+    "Kronecker, B first": (lambda: KroneckerLinear(4, 6, b_shape=(2, 1)), X),
+    "Kronecker, A first": (lambda: KroneckerLinear(6, 4, b_shape=(1, 2), bias=False), WIDE),
+    "Kronecker, several terms": (
+        lambda: KroneckerLinear(4, 6, b_shape=(2, 2), rank=2, scales=True),
+        X,
+    ),
+    "Kronecker embedding": (lambda: KroneckerEmbedding(8, 4, b_shape=(2, 2), rank=2), IDS),
+    "low rank": (lambda: LowRankLinear(4, 6, rank=2), X),
+    "low-rank embedding": (lambda: LowRankEmbedding(9, 4, rank=2), IDS),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_behaves_as_a_module_of_torch(name):
+    make, *inputs = MODULES[name]
+    report = check_module(make, *inputs)
+    assert not report.wrong, report
+    assert not report.raised, report
+    assert len(report.passed) == len(BEHAVIORS)

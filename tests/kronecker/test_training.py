@@ -377,7 +377,7 @@ def test_fading_is_between_the_two_layers():
     plain = layer(x).detach()
     layer.fade_in_(linear, 0.25)
     torch.testing.assert_close(layer(x), 0.75 * linear(x) + 0.25 * plain)
-    assert set(layer.state_dict()) == {"a", "b", "bias", "weight"}
+    assert set(layer.state_dict()) == {"a", "b", "bias"}
 
 
 def test_resumed_is_as_if_never_stopped(tmp_path):

@@ -1,6 +1,7 @@
 from .config import PairwiseConfig
 from .data.collate import PairwiseCollator, PairwiseDataset
 from .data.rows import read_pairs
+from .functional import pairwise_loss
 from .inference import bradley_terry, predict_pairs
 from .layers import PairwiseHead
 from .model import PairwiseModel
@@ -29,6 +30,7 @@ __all__ = [
     "calibrate_",
     "check_packing",
     "freeze_",
+    "pairwise_loss",
     "pairwise_metrics",
     "pairwise_report",
     "parameter_groups",

@@ -95,7 +95,7 @@ class PairwiseHead(nn.Module):
         concat = link == "concat"  # in the other links a bias would cancel, or favour a side
         self.outer = nn.Linear(width, 2 + ties if concat else 1, bias=concat)
         if ties and link != "concat":
-            self.tie = nn.Parameter(torch.zeros(()))
+            self.tie = nn.Parameter(torch.zeros(1))  # FSDP2 shards no scalars
         else:
             self.tie = None
         self.temperature: Tensor
@@ -165,7 +165,7 @@ class PairwiseHead(nn.Module):
         return not any(bool(last.weight.any()) for last in self._lasts)
 
     def score(self, features: Tensor, surface: Tensor | None = None) -> Tensor:
-        """(S,) scores of single answers from their (S, W) features and (S, F) surface features.
+        """Return scores (*B,) of single answers from their (*B, W) and (*B, F) surface features.
 
         Raises:
             ValueError: A link that only compares.
@@ -174,15 +174,15 @@ class PairwiseHead(nn.Module):
             raise ValueError(
                 f"PairwiseHead: link {self.link!r} compares answers and gives single ones no score"
             )
-        scores = self._read(features)[:, 0]
+        scores = self._read(features)[..., 0]
         if self.encoding is None or self.beside is None:
             return scores
-        return scores + self.beside(self.encoding(_given(surface)))[:, 0]
+        return scores + self.beside(self.encoding(_given(surface)))[..., 0]
 
     def forward(
         self, a: Tensor, b: Tensor, surface_a: Tensor | None = None, surface_b: Tensor | None = None
     ) -> Tensor:
-        """(P, W) features of A and of B, and (P, F) surface features, to (P, C) logits."""
+        """Return logits (*B, C) from features (*B, W), and surface features (*B, F), of A and B."""
         if self.link == "davidson":
             return self.linked(self.score(a, surface_a), self.score(b, surface_b))
         if self.project is None or self.beside is None:
@@ -199,18 +199,18 @@ class PairwiseHead(nn.Module):
             seen = [one - other, (one + other) / 2]
             if self.encoding is not None:
                 seen.append(self.encoding(*map(_given, looks)))
-            made.append(self.beside(torch.cat(seen, 1)))
-        wins = (self.outer(a - b)[:, 0] + (made[0][:, 0] - made[1][:, 0])) / 2
+            made.append(self.beside(torch.cat(seen, -1)))
+        wins = (self.outer(a - b)[..., 0] + (made[0][..., 0] - made[1][..., 0])) / 2
         logits = [wins, -wins]
         if self.tie is not None:
-            logits.append((made[0][:, 1] + made[1][:, 1]) / 2 + self.tie)
+            logits.append((made[0][..., 1] + made[1][..., 1]) / 2 + self.tie.squeeze(0))
         return torch.stack(logits, -1)
 
     def linked(self, score_a: Tensor, score_b: Tensor) -> Tensor:
-        """(P,) scores of A and of B to (P, C) logits, for link ``"davidson"``."""
+        """Return logits (*B, C) from scores (*B,) of A and B, for link ``"davidson"``."""
         if self.tie is None:
             return torch.stack([score_a, score_b], -1)
-        return davidson(score_a, score_b, self.tie)
+        return davidson(score_a, score_b, self.tie.squeeze(0))
 
     def extra_repr(self) -> str:
         """Show the settings that it was made with."""

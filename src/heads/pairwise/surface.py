@@ -161,15 +161,15 @@ class SurfaceEncoding(nn.Module):
         self.edges.copy_(torch.stack([torch.quantile(column, shares) for column in seen.unbind(1)]))
 
     def forward(self, a: Tensor, b: Tensor | None = None) -> Tensor:
-        """(P, F) features of A, and of B where it compares, to (P, width)."""
+        """Return (*B, width) from features (*B, F) of A, and of B if it compares."""
         low = self.edges[:, :-1]
         high = self.edges[:, 1:]
         seen = self._seen(a, b)
-        return ((seen[..., None] - low) / (high - low).clamp(min=1e-6)).clamp(0, 1).flatten(1)
+        return ((seen[..., None] - low) / (high - low).clamp(min=1e-6)).clamp(0, 1).flatten(-2)
 
     def _seen(self, a: Tensor, b: Tensor | None) -> Tensor:
-        one = a[:, self.columns]
+        one = a[..., self.columns]
         if not self.compares or b is None:
             return one
-        other = b[:, self.columns]
-        return torch.cat([one - other, (one + other) / 2], 1)
+        other = b[..., self.columns]
+        return torch.cat([one - other, (one + other) / 2], -1)

@@ -131,15 +131,32 @@ def smaller_card(
 def own_saving_(model: nn.Module) -> None:
     """Give a model with compressed layers a ``save_pretrained`` that writes them.
 
-    Take it away from one without.
-
-    And to the transformers models within it.
+    So are the transformers models within it. Models without such layers get their own back.
     """
     for module in (m for m in model.modules() if isinstance(m, PreTrainedModel)):
         if has_smaller_layers(module):
             module.save_pretrained = partial(_save_compressed, module)
+            if _add_markers not in module._state_dict_hooks.values():
+                module.register_state_dict_post_hook(_add_markers)
+                module.register_load_state_dict_pre_hook(_drop_markers)
         else:
             vars(module).pop("save_pretrained", None)
+
+
+def _add_markers(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """Add an empty ``weight`` for each compressed layer to a state.
+
+    A model around this one may write its state with transformers' own ``save_pretrained``. Plain
+    transformers initializes a missing weight at random; one of another shape it refuses.
+    """
+    for name in compressed(module):
+        state[f"{prefix}{name}.weight"] = torch.empty(0)
+
+
+def _drop_markers(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """Drop what `_add_markers` added, before a state is loaded."""
+    for name in compressed(module):
+        state.pop(f"{prefix}{name}.weight", None)
 
 
 def _save_compressed(
@@ -186,18 +203,18 @@ def write_files(
     With ``state``, gathered elsewhere, its tensors.
     """
     layers = compressed(model)
+    markers = {f"{name}.weight": torch.empty(0) for name in layers}
     tensors = {}
     aliases = {}
     first: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in markers:
+            continue
         if id(tensor) in first:
             aliases[name] = first[id(tensor)]
         else:
             first[id(tensor)] = name
             tensors[name] = (tensor if state is None else state[name]).detach().contiguous()
-    # Plain transformers initializes a missing weight at random; one of another shape it refuses
-    for name in layers:
-        tensors[f"{name}.weight"] = torch.empty(0)
     # pyrefly: ignore[bad-argument-type]: a layer's config, though nn.Module says Module
     configs = {name: to_dict(layer.config) for name, layer in layers.items()}
     mark = {
@@ -210,7 +227,7 @@ def write_files(
     model.config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors | markers, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / MARK).write_text(json.dumps(mark, indent=1) + "\n", encoding="utf-8")
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+import gc
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,43 +16,46 @@ from torch.nn.parallel import DistributedDataParallel
 from .subject import Behavior, Subject, cotangent, gradients_of, same
 
 
-@contextmanager
-def _one_process() -> Iterator[None]:
-    """Make a process group of this process alone, or use the one that there is."""
-    if dist.is_initialized():
-        yield
-        return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+def _in_one_process(work: Callable[[Subject], None]) -> Behavior:
+    """Return a behavior that runs in a process group of this process alone."""
+
+    @functools.wraps(work)
+    def behavior(subject: Subject) -> None:
+        if dist.is_initialized():
+            work(subject)
+            return
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            work(subject)
+        finally:
+            # What refers to the group goes before the group: torch can hang the other way round
+            gc.collect()
+            dist.destroy_process_group()
+
+    return behavior
 
 
+@_in_one_process
 def data_parallel(subject: Subject) -> None:
     """``DistributedDataParallel`` gives the same gradients."""
     module = subject.module()
     expected = subject.step(module)
-    with _one_process():
-        wrapped = DistributedDataParallel(module)
-        module.zero_grad()
-        inputs = subject.inputs()
-        y = subject.call(wrapped, *inputs)
-        y.backward(cotangent(y))
-        same(
-            {"the output": y.detach(), **gradients_of(module, inputs)},
-            expected,
-            "DistributedDataParallel",
-        )
+    wrapped = DistributedDataParallel(module)
+    module.zero_grad()
+    inputs = subject.inputs()
+    y = subject.call(wrapped, *inputs)
+    y.backward(cotangent(y))
+    found = {"the output": y.detach(), **gradients_of(module, inputs)}
+    same(found, expected, "DistributedDataParallel")
 
 
+@_in_one_process
 def fully_sharded(subject: Subject) -> None:
     """``fully_shard`` (FSDP2) gives the same gradients."""
     expected = subject.step(subject.module())
-    with _one_process():
-        module = subject.module()
-        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-        found = {name: _whole(value) for name, value in subject.step(module).items()}
+    module = subject.module()
+    fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    found = {name: _whole(value) for name, value in subject.step(module).items()}
     same(found, expected, "fully_shard")
 
 

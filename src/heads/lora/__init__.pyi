@@ -9,6 +9,7 @@ from .report.training import tuning_report
 from .storage.adapters import load_lora
 from .storage.merge import merge_lora
 from .surgery.accelerate import accelerate_lora_, restore_lora_
+from .surgery.inject import inject_lora_
 from .surgery.prepare import prepare_lora
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "answer_loss",
     "chat_template",
     "check_packed_examples",
+    "inject_lora_",
     "judge_answers",
     "load_lora",
     "lora_linear",

@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from model_components._autograd import autocast_dtype, transforming
 from model_components._checks import check_choice
 
 from . import reference
-from ._eager.autograd import Adapter, autocast_dtype, run, transforming
+from ._eager.autograd import Adapter, run
 
 IMPLS = ("reference", "eager", "auto")
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners import lora
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as module_state
 from transformers.pytorch_utils import Conv1D
 
-from ._eager.autograd import Adapter, Spans, add_adapters, autocast_dtype, linear, run, transforming
+from model_components._autograd import autocast_dtype, transforming
+from model_components._checks import Range, Whole, check_choice, check_value
+
+from ._eager.autograd import Adapter, Spans, add_adapters, linear, run
 
 BASE = "__base__"  # peft's name for no adapter in a mixed batch
 STOCK = (nn.Linear, Conv1D)  # layers whose product we make ourselves
@@ -29,12 +37,17 @@ _PLAIN = (nn.Parameter, Tensor, FakeTensor)
 
 
 class LeanForward:
-    """A forward for peft's LoRA layers: the layer's own product, and updates added to it in place.
+    """A leaner forward for peft's LoRA layers: the base's product, and updates added in place.
 
     Calls that it does not support go to peft's own forward, see `route`. Everything but the forward
     is peft's: parameters, state dict, merging, switching, several adapters (active together or one
     a sample).
+
+    Attributes:
+        impl: ``"auto"``, or ``"reference"`` for peft's own forward.
     """
+
+    impl = "auto"
 
     def forward(self: Any, x: Tensor, *args: object, **kwargs: Any) -> Tensor:
         """Peft's arguments and result."""
@@ -42,7 +55,8 @@ class LeanForward:
         other = args or (
             kwargs and any(v is not None and k != "adapter_names" for k, v in kwargs.items())
         )
-        if other or self._disable_adapters or self.merged_adapters:
+        peft_runs = self.impl == "reference" or self._disable_adapters or self.merged_adapters
+        if other or peft_runs:
             # pyrefly: ignore[missing-attribute]: peft's layer stands beside it in the bases
             return super().forward(x, *args, **kwargs)
         spans = None
@@ -61,10 +75,117 @@ class LeanForward:
 
 
 class LoraLinear(LeanForward, lora.Linear):
-    """peft's `lora.Linear` whose forward is `lora_linear`.
+    """A frozen linear layer with a low-rank update that trains: peft's layer, leaner.
 
-    `accelerate_lora_` makes them of a model's own layers.
+    It computes ``x Wᵀ + b + (alpha / r) (drop(x) Aᵀ) Bᵀ``. `from_linear` makes one layer,
+    `inject_lora_` those of an own model, `accelerate_lora_` those of a model of peft's.
+
+    >>> layer = LoraLinear.from_linear(nn.Linear(4, 3), r=2)
+    >>> [name for name, p in layer.named_parameters() if p.requires_grad]
+    ['lora_A.default.weight', 'lora_B.default.weight']
     """
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Module,
+        *,
+        r: int = 8,
+        alpha: float = 16,
+        dropout: float = 0.0,
+        impl: str = "auto",
+    ) -> LoraLinear:
+        """Return an `nn.Linear`, or transformers' `Conv1D`, with an update that starts at zero.
+
+        Args:
+            linear: The layer; it becomes the base and is frozen.
+            r: Rank of the update, at most the smaller side of the weight.
+            alpha: The update is multiplied by ``alpha / r``.
+            dropout: Share of the inputs that the update does not see in training.
+            impl: ``"auto"``, or ``"reference"`` for peft's own forward.
+
+        Raises:
+            ValueError: Another layer, or a value out of range.
+
+        >>> linear, x = nn.Linear(4, 3), torch.randn(5, 4)
+        >>> torch.equal(LoraLinear.from_linear(linear, r=2)(x), linear(x))
+        True
+        """
+        holder = nn.ModuleDict({"linear": linear})
+        layers = inject_("LoraLinear.from_linear", holder, ["linear"], r, alpha, dropout, impl)
+        return layers[0]
+
+    @torch.no_grad()
+    def to_linear(self) -> nn.Module:
+        """Return an ordinary linear layer with the update added to its weight.
+
+        >>> layer, x = LoraLinear.from_linear(nn.Linear(4, 3), r=2), torch.randn(5, 4)
+        >>> torch.nn.init.normal_(layer.lora_B["default"].weight).shape
+        torch.Size([3, 2])
+        >>> torch.allclose(layer.to_linear()(x), layer(x), atol=1e-6)
+        True
+        """
+        twin: Any = copy.deepcopy(self)
+        twin.merge()
+        return twin.get_base_layer().requires_grad_(True)
+
+    def reset_parameters(self) -> None:
+        """Draw A again and set B to zero, for all adapters."""
+        for name in self.lora_A:
+            self.reset_lora_parameters(name, True)
+
+
+def inject_(
+    operation: str,
+    module: nn.Module,
+    names: Sequence[str],
+    r: int,
+    alpha: float,
+    dropout: float,
+    impl: str,
+) -> list[LoraLinear]:
+    """Put `LoraLinear` in the place of a module's linear layers, by peft's own injection."""
+    check_value(operation, "r", r, Whole)
+    check_value(operation, "alpha", alpha, Annotated[float, Range(above=0)])
+    check_value(operation, "dropout", dropout, Annotated[float, Range(least=0, below=1)])
+    check_choice(operation, "impl", impl, ("auto", "reference"))
+    for name in names:
+        linear: Any = module.get_submodule(name)
+        if type(linear) not in STOCK:
+            raise ValueError(
+                f"{operation}: {name} is a {type(linear).__name__}, expected nn.Linear or Conv1D"
+            )
+        if r > min(linear.weight.shape):
+            sizes = " x ".join(map(str, linear.weight.shape))
+            raise ValueError(
+                f"{operation}: r is {r}, but the weight of {name} is {sizes}; expected at most "
+                f"{min(linear.weight.shape)}"
+            )
+    # a pattern, since peft takes a list for the ends of names
+    targets = "|".join(re.escape(name) for name in names)
+    # pyrefly: ignore[bad-argument-type]: peft takes fractions, though its type says int
+    config = LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets)
+    with quiet():
+        inject_adapter_in_model(config, module)
+    layers: list[LoraLinear] = []
+    for name in names:
+        layer: Any = module.get_submodule(name)
+        layer.__class__ = LoraLinear
+        layer.impl = impl
+        layers.append(layer)
+    return layers
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence two warnings of peft.
+
+    One is on fan_in_fan_out, which it corrects itself, and one on a deprecated name.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated")
+        yield
 
 
 def can_be_lean(kind: type) -> bool:

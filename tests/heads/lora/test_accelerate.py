@@ -10,13 +10,20 @@ import peft
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from peft.tuners import lora
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import heads.lora._eager.autograd
 import heads.lora.layers
-from heads.lora import LoraLinear, accelerate_lora_, restore_lora_
+from heads.lora import LoraLinear, accelerate_lora_, inject_lora_, restore_lora_
 from tests.support.equivalence import judge
 from tests.support.models import tiny
 from tests.support.ranks import in_two_processes
@@ -752,3 +759,49 @@ def test_fully_sharded_over_two_processes(tmp_path):
                     torch.testing.assert_close(
                         found[name], parameter.grad, rtol=1e-4, atol=1e-7, msg=units
                     )
+
+
+def test_layers_of_an_own_model_are_injected():
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.ModuleDict({"0": torch.nn.Linear(8, 8)}), Conv1D(3, 8)
+    )
+    model[1].forward = lambda x: model[1]["0"](x)
+    x = torch.randn(5, 4)
+    before = model(x)
+    report = inject_lora_(model, r=2, alpha=3.0, filter_fn=lambda m, name: name != "1.0")
+    assert report.layers == ("0", "2")  # and not 1.0, whose name ends as the first one's
+    assert torch.equal(model(x), before)
+    trains = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(trains) == 4
+    assert report.trained == 2 * (4 + 8) + 2 * (8 + 3)
+    assert model[0].scaling["default"] == 1.5
+    state = get_peft_model_state_dict(model)
+    assert len(state) == 4
+    torch.nn.init.normal_(model[2].lora_B["default"].weight)
+    lean = model(x)
+    folded = model[2].to_linear()
+    assert type(folded) is Conv1D
+    torch.testing.assert_close(folded(model[0](x)), model[2](model[0](x)))
+    model[2].impl = "reference"
+    torch.testing.assert_close(model(x), lean)
+    set_peft_model_state_dict(model, state)
+    assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"r": 5}, "at most 3"),
+        ({"r": 0}, "r is 0"),
+        ({"alpha": float("nan")}, "alpha is nan"),
+        ({"dropout": 1.0}, "dropout is 1"),
+        ({"impl": "fused"}, "'fused'"),
+    ],
+)
+def test_a_layer_alone_refuses(options, message):
+    with pytest.raises(ValueError, match=rf"LoraLinear\.from_linear:.*{message}"):
+        LoraLinear.from_linear(torch.nn.Linear(4, 3), **{"r": 2, **options})
+    with pytest.raises(ValueError, match=r"inject_lora_:.*from_linear"):
+        inject_lora_(torch.nn.Linear(4, 3))
+    with pytest.raises(ValueError, match=r"inject_lora_:.*filter_fn"):
+        inject_lora_(torch.nn.Sequential(torch.nn.ReLU()))

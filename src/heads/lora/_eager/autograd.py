@@ -17,7 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model_components._autograd import Context
+from model_components._autograd import (
+    Context,
+    autocast_dtype,
+    differentiable_gradients,
+    wants_graph,
+)
 
 from .. import reference
 from . import products
@@ -201,7 +206,7 @@ class _Lora(torch.autograd.Function):
     def backward(ctx: _LoraContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan = ctx.plan
         x, seeds, *tensors = ctx.saved_tensors
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+        if wants_graph():
             return _differentiable(plan, ctx.needs_input_grad, grad, x, seeds, tensors)
         need_x, _, _, need_weight, need_bias, *needs = ctx.needs_input_grad
         t = _Tensors.of(x.dtype, tensors)
@@ -257,19 +262,14 @@ def _differentiable(
             masks[k] = (reference.keep_mask(seeds[k], x.shape[0], x.shape[1], p) / (1 - p)).to(
                 x.dtype
             )
-    # since x may itself depend on a weight
-    views = [None if t is None else t.view_as(t) for t in (x, *tensors)]
-    wanted = (needs[0], *needs[3:])
+
+    def formula(x: Tensor, *tensors: Tensor | None) -> Tensor:
+        t = _Tensors.of(x.dtype, tensors)
+        y = linear(x, t.weight, t.bias, plan.transposed)
+        return add_adapters(y, x, t.factors, plan.adapters, masks=masks)
+
     with torch.autocast(x.device.type, enabled=False):
-        assert views[0] is not None
-        t = _Tensors.of(x.dtype, views[1:])
-        y = linear(views[0], t.weight, t.bias, plan.transposed)
-        y = add_adapters(y, views[0], t.factors, plan.adapters, masks=masks)
-        inputs = [
-            view for view, need in zip(views, wanted, strict=True) if view is not None and need
-        ]
-        gradients = iter(torch.autograd.grad(y, inputs, grad, create_graph=True))
-    dx, *rest = (next(gradients) if need else None for need in wanted)
+        dx, *rest = differentiable_gradients(formula, (x, *tensors), (needs[0], *needs[3:]), grad)
     return dx, None, None, *rest
 
 
@@ -298,24 +298,3 @@ def run(
     plan = _Plan(adapters, transposed)
     with nullcontext() if autocast is None else torch.autocast(x.device.type, enabled=False):
         return _Lora.apply(x, plan, seeds, weight, bias, *factors)
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return autocast's dtype, or None where it is off.
-
-    It leaves float64 alone, and does not know the meta device.
-    """
-    device = x.device.type
-    if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
-
-
-def transforming() -> bool:
-    """Return whether vmap, jvp or the like is at work; they see through plain products only."""
-    if torch.compiler.is_compiling():
-        return False
-    return (
-        torch._C._functorch.maybe_current_level() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-    )

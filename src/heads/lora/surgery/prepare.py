@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
+from ..layers import quiet
 from .accelerate import accelerate_lora_
 
 PREFIX = "base_model.model."
@@ -37,18 +35,6 @@ def is_quantised(model: nn.Module) -> bool:
     Such a parameter is of another class, or not floating.
     """
     return any(type(p) is not nn.Parameter or not p.is_floating_point() for p in model.parameters())
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence two warnings of peft.
-
-    One is on fan_in_fan_out, which it corrects itself, and one on a deprecated name.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated")
-        yield
 
 
 def inject(model: nn.Module, config: LoraConfig, adapter_name: str, **options: Any) -> PeftModel:

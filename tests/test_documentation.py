@@ -5,6 +5,8 @@ import importlib
 import inspect
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -81,12 +83,56 @@ def snippets_of(page):
 def test_every_snippet_of_the_readme_runs_as_it_stands(users_files):  # noqa: F811, the fixture
     """Each in a namespace of its own, with fewer steps."""
     snippets = snippets_of("README.md")
-    assert len(snippets) == 6
+    assert len(snippets) == 7
     for code in snippets:
         exec(re.sub(r"max_steps=\d+", "max_steps=2", code), {})
     for made in ("merged", "masked", "smaller", "tuned"):
         generate = pipeline("text-generation", f"models/{made}", max_new_tokens=2)
         assert generate("w1 w2")[0]["generated_text"].startswith("w1 w2")
+
+
+def test_the_page_of_modules_runs_as_it_stands():
+    """Each snippet in a namespace of its own, and what it claims is so."""
+    snippets = snippets_of("docs/modules.md")
+    assert len(snippets) == 6
+    found = []
+    for code in snippets:
+        namespace = {}
+        exec(code, namespace)
+        found.append(namespace)
+    masks, efficient, smaller, lora, pairwise, thinking = found
+    assert masks["loss"] < 1e-6
+    shares = masks["layer"].mask("weight")[0, :, 0]
+    torch.testing.assert_close(shares, torch.tensor([1.0] * 4 + [0.0] * 4), atol=1e-3, rtol=0)
+    assert torch.equal(masks["plain"](masks["x"]), masks["layer"](masks["x"]))
+    assert efficient["loss"] < 1e-3
+    assert smaller["half"].compression <= 0.5
+    x, linear = smaller["x"], smaller["linear"]
+    errors = {n: (smaller[n](x) - linear(x)).norm() for n in ("half", "fitted", "thin")}
+    assert all(error < linear(x).norm() for error in errors.values())
+    torch.testing.assert_close(smaller["plain"](x), smaller["half"](x), rtol=1e-4, atol=1e-4)
+    assert type(lora["model"][2]) is torch.nn.Linear
+    right = pairwise["head"](pairwise["a"], pairwise["b"]).argmax(1) == pairwise["labels"]
+    assert right.float().mean() > 0.9
+    assert thinking["more"] < thinking["few"] < 0.1
+
+
+def test_the_page_of_tests_runs_as_it_stands(tmp_path):
+    """In a process of its own, since modules are pickled by the name of their file."""
+    program = "\n".join(snippets_of("docs/testing.md"))
+    first, rest = program.split("def definition", 1)
+    checks = """
+assert set(report.wrong) == {"gradients", "gradient_penalty", "changed_before_backward"}, report
+"""
+    after = """
+assert set(report.raised) == {"forward_mode", "jacobians"} and not report.wrong, report
+"""
+    (tmp_path / "page.py").write_text(first + checks + "def definition" + rest + after)
+    done = subprocess.run(
+        [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "gradient of x in torch.float32" in done.stdout
 
 
 GRANULARITIES = ("scalar", "input", "output", "element")

@@ -246,6 +246,13 @@ def test_the_instruction_example_runs(tmp_path):
     assert all((rows / f"{name}.json").stat().st_mtime_ns == when for name, when in done.items())
 
 
+def test_the_example_of_six_modules_learns_and_folds():
+    done = run_script(ROOT / "examples" / "modules", "--steps", "150")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert float(re.search(r"right: ([\d.]+)%", done.stdout)[1]) > 85
+    assert float(re.search(r"logit by (\S+)", done.stdout)[1]) < 1e-3
+
+
 @pytest.mark.parametrize("task", ["parity", "add16", "reverse", "sort", "hops"])
 def test_the_example_that_thinks_longer_runs(task, tmp_path):
     figures = tmp_path / "figures.json"

@@ -11,9 +11,11 @@ from kronecker import KroneckerEmbedding, KroneckerLinear, LowRankEmbedding, Low
 from mergekit_lite import AccurateMaskedLinear, EfficientMaskedLinear
 from mergekit_lite.masks import MaskedEmbedding, MaskedLayer
 from model_components.testing import BEHAVIORS, check_module
+from thinker import LatentThinker
 
 X, Y = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
 WIDE = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
+TOKENS = torch.randint(0, 8, (6, 5), generator=torch.Generator().manual_seed(3))
 IDS = torch.tensor([0, 3, 5, 7, 1, 2])
 
 
@@ -62,9 +64,32 @@ MODULES = {
         Y,
     ),
     "pairwise, concat": (lambda: trained(PairwiseHead(4, link="concat")), X, Y),
+    "attention of torch": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+        torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(2)),
+    ),
+    "LatentThinker": (lambda: thinker(), TOKENS),
+    "LatentThinker at tokens": (
+        lambda: thinker(latent_init="tokens", memory="grow", positions="rotary"),
+        TOKENS,
+    ),
 }
-# a peft layer has no reset_parameters, and is a control
-RAISES = {"LoRA of peft": {"parameters_reset"}}
+NO_SECOND = {"second_gradients", "gradient_penalty"}
+RAISES = {
+    # a control: peft's layers have none
+    "LoRA of peft": {"parameters_reset"},
+    # torch's fused attention has no second derivative on a CPU
+    "attention of torch": {*NO_SECOND, "forward_mode", "parameters_reset"},
+    "LatentThinker": NO_SECOND,
+    "LatentThinker at tokens": NO_SECOND,
+}
+# these read sequences
+ONE_BATCH_DIMENSION = {"attention of torch", "LatentThinker", "LatentThinker at tokens"}
+
+
+def thinker(**options):
+    sizes = {"hidden_size": 16, "num_heads": 2, "max_input_length": 5, "max_output_length": 5}
+    return LatentThinker(vocab_size=8, n_step=2, step_noise=0.0, **sizes, **options)
 
 
 def trained(module):
@@ -81,10 +106,15 @@ def peft_layer():
     return inject_adapter_in_model(config, holder)["linear"]
 
 
+def logits_of(output):
+    return getattr(output, "logits", output)
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_behaves_as_a_module_of_torch(name):
     make, *inputs = MODULES[name]
-    report = check_module(make, *inputs)
+    skip = {"leading_dimensions"} if name in ONE_BATCH_DIMENSION else set()
+    report = check_module(make, *inputs, output=logits_of, skip=skip)
     assert not report.wrong, report
     assert set(report.raised) == RAISES.get(name, set()), report
-    assert len(report.passed) == len(BEHAVIORS) - len(report.raised)
+    assert len(report.passed) == len(BEHAVIORS) - len(report.raised) - len(skip)

@@ -42,10 +42,10 @@ def check_tokens(
         raise ValueError(
             f"LatentThinker: tokens are {type(tokens).__name__}; expected a tensor of ids (B, L)"
         )
-    if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64) or 0 in tokens.shape:
+    if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64) or not tokens.shape[1]:
         raise ValueError(
             f"LatentThinker: tokens have shape {list(tokens.shape)} and dtype {tokens.dtype}; "
-            "expected int64 or int32 ids (B, L), none of the two 0"
+            "expected int64 or int32 ids (B, L), L of 1 or more"
         )
     if mask is not None and mask.shape != tokens.shape:
         if mask.shape == tokens.shape[::-1]:
@@ -64,7 +64,7 @@ def check_tokens(
             f"LatentThinker: tokens (B, L) have shape {list(tokens.shape)}, so L is "
             f"{tokens.shape[1]}; expected at most max_input_length, {config.max_input_length}{hint}"
         )
-    if values:
+    if values and tokens.numel():
         low = int(tokens.min())
         high = int(tokens.max())
         if low < 0 or high >= config.vocab_size:
@@ -73,6 +73,22 @@ def check_tokens(
                 f"LatentThinker: token id {wrong}; expected 0 to vocab_size - 1, "
                 f"{config.vocab_size - 1}"
             )
+
+
+def check_embeds(config: ThinkerConfig, tokens: Tensor | None, embeds: Tensor) -> None:
+    """Refuse vectors beside tokens, of another width, or where positions depend on tokens."""
+    if tokens is not None:
+        raise ValueError("LatentThinker: got input_ids and inputs_embeds, expected one of them")
+    if embeds.dim() != 3 or embeds.shape[2] != config.hidden_size:
+        raise ValueError(
+            f"LatentThinker: inputs_embeds have shape {list(embeds.shape)}; expected (B, L, "
+            f"{config.hidden_size})"
+        )
+    if config.positions == "aligned":
+        raise ValueError(
+            'LatentThinker: inputs_embeds have no separators, which positions="aligned" are '
+            "counted from; expected input_ids, or other positions"
+        )
 
 
 def check_numbers(
@@ -184,6 +200,8 @@ def check_labels(config: ThinkerConfig, labels: Tensor, logits: Sequence[int]) -
             "the answer's"
         )
     known = labels[labels != -100]
+    if not labels.numel():
+        return
     if not known.numel():
         raise ValueError(
             "LatentThinker: every label is -100, of which there is no mean loss; expected an answer"

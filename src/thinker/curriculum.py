@@ -30,51 +30,44 @@ StateDict = dict[str, Any]
 """What a resume needs, as `torch.save` writes it."""
 
 
-class Rows(TypedDict):
-    """Inputs and answers of B rows.
+class Batch(TypedDict):
+    """A batch: the arguments of `LatentThinker`'s forward, so ``model(**batch)`` works.
 
     Attributes:
         input_ids: (B, L).
         attention_mask: (B, L).
         labels: (B, O), or (B, T, O) of each step, with -100 where there is no answer.
-        counted: Like the labels, which answers count.
-        lengths: (B,).
-        distance: (B, O), where the task has them.
-    """
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    labels: Tensor
-    counted: Tensor
-    lengths: Tensor
-    distance: NotRequired[Tensor]
-
-
-class Batch(Rows):
-    """Rows to train on, and how many steps and latents (or all) to think with.
-
-    Attributes:
-        n_step: Steps.
-        n_latent: Latents; None for all.
+        n_step: Steps to think; not in held-out rows.
+        n_latent: Latents, or None for all; not in held-out rows.
+        counted: Like the labels, which answers count. This and the rest are details, which a
+            trainer asks for.
+        lengths: (B,), the length of each row.
+        distance: (B, O), if the task has them.
         step: The batch's number.
         segment: Which of the trainer's segments of these rows it is, from 0.
         rank: The process's number.
     """
 
-    n_step: int
-    n_latent: int | None
-    step: int
-    segment: int
-    rank: int
+    input_ids: Tensor
+    attention_mask: Tensor
+    labels: Tensor
+    n_step: NotRequired[int]
+    n_latent: NotRequired[int | None]
+    counted: NotRequired[Tensor]
+    lengths: NotRequired[Tensor]
+    distance: NotRequired[Tensor]
+    step: NotRequired[int]
+    segment: NotRequired[int]
+    rank: NotRequired[int]
 
 
 class CurriculumDataset(IterableDataset):
-    """Batches of a task, without end.
+    """Batches of a task, without end; each is the arguments of `LatentThinker`'s forward.
 
     Batch number ``step`` is a function of (seed, rank, step) and the schedule's state: the stream
     is the same with any number of workers and after a resume. What `report` changes takes effect
     ``delay`` batches later, so that batches drawn ahead do not depend on when they were drawn. Use
-    it in a `DataLoader` with ``batch_size=None``, as `ThinkerTrainer` does.
+    it in a `DataLoader` with ``batch_size=None``.
 
     Args:
         task: What to sample.
@@ -254,10 +247,14 @@ class CurriculumDataset(IterableDataset):
         row[1:] = state
         row[0] = start  # last: workers find a row by it
 
-    def batch(self, step: int) -> Batch:
-        """Batch number ``step``.
+    def batch(self, step: int, *, details: bool = False) -> Batch:
+        """Return batch number ``step``.
 
         Where ``segments`` are more than 1, each drawn batch comes so many times.
+
+        Args:
+            step: The number.
+            details: Whether to add what is no argument of the model's forward; see `Batch`.
         """
         segment = step % self.segments
         first = step - segment  # so that all segments have the same rows
@@ -270,17 +267,21 @@ class CurriculumDataset(IterableDataset):
         n_latent = None
         if self.n_latent is not None:
             n_latent = between(_pair("n_latent", self.n_latent, longest), mix(self.seed, 5, first))
-        return {
-            **_rows(self.task, sample, lengths),
-            "n_step": between(_pair("n_step", self.n_step, longest), mix(self.seed, 4, step)),
-            "n_latent": n_latent,
-            "step": step,
-            "segment": segment,
-            "rank": self.rank,
-        }
+        batch = _rows(self.task, sample, lengths, details)
+        batch["n_step"] = between(_pair("n_step", self.n_step, longest), mix(self.seed, 4, step))
+        batch["n_latent"] = n_latent
+        if details:
+            batch["step"] = step
+            batch["segment"] = segment
+            batch["rank"] = self.rank
+        return batch
 
     def __iter__(self) -> Iterator[Batch]:
-        """From the present step on; several workers take turns."""
+        """Yield batches from the present step on; several workers take turns."""
+        return self.batches()
+
+    def batches(self, *, details: bool = False) -> Iterator[Batch]:
+        """Yield batches from the present step on, with or without details."""
         info = get_worker_info()
         stride = 1
         if info is not None:
@@ -288,7 +289,7 @@ class CurriculumDataset(IterableDataset):
             stride = info.num_workers
         while True:
             self.step += stride
-            yield self.batch(self.step - stride)
+            yield self.batch(self.step - stride, details=details)
 
     def is_held_out(self, sample: Sample, lengths: Tensor) -> Tensor:  # (B,)
         """Which rows training never sees."""
@@ -298,7 +299,7 @@ class CurriculumDataset(IterableDataset):
         held_out[trained] = self._hold_out.rows(sample.rows(trained), lengths[trained])
         return held_out
 
-    def held_out(self, batch: int, length: int, *, seed: int = 0) -> Rows:
+    def held_out(self, batch: int, length: int, *, seed: int = 0, details: bool = False) -> Batch:
         """Return a batch of held-out inputs of one length.
 
         Where none of that length are held out, they are of any inputs.
@@ -308,13 +309,13 @@ class CurriculumDataset(IterableDataset):
                 each once.
             length: Of all rows.
             seed: Which batch.
+            details: Whether to add which answers count, lengths and distances; see `Batch`.
         """
         if batch < 1:
             raise ValueError(f"CurriculumDataset: held_out of {batch} rows; expected 1 or more")
         sample = self._hold_out.sample(self._generator(3, seed, length), batch, length)
-        return _rows(
-            self.task, sample, torch.full((len(sample.tokens),), length, device=self.device)
-        )
+        lengths = torch.full((len(sample.tokens),), length, device=self.device)
+        return _rows(self.task, sample, lengths, details)
 
     def state_dict(self, step: int | None = None) -> StateDict:
         """Return what a resume needs: how many batches were trained on, the schedule's states.
@@ -380,14 +381,26 @@ def _pair(name: str, count: Count, length: int) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
-def _rows(task: Task, sample: Sample, lengths: Tensor) -> Rows:
-    rows: Rows = {
+class DetailedBatches(IterableDataset):
+    """A `CurriculumDataset` whose batches have details, for a trainer's loader."""
+
+    def __init__(self, data: CurriculumDataset):
+        self.data = data
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.data.batches(details=True)
+
+
+def _rows(task: Task, sample: Sample, lengths: Tensor, details: bool) -> Batch:
+    rows: Batch = {
         "input_ids": sample.tokens,
         "attention_mask": sample.mask,
         "labels": sample.targets,
-        "counted": task.accuracy_mask(sample),
-        "lengths": lengths,
     }
+    if not details:
+        return rows
+    rows["counted"] = task.accuracy_mask(sample)
+    rows["lengths"] = lengths
     if sample.distance is not None:
         rows["distance"] = sample.distance
     return rows

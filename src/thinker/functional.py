@@ -7,9 +7,14 @@ Shapes: B batch, H heads, h = d / H, n queries, m keys, d width.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from model_components._autograd import transforming
 
 
 def attention(
@@ -48,7 +53,9 @@ def attention(
             f"attention: query {list(query.shape)}, keys {list(keys.shape)}, values "
             f"{list(values.shape)}; expected (B, H, n, h), (B, H, m, h) and the keys' shape"
         )
-    output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+    # only torch's plain kernel has forward-mode derivatives
+    with sdpa_kernel(SDPBackend.MATH) if transforming() else nullcontext():
+        output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
     return output.transpose(1, 2).flatten(2)
 
 

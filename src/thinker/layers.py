@@ -5,6 +5,7 @@ Shapes: B batch, n latents, L input length, O answer length, d width, H heads, h
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -54,7 +55,7 @@ class Attention(nn.Module):
         if turn is not None:
             query = rotate(query, turn)
         # answer queries and static tokens are one row for all
-        batch = max(x.shape[0], keys_values[0].shape[0])
+        (batch,) = torch.broadcast_shapes(x.shape[:1], keys_values[0].shape[:1])
         query, keys, values = (t.expand(batch, -1, -1, -1) for t in (query, *keys_values))
         return self.out(attention(query, keys, values, mask=mask))
 

@@ -8,15 +8,18 @@ Shapes: B batch, n latents, L input length, O answer length, d width, H heads, h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
+from model_components._autograd import needs_plain
 from model_components._loading import CompleteModel
 
 from .checks import (
+    check_embeds,
     check_grid,
     check_labels,
     check_latents,
@@ -45,11 +48,13 @@ class LatentThinker(CompleteModel):
     more of them than in training.
 
     Args:
-        config: Sizes and choices.
+        config: Sizes and choices, or None.
+        **fields: Fields of `ThinkerConfig`, instead of a config.
 
-    >>> model = LatentThinker(
-    ...     ThinkerConfig(vocab_size=16, max_input_length=8, max_output_length=8)
-    ... ).eval()
+    Raises:
+        ValueError: A config and fields, or a value that `ThinkerConfig` refuses.
+
+    >>> model = LatentThinker(vocab_size=16, max_input_length=8, max_output_length=8).eval()
     >>> out = model(torch.zeros(2, 5, dtype=torch.long), n_step=3, out_len=4)
     >>> out.logits.shape, out.steps.tolist()
     (torch.Size([2, 4, 16]), [3, 3])
@@ -63,7 +68,12 @@ class LatentThinker(CompleteModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = True
 
-    def __init__(self, config: ThinkerConfig):
+    def __init__(self, config: ThinkerConfig | None = None, **fields: Any):
+        if config is not None and fields:
+            raise ValueError(
+                f"LatentThinker: got a config and {next(iter(fields))}, expected one of them"
+            )
+        config = config or ThinkerConfig(**fields)
         super().__init__(config)
         self.loss_function = F.cross_entropy
         d = config.hidden_size
@@ -104,6 +114,11 @@ class LatentThinker(CompleteModel):
             if self.rate is not None:
                 nn.init.constant_(self.rate, self.config.step_rate)
 
+    def reset_parameters(self) -> None:
+        """Draw all parameters again."""
+        for module in self.modules():
+            self._init_weights(module)
+
     def get_input_embeddings(self) -> nn.Module:
         """The table of tokens."""
         return self.embedding
@@ -133,9 +148,10 @@ class LatentThinker(CompleteModel):
 
     def encode(
         self,
-        tokens: Tensor,  # (B, L)
+        tokens: Tensor | None,  # (B, L)
         mask: Tensor | None = None,  # (B, L)
         *,
+        inputs_embeds: Tensor | None = None,  # (B, L, d)
         out_len: int | None = None,
         places: Places | None = None,
         generator: torch.Generator | None = None,
@@ -143,8 +159,9 @@ class LatentThinker(CompleteModel):
         """Read an input: project its keys and values, once for all steps.
 
         Args:
-            tokens: Ids below ``vocab_size``.
+            tokens: Ids below ``vocab_size``, or None with ``inputs_embeds``.
             mask: True (or 1) at tokens, False at padding; default: no padding.
+            inputs_embeds: Vectors of your own in the place of embedded tokens.
             out_len: Longest answer to come, where positions are drawn for both; default the input's
                 length.
             places: Positions that were drawn before, of a carry; default: drawn here.
@@ -154,17 +171,22 @@ class LatentThinker(CompleteModel):
             ValueError: Not (B, L), too long, ids outside the vocabulary, a row all padding, a row
                 that is no grid.
         """
-        check_tokens(self.config, tokens, mask, values=self._checked())
+        if inputs_embeds is not None:
+            check_embeds(self.config, tokens, inputs_embeds)
+            tokens = torch.zeros(inputs_embeds.shape[:2], dtype=torch.long, device=self.device)
+        assert tokens is not None
+        checked = self._checked(tokens)
+        check_tokens(self.config, tokens, mask, values=checked)
         if mask is not None:
             mask = mask.bool()
-            if self._checked():
-                check_mask(self.config, mask)
-        if self._checked():
+        if mask is not None and checked:
+            check_mask(self.config, mask)
+        if checked:
             check_grid(self.config, tokens, mask)
         if places is None:
             longest = max(tokens.shape[1], out_len or 0)
             places = self.positions.draw(longest, generator=generator, device=tokens.device)
-        embedded = self.embedding(tokens)
+        embedded = self.embedding(tokens) if inputs_embeds is None else inputs_embeds
         codes = self.positions.encode(tokens, mask, places)
         if codes is not None:
             embedded = embedded + codes
@@ -275,7 +297,7 @@ class LatentThinker(CompleteModel):
 
         None in training and under torch.compile: the global generator is used then.
         """
-        if self.training or torch.compiler.is_compiling():
+        if self.training or torch.compiler.is_compiling() or device.type == "meta":
             return None
         return torch.Generator(device).manual_seed(0)
 
@@ -295,10 +317,11 @@ class LatentThinker(CompleteModel):
 
     def forward(
         self,
-        input_ids: Tensor,  # (B, L)
+        input_ids: Tensor | None = None,  # (B, L)
         attention_mask: Tensor | None = None,  # (B, L)
         *,
-        labels: Tensor | None = None,  # (B, O), -100 counts nowhere
+        inputs_embeds: Tensor | None = None,  # (B, L, d)
+        labels: Tensor | None = None,  # (B, O) or (B, T, O), -100 counts nowhere
         out_len: int | None = None,
         n_step: int | None = None,
         n_latent: int | None = None,
@@ -313,9 +336,11 @@ class LatentThinker(CompleteModel):
         """Read, think, answer.
 
         Args:
-            input_ids: Ids below ``vocab_size``.
+            input_ids: Ids below ``vocab_size``, or None with ``inputs_embeds``.
             attention_mask: 1 at tokens, 0 at padding.
-            labels: The answer; gives ``loss`` and, without ``out_len``, the length.
+            inputs_embeds: Vectors of your own in the place of embedded tokens.
+            labels: The answer; gives ``loss`` and, without ``out_len``, the length. If each step
+                has an answer of its own, the loss is that of the last step.
             out_len: Length of the answer; default the longest.
             n_step: See `think`, as for the rest.
             n_latent: Latents.
@@ -330,13 +355,20 @@ class LatentThinker(CompleteModel):
         Raises:
             ValueError: What `encode`, `think` and `decode` refuse.
         """
+        if labels is not None:
+            labels = self.answers_of(labels, n_latent)
         if out_len is None and labels is not None:
-            out_len = labels.shape[1]
+            out_len = labels.shape[-1]
         elif out_len is None and not self.config.at_tokens:
             out_len = self.config.max_output_length
         places = None if carry is None else carry.places
         context = self.encode(
-            input_ids, attention_mask, out_len=out_len, places=places, generator=generator
+            input_ids,
+            attention_mask,
+            inputs_embeds=inputs_embeds,
+            out_len=out_len,
+            places=places,
+            generator=generator,
         )
         thought = self.think(
             context,
@@ -354,10 +386,13 @@ class LatentThinker(CompleteModel):
         logits = self._decode(
             torch.cat([thought.kept[s] for s in steps]), out_len, thought.state.places
         )
-        step_logits = logits.unflatten(0, (len(steps), -1)).unbind(0)  # one read-out for all
+        by_step = logits.unflatten(0, (len(steps), logits.shape[0] // len(steps)))
+        step_logits = [by_step[i] for i in range(len(steps))]  # one read-out for all
         loss = None
         if labels is not None:
-            if self._checked():
+            if labels.dim() == 3:
+                labels = labels[:, min(steps[-1], labels.shape[1]) - 1]
+            if self._checked(labels):
                 check_labels(self.config, labels, step_logits[-1].shape)
             loss = self.loss_function(step_logits[-1].flatten(0, 1), labels.flatten())
         return ThinkerOutput(
@@ -374,8 +409,9 @@ class LatentThinker(CompleteModel):
         # pyrefly: ignore[bad-return]: a ModuleList of ThinkLayer
         return list(self.layers)
 
-    def _checked(self) -> bool:
-        return self.check_inputs and not torch.compiler.is_compiling()
+    def _checked(self, x: Tensor) -> bool:
+        """Return whether values are looked at: not while torch traces or transforms."""
+        return self.check_inputs and not needs_plain(x)
 
     def _start(
         self, context: Context, n_latent: int | None, generator: torch.Generator | None

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 from transformers.utils import ModelOutput
 
-from .memory import KeysValues, Memory
+from .memory import GrowMemory, KeysValues, Memory
 from .positions import Places
 
 
@@ -82,6 +83,17 @@ class ThinkerState:
         The next segment's gradients stop here (deep supervision).
         """
         return self.map(Tensor.detach)
+
+
+# so that torch.export can return a carry
+for _kind in (Places, ThinkerState):
+    torch.export.register_dataclass(_kind)
+register_pytree_node(
+    GrowMemory,
+    lambda memory: ([memory.layers], None),
+    lambda parts, _: GrowMemory(*parts),
+    serialized_type_name="thinker.GrowMemory",
+)
 
 
 @dataclass(frozen=True)

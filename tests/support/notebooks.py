@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
-NAMES = ("merging", "masks", "kronecker", "thinker", "lora", "pairwise", "field_trial")
+NAMES = ("modules", "merging", "masks", "kronecker", "thinker", "lora", "pairwise", "field_trial")
 
 
 def cells(name: str) -> list[str]:

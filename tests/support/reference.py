@@ -54,7 +54,6 @@ PAGES = (
         "thinker",
         (
             "curriculum.Batch",
-            "curriculum.Rows",
             "flow.FlowRow",
             "losses.LastAndRandom",
             "losses.LearnedWeights",
@@ -94,9 +93,11 @@ PAGES = (
             "storage.merge.MergedLayer",
             "storage.merge.MergeReport",
             "surgery.accelerate.AccelerationReport",
+            "surgery.inject.InjectionReport",
         ),
     ),
     Page("heads.pairwise", "Which answer is better", "pairwise"),
+    Page("model_components.testing", "Testing your own layers", "testing"),
 )
 
 

@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from thinker import AtTokens, CurriculumDataset, Frontier, make_task
+from thinker.curriculum import DetailedBatches
 from thinker.schedules import Dynamic, Fixed, Progressive, Uniform
 from thinker.tasks import Sample, TensorTask
 
@@ -28,7 +29,7 @@ def same(a, b):
 
 
 def take(data, count, **options):
-    loader = iter(DataLoader(data, batch_size=None, **options))
+    loader = iter(DataLoader(DetailedBatches(data), batch_size=None, **options))
     return [next(loader) for _ in range(count)]
 
 
@@ -42,7 +43,9 @@ def test_the_stream_is_the_same_with_any_number_of_workers():
 
 
 def test_streams_differ_by_seed_and_rank_but_ranks_think_alike():
-    first, seed, rank = (data_of(**o).batch(5) for o in ({}, {"seed": 1}, {"rank": 1}))
+    first, seed, rank = (
+        data_of(**o).batch(5, details=True) for o in ({}, {"seed": 1}, {"rank": 1})
+    )
     assert not torch.equal(first["input_ids"], seed["input_ids"])
     assert not same(first, rank)
     both = [[data_of(rank=r, n_latent=(2, 5)).batch(i) for i in range(30)] for r in (0, 1)]
@@ -56,7 +59,7 @@ def test_resumed_is_as_if_never_stopped():
     whole, first = data_of(Progressive(max_length=9, min_answers=1), delay=2), None
     right, total = torch.zeros(10), torch.zeros(10)
     right[1:] = total[1:] = 5
-    expected, stream = [], iter(whole)
+    expected, stream = [], whole.batches(details=True)
     for i in range(8):
         if i == 3:
             whole.report(right, total, step=3)
@@ -65,7 +68,7 @@ def test_resumed_is_as_if_never_stopped():
         expected.append(next(stream))
     again = data_of(Progressive(max_length=9, min_answers=1), delay=2)
     again.load_state_dict(first)
-    stream = iter(again)
+    stream = again.batches(details=True)
     assert all(same(next(stream), b) for b in expected[4:])
     assert expected[4]["lengths"].max() == 1  # the report at 3 holds from 5 on
     assert expected[5]["lengths"].max() == 2
@@ -75,7 +78,13 @@ def test_a_report_reaches_workers_that_live_on():
     data = data_of(Progressive(max_length=9, min_answers=1), delay=6)
     right = torch.ones(10)
     loader = iter(
-        DataLoader(data, batch_size=None, num_workers=2, prefetch_factor=2, persistent_workers=True)
+        DataLoader(
+            DetailedBatches(data),
+            batch_size=None,
+            num_workers=2,
+            prefetch_factor=2,
+            persistent_workers=True,
+        )
     )
     found = []
     for step in range(30):
@@ -93,17 +102,17 @@ def test_training_never_sees_what_is_held_out(task):
         masked = zip(batch["input_ids"], batch["attention_mask"], strict=True)
         return [tuple(t[m].tolist()) for t, m in masked]
 
-    held = [data.held_out(64, length) for length in range(1, 7)]
+    held = [data.held_out(64, length, details=True) for length in range(1, 7)]
     for batch in held:
         assert set(batch["lengths"].tolist()) <= set(range(1, 7))
     hidden = {r for b in held for r in rows(b) if bool(data._hold_out.lengths[b["lengths"][0]])}
     assert len(hidden) > 100
-    seen = {r for step in range(60) for r in rows(data.batch(step))}
+    seen = {r for step in range(60) for r in rows(data.batch(step, details=True))}
     assert not hidden & seen
-    shown = data.held_out(64, 6)
+    shown = data.held_out(64, 6, details=True)
     sample = [shown[k] for k in ("input_ids", "attention_mask", "labels")]
     assert data.is_held_out(Sample(*sample), shown["lengths"]).all()
-    longer = data.held_out(4, 9)  # than any in training
+    longer = data.held_out(4, 9, details=True)  # than any in training
     sample = [longer[k] for k in ("input_ids", "attention_mask", "labels")]
     assert data.is_held_out(Sample(*sample), longer["lengths"]).all()
 
@@ -142,24 +151,28 @@ def test_rows_that_are_given_are_in_training_or_held_out(at_tokens):
     task, tokens = given(augment=shifted, symbols=10_100)
     data = CurriculumDataset(AtTokens(task) if at_tokens else task, batch_size=64, holdout=0.2)
     first = slice(1, None) if at_tokens else slice(None)
-    held = data.held_out(1000, 1)
+    held = data.held_out(1000, 1, details=True)
     assert held["labels"].shape == (len(held["lengths"]), 5 if at_tokens else 4)
     rows = {tuple(row) for row in held["input_ids"][:, first].tolist()}
     assert 0.1 < len(held["input_ids"]) / 400 < 0.3
     assert rows <= set(map(tuple, tokens.tolist()))
-    seen = torch.cat([data.batch(n)["input_ids"][:, first] for n in range(60)])
+    seen = torch.cat([data.batch(n, details=True)["input_ids"][:, first] for n in range(60)])
     assert int(seen.max()) > 97  # made others
     assert not rows & {tuple(row) for row in (seen % 100).tolist()}
     assert len({tuple(row) for row in (seen % 100).tolist()}) == len(
         set(map(tuple, tokens.tolist())) - rows
     )
-    batch = data.batch(3)  # and the answers are those of what was made
+    batch = data.batch(3, details=True)  # and the answers are those of what was made
     assert torch.equal(batch["labels"][:, first], batch["input_ids"][:, first].flip(1))
-    assert len(data.held_out(7, 1)["input_ids"]) == 7
+    assert len(data.held_out(7, 1, details=True)["input_ids"]) == 7
     assert not torch.equal(
-        data.held_out(7, 1)["input_ids"], data.held_out(7, 1, seed=1)["input_ids"]
+        data.held_out(7, 1, details=True)["input_ids"],
+        data.held_out(7, 1, seed=1, details=True)["input_ids"],
     )
-    assert len(CurriculumDataset(task, holdout=0.0).held_out(1000, 1)["input_ids"]) == 400
+    assert (
+        len(CurriculumDataset(task, holdout=0.0).held_out(1000, 1, details=True)["input_ids"])
+        == 400
+    )
 
 
 def test_rows_that_are_given_have_masks_and_answers_that_do_not_count():
@@ -169,7 +182,7 @@ def test_rows_that_are_given_have_masks_and_answers_that_do_not_count():
         tokens.masked_fill(tokens % 2 == 1, -100),
     )
     task = TensorTask(tokens, targets, mask=mask)
-    batch = CurriculumDataset(task, batch_size=30, holdout=0.0).batch(0)
+    batch = CurriculumDataset(task, batch_size=30, holdout=0.0).batch(0, details=True)
     for got, whole in (("input_ids", tokens), ("labels", targets), ("attention_mask", mask)):
         assert torch.equal(batch[got], whole[batch["input_ids"][:, 0] // 4])
     assert torch.equal(batch["counted"], batch["labels"] != -100)
@@ -333,7 +346,7 @@ def test_a_batch_that_comes_in_segments_is_one_batch_whatever_the_schedule_does(
     data.segments = 4
     # from batch 6 on, in the middle of the second four
     data.change(torch.tensor([9.0, 0.0, 0.0]), step=-2)
-    batches = [data.batch(step) for step in range(12)]
+    batches = [data.batch(step, details=True) for step in range(12)]
     assert [b["segment"] for b in batches] == [0, 1, 2, 3] * 3
     for whole in (batches[:4], batches[4:8], batches[8:]):
         for part in whole[1:]:
@@ -349,7 +362,7 @@ def test_a_batch_that_comes_in_segments_is_one_batch_whatever_the_schedule_does(
 def test_short_lengths_hold_nothing_out():
     data = data_of(Uniform(max_length=12), "prefix_sum", holdout=0.5, batch_size=256)
     assert data._hold_out.lengths.tolist() == [False] * 10 + [True] * 3  # 2^10 inputs are enough
-    batch = data.batch(0)
+    batch = data.batch(0, details=True)
     short = batch["input_ids"][batch["lengths"] == 2]
     assert len(torch.unique(short[:, :2], dim=0)) == 4
 
@@ -357,7 +370,7 @@ def test_short_lengths_hold_nothing_out():
 def test_with_everything_held_out_it_says_so():
     data = data_of(Fixed(max_length=9), holdout=0.999999)
     with pytest.raises(ValueError, match=r"CurriculumDataset:.*9.*smaller"):
-        data.batch(0)
+        data.batch(0, details=True)
 
 
 def drawn(schedule, state=None, step=0, batch=4000):
@@ -402,7 +415,7 @@ def test_dynamic_prefers_what_is_wrong():
 
 def test_steps_and_latents_by_length():
     data = data_of(Fixed(max_length=9), n_step=lambda n: (n, n + 6), n_latent=lambda n: 2 * n)
-    found = [data.batch(s) for s in range(60)]
+    found = [data.batch(s, details=True) for s in range(60)]
     assert {b["n_latent"] for b in found} == {18}
     assert {b["n_step"] for b in found} == set(range(9, 16))
     assert data.most_latents == 18
@@ -413,7 +426,7 @@ def test_rows_drawn_again_are_asked_for_their_own_steps(task):
     data = data_of(Uniform(max_length=8), task=task, batch_size=64, holdout=0.3)
     steps = 1 if task.by_step and task.input_length(3) != 3 else 0  # hops ask for the start too
     for step in range(20):
-        batch = data.batch(step)
+        batch = data.batch(step, details=True)
         asked = (batch["labels"] != -100).any(-1).sum(1)
         assert torch.equal(asked, batch["lengths"] + steps)
 
@@ -424,7 +437,7 @@ def test_rows_drawn_again_are_asked_for_their_own_steps(task):
 def test_an_input_is_held_out_wherever_it_is_padded(task):
     data = data_of(Uniform(max_length=9, min_length=5), task=AtTokens(task), holdout=0.3)
     for step in range(3):
-        batch = data.batch(step)
+        batch = data.batch(step, details=True)
         for row, length in enumerate(batch["lengths"].tolist()):
             width = data.task.input_length(length)
             alone = Sample(
@@ -435,7 +448,7 @@ def test_an_input_is_held_out_wherever_it_is_padded(task):
             )
             assert alone.mask.all()
             assert not data.is_held_out(alone, torch.tensor([length])).any()
-    held = data.held_out(20, 7)
+    held = data.held_out(20, 7, details=True)
     sample = Sample(held["input_ids"], held["attention_mask"], held["labels"])
     assert data.is_held_out(sample, torch.full((20,), 7)).all()
     assert held["distance"].shape == held["labels"].shape

@@ -187,7 +187,7 @@ def test_the_last_latents_of_a_causal_flow_are_asked_for_the_last_answers(tmp_pa
     )
     data = data_of(Fixed(max_length=6), task)
     trainer = trainer_of(tmp_path, model, data, step_loss=AllSteps(), **SGD)
-    batch = data.batch(0)
+    batch = data.batch(0, details=True)
     noise = torch.Generator().manual_seed(seed_of(trainer.args.seed, 0, 0, 2))
     out = model.train()(
         batch["input_ids"],
@@ -206,7 +206,7 @@ def test_the_last_latents_of_a_causal_flow_are_asked_for_the_last_answers(tmp_pa
     assert out.logits.shape == (8, 3, 17)
     trainer.train()
     found = evaluate_steps(model, data, [6], n_steps=[2], samples=64)
-    held = data.held_out(64, 6)
+    held = data.held_out(64, 6, details=True)
     with torch.no_grad():
         right = (
             model.eval()(held["input_ids"], n_step=2).logits.argmax(-1) == held["labels"][:, -3:]
@@ -220,7 +220,7 @@ def test_answers_in_reach_are_those_of_the_last_latents(tmp_path):
     model = model_of(causal=True, num_latents=4, window=2, **sizes)
     loss, data = Reach(grad_steps=None), data_of(Fixed(max_length=6), task, n_step=4)
     trainer = trainer_of(tmp_path, model, data, step_loss=loss)
-    batch = data.batch(0)
+    batch = data.batch(0, details=True)
     noise = torch.Generator().manual_seed(seed_of(trainer.args.seed, 0, 0, 2))
     out = model.train()(batch["input_ids"], n_step=4, output_steps=[3, 4], generator=noise)
     expected = loss(out, batch["labels"][:, -4:], batch["distance"][:, -4:])
@@ -258,7 +258,7 @@ def test_answers_that_fewer_latents_give_weigh_as_answers(tmp_path):
         AtTokens(make_task("copy")), Fixed(max_length=3), batch_size=8, n_step=2
     )
     trainer = trainer_of(tmp_path, model, data, max_steps=1, logging_steps=1, step_loss=AllSteps())
-    batch = trainer.data.batch(0)
+    batch = trainer.data.batch(0, details=True)
     with torch.no_grad():
         out = model.train()(
             batch["input_ids"], batch["attention_mask"], n_step=2, output_steps="all"
@@ -292,7 +292,7 @@ def test_a_plan_is_drawn_for_each_batch(tmp_path):
     )
     before = {name: p.clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
-    drawn = [trainer.data.batch(n)["n_step"] for n in range(6)]
+    drawn = [trainer.data.batch(n, details=True)["n_step"] for n in range(6)]
     assert steps[-6:] == drawn
     assert len(set(map(str, plans[-6:]))) == 6
     assert all(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
@@ -327,7 +327,7 @@ def test_segments_are_steps_of_their_own_from_where_the_latents_had_come(tmp_pat
     plain = data_of(n_step=(2, 4))
     seen = []
     for step in range(6):
-        drawn, again = plain.batch(step - step % 3), data.batch(step)
+        drawn, again = plain.batch(step - step % 3, details=True), data.batch(step, details=True)
         assert torch.equal(drawn["input_ids"], again["input_ids"])
         assert again["segment"] == step % 3
         n_step = again["n_step"]
@@ -448,7 +448,7 @@ def test_it_learns_a_scan_and_runs_it_longer(tmp_path):
     assert early < 0.8
     assert needed > 0.95
     assert longer >= needed  # at ten times the steps
-    batch = data.held_out(64, 12)
+    batch = data.held_out(64, 12, details=True)
     with torch.no_grad():
         thought = model.eval().think(
             model.encode(batch["input_ids"]), n_step=240, output_steps=[7, 240]
@@ -471,7 +471,7 @@ class Ranks(IterableDataset):
         self.data = data
 
     def __iter__(self):
-        streams = [iter(d) for d in self.data]
+        streams = [d.batches(details=True) for d in self.data]
         while True:
             for stream in streams:
                 yield next(stream)
@@ -589,7 +589,7 @@ def compare_with_one_process(found, make, changes, tmp_path):
 
 def test_accumulation_gives_the_same_step(tmp_path):
     """Two half batches are one: the answers of a whole step are counted, not those of each part."""
-    whole = data_of(batch_size=16).batch(0)
+    whole = data_of(batch_size=16).batch(0, details=True)
     halves = [
         {k: v[i * 8 : i * 8 + 8] if torch.is_tensor(v) else v for k, v in whole.items()}
         for i in (0, 1)
@@ -713,7 +713,7 @@ def test_any_plan_trains_with_any_draw_of_steps(tmp_path):
     passes = trainer.step_loss.passes
     trainer.step_loss.passes = lambda n_step, *rest: seen.append(n_step) or passes(n_step, *rest)
     trainer.train()
-    drawn = [trainer.data.batch(i)["n_step"] for i in range(12)]
+    drawn = [trainer.data.batch(i, details=True)["n_step"] for i in range(12)]
     assert 1 in drawn
     assert seen == [max(2, n) for n in drawn]  # a plan's fewest
 
@@ -736,11 +736,11 @@ def test_a_task_says_which_answers_count(tmp_path):
     data = CurriculumDataset(Half(), Frontier(max_length=6), batch_size=8)
     trainer = trainer_of(tmp_path, data=data, max_steps=2)
     trainer.train()
-    batches = [data.batch(i) for i in (0, 1)]
+    batches = [data.batch(i, details=True) for i in (0, 1)]
     assert float(trainer.tally.counts["total"].sum()) == sum(
         int(b["lengths"].clamp(max=3).sum()) for b in batches
     )
-    held = data.held_out(64, 6)
+    held = data.held_out(64, 6, details=True)
     logits = trainer.model.eval()(
         held["input_ids"], held["attention_mask"], out_len=6, n_step=4
     ).logits
@@ -871,7 +871,7 @@ def test_an_explosion_ends_at_or_below_the_best_loss_seen(rate, tmp_path):
 
     def loss_of(trainer):
         trainer.model.eval()
-        batch = trainer.data.held_out(256, 3)
+        batch = trainer.data.held_out(256, 3, details=True)
         with torch.no_grad():
             return float(trainer.model(batch["input_ids"], n_step=3, labels=batch["labels"]).loss)
 
@@ -1028,7 +1028,7 @@ def test_grids_lengths_and_plots(tmp_path):
     model, data = model_of(latent_init="noise", n_step=2).train(), data_of(Frontier(max_length=4))
     grid = evaluate_grid(model, data, n_latents=[2, 5], n_steps=[3, 1], samples=32)
     assert model.training
-    batch = data.held_out(32, 4)
+    batch = data.held_out(32, 4, details=True)
     model.eval()
     for i, n in enumerate((2, 5)):
         for j, steps in enumerate((3, 1)):

@@ -282,7 +282,7 @@ def pairwise_loss(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
         label_smoothing: Share of each target that is spread over all classes.
 
     Returns:
-        (), in nats.
+        A scalar, in nats.
 
     Raises:
         ValueError: Labels of another shape.

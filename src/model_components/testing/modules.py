@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -41,13 +42,13 @@ class ModuleReport(Report):
         ]
 
     def table(self) -> Table:
-        """List the behaviors that did not pass, with the first line of what happened."""
+        """List the behaviors that did not pass, with the beginning of what happened."""
         rows = [
-            (name, result, message.strip().partition("\n")[0])
+            (name, result, textwrap.shorten(message, 100))
             for result, messages in (("wrong", self.wrong), ("raised", self.raised))
             for name, message in messages.items()
         ]
-        return Table(("behavior", "result", "message"), rows)
+        return Table(("behavior", "result", "message"), rows, sentences=True)
 
 
 def check_module(

@@ -9,7 +9,7 @@ import torch
 from model_components._modes import evaluating
 
 from ..checks import check_layout, chosen_plan
-from ..curriculum import CurriculumDataset, Rows
+from ..curriculum import Batch, CurriculumDataset
 from ..flow import FlowPlan
 from ..losses import labels_of_steps
 from ..model import LatentThinker
@@ -19,7 +19,7 @@ from .results import Accuracy, Curves, Grid
 @torch.no_grad()
 def accuracies(
     model: LatentThinker,
-    batch: Rows,
+    batch: Batch,
     *,
     n_steps: Sequence[int],
     n_latent: int | None = None,
@@ -126,9 +126,8 @@ def evaluate_grid(
             f"{samples}; expected 1 or more"
         )
     _check_data("evaluate_grid", model, data)
-    batch = data.held_out(
-        samples, data.schedule.max_length if length is None else length, seed=seed
-    )
+    longest = data.schedule.max_length if length is None else length
+    batch = data.held_out(samples, longest, seed=seed, details=True)
     cells = [
         tuple(accuracies(model, batch, n_steps=n_steps, n_latent=n, plan=plan)) for n in n_latents
     ]
@@ -181,6 +180,6 @@ def evaluate_steps(
         )
     cells = []
     for length, numbers in steps.items():
-        batch = data.held_out(samples, length, seed=seed)
+        batch = data.held_out(samples, length, seed=seed, details=True)
         cells.append(tuple(accuracies(model, batch, n_steps=numbers, n_latent=n_latent, plan=plan)))
     return Curves(tuple(steps), tuple(map(tuple, steps.values())), tuple(cells))

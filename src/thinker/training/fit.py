@@ -67,7 +67,7 @@ def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> 
 def check_reach(model: LatentThinker, data: CurriculumDataset, loss: StepLoss) -> None:
     """Refuse a loss on what is in reach where nothing ever is: it would train nothing."""
     if loss.counts_from_start:
-        distance = data.batch(data.step).get("distance")
+        distance = data.batch(data.step, details=True).get("distance")
     else:
         distance = None
     if distance is None or not bool((distance > 0).any()):

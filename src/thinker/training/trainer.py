@@ -21,7 +21,7 @@ from model_components._formats import check_format, reading, stamp
 from model_components._trainer import StepTrainer, TrainerOptions, bare_optimizer
 
 from ..counters import seed_of
-from ..curriculum import Batch, CurriculumDataset, StateDict
+from ..curriculum import Batch, CurriculumDataset, DetailedBatches, StateDict
 from ..flow import FlowPlan
 from ..losses import LastAndRandom, StepLoss, labels_of_steps
 from ..model import LatentThinker
@@ -175,7 +175,7 @@ class ThinkerTrainer(StepTrainer):
             options = {}
         persistent = bool(workers) and self.args.dataloader_persistent_workers
         return DataLoader(
-            self.data,
+            DetailedBatches(self.data),
             batch_size=None,
             num_workers=workers,
             persistent_workers=persistent,

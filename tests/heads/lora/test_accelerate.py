@@ -775,8 +775,7 @@ def test_layers_of_an_own_model_are_injected():
     assert len(trains) == 4
     assert report.trained == 2 * (4 + 8) + 2 * (8 + 3)
     assert model[0].scaling["default"] == 1.5
-    state = get_peft_model_state_dict(model)
-    assert len(state) == 4
+    assert len(get_peft_model_state_dict(model)) == 4
     torch.nn.init.normal_(model[2].lora_B["default"].weight)
     lean = model(x)
     folded = model[2].to_linear()
@@ -784,8 +783,11 @@ def test_layers_of_an_own_model_are_injected():
     torch.testing.assert_close(folded(model[0](x)), model[2](model[0](x)))
     model[2].impl = "reference"
     torch.testing.assert_close(model(x), lean)
-    set_peft_model_state_dict(model, state)
+    changed = {n: t.clone() for n, t in get_peft_model_state_dict(model).items()}
+    torch.nn.init.zeros_(model[2].lora_B["default"].weight)
     assert torch.equal(model(x), before)
+    set_peft_model_state_dict(model, changed)
+    torch.testing.assert_close(model(x), lean)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from heads.pairwise import PairwiseHead
 from kronecker import KroneckerEmbedding, KroneckerLinear, LowRankEmbedding, LowRankLinear
 from mergekit_lite import AccurateMaskedLinear, EfficientMaskedLinear
 from mergekit_lite.masks import MaskedEmbedding, MaskedLayer
-from model_components.testing import BEHAVIORS, check_module
+from model_components.testing import BEHAVIORS, check_module, count_operations
 from thinker import LatentThinker
 
 X, Y = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
@@ -118,3 +118,40 @@ def test_behaves_as_a_module_of_torch(name):
     assert not report.wrong, report
     assert set(report.raised) == RAISES.get(name, set()), report
     assert len(report.passed) == len(BEHAVIORS) - len(report.raised) - len(skip)
+
+
+TOKENS_AND_WIDTH = (1024, 256)
+
+
+def wide():
+    return nn.Linear(256, 256)
+
+
+# operations of one training step: what the layer has today, and a little room. A plain nn.Linear
+# has 7; a loop over rows or blocks would add dozens.
+MOST_OPERATIONS = {
+    "accurate masks": (lambda: AccurateMaskedLinear([wide(), wide()]), 55),
+    "efficient masks": (lambda: EfficientMaskedLinear([wide(), wide()]), 45),
+    "Kronecker": (lambda: KroneckerLinear(256, 256, b_shape=(1, 2)), 25),
+    "balanced Kronecker": (lambda: KroneckerLinear(256, 256), 35),
+    "low rank": (lambda: LowRankLinear(256, 256, rank=32), 15),
+    "LoRA": (lambda: LoraLinear.from_linear(wide(), r=8), 20),
+    "LoRA with dropout": (lambda: LoraLinear.from_linear(wide(), r=8, dropout=0.1), 25),
+}
+
+
+@pytest.mark.parametrize("name", MOST_OPERATIONS)
+def test_a_training_step_has_few_operations(name, monkeypatch):
+    """Each is a launch on a GPU, whose path is taken where it is not the CPU's."""
+    monkeypatch.setattr("heads.lora.layers._DROPS_AGAIN", ())
+    make, most = MOST_OPERATIONS[name]
+    layer = make().train()
+    x = torch.randn(TOKENS_AND_WIDTH, requires_grad=True)
+
+    def step():
+        layer(x).sum().backward()
+
+    step()  # gradients are there, and are added to from now on
+    found = count_operations(step)
+    assert found.operations <= most, found
+    assert found.largest <= 4 * x.nbytes, found

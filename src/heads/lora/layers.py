@@ -30,6 +30,9 @@ KINDS = ("Linear", "Linear8bitLt", "Linear4bit", "HqqLoraLinear", "TorchaoLoraLi
 """peft's layers whose forward is the base layer's plus the adapters': their class can be exchanged
 for ours."""
 
+# devices on which a dropout's mask is computed again in backward; on others torch's own dropout,
+# which keeps a byte an element, is one launch instead of dozens
+_DROPS_AGAIN = ("cpu",)
 _FEW = 256  # tokens up to which keeping a dropout's mask is cheaper than computing it again
 # times the break-even in flops, since a merged weight also has to be written to memory
 _MERGE_ABOVE = 2
@@ -321,7 +324,7 @@ def _is_sharded(weight: object) -> bool:
 
 
 def compute(chosen_path: Route, x: Tensor) -> Tensor:
-    """Return a layer's output: by `_Lora` for dropout over many tokens, else by plain products."""
+    """Return a layer's output: by `_Lora` for dropout over many tokens on a CPU, else by products."""
     base, weight, factors, adapters = chosen_path
     flat = x.reshape(-1, x.shape[-1])
     # which raises as a stock layer does
@@ -331,7 +334,8 @@ def compute(chosen_path: Route, x: Tensor) -> Tensor:
     transposed = type(base) is Conv1D
     bias = base._parameters.get("bias")
     in_transform = transforming()
-    drops = not torch.compiler.is_compiling() and any(0 < one.dropout_p < 1 for one in adapters)
+    recomputes = x.device.type in _DROPS_AGAIN and not torch.compiler.is_compiling()
+    drops = recomputes and any(0 < one.dropout_p < 1 for one in adapters)
     if not in_transform and drops and flat.shape[0] > _FEW:
         y = run(flat, weight, bias, factors, adapters, transposed=transposed)
     elif _merges(flat, weight, factors, adapters):

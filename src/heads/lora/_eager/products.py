@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# elements of x that dropout handles at once: they and their mask stay in the cache
-_BLOCK = 1 << 18
+# elements of x that dropout handles at once: on a CPU they and their mask stay in the cache, on
+# another device a block would only mean more launches
+_BLOCK = {"cpu": 1 << 18}
 # reference.keep_mask's factors, as int32
 _FIRST = 0x7FEB352D
 _SECOND = 0x846CA68B - (1 << 32)
@@ -63,7 +64,7 @@ def dropout(seed: Tensor, rows: int, columns: int, dropout_p: float) -> Dropout:
 def _blocks(x: Tensor, drop: Dropout | None) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """Yield blocks of rows: their slice, x after dropout, and the mask.
 
-    One block where nothing is dropped.
+    One block where nothing is dropped, and on a GPU.
     """
     whole = slice(None)
     if drop is None:
@@ -74,7 +75,9 @@ def _blocks(x: Tensor, drop: Dropout | None) -> Iterator[tuple[slice, Tensor, Te
         yield whole, x * keep, keep
         return
     tokens = max(1, x.shape[0])
-    step = max(1, _BLOCK // max(1, x.shape[1]))
+    step = tokens
+    if x.device.type in _BLOCK:
+        step = max(1, _BLOCK[x.device.type] // max(1, x.shape[1]))
     for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))
         keep = drop.keep(rows)

@@ -324,7 +324,7 @@ def _is_sharded(weight: object) -> bool:
 
 
 def compute(chosen_path: Route, x: Tensor) -> Tensor:
-    """Return a layer's output: by `_Lora` for dropout over many tokens on a CPU, else by products."""
+    """Return a layer's output: by `_Lora` for dropout over many tokens, else by products."""
     base, weight, factors, adapters = chosen_path
     flat = x.reshape(-1, x.shape[-1])
     # which raises as a stock layer does

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import load_model, save_model
 from torch import nn
 
 from heads.lora import LoraLinear
@@ -90,6 +91,26 @@ ONE_BATCH_DIMENSION = {"attention of torch", "LatentThinker", "LatentThinker at 
 def thinker(**options):
     sizes = {"hidden_size": 16, "num_heads": 2, "max_input_length": 5, "max_output_length": 5}
     return LatentThinker(vocab_size=8, n_step=2, step_noise=0.0, **sizes, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"latent_init": "noise"}])
+def test_a_thinker_with_noise_compiles_for_batches_of_any_size(options):
+    sizes = {"hidden_size": 16, "num_heads": 2, "max_input_length": 5, "max_output_length": 5}
+    model = LatentThinker(vocab_size=8, **sizes, **options).train()
+    compiled = torch.compile(model, backend="aot_eager")
+    for rows in (2, 4, 6):
+        assert compiled(TOKENS[:rows], n_step=2).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if "torch" not in name])
+def test_a_state_goes_through_safetensors(name, tmp_path):
+    """Which saves no views."""
+    module = MODULES[name][0]()
+    save_model(module, tmp_path / "m.safetensors")
+    twin = MODULES[name][0]()
+    load_model(twin, tmp_path / "m.safetensors")
+    for key, value in module.state_dict().items():
+        assert torch.equal(twin.state_dict()[key], value)
 
 
 def trained(module):

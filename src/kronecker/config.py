@@ -255,13 +255,13 @@ def kronecker_sizes(
         in_features: I.
         rank: Number of terms, or a share of the dense weight's parameters between 0 and 1.
         a_shape: (O1, I1), or None.
-        b_shape: (O2, I2), or None. Without both shapes A's sizes are the divisors of O and I that
-            are nearest to their square roots, which makes the factors smallest.
+        b_shape: (O2, I2), or None. Without both shapes, A's sizes are the divisors of O and I
+            nearest to their square roots, so that A and B have about the same size.
         **options: More fields of `KroneckerConfig`.
 
     >>> config = kronecker_sizes(3072, 768, rank=0.5)
     >>> config.a_shape, config.rank
-    ((48, 24), 437)
+    ((48, 24), 368)
     """
     if a_shape is None and b_shape is None:
         a_shape = (_divisor(out_features), _divisor(in_features))
@@ -271,10 +271,17 @@ def kronecker_sizes(
         return config
     share = _checked_share("kronecker", rank)
     each = config.count(out_features, in_features)
+    terms = int(share * out_features * in_features / each)
+    if terms < 1:
+        raise ValueError(
+            f"kronecker: expected rank of {each / out_features / in_features:.2f} or more, since "
+            f"one term of these shapes is that share of a weight of {out_features} x "
+            f"{in_features}, got {rank}"
+        )
     a, b = config.shapes(out_features, in_features)
+    # the rank of the rearranged weight: more terms add nothing
     most = min(a[0] * a[1], b[0] * b[1])
-    terms = min(most, max(1, int(share * out_features * in_features / each)))
-    return replace(config, rank=terms)
+    return replace(config, rank=min(terms, most))
 
 
 def low_rank_sizes(rank: int | float, **options: Any) -> LowRankConfig:
@@ -291,8 +298,8 @@ def low_rank_sizes(rank: int | float, **options: Any) -> LowRankConfig:
 def _checked_share(what: str, rank: object) -> float:
     if not isinstance(rank, float) or not 0 < rank < 1:
         raise ValueError(
-            f"{what}: rank is {rank!r}, expected a whole number from 1, or a share of the weight's "
-            "parameters between 0 and 1"
+            f"{what}: expected rank as a whole number from 1, or as a share of the weight's "
+            f"parameters between 0 and 1, got {rank!r}"
         )
     return rank
 

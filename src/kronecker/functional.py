@@ -127,7 +127,7 @@ def kron_linear(
         y = CONTRACTIONS[order].apply(flat, a, b, scales)
         if bias is not None:
             y = y + bias if torch.is_grad_enabled() else y.add_(bias)
-        # no view: `relu_` may write into it
+        # no view, since autograd forbids in-place changes of views from custom functions
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], o1 * o2))
 
 
@@ -191,7 +191,7 @@ def kron_embedding(
     shape = (*ids.shape, a.shape[2] * b.shape[2])
     if needs_plain(a):
         return _embedding_plain(flat, a, b, scales).reshape(shape)
-    # no view: `relu_` may write into it
+    # no view, since autograd forbids in-place changes of views from custom functions
     return torch.ops.aten._unsafe_view(_Embedding.apply(flat, a, b, scales), shape)
 
 
@@ -209,7 +209,7 @@ def _embedding_plain(
 
 
 class _Embedding(torch.autograd.Function):
-    """`_embedding_plain`, which keeps the ids and the factors alone.
+    """Compute `_embedding_plain`, saving only the ids and the factors.
 
     It gathers again in backward, where the gradients of one row are summed in float32.
     """

@@ -33,7 +33,10 @@ GROUP = "model_components.commands"
 ON_TERMINAL = sys.stderr is not None and sys.stderr.isatty()  # None under pythonw
 """Whether someone watches: the default of ``progress``."""
 
-_BUILT_IN = {"doctor": "model_components.doctor:doctor"}  # known even if our metadata is damaged
+_BUILT_IN = {  # known even if our metadata is damaged
+    "doctor": "model_components.doctor:doctor",
+    "kernels": "model_components.kernels:kernels",
+}
 _SHARED_HELP = """Every command also takes --json (print the result as JSON) and --config FILE (read
 flags from a YAML file; a flag on the command line overrides the file)."""
 

@@ -22,14 +22,15 @@ def is_conv1d(module: object) -> bool:
     return loaded is not None and isinstance(module, loaded.Conv1D)
 
 
+# the descriptor of `Tensor.data`: what is read through it must stay read-only
 _DATA = vars(torch._C.TensorBase)["data"]
 
 
 class ReadOnlyWeight(Tensor):
-    """A weight that a layer computes, to be read.
+    """A read-only view of a weight that a layer computes.
 
-    A change in place would change nothing but a temporary tensor, so it raises. Everything else
-    gives plain tensors.
+    In-place changes raise, because they would change only a temporary tensor. All other operations
+    return plain tensors.
     """
 
     @classmethod
@@ -43,7 +44,7 @@ class ReadOnlyWeight(Tensor):
         tensor([2., 2.])
         >>> weight.zero_()
         Traceback (most recent call last):
-        RuntimeError: zero_: this weight is computed from the layer's parameters, ...
+        RuntimeError: zero_: a computed weight cannot be changed in place, ...
         """
         if isinstance(weight, nn.Parameter) or needs_plain(weight):
             return weight
@@ -59,16 +60,17 @@ class ReadOnlyWeight(Tensor):
     ) -> Any:
         """Refuse changes in place, run everything else on the plain tensor."""
         name = getattr(func, "__name__", "")
-        in_place = name.endswith("_") and not name.endswith("__")
-        if (in_place and name != "requires_grad_") or name == "__setitem__":
+        uses_data = getattr(func, "__self__", None) is _DATA
+        assigns = name == "__setitem__" or (uses_data and name == "__set__")
+        in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+        into = isinstance((kwargs or {}).get("out"), cls)
+        if assigns or in_place or into:
             raise RuntimeError(
-                f"{name}: this weight is computed from the layer's parameters, and a change in "
-                "place would be lost; expected a change of the parameters"
+                f"{name}: a computed weight cannot be changed in place, because the change would "
+                "be lost; change the layer's parameters instead"
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        if (
-            getattr(func, "__self__", None) is _DATA
-        ):  # of `weight.data.normal_()`, which must raise, too
+        if uses_data:  # so that `weight.data.normal_()` raises as well
             return result.as_subclass(cls)
         return result.as_subclass(Tensor) if type(result) is cls else result

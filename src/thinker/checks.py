@@ -76,7 +76,7 @@ def check_tokens(
 
 
 def check_embeds(config: ThinkerConfig, tokens: Tensor | None, embeds: Tensor) -> None:
-    """Refuse vectors beside tokens, of another width, or where positions depend on tokens."""
+    """Check that there are no tokens as well, the vectors' width, and that positions need none."""
     if tokens is not None:
         raise ValueError("LatentThinker: got input_ids and inputs_embeds, expected one of them")
     if embeds.dim() != 3 or embeds.shape[2] != config.hidden_size:

@@ -105,6 +105,7 @@ class ThinkerConfig(CheckedModelConfig):
     hidden_size: Whole = 64
     num_heads: Whole = 4
     mlp_size: Whole = _DERIVED
+    # more layers than that are a damaged config
     layers_per_step: Annotated[int, Range(least=1, most=1000)] = 1
     max_input_length: Whole = 64
     max_output_length: Whole = 64

@@ -39,8 +39,8 @@ class Batch(TypedDict):
         labels: (B, O), or (B, T, O) of each step, with -100 where there is no answer.
         n_step: Steps to think; not in held-out rows.
         n_latent: Latents, or None for all; not in held-out rows.
-        counted: Like the labels, which answers count. This and the rest are details, which a
-            trainer asks for.
+        counted: Like the labels; True where an answer is scored. This field and those below are
+            present only with ``details=True``.
         lengths: (B,), the length of each row.
         distance: (B, O), if the task has them.
         step: The batch's number.
@@ -62,7 +62,7 @@ class Batch(TypedDict):
 
 
 class CurriculumDataset(IterableDataset):
-    """Batches of a task, without end; each is the arguments of `LatentThinker`'s forward.
+    """An endless dataset of batches; each holds the arguments of `LatentThinker.forward`.
 
     Batch number ``step`` is a function of (seed, rank, step) and the schedule's state: the stream
     is the same with any number of workers and after a resume. What `report` changes takes effect
@@ -254,7 +254,7 @@ class CurriculumDataset(IterableDataset):
 
         Args:
             step: The number.
-            details: Whether to add what is no argument of the model's forward; see `Batch`.
+            details: Whether to add the fields that the forward does not take; see `Batch`.
         """
         segment = step % self.segments
         first = step - segment  # so that all segments have the same rows

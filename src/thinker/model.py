@@ -173,8 +173,10 @@ class LatentThinker(CompleteModel):
         """
         if inputs_embeds is not None:
             check_embeds(self.config, tokens, inputs_embeds)
+            # positions are of a (B, L) tensor, whose values do not matter
             tokens = torch.zeros(inputs_embeds.shape[:2], dtype=torch.long, device=self.device)
-        assert tokens is not None
+        if tokens is None:
+            raise ValueError("LatentThinker: expected input_ids or inputs_embeds, got neither")
         checked = self._checked(tokens)
         check_tokens(self.config, tokens, mask, values=checked)
         if mask is not None:
@@ -390,7 +392,7 @@ class LatentThinker(CompleteModel):
         step_logits = [by_step[i] for i in range(len(steps))]  # one read-out for all
         loss = None
         if labels is not None:
-            if labels.dim() == 3:
+            if labels.dim() == 3:  # steps after the last that has labels repeat them
                 labels = labels[:, min(steps[-1], labels.shape[1]) - 1]
             if self._checked(labels):
                 check_labels(self.config, labels, step_logits[-1].shape)
@@ -410,7 +412,7 @@ class LatentThinker(CompleteModel):
         return list(self.layers)
 
     def _checked(self, x: Tensor) -> bool:
-        """Return whether values are looked at: not while torch traces or transforms."""
+        """Return whether to check the values of tensors; False while torch traces."""
         return self.check_inputs and not needs_plain(x)
 
     def _start(
@@ -495,8 +497,10 @@ class LatentThinker(CompleteModel):
 
 def _normal(shape: Sequence[int], like: Tensor, generator: torch.Generator | None) -> Tensor:
     """N(0, 1), drawn where the generator lives."""
-    where = like.device if generator is None else generator.device
-    return torch.randn(shape, generator=generator, device=where, dtype=like.dtype).to(like.device)
+    if generator is None:  # torch.compile takes no generator, not even None, with dynamic sizes
+        return torch.randn(shape, device=like.device, dtype=like.dtype)
+    drawn = torch.randn(shape, generator=generator, device=generator.device, dtype=like.dtype)
+    return drawn.to(like.device)
 
 
 AutoConfig.register(ThinkerConfig.model_type, ThinkerConfig, exist_ok=True)

@@ -173,7 +173,7 @@ def test_tables_and_mlps_in_one_call_and_a_stock_trainer(tmp_path):
 def test_kronecker_factors_of_a_table_look_at_its_weight_alone():
     table = nn.Embedding(12, 8)
     config = KroneckerConfig(b_shape=(1, 2))
-    first = KroneckerEmbedding.fitted(table, config).dense_weight()
+    first = KroneckerEmbedding.from_config(table, config).dense_weight()
     second = KroneckerEmbedding.from_embedding(table, b_shape=(1, 2)).dense_weight()
     assert torch.equal(first, second)
     assert not torch.equal(first, table.weight)

@@ -1,5 +1,7 @@
 """The judge, the battery and the counter must see what they are there to see."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -158,6 +160,9 @@ class Careless(nn.Module):
         if self.fault == "kept":
             self.total = getattr(self, "total", 0) + x.detach().sum()
             return x @ self.weight.T + 1e-2 * self.total
+        if self.fault == "stale" and not self.training:
+            self.cached = getattr(self, "cached", self.weight.detach().clone())
+            return x @ self.cached.T
         if self.fault == "detached":
             return x.detach() @ self.weight.T
         return x @ self.weight.T
@@ -170,6 +175,7 @@ FAULTS = {
     "kept": {"modes_switched", "checkpointed"},
     "detached": {"gradients", "parameters_frozen"},
     "reset": {"parameters_reset"},
+    "stale": {"state_replaced_after_use"},
 }
 
 
@@ -183,7 +189,46 @@ def test_the_battery_finds_what_is_silently_wrong(fault):
         assert {"func_grad", "output_changed_in_place"} <= set(report.raised), report
 
 
+class Attention(nn.Module):
+    """Its gradient of the keys' bias is zero but for rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def reset_parameters(self):
+        self.q.reset_parameters()
+        self.k.reset_parameters()
+
+    def forward(self, x):
+        assert x.dim() == 3
+        return torch.softmax(self.q(x) @ self.k(x).mT, -1) @ x
+
+
+def test_a_gradient_that_is_zero_and_a_layer_s_own_assert_are_not_wrong():
+    report = check_module(Attention, torch.randn(6, 5, 4))
+    assert not report.wrong, report
+    assert set(report.raised) == {"leading_dimensions"}, report
+
+
+def test_the_battery_leaves_no_trace():
+    hook = sys.excepthook
+    check_module(lambda: nn.Linear(4, 3), torch.randn(6, 4))
+    assert sys.excepthook is hook
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    check_module(lambda: nn.Linear(4, 3), torch.ones(6, 4), only=["deepcopied", "fully_sharded"])
+    assert torch.equal(torch.rand(3), expected)
+
+
 def test_the_battery_refuses_what_it_does_not_know():
+    with pytest.raises(ValueError, match=r"check_module:.*function.*Linear"):
+        check_module(nn.Linear(4, 3), torch.randn(6, 4))
+    with pytest.raises(ValueError, match=r"check_module:.*even.*\[5, 4\]"):
+        check_module(lambda: nn.Linear(4, 3), torch.randn(5, 4))
+    with pytest.raises(ValueError, match=r"check_module:.*list.*'pickled'"):
+        check_module(lambda: nn.Linear(4, 3), torch.randn(6, 4), only="pickled")
     with pytest.raises(ValueError, match=r"check_module:.*'deepcopy'"):
         check_module(lambda: nn.Linear(4, 3), torch.randn(6, 4), only=["deepcopy"])
     report = check_module(lambda: nn.LSTM(4, 3), torch.randn(6, 4), only=["float64"])

@@ -80,8 +80,9 @@ class LeanForward:
 class LoraLinear(LeanForward, lora.Linear):
     """A frozen linear layer with a low-rank update that trains: peft's layer, leaner.
 
-    It computes ``x Wᵀ + b + (alpha / r) (drop(x) Aᵀ) Bᵀ``. `from_linear` makes one layer,
-    `inject_lora_` those of an own model, `accelerate_lora_` those of a model of peft's.
+    It computes ``x Wᵀ + b + (alpha / r) (drop(x) Aᵀ) Bᵀ``. `from_linear` wraps one layer.
+    `inject_lora_` replaces the linear layers of any module. `accelerate_lora_` converts the layers
+    of an existing peft model.
 
     >>> layer = LoraLinear.from_linear(nn.Linear(4, 3), r=2)
     >>> [name for name, p in layer.named_parameters() if p.requires_grad]
@@ -98,17 +99,19 @@ class LoraLinear(LeanForward, lora.Linear):
         dropout: float = 0.0,
         impl: str = "auto",
     ) -> LoraLinear:
-        """Return an `nn.Linear`, or transformers' `Conv1D`, with an update that starts at zero.
+        """Wrap an `nn.Linear` or transformers' `Conv1D`.
+
+        The update starts at zero, so the output is unchanged.
 
         Args:
             linear: The layer; it becomes the base and is frozen.
             r: Rank of the update, at most the smaller side of the weight.
             alpha: The update is multiplied by ``alpha / r``.
-            dropout: Share of the inputs that the update does not see in training.
+            dropout: Dropout probability on the input of the update.
             impl: ``"auto"``, or ``"reference"`` for peft's own forward.
 
         Raises:
-            ValueError: Another layer, or a value out of range.
+            ValueError: Another kind of layer, or an argument out of range.
 
         >>> linear, x = nn.Linear(4, 3), torch.randn(5, 4)
         >>> torch.equal(LoraLinear.from_linear(linear, r=2)(x), linear(x))
@@ -164,7 +167,7 @@ def inject_(
                 f"{operation}: r is {r}, but the weight of {name} is {sizes}; expected at most "
                 f"{min(linear.weight.shape)}"
             )
-    # a pattern, since peft takes a list for the ends of names
+    # a regular expression, because peft matches entries of a list by the end of the name
     targets = "|".join(re.escape(name) for name in names)
     # pyrefly: ignore[bad-argument-type]: peft takes fractions, though its type says int
     config = LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets)

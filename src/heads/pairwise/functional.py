@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model_components._autograd import needs_plain
 from model_components._checks import check_choice
 
 from . import reference
@@ -277,8 +278,8 @@ def pairwise_loss(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
     """Cross-entropy of A, B or tie, averaged over pairs.
 
     Args:
-        logits: (P, C).
-        labels: (P,) classes, or (P, C) the share of judges for each (soft targets).
+        logits: (*B, C).
+        labels: (*B) classes, or (*B, C) the share of judges for each (soft targets).
         label_smoothing: Share of each target that is spread over all classes.
 
     Returns:
@@ -290,13 +291,20 @@ def pairwise_loss(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
     >>> pairwise_loss(torch.zeros(1, 3), torch.tensor([[0.5, 0.5, 0.0]]))
     tensor(1.0986)
     """
-    if labels.shape not in (logits.shape, logits.shape[:1]):
+    if labels.shape not in (logits.shape, logits.shape[:-1]):
         raise ValueError(
             f"pairwise_loss: labels are {list(labels.shape)} for logits {list(logits.shape)}; "
-            f"expected {list(logits.shape[:1])} classes or {list(logits.shape)} shares"
+            f"expected {list(logits.shape[:-1])} classes or {list(logits.shape)} shares"
         )
+    if labels.dim() < logits.dim() and labels.numel() and not needs_plain(labels):
+        low, high = (int(value) for value in labels.aminmax())
+        if low < 0 or high >= logits.shape[-1]:
+            raise ValueError(
+                f"pairwise_loss: expected labels from 0 to {logits.shape[-1] - 1}, got {low} to "
+                f"{high}"
+            )
     log_probs = log_probabilities(logits)
-    if labels.dim() == 2:
+    if labels.dim() == logits.dim():
         wanted = labels.to(log_probs.dtype)
     else:
         wanted = F.one_hot(labels, logits.shape[-1]).to(log_probs.dtype)

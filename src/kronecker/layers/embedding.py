@@ -66,7 +66,7 @@ class KroneckerEmbedding(SmallerEmbedding, KroneckerLayer):
         embedding_dim: H.
         rank: Number of terms r, or a share of the dense table's parameters between 0 and 1.
         a_shape: (V1, H1) of every A.
-        b_shape: (V2, H2) of every B; give one of the two shapes. Without any, A's sizes are the
+        b_shape: (V2, H2) of every B; give one of the two shapes. Without either, A's sizes are the
             divisors nearest to the square roots of V and H.
         scales: Whether there is a trainable number s_r for each term.
         padding_idx: Kept for `to_embedding`; its row is not forced to zero.
@@ -140,10 +140,10 @@ class KroneckerEmbedding(SmallerEmbedding, KroneckerLayer):
             # pyrefly: ignore[bad-argument-type]: checked above
             init=init,
         )
-        return cls.fitted(embedding, config)
+        return cls.from_config(embedding, config)
 
     @classmethod
-    def fitted(cls, embedding: nn.Embedding, config: KroneckerConfig) -> Self:
+    def from_config(cls, embedding: nn.Embedding, config: KroneckerConfig) -> Self:
         """Return a smaller table that starts as a config says, or by Van Loan without inputs."""
         layer = cls.like(embedding, config)
         layer.set_factors_(
@@ -201,7 +201,7 @@ class LowRankEmbedding(SmallerEmbedding, LowRankLayer):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, *, rank: int | float) -> Self:
-        """Return the nearest table of a rank for an `nn.Embedding`.
+        """Return the closest embedding of the given rank, by a truncated SVD.
 
         Raises:
             ValueError: A rank out of range, a table that is zero or not finite.

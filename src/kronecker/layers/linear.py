@@ -24,9 +24,17 @@ from ..config import (
     kronecker_sizes,
     low_rank_sizes,
 )
-from ..functional import kron_linear
+from ..functional import IMPLS, kron_linear
 from ..moments import Moments
-from .weights import KroneckerLayer, LowRankLayer, SmallerWeight, bias_of, dense, start
+from .weights import (
+    KroneckerLayer,
+    LowRankLayer,
+    SmallerWeight,
+    bias_of,
+    dense,
+    is_linear,
+    start,
+)
 
 
 class SmallerLinear(SmallerWeight):
@@ -51,7 +59,7 @@ class SmallerLinear(SmallerWeight):
 
     @classmethod
     def like(cls, linear: nn.Module, config: KroneckerConfig | LowRankConfig) -> Self:
-        """Return a layer with a dense one's sizes, dtype, device and bias, and no factors yet."""
+        """Return a layer with a dense one's sizes, dtype, device and bias, and unset factors."""
         out_features, in_features = dense(linear).shape
         bias = getattr(linear, "bias", None)
         weight = linear.weight
@@ -121,16 +129,25 @@ class SmallerLinear(SmallerWeight):
 
 
 def _checked_init(operation: str, init: str, known: Sequence[str], inputs: Tensor | None) -> Any:
-    """Return a config's word for a start, after a check that inputs belong to it."""
+    """Return the config's name of an initializer, and check that ``inputs`` fit it."""
     names = ["fitted" if name == "sequential" else name for name in known]
     check_choice(f"{operation}.from_linear", "init", init, names)
     if (init == "fitted") != (inputs is not None):
-        given = "no inputs" if inputs is None else "inputs"
+        given = "without" if inputs is None else "with"
         raise ValueError(
-            f"{operation}.from_linear: init is {init!r}, with {given}; inputs= belong to "
-            "init='fitted', expected both or neither"
+            f"{operation}.from_linear: expected init='fitted' with inputs, or another init "
+            f"without, got init={init!r} {given} inputs"
         )
     return "sequential" if init == "fitted" else init
+
+
+def _sizes_of(linear: nn.Module, operation: str) -> tuple[int, int]:
+    """Return (O, I) of a linear layer; refuse another layer."""
+    weight = getattr(linear, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not is_linear(linear):
+        raise ValueError(f"{operation}: expected nn.Linear or Conv1D, got {type(linear).__name__}")
+    rows, columns = dense(linear).shape
+    return rows, columns
 
 
 def _moments(linear: nn.Module, inputs: Tensor | None) -> Moments | None:
@@ -151,7 +168,7 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
         out_features: O.
         rank: Number of terms r, or a share of the dense weight's parameters between 0 and 1.
         a_shape: (O1, I1) of every A.
-        b_shape: (O2, I2) of every B; give one of the two shapes. Without any, A's sizes are the
+        b_shape: (O2, I2) of every B; give one of the two shapes. Without either, A's sizes are the
             divisors nearest to the square roots of O and I.
         scales: Whether there is a trainable number s_r for each term.
         bias: Whether there is a bias.
@@ -187,6 +204,7 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
             out_features, in_features, rank=rank, a_shape=a_shape, b_shape=b_shape, scales=scales
         )
         KroneckerLayer.__init__(self, out_features, in_features, config, dtype, device)
+        check_choice(type(self).__name__, "impl", impl, IMPLS)
         self.impl = impl
         self._set_linear(in_features, out_features, bias)
 
@@ -202,31 +220,36 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
         scales: bool = False,
         keep: str | tuple[int, int] = "even",
         inputs: Tensor | None = None,
+        impl: str = "auto",
     ) -> Self:
         """Return a smaller layer for an `nn.Linear` or transformers' `Conv1D`.
 
         Args:
             linear: The layer, left as it is.
-            init: ``"van_loan"``, the nearest weight; ``"van_loan_normalized"``, that with the norm
-                of the original; ``"prune"``, some rows and columns of the weight; ``"random"``; or
-                ``"fitted"``, the best outputs on ``inputs``.
+            init: ``"van_loan"``: the Kronecker sum closest to the weight, in the Frobenius norm.
+                ``"van_loan_normalized"``: the same, rescaled to the norm of the weight.
+                ``"prune"``: selected rows and columns of the weight. ``"random"``. ``"fitted"``:
+                the best outputs on ``inputs``; the bias is corrected as well.
             rank: Number of terms, or a share of the weight's parameters, as in the class.
             a_shape: (O1, I1) of every A.
             b_shape: (O2, I2) of every B.
             scales: Whether there is a trainable number for each term.
             keep: Rows and columns that ``"prune"`` keeps: ``"even"``, ``"odd"``, ``"energy"``, or
                 the position (row, column) within B.
-            inputs: Inputs of the layer, (*B, I), for ``"fitted"``; a bias is then corrected.
+            inputs: Inputs of the layer, (*B, I), for ``"fitted"``.
+            impl: Path of `kron_linear`.
 
         Raises:
-            ValueError: Shapes that do not divide the layer's, a rank out of range, inputs without
-                ``"fitted"`` or the other way round, a weight that is zero or not finite.
+            ValueError: Another kind of layer, shapes that do not divide the layer's, a rank out of
+                range, ``inputs`` without ``"fitted"``, ``"fitted"`` without ``inputs``, a weight
+                that is zero or not finite.
 
         >>> KroneckerLinear.from_linear(nn.Linear(4, 6), init="van_loan", b_shape=(2, 1))
         KroneckerLinear(4 to 6, 1 x (3, 4) ⊗ (2, 1), 58.3% of the dense weight)
         """
+        check_choice(cls.__name__, "impl", impl, IMPLS)
         config = kronecker_sizes(
-            *dense(linear).shape,
+            *_sizes_of(linear, f"{cls.__name__}.from_linear"),
             rank=rank,
             a_shape=a_shape,
             b_shape=b_shape,
@@ -234,10 +257,12 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
             keep=keep,
             init=_checked_init(cls.__name__, init, get_args(Init), inputs),
         )
-        return cls.fitted(linear, config, _moments(linear, inputs))
+        layer = cls.from_config(linear, config, _moments(linear, inputs))
+        layer.impl = impl
+        return layer
 
     @classmethod
-    def fitted(
+    def from_config(
         cls, linear: nn.Module, config: KroneckerConfig, moments: Moments | None = None
     ) -> Self:
         """Return a smaller layer that starts as a config says, on the moments of its inputs."""
@@ -309,21 +334,23 @@ class LowRankLinear(SmallerLinear, LowRankLayer):
             linear: The layer, left as it is.
             rank: r, or a share of the weight's parameters.
             init: ``"svd"``, the nearest weight, or ``"fitted"``, the best outputs on ``inputs``.
-            inputs: Inputs of the layer, (*B, I), for ``"fitted"``; a bias is then corrected.
+            inputs: Inputs of the layer, (*B, I), for ``"fitted"``; the bias is then corrected.
 
         Raises:
-            ValueError: A rank out of range, inputs without ``"fitted"`` or the other way round.
+            ValueError: Another kind of layer, a rank out of range, ``inputs`` without ``"fitted"``,
+                ``"fitted"`` without ``inputs``.
 
         >>> LowRankLinear.from_linear(nn.Linear(4, 6), rank=2)
         LowRankLinear(4 to 6, rank 2, 83.3% of the dense weight)
         """
+        _sizes_of(linear, f"{cls.__name__}.from_linear")
         config = low_rank_sizes(
             rank, init=_checked_init(cls.__name__, init, get_args(LowRankInit), inputs)
         )
-        return cls.fitted(linear, config, _moments(linear, inputs))
+        return cls.from_config(linear, config, _moments(linear, inputs))
 
     @classmethod
-    def fitted(
+    def from_config(
         cls, linear: nn.Module, config: LowRankConfig, moments: Moments | None = None
     ) -> Self:
         """Return a smaller layer that starts as a config says, on the moments of its inputs."""

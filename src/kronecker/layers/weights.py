@@ -27,10 +27,10 @@ class SmallerWeight(nn.Module):
 
     a: nn.Parameter
     b: nn.Parameter
-    config: Any  # the layer's own: sizes, and where it started
+    config: Any  # sizes and initializer of this layer
 
     def reset_parameters(self) -> None:
-        """Draw new factors whose product keeps the size of activations; a bias becomes zero."""
+        """Draw new factors that keep the scale of activations, and set the bias to zero."""
         raise NotImplementedError
 
     def dense_weight(self) -> Tensor:
@@ -39,7 +39,7 @@ class SmallerWeight(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, read-only, for code that reads an ordinary layer's, as T5's does."""
+        """The dense weight, read-only. Some models read it: T5 reads its dtype."""
         return ReadOnlyWeight.of(self.dense_weight())
 
     @property

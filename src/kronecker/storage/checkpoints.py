@@ -129,9 +129,9 @@ def smaller_card(
 
 
 def own_saving_(model: nn.Module) -> None:
-    """Give a model with compressed layers a ``save_pretrained`` that writes them.
+    """Replace ``save_pretrained`` of every transformers model inside that has compressed layers.
 
-    So are the transformers models within it. Models without such layers get their own back.
+    Restore the original method where none are left.
     """
     for module in (m for m in model.modules() if isinstance(m, PreTrainedModel)):
         if has_smaller_layers(module):
@@ -203,6 +203,7 @@ def write_files(
     With ``state``, gathered elsewhere, its tensors.
     """
     layers = compressed(model)
+    # empty tensors, so that plain transformers raises instead of initializing at random
     markers = {f"{name}.weight": torch.empty(0) for name in layers}
     tensors = {}
     aliases = {}

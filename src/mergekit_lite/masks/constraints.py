@@ -69,7 +69,7 @@ def constrain(
         return raw
     if constraint == "unit_interval":
         if torch.autograd.forward_ad._current_level >= 0:
-            return raw.clamp(0, 1)  # descent is of reverse mode alone
+            return raw.clamp(0, 1)  # _Clamp's rule is for descent; this is the true derivative
         return _Clamp.apply(raw)
     if constraint == "sigmoid":
         return torch.sigmoid(raw)
@@ -193,8 +193,8 @@ def initial_masks(
     elif isinstance(initial, str):
         if not initial.removeprefix("component:").isdigit():
             raise ValueError(
-                f"masks: initial is {initial!r}, expected a number, average, random or "
-                "component:INDEX"
+                f"masks: expected initial as a number, average, random or component:INDEX, got "
+                f"{initial!r}"
             )
         chosen = int(initial.removeprefix("component:"))
         if chosen >= count:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from model_components._autograd import autocast_dtype, needs_plain
 from model_components._checks import check_choice
+from model_components._fused import fused_pays
 
 from . import reference
 from ._eager.blend import Blend, blend_plain
@@ -26,6 +27,9 @@ from ._eager.linear import (
     embedding_plain,
 )
 
+BLEND = "masks.blend"
+LINEAR = "masks.masked_linear"
+EMBEDDING = "masks.masked_embedding"
 IMPLS = ("reference", "eager", "fused", "auto")
 FEW_TOKENS = 16
 FEW_TOKENS_TRAINING = 128
@@ -45,8 +49,8 @@ def _check_weights(operation: str, weights: Sequence[Tensor], impl: str) -> None
         )
     if any(w.requires_grad for w in weights):
         raise ValueError(
-            f"{operation}: a component's weight requires grad; only masks are trained, expected "
-            "frozen ones"
+            f"{operation}: expected frozen weights, since only masks are trained, but one requires "
+            "grad; call requires_grad_(False) on the components"
         )
 
 
@@ -64,15 +68,22 @@ def _check_masks(operation: str, weights: Sequence[Tensor], masks: Tensor) -> No
         )
 
 
-def _uses_fused(impl: str, weights: Sequence[Tensor], operation: str) -> bool:
-    """Return whether the Triton path runs; raise if an explicit choice cannot run."""
-    # "auto" is eager until a row measured on a GPU says that the kernels are faster there
-    if impl != "fused":
+def _uses_fused(impl: str, weights: Sequence[Tensor], operation: str, path: str) -> bool:
+    """Return whether the Triton path runs; raise if an explicit choice cannot run.
+
+    ``"auto"`` takes it where it was measured on this kind of card and was right and faster.
+    """
+    if impl == "auto":
+        if torch.compiler.is_compiling() or not fused_pays(path, weights[0].device):
+            return False
+    elif impl != "fused":
         return False
     from . import _triton
 
     reason = _triton.unsupported(list(weights))
     if reason is not None:
+        if impl == "auto":
+            return False
         raise ValueError(f"{operation}: impl 'fused' cannot run: {reason}")
     return True
 
@@ -87,7 +98,8 @@ def blend(weights: Sequence[Tensor], masks: Tensor, *, impl: str = "auto") -> Te
     Args:
         weights: K frozen tensors of one shape and dtype.
         masks: (K, then sizes that broadcast over a weight).
-        impl: ``"reference"``, ``"eager"``, ``"fused"`` (Triton) or ``"auto"``: eager.
+        impl: ``"reference"``, ``"eager"``, ``"fused"`` (Triton) or ``"auto"``: fused where
+            `model_components.measure_kernels` found it right and faster, else eager.
 
     Returns:
         A weight of the same shape and dtype.
@@ -104,7 +116,7 @@ def blend(weights: Sequence[Tensor], masks: Tensor, *, impl: str = "auto") -> Te
     _check_masks("blend", weights, masks)
     if impl == "reference":
         return reference.blend(weights, masks).to(weights[0].dtype)
-    fused = _uses_fused(impl, weights, "blend")
+    fused = _uses_fused(impl, weights, "blend", BLEND)
     if not fused and needs_plain(masks):
         return blend_plain(weights, masks).to(weights[0].dtype)
     return Blend.apply(masks, fused, *weights)
@@ -136,7 +148,8 @@ def masked_linear(
         mode: ``"accurate"``, ``"efficient"`` (``Σ (m_k x) @ W_k.T``) or ``"auto"``: efficient up to
             `FEW_TOKENS` (`FEW_TOKENS_TRAINING` with gradients), where it is the faster one.
         transposed: Weights are stored (I, O), as GPT-2's `Conv1D` does.
-        impl: ``"reference"``, ``"eager"``, ``"fused"`` (Triton) or ``"auto"``: eager.
+        impl: ``"reference"``, ``"eager"``, ``"fused"`` (Triton) or ``"auto"``: fused where
+            `model_components.measure_kernels` found it right and faster, else eager.
 
     Returns:
         (*B, O), in x's dtype.
@@ -186,7 +199,7 @@ def masked_linear(
         return reference.masked_linear(
             x, weights, masks, bias, mode=mode, transposed=transposed
         ).to(x.dtype)
-    fused = _uses_fused(impl, weights, "masked_linear")
+    fused = _uses_fused(impl, weights, "masked_linear", LINEAR)
     plain = not fused and needs_plain(x)
     flat = x if plain else x.reshape(-1, in_features)
     with nullcontext() if autocast is None else torch.autocast(x.device.type, enabled=False):
@@ -259,7 +272,7 @@ def masked_embedding(
         )
     if impl == "reference":
         return reference.masked_embedding(ids, weights, masks).to(weights[0].dtype)
-    fused = _uses_fused(impl, weights, "masked_embedding")
+    fused = _uses_fused(impl, weights, "masked_embedding", EMBEDDING)
     if not fused and needs_plain(masks):
         return embedding_plain(masks, ids, weights)
     rows = Embedding.apply(masks, ids.reshape(-1), fused, *weights)

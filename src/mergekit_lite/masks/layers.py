@@ -24,7 +24,7 @@ from model_components._layers import ReadOnlyWeight, is_conv1d
 from ._eager.linear import linear
 from .config import Constraint, Granularity
 from .constraints import acting_masks, initial_masks, mask_shape, unconstrain
-from .functional import blend, masked_embedding, masked_linear
+from .functional import IMPLS, blend, masked_embedding, masked_linear
 
 Output = Any
 """Result of a stock module: a tensor, a tuple, or an output of transformers."""
@@ -51,17 +51,17 @@ class MaskedLayer(nn.Module):
     Args:
         components: The layers to merge; their parameters are frozen in place.
         granularity: One mask value for each weight (``"scalar"``), input column (``"input"``),
-            output row (``"output"``) or element (``"element"``). Vectors have one value an element
-            unless ``"scalar"``.
+            output row (``"output"``) or element (``"element"``). Vectors have one value per
+            element, except with ``"scalar"``.
         constraint: Condition on the K mask values of one element, see `constrain`. ``"auto"`` is
-            ``"sum_to_one"``, or ``"none"`` over a base.
-        initial: Where masks start: a number, one number a component, ``"average"`` (1 / K),
-            ``"component:1"`` (that component alone), ``"random"``, or one of these for each
-            parameter's name.
-        base: Layer that masks lie over the differences from:
-            ``base + Σ mask_k * (component k - base)``.
+            ``"sum_to_one"``, or ``"none"`` with a base.
+        initial: Start value of the masks: a number, one number per component, ``"average"``
+            (1 / K), ``"component:1"`` (only component 1, counted from 0), ``"random"``, or a
+            mapping from parameter names to these.
+        base: Optional base layer. The layer then computes
+            ``base + Σ mask_k * (component_k - base)``.
         generator: Source of ``"random"``; default: torch's own.
-        impl: ``"eager"``, ``"fused"`` (Triton) or ``"auto"``, see `masked_linear`.
+        impl: ``"reference"``, ``"eager"``, ``"fused"`` (Triton) or ``"auto"``, see `masked_linear`.
 
     Raises:
         ValueError: Fewer than two components, or a parameter that differs in shape or dtype or is
@@ -86,6 +86,9 @@ class MaskedLayer(nn.Module):
     ):
         super().__init__()
         name = type(self).__name__
+        if isinstance(components, nn.Module):
+            raise ValueError(f"{name}: expected a list of layers, got {type(components).__name__}")
+        check_choice(name, "impl", impl, IMPLS)
         least = 2 if base is None else 1
         if len(components) < least:
             raise ValueError(
@@ -95,8 +98,8 @@ class MaskedLayer(nn.Module):
         check_choice(name, "constraint", constraint, get_args(Constraint))
         if self.mode == "efficient" and granularity == "element":
             raise ValueError(
-                f"{name}: granularity is 'element', which masks weights; expected scalar, input or "
-                "output, or AccurateMaskedLinear"
+                f"{name}: expected granularity scalar, input or output, got 'element'; use "
+                "AccurateMaskedLinear for element masks"
             )
         self.granularity = granularity
         self.constraint = constraint
@@ -116,7 +119,8 @@ class MaskedLayer(nn.Module):
         for parameter, value in self.plain.named_parameters(recurse=False):
             if self._freeze(parameter):
                 self._same.add(parameter)
-            raw = self._initial_masks(parameter, generator).to(value.device)
+            # a copy, since safetensors saves no views
+            raw = self._initial_masks(parameter, generator).to(value.device).clone()
             self.masks[parameter] = nn.Parameter(raw, requires_grad=parameter not in self._same)
 
     def _check_parameters(self) -> None:
@@ -127,11 +131,11 @@ class MaskedLayer(nn.Module):
                 names |= dict.fromkeys(n for n, _ in component.named_parameters(recurse=False))
         for name in names:
             parameters = [getattr(component, name, None) for component in self.components]
-            found = [None if p is None else (tuple(p.shape), p.dtype) for p in parameters]
-            if len(set(found)) > 1:
+            kinds = [None if p is None else f"{list(p.shape)} {p.dtype}" for p in parameters]
+            if len(set(kinds)) > 1:
                 raise ValueError(
-                    f"{type(self).__name__}: {name} is {found} in the components, expected one "
-                    "shape and dtype in all"
+                    f"{type(self).__name__}: expected one shape and dtype of {name} in all "
+                    f"components, got {' and '.join(map(str, kinds))}"
                 )
 
     def _freeze(self, name: str) -> bool:
@@ -246,7 +250,7 @@ class MaskedLayer(nn.Module):
     def fold_(self) -> None:
         """Keep merged parameters, so that evaluation blends nothing.
 
-        Until `unfold_`, training, or new masks.
+        Until `unfold_`, training, or a change of masks or components.
         """
         self.folded = {name: self.merged(name) for name in self.masks}
         self._folded_at = self._versions()
@@ -290,8 +294,8 @@ class MaskedLayer(nn.Module):
             return self.stock({name: self.merged(name) for name in self.masks}, *args, **kwargs)
 
         large = any(p.numel() >= _WORTH_REPEATING for p in self.plain.parameters(recurse=False))
-        # run again in backward, so that no blended parameter is kept until then
         traced = any(needs_plain(mask) for mask in self.masks.values())
+        # recompute in backward instead of keeping the blended parameters
         if large and torch.is_grad_enabled() and not traced:
             return checkpoint(blended, use_reentrant=False)
         return blended()
@@ -307,10 +311,10 @@ class MaskedLayer(nn.Module):
 
 
 class MaskedLinear(MaskedLayer):
-    """The base of masked linear layers: K frozen `nn.Linear`, or transformers' `Conv1D`, and masks.
+    """A masked linear layer that picks the faster path.
 
-    It computes ``x @ (Σ m_k W_k).T + Σ m_k b_k``, and chooses by the number of tokens how:
-    as `EfficientMaskedLinear` for very few, where that is faster, else as `AccurateMaskedLinear`.
+    It computes ``x @ (Σ m_k W_k).T + Σ m_k b_k``: like `EfficientMaskedLinear` for few tokens, like
+    `AccurateMaskedLinear` otherwise.
     """
 
     mode: ClassVar[str] = "auto"
@@ -350,9 +354,9 @@ class MaskedLinear(MaskedLayer):
 class AccurateMaskedLinear(MaskedLinear):
     """A linear layer that blends the components' weights, then multiplies once.
 
-    It computes ``x @ (Σ m_k W_k).T + Σ m_k b_k``. The components are frozen, the masks train. In
-    evaluation it has the bits of the ordinary layer that `to_linear` gives. See `MaskedLayer` for
-    the arguments.
+    It computes ``x @ (Σ m_k W_k).T + Σ m_k b_k``. The components are frozen and the masks are
+    trained. In evaluation mode the output is bit-identical to that of `to_linear`. See
+    `MaskedLayer` for the arguments.
 
     >>> layer = AccurateMaskedLinear([nn.Linear(4, 3), nn.Linear(4, 3)], granularity="output")
     >>> layer(torch.zeros(5, 4)).shape, layer.mask("weight").shape
@@ -363,11 +367,13 @@ class AccurateMaskedLinear(MaskedLinear):
 
 
 class EfficientMaskedLinear(MaskedLinear):
-    """A linear layer that multiplies by every component and never builds a weight.
+    """A linear layer that adds the masked products of all components and builds no merged weight.
 
-    It computes ``Σ (m_k * x) @ W_k.T + Σ m_k b_k``: each product is rounded, not the blended
-    weight. The components are frozen, the masks train. ``granularity`` is ``"scalar"``, ``"input"``
-    or ``"output"``; see `MaskedLayer` for the other arguments.
+    For scalar and input masks it computes ``Σ (m_k * x) @ W_k.T + Σ m_k b_k``, for output masks
+    ``Σ m_k * (x @ W_k.T) + Σ m_k b_k``. It is faster than `AccurateMaskedLinear` for few tokens,
+    but rounds every product separately. The components are frozen and the masks are trained.
+    ``granularity`` is ``"scalar"``, ``"input"`` or ``"output"``; see `MaskedLayer` for the other
+    arguments.
 
     >>> layer = EfficientMaskedLinear([nn.Linear(4, 3), nn.Linear(4, 3)])
     >>> layer(torch.zeros(5, 4)).shape, layer.mask("weight").shape

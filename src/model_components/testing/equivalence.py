@@ -26,7 +26,7 @@ class Judgment:
 
     Attributes:
         worst: The largest error divided by its budget, at most 1.
-        what: The tensor and the measure that it was found in.
+        what: The tensor and the measure that it was actual in.
     """
 
     worst: float
@@ -74,7 +74,7 @@ def check_equivalent(
         name: First words of an error.
 
     Returns:
-        The error that came nearest to its budget.
+        The largest error, as a share of its budget.
 
     Raises:
         NotEquivalent: A wrong shape or dtype, a value that is not finite, or an error above its
@@ -88,7 +88,7 @@ def check_equivalent(
     model_components.testing.equivalence.NotEquivalent: check_equivalent: output in ...
     """
     working = working or dtype
-    rounded = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+    rounded = _cast(inputs, dtype)
     exact = _cast(rounded, torch.float64)
     cotangent = None
     if gradients:
@@ -97,15 +97,15 @@ def check_equivalent(
         drawn = torch.randn(output.shape, generator=generator, dtype=torch.float64)
         cotangent = drawn.to(dtype).double()
     truth = _run(reference, exact, cotangent)
-    budget = _run(reference, _cast(rounded, working), cotangent)
-    found = _run(fast, {k: v.to(device) for k, v in rounded.items()}, cotangent)
+    working_result = _run(reference, _cast(rounded, working), cotangent)
+    actual = _run(fast, {k: v.to(device) for k, v in rounded.items()}, cotangent)
     floor = _scale(exact, cotangent) * min(_FLOOR, torch.finfo(working).eps)
     worst = Judgment(0.0, "output")
     for what, true in truth.items():
-        _check_form(f"{name}: {what}", found[what], true, dtype)
+        _check_form(f"{name}: {what}", actual[what], true, dtype)
         if not true.numel():
             continue
-        for measure in _measures(found[what], true, budget[what].to(dtype), floor):
+        for measure in _measures(actual[what], true, working_result[what].to(dtype), floor):
             if measure.ratio > 1:
                 raise NotEquivalent(
                     f"{name}: {what} in {dtype}: {measure.name} error {measure.error:.3e} is "
@@ -146,23 +146,23 @@ def _scale(inputs: Mapping[str, Tensor], cotangent: Tensor | None) -> float:
     return max((float(v.abs().max()) for v in values if v.numel()), default=0.0)
 
 
-def _check_form(what: str, found: Tensor, true: Tensor, dtype: torch.dtype) -> None:
+def _check_form(what: str, actual: Tensor, true: Tensor, dtype: torch.dtype) -> None:
     """Refuse a wrong shape or dtype, and values that are not finite."""
-    if found.shape != true.shape:
-        raise NotEquivalent(f"{what} has shape {list(found.shape)}, expected {list(true.shape)}")
-    if found.dtype != dtype:
-        raise NotEquivalent(f"{what} has dtype {found.dtype}, expected {dtype}")
-    if not torch.isfinite(found).all():
+    if actual.shape != true.shape:
+        raise NotEquivalent(f"{what} has shape {list(actual.shape)}, expected {list(true.shape)}")
+    if actual.dtype != dtype:
+        raise NotEquivalent(f"{what} has dtype {actual.dtype}, expected {dtype}")
+    if not torch.isfinite(actual).all():
         raise NotEquivalent(f"{what} is not finite everywhere")
 
 
 def _measures(
-    found: Tensor, true: Tensor, budget: Tensor, floor: float
+    actual: Tensor, true: Tensor, working: Tensor, floor: float
 ) -> tuple[_Measure, _Measure]:
-    """Return the errors of a result beside what they may be."""
-    error = (found.double() - true).abs()
-    allowed = (budget.double() - true).abs()
-    eps = torch.finfo(found.dtype).eps
+    """Return the maximum and RMS errors with their budgets."""
+    error = (actual.double() - true).abs()
+    allowed = (working.double() - true).abs()
+    eps = torch.finfo(actual.dtype).eps
     largest = 2 * allowed.max() + _MAX_ULPS * eps * true.abs().max() + floor
     average = 2 * rms(allowed) + _RMS_ULPS * eps * rms(true) + floor
     return (

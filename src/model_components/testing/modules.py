@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from .._report import Report, Table
 from .behaviors import autograd, copies, distributed, forms, transforms
-from .behaviors.subject import Behavior, Subject
+from .behaviors.subject import Behavior, Subject, WrongResult
 
 BEHAVIORS: dict[str, Behavior] = {
     function.__name__: function
@@ -73,18 +75,32 @@ def check_module(
         output: Function from the forward's result to one tensor; default: the result is one.
         only: Names of the behaviors to try; default: all of `BEHAVIORS`.
         skip: Names of behaviors that do not apply, such as ``"leading_dimensions"`` if the forward
-            reads sequences.
+            reads sequences, or ``"parameters_reset"`` without a ``reset_parameters``.
         backend: Backend of `torch.compile`. ``"inductor"`` also compiles kernels, and is slow.
 
     Returns:
         The behaviors that passed, raised an error, or are wrong. Print it for a table.
 
     Raises:
-        ValueError: An unknown behavior.
+        ValueError: An unknown behavior, a module instead of a function, inputs of other sizes.
 
     >>> print(check_module(lambda: torch.nn.Linear(4, 3), torch.ones(6, 4), only=["pickled"]))
     1 behaviors passed, 0 raised an error, 0 wrong
     """
+    for name, value in (("only", only), ("skip", skip)):
+        if isinstance(value, str):
+            raise ValueError(f"check_module: expected a list for {name}, got {value!r}")
+    if isinstance(make, nn.Module):
+        raise ValueError(
+            f"check_module: expected a function that makes a module, got a {type(make).__name__}; "
+            "write lambda: ..."
+        )
+    rows = {len(x) if x.dim() else 0 for x in inputs}
+    if len(rows) != 1 or rows.pop() not in range(4, 1 << 20, 2):
+        raise ValueError(
+            "check_module: expected inputs with one batch dimension of an even size, 4 or more, "
+            f"got shapes {[list(x.shape) for x in inputs]}"
+        )
     chosen = list(BEHAVIORS if only is None else only)
     skipped = set(skip)
     unknown = [name for name in (*chosen, *skipped) if name not in BEHAVIORS]
@@ -97,15 +113,18 @@ def check_module(
     passed = []
     raised = {}
     wrong = {}
+    hook = sys.excepthook
     for name in chosen:
         if name in skipped:
             continue
         try:
-            BEHAVIORS[name](subject)
-        except AssertionError as error:
+            with torch.random.fork_rng(devices=[]):
+                BEHAVIORS[name](subject)
+        except WrongResult as error:
             wrong[name] = str(error)
         except Exception as error:
             raised[name] = f"{type(error).__name__}: {error}"
         else:
             passed.append(name)
+    sys.excepthook = hook  # torch.distributed sets one of its own
     return ModuleReport(tuple(passed), raised, wrong)

@@ -20,8 +20,8 @@ class InjectionReport(Report):
 
     Attributes:
         layers: Their names.
-        trained: Numbers that train.
-        total: Numbers of the whole module.
+        trained: Number of trainable parameters.
+        total: Number of all parameters.
     """
 
     layers: tuple[str, ...]
@@ -31,7 +31,8 @@ class InjectionReport(Report):
     def summary(self) -> list[str]:
         """Count layers and parameters."""
         return [
-            f"{len(self.layers)} layers with LoRA; {self.trained:,} of {self.total:,} numbers train"
+            f"LoRA layers: {len(self.layers)}; trainable parameters: {self.trained:,} of "
+            f"{self.total:,}"
         ]
 
 
@@ -54,20 +55,19 @@ def inject_lora_(
             transformers, `prepare_lora` also gives peft's own model around it.
         r: Rank of the updates.
         alpha: Updates are multiplied by ``alpha / r``.
-        dropout: Share of the inputs that updates do not see in training.
-        filter_fn: Function of a linear layer and its name that says whether it is changed; default:
-            all.
+        dropout: Dropout probability on the input of the updates.
+        filter_fn: Function ``(module, name) -> bool`` that selects linear layers; default: all.
         impl: ``"auto"``, or ``"reference"`` for peft's own forward.
 
     Returns:
-        The layers, and how many numbers train.
+        The layers, and how many parameters are trained.
 
     Raises:
-        ValueError: No such layer, or a value out of range.
+        ValueError: No such layer, or an argument out of range.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> print(inject_lora_(model, r=2, filter_fn=lambda module, name: name == "0"))
-    1 layers with LoRA; 24 of 82 numbers train
+    LoRA layers: 1; trainable parameters: 24 of 82
     """
     names = [
         name
@@ -76,12 +76,14 @@ def inject_lora_(
     ]
     if "" in names:
         raise ValueError(
-            f"{OPERATION}: module is a linear layer itself; expected LoraLinear.from_linear(module)"
+            f"{OPERATION}: expected a module with linear layers inside, got a linear layer; use "
+            "LoraLinear.from_linear(module)"
         )
     if not names:
         raise ValueError(
-            f"{OPERATION}: {type(module).__name__} has no nn.Linear that filter_fn chooses, "
-            "expected one or more"
+            f"{OPERATION}: expected at least one nn.Linear or Conv1D"
+            f"{'' if filter_fn is None else ' that filter_fn accepts'}, got none in "
+            f"{type(module).__name__}"
         )
     inject_(OPERATION, module, names, r, alpha, dropout, impl)
     counts = [(p.numel(), p.requires_grad) for p in module.parameters()]

@@ -103,9 +103,9 @@ class _BlendContext(Context, Protocol):
 
 
 class Blend(torch.autograd.Function):
-    """The blended weight, which keeps the masks and the frozen weights for backward.
+    """Blend frozen weights by masks.
 
-    These are in memory anyway, so keeping them costs nothing.
+    Masks and weights are saved for backward; they are in memory anyway.
     """
 
     @staticmethod

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel
 
-from .subject import Behavior, Subject, near, same, trained
+from .subject import Behavior, Subject, near, require, same, trained
 
 
 def _disturb_(module: nn.Module) -> None:
@@ -58,12 +58,12 @@ def state_dict_assigned(subject: Subject) -> None:
     empty = copy.deepcopy(module).to("meta")
     empty.load_state_dict(state, assign=True)
     for parameter in empty.parameters():
-        assert not parameter.is_meta, "a parameter stayed on the meta device"
+        require(not parameter.is_meta, "a parameter stayed on the meta device")
     same(subject.step(empty), expected, "the module that was assigned a state")
 
 
 def meta_device(subject: Subject) -> None:
-    """On the meta device the forward gives shapes; ``to_empty`` and a state make it whole."""
+    """The forward works on the meta device; ``to_empty`` and a state restore the module."""
     module = subject.module()
     expected = subject.step(module)
     state = copy.deepcopy(module.state_dict())
@@ -71,10 +71,32 @@ def meta_device(subject: Subject) -> None:
     y = subject.call(empty, *(x.detach().to("meta") for x in subject.inputs()))
     known = expected["the output"]
     assert known is not None
-    assert y.is_meta, f"the output is on {y.device}, expected meta"
-    assert y.shape == known.shape, f"the output has shape {list(y.shape)} on the meta device"
+    require(y.is_meta, f"the output: expected device meta, got {y.device}")
+    require(
+        y.shape == known.shape,
+        f"the output on the meta device: expected shape {list(known.shape)}, got {list(y.shape)}",
+    )
     empty.to_empty(device="cpu").load_state_dict(state)
     same(subject.step(empty), expected, "the module after to_empty")
+
+
+def state_replaced_after_use(subject: Subject) -> None:
+    """A module that has been used follows new weights: no result is kept from before."""
+    module = subject.module()
+    other = subject.module()
+    _disturb_(other)
+    state = copy.deepcopy(other.state_dict())
+    for mode in (True, False):
+        other.train(mode)
+        module.train(mode)
+        with torch.no_grad():
+            subject.call(module, *subject.inputs())
+            expected = subject.call(other, *subject.inputs())
+        before = copy.deepcopy(module.state_dict())
+        module.load_state_dict(state)
+        actual = subject.call(module, *subject.inputs())
+        near(f"the output with training={mode} after load_state_dict", actual, expected)
+        module.load_state_dict(before)
 
 
 def parameters_as_vector(subject: Subject) -> None:
@@ -88,17 +110,17 @@ def parameters_as_vector(subject: Subject) -> None:
 
 
 def averaged(subject: Subject) -> None:
-    """An exponential moving average of the module computes what its parameters say."""
+    """`AveragedModel` gives the output of the module with the averaged parameters."""
     module = subject.module()
     average = AveragedModel(module)
     average.update_parameters(module)
     _disturb_(module)
     average.update_parameters(module)
     with torch.no_grad():
-        found = subject.call(average, *subject.inputs())
+        actual = subject.call(average, *subject.inputs())
         for parameter, mean in zip(module.parameters(), average.module.parameters(), strict=True):
             parameter.copy_(mean)
-        near("the averaged module's output", found, subject.call(module, *subject.inputs()))
+        near("the averaged module's output", actual, subject.call(module, *subject.inputs()))
 
 
 def parameters_reset(subject: Subject) -> None:
@@ -112,15 +134,14 @@ def parameters_reset(subject: Subject) -> None:
         module.reset_parameters()
         states.append({name: p.detach().clone() for name, p in trained(module).items()})
     for name, value in states[0].items():
-        assert torch.equal(value, states[1][name]), f"{name} is not reset"
+        require(torch.equal(value, states[1][name]), f"{name} is not reset")
     y = subject.call(module, *subject.inputs())
-    assert bool(y.isfinite().all()), "the output is not finite after reset_parameters"
+    require(bool(y.isfinite().all()), "the output is not finite after reset_parameters")
 
 
 def printed(subject: Subject) -> None:
-    """``repr`` gives text."""
-    text = repr(subject.module())
-    assert text, "repr is empty"
+    """``repr`` returns a non-empty string."""
+    require(bool(repr(subject.module())), "repr is empty")
 
 
 BEHAVIORS: tuple[Behavior, ...] = (
@@ -129,6 +150,7 @@ BEHAVIORS: tuple[Behavior, ...] = (
     state_dict_saved,
     state_dict_assigned,
     meta_device,
+    state_replaced_after_use,
     parameters_as_vector,
     averaged,
     parameters_reset,

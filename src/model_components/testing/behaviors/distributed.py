@@ -45,8 +45,8 @@ def data_parallel(subject: Subject) -> None:
     inputs = subject.inputs()
     y = subject.call(wrapped, *inputs)
     y.backward(cotangent(y))
-    found = {"the output": y.detach(), **gradients_of(module, inputs)}
-    same(found, expected, "DistributedDataParallel")
+    actual = {"the output": y.detach(), **gradients_of(module, inputs)}
+    same(actual, expected, "DistributedDataParallel")
 
 
 @_in_one_process
@@ -55,8 +55,8 @@ def fully_sharded(subject: Subject) -> None:
     expected = subject.step(subject.module())
     module = subject.module()
     fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-    found = {name: _whole(value) for name, value in subject.step(module).items()}
-    same(found, expected, "fully_shard")
+    actual = {name: _whole(value) for name, value in subject.step(module).items()}
+    same(actual, expected, "fully_shard")
 
 
 def _whole(value: Tensor | None) -> Tensor | None:

@@ -2,52 +2,46 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from collections.abc import Mapping
 
-from .subject import Behavior, Subject, cotangent, near, same
+import torch
+from torch import Tensor
+
+from .subject import Behavior, Subject, cotangent, gradients_of, near, require, same
 
 # Differences that are normal for bfloat16's 8 bits after a few sums, relative to the largest value
 _HALF_PRECISION = 0.1
 
 
 def float64(subject: Subject) -> None:
-    """A module in float64 computes the same in float64."""
+    """The output and gradients in float64 are those in float32."""
     expected = subject.step(subject.module())
-    found = subject.step(subject.module(torch.float64))
-    for name, value in found.items():
-        assert value is None or value.dtype == torch.float64, f"{name} is {value.dtype}"
-    same(found, expected, "float64")
+    actual = subject.step(subject.module(torch.float64))
+    _check_dtypes(actual, torch.float64)
+    same(actual, expected, "float64")
 
 
 def bfloat16(subject: Subject) -> None:
-    """A module in bfloat16 trains."""
+    """The output and gradients in bfloat16 are close to those in float32."""
     _half(subject, torch.bfloat16)
 
 
 def float16(subject: Subject) -> None:
-    """A module in float16 trains."""
+    """The output and gradients in float16 are close to those in float32."""
     _half(subject, torch.float16)
 
 
 def _half(subject: Subject, dtype: torch.dtype) -> None:
     expected = subject.step(subject.module())
-    for name, value in subject.step(subject.module(dtype)).items():
-        true = expected[name]
-        if value is None or true is None:
-            assert value is true, f"{name} is missing in one of float32 and {dtype}"
-            continue
-        assert value.dtype == dtype, f"{name} is {value.dtype}, expected {dtype}"
-        _roughly(name, value, true)
+    actual = subject.step(subject.module(dtype))
+    _check_dtypes(actual, dtype)
+    same(actual, expected, str(dtype), limit=_HALF_PRECISION)
 
 
-def _roughly(name: str, found: Tensor, expected: Tensor) -> None:
-    if expected.numel():
-        scale = float(expected.abs().max())
-        error = float((found.double() - expected.double()).abs().max())
-        assert error <= _HALF_PRECISION * max(scale, 1e-3), (
-            f"{name} differs by {error:.1e}, where values are up to {scale:.1e}"
-        )
+def _check_dtypes(step: Mapping[str, Tensor | None], dtype: torch.dtype) -> None:
+    for name, value in step.items():
+        if value is not None:
+            require(value.dtype == dtype, f"{name}: expected {dtype}, got {value.dtype}")
 
 
 def autocast(subject: Subject) -> None:
@@ -59,15 +53,10 @@ def autocast(subject: Subject) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         y = subject.call(module, *inputs)
     y.backward(cotangent(y))
-    true = expected["the output"]
-    assert true is not None
-    _roughly("the output", y.detach(), true)
-    for name, parameter in module.named_parameters():
-        known = expected.get(f"the gradient of {name}")
-        if known is not None:
-            assert parameter.grad is not None, f"the gradient of {name} is missing"
-            assert parameter.grad.dtype == torch.float32, f"{name} has {parameter.grad.dtype}"
-            _roughly(f"the gradient of {name}", parameter.grad, known)
+    actual: dict[str, Tensor | None] = {"the output": y.detach()}
+    gradients = gradients_of(module, inputs)
+    _check_dtypes(gradients, torch.float32)
+    same(actual | gradients, expected, "autocast", limit=_HALF_PRECISION)
 
 
 def leading_dimensions(subject: Subject) -> None:
@@ -77,11 +66,13 @@ def leading_dimensions(subject: Subject) -> None:
     count = len(y)
     for shape in ((2, count // 2), (1, 2, count // 2)):
         inputs = [x.unflatten(0, shape) for x in subject.inputs()]
-        found = subject.call(module, *inputs)
-        assert found.shape == (*shape, *y.shape[1:]), (
-            f"leading dimensions {shape} give {list(found.shape)}"
+        actual = subject.call(module, *inputs)
+        require(
+            actual.shape == (*shape, *y.shape[1:]),
+            f"leading dimensions {shape}: expected shape {[*shape, *y.shape[1:]]}, got "
+            f"{list(actual.shape)}",
         )
-        near(f"leading dimensions {shape}", found.flatten(0, len(shape) - 1), y)
+        near(f"leading dimensions {shape}", actual.flatten(0, len(shape) - 1), y)
     near("no leading dimension", subject.call(module, *(x[0] for x in subject.inputs())), y[0])
 
 
@@ -98,11 +89,14 @@ def empty_batch(subject: Subject) -> None:
     inputs = [x.detach()[:0].requires_grad_(x.requires_grad) for x in subject.inputs()]
     y = subject.call(module, *inputs)
     full = subject.call(module, *subject.inputs())
-    assert y.shape == (0, *full.shape[1:]), f"the output has shape {list(y.shape)}"
+    require(
+        y.shape == (0, *full.shape[1:]),
+        f"the output: expected shape {[0, *full.shape[1:]]}, got {list(y.shape)}",
+    )
     y.sum().backward()
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
-            assert not parameter.grad.any(), f"the gradient of {name} is not zero"
+            require(not parameter.grad.any(), f"the gradient of {name} is not zero")
 
 
 def strided_inputs(subject: Subject) -> None:
@@ -114,14 +108,13 @@ def strided_inputs(subject: Subject) -> None:
 
 
 def modes_switched(subject: Subject) -> None:
-    """``train`` and ``eval`` return the module; evaluation repeats itself."""
+    """``train`` and ``eval`` return the module, and two evaluations give the same output."""
     module = subject.module()
-    assert module.eval() is module, "eval() does not return the module"
+    require(module.eval() is module, "eval() does not return the module")
     first = subject.call(module, *subject.inputs())
     second = subject.call(module, *subject.inputs())
     near("the second evaluation", second, first)
-    assert module.train() is module, "train() does not return the module"
-    assert all(child.training for child in module.modules() if type(child) is not nn.Identity)
+    require(module.train() is module, "train() does not return the module")
 
 
 BEHAVIORS: tuple[Behavior, ...] = (

@@ -47,9 +47,9 @@ def func_grad(subject: Subject) -> None:
     y = subject.call(module, *inputs)
     (y * y).sum().backward()
     parameters = {name: p.detach() for name, p in trained(module).items()}
-    found = grad(_loss_of(subject, module))(parameters, *inputs)
-    for name, parameter in trained(module).items():
-        near(f"the gradient of {name}", found[name], parameter.grad)
+    actual = grad(_loss_of(subject, module))(parameters, *inputs)
+    expected = {name: parameter.grad for name, parameter in trained(module).items()}
+    same(actual, expected, "torch.func.grad")
 
 
 def func_vmap(subject: Subject) -> None:
@@ -58,8 +58,8 @@ def func_vmap(subject: Subject) -> None:
     inputs = [x.detach() for x in subject.inputs()]
     batches = [torch.stack([x, x.flip(0)]) for x in inputs]
     expected = torch.stack([subject.call(module, *(b[i] for b in batches)) for i in range(2)])
-    found = vmap(lambda *one: subject.call(module, *one))(*batches)
-    near("the output", found, expected)
+    actual = vmap(lambda *one: subject.call(module, *one))(*batches)
+    near("the output", actual, expected)
 
 
 def per_sample_gradients(subject: Subject) -> None:
@@ -74,8 +74,8 @@ def per_sample_gradients(subject: Subject) -> None:
         return grad(loss)(parameters, *(x[None] for x in row))
 
     rows = vmap(of_row, in_dims=(None, *[0] * len(inputs)))(parameters, *inputs)
-    for name, value in whole.items():
-        near(f"the gradient of {name}", rows[name].sum(0), value)
+    sums = {name: value.sum(0) for name, value in rows.items()}
+    same(sums, whole, "the sum of the rows' gradients")
 
 
 def jacobians(subject: Subject) -> None:
@@ -104,13 +104,13 @@ def compiled_training(subject: Subject) -> None:
     module.zero_grad()
     y = subject.call(compiled, *inputs)
     y.backward(cotangent(y))
-    found: dict[str, Tensor | None] = {"the output": y.detach()}
+    actual: dict[str, Tensor | None] = {"the output": y.detach()}
     for name in expected:
         if name.startswith("the gradient of input"):
-            found[name] = inputs[int(name.rpartition(" ")[2])].grad
+            actual[name] = inputs[int(name.rpartition(" ")[2])].grad
         elif name.startswith("the gradient of "):
-            found[name] = module.get_parameter(name.removeprefix("the gradient of ")).grad
-    same(found, expected, "the compiled module")
+            actual[name] = module.get_parameter(name.removeprefix("the gradient of ")).grad
+    same(actual, expected, "the compiled module")
 
 
 def compiled_evaluation(subject: Subject) -> None:

@@ -1,0 +1,126 @@
+"""Fused paths: which of them are right and faster on this machine's device, by measurement.
+
+`measure_kernels` writes a small file in the user's cache; ``impl="auto"`` reads it through
+`fused_pays`. A path that was never measured on a kind of card is not taken there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+GROUP = "model_components.fused"
+"""The group of entry points; each is a function that returns the fused paths of a package."""
+_VERSIONS = ("model-components", "torch", "triton")  # what a measurement holds for
+
+
+class Trial(NamedTuple):
+    """One fused path at one size.
+
+    Attributes:
+        fused: The fused path, a function of the inputs on the device.
+        eager: The eager path.
+        reference: The definition, in any float dtype, on the CPU.
+        inputs: Tensors on the CPU by argument name.
+    """
+
+    fused: Callable[..., Tensor]
+    eager: Callable[..., Tensor]
+    reference: Callable[..., Tensor]
+    inputs: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class FusedPath:
+    """A fused path of a package.
+
+    Attributes:
+        name: Its name, such as ``"masks.blend"``.
+        problem: Function of a device and a dtype that returns why it cannot run there, or None.
+        make: Function of (out_features, in_features), tokens, device and dtype.
+    """
+
+    name: str
+    problem: Callable[[torch.device, torch.dtype], str | None]
+    make: Callable[[tuple[int, int], int, torch.device, torch.dtype], Trial]
+
+
+def known_paths() -> list[FusedPath]:
+    """Return the fused paths of all installed packages."""
+    found: list[FusedPath] = []
+    for entry in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda e: e.name):
+        found += entry.load()()
+    return found
+
+
+def cache_file() -> Path:
+    """Return the file with measurements in the user's cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "model-components" / "kernels.json"
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions that a measurement holds for."""
+    found: dict[str, str | None] = {}
+    for name in _VERSIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def device_name(device: torch.device) -> str | None:
+    """Return the name of a card, or None for a device that needs no measurement."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.get_device_name(device)
+
+
+def read_measurements() -> dict[str, Any]:
+    """Return what the cache's file holds, by the name of the card; nothing if it is damaged."""
+    try:
+        devices = json.loads(cache_file().read_text(encoding="utf-8"))["devices"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return devices if isinstance(devices, dict) else {}
+
+
+@functools.cache
+def _paying(device: str) -> frozenset[str]:
+    """Return the names of the fused paths that are right and faster on a card."""
+    entry = read_measurements().get(device)
+    if not isinstance(entry, dict) or entry.get("versions") != versions():
+        return frozenset()
+    paths = entry.get("paths")
+    if not isinstance(paths, dict):
+        return frozenset()
+    return frozenset(name for name, path in paths.items() if path == {**path, "fused": True})
+
+
+def fused_pays(name: str, device: torch.device) -> bool:
+    """Return whether a measurement on this kind of card says that a fused path is right and faster.
+
+    Args:
+        name: The path's name.
+        device: Where it would run.
+    """
+    card = device_name(device)
+    return card is not None and name in _paying(card)
+
+
+def forget() -> None:
+    """Read the cache's file again when it is asked for next."""
+    _paying.cache_clear()

@@ -1,0 +1,267 @@
+"""`measure_kernels`: test the fused paths on a device, time them, and let ``impl="auto"`` know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from . import _fused
+from ._cli import ON_TERMINAL
+from ._report import Report, Table
+
+if TYPE_CHECKING:
+    import torch
+
+_ODD = (33, 300)  # sizes of the test of equivalence: no multiple of a tile
+_ROUNDS = 15  # pairs of timed steps; the median of so many is steady within a few percent
+_WORTH = 0.95  # fused time over eager time, up to which a fused path is taken
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One fused path at one size.
+
+    Attributes:
+        path: Its name.
+        shape: (out_features, in_features).
+        worst: The largest error over its budget, at most 1; None if it was not tested.
+        eager_ms: Median milliseconds of forward and backward by the eager path.
+        fused_ms: Median milliseconds by the fused path.
+        problem: Why it was not tested or timed, or is wrong.
+    """
+
+    path: str
+    shape: tuple[int, int]
+    worst: float | None = None
+    eager_ms: float | None = None
+    fused_ms: float | None = None
+    problem: str | None = None
+
+    @property
+    def pays(self) -> bool:
+        """Return whether the path is right, and faster by more than noise."""
+        if self.problem or self.eager_ms is None or self.fused_ms is None:
+            return False
+        return self.fused_ms <= _WORTH * self.eager_ms
+
+
+@dataclass(frozen=True)
+class KernelReport(Report):
+    """The result of `measure_kernels`.
+
+    Attributes:
+        device: Name of the card, or ``"cpu"``.
+        dtype: Dtype of the weights.
+        rows: One row a path and size.
+        written: File that ``impl="auto"`` reads, or None if nothing was timed.
+    """
+
+    device: str
+    dtype: str
+    rows: tuple[KernelRow, ...]
+    written: str | None
+
+    def summary(self) -> list[str]:
+        """Name the device."""
+        return [f"fused paths on {self.device}, {self.dtype}"]
+
+    def table(self) -> Table:
+        """List the paths with errors, times and what "auto" takes."""
+        rows = []
+        for row in self.rows:
+            shape = " x ".join(map(str, row.shape))
+            worst = "" if row.worst is None else f"{row.worst:.2f}"
+            times = ["" if t is None else f"{t:.3f}" for t in (row.eager_ms, row.fused_ms)]
+            rows.append((row.path, shape, worst, *times, row.problem or ""))
+        header = ("path", "shape", "error / budget", "eager ms", "fused ms", "problem")
+        return Table(header, rows, sentences=True)
+
+    def remarks(self) -> list[str]:
+        """Tell which paths "auto" takes from now on, or how to measure."""
+        if self.written is None:
+            return [
+                'nothing was timed, so impl="auto" is eager; run this command on a machine with a '
+                "CUDA device"
+            ]
+        chosen = sorted(_paying_paths(self.rows))
+        taken = ", ".join(chosen) or "none of them"
+        return [f'impl="auto" takes {taken} on this kind of card ({self.written})']
+
+
+def measure_kernels(
+    *,
+    device: str | None = None,
+    shapes: Sequence[tuple[int, int]] = ((4096, 4096),),
+    tokens: int = 2048,
+    dtype: str = "bfloat16",
+    progress: bool = ON_TERMINAL,
+) -> KernelReport:
+    """Test every fused path against its definition in float64, then time it beside the eager path.
+
+    The result goes to a small file in your cache, ``model-components/kernels.json``. It tells
+    ``impl="auto"`` which fused paths are right and faster on this kind of card. It holds for the
+    same versions of this library, torch and triton. Without it ``"auto"`` is eager.
+
+    Args:
+        device: Device such as cuda; default: a CUDA device if there is one. On a CPU the kernels
+            are tested if TRITON_INTERPRET=1 is set, and nothing is timed.
+        shapes: Sizes (out_features, in_features) of weights to time.
+        tokens: Rows of the input.
+        dtype: bfloat16, float16 or float32.
+        progress: Print each path as it is measured.
+
+    Returns:
+        Errors and times.
+
+    Raises:
+        ValueError: An unknown dtype, a size below 1, a device that is not there.
+
+    >>> report = measure_kernels(device="cpu", shapes=[(8, 8)], tokens=4, dtype="float32")
+    >>> report.device, report.written
+    ('cpu', None)
+    """
+    import torch
+
+    from ._checks import Whole, check_choice, check_value
+    from ._devices import find_device
+
+    operation = "measure_kernels"
+    check_choice(operation, "dtype", dtype, _DTYPES)
+    check_value(operation, "tokens", tokens, Whole)
+    sizes = [_checked_shape(operation, shape) for shape in shapes]
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(find_device(device, operation))
+    rows: list[KernelRow] = []
+    for path in _fused.known_paths():
+        for shape in sizes:
+            row = _measure(path, shape, tokens, place, getattr(torch, dtype))
+            if progress:
+                print(f"{path.name} {shape}: {row.problem or 'measured'}")
+            rows.append(row)
+    card = _fused.device_name(place)
+    written = None
+    if card is not None and any(row.fused_ms is not None for row in rows):
+        written = _write(card, dtype, rows)
+    return KernelReport(card or "cpu", dtype, tuple(rows), written)
+
+
+def _checked_shape(operation: str, shape: object) -> tuple[int, int]:
+    from ._checks import is_whole
+
+    if not isinstance(shape, (tuple, list)) or len(shape) != 2 or not all(map(_one, shape)):
+        raise ValueError(
+            f"{operation}: shapes has {shape!r}, expected (out_features, in_features), two whole "
+            "numbers from 1"
+        )
+    assert is_whole(shape[0])
+    return (shape[0], shape[1])
+
+
+def _one(size: object) -> bool:
+    from ._checks import is_whole
+
+    return is_whole(size, 1)
+
+
+def _measure(
+    path: _fused.FusedPath,
+    shape: tuple[int, int],
+    tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> KernelRow:
+    """Test one path on odd sizes, then time it at the shape."""
+    from .testing import check_equivalent
+
+    problem = path.problem(device, dtype)
+    if problem is not None:
+        return KernelRow(path.name, shape, problem=problem)
+    trial = path.make(_ODD, 7, device, dtype)
+    try:
+        judgment = check_equivalent(
+            trial.fused, trial.reference, trial.inputs, dtype=dtype, device=device, name=path.name
+        )
+    except AssertionError as error:
+        return KernelRow(path.name, shape, problem=f"wrong: {error}")
+    if device.type != "cuda":
+        return KernelRow(path.name, shape, judgment.worst, problem="tested, not timed on a CPU")
+    trial = path.make(shape, tokens, device, dtype)
+    eager_ms, fused_ms = _times(trial, device, dtype)
+    return KernelRow(path.name, shape, judgment.worst, eager_ms, fused_ms)
+
+
+def _times(trial: _fused.Trial, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Return median milliseconds of forward and backward, eager and fused, in turns."""
+    import torch
+
+    inputs: dict[str, Any] = {}
+    for name, value in trial.inputs.items():
+        floating = value.is_floating_point()
+        inputs[name] = value.to(device, dtype if floating else None).requires_grad_(floating)
+
+    def timed(function: Callable[..., torch.Tensor]) -> float:
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        begin.record()
+        function(**inputs).sum().backward()
+        end.record()
+        torch.cuda.synchronize(device)
+        return begin.elapsed_time(end)
+
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(_ROUNDS + 3):
+        for kept, function in zip(times, (trial.eager, trial.fused), strict=True):
+            kept.append(timed(function))
+    # the first rounds compile and warm up
+    eager, fused = (sorted(kept[3:])[_ROUNDS // 2] for kept in times)
+    return eager, fused
+
+
+def _paying_paths(rows: Sequence[KernelRow]) -> set[str]:
+    """Return the paths that pay at every size that was measured."""
+    names = {row.path for row in rows}
+    return {name for name in names if all(row.pays for row in rows if row.path == name)}
+
+
+def _write(card: str, dtype: str, rows: Sequence[KernelRow]) -> str:
+    """Write the measurements of a card into the user's cache, beside those of other cards."""
+    from ._folders import make_folder, write_json
+
+    paying = _paying_paths(rows)
+    paths: dict[str, Any] = {}
+    for row in rows:
+        path = paths.setdefault(
+            row.path, {"fused": row.path in paying, "dtype": dtype, "times": []}
+        )
+        path["times"].append([row.shape, row.eager_ms, row.fused_ms])
+    devices = _fused.read_measurements()
+    devices[card] = {"versions": _fused.versions(), "paths": paths}
+    file = _fused.cache_file()
+    make_folder(file.parent, "measure_kernels")
+    write_json(file, {"devices": devices}, "measure_kernels")
+    _fused.forget()
+    return str(file)
+
+
+def kernels(
+    device: str | None = None,
+    shapes: tuple[tuple[int, int], ...] = ((4096, 4096),),
+    tokens: int = 2048,
+    dtype: str = "bfloat16",
+    progress: bool = ON_TERMINAL,
+) -> KernelReport:
+    """Test and time the fused paths on this machine, and let impl="auto" know.
+
+    Args:
+        device: Device such as cuda; default: a CUDA device if there is one.
+        shapes: Sizes of weights to time, each as out_features and in_features.
+        tokens: Rows of the input.
+        dtype: Dtype of the weights: bfloat16, float16 or float32.
+        progress: Print each path as it is measured.
+    """
+    return measure_kernels(
+        device=device, shapes=shapes, tokens=tokens, dtype=dtype, progress=progress
+    )

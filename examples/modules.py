@@ -1,4 +1,4 @@
-"""Six modules in one model of your own: a judge that thinks, trained by a plain loop.
+"""Combine all six modules in one model: a judge of two sequences, trained in a plain loop.
 
     python examples/modules.py
 
@@ -19,8 +19,8 @@ from thinker import LatentThinker
 
 WIDTH = 16  # numbers in a vector
 LENGTH = 8  # vectors in a row
-HIDDEN = 32
-FEATURES = 8
+HIDDEN = 32  # width of the hidden layers
+FEATURES = 8  # features of a row that the head compares
 
 
 class Judge(nn.Module):
@@ -64,7 +64,7 @@ def draw(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def main() -> None:
-    """Train the judge, fold its layers, and see that nothing changed."""
+    """Train the judge, fold its layers, and print how much the logits change."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=400)
     steps = parser.parse_args().steps

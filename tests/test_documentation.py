@@ -94,40 +94,42 @@ def test_every_snippet_of_the_readme_runs_as_it_stands(users_files):  # noqa: F8
 def test_the_page_of_modules_runs_as_it_stands():
     """Each snippet in a namespace of its own, and what it claims is so."""
     snippets = snippets_of("docs/modules.md")
-    assert len(snippets) == 6
+    assert len(snippets) == 7
     found = []
     for code in snippets:
         namespace = {}
         exec(code, namespace)
         found.append(namespace)
-    masks, efficient, smaller, lora, pairwise, thinking = found
+    _, masks, efficient, smaller, lora, pairwise, thinking = found
     assert masks["loss"] < 1e-6
     shares = masks["layer"].mask("weight")[0, :, 0]
     torch.testing.assert_close(shares, torch.tensor([1.0] * 4 + [0.0] * 4), atol=1e-3, rtol=0)
     assert torch.equal(masks["plain"](masks["x"]), masks["layer"](masks["x"]))
     assert efficient["loss"] < 1e-3
-    assert smaller["half"].compression <= 0.5
-    x, linear = smaller["x"], smaller["linear"]
-    errors = {n: (smaller[n](x) - linear(x)).norm() for n in ("half", "fitted", "thin")}
-    assert all(error < linear(x).norm() for error in errors.values())
-    torch.testing.assert_close(smaller["plain"](x), smaller["half"](x), rtol=1e-4, atol=1e-4)
+    x, target = smaller["x"], smaller["target"]
+    errors = [(smaller[n](x) - target).norm() for n in ("fitted", "nearest", "low_rank")]
+    assert min(errors) == errors[0]
+    assert all(smaller[name].compression <= 0.5 for name in ("fitted", "nearest"))
+    torch.testing.assert_close(smaller["plain"](x), smaller["fitted"](x), rtol=1e-4, atol=1e-4)
     assert type(lora["model"][2]) is torch.nn.Linear
     right = pairwise["head"](pairwise["a"], pairwise["b"]).argmax(1) == pairwise["labels"]
     assert right.float().mean() > 0.9
-    assert thinking["more"] < thinking["few"] < 0.1
+    assert thinking["model"](**thinking["rows"], n_step=3).loss < 0.1
 
 
 def test_the_page_of_tests_runs_as_it_stands(tmp_path):
     """In a process of its own, since modules are pickled by the name of their file."""
     program = "\n".join(snippets_of("docs/testing.md"))
-    first, rest = program.split("def definition", 1)
+    first, rest = program.split("from model_components.testing import check_equivalent", 1)
     checks = """
 assert set(report.wrong) == {"gradients", "gradient_penalty", "changed_before_backward"}, report
 """
     after = """
 assert set(report.raised) == {"forward_mode", "jacobians"} and not report.wrong, report
 """
-    (tmp_path / "page.py").write_text(first + checks + "def definition" + rest + after)
+    (tmp_path / "page.py").write_text(
+        first + checks + "from model_components.testing import check_equivalent" + rest + after
+    )
     done = subprocess.run(
         [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )

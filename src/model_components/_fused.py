@@ -107,7 +107,11 @@ def _paying(device: str) -> frozenset[str]:
     paths = entry.get("paths")
     if not isinstance(paths, dict):
         return frozenset()
-    return frozenset(name for name, path in paths.items() if path == {**path, "fused": True})
+    paying = set()
+    for name, path in paths.items():
+        if isinstance(path, dict) and path.get("fused") is True:
+            paying.add(name)
+    return frozenset(paying)
 
 
 def fused_pays(name: str, device: torch.device) -> bool:

@@ -149,21 +149,16 @@ def measure_kernels(
 
 
 def _checked_shape(operation: str, shape: object) -> tuple[int, int]:
+    """Return a shape as a tuple; refuse anything but two whole numbers from 1."""
     from ._checks import is_whole
 
-    if not isinstance(shape, (tuple, list)) or len(shape) != 2 or not all(map(_one, shape)):
+    pair = tuple(shape) if isinstance(shape, (tuple, list)) else ()
+    if len(pair) != 2 or not all(is_whole(length, 1) for length in pair):
         raise ValueError(
-            f"{operation}: shapes has {shape!r}, expected (out_features, in_features), two whole "
-            "numbers from 1"
+            f"{operation}: expected shapes of two whole numbers from 1, (out_features, "
+            f"in_features), got {shape!r}"
         )
-    assert is_whole(shape[0])
-    return (shape[0], shape[1])
-
-
-def _one(size: object) -> bool:
-    from ._checks import is_whole
-
-    return is_whole(size, 1)
+    return pair
 
 
 def _measure(
@@ -186,11 +181,16 @@ def _measure(
         )
     except AssertionError as error:
         return KernelRow(path.name, shape, problem=f"wrong: {error}")
-    if device.type != "cuda":
+    if not _is_timed(device):
         return KernelRow(path.name, shape, judgment.worst, problem="tested, not timed on a CPU")
     trial = path.make(shape, tokens, device, dtype)
     eager_ms, fused_ms = _times(trial, device, dtype)
     return KernelRow(path.name, shape, judgment.worst, eager_ms, fused_ms)
+
+
+def _is_timed(device: torch.device) -> bool:
+    """Return whether times say something: not those of Triton's interpreter on a CPU."""
+    return device.type == "cuda"
 
 
 def _times(trial: _fused.Trial, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:

@@ -1,0 +1,116 @@
+"""What is measured on a card decides what "auto" takes; without a card nothing is claimed."""
+
+import json
+
+import pytest
+import torch
+
+from mergekit_lite.masks import blend, masked_linear
+from model_components import _fused, measure_kernels
+from model_components._cli import main
+
+pytest.importorskip("triton")
+WEIGHTS = [torch.randn(6, 4), torch.randn(6, 4)]
+MASKS = torch.randn(2, 1, 4)
+
+
+@pytest.fixture
+def card(monkeypatch, tmp_path):
+    """A machine whose CPU passes for a card, with an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(_fused, "device_name", lambda device: "Card 1")
+    _fused.forget()
+    yield tmp_path / "model-components" / "kernels.json"
+    _fused.forget()
+
+
+def write(file, **changes):
+    entry = {"versions": _fused.versions(), "paths": {"masks.blend": {"fused": True}}} | changes
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps({"devices": {"Card 1": entry}}))
+    _fused.forget()
+
+
+def fused_calls(monkeypatch):
+    """The calls of the kernel; it runs in Triton's interpreter."""
+    from mergekit_lite.masks import _triton
+
+    calls, kernel = [], _triton.blend
+    monkeypatch.setattr(_triton, "blend", lambda *a: calls.append(1) or kernel(*a))
+    return calls
+
+
+def test_auto_takes_what_was_measured_to_pay_on_this_card_alone(card, monkeypatch):
+    calls = fused_calls(monkeypatch)
+    expected = blend(WEIGHTS, MASKS)
+    assert not calls  # nothing was measured
+    write(card)
+    torch.testing.assert_close(blend(WEIGHTS, MASKS), expected)
+    assert len(calls) == 1
+    blend(WEIGHTS, MASKS, impl="eager")
+    masked_linear(torch.randn(3, 4), WEIGHTS, MASKS)  # another path
+    blend([w.double() for w in WEIGHTS], MASKS.double())  # which the kernel cannot
+    for changes in (
+        {"paths": {"masks.blend": {"fused": False}}},
+        {"paths": None},
+        {"versions": {**_fused.versions(), "torch": "1.0"}},
+    ):
+        write(card, **changes)
+        blend(WEIGHTS, MASKS)
+    for text in ("", "[]", '{"devices": []}', '{"devices": {"Card 1": 3}}'):
+        card.write_text(text)
+        _fused.forget()
+        blend(WEIGHTS, MASKS)
+    write(card)
+    monkeypatch.setattr(_fused, "device_name", lambda device: "Card 2")
+    blend(WEIGHTS, MASKS)
+    assert len(calls) == 1
+
+
+def test_a_measurement_is_written_beside_those_of_other_cards(card, monkeypatch):
+    write(card)
+    monkeypatch.setattr(_fused, "device_name", lambda device: "Card 2")
+    times = iter([(2.0, 1.0), (1.0, 1.0), (1.0, 2.0)])
+    monkeypatch.setattr("model_components.kernels._times", lambda *_: next(times))
+    monkeypatch.setattr("model_components.kernels._is_timed", lambda device: True)
+    report = measure_kernels(
+        device="cpu", shapes=[(8, 8)], tokens=4, dtype="float32", progress=False
+    )
+    assert [row.pays for row in report.rows] == [True, False, False]
+    assert all(row.worst < 1 for row in report.rows)
+    assert report.written == str(card)
+    assert "takes masks.blend on this kind of card" in str(report)
+    devices = json.loads(card.read_text())["devices"]
+    assert set(devices) == {"Card 1", "Card 2"}
+    assert [p["fused"] for p in devices["Card 2"]["paths"].values()] == [True, False, False]
+
+
+def test_a_path_that_is_wrong_never_pays(card, monkeypatch):
+    calls = fused_calls(monkeypatch)
+    from mergekit_lite.masks import _triton
+
+    right = _triton.blend
+    monkeypatch.setattr(_triton, "blend", lambda *a: right(*a) * 1.01)
+    monkeypatch.setattr("model_components.kernels._times", lambda *_: (2.0, 1.0))
+    monkeypatch.setattr("model_components.kernels._is_timed", lambda device: True)
+    report = measure_kernels(
+        device="cpu", shapes=[(8, 8)], tokens=4, dtype="float32", progress=False
+    )
+    row = report.rows[0]
+    assert row.path == "masks.blend"
+    assert row.problem.startswith("wrong:")
+    assert not row.pays
+    assert calls
+
+
+def test_without_a_card_the_command_tests_and_times_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = ["kernels", "--dtype", "float32", "--shapes", "8", "8", "--tokens", "4"]
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    assert "masks.masked_linear" in told
+    assert 'impl="auto" is eager' in told
+    assert list(tmp_path.iterdir()) == []
+    assert main(["kernels", "--dtype", "int8"]) != 0
+    with pytest.raises(ValueError, match=r"measure_kernels:.*\(8,\)"):
+        measure_kernels(device="cpu", shapes=[(8,)])

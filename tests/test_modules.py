@@ -46,6 +46,10 @@ MODULES = {
         X,
     ),
     "masked norm": (lambda: MaskedLayer([nn.LayerNorm(4), nn.LayerNorm(4)]), X),
+    "masked convolution": (
+        lambda: MaskedLayer([nn.Conv2d(16, 16, 16, padding="same") for _ in range(2)]),
+        torch.randn(6, 16, 3, 3, generator=torch.Generator().manual_seed(4)),
+    ),
     "masked embedding": (lambda: MaskedEmbedding([nn.Embedding(9, 4), nn.Embedding(9, 4)]), IDS),
     "Kronecker, B first": (lambda: KroneckerLinear(4, 6, b_shape=(2, 1)), X),
     "Kronecker, A first": (lambda: KroneckerLinear(6, 4, b_shape=(1, 2), bias=False), WIDE),
@@ -85,7 +89,12 @@ RAISES = {
     "LatentThinker at tokens": NO_SECOND,
 }
 # these read sequences
-ONE_BATCH_DIMENSION = {"attention of torch", "LatentThinker", "LatentThinker at tokens"}
+ONE_BATCH_DIMENSION = {
+    "masked convolution",
+    "attention of torch",
+    "LatentThinker",
+    "LatentThinker at tokens",
+}
 
 
 def thinker(**options):

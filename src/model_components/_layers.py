@@ -59,18 +59,37 @@ class ReadOnlyWeight(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Refuse changes in place, run everything else on the plain tensor."""
+        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         uses_data = getattr(func, "__self__", None) is _DATA
         assigns = name == "__setitem__" or (uses_data and name == "__set__")
         in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-        into = isinstance((kwargs or {}).get("out"), cls)
-        if assigns or in_place or into:
+        # the first argument is the one that is written into; of torch's foreach functions, a list
+        first = next(iter((*args, *kwargs.values())), None)
+        targets = list(first) if isinstance(first, (list, tuple)) else [first]
+        written = assigns or in_place or kwargs.get("inplace") is True
+        into_it = written and any(isinstance(target, cls) for target in targets)
+        if into_it or isinstance(kwargs.get("out"), cls):
             raise RuntimeError(
                 f"{name}: a computed weight cannot be changed in place, because the change would "
                 "be lost; change the layer's parameters instead"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        if uses_data:  # so that `weight.data.normal_()` raises as well
+            result = func(*args, **kwargs)
+        # views of it, as `weight[0]` and `weight.data`, are read-only, too
+        if uses_data or (name != "detach" and _is_view_of(result, targets)):
             return result.as_subclass(cls)
         return result.as_subclass(Tensor) if type(result) is cls else result
+
+
+def _is_view_of(result: object, sources: Sequence[object]) -> bool:
+    """Return whether a tensor lies in the memory of one of the sources."""
+    if not isinstance(result, Tensor) or not result.numel():
+        return False
+    place = result.untyped_storage().data_ptr()
+    for source in sources:
+        if isinstance(source, ReadOnlyWeight):
+            with torch._C.DisableTorchFunctionSubclass():
+                if source.untyped_storage().data_ptr() == place:
+                    return True
+    return False

@@ -357,6 +357,11 @@ class LatentThinker(CompleteModel):
         Raises:
             ValueError: What `encode`, `think` and `decode` refuse.
         """
+        if labels is not None and labels.dim() == 3 and carry is not None:
+            raise ValueError(
+                "LatentThinker: expected labels (B, O) with a carry, got those of each step, "
+                f"{list(labels.shape)}"
+            )
         if labels is not None:
             labels = self.answers_of(labels, n_latent)
         if out_len is None and labels is not None:

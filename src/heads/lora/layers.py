@@ -132,7 +132,8 @@ class LoraLinear(LeanForward, lora.Linear):
         True
         """
         twin: Any = copy.deepcopy(self)
-        twin.merge()
+        if not twin.disable_adapters:
+            twin.merge()
         return twin.get_base_layer().requires_grad_(True)
 
     def reset_parameters(self) -> None:
@@ -155,6 +156,11 @@ def inject_(
     check_value(operation, "alpha", alpha, Annotated[float, Range(above=0)])
     check_value(operation, "dropout", dropout, Annotated[float, Range(least=0, below=1)])
     check_choice(operation, "impl", impl, ("auto", "reference"))
+    if lora_layers(module):
+        raise ValueError(
+            f"{operation}: expected a module without LoRA layers, got one that has some already"
+        )
+    training = {name: module.get_submodule(name).training for name in names}
     for name in names:
         linear: Any = module.get_submodule(name)
         if type(linear) not in STOCK:
@@ -178,6 +184,11 @@ def inject_(
         layer: Any = module.get_submodule(name)
         layer.__class__ = LoraLinear
         layer.impl = impl
+        layer.train(training[name])
+        for factor in (layer.lora_A, layer.lora_B):
+            # as peft's own models do: half precision would lose small steps
+            if layer.get_base_layer().weight.dtype in (torch.float16, torch.bfloat16):
+                factor.float()
         layers.append(layer)
     return layers
 

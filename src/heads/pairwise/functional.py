@@ -268,6 +268,10 @@ def log_probabilities(logits: Tensor) -> Tensor:
     >>> log_probabilities(torch.tensor([[0.0, 0.0]])).exp()
     tensor([[0.5000, 0.5000]])
     """
+    if logits.shape[-1] not in (2, 3):
+        raise ValueError(
+            f"log_probabilities: expected logits of 2 or 3 classes, got {list(logits.shape)}"
+        )
     total = torch.logaddexp(logits[..., 0], logits[..., 1])
     if logits.shape[-1] == 3:
         total = torch.logaddexp(total, logits[..., 2])

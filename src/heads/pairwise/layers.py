@@ -183,6 +183,12 @@ class PairwiseHead(nn.Module):
         self, a: Tensor, b: Tensor, surface_a: Tensor | None = None, surface_b: Tensor | None = None
     ) -> Tensor:
         """Return logits (*B, C) from features (*B, W), and surface features (*B, F), of A and B."""
+        for features in (a, b):
+            if features.shape != a.shape or features.shape[-1:] != (self.in_features,):
+                raise ValueError(
+                    f"PairwiseHead: expected features (*B, {self.in_features}) of both answers, "
+                    f"got {list(a.shape)} and {list(b.shape)}"
+                )
         if self.link == "davidson":
             return self.linked(self.score(a, surface_a), self.score(b, surface_b))
         if self.project is None or self.beside is None:

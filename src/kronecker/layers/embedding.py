@@ -18,6 +18,13 @@ from ..functional import kron_embedding
 from ..init import Factors, low_rank
 from .weights import KroneckerLayer, LowRankLayer, SmallerWeight, start
 
+
+def _check_plain(embedding: nn.Module, operation: str) -> None:
+    """Refuse an embedding that does more than gather rows."""
+    if type(embedding).forward is not nn.Embedding.forward or embedding.max_norm is not None:
+        raise ValueError(f"{operation}: expected an nn.Embedding without max_norm, got {embedding}")
+
+
 TABLE_INITS = ("van_loan", "van_loan_normalized", "prune", "random")
 
 
@@ -130,6 +137,7 @@ class KroneckerEmbedding(SmallerEmbedding, KroneckerLayer):
         KroneckerEmbedding(8, 6, 2 x (4, 6) ⊗ (2, 1), 108.3% of the dense weight)
         """
         check_choice(f"{cls.__name__}.from_embedding", "init", init, TABLE_INITS)
+        _check_plain(embedding, f"{cls.__name__}.from_embedding")
         config = kronecker_sizes(
             *embedding.weight.shape,
             rank=rank,
@@ -209,6 +217,7 @@ class LowRankEmbedding(SmallerEmbedding, LowRankLayer):
         >>> LowRankEmbedding.from_embedding(nn.Embedding(8, 6), rank=2)
         LowRankEmbedding(8, 6, rank 2, 58.3% of the dense weight)
         """
+        _check_plain(embedding, f"{cls.__name__}.from_embedding")
         layer = cls.like(embedding, low_rank_sizes(rank, init="svd"))
         a, b = low_rank(embedding.weight.detach(), len(layer.a))
         layer.set_factors_(Factors(a, b, 0.0))

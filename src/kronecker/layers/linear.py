@@ -81,7 +81,16 @@ class SmallerLinear(SmallerWeight):
 
     @torch.no_grad()
     def to_linear(self) -> nn.Module:
-        """The dense layer of the same kind (`nn.Linear` or `Conv1D`) with the same function."""
+        """Return the dense layer of the same kind, `nn.Linear` or `Conv1D`, with the same function.
+
+        Raises:
+            ValueError: The original layer still runs beside the smaller weights, see `fade_in_`.
+        """
+        if self.original is not None:
+            raise ValueError(
+                f"{type(self).__name__}.to_linear: expected fade_in_(None) before, since the "
+                "original layer still runs"
+            )
         weight = self.dense_weight()
         if self.conv1d:
             from transformers.pytorch_utils import Conv1D  # heavy, and only GPT-2's family has it

@@ -207,4 +207,9 @@ def initial_masks(
             values = [float(initial)] * count
         else:
             values = [float(v) for v in initial]
+        if len(values) != count:
+            raise ValueError(
+                f"masks: expected initial with {count} numbers, one per component, got "
+                f"{len(values)}"
+            )
     return torch.tensor(values).view(count, *[1] * len(shape)).expand(count, *shape).clone()

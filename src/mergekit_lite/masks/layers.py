@@ -15,9 +15,10 @@ from typing import Any, ClassVar, Self, get_args
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from model_components._autograd import needs_plain
+from model_components._autograd import needs_plain, transforming
 from model_components._checks import check_choice
 from model_components._layers import ReadOnlyWeight, is_conv1d
 
@@ -62,10 +63,13 @@ class MaskedLayer(nn.Module):
             ``base + Σ mask_k * (component_k - base)``.
         generator: Source of ``"random"``; default: torch's own.
         impl: ``"reference"``, ``"eager"``, ``"fused"`` (Triton) or ``"auto"``, see `masked_linear`.
+        strict: Whether to refuse components whose class, settings or buffers differ; otherwise
+            those of the base, or of the first component, are used.
 
     Raises:
-        ValueError: Fewer than two components, or a parameter that differs in shape or dtype or is
-            missing in one of them.
+        ValueError: Fewer than two components; components that differ (see ``strict``) or have
+            parameters in layers inside; a parameter that differs in shape or dtype or is missing
+            in one of them.
 
     >>> MaskedLayer([nn.LayerNorm(4), nn.LayerNorm(4)])(torch.zeros(2, 4)).shape
     torch.Size([2, 4])
@@ -83,6 +87,7 @@ class MaskedLayer(nn.Module):
         base: nn.Module | None = None,
         generator: torch.Generator | None = None,
         impl: str = "auto",
+        strict: bool = True,
     ):
         super().__init__()
         name = type(self).__name__
@@ -112,10 +117,12 @@ class MaskedLayer(nn.Module):
         self.components = nn.ModuleList([*components] if base is None else [*components, base])
         self.transposed = is_conv1d(self.plain) or bool(getattr(self.plain, "is_transposed", False))
         self.folded: dict[str, Tensor] | None = None
-        self._folded_at: list[int] = []
+        self._folded_at: list[tuple[int, int]] = []
         self._same: set[str] = set()  # parameters that no component changes
         self.masks = nn.ParameterDict()
         self._check_parameters()
+        if strict:
+            self._check_settings()
         for parameter, value in self.plain.named_parameters(recurse=False):
             if self._freeze(parameter):
                 self._same.add(parameter)
@@ -138,6 +145,29 @@ class MaskedLayer(nn.Module):
                     f"components, got {' and '.join(map(str, kinds))}"
                 )
 
+    def _check_settings(self) -> None:
+        """Refuse components whose class, settings or buffers differ, and parameters inside."""
+        name = type(self).__name__
+        first = self.plain
+        for component in self.components:
+            if type(component) is not type(first) or component.extra_repr() != first.extra_repr():
+                raise ValueError(
+                    f"{name}: expected components with one class and one set of options, got "
+                    f"{first} and {component}"
+                )
+            for (key, value), other in zip(first.named_buffers(), component.buffers(), strict=True):
+                if not value.is_meta and not torch.equal(value, other):
+                    raise ValueError(
+                        f"{name}: expected one value of the buffer {key}, got different ones; "
+                        "masks are over parameters only"
+                    )
+            inside = [key for key, _ in component.named_parameters() if "." in key]
+            if inside:
+                raise ValueError(
+                    f"{name}: expected layers without layers inside, got a "
+                    f"{type(component).__name__} with {inside[0]}; mask the inner layers"
+                )
+
     def _freeze(self, name: str) -> bool:
         """Freeze one parameter in all components; return whether all share the base's tensor."""
         parameters = self.frozen(name)
@@ -149,6 +179,10 @@ class MaskedLayer(nn.Module):
         """Return the values that masks of a parameter start from, to be trained."""
         value = self.initial
         if isinstance(value, Mapping):
+            if name not in value:
+                raise ValueError(
+                    f"{type(self).__name__}: expected initial for {name}, got {sorted(value)}"
+                )
             value = value[name]
         if name in self._same:
             value = 0.0
@@ -255,9 +289,9 @@ class MaskedLayer(nn.Module):
         self.folded = {name: self.merged(name) for name in self.masks}
         self._folded_at = self._versions()
 
-    def _versions(self) -> list[int]:
-        """Return numbers that change when a mask or a component changes."""
-        return [p._version for p in self.parameters()]
+    def _versions(self) -> list[tuple[int, int]]:
+        """Return numbers that change when a mask or a component changes or is exchanged."""
+        return [(id(p), p._version) for p in self.parameters()]
 
     @property
     def is_folded(self) -> bool:
@@ -271,7 +305,9 @@ class MaskedLayer(nn.Module):
         """
         if not self.is_folded:
             self.folded = None
-        return None if self.training else self.folded
+        if self.training or transforming():
+            return None
+        return self.folded
 
     def unfold_(self) -> None:
         """Drop what `fold_` keeps."""
@@ -288,17 +324,38 @@ class MaskedLayer(nn.Module):
         return self.run(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Output:
-        """The merged layer's arithmetic: the stock forward on blended parameters."""
+        """Return the merged layer's output: the stock forward on blended parameters."""
+        # tensors are taken now, since a recomputation may run when they have been exchanged
+        tensors = {name: (self.masks[name], self.frozen(name)) for name in self.masks}
+        used = [
+            tensor for tensor in tree_leaves((tensors, args, kwargs)) if torch.is_tensor(tensor)
+        ]
 
         def blended() -> Output:
-            return self.stock({name: self.merged(name) for name in self.masks}, *args, **kwargs)
+            merged = {}
+            for name, (masks, frozen) in tensors.items():
+                if name in self._same:
+                    merged[name] = frozen[0]
+                else:
+                    merged[name] = blend(frozen, self._rule(name)(masks), impl=self.impl)
+            return self.stock(merged, *args, **kwargs)
 
         large = any(p.numel() >= _WORTH_REPEATING for p in self.plain.parameters(recurse=False))
         traced = any(needs_plain(mask) for mask in self.masks.values())
+        if not large or traced or not torch.is_grad_enabled():
+            return blended()
+        versions = [tensor._version for tensor in used]
+
+        def unchanged() -> Output:
+            if [tensor._version for tensor in used] != versions:
+                raise RuntimeError(
+                    f"{type(self).__name__}: a mask, a component or the input was changed in "
+                    "place between forward and backward"
+                )
+            return blended()
+
         # recompute in backward instead of keeping the blended parameters
-        if large and torch.is_grad_enabled() and not traced:
-            return checkpoint(blended, use_reentrant=False)
-        return blended()
+        return checkpoint(unchanged, use_reentrant=False)
 
     def stock(self, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Output:
         """Return the layer's own forward with these parameters in the place of its own."""

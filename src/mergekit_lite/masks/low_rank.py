@@ -76,6 +76,9 @@ class LowRankMaskedLinear(MaskedLayer):
     torch.Size([5, 3])
     """
 
+    def _check_settings(self) -> None:
+        """Accept components of another class: each is the base's layer, with an adapter or not."""
+
     def run(self, x: Tensor) -> Tensor:
         """The base's product, and the masked changes."""
         total = self.plain(x)

@@ -115,6 +115,7 @@ class Surgeon:
             initial=initial,
             base=first if self.over_base else None,
             generator=self.generator,
+            strict=False,  # the merger has compared the models
         )
         layer.selection = self.selection
         if not self.trains(prefix.removesuffix(".")):

@@ -17,6 +17,10 @@ _FREE = {
     "alias",
     "as_strided",
     "detach",
+    "diagonal",
+    "empty",
+    "empty_like",
+    "empty_strided",
     "expand",
     "lift_fresh",
     "permute",
@@ -24,12 +28,15 @@ _FREE = {
     "select",
     "slice",
     "split",
+    "split_with_sizes",
     "squeeze",
     "t",
     "transpose",
     "unbind",
+    "unfold",
     "unsqueeze",
     "view",
+    "view_as_real",
 }
 
 

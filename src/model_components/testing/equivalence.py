@@ -77,6 +77,7 @@ def check_equivalent(
         The largest error, as a share of its budget.
 
     Raises:
+        ValueError: The reference overflows in the working dtype, so there is no budget.
         NotEquivalent: A wrong shape or dtype, a value that is not finite, or an error above its
             budget.
 
@@ -99,6 +100,12 @@ def check_equivalent(
     truth = _run(reference, exact, cotangent)
     working_result = _run(reference, _cast(rounded, working), cotangent)
     actual = _run(fast, {k: v.to(device) for k, v in rounded.items()}, cotangent)
+    for what, value in working_result.items():
+        if not torch.isfinite(value).all():
+            raise ValueError(
+                f"{name}: expected a reference that is finite in {working}, got NaN or infinity in "
+                f"{what}; use smaller inputs"
+            )
     floor = _scale(exact, cotangent) * min(_FLOOR, torch.finfo(working).eps)
     worst = Judgment(0.0, "output")
     for what, true in truth.items():

@@ -805,5 +805,30 @@ def test_a_layer_alone_refuses(options, message):
         LoraLinear.from_linear(torch.nn.Linear(4, 3), **{"r": 2, **options})
     with pytest.raises(ValueError, match=r"inject_lora_:.*from_linear"):
         inject_lora_(torch.nn.Linear(4, 3))
-    with pytest.raises(ValueError, match=r"inject_lora_:.*filter_fn"):
-        inject_lora_(torch.nn.Sequential(torch.nn.ReLU()))
+    with pytest.raises(ValueError, match=r"inject_lora_:.*filter_fn.*Sequential"):
+        inject_lora_(torch.nn.Sequential(torch.nn.ReLU()), filter_fn=lambda m, name: True)
+
+
+def test_injection_reaches_every_name_and_keeps_the_mode():
+    shared = torch.nn.Linear(4, 4)
+    model = torch.nn.Sequential(shared, torch.nn.ReLU(), shared).eval()
+    inject_lora_(model, r=2, dropout=0.5)
+    assert model[0] is model[2]
+    x = torch.randn(3, 4)
+    torch.nn.init.normal_(model[0].lora_B["default"].weight)
+    assert torch.equal(model(x), model(x))  # no dropout in evaluation
+    with pytest.raises(ValueError, match=r"inject_lora_:.*already"):
+        inject_lora_(model)
+    half = LoraLinear.from_linear(torch.nn.Linear(4, 4).bfloat16(), r=2)
+    assert half.lora_A["default"].weight.dtype == torch.float32
+    assert half(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_updates_are_seen_by_torch_s_fast_path():
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    inject_lora_(layer, r=2)
+    x = torch.randn(2, 5, 8)
+    torch.nn.init.normal_(layer.linear1.lora_B["default"].weight)
+    expected = layer.train()(x)
+    with torch.no_grad():
+        torch.testing.assert_close(layer.eval()(x), expected)

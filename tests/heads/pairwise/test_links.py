@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.support.equivalence import judge
 
-from heads.pairwise import PairwiseHead
+from heads.pairwise import PairwiseHead, pairwise_loss
 from heads.pairwise.functional import log_probabilities, swapped
 from heads.pairwise.layers import Pool
 from heads.pairwise.surface import NAMES, SURFACE, columns_of
@@ -202,3 +202,19 @@ def test_scales_are_of_both_sides():
     a, b = torch.randn(500, 2), 10 * torch.randn(500, 2)
     head.fit_(a, b, torch.zeros(500, 0), torch.zeros(500, 0))
     torch.testing.assert_close(head.scale, torch.cat([a, b]).std(0))
+
+
+def test_losses_take_any_leading_dimensions():
+    head = PairwiseHead(4).eval()
+    a, b = torch.randn(2, 5, 3, 4)
+    labels = torch.randint(0, 3, (5, 3))
+    flat = pairwise_loss(head(a, b).flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(pairwise_loss(head(a, b), labels), flat)
+    with pytest.raises(ValueError, match="pairwise_loss"):
+        pairwise_loss(head(a, b), labels[:, 0])
+    with pytest.raises(ValueError, match="0 to 2, got 0 to 3"):
+        pairwise_loss(torch.zeros(2, 3), torch.tensor([0, 3]))
+    with pytest.raises(ValueError, match=r"2 or 3 classes"):
+        pairwise_loss(torch.zeros(2, 4), torch.tensor([0, 3]))
+    with pytest.raises(ValueError, match=r"PairwiseHead:.*\(\*B, 4\)"):
+        head(a, b[:, :1])

@@ -745,7 +745,7 @@ def test_a_layer_alone_refuses_too():
             AccurateMaskedLinear(order)
     with pytest.raises(ValueError, match=r"EfficientMaskedLinear:.*'element'"):
         EfficientMaskedLinear([linear, linear], granularity="element")
-    with pytest.raises(ValueError, match=r"initial is 'half'"):
+    with pytest.raises(ValueError, match=r"initial.*got 'half'"):
         AccurateMaskedLinear([linear, linear], initial="half")
 
 
@@ -819,3 +819,60 @@ def test_efficient_layers_keep_component_bits():
     masked.selection.component = 1
     x = torch.randn(2, 4)
     assert torch.equal(masked(x), layers[1](x))
+
+
+@pytest.mark.parametrize(
+    "components",
+    [
+        [torch.nn.LayerNorm(4), torch.nn.RMSNorm(4)],
+        [torch.nn.LayerNorm(4), torch.nn.LayerNorm(4, eps=1e-3)],
+        [torch.nn.Conv2d(2, 2, 3), torch.nn.Conv2d(2, 2, 3, padding=1)],
+        [torch.nn.Sequential(torch.nn.Linear(2, 2))] * 2,
+    ],
+)
+def test_a_layer_alone_refuses_components_that_compute_otherwise(components):
+    with pytest.raises(ValueError, match=r"MaskedLayer: expected"):
+        MaskedLayer(components)
+
+
+def test_buffers_that_differ_are_refused():
+    norms = [torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4)]
+    norms[1].running_mean.fill_(1)
+    with pytest.raises(ValueError, match=r"MaskedLayer:.*running_mean"):
+        MaskedLayer(norms)
+
+
+def test_a_fold_is_not_used_for_other_masks_or_under_transforms():
+    layer = AccurateMaskedLinear([torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)]).eval()
+    x, name = torch.randn(2, 4), "masks.weight"
+    layer.fold_()
+    other = {name: torch.rand_like(layer.masks["weight"])}
+    moved = torch.func.functional_call(layer, other, (x,))
+    assert not torch.equal(moved, layer(x))
+    layer.fold_()
+    gradient = torch.func.grad(lambda m: torch.func.functional_call(layer, {name: m}, (x,)).sum())
+    assert gradient(other[name]).abs().sum() > 0
+    layer.fold_()
+    state = {key: value + 1 for key, value in layer.state_dict().items()}
+    layer.load_state_dict(state, assign=True)
+    torch.testing.assert_close(layer(x), layer.to_linear()(x))
+
+
+def test_a_computed_weight_may_be_read_into_another_tensor():
+    layer = AccurateMaskedLinear([torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)]).eval()
+    plain = torch.nn.Linear(4, 3)
+    with torch.no_grad():
+        plain.weight.copy_(layer.weight)
+        plain.bias.mul_(0).add_(layer.bias)
+    torch.testing.assert_close(plain(torch.ones(2, 4)), layer(torch.ones(2, 4)))
+    layer.fold_()
+    for change in (
+        lambda: layer.weight[0].zero_(),
+        lambda: layer.weight.T.fill_(1),
+        lambda: torch.zeros(3, 4, out=layer.weight),
+        lambda: torch.nn.functional.relu(layer.weight, inplace=True),
+        lambda: torch.nn.init.eye_(layer.weight),
+    ):
+        with pytest.raises(RuntimeError, match="computed"):
+            change()
+    assert layer.is_folded

@@ -69,11 +69,12 @@ def inject_lora_(
     >>> print(inject_lora_(model, r=2, filter_fn=lambda module, name: name == "0"))
     LoRA layers: 1; trainable parameters: 24 of 82
     """
-    names = [
-        name
-        for name, child in module.named_modules()
-        if type(child) in STOCK and (filter_fn is None or filter_fn(child, name))
-    ]
+    # a layer may have several names
+    places: dict[int, list[str]] = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        if type(child) in STOCK and (filter_fn is None or filter_fn(child, name)):
+            places.setdefault(id(child), []).append(name)
+    names = [same[0] for same in places.values()]
     if "" in names:
         raise ValueError(
             f"{OPERATION}: expected a module with linear layers inside, got a linear layer; use "
@@ -85,7 +86,15 @@ def inject_lora_(
             f"{'' if filter_fn is None else ' that filter_fn accepts'}, got none in "
             f"{type(module).__name__}"
         )
-    inject_(OPERATION, module, names, r, alpha, dropout, impl)
+    layers = inject_(OPERATION, module, names, r, alpha, dropout, impl)
+    for layer, same in zip(layers, places.values(), strict=True):
+        for name in same[1:]:
+            parent, _, last = name.rpartition(".")
+            setattr(module.get_submodule(parent), last, layer)
+    for child in module.modules():
+        if isinstance(child, nn.TransformerEncoderLayer):
+            # else torch's fast path reads the frozen weights and leaves the updates out
+            child.activation_relu_or_gelu = 0
     counts = [(p.numel(), p.requires_grad) for p in module.parameters()]
     trained = sum(count for count, trains in counts if trains)
     return InjectionReport(tuple(names), trained, sum(count for count, _ in counts))

@@ -245,7 +245,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> 
         output = flat @ weight
     else:
         output = torch.addmm(bias, flat, weight)
-    return output.view(*x.shape[:-1], weight.shape[1])
+    # no view of two dimensions, which autograd would not let change in place
+    return output if x.dim() == 2 else output.view(*x.shape[:-1], weight.shape[1])
 
 
 def embedding_plain(

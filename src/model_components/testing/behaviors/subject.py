@@ -73,11 +73,19 @@ class Subject:
     ) -> dict[str, Tensor | None]:
         """Return the output and all gradients of one training step."""
         if inputs is None:
-            inputs = self.inputs(next(module.parameters()).dtype)
+            inputs = self.inputs(_dtype_of(module))
         module.zero_grad()
         y = self.call(module, *inputs)
         y.backward(cotangent(y))
         return {"the output": y.detach(), **gradients_of(module, inputs)}
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype:
+    """Return the dtype of a module's floating tensors; float32 without any."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.is_floating_point():
+            return tensor.dtype
+    return torch.float32
 
 
 Behavior = Callable[[Subject], None]

@@ -406,9 +406,10 @@ def test_a_layer_alone_is_made_in_one_line():
     ("options", "message"),
     [
         ({"init": "nearest"}, r"KroneckerLinear\.from_linear:.*'nearest'"),
-        ({"init": "fitted"}, "no inputs"),
+        ({"init": "fitted"}, "without inputs"),
         ({"inputs": torch.ones(2, 12)}, "inputs"),
         ({"rank": 1.5}, "1.5"),
+        ({"rank": 0.01, "b_shape": (2, 1)}, "0.52 or more"),
         ({"b_shape": (3, 5)}, "does not divide"),
     ],
 )

@@ -5,6 +5,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_model, save_model
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from heads.lora import LoraLinear
 from heads.pairwise import PairwiseHead
@@ -100,6 +101,21 @@ ONE_BATCH_DIMENSION = {
 def thinker(**options):
     sizes = {"hidden_size": 16, "num_heads": 2, "max_input_length": 5, "max_output_length": 5}
     return LatentThinker(vocab_size=8, n_step=2, step_noise=0.0, **sizes, **options)
+
+
+def test_a_thinker_has_second_derivatives_with_torch_s_plain_attention():
+    with sdpa_kernel(SDPBackend.MATH):
+        report = check_module(thinker, TOKENS, output=logits_of, only=sorted(NO_SECOND))
+    assert set(report.passed) == NO_SECOND, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODULES)
+def test_compiles_by_inductor(name):
+    make, *inputs = MODULES[name]
+    only = [behavior for behavior in BEHAVIORS if behavior.startswith("compiled")]
+    report = check_module(make, *inputs, output=logits_of, only=only, backend="inductor")
+    assert set(report.passed) == set(only), report
 
 
 @pytest.mark.parametrize("options", [{}, {"latent_init": "noise"}])

@@ -247,7 +247,7 @@ def test_the_instruction_example_runs(tmp_path):
 
 
 def test_the_example_of_six_modules_learns_and_folds():
-    done = run_script(ROOT / "examples" / "modules", "--steps", "150")
+    done = run_script(ROOT / "examples" / "modules.py", "--steps", "150")
     assert done.returncode == 0, done.stderr[-2000:]
     assert float(re.search(r"right: ([\d.]+)%", done.stdout)[1]) > 85
     assert float(re.search(r"logit by (\S+)", done.stdout)[1]) < 1e-3

@@ -16,6 +16,7 @@ from model_components.testing import BEHAVIORS, check_module, count_operations
 from thinker import LatentThinker
 
 X, Y = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
+BALANCED = torch.randn(6, 256, generator=torch.Generator().manual_seed(5))
 WIDE = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
 TOKENS = torch.randint(0, 8, (6, 5), generator=torch.Generator().manual_seed(3))
 IDS = torch.tensor([0, 3, 5, 7, 1, 2])
@@ -58,6 +59,7 @@ MODULES = {
         lambda: KroneckerLinear(4, 6, b_shape=(2, 2), rank=2, scales=True),
         X,
     ),
+    "Kronecker, balanced": (lambda: KroneckerLinear(256, 256), BALANCED),
     "Kronecker embedding": (lambda: KroneckerEmbedding(8, 4, b_shape=(2, 2), rank=2), IDS),
     "low rank": (lambda: LowRankLinear(4, 6, rank=2), X),
     "low-rank embedding": (lambda: LowRankEmbedding(9, 4, rank=2), IDS),

@@ -158,6 +158,7 @@ class CurriculumDataset(IterableDataset):
         check_sample(task, self._generator(2), longest)
         self._hold_out = HoldOut(task, holdout, longest, self.device)
         self.step = 0
+        self._is_spread = False  # whether this copy, in a worker, has its own place
         self.segments = 1
         # rows of (from which batch on, state): shared, so that workers that live on see what the
         # trainer reports
@@ -285,8 +286,10 @@ class CurriculumDataset(IterableDataset):
         info = get_worker_info()
         stride = 1
         if info is not None:
-            self.step = self.step + info.id
             stride = info.num_workers
+            if not self._is_spread:  # a worker that lives on is asked again
+                self.step += info.id
+                self._is_spread = True
         while True:
             self.step += stride
             yield self.batch(self.step - stride, details=details)

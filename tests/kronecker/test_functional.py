@@ -280,6 +280,28 @@ def test_a_layer_is_exported_with_a_dynamic_batch(order):
     torch.testing.assert_close(exported.module()(x), kron_linear(x, a, b, bias))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("a_shape", "b_shape"), [((32, 32), (16, 16)), ((16, 20), (24, 16))])
+def test_one_term_of_balanced_factors_takes_plain_products(a_shape, b_shape, dtype):
+    generator = torch.Generator().manual_seed(0)
+    inputs = {
+        "x": torch.randn(3, 30, a_shape[1] * b_shape[1], generator=generator),
+        "a": torch.randn(1, *a_shape, generator=generator),
+        "b": torch.randn(1, *b_shape, generator=generator),
+        "bias": torch.randn(a_shape[0] * b_shape[0], generator=generator),
+    }
+    case = f"{a_shape} x {b_shape}"
+    judge(
+        "kron_linear, balanced",
+        "eager",
+        kron_linear,
+        reference.kron_linear,
+        inputs,
+        dtype=dtype,
+        case=case,
+    )
+
+
 @pytest.mark.parametrize("order", ["b_first", "a_first", "rebuild"])
 def test_transforms_and_second_derivatives(order):
     a, b, bias, width = _layer_arguments(order)

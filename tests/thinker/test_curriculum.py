@@ -513,3 +513,13 @@ def test_what_was_reported_in_the_past_stays():
 def test_bad_input_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_workers_that_live_on_repeat_no_batch():
+    loader = DataLoader(
+        DetailedBatches(data_of()), batch_size=None, num_workers=2, persistent_workers=True
+    )
+    steps = []
+    for _ in range(3):
+        steps += [batch["step"] for batch, _ in zip(loader, range(4), strict=False)]
+    assert len(set(steps)) == 12

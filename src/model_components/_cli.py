@@ -76,19 +76,27 @@ def main(
         found = importlib.metadata.entry_points(group=GROUP)
         commands = {entry.name: entry.value for entry in found} | _BUILT_IN
     try:
-        if words == ["--version"]:
-            print(f"{program} {__version__}")
-            return 0
-        name, words = _command_of(words, program, commands)
-        shared, words = _shared_flags(words)
-        if not ON_TERMINAL:  # before transformers is imported: it shows bars of its own
-            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        status = _run(program, name, commands[name], shared, words)
-        sys.stdout.flush()
-        return status
+        with _flushed():
+            if words == ["--version"]:
+                print(f"{program} {__version__}")
+                return 0
+            name, words = _command_of(words, program, commands)
+            shared, words = _shared_flags(words)
+            if not ON_TERMINAL:  # before transformers is imported: it shows bars of its own
+                os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+            return _run(program, name, commands[name], shared, words)
     except BrokenPipeError:  # after "| head"; what Python flushes at its end would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
+
+
+@contextlib.contextmanager
+def _flushed() -> Iterator[None]:
+    """Write out what was printed at the end, also if help was printed and the program exits."""
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
 
 
 def _command_of(

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -196,9 +197,12 @@ def test_rows_are_written_in_the_encoding_of_the_output():
 
 
 def test_a_reader_that_closes_the_pipe_gets_no_traceback():
-    for words in (["--help"], ["doctor", "--json"]):
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    for words in (["--help"], ["doctor", "--json"], ["prune", "--help"], ["--version"]):
         command = [sys.executable, "-m", "model_components", *words]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+        )
         process.stdout.close()
         error = process.stderr.read()
         process.stderr.close()

@@ -164,17 +164,7 @@ def masked_linear(
     ... )
     tensor([[1., 3.]])
     """
-    _check_weights("masked_linear", weights, impl)
-    if weights[0].dim() != 2:
-        raise ValueError(
-            f"masked_linear: weights have shape {list(weights[0].shape)}, expected matrices"
-        )
-    in_features = weights[0].shape[0 if transposed else 1]
-    if not x.dim() or x.shape[-1] != in_features:
-        raise ValueError(
-            f"masked_linear: last dim of x {list(x.shape)} must be {in_features}, the weights' "
-            "input"
-        )
+    in_features = _check_linear(x, weights, impl, transposed)
     if rule is None:
         _check_masks("masked_linear", weights, masks)
     mode = _linear_mode(mode, x, masks, in_features)
@@ -200,18 +190,33 @@ def masked_linear(
             x, weights, masks, bias, mode=mode, transposed=transposed
         ).to(x.dtype)
     fused = _uses_fused(impl, weights, "masked_linear", LINEAR)
-    plain = not fused and needs_plain(x)
-    flat = x if plain else x.reshape(-1, in_features)
     with nullcontext() if autocast is None else torch.autocast(x.device.type, enabled=False):
-        if mode == "efficient" and plain:
-            y = efficient_plain(x, masks, bias, transposed, weights)
-        elif mode == "efficient":
+        if not fused and needs_plain(x):
+            if mode == "efficient":
+                return efficient_plain(x, masks, bias, transposed, weights)
+            return accurate_plain(x, masks, bias, rule, transposed, weights)
+        flat = x.reshape(-1, in_features)
+        if mode == "efficient":
             y = EfficientLinear.apply(flat, masks, bias, transposed, *weights)
-        elif plain:
-            y = accurate_plain(x, masks, bias, rule, transposed, weights)
         else:
             y = AccurateLinear.apply(flat, masks, bias, rule, transposed, fused, *weights)
-    return y if plain else y.view(*x.shape[:-1], y.shape[-1])
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _check_linear(x: Tensor, weights: Sequence[Tensor], impl: str, transposed: bool) -> int:
+    """Refuse weights that are no matrices, and an input that does not fit; return its width."""
+    _check_weights("masked_linear", weights, impl)
+    if weights[0].dim() != 2:
+        raise ValueError(
+            f"masked_linear: weights have shape {list(weights[0].shape)}, expected matrices"
+        )
+    in_features = weights[0].shape[0 if transposed else 1]
+    if not x.dim() or x.shape[-1] != in_features:
+        raise ValueError(
+            f"masked_linear: last dim of x {list(x.shape)} must be {in_features}, the weights' "
+            "input"
+        )
+    return in_features
 
 
 def _linear_mode(mode: str, x: Tensor, masks: Tensor, in_features: int) -> str:

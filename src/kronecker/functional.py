@@ -113,7 +113,7 @@ def kron_linear(
             b = b.detach()
             if scales is not None:
                 scales = scales.detach()
-        # for balanced factors plain products are the faster path (docs/performance.md)
+        # plain products of balanced factors are as fast as einsum (docs/performance.md)
         balanced = r == 1 and min(o1, i1, o2, i2) >= _BALANCED
         if needs_plain(x) or (balanced and order == "auto"):
             if order == "auto":

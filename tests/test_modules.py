@@ -13,6 +13,7 @@ from kronecker import KroneckerEmbedding, KroneckerLinear, LowRankEmbedding, Low
 from mergekit_lite import AccurateMaskedLinear, EfficientMaskedLinear
 from mergekit_lite.masks import MaskedEmbedding, MaskedLayer
 from model_components.testing import BEHAVIORS, check_module, count_operations
+from tests.support.equivalence import place
 from thinker import LatentThinker
 
 X, Y = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
@@ -162,7 +163,7 @@ def logits_of(output):
 def test_behaves_as_a_module_of_torch(name):
     make, *inputs = MODULES[name]
     skip = {"leading_dimensions"} if name in ONE_BATCH_DIMENSION else set()
-    report = check_module(make, *inputs, output=logits_of, skip=skip)
+    report = check_module(lambda: place(make()), *place(inputs), output=logits_of, skip=skip)
     assert not report.wrong, report
     assert set(report.raised) == RAISES.get(name, set()), report
     assert len(report.passed) == len(BEHAVIORS) - len(report.raised) - len(skip)

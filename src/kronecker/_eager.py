@@ -331,6 +331,30 @@ class _Rebuild(torch.autograd.Function):
         return dx, da, *db
 
 
+class Balanced(torch.autograd.Function):
+    """One term with both products in one kernel (`_triton`). Saves x and the factors."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None
+    ) -> Tensor:  # (N, I), factors of one term
+        from . import _triton
+
+        ctx.save_for_backward(x, a, b, scales)
+        return _triton.forward(x, a[0], scaled(b, scales)[0])
+
+    @staticmethod
+    # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if wants_graph():
+            return _differentiable(ctx, grad, "b_first")
+        from . import _triton
+
+        x, a, b, scales = ctx.saved_tensors
+        dx, da, db = _triton.backward(grad, x, a[0], scaled(b, scales)[0])
+        return dx, da[None], *small_gradients(db[None], b, scales)
+
+
 def plain(
     x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None, order: str
 ) -> Tensor:  # (N, I) to (N, O)

@@ -21,11 +21,22 @@ from model_components._autograd import (
     wants_graph,
 )
 from model_components._checks import check_choice
+from model_components._fused import fused_pays
 
 from . import reference
-from ._eager import CONTRACTIONS, ORDERS, order_of, plain, scaled, small_gradients
+from ._eager import (
+    CONTRACTIONS,
+    ORDERS,
+    Balanced,
+    order_of,
+    plain,
+    scaled,
+    small_gradients,
+)
 
-IMPLS = ("reference", "eager", "auto")
+BALANCED = "kronecker.kron_linear"
+IMPLS = ("reference", "eager", "fused", "auto")
+EMBEDDING_IMPLS = ("reference", "eager", "auto")
 _BALANCED = 16  # smallest side of factors that count as balanced
 _TRACED_TOKENS = 1024  # what a graph's order is chosen for: one graph serves any number of tokens
 
@@ -75,13 +86,15 @@ def kron_linear(
         bias: (O1 O2,) or None.
         scales: One number for each term, or None for ones.
         order: ``"b_first"``, ``"a_first"``, ``"rebuild"`` or ``"auto"``.
-        impl: ``"reference"`` (`torch.kron`) or ``"eager"``, which ``"auto"`` takes.
+        impl: ``"reference"`` (`torch.kron`), ``"eager"``, ``"fused"`` (Triton; one term with sides
+            from 16 to 128, in half precision) or ``"auto"``: fused where
+            `model_components.measure_kernels` found it right and faster, else eager.
 
     Returns:
         (*B, O1 O2), in x's dtype.
 
     Raises:
-        ValueError: Shapes or dtypes that do not fit.
+        ValueError: Shapes or dtypes that do not fit, fused where it cannot run.
 
     Source: Van Loan, "The ubiquitous Kronecker product", 2000: (A ⊗ B) vec(X) = vec(B X Aᵀ).
 
@@ -90,7 +103,7 @@ def kron_linear(
     tensor([[ 3., 30.]])
     """
     check_factors("kron_linear", a, b, scales)
-    r, o1, i1 = a.shape
+    _, o1, i1 = a.shape
     _, o2, i2 = b.shape
     _check_linear(x, a, b, bias, impl, order)
     autocast = autocast_dtype(x)
@@ -106,6 +119,7 @@ def kron_linear(
     with nullcontext() if autocast is None else torch.autocast(x.device.type, enabled=False):
         if impl == "reference":
             return reference.kron_linear(x, a, b, bias, scales)
+        fused = _uses_fused(impl, order, a, b)
         flat = x.reshape(-1, i1 * i2)
         if not torch.is_grad_enabled():  # nothing is kept for a backward that will not come
             flat = flat.detach()
@@ -113,22 +127,60 @@ def kron_linear(
             b = b.detach()
             if scales is not None:
                 scales = scales.detach()
-        # plain products of balanced factors are as fast as einsum (docs/performance.md)
-        balanced = r == 1 and min(o1, i1, o2, i2) >= _BALANCED
-        if needs_plain(x) or (balanced and order == "auto"):
-            if order == "auto":
-                order = order_of((o1, i1), (o2, i2), r, _TRACED_TOKENS)
-            y = plain(flat, a, b, scales, order)
-            if bias is not None:
-                y = y + bias
-            return y.reshape(*x.shape[:-1], o1 * o2)
-        if order == "auto":
-            order = order_of((o1, i1), (o2, i2), r, flat.shape[0])
-        y = CONTRACTIONS[order].apply(flat, a, b, scales)
-        if bias is not None:
-            y = y + bias if torch.is_grad_enabled() else y.add_(bias)
+        y = _product(flat, a, b, scales, order, fused)
+        traced = needs_plain(x)
+        if bias is not None and (traced or torch.is_grad_enabled()):
+            y = y + bias
+        elif bias is not None:
+            y = y.add_(bias)
+        shape = (*x.shape[:-1], o1 * o2)
+        if traced:
+            return y.reshape(shape)
         # no view, since autograd forbids in-place changes of views from custom functions
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], o1 * o2))
+        return torch.ops.aten._unsafe_view(y, shape)
+
+
+def _product(
+    x: Tensor,  # (N, I)
+    a: Tensor,
+    b: Tensor,
+    scales: Tensor | None,
+    order: str,
+    fused: bool,
+) -> Tensor:  # (N, O)
+    """Multiply by the weight, along the chosen path."""
+    if fused:
+        return Balanced.apply(x, a, b, scales)
+    sizes = (*a.shape[1:], *b.shape[1:])
+    # plain products of balanced factors are as fast as einsum (docs/performance.md)
+    balanced = len(a) == 1 and min(sizes) >= _BALANCED and order == "auto"
+    takes_plain = needs_plain(x) or balanced
+    if order == "auto":
+        tokens = _TRACED_TOKENS if takes_plain else x.shape[0]
+        order = order_of(sizes[:2], sizes[2:], len(a), tokens)
+    if takes_plain:
+        return plain(x, a, b, scales, order)
+    return CONTRACTIONS[order].apply(x, a, b, scales)
+
+
+def _uses_fused(impl: str, order: str, a: Tensor, b: Tensor) -> bool:
+    """Return whether the Triton path runs; raise if an explicit choice cannot run.
+
+    ``"auto"`` takes it where it was measured on this kind of card and was right and faster.
+    """
+    if impl == "auto":
+        if order != "auto" or needs_plain(a) or not fused_pays(BALANCED, a.device):
+            return False
+    elif impl != "fused":
+        return False
+    from . import _triton
+
+    reason = _triton.unsupported(len(a), (*a.shape[1:], *b.shape[1:]), a.device, a.dtype)
+    if reason is not None:
+        if impl == "auto":
+            return False
+        raise ValueError(f"kron_linear: impl 'fused' cannot run: {reason}")
+    return True
 
 
 def _check_linear(
@@ -180,7 +232,7 @@ def kron_embedding(
             [ 1.,  5.]])
     """
     check_factors("kron_embedding", a, b, scales)
-    check_choice("kron_embedding", "impl", impl, IMPLS)
+    check_choice("kron_embedding", "impl", impl, EMBEDDING_IMPLS)
     if ids.is_floating_point() or ids.is_complex():
         raise ValueError(f"kron_embedding: ids are {ids.dtype}, expected integers")
     if impl == "reference":

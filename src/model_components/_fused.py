@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -46,13 +47,34 @@ class FusedPath:
 
     Attributes:
         name: Its name, such as ``"masks.blend"``.
-        problem: Function of a device and a dtype that returns why it cannot run there, or None.
+        problem: Function of (out_features, in_features), a device and a dtype that returns why it
+            cannot run, or None.
         make: Function of (out_features, in_features), tokens, device and dtype.
+        odd: The shape of the test of equivalence: no multiple of a tile.
     """
 
     name: str
-    problem: Callable[[torch.device, torch.dtype], str | None]
+    problem: Callable[[tuple[int, int], torch.device, torch.dtype], str | None]
     make: Callable[[tuple[int, int], int, torch.device, torch.dtype], Trial]
+    odd: tuple[int, int] = (33, 300)
+
+
+def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why no Triton kernel can run on a device, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the device is {device.type}, and the kernel needs CUDA (or TRITON_INTERPRET=1)"
+    if device.type != "cuda" and str(dtype) == "torch.bfloat16":
+        return "triton's interpreter stores bfloat16 wrongly; try float32"
+    return None
+
+
+def random_tensor(*shape: int) -> Tensor:
+    """Return normal numbers on the CPU, the same for the same shape."""
+    import torch
+
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def known_paths() -> list[FusedPath]:

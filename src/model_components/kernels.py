@@ -13,7 +13,6 @@ from ._report import Report, Table
 if TYPE_CHECKING:
     import torch
 
-_ODD = (33, 300)  # sizes of the test of equivalence: no multiple of a tile
 _ROUNDS = 15  # pairs of timed steps; the median of so many is steady within a few percent
 _WORTH = 0.95  # fused time over eager time, up to which a fused path is taken
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -171,10 +170,10 @@ def _measure(
     """Test one path on odd sizes, then time it at the shape."""
     from .testing import check_equivalent
 
-    problem = path.problem(device, dtype)
+    problem = path.problem(shape, device, dtype)
     if problem is not None:
         return KernelRow(path.name, shape, problem=problem)
-    trial = path.make(_ODD, 7, device, dtype)
+    trial = path.make(path.odd, 7, device, dtype)
     try:
         judgment = check_equivalent(
             trial.fused, trial.reference, trial.inputs, dtype=dtype, device=device, name=path.name

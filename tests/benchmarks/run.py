@@ -9,6 +9,7 @@ import sys
 
 from tests.benchmarks import (
     field_trial,
+    fused_paths,
     imports,
     kron_linear,
     kron_model,
@@ -42,6 +43,12 @@ MASKS, KRONECKER, THINKER = "tests/mergekit_lite/masks", "tests/kronecker", "tes
 LORA = "tests/heads/lora"
 PAIRWISE = "tests/heads/pairwise"
 GATES = {
+    "fused_paths": [
+        f"{MASKS}/test_functional.py",
+        f"{KRONECKER}/test_triton.py",
+        f"{LORA}/test_functional.py",
+        f"{PAIRWISE}/test_functional.py",
+    ],
     "merging": ["tests/mergekit_lite/test_methods.py"],
     "masked_linear": [f"{MASKS}/test_functional.py"],
     "masked_kl": [f"{MASKS}/test_losses.py"],
@@ -80,6 +87,7 @@ GATES = {
     ],
 }
 SCRIPTS = {
+    "fused_paths": fused_paths.main,
     "merging": merging.main,
     "masked_linear": masked_linear.main,
     "masked_kl": masked_kl.main,

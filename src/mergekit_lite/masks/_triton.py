@@ -55,7 +55,11 @@ def blend_kernel(
 
     Mask strides are 0 where it is broadcast.
     """
-    i, j, inside = _tile(rows, columns, tl.program_id(0), tl.program_id(1), ROWS, COLUMNS)
+    # neighbors in launch order read neighboring columns
+    bands = tl.cdiv(columns, COLUMNS)
+    r = tl.program_id(0) // bands
+    c = tl.program_id(0) % bands
+    i, j, inside = _tile(rows, columns, r, c, ROWS, COLUMNS)
     at, place = i * w_row + j, i * m_row + j * m_column
     total = tl.load(w0 + at, inside, 0.0).to(tl.float32) * tl.load(masks + place, inside, 0.0)
     if K > 1:
@@ -93,19 +97,19 @@ def reduce_kernel(
 ):
     """Sum grad * w_k for every k.
 
-    A program walks STEPS tiles along what is summed and writes one partial sum.
+    A program adds up STEPS tiles along the summed dimension and writes one partial sum.
 
     KIND 0 (element): no sum. 1 (input): down the rows. 2 (output): along the columns. 3 (scalar):
     both.
     """
-    r, c = tl.program_id(0), tl.program_id(1)
+    bands = tl.cdiv(columns, COLUMNS * STEPS if KIND == 2 else COLUMNS)
+    r = tl.program_id(0) // bands
+    c = tl.program_id(0) % bands
     DOWN: tl.constexpr = KIND == 1 or KIND == 3
-    SHAPE0: tl.constexpr = 1 if KIND == 1 else ROWS
-    SHAPE1: tl.constexpr = 1 if KIND == 2 else COLUMNS
-    a0 = tl.zeros((SHAPE0, SHAPE1), tl.float32)
-    a1 = tl.zeros((SHAPE0, SHAPE1), tl.float32)
-    a2 = tl.zeros((SHAPE0, SHAPE1), tl.float32)
-    a3 = tl.zeros((SHAPE0, SHAPE1), tl.float32)
+    a0 = tl.zeros((ROWS, COLUMNS), tl.float32)
+    a1 = tl.zeros((ROWS, COLUMNS), tl.float32)
+    a2 = tl.zeros((ROWS, COLUMNS), tl.float32)
+    a3 = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in range(STEPS):
         i, j, inside = _tile(
             rows,
@@ -117,13 +121,13 @@ def reduce_kernel(
         )
         g = tl.load(grad + i * g_row + j, inside, 0.0).to(tl.float32)
         at = i * w_row + j
-        a0 += _summed(g * tl.load(w0 + at, inside, 0.0).to(tl.float32), KIND)
+        a0 += g * tl.load(w0 + at, inside, 0.0).to(tl.float32)
         if K > 1:
-            a1 += _summed(g * tl.load(w1 + at, inside, 0.0).to(tl.float32), KIND)
+            a1 += g * tl.load(w1 + at, inside, 0.0).to(tl.float32)
         if K > 2:
-            a2 += _summed(g * tl.load(w2 + at, inside, 0.0).to(tl.float32), KIND)
+            a2 += g * tl.load(w2 + at, inside, 0.0).to(tl.float32)
         if K > 3:
-            a3 += _summed(g * tl.load(w3 + at, inside, 0.0).to(tl.float32), KIND)
+            a3 += g * tl.load(w3 + at, inside, 0.0).to(tl.float32)
     _put(a0, out, 0, rows, columns, r, c, K, KIND, ROWS, COLUMNS)
     if K > 1:
         _put(a1, out, 1, rows, columns, r, c, K, KIND, ROWS, COLUMNS)
@@ -131,16 +135,6 @@ def reduce_kernel(
         _put(a2, out, 2, rows, columns, r, c, K, KIND, ROWS, COLUMNS)
     if K > 3:
         _put(a3, out, 3, rows, columns, r, c, K, KIND, ROWS, COLUMNS)
-
-
-@triton.jit
-def _summed(product, KIND: tl.constexpr):
-    if KIND == 1:
-        return tl.sum(product, 0)[None, :]
-    elif KIND == 2:
-        return tl.sum(product, 1)[:, None]
-    else:
-        return product
 
 
 @triton.jit
@@ -157,16 +151,19 @@ def _put(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    i = (r * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
-    j = c * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    """Sum a program's tile along what is summed, and write it."""
+    i = r * ROWS + tl.arange(0, ROWS)
+    j = c * COLUMNS + tl.arange(0, COLUMNS)
     if KIND == 0:
-        tl.store(out + k * rows * columns + i * columns + j, total, (i < rows) & (j < columns))
+        at = i.to(tl.int64)[:, None] * columns + j[None, :]
+        inside = (i < rows)[:, None] & (j < columns)[None, :]
+        tl.store(out + k * rows.to(tl.int64) * columns + at, total, inside)
     elif KIND == 1:
-        tl.store(out + (r * K + k) * columns + j, total, j < columns)
+        tl.store(out + (r * K + k) * columns + j, tl.sum(total, 0), j < columns)
     elif KIND == 2:
-        tl.store(out + (c * K + k) * rows + i, total, i < rows)
+        tl.store(out + (c * K + k) * rows + i, tl.sum(total, 1), i < rows)
     else:
-        tl.store(out + (r * tl.num_programs(1) + c) * K + k, tl.sum(tl.sum(total, 1), 0))
+        tl.store(out + tl.program_id(0) * K + k, tl.sum(total))
 
 
 def unsupported(weights: list[Tensor]) -> str | None:
@@ -213,8 +210,7 @@ def blend(weights: list[Tensor], masks: Tensor) -> Tensor:
     rows, columns = four[0].shape
     m = masks.float().contiguous().view(_shape(list(masks.shape)))
     m_row, m_column = (m.stride(d) if m.shape[d] > 1 else 0 for d in (1, 2))
-    grid = (triton.cdiv(rows, _ROWS), triton.cdiv(columns, _COLUMNS))
-    blend_kernel[grid](
+    blend_kernel[(triton.cdiv(columns, _COLUMNS) * triton.cdiv(rows, _ROWS),)](
         *four,
         m,
         out,
@@ -260,7 +256,7 @@ def reduce(grad: Tensor, weights: list[Tensor], shape: list[int]) -> Tensor:
         [*bands, count],
     ][kind]
     out = torch.empty(parts, dtype=torch.float32, device=grad.device)
-    reduce_kernel[bands](
+    reduce_kernel[(bands[0] * bands[1],)](
         g,
         *four,
         out,

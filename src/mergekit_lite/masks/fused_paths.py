@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import torch
 from torch import Tensor
 
-from model_components._fused import FusedPath, Trial
+from model_components._fused import FusedPath, Trial, kernel_problem, random_tensor
 
 from . import reference
 from .functional import BLEND, EMBEDDING, LINEAR, blend, masked_embedding, masked_linear
@@ -23,25 +20,14 @@ def paths() -> list[FusedPath]:
     ]
 
 
-def _problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the kernels cannot run on a device."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"the device is {device.type}, and the kernel needs CUDA (or TRITON_INTERPRET=1)"
-    if device.type != "cuda" and dtype == torch.bfloat16:
-        return "triton's interpreter stores bfloat16 wrongly; try float32"
-    return None
-
-
-def _random(*shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator)
+def _problem(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the kernels cannot run; they take matrices of every shape."""
+    return kernel_problem(device, dtype)
 
 
 def _weights(shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
     """Return two frozen weights on the CPU."""
-    return [(_random(*shape) + k).to(dtype) for k in range(2)]
+    return [(random_tensor(*shape) + k).to(dtype) for k in range(2)]
 
 
 def _blend(shape: tuple[int, int], tokens: int, device: torch.device, dtype: torch.dtype) -> Trial:
@@ -51,7 +37,7 @@ def _blend(shape: tuple[int, int], tokens: int, device: torch.device, dtype: tor
         fused=lambda masks: blend(placed, masks, impl="fused"),
         eager=lambda masks: blend(placed, masks, impl="eager"),
         reference=lambda masks: reference.blend([w.to(masks.dtype) for w in weights], masks),
-        inputs={"masks": _random(2, 1, shape[1])},
+        inputs={"masks": random_tensor(2, 1, shape[1])},
     )
 
 
@@ -64,7 +50,7 @@ def _linear(shape: tuple[int, int], tokens: int, device: torch.device, dtype: to
         reference=lambda x, masks: reference.masked_linear(
             x, [w.to(x.dtype) for w in weights], masks
         ),
-        inputs={"x": _random(tokens, shape[1]), "masks": _random(2, 1, shape[1])},
+        inputs={"x": random_tensor(tokens, shape[1]), "masks": random_tensor(2, 1, shape[1])},
     )
 
 
@@ -81,5 +67,5 @@ def _embedding(
         reference=lambda masks: reference.masked_embedding(
             ids, [w.to(masks.dtype) for w in weights], masks
         ),
-        inputs={"masks": _random(2, 1, shape[1])},
+        inputs={"masks": random_tensor(2, 1, shape[1])},
     )

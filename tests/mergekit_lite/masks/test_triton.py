@@ -1,4 +1,4 @@
-"""The kernels: registered soundly, compiled for sm_80 and sm_90 without a GPU, no spills, no fused
+"""The kernels: registered soundly, compiled for three GPUs that are not here, no spills, no fused
 multiply-adds."""
 
 import pytest
@@ -32,7 +32,7 @@ print("compiled", count)
 
 
 def test_kernels_compile_for_gpus_that_are_not_here():
-    assert "compiled 36" in uninterpreted(COMPILE)
+    assert "compiled 54" in uninterpreted(COMPILE)
 
 
 def test_operators_are_registered_soundly():

@@ -341,7 +341,9 @@ class Balanced(torch.autograd.Function):
         from . import _triton
 
         ctx.save_for_backward(x, a, b, scales)
-        return _triton.forward(x, a[0], scaled(b, scales)[0])
+        compiling = torch.compiler.is_compiling()
+        run = _triton.forward if compiling else _triton.launch_forward
+        return run(x, a[0], scaled(b, scales)[0])
 
     @staticmethod
     # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
@@ -351,7 +353,9 @@ class Balanced(torch.autograd.Function):
         from . import _triton
 
         x, a, b, scales = ctx.saved_tensors
-        dx, da, db = _triton.backward(grad, x, a[0], scaled(b, scales)[0])
+        compiling = torch.compiler.is_compiling()
+        run = _triton.backward if compiling else _triton.launch_backward
+        dx, da, db = run(grad, x, a[0], scaled(b, scales)[0])
         return dx, da[None], *small_gradients(db[None], b, scales)
 
 

@@ -130,7 +130,7 @@ def lora(tokens: int, width: int, dtype: torch.dtype, device: str) -> Case:
 
     base = nn.Linear(width, width, bias=False).to(device, dtype).requires_grad_(False)
     x = torch.randn(tokens, width, dtype=dtype, device=device, requires_grad=True)
-    ours = LoraLinear.from_linear(base, r=16, alpha=16)
+    ours = LoraLinear.from_linear(base, r=16, alpha=16).to(dtype)
     holder = nn.ModuleDict({"linear": base})
     config = LoraConfig(target_modules=["linear"], r=16, lora_alpha=16)
     peer: Any = inject_adapter_in_model(config, holder)["linear"].to(dtype)
@@ -176,14 +176,13 @@ def attention(tokens: int, dtype: torch.dtype, device: str) -> Case:
         parts = (t[rows].transpose(1, 2) for t in (q, k, v))
         return F.scaled_dot_product_attention(*parts, attn_mask=mask).transpose(1, 2)[real]
 
-    cu = torch.tensor(ends, dtype=torch.int32, device=device)
     ways = {
         PLAIN: plain,
         COMPILED: compiled(plain),
         EAGER: lambda: packed_attention(q, k, v, ends, impl="eager"),
     }
     if device == "cuda":
-        ways[FUSED] = lambda: packed_attention(q, k, v, cu, impl="fused")
+        ways[FUSED] = lambda: packed_attention(q, k, v, ends, impl="fused")
     flops = sum(4.0 * n * n * 16 * 64 for n in lengths)
     text = f"32 sequences of {min(lengths)} to {longest} tokens, 16 heads of 64"
     return Case("packed_attention", text, ways, [q, k, v], 3 * q.nbytes, flops, 2.5 * flops)

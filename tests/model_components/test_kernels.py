@@ -35,8 +35,8 @@ def fused_calls(monkeypatch):
     """The calls of the kernel; it runs in Triton's interpreter."""
     from mergekit_lite.masks import _triton
 
-    calls, kernel = [], _triton.blend
-    monkeypatch.setattr(_triton, "blend", lambda *a: calls.append(1) or kernel(*a))
+    calls, kernel = [], _triton.launch_blend
+    monkeypatch.setattr(_triton, "launch_blend", lambda *a: calls.append(1) or kernel(*a))
     return calls
 
 
@@ -91,8 +91,8 @@ def test_a_path_that_is_wrong_never_pays(card, monkeypatch):
     calls = fused_calls(monkeypatch)
     from mergekit_lite.masks import _triton
 
-    right = _triton.blend
-    monkeypatch.setattr(_triton, "blend", lambda *a: right(*a) * 1.01)
+    right = _triton.launch_blend
+    monkeypatch.setattr(_triton, "launch_blend", lambda *a: right(*a) * 1.01)
     monkeypatch.setattr("model_components.kernels._times", lambda *_: (2.0, 1.0))
     monkeypatch.setattr("model_components.kernels._is_timed", lambda device: True)
     report = measure_kernels(

@@ -1,5 +1,5 @@
 """What machine this is, for logs: ``python -m tests.support.machine cuda``. Fails where the device
-cannot be used."""
+cannot be used. ``kernels cuda`` measures the fused paths, which needs no command-line parser."""
 
 import importlib
 import importlib.metadata
@@ -42,5 +42,16 @@ def main(device: str) -> None:
     print(torch.cuda.get_device_name() if device == "cuda" else "CPU")
 
 
+def kernels(device: str) -> None:
+    """Print the table of `measure_kernels`, on a CPU of tiny sizes."""
+    from model_components import measure_kernels
+
+    small = {"dtype": "float16", "tokens": 4, "shapes": [(256, 256)]} if device == "cpu" else {}
+    print(measure_kernels(device=device, progress=True, **small))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "cpu")
+    if sys.argv[1] == "kernels":
+        kernels(sys.argv[2])
+    else:
+        main(sys.argv[1])

@@ -150,7 +150,7 @@ def _not_fused(query: Tensor, dropout_p: float) -> str | None:
     if not query.is_cuda:
         return "CUDA tensors"
     if _varlen() is None:
-        return "a torch with a varlen_attn that takes windows and grouped heads"
+        return "a torch with a varlen_attn that takes a scale and windows"
     if torch.cuda.get_device_capability(query.device) < (8, 0):
         return "a GPU of compute capability 8.0 or more"
     if query.dtype not in (torch.float16, torch.bfloat16):
@@ -166,13 +166,13 @@ def _not_fused(query: Tensor, dropout_p: float) -> str | None:
 def _varlen() -> Any:
     """Torch's variable-length attention.
 
-    None in a torch without it, or without the arguments needed here.
+    None in a torch without it, or without scales and windows.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    needed = {"scale", "window_size", "enable_gqa"}
+    needed = {"scale", "window_size"}
     if needed <= set(inspect.signature(varlen_attn).parameters):
         return varlen_attn
     return None
@@ -190,7 +190,14 @@ def _flash(
 ) -> Tensor:
     places = _places(tuple(ends), query.device)
     far = -1 if window is None else window
-    grouped = {"enable_gqa": True} if key.shape[1] < query.shape[1] else {}
+    grouped = {}
+    if key.shape[1] < query.shape[1]:
+        if "enable_gqa" in inspect.signature(_varlen()).parameters:
+            grouped = {"enable_gqa": True}
+        else:  # before torch 2.12
+            shared = query.shape[1] // key.shape[1]
+            key = key.repeat_interleave(shared, 1)
+            value = value.repeat_interleave(shared, 1)
     return _varlen()(
         query,
         key,

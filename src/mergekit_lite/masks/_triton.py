@@ -155,9 +155,9 @@ def _put(
     i = r * ROWS + tl.arange(0, ROWS)
     j = c * COLUMNS + tl.arange(0, COLUMNS)
     if KIND == 0:
-        at = i.to(tl.int64)[:, None] * columns + j[None, :]
+        at = (k * rows + i).to(tl.int64)[:, None] * columns + j[None, :]
         inside = (i < rows)[:, None] & (j < columns)[None, :]
-        tl.store(out + k * rows.to(tl.int64) * columns + at, total, inside)
+        tl.store(out + at, total, inside)
     elif KIND == 1:
         tl.store(out + (r * K + k) * columns + j, tl.sum(total, 0), j < columns)
     elif KIND == 2:
@@ -200,9 +200,8 @@ def _shape(masks: list[int]) -> list[int]:
     return masks if len(masks) == 3 else [masks[0], 1, masks[1]]
 
 
-@torch.library.custom_op("mergekit_lite::blend", mutates_args=())
-def blend(weights: list[Tensor], masks: Tensor) -> Tensor:
-    """Σ_k masks[k] * weights[k] in one pass."""
+def launch_blend(weights: list[Tensor], masks: Tensor) -> Tensor:
+    """Return Σ_k masks[k] * weights[k], made in one pass."""
     out = torch.empty_like(weights[0], memory_format=torch.contiguous_format)
     if not out.numel():
         return out
@@ -228,13 +227,17 @@ def blend(weights: list[Tensor], masks: Tensor) -> Tensor:
     return out
 
 
+# An operator for torch.compile. Calling one costs more than the launch itself, so that the launch
+# is called directly everywhere else.
+blend = torch.library.custom_op("mergekit_lite::blend", launch_blend, mutates_args=())
+
+
 @blend.register_fake
 def _(weights: list[Tensor], masks: Tensor) -> Tensor:
     return torch.empty_like(weights[0], memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("mergekit_lite::reduce", mutates_args=())
-def reduce(grad: Tensor, weights: list[Tensor], shape: list[int]) -> Tensor:
+def launch_reduce(grad: Tensor, weights: list[Tensor], shape: list[int]) -> Tensor:
     """Sum grad * W_k to masks of ``shape``, for every k.
 
     Partial sums are added in a fixed order.
@@ -273,6 +276,9 @@ def reduce(grad: Tensor, weights: list[Tensor], shape: list[int]) -> Tensor:
     if kind == 3:
         out = out.flatten(0, 1)
     return (out if kind == 0 else out.sum(0)).view(shape)
+
+
+reduce = torch.library.custom_op("mergekit_lite::reduce", launch_reduce, mutates_args=())
 
 
 @reduce.register_fake

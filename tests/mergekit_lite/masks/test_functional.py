@@ -299,7 +299,7 @@ def test_fused_is_refused_where_it_cannot_run():
         masked_linear(made(2, 4), weights, masks, mode="efficient", impl="fused")
     weights, masks = parts((6, 4), "input", 2, torch.float64)
     with pytest.raises(ValueError, match=r"blend:.*'fused'.*float"):
-        blend(weights, masks, impl="fused")
+        blend(place(weights), place(masks), impl="fused")
 
 
 def test_every_granularity_has_its_shape():

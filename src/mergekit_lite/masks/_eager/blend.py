@@ -57,22 +57,24 @@ def blend_plain(weights: Sequence[Tensor], masks: Tensor) -> Tensor:
 
 
 def _blend_piece(weights: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
+    # a product of a mask in this dtype is in this dtype, without a converted copy of the weight
     work = work_dtype(weights[0].dtype)
-    total = torch.mul(weights[0].to(work), masks[0])
+    total = torch.mul(weights[0], masks[0].to(work))
     for weight, mask in zip(weights[1:], masks[1:], strict=True):
         # two roundings, not a fused one: the same bits everywhere
-        total += torch.mul(weight.to(work), mask)
+        total += torch.mul(weight, mask.to(work))
     return total
 
 
 def blend_eager(weights: Sequence[Tensor], masks: Tensor) -> Tensor:
     """Σ_k masks[k] * weights[k], by stretches that fit a cache; no gradient."""
     first = weights[0]
+    stretch = _STRETCH.get(first.device.type, 1 << 24)
+    if first.numel() <= stretch:
+        return _blend_piece(weights, list(masks)).to(first.dtype)
     out = torch.empty_like(first, memory_format=torch.contiguous_format)
-    rows = first.shape[0] if first.dim() else 1
-    if first.dim() == 0 or first.numel() == 0:
-        return out.copy_(_blend_piece(weights, list(masks)))
-    step = max(1, _STRETCH.get(first.device.type, 1 << 24) * rows // first.numel())
+    rows = first.shape[0]
+    step = max(1, stretch * rows // first.numel())
     for piece in pieces(rows, step):
         out[piece] = _blend_piece([w[piece] for w in weights], [part_of(m, piece) for m in masks])
     return out
@@ -84,12 +86,13 @@ def reduce_eager(grad: Tensor, weights: Sequence[Tensor], shape: Sequence[int]) 
     It goes by stretches that fit a cache.
     """
     work = work_dtype(grad.dtype)
+    stretch = _STRETCH.get(grad.device.type, 1 << 24)
+    if grad.numel() <= stretch:
+        g = grad.to(work)
+        parts = [torch.mul(g, weight).sum_to_size(tuple(shape[1:])) for weight in weights]
+        return torch.stack(parts)
     out = torch.zeros(tuple(shape), dtype=work, device=grad.device)
-    if grad.numel() == 0:
-        return out
-    if grad.dim() == 0:
-        return out.copy_(torch.stack([grad.to(work) * w for w in weights]).view(tuple(shape)))
-    step = max(1, _STRETCH.get(grad.device.type, 1 << 24) * grad.shape[0] // grad.numel())
+    step = max(1, stretch * grad.shape[0] // grad.numel())
     for piece in pieces(grad.shape[0], step):
         g = grad[piece].to(work)
         for total, weight in zip(out, weights, strict=True):
@@ -134,7 +137,9 @@ def blend_any(weights: Sequence[Tensor], masks: Tensor, fused: bool) -> Tensor:
     if fused:
         from .. import _triton
 
-        return _triton.blend(list(weights), masks)
+        compiling = torch.compiler.is_compiling()
+        run = _triton.blend if compiling else _triton.launch_blend
+        return run(list(weights), masks)
     return blend_eager(weights, masks)
 
 
@@ -145,5 +150,7 @@ def reduce_any(
     if fused:
         from .. import _triton
 
-        return _triton.reduce(grad, list(weights), list(shape))
+        compiling = torch.compiler.is_compiling()
+        run = _triton.reduce if compiling else _triton.launch_reduce
+        return run(grad, list(weights), list(shape))
     return reduce_eager(grad, weights, shape)

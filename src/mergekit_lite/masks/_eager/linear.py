@@ -121,29 +121,31 @@ class AccurateLinear(torch.autograd.Function):
                 leaf = trained.detach().requires_grad_()
                 masks = ctx.rule(leaf)
         acting = masks.detach()
-        if need_x:
-            dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        else:
-            dx = None
-        if need_masks:
-            dm = torch.zeros(acting.shape, dtype=work_dtype(acting.dtype), device=acting.device)
-        else:
-            dm = None
+        dx = None
+        dm = None
         dim = 0 if ctx.transposed else 1  # of a weight, where input columns are
         for columns in _column_blocks(weights, ctx.transposed):
             index = (slice(None),) * dim + (columns,)
             parts = [w[index] for w in weights]
-            if dx is not None:
-                mask = part_of(acting, columns, dim + 1)
+            mask = part_of(acting, columns, dim + 1)
+            if need_x:
                 weight = blend_any(parts, mask, ctx.fused).to(grad.dtype)
-                dx[:, columns] = grad @ (weight.T if ctx.transposed else weight)
-            if dm is not None:
+                product = grad @ (weight.T if ctx.transposed else weight)
+                if product.shape == x.shape:
+                    dx = product
+                else:
+                    dx = torch.empty_like(x) if dx is None else dx
+                    dx[:, columns] = product
+            if need_masks:
                 if ctx.transposed:
                     dw = x[:, columns].T @ grad
                 else:
                     dw = grad.T @ x[:, columns]
-                part = part_of(dm, columns, dim + 1)
-                part += reduce_any(dw, parts, part.shape, ctx.fused)
+                part = reduce_any(dw, parts, mask.shape, ctx.fused)
+                if dm is None:
+                    dm = torch.zeros(acting.shape, dtype=part.dtype, device=part.device)
+                dm_part = part_of(dm, columns, dim + 1)
+                dm_part += part
         if dm is not None:
             dm = dm.to(trained.dtype)
             if ctx.rule is not None:

@@ -45,7 +45,8 @@ class _Line:
         generator = torch.Generator().manual_seed(5)
 
         def direction(like: Tensor) -> Tensor:
-            return torch.randn(like.shape, generator=generator, dtype=torch.float64)
+            drawn = torch.randn(like.shape, generator=generator, dtype=torch.float64)
+            return drawn.to(like.device)
 
         self.parameters = {name: p.detach() for name, p in trained(self.module).items()}
         self.moves = {name: direction(p) for name, p in self.parameters.items()}
@@ -131,6 +132,7 @@ def gradient_penalty(subject: Subject) -> None:
     for name, parameter in trained(module).items():
         generator = torch.Generator().manual_seed(7)
         move = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        move = move.to(parameter.device)
         ends = []
         for sign in (1, -1):
             with torch.no_grad():

@@ -76,7 +76,7 @@ def meta_device(subject: Subject) -> None:
         y.shape == known.shape,
         f"the output on the meta device: expected shape {list(known.shape)}, got {list(y.shape)}",
     )
-    empty.to_empty(device="cpu").load_state_dict(state)
+    empty.to_empty(device=known.device).load_state_dict(state)
     same(subject.step(empty), expected, "the module after to_empty")
 
 

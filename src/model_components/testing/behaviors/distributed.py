@@ -24,7 +24,8 @@ def _in_one_process(work: Callable[[Subject], None]) -> Behavior:
         if dist.is_initialized():
             work(subject)
             return
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        backend = "gloo" if subject.device.type == "cpu" else None  # torch's choice
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         try:
             work(subject)
         finally:
@@ -54,7 +55,7 @@ def fully_sharded(subject: Subject) -> None:
     """``fully_shard`` (FSDP2) gives the same gradients."""
     expected = subject.step(subject.module())
     module = subject.module()
-    fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    fully_shard(module, mesh=init_device_mesh(subject.device.type, (1,)))
     actual = {name: _whole(value) for name, value in subject.step(module).items()}
     same(actual, expected, "fully_shard")
 

@@ -43,6 +43,11 @@ class Subject:
         self.output = output
         self.backend = backend
 
+    @property
+    def device(self) -> torch.device:
+        """Return where the inputs are."""
+        return self.given[0].device
+
     def module(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         """Return a new module in training mode, the same each time."""
         torch.manual_seed(0)

@@ -151,13 +151,14 @@ def _product(
     """Multiply by the weight, along the chosen path."""
     if fused:
         return Balanced.apply(x, a, b, scales)
-    sizes = (*a.shape[1:], *b.shape[1:])
+    _, o1, i1 = a.shape
+    _, o2, i2 = b.shape
     # plain products of balanced factors are as fast as einsum (docs/performance.md)
-    balanced = len(a) == 1 and min(sizes) >= _BALANCED and order == "auto"
+    balanced = len(a) == 1 and min(o1, i1, o2, i2) >= _BALANCED and order == "auto"
     takes_plain = needs_plain(x) or balanced
     if order == "auto":
         tokens = _TRACED_TOKENS if takes_plain else x.shape[0]
-        order = order_of(sizes[:2], sizes[2:], len(a), tokens)
+        order = order_of((o1, i1), (o2, i2), len(a), tokens)
     if takes_plain:
         return plain(x, a, b, scales, order)
     return CONTRACTIONS[order].apply(x, a, b, scales)

@@ -53,7 +53,9 @@ def ids(count=3, length=12, seed=0):
 
 def output(model, batch=None):
     with torch.no_grad():
-        return model(input_ids=ids() if batch is None else batch)[0]
+        return model(
+            input_ids=(ids() if batch is None else batch).to(next(model.parameters()).device)
+        )[0].cpu()
 
 
 def compressed(model):

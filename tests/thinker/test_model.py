@@ -5,6 +5,7 @@ import torch
 from torch.func import functional_call
 from transformers import AutoModel
 
+from tests.support import equivalence
 from tests.support.equivalence import judge, place
 from tests.thinker import reference as definition
 from thinker import ExitRule, FlowPlan, LatentThinker, ThinkerConfig
@@ -215,13 +216,16 @@ def test_projected_once_is_projected_in_every_step(case, dtype):
 def test_every_parameters_gradient_in_float64(case):
     model, fast, reference = pair_of(case)
     results = []
-    for function in (fast, reference):
+    for function, device in ((fast, equivalence.DEVICE), (reference, "cpu")):
         weights = {
-            name: p.detach().double().requires_grad_() for name, p in model.named_parameters()
+            name: p.detach().double().to(device).requires_grad_()
+            for name, p in model.named_parameters()
         }
         made = function(weights)
         made.square().sum().backward()
-        results.append({"output": made.detach()} | {name: w.grad for name, w in weights.items()})
+        gradients = {name: w.grad for name, w in weights.items()}
+        tensors = {"output": made.detach(), **gradients}
+        results.append({name: None if t is None else t.cpu() for name, t in tensors.items()})
     for name, expected in results[1].items():
         assert expected is not None, name
         # nothing to choose from there

@@ -163,7 +163,8 @@ def _put(
     elif KIND == 2:
         tl.store(out + (c * K + k) * rows + i, tl.sum(total, 1), i < rows)
     else:
-        tl.store(out + tl.program_id(0) * K + k, tl.sum(total))
+        # the sum of a whole weight is one number, whose error nothing averages
+        tl.store(out + tl.program_id(0) * K + k, tl.sum(total.to(tl.float64)))
 
 
 def unsupported(weights: list[Tensor]) -> str | None:
@@ -258,7 +259,8 @@ def launch_reduce(grad: Tensor, weights: list[Tensor], shape: list[int]) -> Tens
         [bands[1], count, rows],
         [*bands, count],
     ][kind]
-    out = torch.empty(parts, dtype=torch.float32, device=grad.device)
+    dtype = torch.float64 if kind == 3 else torch.float32
+    out = torch.empty(parts, dtype=dtype, device=grad.device)
     reduce_kernel[(bands[0] * bands[1],)](
         g,
         *four,
@@ -275,7 +277,7 @@ def launch_reduce(grad: Tensor, weights: list[Tensor], shape: list[int]) -> Tens
     )
     if kind == 3:
         out = out.flatten(0, 1)
-    return (out if kind == 0 else out.sum(0)).view(shape)
+    return (out if kind == 0 else out.sum(0)).float().view(shape)
 
 
 reduce = torch.library.custom_op("mergekit_lite::reduce", launch_reduce, mutates_args=())

@@ -21,7 +21,9 @@ for dtype in ("bf16", "fp16", "fp32"):
     reduce = {"grad": "*" + dtype, **four, "out": "*fp32", **integers("rows", "columns", "g_row", "w_row")}
     jobs = [(kernels.blend_kernel, blend, {"K": k}) for k in (2, 4)]
     steps = [1, kernels._STEPS, kernels._STEPS // 8, kernels._STEPS]
-    jobs += [(kernels.reduce_kernel, reduce, {"K": 4, "KIND": k, "STEPS": s}) for k, s in enumerate(steps)]
+    for k, s in enumerate(steps):
+        own = {"out": "*fp64"} if k == 3 else {}
+        jobs.append((kernels.reduce_kernel, reduce | own, {"K": 4, "KIND": k, "STEPS": s}))
     for kernel, signature, own in jobs:
         for capability in CAPABILITIES:
             ptx = compiled(kernel, signature, own | sizes, capability, shared=48, enable_fp_fusion=False)

@@ -1,7 +1,8 @@
 """The floor under `mergekit_lite`, `kronecker`, `thinker` and `heads`.
 
 Its public names are ``__version__``, `push_to_hub`, which uploads a folder that a package wrote,
-and `DeadRunError`, with which every trainer stops a run that cannot succeed.
+`measure_kernels` and `set_impl_`, which find and set how layers are computed, and `DeadRunError`,
+with which every trainer stops a run that cannot succeed.
 
 >>> import model_components
 >>> model_components.__version__.count(".")

@@ -1,9 +1,14 @@
-"""`measure_kernels`: test the fused paths on a device, time them, and let ``impl="auto"`` know."""
+"""`measure_kernels`: test the fused paths on a device, time them, and let ``impl="auto"`` know.
+
+`set_impl_` chooses by hand.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import _fused
@@ -12,7 +17,9 @@ from ._report import Report, Table
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
+_MOST_SHAPES = 4  # of a model: nearly all have at most four kinds of matrices in a block
 _ROUNDS = 15  # pairs of timed steps; the median of so many is steady within a few percent
 _WORTH = 0.95  # fused time over eager time, up to which a fused path is taken
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -93,6 +100,7 @@ def measure_kernels(
     *,
     device: str | None = None,
     shapes: Sequence[tuple[int, int]] = ((4096, 4096),),
+    model: str | Path | None = None,
     tokens: int = 2048,
     dtype: str = "bfloat16",
     progress: bool = ON_TERMINAL,
@@ -107,6 +115,7 @@ def measure_kernels(
         device: Device such as cuda; default: a CUDA device if there is one. On a CPU the kernels
             are tested if TRITON_INTERPRET=1 is set, and nothing is timed.
         shapes: Sizes (out_features, in_features) of weights to time.
+        model: A model folder or id, whose most frequent sizes are timed instead.
         tokens: Rows of the input.
         dtype: bfloat16, float16 or float32.
         progress: Print each path as it is measured.
@@ -115,7 +124,8 @@ def measure_kernels(
         Errors and times.
 
     Raises:
-        ValueError: An unknown dtype, a size below 1, a device that is not there.
+        ValueError: An unknown dtype, a size below 1, a device that is not there, a folder without
+            safetensors.
 
     >>> report = measure_kernels(device="cpu", shapes=[(8, 8)], tokens=4, dtype="float32")
     >>> report.device, report.written
@@ -129,6 +139,8 @@ def measure_kernels(
     operation = "measure_kernels"
     check_choice(operation, "dtype", dtype, _DTYPES)
     check_value(operation, "tokens", tokens, Whole)
+    if model is not None:
+        shapes = _shapes_of(model, operation)
     sizes = [_checked_shape(operation, shape) for shape in shapes]
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -158,6 +170,28 @@ def _checked_shape(operation: str, shape: object) -> tuple[int, int]:
             f"in_features), got {shape!r}"
         )
     return pair
+
+
+def _shapes_of(model: str | Path, operation: str) -> list[tuple[int, int]]:
+    """Return the sizes of a model's most frequent matrices, which are those of its blocks."""
+    from safetensors import SafetensorError, safe_open
+
+    from ._hub import find_folder
+
+    folder = find_folder(model, operation=operation)
+    counts: Counter[tuple[int, int]] = Counter()
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118, no mapping
+                    shape = tensors.get_slice(name).get_shape()
+                    if len(shape) == 2:
+                        counts[shape[0], shape[1]] += 1
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{operation}: {file} cannot be read: {error}") from error
+    if not counts:
+        raise ValueError(f"{operation}: expected matrices in {folder}/*.safetensors, got none")
+    return [shape for shape, _ in counts.most_common(_MOST_SHAPES)]
 
 
 def _measure(
@@ -245,9 +279,43 @@ def _write(card: str, dtype: str, rows: Sequence[KernelRow]) -> str:
     return str(file)
 
 
+def set_impl_(model: nn.Module, impl: str) -> int:
+    """Set how all layers of this library in a model are computed; return their number.
+
+    Args:
+        model: The model, whose layers' ``impl`` is changed in place.
+        impl: ``"auto"``, ``"eager"``, ``"fused"`` or ``"reference"``. An explicit choice runs or
+            raises in the forward.
+
+    Raises:
+        ValueError: A layer that has no such path, or no layer of this library.
+
+    >>> from kronecker import KroneckerLinear
+    >>> set_impl_(torch.nn.Sequential(KroneckerLinear(256, 256), torch.nn.ReLU()), "eager")
+    1
+    """
+    layers: list[Any] = []
+    for name, module in model.named_modules():
+        impls = getattr(type(module), "impls", None)
+        if impls is None:
+            continue
+        if impl not in impls:
+            raise ValueError(
+                f"set_impl_: {name or type(module).__name__} expects impl as one of "
+                f"{', '.join(impls)}, got {impl!r}"
+            )
+        layers.append(module)
+    if not layers:
+        raise ValueError("set_impl_: expected a model with layers of this library, got none")
+    for layer in layers:
+        layer.impl = impl
+    return len(layers)
+
+
 def kernels(
     device: str | None = None,
     shapes: tuple[tuple[int, int], ...] = ((4096, 4096),),
+    model: str | None = None,
     tokens: int = 2048,
     dtype: str = "bfloat16",
     progress: bool = ON_TERMINAL,
@@ -257,10 +325,11 @@ def kernels(
     Args:
         device: Device such as cuda; default: a CUDA device if there is one.
         shapes: Sizes of weights to time, each as out_features and in_features.
+        model: A model folder or id, whose most frequent sizes are timed instead.
         tokens: Rows of the input.
         dtype: Dtype of the weights: bfloat16, float16 or float32.
         progress: Print each path as it is measured.
     """
     return measure_kernels(
-        device=device, shapes=shapes, tokens=tokens, dtype=dtype, progress=progress
+        device=device, shapes=shapes, model=model, tokens=tokens, dtype=dtype, progress=progress
     )

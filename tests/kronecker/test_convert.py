@@ -52,10 +52,12 @@ def ids(count=3, length=12, seed=0):
 
 
 def output(model, batch=None):
+    batch = ids() if batch is None else batch
+    if next(model.parameters()).is_cuda:  # a Trainer moves a model to a GPU
+        batch = batch.cuda()
     with torch.no_grad():
-        return model(
-            input_ids=(ids() if batch is None else batch).to(next(model.parameters()).device)
-        )[0].cpu()
+        y = model(input_ids=batch)[0]
+    return y.cpu() if y.is_cuda else y
 
 
 def compressed(model):

@@ -4,9 +4,13 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from heads.lora import LoraLinear
+from kronecker import KroneckerLinear
+from mergekit_lite import AccurateMaskedLinear
 from mergekit_lite.masks import blend, masked_linear
-from model_components import _fused, measure_kernels
+from model_components import _fused, measure_kernels, set_impl_
 from model_components._cli import main
 
 pytest.importorskip("triton")
@@ -102,6 +106,40 @@ def test_a_path_that_is_wrong_never_pays(card, monkeypatch):
     assert row.problem.startswith("wrong:")
     assert not row.pays
     assert calls
+
+
+def test_a_model_gives_its_most_frequent_sizes(tmp_path):
+    tensors = {f"layers.{k}.up": torch.zeros(24, 8) for k in range(3)}
+    tensors |= {f"layers.{k}.down": torch.zeros(8, 24) for k in range(2)}
+    tensors |= {f"other.{k}": torch.zeros(2 + k, 3) for k in range(3)}
+    save_file({**tensors, "norm": torch.zeros(8)}, tmp_path / "model.safetensors")
+    report = measure_kernels(device="cpu", model=tmp_path, tokens=4, dtype="float32")
+    shapes = [row.shape for row in report.rows if row.path == "masks.blend"]
+    assert shapes[:2] == [(24, 8), (8, 24)]
+    assert len(shapes) == 4
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match=r"measure_kernels: .*model\.safetensors cannot be read"):
+        measure_kernels(device="cpu", model=tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="measure_kernels: expected matrices"):
+        measure_kernels(device="cpu", model=tmp_path)
+
+
+def test_one_call_sets_the_path_of_all_layers():
+    masked = AccurateMaskedLinear([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+    model = torch.nn.ModuleDict(
+        {"masked": masked, "kron": KroneckerLinear(256, 256), "plain": torch.nn.Linear(4, 4)}
+    )
+    assert set_impl_(model, "fused") == 2
+    assert masked.impl == model["kron"].impl == "fused"
+    with pytest.raises(ValueError, match=r"set_impl_: masked expects impl as one of .* 'fast'"):
+        set_impl_(model, "fast")
+    model["lora"] = LoraLinear.from_linear(torch.nn.Linear(4, 4), r=2)
+    with pytest.raises(ValueError, match="lora"):
+        set_impl_(model, "fused")
+    assert set_impl_(model, "eager") == 3
+    with pytest.raises(ValueError, match="got none"):
+        set_impl_(model["plain"], "eager")
 
 
 def test_without_a_card_the_command_tests_and_times_nothing(tmp_path, monkeypatch, capsys):

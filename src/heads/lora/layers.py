@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import groupby
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -23,6 +23,7 @@ from model_components._autograd import autocast_dtype, transforming
 from model_components._checks import Range, Whole, check_choice, check_value
 
 from ._eager.autograd import Adapter, Spans, add_adapters, linear, run
+from .functional import IMPLS
 
 BASE = "__base__"  # peft's name for no adapter in a mixed batch
 STOCK = (nn.Linear, Conv1D)  # layers whose product we make ourselves
@@ -50,6 +51,7 @@ class LeanForward:
         impl: ``"auto"``, or ``"reference"`` for peft's own forward.
     """
 
+    impls: ClassVar[tuple[str, ...]] = IMPLS
     impl = "auto"
 
     def forward(self: Any, x: Tensor, *args: object, **kwargs: Any) -> Tensor:

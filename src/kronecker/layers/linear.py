@@ -6,7 +6,7 @@ Letters: as in `weights`; for low rank A is (r, I) and B (O, r).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self, get_args
+from typing import Any, ClassVar, Self, get_args
 
 import torch
 import torch.nn.functional as F
@@ -194,6 +194,8 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
     >>> layer(torch.zeros(2, 5, 768)).shape
     torch.Size([2, 5, 3072])
     """
+
+    impls: ClassVar[tuple[str, ...]] = IMPLS
 
     def __init__(
         self,

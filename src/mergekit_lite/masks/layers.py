@@ -76,6 +76,7 @@ class MaskedLayer(nn.Module):
     """
 
     mode: ClassVar[str] = "accurate"
+    impls: ClassVar[tuple[str, ...]] = IMPLS
 
     def __init__(
         self,

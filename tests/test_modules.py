@@ -176,6 +176,25 @@ def test_behaves_as_a_module_of_torch(name):
     assert len(report.passed) == len(BEHAVIORS) - len(report.raised) - len(skip)
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_peft_adapts_what_it_calls_or_says_why_not(name):
+    make, *inputs = MODULES[name]
+    model = make()
+    if any(".components." in f".{inner}" for inner, _ in model.named_modules()):
+        targets = ["0", "1"]
+        with pytest.raises(ValueError, match=r"never calls|not supported"):
+            inject_adapter_in_model(LoraConfig(target_modules=targets, r=2), model)
+        return
+    linear = {n.split(".")[-1] for n, m in model.named_modules() if n and type(m) is nn.Linear}
+    if not linear or "LoRA" in name or name == "attention of torch":
+        return  # nothing to adapt, adapted already, or torch's attention, which calls no layer
+    inject_adapter_in_model(LoraConfig(target_modules=sorted(linear), r=2), model)
+    logits_of(model(*inputs)).sum().backward()
+    adapters = [p for n, p in model.named_parameters() if "lora_B" in n]
+    assert adapters
+    assert all(p.grad is not None for p in adapters)
+
+
 TOKENS_AND_WIDTH = (1024, 256)
 
 

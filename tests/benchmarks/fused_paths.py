@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.benchmarks.measure import interleave
-from tests.benchmarks.results import Row, append
+from tests.benchmarks.results import Row, append, latest
 
 PLAIN, COMPILED = "plain", "torch.compile of plain"
 EAGER, FUSED = "ours, eager", "ours, fused"
+WAYS = (PLAIN, COMPILED, EAGER, FUSED)
+LIBRARIES = ("peft", "nn.Linear")
 
 
 @dataclass
@@ -291,6 +293,43 @@ def measure(case: Case, training: bool, dtype: torch.dtype, device: str, runs: i
             )
         )
     return rows
+
+
+def section() -> list[str]:
+    """Return the part of docs/performance.md: a line for each operation, size and mode."""
+    lines = [
+        "## Fused paths",
+        "",
+        "Milliseconds, medians; all ways in turn in one process. The floor is the larger of two "
+        "times: the fewest operations that the result needs, at the rate of a large matrix "
+        "product, and the fewest bytes, at the rate of a large copy, both measured in the same "
+        "process. The library is the dense layer for masks (trained) and Kronecker factors, and "
+        "peft for LoRA. Where fewer than a few hundred microseconds are spent, launches are what is timed.",
+        "",
+    ]
+    rows = latest("fused_paths.csv")
+    for hardware in dict.fromkeys(row["hardware"] for row in rows):
+        own = [row for row in rows if row["hardware"] == hardware]
+        lines += [
+            f"{hardware}; {own[-1]['versions']}; {own[-1]['date']}, at {own[-1]['commit']}. "
+            "[All rows](measured/fused_paths.csv).",
+            "",
+            f"| operation | dtype | mode | floor | library | {PLAIN} | {COMPILED} | eager | fused |",
+            "|---" * 9 + "|",
+        ]
+        for key in dict.fromkeys((r["op"], r["shape"], r["dtype"], r["mode"]) for r in own):
+            times = {
+                r["impl"]: float(r["wall_p50"]) * 1e3
+                for r in own
+                if (r["op"], r["shape"], r["dtype"], r["mode"]) == key
+            }
+            library = next((times[name] for name in LIBRARIES if name in times), None)
+            cells = [times.get("floor"), library, *(times.get(name) for name in WAYS)]
+            op, shape, dtype, mode = key
+            told = " | ".join("" if t is None else f"{t:.3g}" for t in cells)
+            lines.append(f"| {op}, {shape} | {dtype} | {mode} | {told} |")
+        lines.append("")
+    return lines
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks import fused_paths
 from tests.benchmarks.results import ROOT, latest
 
 PAGE, PLOTS = ROOT / "docs" / "performance.md", ROOT / "docs" / "measured"
@@ -190,8 +191,7 @@ def write_page() -> None:
         "shapes that were timed; each file has every row, with its commit, date and versions.",
         "",
     ]
-    if all("CPU" in row["hardware"] for name in TABLES for row in latest(f"{name}.csv")):
-        lines += ["CUDA: not measured on a GPU yet.", ""]
+    lines += fused_paths.section()
     for name, table in TABLES.items():
         rows = latest(f"{name}.csv")
         if not rows:

@@ -43,6 +43,19 @@ class Selection:
     component: int | None = None
 
 
+class _Components(nn.ModuleList):
+    """Layers whose parameters are read and that are never called, so that none may be exchanged."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; refuse another layer in a component's place, such as peft's."""
+        if name.isdecimal():
+            raise ValueError(
+                f"a masked layer reads component {name}'s parameters and never calls it, so that a "
+                f"{type(value).__name__} in its place would have no effect; call to_linear() first"
+            )
+        super().__setattr__(name, value)
+
+
 class MaskedLayer(nn.Module):
     """K frozen layers of one kind, such as norms, and a mask for each of their parameters.
 
@@ -115,7 +128,7 @@ class MaskedLayer(nn.Module):
         self.impl = impl
         self.selection = Selection()
         self.over_base = base is not None
-        self.components = nn.ModuleList([*components] if base is None else [*components, base])
+        self.components = _Components([*components] if base is None else [*components, base])
         self.transposed = is_conv1d(self.plain) or bool(getattr(self.plain, "is_transposed", False))
         self.folded: dict[str, Tensor] | None = None
         self._folded_at: list[tuple[int, int]] = []

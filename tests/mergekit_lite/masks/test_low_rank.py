@@ -59,12 +59,13 @@ def distinct(model):
 def test_a_low_rank_layer_is_the_dense_one(granularity):
     torch.manual_seed(0)
     base = nn.Linear(5, 4)
+    plain = copy.deepcopy(base)  # which stays on the CPU
     parts = [(torch.randn(2, 5), torch.randn(4, 2)) for _ in range(2)]
     adapted = [LowRankLinear(base, a, b, 0.5) for a, b in parts]
     assert not any(
         factor.requires_grad for component in adapted for factor in (component.down, component.up)
     )
-    layer = place(LowRankMaskedLinear(adapted, granularity=granularity, base=copy.deepcopy(base)))
+    layer = place(LowRankMaskedLinear(adapted, granularity=granularity, base=base))
     values = layer.masks["weight"]
     values.data.normal_()
 
@@ -73,10 +74,10 @@ def test_a_low_rank_layer_is_the_dense_one(granularity):
         return torch.func.functional_call(layer, {"masks.weight": masks}, (x,))
 
     def dense(x, masks):
-        weight = base.weight.detach().to(x.dtype)
+        weight = plain.weight.detach().to(x.dtype)
         for (a, b), mask in zip(parts, masks, strict=True):
             weight = weight + mask * 0.5 * (b.to(x.dtype) @ a.to(x.dtype))
-        return nn.functional.linear(x, weight, base.bias.detach().to(x.dtype))
+        return nn.functional.linear(x, weight, plain.bias.detach().to(x.dtype))
 
     inputs = {"x": torch.randn(3, 5), "masks": values.detach().cpu()}
     judge(f"low rank, {granularity}", "eager", fast, dense, inputs, dtype=torch.float32)

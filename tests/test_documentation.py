@@ -94,7 +94,7 @@ def test_every_snippet_of_the_readme_runs_as_it_stands(users_files):  # noqa: F8
 def test_the_page_of_modules_runs_as_it_stands():
     """Each snippet in a namespace of its own, and what it claims is so."""
     snippets = snippets_of("docs/modules.md")
-    assert len(snippets) == 7
+    assert len(snippets) == 8
     found = []
     for code in snippets:
         namespace = {}

@@ -16,17 +16,18 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-# Sides and elements of a factor, rounded up to powers of 2: `tl.dot` takes no less, and more does
-# not stay on chip
-_LEAST = 16
+_LEAST = 16  # `tl.dot` needs sides of at least 16
 _MOST = 128
+# of a factor with its sides rounded up to powers of 2: two larger ones and their sums do not fit in
+# the shared memory of a B200
 _ELEMENTS = 8192
 # Tried on an H100: 4 to 32 tokens a forward program, 132 to 528 programs of a backward pass, 4 and
 # 8 warps, 1 to 4 stages. All are within 5 % forward and 30 % backward; these were the best.
 _TOKENS = 8
 _PROGRAMS = 396  # three for each of its 132 multiprocessors
-_WARPS_OF = 4096  # largest product's result, in elements, that takes 4 warps; larger ones take 8
-_INTERPRETED = knobs.runtime.interpret  # when kernels are made, which is now
+_FOUR_WARPS_UP_TO = 4096  # elements of the largest product; above it 8 warps
+# Triton reads TRITON_INTERPRET when it decorates kernels, so it is read once, here
+_INTERPRETED = knobs.runtime.interpret
 
 
 @triton.jit
@@ -145,7 +146,11 @@ def unsupported(
     if device.type != "cuda" and not _INTERPRETED:
         return f"the factors are on {device}, and it needs CUDA (or TRITON_INTERPRET=1)"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
-        return "it needs a card of compute capability 9.0 or more; registers spill on older ones"
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        return (
+            f"expected a card of compute capability 9.0 or more, got {capability}, on which "
+            "registers would spill"
+        )
     if dtype not in (torch.float16, torch.bfloat16):
         return f"the factors are {dtype}, and it takes float16 and bfloat16"
     tiles = [triton.next_power_of_2(side) for side in sides]
@@ -153,8 +158,9 @@ def unsupported(
     if rank == 1 and fits and min(sides) >= _LEAST and max(sides) <= _MOST:
         return None
     return (
-        f"it takes one term with sides from {_LEAST} to {_MOST} and at most {_ELEMENTS} elements "
-        f"in a factor, got {rank} with sides {sides}"
+        f"expected one term, sides from {_LEAST} to {_MOST} and, with sides rounded up to powers "
+        f"of 2, at most {_ELEMENTS} elements in a factor; got {rank} with (O1, I1, O2, I2) = "
+        f"{sides}"
     )
 
 
@@ -164,7 +170,7 @@ def _sizes(a: Tensor, b: Tensor) -> dict[str, int]:
     tiles = zip(("P1", "U1", "P2", "U2"), sides.values(), strict=True)
     sides |= {name: triton.next_power_of_2(side) for name, side in tiles}
     widest = max(sides["P1"], sides["U1"]) * max(sides["P2"], sides["U2"])
-    sides["num_warps"] = 4 if widest <= _WARPS_OF else 8
+    sides["num_warps"] = 4 if widest <= _FOUR_WARPS_UP_TO else 8
     return sides
 
 
@@ -178,8 +184,8 @@ def launch_forward(x: Tensor, a: Tensor, b: Tensor) -> Tensor:  # (N, I), (O1, I
     return out
 
 
-# An operator for torch.compile. Calling one costs more than the launch itself, so that the launch
-# is called directly everywhere else.
+# An operator for torch.compile. Calling one costs more than the launch itself, so all
+# other code calls the launch directly.
 forward = torch.library.custom_op("kronecker::balanced", launch_forward, mutates_args=())
 
 

@@ -272,6 +272,11 @@ def kronecker_sizes(
     share = _checked_share("kronecker", rank)
     each = config.count(out_features, in_features)
     terms = int(share * out_features * in_features / each)
+    if terms < 1 and each >= out_features * in_features:
+        raise ValueError(
+            f"kronecker: expected sizes with divisors, got a weight of {out_features} x "
+            f"{in_features}: one term of {config.shapes(out_features, in_features)} is no smaller"
+        )
     if terms < 1:
         raise ValueError(
             f"kronecker: expected rank of {each / out_features / in_features:.2f} or more, since "

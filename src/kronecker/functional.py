@@ -86,9 +86,10 @@ def kron_linear(
         bias: (O1 O2,) or None.
         scales: One number for each term, or None for ones.
         order: ``"b_first"``, ``"a_first"``, ``"rebuild"`` or ``"auto"``.
-        impl: ``"reference"`` (`torch.kron`), ``"eager"``, ``"fused"`` (Triton; one term with sides
-            from 16 to 128, in half precision) or ``"auto"``: fused where
-            `model_components.measure_kernels` found it right and faster, else eager.
+        impl: ``"reference"`` (`torch.kron`), ``"eager"``, ``"fused"`` (Triton; compute
+            capability 9.0 or more, one term, sides from 16 to 128, float16 or bfloat16) or
+            ``"auto"``: fused where `model_components.measure_kernels` found it right and faster,
+            else eager.
 
     Returns:
         (*B, O1 O2), in x's dtype.

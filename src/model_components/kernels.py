@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_MOST_SHAPES = 4  # of a model: nearly all have at most four kinds of matrices in a block
+_MOST_SHAPES = 4  # sizes taken from a model; a block rarely has more than four different ones
 _ROUNDS = 15  # pairs of timed steps; the median of so many is steady within a few percent
 _WORTH = 0.95  # fused time over eager time, up to which a fused path is taken
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -115,7 +115,7 @@ def measure_kernels(
         device: Device such as cuda; default: a CUDA device if there is one. On a CPU the kernels
             are tested if TRITON_INTERPRET=1 is set, and nothing is timed.
         shapes: Sizes (out_features, in_features) of weights to time.
-        model: A model folder or id, whose most frequent sizes are timed instead.
+        model: A model folder or id. Its four most frequent sizes are timed instead of ``shapes``.
         tokens: Rows of the input.
         dtype: bfloat16, float16 or float32.
         progress: Print each path as it is measured.
@@ -280,7 +280,9 @@ def _write(card: str, dtype: str, rows: Sequence[KernelRow]) -> str:
 
 
 def set_impl_(model: nn.Module, impl: str) -> int:
-    """Set how all layers of this library in a model are computed; return their number.
+    """Set how a model's layers of this library are computed; return the number of layers set.
+
+    Layers that have no such path, as LoRA layers have none that is fused, keep theirs.
 
     Args:
         model: The model, whose layers' ``impl`` is changed in place.
@@ -288,25 +290,15 @@ def set_impl_(model: nn.Module, impl: str) -> int:
             raises in the forward.
 
     Raises:
-        ValueError: A layer that has no such path, or no layer of this library.
+        ValueError: No layer has such a path.
 
     >>> from kronecker import KroneckerLinear
     >>> set_impl_(torch.nn.Sequential(KroneckerLinear(256, 256), torch.nn.ReLU()), "eager")
     1
     """
-    layers: list[Any] = []
-    for name, module in model.named_modules():
-        impls = getattr(type(module), "impls", None)
-        if impls is None:
-            continue
-        if impl not in impls:
-            raise ValueError(
-                f"set_impl_: {name or type(module).__name__} expects impl as one of "
-                f"{', '.join(impls)}, got {impl!r}"
-            )
-        layers.append(module)
+    layers: list[Any] = [m for m in model.modules() if impl in getattr(type(m), "impls", ())]
     if not layers:
-        raise ValueError("set_impl_: expected a model with layers of this library, got none")
+        raise ValueError(f"set_impl_: expected a model with layers that take {impl!r}, got none")
     for layer in layers:
         layer.impl = impl
     return len(layers)
@@ -325,7 +317,7 @@ def kernels(
     Args:
         device: Device such as cuda; default: a CUDA device if there is one.
         shapes: Sizes of weights to time, each as out_features and in_features.
-        model: A model folder or id, whose most frequent sizes are timed instead.
+        model: A model folder or id. Its four most frequent sizes are timed instead of ``shapes``.
         tokens: Rows of the input.
         dtype: Dtype of the weights: bfloat16, float16 or float32.
         progress: Print each path as it is measured.

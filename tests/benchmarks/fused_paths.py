@@ -26,7 +26,7 @@ from tests.benchmarks.results import Row, append, latest
 
 PLAIN, COMPILED = "plain", "torch.compile of plain"
 EAGER, FUSED = "ours, eager", "ours, fused"
-WAYS = (PLAIN, COMPILED, EAGER, FUSED)
+WAYS = (PLAIN, COMPILED, EAGER, FUSED, "ours, compiled")
 LIBRARIES = ("peft", "nn.Linear")
 
 
@@ -40,6 +40,7 @@ class Case:
         ways: Functions of no arguments that return the output.
         learns: Leaves that get a gradient.
         reads: Bytes of the tensors that forward reads.
+        writes: Bytes of the gradients that one way writes.
         forward_flops: Operations of forward.
         backward_flops: Operations of backward.
     """
@@ -49,23 +50,24 @@ class Case:
     ways: dict[str, Callable[[], Tensor]]
     learns: list[Tensor]
     reads: int
+    writes: int
     forward_flops: float
     backward_flops: float
 
     def floor(self, training: bool, copy_rate: float, product_rate: float) -> float:
-        """Seconds that no way can beat: bytes and operations at the measured rates."""
+        """Return the seconds of the necessary bytes and operations at the measured rates."""
         with torch.no_grad():
             written = next(iter(self.ways.values()))().nbytes
         moved = self.reads + written
         flops = self.forward_flops
         if training:
-            moved += self.reads + written + sum(leaf.nbytes for leaf in self.learns)
+            moved += self.reads + written + self.writes
             flops += self.backward_flops
         return max(moved / copy_rate, flops / product_rate)
 
 
 def compiled(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The same by inductor, for these shapes."""
+    """Compile a function for fixed shapes."""
     return torch.compile(function, dynamic=False)
 
 
@@ -94,7 +96,7 @@ def masks(tokens: int, width: int, dtype: torch.dtype, device: str) -> Case:
     flops = 2.0 * tokens * width * width
     text = f"{tokens} tokens, {width} x {width}, 2 components"
     reads = x.nbytes + 2 * weights[0].nbytes
-    return Case("masked_linear", text, ways, [x, masks, dense], reads, flops, 2 * flops)
+    return Case("masked_linear", text, ways, [x, masks, dense], reads, x.nbytes, flops, 2 * flops)
 
 
 def kronecker(tokens: int, side: int, dtype: torch.dtype, device: str) -> Case:
@@ -121,7 +123,7 @@ def kronecker(tokens: int, side: int, dtype: torch.dtype, device: str) -> Case:
         ways[FUSED] = lambda: kron_linear(x, a, b, impl="fused")
     flops = 4.0 * tokens * width * side
     text = f"{tokens} tokens, ({side}, {side}) ⊗ ({side}, {side})"
-    return Case("kron_linear", text, ways, [x, a, b, dense], x.nbytes, flops, 1.5 * flops)
+    return Case("kron_linear", text, ways, [x, a, b, dense], x.nbytes, x.nbytes, flops, 1.5 * flops)
 
 
 def lora(tokens: int, width: int, dtype: torch.dtype, device: str) -> Case:
@@ -155,7 +157,9 @@ def lora(tokens: int, width: int, dtype: torch.dtype, device: str) -> Case:
     adapter = 4.0 * tokens * width * 16
     reads = x.nbytes + base.weight.nbytes
     text = f"{tokens} tokens, {width} x {width}, rank 16"
-    return Case("lora_linear", text, ways, leaves, reads, product + adapter, product + 2 * adapter)
+    return Case(
+        "lora_linear", text, ways, leaves, reads, x.nbytes, product + adapter, product + 2 * adapter
+    )
 
 
 def attention(tokens: int, dtype: torch.dtype, device: str) -> Case:
@@ -187,7 +191,9 @@ def attention(tokens: int, dtype: torch.dtype, device: str) -> Case:
         ways[FUSED] = lambda: packed_attention(q, k, v, ends, impl="fused")
     flops = sum(4.0 * n * n * 16 * 64 for n in lengths)
     text = f"32 sequences of {min(lengths)} to {longest} tokens, 16 heads of 64"
-    return Case("packed_attention", text, ways, [q, k, v], 3 * q.nbytes, flops, 2.5 * flops)
+    return Case(
+        "packed_attention", text, ways, [q, k, v], 3 * q.nbytes, 3 * q.nbytes, flops, 2.5 * flops
+    )
 
 
 def thinking(rows: int, width: int, dtype: torch.dtype, device: str) -> Case:
@@ -219,12 +225,13 @@ def thinking(rows: int, width: int, dtype: torch.dtype, device: str) -> Case:
     ways = {PLAIN: plain, COMPILED: compiled(plain), FUSED: ours, "ours, compiled": compiled(ours)}
     leaves = list(model.parameters())
     text = f"{rows} x 2048 tokens, 32 latents of {width}, 4 steps"
-    reads = tokens.nbytes + sum(leaf.nbytes for leaf in leaves)
-    return Case("LatentThinker", text, ways, leaves, reads, flops, 2 * flops)
+    weights = sum(leaf.nbytes for leaf in leaves)
+    reads = tokens.nbytes + weights
+    return Case("LatentThinker", text, ways, leaves, reads, weights, flops, 2 * flops)
 
 
 def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    """Return all operations, at sizes that fill the device."""
+    """Yield all operations, at sizes that fill the device."""
     cuda = device == "cuda"
     for tokens in (2048, 16384) if cuda else (512,):
         yield masks(tokens, 4096 if cuda else 1024, dtype, device)
@@ -270,7 +277,7 @@ def steps_of(case: Case, training: bool, repeat: int) -> dict[str, Callable[[], 
 
 
 def measure(case: Case, training: bool, dtype: torch.dtype, device: str, runs: int) -> list[Row]:
-    """Return rows of all ways of one case, in turn, and of its floor."""
+    """Return rows of all ways of one case, in turn."""
     repeat = 10 if device == "cuda" else 1
     mode = "forward + backward" if training else "forward"
     made = ("torch", "transformers", "peft")
@@ -300,22 +307,27 @@ def section() -> list[str]:
     lines = [
         "## Fused paths",
         "",
-        "Milliseconds, medians; all ways in turn in one process. The floor is the larger of two "
+        "Milliseconds, medians; all ways in turn in one process; a line for each operation, size "
+        "and mode. The floor is the larger of two "
         "times: the fewest operations that the result needs, at the rate of a large matrix "
         "product, and the fewest bytes, at the rate of a large copy, both measured in the same "
         "process. The library is the dense layer for masks (trained) and Kronecker factors, and "
-        "peft for LoRA. Where fewer than a few hundred microseconds are spent, launches are what is timed.",
+        "peft for LoRA. Plain is the formula in torch; eager and fused are ours. For "
+        "`LatentThinker`, plain and fused are the same model with torch's plain and fused "
+        "attention. On the GPU, times below about 0.3 ms are mostly the time to start kernels; on a "
+        "shared CPU the floor's rates vary, too.",
         "",
     ]
     rows = latest("fused_paths.csv")
     for hardware in dict.fromkeys(row["hardware"] for row in rows):
         own = [row for row in rows if row["hardware"] == hardware]
         lines += [
-            f"{hardware}; {own[-1]['versions']}; {own[-1]['date']}, at {own[-1]['commit']}. "
+            f"{hardware}; {own[0]['versions']}; {own[0]['date']}, at {own[0]['commit']}. "
             "[All rows](measured/fused_paths.csv).",
             "",
-            f"| operation | dtype | mode | floor | library | {PLAIN} | {COMPILED} | eager | fused |",
-            "|---" * 9 + "|",
+            f"| operation | dtype | mode | floor | library | {PLAIN} | {COMPILED} | eager | fused "
+            "| fused, compiled |",
+            "|---" * 10 + "|",
         ]
         for key in dict.fromkeys((r["op"], r["shape"], r["dtype"], r["mode"]) for r in own):
             times = {

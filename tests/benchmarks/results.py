@@ -75,7 +75,7 @@ class Row:
 def commit() -> str:
     """The commit being measured, with a mark when the tree differs from it.
 
-    A copy without a repository is told by a variable.
+    In a copy without a repository, the variable MODEL_COMPONENTS_COMMIT names it.
     """
     if "MODEL_COMPONENTS_COMMIT" in os.environ:
         return os.environ["MODEL_COMPONENTS_COMMIT"]

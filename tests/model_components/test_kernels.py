@@ -132,14 +132,16 @@ def test_one_call_sets_the_path_of_all_layers():
     )
     assert set_impl_(model, "fused") == 2
     assert masked.impl == model["kron"].impl == "fused"
-    with pytest.raises(ValueError, match=r"set_impl_: masked expects impl as one of .* 'fast'"):
+    with pytest.raises(ValueError, match=r"set_impl_: .* 'fast', got none"):
         set_impl_(model, "fast")
-    model["lora"] = LoraLinear.from_linear(torch.nn.Linear(4, 4), r=2)
-    with pytest.raises(ValueError, match="lora"):
-        set_impl_(model, "fused")
+    lora = LoraLinear.from_linear(torch.nn.Linear(4, 4), r=2)
+    model["lora"] = lora
+    assert set_impl_(model, "fused") == 2  # LoRA has no such path
+    assert lora.impl == "auto"
     assert set_impl_(model, "eager") == 3
-    with pytest.raises(ValueError, match="got none"):
-        set_impl_(model["plain"], "eager")
+    lora.impl = "fast"
+    with pytest.raises(ValueError, match=r"LoraLinear: .*'fast'"):
+        lora(torch.zeros(2, 4))
 
 
 def test_without_a_card_the_command_tests_and_times_nothing(tmp_path, monkeypatch, capsys):

@@ -56,6 +56,8 @@ class LeanForward:
 
     def forward(self: Any, x: Tensor, *args: object, **kwargs: Any) -> Tensor:
         """Peft's arguments and result."""
+        if self.impl not in IMPLS:
+            check_choice(type(self).__name__, "impl", self.impl, IMPLS)
         names = kwargs.get("adapter_names") if kwargs else None
         other = args or (
             kwargs and any(v is not None and k != "adapter_names" for k, v in kwargs.items())

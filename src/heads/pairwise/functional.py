@@ -150,7 +150,7 @@ def _not_fused(query: Tensor, dropout_p: float) -> str | None:
     if not query.is_cuda:
         return "CUDA tensors"
     if _varlen() is None:
-        return "a torch with a varlen_attn that takes a scale and windows"
+        return f"a torch whose varlen_attn takes scale and window_size, got {torch.__version__}"
     if torch.cuda.get_device_capability(query.device) < (8, 0):
         return "a GPU of compute capability 8.0 or more"
     if query.dtype not in (torch.float16, torch.bfloat16):

@@ -163,7 +163,7 @@ def _put(
     elif KIND == 2:
         tl.store(out + (c * K + k) * rows + i, tl.sum(total, 1), i < rows)
     else:
-        # the sum of a whole weight is one number, whose error nothing averages
+        # a scalar mask's gradient is one number, whose float32 rounding errors do not average out
         tl.store(out + tl.program_id(0) * K + k, tl.sum(total.to(tl.float64)))
 
 
@@ -228,8 +228,8 @@ def launch_blend(weights: list[Tensor], masks: Tensor) -> Tensor:
     return out
 
 
-# An operator for torch.compile. Calling one costs more than the launch itself, so that the launch
-# is called directly everywhere else.
+# An operator for torch.compile. Calling one costs more than the launch itself, so all
+# other code calls the launch directly.
 blend = torch.library.custom_op("mergekit_lite::blend", launch_blend, mutates_args=())
 
 

@@ -44,14 +44,18 @@ class Selection:
 
 
 class _Components(nn.ModuleList):
-    """Layers whose parameters are read and that are never called, so that none may be exchanged."""
+    """A list of layers that are never called.
+
+    Only their parameters are read, so that replacing one would have no effect and is refused.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; refuse another layer in a component's place, such as peft's."""
         if name.isdecimal():
             raise ValueError(
-                f"a masked layer reads component {name}'s parameters and never calls it, so that a "
-                f"{type(value).__name__} in its place would have no effect; call to_linear() first"
+                f"component {name} of a masked layer cannot be replaced by {type(value).__name__}, "
+                "since the masked layer reads its parameters and never calls it; convert the "
+                "masked layer with to_linear() or to_layer() first"
             )
         super().__setattr__(name, value)
 

@@ -53,8 +53,10 @@ def rounding_notes(plan: MergePlan) -> list[str]:
 
 
 def _unaligned(source: Source) -> Source:
-    """The model itself, where it is seen through another vocabulary."""
-    return getattr(source, "model", source)
+    """Return the model itself, if it is seen with another vocabulary or with stacked experts."""
+    while hasattr(source, "model"):
+        source = source.model
+    return source
 
 
 def _lost(source: LoraSource, name: str, dtype: DType) -> float | None:

@@ -116,7 +116,18 @@ def merge_in_memory(recipe: MergeRecipe, run: Run) -> tuple[dict[str, Tensor], M
     with _running(plan, eager, Ranks()) as (engine, bar, _):
         for t, _ in zip(plan.tensors, engine.run_all(plan.tensors, sink), strict=True):
             bar.update(t.nbytes)
-    return merged, plan
+    return _as_stored(merged, plan), plan
+
+
+def _as_stored(merged: dict[str, Tensor], plan: MergePlan) -> dict[str, Tensor]:
+    """Return merged tensors under the names and with the shapes of the first model."""
+    state: dict[str, Tensor] = {}
+    for t in plan.tensors:
+        sizes = [info.count for info in t.stored]
+        pieces = merged[t.name].view(-1).split(sizes)
+        for info, piece in zip(t.stored, pieces, strict=True):
+            state[info.name] = piece.view(info.shape)
+    return state
 
 
 def merge_to_folder(recipe: MergeRecipe, out: Path, run: Run) -> MergeReport:

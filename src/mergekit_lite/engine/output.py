@@ -45,7 +45,10 @@ def plan_fingerprint(plan: MergePlan, seed: int, version: str) -> str:
         else os.urandom(16).hex(),
         "seed": seed,
         "sources": [[s.label, s.fingerprint()] for s in plan.sources],
-        "tensors": [[t.name, t.dtype.name, list(t.shape), t.shard, t.offset] for t in plan.tensors],
+        "tensors": [
+            [t.name, t.dtype.name, list(t.shape), t.shard, t.offset, [i.name for i in t.parts]]
+            for t in plan.tensors
+        ],
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
@@ -209,7 +212,9 @@ class OutputFolder(NewFolder):
         if len(plan.shards) > 1:
             index = {
                 "metadata": {"total_size": plan.bytes_written, "total_parameters": plan.parameters},
-                "weight_map": {t.name: plan.shards[t.shard] for t in plan.tensors},
+                "weight_map": {
+                    info.name: plan.shards[t.shard] for t in plan.tensors for info in t.stored
+                },
             }
             stem = plan.shards[0].rsplit("-", 3)[0]
             write_json(folder / f"{stem}.safetensors.index.json", index)

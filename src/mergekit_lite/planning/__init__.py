@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..dtypes import FLOAT32, FLOAT64, FLOATS, promote
-from ..files import CheckpointError, Source
+from ..dtypes import FLOAT32, FLOAT64, FLOATS, DType, promote
+from ..files import CheckpointError, Source, TensorInfo
 from ..methods import MergeMethod, get_method
 from ..recipe import MergeRecipe, RecipeError
 from ..vocabulary import AlignedSource, Vocabulary, plan_vocabulary
 from .checks import check_copies, compare_configs, compare_tokenizers, tensor_problem
 from .configs import output_config
-from .layout import Layout, Slot, stacked_slices, whole_models
+from .layout import Layout, Slot, layer_of, stacked_slices, whole_models, with_layer
 from .models import Models, PlannedSource, open_models
 from .plan import (
     CHUNK,
@@ -174,6 +174,7 @@ def _tensor(slot: Slot, recipe: MergeRecipe, method: MergeMethod, models: Models
             {},
             "elements",
             1,
+            parts=_parts(slot, everything[0], models, shape, infos[0].dtype),
         )
     stored = promote(info.dtype for info in infos)
     asked = FLOATS[recipe.dtype] if recipe.dtype else None
@@ -199,4 +200,20 @@ def _tensor(slot: Slot, recipe: MergeRecipe, method: MergeMethod, models: Models
         bound,
         method.chunking_for(bound),
         method.passes_for(bound),
+        parts=_parts(slot, everything[0], models, shape, dtype),
     )
+
+
+def _parts(
+    slot: Slot, first: Input, models: Models, shape: tuple[int, ...], dtype: DType
+) -> tuple[TensorInfo, ...]:
+    """Return the first model's own tensors that an output tensor is written as."""
+    found = getattr(models.sources[first.source], "parts", {}).get(first.name, ())
+    layer = layer_of(slot.name)
+    parts = []
+    for info in found:
+        name = info.name if layer is None else with_layer(info.name, layer)
+        parts.append(TensorInfo(name, shape if len(found) == 1 else info.shape, dtype))
+    if [info.name for info in parts] == [slot.name]:
+        return ()
+    return tuple(parts)

@@ -12,6 +12,7 @@ from ..dtypes import Array
 from ..files import CheckpointError, Source, open_source
 from ..recipe import MergeRecipe, model_key, model_label
 from ..vocabulary import EMBEDDING, HEAD
+from .experts import stacked
 from .plan import MergePlan
 
 
@@ -58,6 +59,7 @@ class PlannedSource(Source):
         self.config = plan.config
         self.folder = plan.sources[plan.donor].folder
         self.tensors = {t.name: t.info for t in plan.tensors}
+        self.parts = {t.name: t.parts for t in plan.tensors}
         self.copied = {
             t.name: (plan.sources[t.inputs[0].source], t.inputs[0].name)
             for t in plan.tensors
@@ -91,7 +93,8 @@ def open_models(
     sources: list[Source] = []
     for model in recipe.mentions():
         try:
-            sources.append(stages.get(id(model)) or open_source(model, allow_pickle=allow_pickle))
+            source = stages.get(id(model)) or open_source(model, allow_pickle=allow_pickle)
+            sources.append(stacked(source))
         except (CheckpointError, OSError) as error:
             problems.append(str(error))
             continue

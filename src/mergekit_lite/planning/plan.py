@@ -50,7 +50,9 @@ class Input:
 class TensorPlan:
     """One output tensor.
 
-    ``method`` None copies the first input, which all others equal (integer buffers).
+    ``method`` None copies the first input, which all others equal (integer buffers). ``parts`` are
+    the tensors that the file holds in its place, one after the other, if they are others: the
+    matrices of a stack of experts.
     """
 
     name: str
@@ -65,6 +67,7 @@ class TensorPlan:
     passes: int
     shard: int = 0
     offset: int = 0
+    parts: tuple[TensorInfo, ...] = ()
 
     @property
     def everything(self) -> tuple[Input, ...]:
@@ -77,6 +80,11 @@ class TensorPlan:
     def info(self) -> TensorInfo:
         """Name, shape and dtype as a checkpoint would describe them."""
         return TensorInfo(self.name, self.shape, self.dtype)
+
+    @property
+    def stored(self) -> tuple[TensorInfo, ...]:
+        """The tensors that the file holds."""
+        return self.parts or (self.info,)
 
     @property
     def nbytes(self) -> int:
@@ -242,4 +250,10 @@ def shard_layout(
 
 def shard_header(tensors: Sequence[TensorPlan]) -> bytes:
     """The header of a shard that holds these tensors."""
-    return header_bytes([(t.info, t.offset) for t in tensors])
+    placed = []
+    for t in tensors:
+        offset = t.offset
+        for info in t.stored:
+            placed.append((info, offset))
+            offset += info.nbytes
+    return header_bytes(placed)

@@ -246,6 +246,7 @@ class AlignedSource(Source):
         self.label = source.label
         self.folder = source.folder
         self.config = source.config
+        self.parts = getattr(source, "parts", {})
         self._sources = sources
         self._vocabulary = vocabulary
         self._index = index

@@ -1,0 +1,196 @@
+"""Mixtures of experts: one layout for merging, whatever the files have.
+
+A file holds the experts of a layer as one matrix each or as one stack. Methods that look at a whole
+tensor, such as `ties`, would give different results. So every model is seen with stacks, and the
+output has the first model's names and shapes again.
+
+A stack lies in memory as its parts one after the other: gate and up of the first expert, those of
+the second, and so on. So a stretch of a stack is stretches of its parts, and nothing is copied
+that would not be read anyway.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..dtypes import Array, numbers
+from ..files import Source, TensorInfo
+
+Stacks = Mapping[tuple[str, ...], str]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of a family's experts in files.
+
+    Attributes:
+        stacks: The stack's name by the names of an expert's matrices that it holds, in order.
+        renamed: Parts of names in files, and what they are with stacks.
+        model_types: The family's ``model_type`` in config.json.
+    """
+
+    stacks: Stacks
+    renamed: tuple[tuple[str, str], ...]
+    model_types: tuple[str, ...]
+
+
+_GATED: Stacks = {("gate_proj", "up_proj"): "gate_up_proj", ("down_proj",): "down_proj"}
+_NUMBERED: Stacks = {("w1", "w3"): "gate_up_proj", ("w2",): "down_proj"}
+_MIXTRAL = (".block_sparse_moe.", ".mlp.")
+
+# As transformers 5 converts them; a test compares this table with its own
+FAMILIES = (
+    Family(
+        _GATED,
+        (),
+        (
+            "afmoe",
+            "deepseek_v2",
+            "deepseek_v3",
+            "dots1",
+            "flex_olmo",
+            "glm4_moe",
+            "glm4v_moe",
+            "hunyuan_v1_moe",
+            "jamba",
+            "longcat_flash",
+            "olmoe",
+            "qwen2_moe",
+            "qwen3_moe",
+            "qwen3_next",
+            "solar_open",
+        ),
+    ),
+    Family(_NUMBERED, (_MIXTRAL,), ("minimax", "mixtral")),
+    Family(_NUMBERED, (_MIXTRAL, (".gate.weight", ".router.weight")), ("phimoe",)),
+    Family(_NUMBERED, (), ("lfm2_moe",)),
+    Family(
+        {("up_proj",): "up_proj", ("down_proj",): "down_proj"},
+        (("backbone.", "model."),),
+        ("nemotron_h",),
+    ),
+)
+_EXPERT = re.compile(r"^(?P<before>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)\.weight$")
+
+
+def family_of(source: Source) -> Family | None:
+    """Return the family of a model with experts, or None."""
+    model_type = source.config.get("model_type")
+    return next((family for family in FAMILIES if model_type in family.model_types), None)
+
+
+def stacked(source: Source) -> Source:
+    """Return a model as it is merged: with stacks, or itself if its files have them."""
+    family = family_of(source)
+    if family is None:
+        return source
+    parts = _parts(source, family)
+    if all(name == infos[0].name for name, infos in parts.items()):
+        return source
+    return StackedSource(source, parts)
+
+
+def _parts(source: Source, family: Family) -> dict[str, tuple[TensorInfo, ...]]:
+    """Return a model's tensors by the names that they are merged under, several for a stack."""
+    stacks: dict[str, dict[int, dict[str, TensorInfo]]] = {}
+    found: dict[str, tuple[TensorInfo, ...]] = {}
+    for name, info in source.tensors.items():
+        match = _EXPERT.match(name)
+        members = next((m for m in family.stacks if match and match["matrix"] in m), None)
+        if match is None or members is None:
+            found[_renamed(name, family)] = (info,)
+            continue
+        stack = f"{_renamed(match['before'] + '.', family)}{family.stacks[members]}"
+        found.setdefault(stack, ())  # in the place of its first part
+        expert = stacks.setdefault(stack, {}).setdefault(int(match["number"]), {})
+        expert[match["matrix"]] = info
+    for stack, experts in stacks.items():
+        members = next(m for m, name in family.stacks.items() if stack.endswith(f".{name}"))
+        parts = [experts.get(k, {}).get(m) for k in range(len(experts)) for m in members]
+        whole = [info for info in parts if info is not None]
+        if len(whole) < len(parts) or len({(i.shape, i.dtype) for i in whole}) > 1:
+            # incomplete or uneven: what is missing is then told by the names in the files
+            del found[stack]
+            found |= {i.name: (i,) for expert in experts.values() for i in expert.values()}
+        else:
+            found[stack] = tuple(whole)
+    return found
+
+
+def _renamed(name: str, family: Family) -> str:
+    for before, after in family.renamed:
+        name = name.replace(before, after)
+    return name
+
+
+class StackedSource(Source):
+    """A model whose experts are seen as stacks.
+
+    Attributes:
+        model: The model.
+        parts: The model's own tensors that each tensor is made of, in order.
+    """
+
+    def __init__(self, model: Source, parts: dict[str, tuple[TensorInfo, ...]]):
+        self.model = model
+        self.label = model.label
+        self.folder = model.folder
+        self.config = model.config
+        self.stem = getattr(model, "stem", "model")
+        self.parts = parts
+        self.tensors = {name: _whole(name, infos) for name, infos in parts.items()}
+
+    def _stretches(self, name: str, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+        """Return the stretches of a tensor's parts that a stretch of it is."""
+        first = 0
+        for info in self.parts[name]:
+            low = max(start, first)
+            high = min(stop, first + info.count)
+            if low < high:
+                yield info.name, low - first, high - first
+            first += info.count
+
+    def read(self, name: str, start: int, stop: int) -> Array:
+        """Return elements ``start`` to ``stop``, in float32 if parts are stored in several ways."""
+        pieces = [self.model.read(*stretch) for stretch in self._stretches(name, start, stop)]
+        if len(pieces) == 1:
+            return pieces[0]
+        if not pieces:
+            return self.model.read(self.parts[name][0].name, 0, 0)
+        if len({piece.dtype for piece in pieces}) > 1:
+            pieces = [numbers(piece) for piece in pieces]
+        return np.concatenate(pieces)
+
+    def read_into(self, name: str, start: int, out: Array) -> bool:
+        """Fill ``out`` from element ``start`` on, if all parts can."""
+        nothing = out[:0]
+        if not all(self.model.read_into(info.name, 0, nothing) for info in self.parts[name]):
+            return False
+        done = 0
+        for part, low, high in self._stretches(name, start, start + len(out)):
+            self.model.read_into(part, low, out[done : done + high - low])
+            done += high - low
+        return True
+
+    def prefetch(self, name: str) -> None:
+        """Let the system fetch all parts."""
+        for info in self.parts[name]:
+            self.model.prefetch(info.name)
+
+    def fingerprint(self) -> object:
+        """Return the model's own."""
+        return self.model.fingerprint()
+
+
+def _whole(name: str, parts: tuple[TensorInfo, ...]) -> TensorInfo:
+    """Return shape and dtype of a tensor; a stack is (experts, rows of its matrices, columns)."""
+    first = parts[0]
+    if name.endswith(".weight") or len(first.shape) != 2 or not _EXPERT.match(first.name):
+        return TensorInfo(name, first.shape, first.dtype)
+    rows, columns = first.shape
+    experts = 1 + max(int(match["number"]) for p in parts if (match := _EXPERT.match(p.name)))
+    return TensorInfo(name, (experts, rows * len(parts) // experts, columns), first.dtype)

@@ -1,0 +1,155 @@
+"""Mixtures of experts: a matrix for each expert in the files, or one stack, give one result."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist
+
+from mergekit_lite import load_recipe, merge_models
+from mergekit_lite.files import DictSource
+from mergekit_lite.planning.experts import FAMILIES
+from tests.mergekit_lite.cases import CASES
+from tests.support.models import tiny
+
+KINDS = ("mixtral", "nemotron-h", "qwen3-moe")
+
+
+def model_of(kind, seed):
+    if kind != "qwen3-moe":
+        return tiny(kind, seed)
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 12}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    config = Qwen3MoeConfig(
+        vocab_size=50, num_hidden_layers=2, num_experts=3, num_experts_per_tok=2, **sizes, **heads
+    )
+    return Qwen3MoeForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Four models of each kind, each written twice: with experts apart, and stacked."""
+    found = {}
+    for kind in KINDS:
+        for seed in range(4):
+            model = model_of(kind, seed)
+            for layout in ("apart", "stacked"):
+                folder = tmp_path_factory.mktemp("models") / f"{kind}-{seed}-{layout}"
+                model.save_pretrained(folder, save_original_format=layout == "apart")
+                found[kind, seed, layout] = str(folder)
+    return found
+
+
+def names_in(folder):
+    return set(load_file(f"{folder}/model.safetensors"))
+
+
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def merged(case, paths, out):
+    """The merge of a case of the conformance tests."""
+    merge_models(
+        paths[: case.models],
+        case.method,
+        base_model=paths[-1] if case.base else None,
+        out=out,
+        progress=False,
+        **case.parameters,
+    )
+    return loaded(out)
+
+
+def test_the_two_layouts_are_two(folders):
+    for kind in KINDS:
+        apart, stacked = (names_in(folders[kind, 0, layout]) for layout in ("apart", "stacked"))
+        assert any(".experts.0." in name for name in apart)
+        assert not any(".experts.0." in name for name in stacked)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_method_gives_the_same_bits_for_both_layouts(case, folders, tmp_path):
+    if case.models > 3:
+        pytest.skip("four models")
+    results = []
+    for layouts in (("apart",) * 4, ("stacked",) * 4, ("apart", "stacked", "apart", "stacked")):
+        paths = [folders["mixtral", seed, layout] for seed, layout in enumerate(layouts)]
+        out = tmp_path / "-".join(layouts)
+        results.append(merged(case, paths, out))
+        assert names_in(out) == names_in(paths[0])  # the first model's layout
+    for other in results[1:]:
+        assert results[0].keys() == other.keys()
+        for name, value in results[0].items():
+            assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", ["ties", "model_stock"])
+def test_files_modules_and_shards_of_every_kind(kind, method, folders, tmp_path):
+    apart = [folders[kind, seed, "apart"] for seed in range(3)]
+    options = {"base_model": apart[2], "progress": False}
+    if method == "ties":
+        options |= {"density": 0.5, "weight": [1.0, 1.0]}
+    modules = [AutoModelForCausalLM.from_pretrained(path) for path in apart[:2]]
+    state = merge_models(modules, method, **options)
+    memory = merge_models(apart[:2], method, **options)
+    merge_models(apart[:2], method, out=tmp_path / "out", max_shard_size=20_000, **options)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(memory) == names_in(apart[0])
+    result = loaded(tmp_path / "out")
+    assert set(state) <= set(result)
+    for name, value in state.items():
+        assert torch.equal(value, result[name]), name
+
+
+def test_slices_move_experts(folders, tmp_path):
+    apart, stacked = (folders["qwen3-moe", 0, layout] for layout in ("apart", "stacked"))
+    results = []
+    for path in (apart, stacked):
+        first = {"sources": [{"model": path, "layer_range": [1, 2]}]}
+        second = {"sources": [{"model": path, "layer_range": [0, 2]}]}
+        recipe = {"merge_method": "passthrough", "slices": [first, second]}
+        out = tmp_path / path.rpartition("-")[2]
+        merge_models(load_recipe(json.dumps(recipe)), out=out, progress=False)
+        results.append(loaded(out))
+    assert "model.layers.2.mlp.experts.1.up_proj.weight" in names_in(tmp_path / "apart")
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
+
+
+def test_an_incomplete_stack_is_named_by_what_is_in_the_file(folders, tmp_path):
+    path = folders["qwen3-moe", 0, "apart"]
+    state = load_file(f"{path}/model.safetensors")
+    missing = "model.layers.0.mlp.experts.1.up_proj.weight"
+    del state[missing]
+    config = json.loads((Path(path) / "config.json").read_text())
+    broken = DictSource(state, "broken", config)
+    with pytest.raises(ValueError, match=r"broken lacks .*gate_up_proj"):
+        merge_models([path, broken], "linear", progress=False)
+
+
+def test_the_table_is_transformers_own():
+    """Its conversions of the same families: the same stacks, of the same parts, in the same order."""
+    for family in FAMILIES:
+        for model_type in family.model_types:
+            stacks = {}
+            renamed = []
+            for step in get_checkpoint_conversion_mapping(model_type):
+                operations = getattr(step, "operations", [])
+                sources = [
+                    p.rpartition("*.")[2].removesuffix(".weight") for p in step.source_patterns
+                ]
+                if operations:
+                    kinds = [(type(o), o.dim) for o in operations]
+                    assert kinds == [(MergeModulelist, 0), (Concatenate, 1)][: len(sources)]
+                    stacks[tuple(sources)] = step.target_patterns[0].rpartition(".")[2]
+                else:
+                    renamed.append((step.source_patterns[0], step.target_patterns[0]))
+            assert stacks == family.stacks, model_type
+            assert tuple(renamed) == family.renamed, model_type

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 import mergekit_lite.engine.streaming
-from mergekit_lite import PlanError, load_recipe, merge_models
+from mergekit_lite import PlanError, load_recipe, make_plan, merge_models
 from tests.support.models import save, save_tokenizer, tiny
 
 COMMON = [f"w{i}" for i in range(20)]
@@ -128,6 +128,36 @@ def test_chat_templates(folders, tmp_path):
         out = tmp_path / f"out{number}"
         merge(folders, out, f"tokenizer_source: base\nchat_template: {asked}")
         assert transformers.AutoTokenizer.from_pretrained(out).chat_template == expected
+
+
+@pytest.mark.parametrize("new", [[], ["x", "y"]])
+def test_a_union_has_no_token_without_a_row(tmp_path, new):
+    """The tokenizers know four tokens more than the embeddings have rows."""
+    words = ["<unk>", "a", "b"]
+    extra = [f"<extra-{k}>" for k in range(4)]
+    for seed, (name, own) in enumerate({"p": words, "q": words + new}.items()):
+        save(tiny("llama", seed, vocab_size=len(own)), tmp_path / name)
+        save_tokenizer(tmp_path / name, own, special=extra)
+    models = [f"{tmp_path}/p", f"{tmp_path}/q"]
+    recipe = load_recipe(
+        json.dumps(
+            {
+                "merge_method": "linear",
+                "models": models,
+                "parameters": {"weight": 1},
+                "tokenizer_source": "union",
+            }
+        )
+    )
+    plan = make_plan(recipe)
+    assert any("4 tokens" in note and "<extra-0>" in note for note in plan.notes)
+    merge_models(recipe, out=tmp_path / "out", progress=False)
+    rows = load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]
+    assert len(rows) == len(words) + len(new)
+    at = transformers.AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()
+    theirs = load_file(tmp_path / "q" / "model.safetensors")["model.embed_tokens.weight"]
+    for token in new:
+        torch.testing.assert_close(rows[at[token]], theirs[(words + new).index(token)])
 
 
 def test_special_tokens_keep_their_rows_in_a_union(tmp_path):

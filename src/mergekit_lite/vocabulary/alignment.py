@@ -59,6 +59,7 @@ AVERAGE = -3
 has."""
 
 _AVERAGED = 1 << 18  # elements read at a time
+_SHOWN = 5  # tokens that a note names
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,29 @@ def _with_new(tokens: dict[str, int], new: Sequence[str]) -> None:
     for token in new:
         if token not in tokens:
             tokens[token], free = free, free + 1
+
+
+def _with_rows(vocabulary: Mapping[str, int], rows: int) -> dict[str, int]:
+    """Return the tokens that have a row in an embedding of so many."""
+    return {token: row for token, row in vocabulary.items() if row < rows}
+
+
+def _rowless_notes(
+    tokens: Mapping[str, int],
+    vocabularies: Sequence[Mapping[str, int]],
+    sources: Sequence[Source],
+) -> list[str]:
+    """Return notes of tokens that a tokenizer has and no model has a row for."""
+    notes = []
+    for vocabulary, source in zip(vocabularies, sources, strict=True):
+        missing = [token for token in vocabulary if token not in tokens]
+        if missing:
+            shown = ", ".join(missing[:_SHOWN])
+            notes.append(
+                f"{source.label}: {len(missing)} tokens of its tokenizer have no row in any model "
+                f"and are left out: {shown}{', ...' if len(missing) > _SHOWN else ''}"
+            )
+    return notes
 
 
 def _vocabularies(sources: Sequence[Source], donor: int) -> tuple[list[dict[str, int]], list[str]]:
@@ -142,9 +166,14 @@ def plan_vocabulary(
     folder = sources[donor].folder
     tokens = dict(vocabularies[donor])
     rows = _rows(sources[donor])
+    before = len(tokens)
     if spec.source == "union":
-        for vocabulary in vocabularies:
+        stored = [_with_rows(v, _rows(s)) for v, s in zip(vocabularies, sources, strict=True)]
+        tokens = dict(stored[donor])
+        before = len(tokens)
+        for vocabulary in stored:
             _with_new(tokens, sorted(vocabulary, key=vocabulary.__getitem__))
+        notes += _rowless_notes(tokens, vocabularies, sources)
     elif spec.source != "base":
         place = index.get(model_key(spec.source))
         if place is None:
@@ -153,10 +182,7 @@ def plan_vocabulary(
             folder = sources[place].folder
         tokens = dict(read_vocabulary(folder, spec.source))
         rows = 0 if place is None else _rows(sources[place])
-    if spec.source not in ("base", "union"):
         before = len(tokens)
-    else:
-        before = len(vocabularies[donor])
     _with_new(tokens, list(spec.tokens))
     extended = None
     if len(tokens) > before:

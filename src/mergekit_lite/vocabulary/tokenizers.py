@@ -100,7 +100,8 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
         raise CheckpointError(
             f"{path}: a {model.get('type')} tokenizer cannot be extended; use base or a path"
         )
-    added = {t["content"]: t for t in data.get("added_tokens", [])}
+    # a token without a row in any model is none of ``tokens``
+    added = {t["content"]: t for t in data.get("added_tokens", []) if t["content"] in tokens}
     merges = {json.dumps(m) for m in model.get("merges", [])}
     known = set(model["vocab"]) | set(added)
     for other in others:

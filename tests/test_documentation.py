@@ -100,7 +100,7 @@ def test_the_page_of_modules_runs_as_it_stands():
         namespace = {}
         exec(code, namespace)
         found.append(namespace)
-    _, masks, efficient, smaller, lora, pairwise, thinking = found
+    _, masks, efficient, smaller, lora, pairwise, thinking, inside = found
     assert masks["loss"] < 1e-6
     shares = masks["layer"].mask("weight")[0, :, 0]
     torch.testing.assert_close(shares, torch.tensor([1.0] * 4 + [0.0] * 4), atol=1e-3, rtol=0)
@@ -115,6 +115,7 @@ def test_the_page_of_modules_runs_as_it_stands():
     right = pairwise["head"](pairwise["a"], pairwise["b"]).argmax(1) == pairwise["labels"]
     assert right.float().mean() > 0.9
     assert thinking["model"](**thinking["rows"], n_step=3).loss < 0.1
+    assert inside["result"].logits.shape == (4, 1, 8)
 
 
 def test_the_page_of_tests_runs_as_it_stands(tmp_path):

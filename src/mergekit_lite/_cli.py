@@ -27,10 +27,12 @@ class Files:
     Args:
         max_shard_size: Largest size of one weight file.
         allow_pickle: weights_only also reads pickled .bin checkpoints.
+        allow_incomplete: Merge models that lack tensors which their config promises.
     """
 
     max_shard_size: str = "5GB"
     allow_pickle: Pickle | None = None
+    allow_incomplete: bool = False
 
 
 @contextlib.contextmanager
@@ -93,6 +95,7 @@ def merge(
             threads=threads,
             max_shard_size=files.max_shard_size,
             allow_pickle=files.allow_pickle,
+            allow_incomplete=files.allow_incomplete,
             trust_remote_code=trust_remote_code,
             fresh=fresh,
             progress=run_flags.progress,
@@ -113,7 +116,12 @@ def plan(recipe: Path, /, *, files: Files) -> Report:
     from .recipe import load_recipe
 
     limit = parse_size(files.max_shard_size)
-    return make_plan(load_recipe(recipe), max_shard_size=limit, allow_pickle=files.allow_pickle)
+    return make_plan(
+        load_recipe(recipe),
+        max_shard_size=limit,
+        allow_pickle=files.allow_pickle,
+        allow_incomplete=files.allow_incomplete,
+    )
 
 
 def learn(

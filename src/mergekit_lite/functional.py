@@ -115,6 +115,7 @@ def merge_models(
     progress: bool = True,
     fresh: bool = False,
     allow_pickle: str | None = None,
+    allow_incomplete: bool = False,
     trust_remote_code: bool = False,
     calibration: Sequence[object] | None = None,
     **parameters: object,
@@ -145,6 +146,8 @@ def merge_models(
         progress: Show a progress bar.
         fresh: Begin anew instead of going on from an interrupted run of the same merge.
         allow_pickle: ``"weights_only"`` admits pickled checkpoints.
+        allow_incomplete: Merge models that lack tensors which their config promises: layers, rows
+            of the embedding, the head. Without it they are refused.
         trust_remote_code: Copy the Python files of the model whose config the output takes, and the
             ``auto_map`` that has transformers run them. Without it they are left out, and the
             report says so.
@@ -197,6 +200,7 @@ def merge_models(
         progress=progress,
         fresh=fresh,
         allow_pickle=allow_pickle,
+        allow_incomplete=allow_incomplete,
         trust_remote_code=trust_remote_code,
     )
     if calibrated:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from model_components import __version__
 from model_components._devices import peak_memory
@@ -46,8 +46,14 @@ class Run:
     progress: bool
     fresh: bool
     allow_pickle: str | None
+    allow_incomplete: bool
     trust_remote_code: bool
     hashing: bool = True
+
+    @property
+    def allowed(self) -> dict[str, Any]:
+        """Return what `make_plan` lets pass."""
+        return {"allow_pickle": self.allow_pickle, "allow_incomplete": self.allow_incomplete}
 
 
 class Bar:
@@ -101,9 +107,7 @@ def merge_in_memory(recipe: MergeRecipe, run: Run) -> tuple[dict[str, Tensor], M
         source = DictSource(state, model_label(stage), stage_plan.config)
         source.folder = stage_plan.sources[stage_plan.donor].folder
         stages[id(stage)] = source
-    plan = make_plan(
-        recipe, threads=run.threads, allow_pickle=run.allow_pickle, stages=stages or None
-    )
+    plan = make_plan(recipe, threads=run.threads, stages=stages or None, **run.allowed)
     for note in [*plan.notes, *rounding_notes(plan)]:
         warnings.warn(f"merge_models: {note}", stacklevel=4)
     merged = {t.name: torch.empty(t.shape, dtype=to_torch(t.dtype)) for t in plan.tensors}
@@ -140,8 +144,8 @@ def merge_to_folder(recipe: MergeRecipe, out: Path, run: Run) -> MergeReport:
             recipe,
             max_shard_size=run.limit,
             threads=run.threads,
-            allow_pickle=run.allow_pickle,
             stages=stages or None,
+            **run.allowed,
         )
         plan.notes += [*notes, *code_note(plan, run.trust_remote_code), *rounding_notes(plan)]
         with _running(plan, run, ranks) as (engine, bar, executor):
@@ -184,7 +188,7 @@ def _stages_beside(
     stages: dict[int, Source] = {}
     notes: list[str] = []
     # check the last stage before the first is merged
-    make_plan(recipe, allow_pickle=run.allow_pickle)
+    make_plan(recipe, **run.allowed)
     ranks.lead(folder.open)
     try:
         for stage in recipe.stages():
@@ -215,7 +219,7 @@ def _stage_mark(stage: MergeRecipe, run: Run) -> str | None:
     """
     if stage.stages():
         return None
-    return plan_fingerprint(make_plan(stage, allow_pickle=run.allow_pickle), run.seed, __version__)
+    return plan_fingerprint(make_plan(stage, **run.allowed), run.seed, __version__)
 
 
 def _is_whole(folder: Path, stage: MergeRecipe, run: Run) -> bool:

@@ -631,3 +631,35 @@ def test_memory_stays_in_bounds_while_the_model_grows(tmp_path):
         peaks.append(int(done.stdout))
     # of one more copy of the larger model's growth, bfloat16
     assert peaks[1] - peaks[0] < 0.25 * 12000 * 512 * 4 * 2
+
+
+def test_a_config_that_its_tensors_contradict_is_refused(tmp_path):
+    path = save(tiny("llama"), tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    changes = {
+        r"6 layers.*model\.layers\.4, model\.layers\.5, got none": {"num_hidden_layers": 6},
+        r"vocab_size 9, expected .*, got \d+": {"vocab_size": 9},
+    }
+    for words, change in changes.items():
+        (tmp_path / "m" / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(PlanError, match=words):
+            merge_models([path], "passthrough", progress=False)
+        with pytest.warns(UserWarning, match=words):
+            merge_models([path], "passthrough", progress=False, allow_incomplete=True)
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    state = load_file(tmp_path / "m" / "model.safetensors")
+    state.pop("lm_head.weight", None)
+    save_file(state, tmp_path / "m" / "model.safetensors")
+    with pytest.raises(PlanError, match="expected a head"):
+        merge_models([path], "passthrough", progress=False)
+
+
+def test_a_single_file_beside_an_index_is_read_as_by_transformers(tmp_path):
+    path = save(tiny("llama"), tmp_path / "m")
+    for shard in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        save_file({"other": torch.zeros(1)}, tmp_path / "m" / shard)
+    index = {"weight_map": {"other": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.warns(UserWarning, match=r"holds model\.safetensors and an index"):
+        merged = merge_models([path], "passthrough", progress=False)
+    assert set(merged) == set(load_file(tmp_path / "m" / "model.safetensors"))

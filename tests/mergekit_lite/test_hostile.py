@@ -23,6 +23,8 @@ def model(folder, **files):
     for name, text in files.items():
         path = folder / name.replace("__", ".")
         path.write_bytes(text) if isinstance(text, bytes) else path.write_text(text)
+    if "model__safetensors__index__json" in files:  # which is read where no single file is
+        (folder / "model.safetensors").unlink()
     return folder
 
 

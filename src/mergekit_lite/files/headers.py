@@ -203,8 +203,9 @@ def read_folder(folder: Path) -> dict[str, TensorInfo] | None:
     if stem is None:
         return None
     index = folder / f"{stem}.safetensors.index.json"
-    if not index.exists():
-        return read_header(folder / f"{stem}.safetensors")
+    single = folder / f"{stem}.safetensors"
+    if single.exists():  # beside an index, too: transformers takes it then
+        return read_header(single)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map")

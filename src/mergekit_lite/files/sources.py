@@ -83,6 +83,14 @@ class FolderSource(Source):
         self._lock = threading.Lock()
         self.config: dict[str, object] = {}
         self.stem = (stem_of(folder) if folder is not None else None) or "model"
+        self.notes: list[str] = []
+        if folder is not None and (folder / f"{self.stem}.safetensors.index.json").exists():
+            single = f"{self.stem}.safetensors"
+            if (folder / single).exists():
+                self.notes.append(
+                    f"{label} holds {single} and an index of several files; {single} is read, as "
+                    "by transformers"
+                )
         if folder is not None and (folder / "config.json").exists():
             self.config = read_json(folder / "config.json")
         self._float8 = Float8(tensors, self._read_stored)

@@ -10,7 +10,13 @@ from ..files import CheckpointError, Source, TensorInfo
 from ..methods import MergeMethod, get_method
 from ..recipe import MergeRecipe, RecipeError
 from ..vocabulary import AlignedSource, Vocabulary, plan_vocabulary
-from .checks import check_copies, compare_configs, compare_tokenizers, tensor_problem
+from .checks import (
+    check_copies,
+    compare_configs,
+    compare_tokenizers,
+    contradictions,
+    tensor_problem,
+)
 from .configs import output_config
 from .layout import Layout, Slot, layer_of, stacked_slices, whole_models, with_layer
 from .models import Models, PlannedSource, open_models
@@ -44,6 +50,7 @@ def make_plan(
     max_shard_size: int = 5_000_000_000,
     threads: int = 1,
     allow_pickle: str | None = None,
+    allow_incomplete: bool = False,
     stages: Mapping[int, Source] | None = None,
 ) -> MergePlan:
     """Check a recipe against its models' headers and lay out the output.
@@ -53,6 +60,7 @@ def make_plan(
         max_shard_size: Bytes of tensors in a file.
         threads: For the estimate of memory.
         allow_pickle: ``"weights_only"`` admits pickled checkpoints.
+        allow_incomplete: Whether tensors that a model's config promises may be missing.
         stages: The results of the recipes that stand among the models, by their `id`; default: as
             they are planned.
 
@@ -64,7 +72,9 @@ def make_plan(
     """
     if stages is None:
         stages = {
-            id(stage): PlannedSource(make_plan(stage, allow_pickle=allow_pickle))
+            id(stage): PlannedSource(
+                make_plan(stage, allow_pickle=allow_pickle, allow_incomplete=allow_incomplete)
+            )
             for stage in recipe.stages()
         }
     problems: list[str] = []
@@ -86,6 +96,12 @@ def make_plan(
     wrong, differing = compare_configs(models)
     problems = problems + wrong
     notes = notes + differing
+    for source in models.sources:
+        notes += getattr(source, "notes", [])
+        if allow_incomplete:
+            notes += contradictions(source)
+        else:
+            problems += contradictions(source)
     try:
         vocabulary, aligned = _align(recipe, models)
     except (CheckpointError, RecipeError, OSError) as error:

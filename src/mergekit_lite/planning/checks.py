@@ -6,6 +6,7 @@ must be equal.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,11 +14,16 @@ import numpy as np
 
 from ..dtypes import Array
 from ..files import CheckpointError, Source
-from ..vocabulary import is_vocabulary_tensor, read_vocabulary
+from ..vocabulary import EMBEDDING, HEAD, is_vocabulary_tensor, read_vocabulary
+from .configs import LAYER_KEYS
 from .layout import Slot
 from .models import Models
 from .plan import CHUNK, Input, TensorPlan
 
+_NUMBERED_LAYER = re.compile(
+    r"^(?P<before>(.*\.)?(layers|layer|h|blocks|block)\.)(?P<number>\d+)\."
+)
+_SHOWN = 5  # missing layers that a message names
 _MUST_AGREE = (
     "model_type",
     "hidden_size",
@@ -44,6 +50,47 @@ def _flat(config: Mapping[str, object]) -> dict[str, object]:
         if key.endswith("_config") and isinstance(value, dict):
             flat |= {f"{key}.{inner}": part for inner, part in _flat(value).items()}
     return flat
+
+
+def contradictions(source: Source) -> list[str]:
+    """Return what a model's config says of its tensors and is not so: what transformers would miss.
+
+    Layers are counted where names number them (``layers.3.``); a model that shares one layer's
+    weights has no such names.
+    """
+    config = source.config
+    text = config.get("text_config")
+    inner = text if isinstance(text, dict) else config
+    problems = []
+    count = next((inner[key] for key in LAYER_KEYS if isinstance(inner.get(key), int)), 0)
+    numbers: dict[str, set[int]] = {}
+    for name in source.tensors:
+        match = _NUMBERED_LAYER.match(name)
+        if match is not None:
+            numbers.setdefault(match["before"], set()).add(int(match["number"]))
+    before, present = max(numbers.items(), key=lambda item: len(item[1]), default=("", set()))
+    missing = [f"{before}{number}" for number in range(count) if number not in present]
+    if present and missing:
+        problems.append(
+            f"{source.label}: config.json says {count} layers, expected tensors of "
+            f"{', '.join(missing[:_SHOWN])}{', ...' if len(missing) > _SHOWN else ''}, got none"
+        )
+    embeddings = {i.shape[0] for n, i in source.tensors.items() if EMBEDDING.search(n) and i.shape}
+    rows = inner.get("vocab_size")
+    if isinstance(rows, int) and len(embeddings) == 1 and rows not in embeddings:
+        problems.append(
+            f"{source.label}: config.json says vocab_size {rows}, expected an embedding of as many "
+            f"rows, got {max(embeddings)}"
+        )
+    causal = any("ForCausalLM" in str(name) for name in config.get("architectures") or ())
+    untied = config.get("tie_word_embeddings", inner.get("tie_word_embeddings")) is False
+    has_head = any(HEAD.search(name) for name in source.tensors)
+    if causal and untied and embeddings and not has_head:
+        problems.append(
+            f"{source.label}: config.json says that the head is not tied to the embedding, "
+            "expected a head such as lm_head.weight, got none"
+        )
+    return problems
 
 
 def compare_configs(models: Models) -> tuple[list[str], list[str]]:

@@ -11,7 +11,8 @@ from ..recipe import Slice
 from ..vocabulary import HEAD
 from .plan import TensorPlan
 
-_LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+"""Names of the number of layers in config.json."""
 
 
 def output_config(
@@ -63,8 +64,8 @@ def _set_tie_word_embeddings(
 
 
 def _count_layers(config: dict[str, object], spans: Sequence[tuple[int, int]]) -> None:
-    old = next((config[k] for k in _LAYER_KEYS if k in config), None)
-    for key in _LAYER_KEYS:
+    old = next((config[k] for k in LAYER_KEYS if k in config), None)
+    for key in LAYER_KEYS:
         if key in config:
             config[key] = sum(end - begin for begin, end in spans)
     for key, value in config.items():  # layer_types and the like: one entry a layer

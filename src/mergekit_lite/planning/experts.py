@@ -141,6 +141,7 @@ class StackedSource(Source):
         self.folder = model.folder
         self.config = model.config
         self.stem = getattr(model, "stem", "model")
+        self.notes = getattr(model, "notes", [])
         self.parts = parts
         self.tensors = {name: _whole(name, infos) for name, infos in parts.items()}
 

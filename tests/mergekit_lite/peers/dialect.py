@@ -40,7 +40,7 @@ DIFFERENT = {
         "bf16_sce bf16_arcee_fusion bf16_nearswap"
     ),
     "rows of an embedding that are no tokens stay, as padding; mergekit drops them": (
-        "tok_source_union tok_rows_more_than_tokens tok_padded_tokenizer_is_base"
+        "tok_rows_more_than_tokens tok_padded_tokenizer_is_base"
     ),
     "exactly opposite models: a straight line; mergekit divides noise by noise": (
         "nuslerp_antiparallel karcher_antipodal"

@@ -1,4 +1,4 @@
-"""``mergekit-lite merge RECIPE OUT``, ``mergekit-lite plan RECIPE``."""
+"""``mergekit-lite merge RECIPE OUT``, with mergekit's flags, too; ``mergekit-lite plan RECIPE``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ from collections.abc import Sequence
 
 from model_components import _cli
 
+from ._mergekit_flags import translate
+
 _COMMANDS = {"merge": "mergekit_lite._cli:merge", "plan": "mergekit_lite._cli:plan"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    return _cli.main(arguments, program="mergekit-lite", commands=_COMMANDS)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["merge"]:
+        rest, notes = translate(words[1:])
+        words = ["merge", *rest]
+        for note in notes:
+            print(f"mergekit-lite: {note}", file=sys.stderr)
+    return _cli.main(words, program="mergekit-lite", commands=_COMMANDS)
 
 
 if __name__ == "__main__":

@@ -28,11 +28,13 @@ class Files:
         max_shard_size: Largest size of one weight file.
         allow_pickle: weights_only also reads pickled .bin checkpoints.
         allow_incomplete: Merge models that lack tensors which their config promises.
+        allow_mixed: Merge models whose configs name different architectures.
     """
 
     max_shard_size: str = "5GB"
     allow_pickle: Pickle | None = None
     allow_incomplete: bool = False
+    allow_mixed: bool = False
 
 
 @contextlib.contextmanager
@@ -96,6 +98,7 @@ def merge(
             max_shard_size=files.max_shard_size,
             allow_pickle=files.allow_pickle,
             allow_incomplete=files.allow_incomplete,
+            allow_mixed=files.allow_mixed,
             trust_remote_code=trust_remote_code,
             fresh=fresh,
             progress=run_flags.progress,
@@ -121,6 +124,7 @@ def plan(recipe: Path, /, *, files: Files) -> Report:
         max_shard_size=limit,
         allow_pickle=files.allow_pickle,
         allow_incomplete=files.allow_incomplete,
+        allow_mixed=files.allow_mixed,
     )
 
 

@@ -116,6 +116,7 @@ def merge_models(
     fresh: bool = False,
     allow_pickle: str | None = None,
     allow_incomplete: bool = False,
+    allow_mixed: bool = False,
     trust_remote_code: bool = False,
     calibration: Sequence[object] | None = None,
     **parameters: object,
@@ -148,6 +149,8 @@ def merge_models(
         allow_pickle: ``"weights_only"`` admits pickled checkpoints.
         allow_incomplete: Merge models that lack tensors which their config promises: layers, rows
             of the embedding, the head. Without it they are refused.
+        allow_mixed: Merge models whose configs name different architectures, such as other
+            activations or numbers of heads, if their tensors have the same shapes.
         trust_remote_code: Copy the Python files of the model whose config the output takes, and the
             ``auto_map`` that has transformers run them. Without it they are left out, and the
             report says so.
@@ -201,6 +204,7 @@ def merge_models(
         fresh=fresh,
         allow_pickle=allow_pickle,
         allow_incomplete=allow_incomplete,
+        allow_mixed=allow_mixed,
         trust_remote_code=trust_remote_code,
     )
     if calibrated:

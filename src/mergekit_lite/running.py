@@ -47,13 +47,18 @@ class Run:
     fresh: bool
     allow_pickle: str | None
     allow_incomplete: bool
+    allow_mixed: bool
     trust_remote_code: bool
     hashing: bool = True
 
     @property
     def allowed(self) -> dict[str, Any]:
         """Return what `make_plan` lets pass."""
-        return {"allow_pickle": self.allow_pickle, "allow_incomplete": self.allow_incomplete}
+        return {
+            "allow_pickle": self.allow_pickle,
+            "allow_incomplete": self.allow_incomplete,
+            "allow_mixed": self.allow_mixed,
+        }
 
 
 class Bar:

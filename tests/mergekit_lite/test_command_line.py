@@ -52,6 +52,36 @@ def test_plan_and_merge(recipe, tmp_path, capsys):
     assert "did you mean ties" in capsys.readouterr().err
 
 
+def test_mergekit_s_flags_are_taken(recipe, tmp_path, capsys):
+    flags = "--copy-tokenizer --lazy-unpickle --allow-crimes --out-shard-size 5K --random-seed=3"
+    flags += " --low-cpu-memory --lora-merge-cache cache --no-cuda --no-clone-tensors -v --quiet"
+    assert main(["merge", str(recipe), str(tmp_path / "theirs"), *flags.split()]) == 0
+    printed = capsys.readouterr().err
+    notes = [line for line in printed.splitlines() if "has no effect here" in line]
+    assert [note.split()[1] for note in notes] == [
+        "--copy-tokenizer",
+        "--low-cpu-memory",
+        "--lora-merge-cache",
+        "-v",
+    ]
+    ours = ["--seed", "3", "--max-shard-size", "10kB", "--no-progress"]
+    assert main(["merge", str(recipe), str(tmp_path / "ours"), *ours]) == 0
+    for file in (tmp_path / "ours").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "theirs" / file.name).read_bytes()
+    assert main(["merge", str(recipe), str(tmp_path / "out"), "--out-shard-size", "large"]) != 0
+    assert "large" in capsys.readouterr().err
+
+
+def test_different_architectures_merge_if_they_are_allowed(recipe, tmp_path, capsys):
+    config = tmp_path / "1" / "config.json"
+    config.write_text(config.read_text().replace('"silu"', '"gelu"'))
+    words = ["merge", str(recipe), str(tmp_path / "out"), "--no-progress"]
+    assert main(words) == 1
+    assert "different architectures: hidden_act" in capsys.readouterr().err
+    assert main([*words, "--allow-crimes"]) == 0
+    assert "note: different architectures: hidden_act" in capsys.readouterr().out
+
+
 def environment():
     return {
         **os.environ,

@@ -51,6 +51,7 @@ def make_plan(
     threads: int = 1,
     allow_pickle: str | None = None,
     allow_incomplete: bool = False,
+    allow_mixed: bool = False,
     stages: Mapping[int, Source] | None = None,
 ) -> MergePlan:
     """Check a recipe against its models' headers and lay out the output.
@@ -61,6 +62,7 @@ def make_plan(
         threads: For the estimate of memory.
         allow_pickle: ``"weights_only"`` admits pickled checkpoints.
         allow_incomplete: Whether tensors that a model's config promises may be missing.
+        allow_mixed: Whether configs may name different architectures.
         stages: The results of the recipes that stand among the models, by their `id`; default: as
             they are planned.
 
@@ -73,7 +75,12 @@ def make_plan(
     if stages is None:
         stages = {
             id(stage): PlannedSource(
-                make_plan(stage, allow_pickle=allow_pickle, allow_incomplete=allow_incomplete)
+                make_plan(
+                    stage,
+                    allow_pickle=allow_pickle,
+                    allow_incomplete=allow_incomplete,
+                    allow_mixed=allow_mixed,
+                )
             )
             for stage in recipe.stages()
         }
@@ -94,8 +101,11 @@ def make_plan(
     assert models is not None
     assert method is not None
     wrong, differing = compare_configs(models)
-    problems = problems + wrong
-    notes = notes + differing
+    if allow_mixed:
+        notes += wrong
+    else:
+        problems += wrong
+    notes += differing
     for source in models.sources:
         notes += getattr(source, "notes", [])
         if allow_incomplete:

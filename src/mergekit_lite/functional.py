@@ -193,6 +193,7 @@ def merge_models(
         }
         _check_calibrated(models, method, calibration, out, unsupported)
     check_value("merge_models", "threads", threads, MaybeWhole)
+    check_value("merge_models", "seed", seed, int)
     check_choice("merge_models", "impl", impl, _IMPLS)
     run = Run(
         device=find_device(str(device), "merge_models"),

@@ -56,6 +56,8 @@ def find_folder(
     before, at, _ = name.rpartition("@")
     if at and user_path(before).is_dir():  # a folder has no revisions
         return user_path(before)
+    if folder.is_file():
+        raise ValueError(f"{operation and f'{operation}: '}{name}: is a file, expected a folder")
     missing = f"{operation and f'{operation}: '}{name}: there is no such folder"
     match = None if is_path(name) else _NAME.fullmatch(name)
     if match is None:

@@ -6,7 +6,9 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from mergekit_lite import CheckpointError, PlanError, RecipeError, load_recipe, merge_models
 from mergekit_lite.files.headers import read_header
@@ -322,3 +324,26 @@ def test_recipe_values_that_only_the_plan_can_judge(paths, out):
         plan(head + "parameters: {weight: 1}\ntokenizer_source: union")
     with pytest.raises(ValueError, match=r"merge_models: weight.*MergeRecipe"):
         merge_models(load_recipe(head + "parameters: {weight: 1}"), weight=2)
+
+
+def test_files_that_are_no_models(paths, out, tmp_path):
+    torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
+    refused(
+        r"m\.pt: is a file, expected a folder", [str(tmp_path / "m.pt")], "passthrough", out=out
+    )
+    (tmp_path / "empty").mkdir()
+    save_file({}, tmp_path / "empty" / "model.safetensors")
+    refused("expected tensors", [str(tmp_path / "empty")], "passthrough", out=out)
+    refused("seed is 'x', expected a whole number", paths, "linear", weight=1, seed="x", out=out)
+    with pytest.raises(RecipeError, match="mixture of experts"):
+        load_recipe("base_model: a\ngate_mode: hidden\nexperts: [{source_model: b}]")
+
+
+def test_an_adapter_s_folder_may_have_a_plus_in_its_name(paths, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(paths[0])
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    adapter = tmp_path / "a+b"
+    get_peft_model(model, config).save_pretrained(adapter)
+    merged = merge_models([f"{paths[0]}+{adapter}"], "passthrough", progress=False)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(merged[name], load_file(f"{paths[0]}/model.safetensors")[name])

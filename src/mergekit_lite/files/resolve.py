@@ -103,7 +103,7 @@ def open_source(
         )
     text = os.fspath(model)
     if "+" in text and not _hub.user_path(text).exists():
-        base, _, adapter = text.rpartition("+")
+        base, adapter = _split_adapter(text)
         return LoraSource(open_source(base, allow_pickle=allow_pickle), find_folder(adapter))
     if text.endswith(".safetensors") and _hub.user_path(text).is_file():
         return FolderSource(None, label or text, read_header(_hub.user_path(text)))
@@ -111,10 +111,21 @@ def open_source(
     tensors = read_folder(folder)
     if tensors is None:
         return _open_pickled(folder, allow_pickle, text)
+    if not tensors:
+        raise CheckpointError(f"{text}: expected tensors in its .safetensors files, got none")
     source = FolderSource(folder, label or text, tensors)
     if source.config.get("quantization_config"):
         _drop_quantization_config(source, tensors, text)
     return source
+
+
+def _split_adapter(text: str) -> tuple[str, str]:
+    """Split ``"model+adapter"`` at the last + after which a folder stands, else at the last."""
+    for place in (i for i in range(len(text) - 1, -1, -1) if text[i] == "+"):
+        if _hub.user_path(text[place + 1 :]).is_dir():
+            return text[:place], text[place + 1 :]
+    base, _, adapter = text.rpartition("+")
+    return base, adapter
 
 
 def _drop_quantization_config(

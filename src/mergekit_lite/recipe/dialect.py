@@ -167,6 +167,11 @@ class _Parser:
         self.notes += unknown_keys(where, data, known)
 
     def recipe(self, data: dict[str, Any]) -> MergeRecipe:
+        if "experts" in data or "gate_mode" in data:
+            raise RecipeError(
+                "recipe: builds a mixture of experts, as mergekit-moe does, which is not "
+                "supported; expected merge_method, and models or slices"
+            )
         self.notes += [_IDLE[key] for key in data if key in _IDLE]
         self._known(
             "recipe", {key: value for key, value in data.items() if key not in _IDLE}, _RECIPE

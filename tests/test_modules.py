@@ -5,6 +5,9 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_model, save_model
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from heads.lora import LoraLinear
@@ -193,6 +196,14 @@ def test_peft_adapts_what_it_calls_or_says_why_not(name):
     adapters = [p for n, p in model.named_parameters() if "lora_B" in n]
     assert adapters
     assert all(p.grad is not None for p in adapters)
+
+
+def test_wrappers_may_stand_around_a_component():
+    """Torch's own tools set every child again, wrapped or not."""
+    model = nn.Sequential(AccurateMaskedLinear(linears()), nn.ReLU(), nn.Linear(3, 3))
+    expected = model(X)
+    apply_activation_checkpointing(model, check_fn=lambda m: type(m) is nn.Linear)
+    torch.testing.assert_close(model(X), expected)
 
 
 TOKENS_AND_WIDTH = (1024, 256)

@@ -21,7 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model_components._autograd import Context, differentiable_gradients, wants_graph
+from model_components._autograd import (
+    Context,
+    differentiable_gradients,
+    launches_directly,
+    wants_graph,
+)
 
 ORDERS = ("b_first", "a_first", "rebuild")
 _WORTH = 1.3  # two products have overheads; below this gain the weight is rebuilt instead
@@ -341,8 +346,7 @@ class Balanced(torch.autograd.Function):
         from . import _triton
 
         ctx.save_for_backward(x, a, b, scales)
-        compiling = torch.compiler.is_compiling()
-        run = _triton.forward if compiling else _triton.launch_forward
+        run = _triton.launch_forward if launches_directly(x) else _triton.forward
         return run(x, a[0], scaled(b, scales)[0])
 
     @staticmethod
@@ -353,8 +357,7 @@ class Balanced(torch.autograd.Function):
         from . import _triton
 
         x, a, b, scales = ctx.saved_tensors
-        compiling = torch.compiler.is_compiling()
-        run = _triton.backward if compiling else _triton.launch_backward
+        run = _triton.launch_backward if launches_directly(grad) else _triton.backward
         dx, da, db = run(grad, x, a[0], scaled(b, scales)[0])
         return dx, da[None], *small_gradients(db[None], b, scales)
 

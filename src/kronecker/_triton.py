@@ -213,4 +213,5 @@ backward = torch.library.custom_op("kronecker::balanced_backward", launch_backwa
 
 @backward.register_fake
 def _(grad: Tensor, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(a), torch.empty_like(b)
+    gradients = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, a, b)]
+    return gradients[0], gradients[1], gradients[2]

@@ -21,7 +21,7 @@ from model_components._autograd import (
     wants_graph,
 )
 from model_components._checks import check_choice
-from model_components._fused import fused_pays
+from model_components._fused import cannot_launch, fused_pays
 
 from . import reference
 from ._eager import (
@@ -175,9 +175,13 @@ def _uses_fused(impl: str, order: str, a: Tensor, b: Tensor) -> bool:
             return False
     elif impl != "fused":
         return False
-    from . import _triton
+    reason = cannot_launch()
+    if reason is None and order not in ("auto", "a_first"):
+        reason = f"it contracts A first, got order={order!r}"
+    if reason is None:
+        from . import _triton
 
-    reason = _triton.unsupported(len(a), (*a.shape[1:], *b.shape[1:]), a.device, a.dtype)
+        reason = _triton.unsupported(len(a), (*a.shape[1:], *b.shape[1:]), a.device, a.dtype)
     if reason is not None:
         if impl == "auto":
             return False

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _SIZE = re.compile(r"(?P<count>[\d.]+)\s*(?P<unit>[KMBkmb]?)$")
+# its help says parameters, and it counts bytes
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
-_BYTES = 2  # of a parameter in bfloat16 and float16, the usual dtypes of a merge
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def _size(value: str) -> list[str]:
     if match is None:
         return ["--max-shard-size", value]  # which is then refused by its name
     count = float(match["count"]) * _UNITS[match["unit"].lower()]
-    return ["--max-shard-size", str(int(count * _BYTES))]
+    return ["--max-shard-size", str(int(count))]
 
 
 def _idle(note: str, *, takes_value: bool = False) -> Flag:

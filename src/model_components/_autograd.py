@@ -39,6 +39,15 @@ def needs_plain(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or x.is_meta or transforming()
 
 
+def launches_directly(x: Tensor) -> bool:
+    """Return whether a kernel is launched as it is, and not through its operator.
+
+    Calling an operator costs more than the launch. Tracers need one, and tensors without data.
+    """
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return not traced and not x.is_meta and type(x) in (Tensor, torch.nn.Parameter)
+
+
 def wants_graph() -> bool:
     """Return whether a backward pass is to be differentiated again (``create_graph=True``)."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()

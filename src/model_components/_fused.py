@@ -59,6 +59,17 @@ class FusedPath:
     odd: tuple[int, int] = (33, 300)
 
 
+def cannot_launch() -> str | None:
+    """Return why no Triton kernel can be launched now, or None."""
+    from ._autograd import transforming
+
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if transforming():
+        return "it has no rules for torch.func and forward-mode differentiation"
+    return None
+
+
 def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why no Triton kernel can run on a device, or None."""
     if importlib.util.find_spec("triton") is None:

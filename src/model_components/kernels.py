@@ -46,6 +46,11 @@ class KernelRow:
     problem: str | None = None
 
     @property
+    def cannot_run(self) -> bool:
+        """Return whether the path does not take such a size or dtype."""
+        return self.worst is None and not (self.problem or "").startswith("wrong:")
+
+    @property
     def pays(self) -> bool:
         """Return whether the path is right, and faster by more than noise."""
         if self.problem or self.eager_ms is None or self.fused_ms is None:
@@ -185,7 +190,7 @@ def _shapes_of(model: str | Path, operation: str) -> list[tuple[int, int]]:
             with safe_open(file, "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118, no mapping
                     shape = tensors.get_slice(name).get_shape()
-                    if len(shape) == 2:
+                    if len(shape) == 2 and min(shape):
                         counts[shape[0], shape[1]] += 1
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{operation}: {file} cannot be read: {error}") from error
@@ -254,9 +259,10 @@ def _times(trial: _fused.Trial, device: torch.device, dtype: torch.dtype) -> tup
 
 
 def _paying_paths(rows: Sequence[KernelRow]) -> set[str]:
-    """Return the paths that pay at every size that was measured."""
-    names = {row.path for row in rows}
-    return {name for name in names if all(row.pays for row in rows if row.path == name)}
+    """Return the paths that pay at every size that they take; "auto" leaves out the others."""
+    taken = [row for row in rows if not row.cannot_run]
+    names = {row.path for row in taken}
+    return {name for name in names if all(row.pays for row in taken if row.path == name)}
 
 
 def _write(card: str, dtype: str, rows: Sequence[KernelRow]) -> str:
@@ -266,11 +272,16 @@ def _write(card: str, dtype: str, rows: Sequence[KernelRow]) -> str:
     paying = _paying_paths(rows)
     paths: dict[str, Any] = {}
     for row in rows:
+        if row.cannot_run:
+            continue
         path = paths.setdefault(
             row.path, {"fused": row.path in paying, "dtype": dtype, "times": []}
         )
         path["times"].append([row.shape, row.eager_ms, row.fused_ms])
     devices = _fused.read_measurements()
+    before = devices.get(card)
+    if isinstance(before, dict) and before.get("versions") == _fused.versions():
+        paths = {**before.get("paths", {}), **paths}  # a path that this dtype has not stays
     devices[card] = {"versions": _fused.versions(), "paths": paths}
     file = _fused.cache_file()
     make_folder(file.parent, "measure_kernels")
@@ -296,9 +307,22 @@ def set_impl_(model: nn.Module, impl: str) -> int:
     >>> set_impl_(torch.nn.Sequential(KroneckerLinear(256, 256), torch.nn.ReLU()), "eager")
     1
     """
-    layers: list[Any] = [m for m in model.modules() if impl in getattr(type(m), "impls", ())]
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"set_impl_: expected a module, got {type(model).__name__}")
+    known: set[str] = set()
+    layers: list[Any] = []
+    for module in model.modules():
+        choices = getattr(type(module), "impls", ())
+        known.update(choices)
+        if impl in choices:
+            layers.append(module)
     if not layers:
-        raise ValueError(f"set_impl_: expected a model with layers that take {impl!r}, got none")
+        raise ValueError(
+            f"set_impl_: expected impl as one of {', '.join(sorted(known)) or 'none'}, which the "
+            f"model's layers take, got {impl!r}"
+        )
     for layer in layers:
         layer.impl = impl
     return len(layers)

@@ -3,6 +3,8 @@ spills."""
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from kronecker import KroneckerLinear, kron_linear, reference
 from tests.support.equivalence import judge, place
@@ -84,6 +86,9 @@ def test_operators_are_registered_soundly():
     x, a, b = (place(t.half()) for t in (draw(3, 320), draw(17, 16), draw(18, 20)))
     torch.library.opcheck(_triton.forward, (x, a, b))
     torch.library.opcheck(_triton.backward, (_triton.forward(x, a, b), x, a, b))
+    turned = [t.T.contiguous().T for t in (x, a, b)]  # strides of the results are the same
+    torch.library.opcheck(_triton.forward, turned)
+    torch.library.opcheck(_triton.backward, (_triton.forward(x, a, b), *turned))
 
 
 @pytest.mark.parametrize(
@@ -101,6 +106,23 @@ def test_factors_that_do_not_fit_are_refused(rank, sides, dtype):
     a, b = draw(rank, o1, i1).to(dtype), draw(rank, o2, i2).to(dtype)
     with pytest.raises(ValueError, match="kron_linear: impl 'fused' cannot run: "):
         kron_linear(draw(2, i1 * i2).to(dtype), place(a), place(b), impl="fused")
+
+
+@needs_new_card
+def test_tracers_see_an_operator_and_transforms_are_refused(monkeypatch):
+    layer = place(KroneckerLinear(256, 256, impl="fused").half())
+    x = place(draw(3, 256).half())
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert layer(mode.from_tensor(x)).shape == (3, 256)
+    graph = make_fx(layer)(x)
+    torch.testing.assert_close(graph(x), layer(x))
+    with pytest.raises(ValueError, match=r"kron_linear: .*torch\.func"):
+        torch.func.vmap(layer)(x)
+    monkeypatch.setattr("kronecker.functional.fused_pays", lambda *_: True)
+    layer.impl = "auto"
+    torch.testing.assert_close(torch.func.vmap(layer)(x), layer(x), rtol=0.01, atol=0.01)
+    with pytest.raises(ValueError, match="order='b_first'"):
+        kron_linear(x, layer.a, layer.b, order="b_first", impl="fused")
 
 
 COMPILE = """

@@ -53,7 +53,7 @@ def test_plan_and_merge(recipe, tmp_path, capsys):
 
 
 def test_mergekit_s_flags_are_taken(recipe, tmp_path, capsys):
-    flags = "--copy-tokenizer --lazy-unpickle --allow-crimes --out-shard-size 5K --random-seed=3"
+    flags = "--copy-tokenizer --lazy-unpickle --allow-crimes --out-shard-size 10K --random-seed=3"
     flags += " --low-cpu-memory --lora-merge-cache cache --no-cuda --no-clone-tensors -v --quiet"
     assert main(["merge", str(recipe), str(tmp_path / "theirs"), *flags.split()]) == 0
     printed = capsys.readouterr().err

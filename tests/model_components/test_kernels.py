@@ -108,6 +108,17 @@ def test_a_path_that_is_wrong_never_pays(card, monkeypatch):
     assert calls
 
 
+def test_sizes_and_dtypes_that_a_path_does_not_take_do_not_count(card, monkeypatch):
+    monkeypatch.setattr("model_components.kernels._times", lambda *_: (2.0, 1.0))
+    monkeypatch.setattr("model_components.kernels._is_timed", lambda device: True)
+    options = {"device": "cpu", "tokens": 4, "progress": False}
+    measure_kernels(shapes=[(256, 256), (8, 8)], dtype="float16", **options)
+    measure_kernels(shapes=[(256, 256)], dtype="float32", **options)  # not Kronecker's
+    paths = json.loads(card.read_text())["devices"]["Card 1"]["paths"]
+    assert paths["kronecker.kron_linear"]["fused"]
+    assert len(paths["kronecker.kron_linear"]["times"]) == 1
+
+
 def test_a_model_gives_its_most_frequent_sizes(tmp_path):
     tensors = {f"layers.{k}.up": torch.zeros(24, 8) for k in range(3)}
     tensors |= {f"layers.{k}.down": torch.zeros(8, 24) for k in range(2)}
@@ -132,7 +143,7 @@ def test_one_call_sets_the_path_of_all_layers():
     )
     assert set_impl_(model, "fused") == 2
     assert masked.impl == model["kron"].impl == "fused"
-    with pytest.raises(ValueError, match=r"set_impl_: .* 'fast', got none"):
+    with pytest.raises(ValueError, match=r"set_impl_: .*auto, eager.*, got 'fast'"):
         set_impl_(model, "fast")
     lora = LoraLinear.from_linear(torch.nn.Linear(4, 4), r=2)
     model["lora"] = lora

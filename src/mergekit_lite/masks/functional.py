@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model_components._autograd import autocast_dtype, needs_plain
 from model_components._checks import check_choice
-from model_components._fused import fused_pays
+from model_components._fused import cannot_launch, fused_pays
 
 from . import reference
 from ._eager.blend import Blend, blend_plain
@@ -74,13 +74,15 @@ def _uses_fused(impl: str, weights: Sequence[Tensor], operation: str, path: str)
     ``"auto"`` takes it where it was measured on this kind of card and was right and faster.
     """
     if impl == "auto":
-        if torch.compiler.is_compiling() or not fused_pays(path, weights[0].device):
+        if needs_plain(weights[0]) or not fused_pays(path, weights[0].device):
             return False
     elif impl != "fused":
         return False
-    from . import _triton
+    reason = cannot_launch()
+    if reason is None:
+        from . import _triton
 
-    reason = _triton.unsupported(list(weights))
+        reason = _triton.unsupported(list(weights))
     if reason is not None:
         if impl == "auto":
             return False
@@ -167,6 +169,8 @@ def masked_linear(
     in_features = _check_linear(x, weights, impl, transposed)
     if rule is None:
         _check_masks("masked_linear", weights, masks)
+    if mode == "auto" and impl == "fused":
+        mode = "accurate"
     mode = _linear_mode(mode, x, masks, in_features)
     if mode == "efficient" and impl == "fused":
         raise ValueError(

@@ -44,14 +44,17 @@ class Selection:
 
 
 class _Components(nn.ModuleList):
-    """A list of layers that are never called.
+    """A list of layers that are never called: only their parameters are read.
 
-    Only their parameters are read, so that replacing one would have no effect and is refused.
+    So a layer of more parameters in a component's place, such as peft's, would have no effect and
+    is refused. Wrappers and replicas, which have the same or none, are not.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; refuse another layer in a component's place, such as peft's."""
-        if name.isdecimal():
+        """Set an attribute; refuse a component with new parameters."""
+        present = self._modules.get(name) if name.isdecimal() else None
+        known = {id(p) for p in present.parameters()} if present is not None else set()
+        if known and any(id(p) not in known for p in value.parameters()):
             raise ValueError(
                 f"component {name} of a masked layer cannot be replaced by {type(value).__name__}, "
                 "since the masked layer reads its parameters and never calls it; convert the "
@@ -111,7 +114,7 @@ class MaskedLayer(nn.Module):
         name = type(self).__name__
         if isinstance(components, nn.Module):
             raise ValueError(f"{name}: expected a list of layers, got {type(components).__name__}")
-        check_choice(name, "impl", impl, IMPLS)
+        check_choice(name, "impl", impl, self.impls)
         least = 2 if base is None else 1
         if len(components) < least:
             raise ValueError(
@@ -456,6 +459,7 @@ class EfficientMaskedLinear(MaskedLinear):
     """
 
     mode = "efficient"
+    impls = ("reference", "eager", "auto")  # nothing is blended, so there is nothing to fuse
 
 
 class MaskedEmbedding(MaskedLayer):

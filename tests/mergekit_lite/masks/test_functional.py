@@ -306,3 +306,15 @@ def test_every_granularity_has_its_shape():
     for shape, granularity in itertools.product([(8, 4), (8,), (3, 8, 4)], GRANULARITIES):
         found = mask_shape(shape, granularity)
         assert torch.broadcast_shapes(found, shape) == torch.Size(shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
+@pytest.mark.parametrize("size", [16, 600])
+def test_a_blend_is_contiguous_and_takes_float8(dtype, size):
+    """Below and above a stretch."""
+    weights = [torch.randn(size, size).to(dtype).T for _ in range(2)]
+    masks = torch.rand(2, 1, size)
+    merged = blend(weights, masks, impl="eager")
+    assert merged.is_contiguous()
+    expected = sum(w.float() * m for w, m in zip(weights, masks, strict=True)).to(dtype)
+    assert torch.equal(merged.float(), expected.float())

@@ -3,7 +3,10 @@ multiply-adds."""
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from mergekit_lite import AccurateMaskedLinear
 from tests.support.kernels import uninterpreted
 
 pytest.importorskip("triton")
@@ -44,6 +47,21 @@ def test_operators_are_registered_soundly():
     weights = [torch.randn(5, 7, device=device) for _ in range(2)]
     torch.library.opcheck(_triton.blend, (weights, torch.rand(2, 1, 7, device=device)))
     torch.library.opcheck(_triton.reduce, (weights[0], weights, [2, 5, 1]))
+
+
+def test_tracers_see_an_operator_and_transforms_take_another_path(monkeypatch):
+    layer = AccurateMaskedLinear([torch.nn.Linear(9, 4), torch.nn.Linear(9, 4)], impl="fused")
+    x = torch.randn(3, 9)
+    if torch.cuda.is_available():
+        layer, x = layer.cuda(), x.cuda()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert layer(mode.from_tensor(x)).shape == (3, 4)
+    torch.testing.assert_close(make_fx(layer)(x)(x), layer(x))
+    with pytest.raises(ValueError, match=r"torch\.func"):
+        torch.func.vmap(layer)(x)
+    monkeypatch.setattr("mergekit_lite.masks.functional.fused_pays", lambda *_: True)
+    layer.impl = "auto"
+    torch.testing.assert_close(torch.func.vmap(layer)(x), layer(x))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -18,7 +18,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from model_components._autograd import Context, differentiable_gradients, wants_graph
+from model_components._autograd import (
+    Context,
+    differentiable_gradients,
+    launches_directly,
+    wants_graph,
+)
 
 # elements blended at a time: what a cache holds; on a GPU, few launches
 _STRETCH = {"cpu": 1 << 18, "cuda": 1 << 24}
@@ -57,8 +62,11 @@ def blend_plain(weights: Sequence[Tensor], masks: Tensor) -> Tensor:
 
 
 def _blend_piece(weights: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
-    # a product of a mask in this dtype is in this dtype, without a converted copy of the weight
     work = work_dtype(weights[0].dtype)
+    # a product of a mask in this dtype is in this dtype, without a converted copy of the weight;
+    # float8 has no such products
+    if weights[0].dtype.itemsize == 1:
+        weights = [weight.to(work) for weight in weights]
     total = torch.mul(weights[0], masks[0].to(work))
     for weight, mask in zip(weights[1:], masks[1:], strict=True):
         # two roundings, not a fused one: the same bits everywhere
@@ -71,7 +79,7 @@ def blend_eager(weights: Sequence[Tensor], masks: Tensor) -> Tensor:
     first = weights[0]
     stretch = _STRETCH.get(first.device.type, 1 << 24)
     if first.numel() <= stretch:
-        return _blend_piece(weights, list(masks)).to(first.dtype)
+        return _blend_piece(weights, list(masks)).to(first.dtype).contiguous()
     out = torch.empty_like(first, memory_format=torch.contiguous_format)
     rows = first.shape[0]
     step = max(1, stretch * rows // first.numel())
@@ -137,8 +145,7 @@ def blend_any(weights: Sequence[Tensor], masks: Tensor, fused: bool) -> Tensor:
     if fused:
         from .. import _triton
 
-        compiling = torch.compiler.is_compiling()
-        run = _triton.blend if compiling else _triton.launch_blend
+        run = _triton.launch_blend if launches_directly(weights[0]) else _triton.blend
         return run(list(weights), masks)
     return blend_eager(weights, masks)
 
@@ -150,7 +157,6 @@ def reduce_any(
     if fused:
         from .. import _triton
 
-        compiling = torch.compiler.is_compiling()
-        run = _triton.reduce if compiling else _triton.launch_reduce
+        run = _triton.launch_reduce if launches_directly(grad) else _triton.reduce
         return run(grad, list(weights), list(shape))
     return reduce_eager(grad, weights, shape)

@@ -21,7 +21,7 @@ from model_components._autograd import (
     wants_graph,
 )
 from model_components._checks import check_choice
-from model_components._fused import cannot_launch, fused_pays
+from model_components._fused import takes_fused
 
 from . import reference
 from ._eager import (
@@ -166,27 +166,16 @@ def _product(
 
 
 def _uses_fused(impl: str, order: str, a: Tensor, b: Tensor) -> bool:
-    """Return whether the Triton path runs; raise if an explicit choice cannot run.
+    """Return whether the Triton path runs; raise if an explicit choice cannot run."""
 
-    ``"auto"`` takes it where it was measured on this kind of card and was right and faster.
-    """
-    if impl == "auto":
-        if order != "auto" or needs_plain(a) or not fused_pays(BALANCED, a.device):
-            return False
-    elif impl != "fused":
-        return False
-    reason = cannot_launch()
-    if reason is None and order not in ("auto", "a_first"):
-        reason = f"it contracts A first, got order={order!r}"
-    if reason is None:
+    def unsupported() -> str | None:
+        if order not in ("auto", "a_first"):
+            return f"it contracts A first, got order={order!r}"
         from . import _triton
 
-        reason = _triton.unsupported(len(a), (*a.shape[1:], *b.shape[1:]), a.device, a.dtype)
-    if reason is not None:
-        if impl == "auto":
-            return False
-        raise ValueError(f"kron_linear: impl 'fused' cannot run: {reason}")
-    return True
+        return _triton.unsupported(len(a), (*a.shape[1:], *b.shape[1:]), a.device, a.dtype)
+
+    return takes_fused("kron_linear", impl, BALANCED, a, unsupported)
 
 
 def _check_linear(

@@ -59,17 +59,6 @@ class FusedPath:
     odd: tuple[int, int] = (33, 300)
 
 
-def cannot_launch() -> str | None:
-    """Return why no Triton kernel can be launched now, or None."""
-    from ._autograd import transforming
-
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if transforming():
-        return "it has no rules for torch.func and forward-mode differentiation"
-    return None
-
-
 def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why no Triton kernel can run on a device, or None."""
     if importlib.util.find_spec("triton") is None:
@@ -156,6 +145,39 @@ def fused_pays(name: str, device: torch.device) -> bool:
     """
     card = device_name(device)
     return card is not None and name in _paying(card)
+
+
+def takes_fused(
+    operation: str, impl: str, path: str, x: Tensor, unsupported: Callable[[], str | None]
+) -> bool:
+    """Return whether an operation takes its Triton path; raise if an explicit choice cannot run.
+
+    ``"auto"`` takes it where it was measured on this kind of card and was right and faster.
+
+    Args:
+        operation: Name in an error.
+        impl: ``"auto"``, ``"fused"``, or another path.
+        path: The fused path's name.
+        x: One of the tensors.
+        unsupported: Function that returns why the path does not take the tensors, or None. It may
+            import the kernels.
+    """
+    from ._autograd import needs_plain, transforming
+
+    if impl == "auto":
+        if needs_plain(x) or not fused_pays(path, x.device):
+            return False
+    elif impl != "fused":
+        return False
+    if importlib.util.find_spec("triton") is None:
+        reason: str | None = "triton is not installed"
+    elif transforming():
+        reason = "it has no rules for torch.func and forward-mode differentiation"
+    else:
+        reason = unsupported()
+    if reason is not None and impl == "fused":
+        raise ValueError(f"{operation}: impl 'fused' cannot run: {reason}")
+    return reason is None
 
 
 def forget() -> None:

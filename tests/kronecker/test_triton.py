@@ -118,7 +118,7 @@ def test_tracers_see_an_operator_and_transforms_are_refused(monkeypatch):
     torch.testing.assert_close(graph(x), layer(x))
     with pytest.raises(ValueError, match=r"kron_linear: .*torch\.func"):
         torch.func.vmap(layer)(x)
-    monkeypatch.setattr("kronecker.functional.fused_pays", lambda *_: True)
+    monkeypatch.setattr("model_components._fused.fused_pays", lambda *_: True)
     layer.impl = "auto"
     torch.testing.assert_close(torch.func.vmap(layer)(x), layer(x), rtol=0.01, atol=0.01)
     with pytest.raises(ValueError, match="order='b_first'"):

@@ -322,3 +322,13 @@ def test_the_card_and_the_manifest_of_stages(three, tmp_path):
         str(three[0]),
         str(three[1]),
     ]
+
+
+def test_a_base_alone_is_written(three):
+    """Such as task arithmetic that only adds an adapter to its base."""
+    recipe = load_recipe(f"merge_method: task_arithmetic\nbase_model: {three[0]}\nmodels: []")
+    assert recipe.merge_method == "passthrough"
+    assert "the base" in recipe.notes[0]
+    merged = merge_models(recipe, progress=False)
+    stored = load_file(f"{three[0]}/model.safetensors")
+    assert all(torch.equal(value, stored[name]) for name, value in merged.items())

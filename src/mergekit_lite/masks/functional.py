@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model_components._autograd import autocast_dtype, needs_plain
 from model_components._checks import check_choice
-from model_components._fused import cannot_launch, fused_pays
+from model_components._fused import takes_fused
 
 from . import reference
 from ._eager.blend import Blend, blend_plain
@@ -69,25 +69,14 @@ def _check_masks(operation: str, weights: Sequence[Tensor], masks: Tensor) -> No
 
 
 def _uses_fused(impl: str, weights: Sequence[Tensor], operation: str, path: str) -> bool:
-    """Return whether the Triton path runs; raise if an explicit choice cannot run.
+    """Return whether the Triton path runs; raise if an explicit choice cannot run."""
 
-    ``"auto"`` takes it where it was measured on this kind of card and was right and faster.
-    """
-    if impl == "auto":
-        if needs_plain(weights[0]) or not fused_pays(path, weights[0].device):
-            return False
-    elif impl != "fused":
-        return False
-    reason = cannot_launch()
-    if reason is None:
+    def unsupported() -> str | None:
         from . import _triton
 
-        reason = _triton.unsupported(list(weights))
-    if reason is not None:
-        if impl == "auto":
-            return False
-        raise ValueError(f"{operation}: impl 'fused' cannot run: {reason}")
-    return True
+        return _triton.unsupported(list(weights))
+
+    return takes_fused(operation, impl, path, weights[0], unsupported)
 
 
 def blend(weights: Sequence[Tensor], masks: Tensor, *, impl: str = "auto") -> Tensor:

@@ -187,6 +187,11 @@ class _Parser:
         slices = data.pop("slices", None)
         base = data.pop("base_model", None)
         data.pop("modules", None)
+        if base is not None and not models and not slices:
+            self.notes.append("recipe: names no models beside the base, which alone is written")
+            models = [base]
+            base = None
+            data |= {"merge_method": "passthrough", "parameters": {}}
         for key in ("dtype", "out_dtype"):
             if isinstance(data.get(key), str):
                 data[key] = data[key].removeprefix("torch.")

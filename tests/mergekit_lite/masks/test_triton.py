@@ -59,7 +59,7 @@ def test_tracers_see_an_operator_and_transforms_take_another_path(monkeypatch):
     torch.testing.assert_close(make_fx(layer)(x)(x), layer(x))
     with pytest.raises(ValueError, match=r"torch\.func"):
         torch.func.vmap(layer)(x)
-    monkeypatch.setattr("mergekit_lite.masks.functional.fused_pays", lambda *_: True)
+    monkeypatch.setattr("model_components._fused.fused_pays", lambda *_: True)
     layer.impl = "auto"
     torch.testing.assert_close(torch.func.vmap(layer)(x), layer(x))
 

@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from model_components._fused import on_device_of
+
 _LEAST = 16  # `tl.dot` needs sides of at least 16
 _MOST = 128
 # of a factor with its sides rounded up to powers of 2: two larger ones and their sums do not fit in
@@ -180,7 +182,8 @@ def launch_forward(x: Tensor, a: Tensor, b: Tensor) -> Tensor:  # (N, I), (O1, I
     if len(x):
         grid = (triton.cdiv(len(x), _TOKENS),)
         tensors = (x.contiguous(), a.contiguous(), b.contiguous())
-        forward_kernel[grid](*tensors, out, len(x), **_sizes(a, b), TOKENS=_TOKENS)
+        with on_device_of(out):
+            forward_kernel[grid](*tensors, out, len(x), **_sizes(a, b), TOKENS=_TOKENS)
     return out
 
 
@@ -204,7 +207,8 @@ def launch_backward(
     parts_b = x.new_empty(programs, *b.shape, dtype=torch.float32)
     if programs:
         tensors = (grad.contiguous(), x.contiguous(), a.contiguous(), b.contiguous())
-        backward_kernel[(programs,)](*tensors, dx, parts_a, parts_b, len(x), **_sizes(a, b))
+        with on_device_of(dx):
+            backward_kernel[(programs,)](*tensors, dx, parts_a, parts_b, len(x), **_sizes(a, b))
     return dx, parts_a.sum(0).to(a.dtype), parts_b.sum(0).to(b.dtype)
 
 

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -68,6 +69,13 @@ def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda" and str(dtype) == "torch.bfloat16":
         return "triton's interpreter stores bfloat16 wrongly; try float32"
     return None
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context for launches on the card of a tensor: Triton takes the current one."""
+    import torch
+
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def random_tensor(*shape: int) -> Tensor:

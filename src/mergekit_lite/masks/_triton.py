@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from model_components._fused import on_device_of
+
 MOST = 4
 """Components that a kernel takes; eager takes any number."""
 _ROWS, _COLUMNS = 4, 256  # a tile: 8 elements a thread; 16 spill on sm_90
@@ -210,21 +212,22 @@ def launch_blend(weights: list[Tensor], masks: Tensor) -> Tensor:
     rows, columns = four[0].shape
     m = masks.float().contiguous().view(_shape(list(masks.shape)))
     m_row, m_column = (m.stride(d) if m.shape[d] > 1 else 0 for d in (1, 2))
-    blend_kernel[(triton.cdiv(columns, _COLUMNS) * triton.cdiv(rows, _ROWS),)](
-        *four,
-        m,
-        out,
-        rows,
-        columns,
-        stride,
-        m.stride(0),
-        m_row,
-        m_column,
-        K=len(weights),
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
-        enable_fp_fusion=False,
-    )
+    with on_device_of(out):
+        blend_kernel[(triton.cdiv(columns, _COLUMNS) * triton.cdiv(rows, _ROWS),)](
+            *four,
+            m,
+            out,
+            rows,
+            columns,
+            stride,
+            m.stride(0),
+            m_row,
+            m_column,
+            K=len(weights),
+            ROWS=_ROWS,
+            COLUMNS=_COLUMNS,
+            enable_fp_fusion=False,
+        )
     return out
 
 
@@ -261,20 +264,21 @@ def launch_reduce(grad: Tensor, weights: list[Tensor], shape: list[int]) -> Tens
     ][kind]
     dtype = torch.float64 if kind == 3 else torch.float32
     out = torch.empty(parts, dtype=dtype, device=grad.device)
-    reduce_kernel[(bands[0] * bands[1],)](
-        g,
-        *four,
-        out,
-        rows,
-        columns,
-        g.stride(0),
-        stride,
-        K=count,
-        KIND=kind,
-        STEPS=steps,
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
-    )
+    with on_device_of(out):
+        reduce_kernel[(bands[0] * bands[1],)](
+            g,
+            *four,
+            out,
+            rows,
+            columns,
+            g.stride(0),
+            stride,
+            K=count,
+            KIND=kind,
+            STEPS=steps,
+            ROWS=_ROWS,
+            COLUMNS=_COLUMNS,
+        )
     if kind == 3:
         out = out.flatten(0, 1)
     return (out if kind == 0 else out.sum(0)).float().view(shape)

@@ -134,6 +134,37 @@ def test_an_incomplete_stack_is_named_by_what_is_in_the_file(folders, tmp_path):
         merge_models([path, broken], "linear", progress=False)
 
 
+RECIPES = {
+    "linear": "parameters: {weight: 0.5}",
+    "slerp": "parameters: {t: 0.3}",
+    "ties": "parameters: {weight: 1.0, density: 0.5}",
+    "model_stock": "",
+    "task_arithmetic": "parameters: {weight: 0.5}",
+}
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("layout", ["apart", "stacked"])
+@pytest.mark.parametrize("method", RECIPES)
+def test_both_layouts_are_mergekit_s_merge(method, layout, folders, tmp_path):
+    pytest.importorskip("mergekit", reason="mergekit is in the bench extra")
+    from tests.mergekit_lite.peers import dialect
+
+    base, *tuned = (folders["mixtral", seed, layout] for seed in range(3))
+    models = [base, tuned[0]] if method == "slerp" else tuned
+    text = f"merge_method: {method}\ndtype: float32\n{RECIPES[method]}\nmodels:\n"
+    text += "".join(f"- model: {path}\n" for path in models)
+    if method != "linear":
+        text += f"base_model: {base}\n"
+    results = []
+    for name, run in (("ours", dialect.ours), ("theirs", dialect.mergekits)):
+        run(text, tmp_path / name)
+        results.append(loaded(tmp_path / name))
+    assert results[0].keys() == results[1].keys()
+    for name, value in results[0].items():
+        torch.testing.assert_close(value, results[1][name], rtol=0, atol=2e-6)
+
+
 def test_the_table_is_transformers_own():
     """Its conversions of the same families: the same stacks, of the same parts, in the same order."""
     for family in FAMILIES:

@@ -67,7 +67,7 @@ def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the device is {device.type}, and the kernel needs CUDA (or TRITON_INTERPRET=1)"
     if device.type != "cuda" and str(dtype) == "torch.bfloat16":
-        return "triton's interpreter stores bfloat16 wrongly; try float32"
+        return "triton's interpreter stores bfloat16 wrongly; try float16"
     return None
 
 

@@ -114,6 +114,9 @@ def test_tracers_see_an_operator_and_transforms_are_refused(monkeypatch):
     x = place(draw(3, 256).half())
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert layer(mode.from_tensor(x)).shape == (3, 256)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x))
+    compiled(x).float().sum().backward()
     graph = make_fx(layer)(x)
     torch.testing.assert_close(graph(x), layer(x))
     with pytest.raises(ValueError, match=r"kron_linear: .*torch\.func"):

@@ -183,6 +183,9 @@ def masked_linear(
             x, weights, masks, bias, mode=mode, transposed=transposed
         ).to(x.dtype)
     fused = _uses_fused(impl, weights, "masked_linear", LINEAR)
+    if fused and rule is not None and torch.compiler.is_compiling():
+        masks = rule(masks)  # which a graph keeps, since it cannot run a rule again in backward
+        rule = None
     with nullcontext() if autocast is None else torch.autocast(x.device.type, enabled=False):
         if not fused and needs_plain(x):
             if mode == "efficient":

@@ -56,6 +56,9 @@ def test_tracers_see_an_operator_and_transforms_take_another_path(monkeypatch):
         layer, x = layer.cuda(), x.cuda()
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert layer(mode.from_tensor(x)).shape == (3, 4)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x))
+    compiled(x).sum().backward()
     torch.testing.assert_close(make_fx(layer)(x)(x), layer(x))
     with pytest.raises(ValueError, match=r"torch\.func"):
         torch.func.vmap(layer)(x)

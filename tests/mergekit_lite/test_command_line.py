@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mergekit_lite.__main__ import main
 from tests.support.models import save, tiny
@@ -50,6 +51,24 @@ def test_plan_and_merge(recipe, tmp_path, capsys):
     recipe.write_text("merge_method: tyes\nmodels: [a]")
     assert main(["plan", str(recipe)]) == 1
     assert "did you mean ties" in capsys.readouterr().err
+
+
+def test_a_passthrough_moves_bytes_without_kernels(recipe, tmp_path):
+    (tmp_path / "p.yml").write_text(f"merge_method: passthrough\nmodels: [{tmp_path}/1]\n")
+    words = ["merge", str(tmp_path / "p.yml"), str(tmp_path / "out"), "--no-progress"]
+    code = f"""
+import sys
+from mergekit_lite.__main__ import main
+assert main({words!r}) == 0
+print([name for name in ("numba", "torch") if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    stored = load_file(tmp_path / "1" / "model.safetensors")
+    for name, value in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert torch.equal(value, stored[name])
 
 
 def test_mergekit_s_flags_are_taken(recipe, tmp_path, capsys):

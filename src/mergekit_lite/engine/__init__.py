@@ -9,9 +9,12 @@ from itertools import zip_longest
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
+
 from .._torch import torch
-from ..planning import CHUNK, MergePlan, TensorPlan
-from .facts import BLOCK, NotFiniteError, Sink, TensorFact, fact, hash_inputs
+from ..dtypes import numbers, stored_as
+from ..planning import MergePlan, TensorPlan
+from .facts import BLOCK, NotFiniteError, Sink, TensorFact, fact, hash_inputs, not_finite
 from .hashing import hash_bytes
 from .streaming import StreamingEngine
 
@@ -84,7 +87,7 @@ class Engine:
 
     def _compiled(self, impl: str) -> FusedEngine | None:
         """The engine of kernels, where it can run and there is something for it to do."""
-        wanted = any(t.method is not None and t.chunking == "elements" for t in self.plan.tensors)
+        wanted = any(t.chunking == "elements" and not self._moves(t) for t in self.plan.tensors)
         if impl == "auto" and (self._device != "cpu" or not wanted):
             return None
         if self._device != "cpu":
@@ -125,16 +128,37 @@ class Engine:
         """Make one tensor and hand its blocks to ``sink(plan, start, values)``."""
         if t.info.count == 0:
             return fact(t, 0, self._hashes(t))
-        if t.method is None:
-            source = self.plan.sources[t.inputs[0].source]
-            for start in range(0, t.info.count, CHUNK):
-                sink(
-                    t, start, source.read(t.inputs[0].name, start, min(start + CHUNK, t.info.count))
-                )
-            return fact(t, 1, self._hashes(t))
+        if self._moves(t):
+            return self._move(t, sink)
         if self._fused is not None and self._fused.takes(t):
             return self._fused.run(t, sink)
         return replace(self._torch_engine().run(t, sink), inputs=self._hashes(t))
+
+    def _moves(self, t: TensorPlan) -> bool:
+        """Return whether stored values are written as they are: copied, or passed through."""
+        if t.method is None:
+            return True
+        if t.method.name != "passthrough" or t.parameters["scale"] != [None]:
+            return False
+        first = t.inputs[0]
+        return self.plan.sources[first.source].tensors[first.name].dtype == t.dtype
+
+    def _move(self, t: TensorPlan, sink: Sink) -> TensorFact:
+        """Write stored values as they are, in the blocks that are hashed."""
+        source = self.plan.sources[t.inputs[0].source]
+        hashes = []
+        for start in range(0, t.info.count, BLOCK):
+            values = source.read(t.inputs[0].name, start, min(start + BLOCK, t.info.count))
+            if self._hashing:
+                hashes.append([hash_bytes(values)])
+            if values.dtype != t.dtype.storage:  # an adapted tensor is read in float32
+                values = stored_as(values, t.dtype)
+            if t.dtype.is_floating_point and not np.isfinite(numbers(values)).all():
+                raise not_finite(t)
+            sink(t, start, values)
+        if len(t.everything) > 1:  # copies, which were found equal
+            return fact(t, 1, self._hashes(t))
+        return fact(t, 1, hash_inputs(t, hashes) if self._hashing else ())
 
     def _hashes(self, t: TensorPlan) -> tuple[str, ...]:
         """Hashes of every input's stored values, by the same blocks as in the compiled engine."""

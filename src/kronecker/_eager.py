@@ -356,6 +356,10 @@ class Balanced(torch.autograd.Function):
             return _differentiable(ctx, grad, "b_first")
         from . import _triton
 
+        if not _triton.has_backward(grad):
+            with torch.enable_grad():
+                gradients = _differentiable(ctx, grad, "a_first")
+            return tuple(None if g is None else g.detach() for g in gradients)
         x, a, b, scales = ctx.saved_tensors
         run = _triton.launch_backward if launches_directly(grad) else _triton.backward
         dx, da, db = run(grad, x, a[0], scaled(b, scales)[0])

@@ -87,7 +87,8 @@ def kron_linear(
         scales: One number for each term, or None for ones.
         order: ``"b_first"``, ``"a_first"``, ``"rebuild"`` or ``"auto"``.
         impl: ``"reference"`` (`torch.kron`), ``"eager"``, ``"fused"`` (Triton; compute
-            capability 9.0 or more, one term, sides from 16 to 128, float16 or bfloat16) or
+            capability 8.0 or more, one term, sides from 16 to 128, float16 or bfloat16; before 9.0
+            its backward is eager) or
             ``"auto"``: fused where `model_components.measure_kernels` found it right and faster,
             else eager.
 

@@ -13,7 +13,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 @dataclass(frozen=True)
 class Flag:
-    """What becomes of one of mergekit's flags.
+    """One of mergekit's flags, and our words for it.
 
     Attributes:
         ours: Function of its value ("" without one) that returns our words.

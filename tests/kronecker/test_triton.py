@@ -13,7 +13,7 @@ from tests.support.kernels import uninterpreted
 pytest.importorskip("triton")
 from kronecker import _triton
 
-OLD = torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0)
+OLD = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
 needs_new_card = pytest.mark.skipif(OLD, reason="the card is older than the kernels")
 # (O1, I1), (O2, I2), tokens: tiles filled up, all sides different, more tokens than programs
 SHAPES = [
@@ -34,8 +34,11 @@ def draw(*shape, seed=0):
 @needs_new_card
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("a_shape", "b_shape", "tokens"), SHAPES)
-def test_one_kernel_equals_the_definition(a_shape, b_shape, tokens, dtype, monkeypatch):
+@pytest.mark.parametrize("backward", ["fused", "eager, as before Hopper"])
+def test_one_kernel_equals_the_definition(a_shape, b_shape, tokens, dtype, backward, monkeypatch):
     monkeypatch.setattr(_triton, "_PROGRAMS", 6)
+    if backward != "fused":
+        monkeypatch.setattr(_triton, "has_backward", lambda grad: False)
     inputs = {
         "x": draw(tokens, a_shape[1] * b_shape[1], seed=1),
         "a": draw(1, *a_shape, seed=2),
@@ -142,13 +145,16 @@ for dtype in ("bf16", "fp16"):
         halves = {name: "*" + dtype for name in ("x", "a", "b")} | integers("tokens")
         forward = halves | {"out": "*" + dtype}
         backward = halves | {"grad": "*" + dtype, "dx": "*" + dtype, "da": "*fp32", "db": "*fp32"}
-        for capability in (90, 100):
-            compiled(kernels.forward_kernel, forward, sizes | {"TOKENS": kernels._TOKENS}, capability, shared=227, num_warps=warps)
-            compiled(kernels.backward_kernel, backward, sizes, capability, shared=227, num_warps=warps)
-            count += 2
+        for capability, shared in ((80, 163), (90, 227), (100, 227)):
+            tokens = {"TOKENS": kernels._TOKENS}
+            compiled(kernels.forward_kernel, forward, sizes | tokens, capability, shared=shared, num_warps=warps)
+            count += 1
+            if capability >= 90:
+                compiled(kernels.backward_kernel, backward, sizes, capability, shared=shared, num_warps=warps)
+                count += 1
 print("compiled", count)
 """
 
 
 def test_kernels_compile_for_gpus_that_are_not_here():
-    assert "compiled 32" in uninterpreted(COMPILE)
+    assert "compiled 40" in uninterpreted(COMPILE)

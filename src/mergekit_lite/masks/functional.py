@@ -158,13 +158,7 @@ def masked_linear(
     in_features = _check_linear(x, weights, impl, transposed)
     if rule is None:
         _check_masks("masked_linear", weights, masks)
-    if mode == "auto" and impl == "fused":
-        mode = "accurate"
-    mode = _linear_mode(mode, x, masks, in_features)
-    if mode == "efficient" and impl == "fused":
-        raise ValueError(
-            "masked_linear: impl 'fused' has no path for mode 'efficient', which blends nothing"
-        )
+    mode = _linear_mode(mode, impl, x, masks, in_features)
     if rule is not None and (mode == "efficient" or impl == "reference"):
         masks = rule(masks)
         rule = None
@@ -215,8 +209,14 @@ def _check_linear(x: Tensor, weights: Sequence[Tensor], impl: str, transposed: b
     return in_features
 
 
-def _linear_mode(mode: str, x: Tensor, masks: Tensor, in_features: int) -> str:
+def _linear_mode(mode: str, impl: str, x: Tensor, masks: Tensor, in_features: int) -> str:
     """Resolve ``"auto"``; refuse a mode that there is not, or that cannot do these masks."""
+    if impl == "fused" and mode == "efficient":
+        raise ValueError(
+            "masked_linear: impl 'fused' has no path for mode 'efficient', which blends nothing"
+        )
+    if impl == "fused" and mode == "auto":
+        return "accurate"
     element = masks.shape[1] > 1 and masks.shape[2] > 1
     if mode == "auto" and needs_plain(x):
         return "accurate"  # one graph serves any number of tokens

@@ -53,16 +53,20 @@ def _flat(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def contradictions(source: Source) -> list[str]:
-    """Return what a model's config says of its tensors and is not so: what transformers would miss.
+    """Return what a model's config promises and its tensors have not."""
+    text = source.config.get("text_config")
+    config = text if isinstance(text, dict) else source.config
+    found = (_missing_layers(source, config), _other_rows(source, config), _missing_head(source))
+    return [f"{source.label}: {problem}" for problem in found if problem is not None]
 
-    Layers are counted where names number them (``layers.3.``); a model that shares one layer's
+
+def _missing_layers(source: Source, config: Mapping[str, object]) -> str | None:
+    """Name the layers that the config counts and no tensor has.
+
+    Layers are counted where names number them (``layers.3.``): a model that shares one layer's
     weights has no such names.
     """
-    config = source.config
-    text = config.get("text_config")
-    inner = text if isinstance(text, dict) else config
-    problems = []
-    count = next((inner[key] for key in LAYER_KEYS if isinstance(inner.get(key), int)), 0)
+    count = next((n for key in LAYER_KEYS if isinstance(n := config.get(key), int)), 0)
     numbers: dict[str, set[int]] = {}
     for name in source.tensors:
         match = _NUMBERED_LAYER.match(name)
@@ -70,27 +74,42 @@ def contradictions(source: Source) -> list[str]:
             numbers.setdefault(match["before"], set()).add(int(match["number"]))
     before, present = max(numbers.items(), key=lambda item: len(item[1]), default=("", set()))
     missing = [f"{before}{number}" for number in range(count) if number not in present]
-    if present and missing:
-        problems.append(
-            f"{source.label}: config.json says {count} layers, expected tensors of "
-            f"{', '.join(missing[:_SHOWN])}{', ...' if len(missing) > _SHOWN else ''}, got none"
-        )
-    embeddings = {i.shape[0] for n, i in source.tensors.items() if EMBEDDING.search(n) and i.shape}
-    rows = inner.get("vocab_size")
-    if isinstance(rows, int) and len(embeddings) == 1 and rows not in embeddings:
-        problems.append(
-            f"{source.label}: config.json says vocab_size {rows}, expected an embedding of as many "
-            f"rows, got {max(embeddings)}"
-        )
+    if not present or not missing:
+        return None
+    more = ", ..." if len(missing) > _SHOWN else ""
+    shown = ", ".join(missing[:_SHOWN])
+    return f"config.json says {count} layers, expected tensors of {shown}{more}, got none"
+
+
+def _embedding_rows(source: Source) -> set[int]:
+    infos = source.tensors.items()
+    return {info.shape[0] for name, info in infos if EMBEDDING.search(name) and info.shape}
+
+
+def _other_rows(source: Source, config: Mapping[str, object]) -> str | None:
+    """Compare ``vocab_size`` with the rows of the token embedding, if there is one."""
+    rows = _embedding_rows(source)
+    size = config.get("vocab_size")
+    if not isinstance(size, int) or len(rows) != 1 or size in rows:
+        return None
+    return (
+        f"config.json says vocab_size {size}, expected an embedding of as many rows, got "
+        f"{max(rows)}"
+    )
+
+
+def _missing_head(source: Source) -> str | None:
+    """Find a causal model whose head is not tied to the embedding and not there."""
+    config = source.config
     causal = any("ForCausalLM" in str(name) for name in config.get("architectures") or ())
-    untied = config.get("tie_word_embeddings", inner.get("tie_word_embeddings")) is False
     has_head = any(HEAD.search(name) for name in source.tensors)
-    if causal and untied and embeddings and not has_head:
-        problems.append(
-            f"{source.label}: config.json says that the head is not tied to the embedding, "
-            "expected a head such as lm_head.weight, got none"
-        )
-    return problems
+    untied = config.get("tie_word_embeddings") is False
+    if not causal or not untied or has_head or not _embedding_rows(source):
+        return None
+    return (
+        "config.json says that the head is not tied to the embedding, expected a head such as "
+        "lm_head.weight, got none"
+    )
 
 
 def compare_configs(models: Models) -> tuple[list[str], list[str]]:

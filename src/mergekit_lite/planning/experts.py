@@ -190,7 +190,7 @@ class StackedSource(Source):
 def _whole(name: str, parts: tuple[TensorInfo, ...]) -> TensorInfo:
     """Return shape and dtype of a tensor; a stack is (experts, rows of its matrices, columns)."""
     first = parts[0]
-    if name.endswith(".weight") or len(first.shape) != 2 or not _EXPERT.match(first.name):
+    if name.endswith(".weight") or not _EXPERT.match(first.name):  # no stack has this ending
         return TensorInfo(name, first.shape, first.dtype)
     rows, columns = first.shape
     experts = 1 + max(int(match["number"]) for p in parts if (match := _EXPERT.match(p.name)))

@@ -12,10 +12,13 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from model_components._cli import ON_TERMINAL, RunFlags
 from model_components._report import Report
+
+if TYPE_CHECKING:
+    from .recipe import MergeRecipe
 
 Pickle = Literal["weights_only"]
 
@@ -29,12 +32,24 @@ class Files:
         allow_pickle: weights_only also reads pickled .bin checkpoints.
         allow_incomplete: Merge models that lack tensors which their config promises.
         allow_mixed: Merge models whose configs name different architectures.
+        truncate_embeddings: Cut token embeddings and heads to the fewest rows of any model.
     """
 
     max_shard_size: str = "5GB"
     allow_pickle: Pickle | None = None
     allow_incomplete: bool = False
     allow_mixed: bool = False
+    truncate_embeddings: bool = False
+
+    @property
+    def allowed(self) -> dict[str, Any]:
+        """Return what `make_plan` lets pass."""
+        return {
+            "allow_pickle": self.allow_pickle,
+            "allow_incomplete": self.allow_incomplete,
+            "allow_mixed": self.allow_mixed,
+            "truncate_embeddings": self.truncate_embeddings,
+        }
 
 
 @contextlib.contextmanager
@@ -84,11 +99,10 @@ def merge(
         run_flags: Where to compute, and whether to show progress.
     """
     from .functional import merge_models
-    from .recipe import load_recipe
 
     with _all_processes():
         report = merge_models(
-            load_recipe(recipe),
+            _read_recipe(recipe, files),
             out=out,
             calibration=calibration,
             device=run_flags.device,
@@ -96,9 +110,7 @@ def merge(
             seed=seed,
             threads=threads,
             max_shard_size=files.max_shard_size,
-            allow_pickle=files.allow_pickle,
-            allow_incomplete=files.allow_incomplete,
-            allow_mixed=files.allow_mixed,
+            **files.allowed,
             trust_remote_code=trust_remote_code,
             fresh=fresh,
             progress=run_flags.progress,
@@ -116,16 +128,28 @@ def plan(recipe: Path, /, *, files: Files) -> Report:
     """
     from .functional import parse_size
     from .planning import make_plan
-    from .recipe import load_recipe
 
     limit = parse_size(files.max_shard_size)
-    return make_plan(
-        load_recipe(recipe),
-        max_shard_size=limit,
-        allow_pickle=files.allow_pickle,
-        allow_incomplete=files.allow_incomplete,
-        allow_mixed=files.allow_mixed,
-    )
+    return make_plan(_read_recipe(recipe, files), max_shard_size=limit, **files.allowed)
+
+
+def _read_recipe(path: Path, files: Files) -> MergeRecipe:
+    """Return the recipe of a file; if it is wrong, also look for what planning would refuse."""
+    from .methods import CALIBRATED
+    from .planning import PlanError, make_plan
+    from .recipe import RecipeError, load_recipe
+
+    try:
+        return load_recipe(path)
+    except RecipeError as error:
+        if error.rest is None or error.rest.merge_method in CALIBRATED:
+            raise
+        problems = list(error.problems)
+        try:
+            make_plan(error.rest, **files.allowed)
+        except PlanError as further:
+            problems += further.problems
+        raise PlanError(problems) from error
 
 
 def learn(

@@ -47,6 +47,7 @@ FLAGS = {
     "--quiet": Flag(lambda value: ["--no-progress"]),
     "-q": Flag(lambda value: ["--no-progress"]),
     "--random-seed": Flag(lambda value: ["--seed", value], takes_value=True),
+    "--unsafe-truncate-embeddings": Flag(lambda value: ["--truncate-embeddings"]),
     "--async-write": _idle("one thread writes while others compute"),
     "--clone-tensors": _idle("a tensor may stand in several layers"),
     "--copy-tokenizer": _idle("the tokenizer is copied"),

@@ -117,6 +117,7 @@ def merge_models(
     allow_pickle: str | None = None,
     allow_incomplete: bool = False,
     allow_mixed: bool = False,
+    truncate_embeddings: bool = False,
     trust_remote_code: bool = False,
     calibration: Sequence[object] | None = None,
     **parameters: object,
@@ -151,6 +152,8 @@ def merge_models(
             of the embedding, the head. Without it they are refused.
         allow_mixed: Merge models whose configs name different architectures, such as other
             activations or numbers of heads, if their tensors have the same shapes.
+        truncate_embeddings: Cut token embeddings and heads to the fewest rows of any model, if a
+            recipe names no tokenizer. Rows are matched by number.
         trust_remote_code: Copy the Python files of the model whose config the output takes, and the
             ``auto_map`` that has transformers run them. Without it they are left out, and the
             report says so.
@@ -206,6 +209,7 @@ def merge_models(
         allow_pickle=allow_pickle,
         allow_incomplete=allow_incomplete,
         allow_mixed=allow_mixed,
+        truncate_embeddings=truncate_embeddings,
         trust_remote_code=trust_remote_code,
     )
     if calibrated:

@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 
 from .dtypes import DType, numbers, stored_as
-from .files import LoraSource, Source
+from .files import LoraSource, Source, View
 from .planning import MergePlan
 
 # of each adapter, and how many weights of each
@@ -54,7 +54,7 @@ def rounding_notes(plan: MergePlan) -> list[str]:
 
 def _unaligned(source: Source) -> Source:
     """Return the model itself, if it is seen with another vocabulary or with stacked experts."""
-    while hasattr(source, "model"):
+    while isinstance(source, View) and not isinstance(source, LoraSource):
         source = source.model
     return source
 
@@ -62,7 +62,7 @@ def _unaligned(source: Source) -> Source:
 def _lost(source: LoraSource, name: str, dtype: DType) -> float | None:
     """The share of a layer's update that rounding loses; None where it changes nothing."""
     count = min(_ELEMENTS, source.tensors[name].count)
-    before = numbers(source.base.read(name, 0, count)).astype(np.float32)
+    before = numbers(source.model.read(name, 0, count)).astype(np.float32)
     after = source.read(name, 0, count).astype(np.float32)
     update = after - before
     size = float(np.linalg.norm(update))

@@ -48,6 +48,7 @@ class Run:
     allow_pickle: str | None
     allow_incomplete: bool
     allow_mixed: bool
+    truncate_embeddings: bool
     trust_remote_code: bool
     hashing: bool = True
 
@@ -58,6 +59,7 @@ class Run:
             "allow_pickle": self.allow_pickle,
             "allow_incomplete": self.allow_incomplete,
             "allow_mixed": self.allow_mixed,
+            "truncate_embeddings": self.truncate_embeddings,
         }
 
 
@@ -111,6 +113,7 @@ def merge_in_memory(recipe: MergeRecipe, run: Run) -> tuple[dict[str, Tensor], M
         state, stage_plan = merge_in_memory(stage, run)
         source = DictSource(state, model_label(stage), stage_plan.config)
         source.folder = stage_plan.sources[stage_plan.donor].folder
+        source.tokens = stage_plan.vocabulary.tokens if stage_plan.vocabulary else None
         stages[id(stage)] = source
     plan = make_plan(recipe, threads=run.threads, stages=stages or None, **run.allowed)
     for note in [*plan.notes, *rounding_notes(plan)]:

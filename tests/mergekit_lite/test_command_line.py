@@ -200,3 +200,32 @@ def test_the_public_names_exist_and_are_explained():
             for n in names
             if callable(getattr(module, n))
         )
+
+
+def test_all_that_is_wrong_with_a_recipe_is_listed_at_once(tmp_path, capsys):
+    (tmp_path / "r.yml").write_text("""
+merge_method: tyes
+models:
+- {model: /nowhere/a, weight: 1, paramters: {}}
+- {model: /nowhere/b, parameters: [1]}
+dtype: float99
+out_dtype: int3
+tokenizer: {sourc: base}
+""")
+    for command in (["plan"], ["merge", str(tmp_path / "out")]):
+        assert main([command[0], str(tmp_path / "r.yml"), *command[1:]]) == 1
+        printed = capsys.readouterr().err
+        for word in (
+            "did you mean ties",
+            "weight stands beside model",
+            "'paramters'",
+            "models parameters: is [1]",
+            "/nowhere/a",
+            "/nowhere/b",
+            "recipe dtype",
+            "recipe out_dtype",
+            "'sourc'",
+        ):
+            assert word in printed
+        assert "(9 problems)" in printed
+    assert not (tmp_path / "out").exists()

@@ -222,3 +222,59 @@ def test_ids_with_a_gap_past_the_embedding(tmp_path):
     merged = merge_models(load_recipe(text), progress=False)["model.embed_tokens.weight"]
     mean = pytest.approx((1 + 3 + 0) / 3)  # of the three tokens: the model has no row for the third
     assert merged.flatten().tolist() == [1.0, 3.0, mean, mean, 0.0]
+
+
+FIRST = """
+merge_method: linear
+models: [{base}, {x}]
+parameters: {{weight: 1}}
+tokenizer_source: union
+"""
+SECOND = """
+merge_method: linear
+models: [{first}, {y}]
+parameters: {{weight: 1}}
+tokenizer: {{source: {first}}}
+"""
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_stage_is_the_tokenizer_s_source(folders, tmp_path, in_memory):
+    merge_models(load_recipe(FIRST.format(**folders)), out=tmp_path / "first", progress=False)
+    second = load_recipe(SECOND.format(first=tmp_path / "first", **folders))
+    merge_models(second, out=tmp_path / "two", progress=False)
+    stages = f"name: First\n{FIRST}---\n{SECOND}".format(first="First", **folders)
+    recipe = load_recipe(stages)
+    expected = load_file(tmp_path / "two" / "model.safetensors")
+    if in_memory:
+        merged = merge_models(recipe, progress=False)
+    else:
+        merge_models(recipe, out=tmp_path / "one", progress=False)
+        merged = load_file(tmp_path / "one" / "model.safetensors")
+        names = ("tokenizer.json", "config.json")
+        for name in names:
+            assert (tmp_path / "one" / name).read_text() == (tmp_path / "two" / name).read_text()
+    assert merged.keys() == expected.keys()
+    for name, value in merged.items():
+        torch.testing.assert_close(value, expected[name])
+
+
+def test_a_stage_that_is_no_model_is_no_tokenizer_s_source(folders):
+    stages = f"name: First\n{FIRST}---\n{SECOND}".format(first="First", **folders)
+    with pytest.raises(PlanError, match="stage First, expected one of"):
+        make_plan(load_recipe(stages.replace("models: [First, ", f"models: [{folders['x']}, ")))
+
+
+def test_truncated_vocabularies_have_the_fewest_rows(folders, tmp_path):
+    paths = list(folders.values())
+    with pytest.raises(PlanError, match="vocabularies differ"):
+        merge_models(paths, weight=1, progress=False)
+    out = tmp_path / "out"
+    report = merge_models(paths, weight=1, truncate_embeddings=True, out=out, progress=False)
+    assert any("cut to 22 rows" in note for note in report.notes)
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == 22
+    inputs = [load_file(f"{path}/model.safetensors") for path in paths]
+    merged = load_file(out / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        torch.testing.assert_close(merged[name], sum(state[name][:22] for state in inputs) / 3)
+    transformers.AutoModelForCausalLM.from_pretrained(out)

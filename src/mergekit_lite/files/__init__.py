@@ -3,7 +3,7 @@
 from .adapter import LoraSource
 from .headers import CheckpointError, TensorInfo
 from .resolve import find_folder, open_source
-from .sources import DictSource, FolderSource, Source
+from .sources import DictSource, FolderSource, Source, View
 
 __all__ = [
     "CheckpointError",
@@ -12,6 +12,7 @@ __all__ = [
     "LoraSource",
     "Source",
     "TensorInfo",
+    "View",
     "find_folder",
     "open_source",
 ]

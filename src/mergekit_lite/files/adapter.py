@@ -14,7 +14,7 @@ from model_components._patterns import pattern_problem
 
 from ..dtypes import Array, numbers
 from .headers import CheckpointError, Json, TensorInfo, read_header, read_json
-from .sources import FolderSource, Source, stat_of
+from .sources import FolderSource, Source, View, stat_of
 
 _LORA_KEY = re.compile(
     r"^(?:base_model\.model\.)?(?P<module>.+?)"
@@ -199,16 +199,15 @@ class Adapter:
         return Pair(down, up, scale, kinds == _PAIRS[1])
 
 
-class LoraSource(Source):
+class LoraSource(View):
     """A model with a peft LoRA adapter folded in, stretch by stretch.
 
     W + s B A, with no merged copy anywhere.
     """
 
     def __init__(self, base: Source, folder: Path):
+        super().__init__(base, dict(base.tensors))
         self.label = f"{base.label}+{folder}"
-        self.folder = base.folder
-        self.base = base
         self._adapter_folder = folder
         self.config = dict(base.config)
         self.adapter = adapter = Adapter(folder)
@@ -217,7 +216,6 @@ class LoraSource(Source):
             for module, p in adapter.pairs.items()
         }
         self._replaced: dict[str, Array] = {}
-        self.tensors = dict(base.tensors)
         for name, (info, value) in adapter.replaced.items():
             if name not in base.tensors:
                 raise CheckpointError(f"adapter {folder}: {name} is not a tensor of {base.label}")
@@ -242,11 +240,11 @@ class LoraSource(Source):
 
     def _turned(self, name: str, pair: Pair) -> Pair:
         """A pair whose product has the shape of the stored weight, which may be (in, out)."""
-        if name not in self.base.tensors:
+        if name not in self.model.tensors:
             raise CheckpointError(
-                f"adapter {self._adapter_folder}: {name} is not a tensor of {self.base.label}"
+                f"adapter {self._adapter_folder}: {name} is not a tensor of {self.model.label}"
             )
-        shape = self.base.tensors[name].shape
+        shape = self.model.tensors[name].shape
         down = pair.down
         up = pair.up
         if pair.embedding or self._is_transposed(name, (up.shape[0], down.shape[1])):
@@ -266,7 +264,7 @@ class LoraSource(Source):
         The flag comes last because it is that of the last layer that peft saw.
         """
         if product[0] != product[1]:
-            return self.base.tensors[name].shape == product[::-1]
+            return self.model.tensors[name].shape == product[::-1]
         flag = bool(self.adapter.settings.get("fan_in_fan_out"))
         return stores_transposed(self.config, name.removesuffix(".weight"), flag)
 
@@ -277,7 +275,7 @@ class LoraSource(Source):
         """
         replaced = self._replaced.get(name)
         if replaced is None:
-            stored = self.base.read(name, start, stop)
+            stored = self.model.read(name, start, stop)
         else:
             stored = replaced.reshape(-1)[start:stop]
         if name not in self._pairs or start == stop:
@@ -295,15 +293,11 @@ class LoraSource(Source):
         """Read as the base does, where the adapter changes nothing."""
         if name in self._pairs or name in self._replaced:
             return False
-        return self.base.read_into(name, start, out)
-
-    def prefetch(self, name: str) -> None:
-        """The base's; the adapter is in memory."""
-        self.base.prefetch(name)
+        return super().read_into(name, start, out)
 
     def fingerprint(self) -> object:
         """The base's, and those of the adapter's two files."""
         return [
-            self.base.fingerprint(),
+            super().fingerprint(),
             *(stat_of(self._adapter_folder / name) for name in (CONFIG, WEIGHTS)),
         ]

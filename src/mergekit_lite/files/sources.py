@@ -156,6 +156,46 @@ class FolderSource(Source):
             os.close(descriptor)
 
 
+class View(Source):
+    """A model seen otherwise; what a class that inherits does not change is the model's own.
+
+    Args:
+        model: The model.
+        tensors: What is seen of it. A tensor with fewer rows than the model's is its first rows.
+
+    Attributes:
+        parts: The tensors of the model's files that a tensor is made of, where these are others.
+    """
+
+    def __init__(self, model: Source, tensors: dict[str, TensorInfo]):
+        self.model = model
+        self.label = model.label
+        self.folder = model.folder
+        self.config = model.config
+        self.tensors = tensors
+        self.stem = getattr(model, "stem", "model")
+        self.notes = getattr(model, "notes", [])
+        self.parts = getattr(model, "parts", {})
+        self.tokens = getattr(model, "tokens", None)
+
+    def read(self, name: str, start: int, stop: int) -> Array:
+        """Return elements ``start`` to ``stop`` as the model does."""
+        return self.model.read(name, start, stop)
+
+    def read_into(self, name: str, start: int, out: Array) -> bool:
+        """Fill ``out`` as the model does."""
+        return self.model.read_into(name, start, out)
+
+    def prefetch(self, name: str) -> None:
+        """Let the system fetch the model's tensor, where it has one of this name."""
+        if name in self.model.tensors:
+            self.model.prefetch(name)
+
+    def fingerprint(self) -> object:
+        """Return the model's own."""
+        return self.model.fingerprint()
+
+
 class DictSource(Source):
     """Tensors that are in memory already: a state dict or a module's.
 
@@ -168,6 +208,7 @@ class DictSource(Source):
         self.label = label
         self.config = config or {}
         self.folder: Path | None = None
+        self.tokens: Mapping[str, int] | None = None  # a vocabulary that is in no folder
         self._state: dict[str, Tensor] = {}
         self.tensors: dict[str, TensorInfo] = {}
         for name, value in state.items():

@@ -15,11 +15,11 @@ from .checks import (
     compare_configs,
     compare_tokenizers,
     contradictions,
-    tensor_problem,
+    tensor_problems,
 )
 from .configs import output_config
 from .layout import Layout, Slot, layer_of, stacked_slices, whole_models, with_layer
-from .models import Models, PlannedSource, open_models
+from .models import Models, PlannedSource, open_models, truncate_vocabularies
 from .plan import (
     CHUNK,
     Input,
@@ -52,6 +52,7 @@ def make_plan(
     allow_pickle: str | None = None,
     allow_incomplete: bool = False,
     allow_mixed: bool = False,
+    truncate_embeddings: bool = False,
     stages: Mapping[int, Source] | None = None,
 ) -> MergePlan:
     """Check a recipe against its models' headers and lay out the output.
@@ -63,6 +64,8 @@ def make_plan(
         allow_pickle: ``"weights_only"`` admits pickled checkpoints.
         allow_incomplete: Whether tensors that a model's config promises may be missing.
         allow_mixed: Whether configs may name different architectures.
+        truncate_embeddings: Whether embeddings and heads are cut to the fewest rows of any model,
+            where the recipe names no tokenizer.
         stages: The results of the recipes that stand among the models, by their `id`; default: as
             they are planned.
 
@@ -80,6 +83,7 @@ def make_plan(
                     allow_pickle=allow_pickle,
                     allow_incomplete=allow_incomplete,
                     allow_mixed=allow_mixed,
+                    truncate_embeddings=truncate_embeddings,
                 )
             )
             for stage in recipe.stages()
@@ -93,13 +97,11 @@ def make_plan(
         problems.append(str(error))
     if method is not None:
         wrong, idle = check_parameters(recipe, method)
-        problems = problems + wrong
-        notes = notes + idle
+        problems += wrong
+        notes += idle
     models, unopened = open_models(recipe, stages, allow_pickle)
-    if models is None or method is None or problems:
-        _stop_if(problems + unopened)
-    assert models is not None
-    assert method is not None
+    if models is None:
+        raise PlanError(problems + unopened)
     wrong, differing = compare_configs(models)
     if allow_mixed:
         notes += wrong
@@ -112,23 +114,35 @@ def make_plan(
             notes += contradictions(source)
         else:
             problems += contradictions(source)
+    rows: int | None = None
+    if truncate_embeddings and recipe.tokenizer is None:
+        models, rows = truncate_vocabularies(models)
+        if rows is not None:
+            notes.append(
+                f"embeddings and heads are cut to {rows} rows, the fewest of any model; rows are "
+                "matched by number, and the tokenizer may have more tokens"
+            )
     try:
         vocabulary, aligned = _align(recipe, models)
     except (CheckpointError, RecipeError, OSError) as error:
         raise PlanError([*problems, str(error)]) from error
     notes += compare_tokenizers(models) if vocabulary is None else vocabulary.notes
+    if method is None:
+        raise PlanError(problems)
     uses_base = method.base != "unused"
     layout = (stacked_slices if recipe.slices else whole_models)(recipe, aligned, uses_base)
-    problems = problems + layout.problems
-    notes = notes + layout.notes
-    tensors, wrong = _plan_tensors(layout, recipe, method, aligned, vocabulary is not None)
-    _stop_if(problems + wrong)
+    notes += layout.notes
+    problems += layout.problems
+    problems += tensor_problems(layout.slots, aligned, vocabulary is not None)
+    _stop_if(problems)
+    tensors = _plan_tensors(layout, recipe, method, aligned)
     _stop_if(check_copies(tensors, aligned))
     notes += idle_filters(recipe, [t.name for t in tensors])
     placed, shards = shard_layout(
         tensors, max_shard_size, getattr(models.sources[models.donor], "stem", "model")
     )
-    rows = vocabulary.rows if vocabulary else None
+    if vocabulary is not None:
+        rows = vocabulary.rows
     return MergePlan(
         recipe,
         list(aligned.sources),
@@ -161,16 +175,12 @@ def _align(recipe: MergeRecipe, models: Models) -> tuple[Vocabulary | None, Mode
 
 
 def _plan_tensors(
-    layout: Layout, recipe: MergeRecipe, method: MergeMethod, models: Models, aligned: bool
-) -> tuple[list[TensorPlan], list[str]]:
-    """Plan every tensor that can be planned; return them, and what is wrong with the others."""
+    layout: Layout, recipe: MergeRecipe, method: MergeMethod, models: Models
+) -> list[TensorPlan]:
+    """Plan every tensor; raise with what is wrong with those that cannot be planned."""
     tensors = []
     problems = []
     for slot in layout.slots:
-        why = tensor_problem(slot, models, aligned)
-        if why is not None:
-            problems.append(why)
-            continue
         try:
             tensors.append(_tensor(slot, recipe, method, models))
         except ValueError as error:
@@ -179,7 +189,8 @@ def _plan_tensors(
         problems.append(
             "scope global ranks whole models; a recipe with slices can only use scope tensor"
         )
-    return tensors, problems
+    _stop_if(problems)
+    return tensors
 
 
 def _tensor(slot: Slot, recipe: MergeRecipe, method: MergeMethod, models: Models) -> TensorPlan:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..dtypes import Array
 from ..files import CheckpointError, Source
-from ..vocabulary import EMBEDDING, HEAD, is_vocabulary_tensor, read_vocabulary
+from ..vocabulary import EMBEDDING, HEAD, is_vocabulary_tensor, read_vocabulary, stage_tokens
 from .configs import LAYER_KEYS
 from .layout import Slot
 from .models import Models
@@ -141,6 +141,9 @@ def _tokens_of(source: Source) -> dict[str, int] | None:
 
     A model in memory has that of the folder it was loaded from, if it still knows it.
     """
+    planned = stage_tokens(source)
+    if planned is not None:
+        return dict(planned)
     name = source.config.get("_name_or_path")
     folder = source.folder or (
         Path(name) if isinstance(name, str) and name and Path(name).is_dir() else None
@@ -178,7 +181,13 @@ def compare_tokenizers(models: Models) -> list[str]:
     return notes
 
 
-def tensor_problem(slot: Slot, models: Models, by_token: bool) -> str | None:
+def tensor_problems(slots: Sequence[Slot], models: Models, by_token: bool) -> list[str]:
+    """Return why the inputs of slots cannot be merged."""
+    problems = [_tensor_problem(slot, models, by_token) for slot in slots]
+    return [problem for problem in problems if problem is not None]
+
+
+def _tensor_problem(slot: Slot, models: Models, by_token: bool) -> str | None:
     """Return why the inputs of a slot cannot be merged.
 
     Shapes that differ, or dtypes of which only some are floats.
@@ -193,7 +202,7 @@ def tensor_problem(slot: Slot, models: Models, by_token: bool) -> str | None:
         rows_alone = len({info.shape[1:] for info in infos}) == 1
         if rows_alone and is_vocabulary_tensor(slot.name) and not by_token:
             hint = (
-                " (vocabularies differ; tokenizer_source: union or base would match them by token)"
+                " (vocabularies differ; tokenizer_source: base or union would match them by token)"
             )
         return f"shapes differ: {slot.name}: {shown}{hint}"
     dtypes = [info.dtype for info in infos]

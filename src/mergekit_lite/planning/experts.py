@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..dtypes import Array, numbers
-from ..files import Source, TensorInfo
+from ..files import Source, TensorInfo, View
 
 Stacks = Mapping[tuple[str, ...], str]
 
@@ -127,23 +127,17 @@ def _renamed(name: str, family: Family) -> str:
     return name
 
 
-class StackedSource(Source):
+class StackedSource(View):
     """A model whose experts are seen as stacks.
 
-    Attributes:
+    Args:
         model: The model.
-        parts: The model's own tensors that each tensor is made of, in order.
+        parts: Its own tensors that each tensor is made of, in order.
     """
 
     def __init__(self, model: Source, parts: dict[str, tuple[TensorInfo, ...]]):
-        self.model = model
-        self.label = model.label
-        self.folder = model.folder
-        self.config = model.config
-        self.stem = getattr(model, "stem", "model")
-        self.notes = getattr(model, "notes", [])
+        super().__init__(model, {name: _whole(name, infos) for name, infos in parts.items()})
         self.parts = parts
-        self.tensors = {name: _whole(name, infos) for name, infos in parts.items()}
 
     def _stretches(self, name: str, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
         """Return the stretches of a tensor's parts that a stretch of it is."""
@@ -181,10 +175,6 @@ class StackedSource(Source):
         """Let the system fetch all parts."""
         for info in self.parts[name]:
             self.model.prefetch(info.name)
-
-    def fingerprint(self) -> object:
-        """Return the model's own."""
-        return self.model.fingerprint()
 
 
 def _whole(name: str, parts: tuple[TensorInfo, ...]) -> TensorInfo:

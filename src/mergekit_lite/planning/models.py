@@ -6,12 +6,12 @@ Which is the base, and whose config and tokenizer the output takes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..dtypes import Array
-from ..files import CheckpointError, Source, open_source
+from ..files import CheckpointError, Source, TensorInfo, View, open_source
 from ..recipe import MergeRecipe, model_key, model_label
-from ..vocabulary import EMBEDDING, HEAD
+from ..vocabulary import EMBEDDING, HEAD, is_vocabulary_tensor
 from .experts import stacked
 from .plan import MergePlan
 
@@ -48,6 +48,30 @@ class Models:
         return None
 
 
+def truncate_vocabularies(models: Models) -> tuple[Models, int | None]:
+    """Return models whose embeddings and heads all have as many rows, and that number.
+
+    It is the fewest of any model; None where all have the same.
+    """
+    sizes = {
+        info.shape[0]
+        for source in models.sources
+        for name, info in source.tensors.items()
+        if is_vocabulary_tensor(name) and info.shape
+    }
+    if len(sizes) < 2:
+        return models, None
+    rows = min(sizes)
+    sources = []
+    for source in models.sources:
+        tensors = dict(source.tensors)
+        for name, info in tensors.items():
+            if is_vocabulary_tensor(name) and info.shape:
+                tensors[name] = TensorInfo(name, (rows, *info.shape[1:]), info.dtype)
+        sources.append(View(source, tensors))
+    return replace(models, sources=sources), rows
+
+
 class PlannedSource(Source):
     """The result of a stage that is planned and not merged yet.
 
@@ -59,6 +83,7 @@ class PlannedSource(Source):
         self.config = plan.config
         self.folder = plan.sources[plan.donor].folder
         self.tensors = {t.name: t.info for t in plan.tensors}
+        self.tokens = plan.vocabulary.tokens if plan.vocabulary else None
         self.parts = {t.name: t.parts for t in plan.tensors}
         self.copied = {
             t.name: (plan.sources[t.inputs[0].source], t.inputs[0].name)

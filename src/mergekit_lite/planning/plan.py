@@ -18,11 +18,11 @@ from ..vocabulary import Vocabulary
 CHUNK = 1 << 18
 """Elements that one thread holds of each input at a time."""
 
-_SHOWN = 8  # problems of a message
+_SHOWN = 20  # problems of a message
 
 
 class PlanError(ValueError):
-    """A merge that cannot be done; the message lists the first eight reasons.
+    """A merge that cannot be done; the message lists the first 20 reasons.
 
     Args:
         problems: Every reason that was found.

@@ -6,6 +6,7 @@ supported is refused.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ _RECIPE = [
     "out_dtype",
 ]
 _RECIPE += ["tokenizer", "tokenizer_source", "chat_template", "name"]
+_TEXTS = ("dtype", "out_dtype", "chat_template")
 _DEPTH = 6  # deepest nesting of parameters; filter entries with gradients need 4
 _IDLE = {
     "random_seed": (
@@ -74,7 +76,7 @@ def load_recipe(path_or_text: str | os.PathLike[str]) -> MergeRecipe:
     >>> load_recipe("merge_method: linear\nmodels: [a, b]\nparameters: {weight: 0.5}").merge_method
     'linear'
     """
-    text = os.fspath(path_or_text)
+    text = text_of_path = os.fspath(path_or_text)
     if "\n" not in text and not text.lstrip().startswith("{"):
         if not Path(text).is_file():
             raise RecipeError(f"recipe {text}: there is no such file")
@@ -85,9 +87,8 @@ def load_recipe(path_or_text: str | os.PathLike[str]) -> MergeRecipe:
         try:
             return _of_text(text)
         except RecipeError as error:
-            raise RecipeError(
-                f"recipe {os.fspath(path_or_text)}: {str(error).removeprefix('recipe: ')}"
-            ) from error
+            named = [f"recipe {text_of_path}: {p.removeprefix('recipe: ')}" for p in error.problems]
+            raise RecipeError(*named, rest=error.rest) from error
     return _of_text(text)
 
 
@@ -115,10 +116,12 @@ def _final_stage(documents: list[dict[str, object]]) -> MergeRecipe:
             )
         if name not in finished:
             under_way.append(name)
-            finished[name] = parse_recipe(
-                by_name[name], lambda text: stage(text) if text in by_name else text
-            )
-            under_way.pop()
+            try:
+                finished[name] = parse_recipe(
+                    by_name[name], lambda text: stage(text) if text in by_name else text
+                )
+            finally:
+                under_way.pop()
         return finished[name]
 
     result = stage(None if None in by_name else names[-1])
@@ -152,19 +155,52 @@ def parse_recipe(data: Mapping[str, object], model_of: ModelOf = str) -> MergeRe
         model_of: From a model's name to what it stands for (a stage); default: the name.
 
     Raises:
-        RecipeError: A key that is misplaced, or whose value is not what it should be.
+        RecipeError: Keys that are misplaced, or whose values are not what they should be: all of
+            them.
     """
     parser = _Parser(model_of)
-    return parser.recipe(dict(data))
+    try:
+        recipe = parser.recipe(dict(data))
+    except RecipeError as error:
+        raise RecipeError(*dict.fromkeys([*parser.problems, *error.problems])) from error
+    if parser.problems:
+        raise RecipeError(*dict.fromkeys(parser.problems), rest=recipe)
+    return recipe
+
+
+_LOST: Any = object()
+"""In place of a model that could not be read."""
 
 
 class _Parser:
     def __init__(self, model_of: ModelOf):
         self._model_of = model_of
         self.notes: list[str] = []
+        self.problems: list[str] = []
+
+    def _read(self, read: Callable[..., Any], *arguments: object, otherwise: Any = _LOST) -> Any:
+        """Return what a function reads; keep its problems and return ``otherwise`` if it fails."""
+        try:
+            return read(*arguments)
+        except RecipeError as error:
+            self.problems += error.problems
+            return otherwise
+
+    def _read_all(
+        self, where: str, values: object, read: Callable[[object], Any]
+    ) -> tuple[Any, ...]:
+        if values is None or values == []:
+            return ()
+        listed = self._read(as_list, where, values, otherwise=None)
+        if listed is None:
+            return (_LOST,)
+        return tuple(self._read(read, value) for value in listed)
 
     def _known(self, where: str, data: Mapping[str, object], known: list[str]) -> None:
-        self.notes += unknown_keys(where, data, known)
+        self.notes += self._read(unknown_keys, where, data, known, otherwise=[])
+
+    def _parameters(self, where: str, value: object) -> dict[str, object]:
+        return self._read(_parameters, where, value, otherwise={})
 
     def recipe(self, data: dict[str, Any]) -> MergeRecipe:
         if "experts" in data or "gate_mode" in data:
@@ -179,10 +215,11 @@ class _Parser:
         data = {key: value for key, value in data.items() if key in _RECIPE}
         if data.get("merge_method") is None:
             raise RecipeError("recipe: has no merge_method")
-        data["parameters"] = _parameters("parameters", data.get("parameters"))
+        data["parameters"] = self._parameters("parameters", data.get("parameters"))
         if data.get("modules") is not None:
             self._open_modules(data)
-        tokenizer = self._tokenizer(data.pop("tokenizer_source", None), data.pop("tokenizer", None))
+        vocabulary = data.pop("tokenizer_source", None), data.pop("tokenizer", None)
+        tokenizer = self._read(self._tokenizer, *vocabulary, otherwise=None)
         models = data.pop("models", None)
         slices = data.pop("slices", None)
         base = data.pop("base_model", None)
@@ -195,16 +232,24 @@ class _Parser:
         for key in ("dtype", "out_dtype"):
             if isinstance(data.get(key), str):
                 data[key] = data[key].removeprefix("torch.")
-        return MergeRecipe(
-            models=tuple(self._entry("models", m) for m in as_list("models", models))
-            if models
-            else (),
-            slices=tuple(self._slice(s) for s in as_list("slices", slices)) if slices else (),
-            base_model=None if base is None else self._model("base_model", base),
+        entries = self._read_all("models", models, lambda m: self._entry("models", m))
+        pieces = self._read_all("slices", slices, self._slice)
+        if base is not None:
+            base = self._read(self._model, "base_model", base)
+        if _LOST in (*entries, *pieces, base):
+            raise RecipeError()  # for the problems that are kept
+        settings = {key: value for key, value in data.items() if value is not None}
+        rest = {key: value for key, value in settings.items() if key not in _TEXTS}
+        make = functools.partial(
+            MergeRecipe,
+            models=entries,
+            slices=pieces,
+            base_model=base,
             tokenizer=tokenizer,
             notes=tuple(self.notes),
-            **{key: value for key, value in data.items() if value is not None},
         )
+        recipe = self._read(functools.partial(make, **settings))
+        return make(**rest) if recipe is _LOST else recipe
 
     def _open_modules(self, data: dict[str, Any]) -> None:
         """Replace ``modules``, which must have one entry, by what that entry says, in place."""
@@ -218,7 +263,7 @@ class _Parser:
         self._known(f"modules {name}", module, ["models", "slices", "parameters"])
         if data.get("models") or data.get("slices"):
             raise RecipeError("recipe: needs either models, slices or modules, and not two of them")
-        inner = _parameters(f"modules {name} parameters", module.get("parameters"))
+        inner = self._parameters(f"modules {name} parameters", module.get("parameters"))
         data |= {"models": module.get("models"), "slices": module.get("slices")}
         data["parameters"] = {**data["parameters"], **inner}
 
@@ -236,14 +281,14 @@ class _Parser:
         if misplaced := sorted(
             {name for method in METHODS.values() for name in method.parameters} & data.keys()
         ):
-            raise RecipeError(
-                f"{where}: {misplaced[0]} stands beside model, expected under its parameters"
+            self.problems.append(
+                f"{where}: {', '.join(misplaced)} stands beside model, expected under its "
+                "parameters"
             )
-        self._known(
-            where,
-            data,
-            ["model", "layer_range", "parameters"] if in_slice else ["model", "parameters"],
-        )
+        known = ["model", "parameters"]
+        if in_slice:
+            known.append("layer_range")
+        self._known(where, {key: v for key, v in data.items() if key not in misplaced}, known)
         if "model" not in data:
             raise RecipeError(f"{where}: an entry has no model")
         layers = data.get("layer_range") if in_slice else None
@@ -252,7 +297,7 @@ class _Parser:
         return ModelEntry(
             model=self._model(f"{where} model", data["model"]),
             layer_range=None if layers is None else (_whole(layers[0]), _whole(layers[1])),
-            parameters=_parameters(f"{where} parameters", data.get("parameters")),
+            parameters=self._parameters(f"{where} parameters", data.get("parameters")),
         )
 
     def _slice(self, value: object) -> Slice:
@@ -267,14 +312,14 @@ class _Parser:
                 self._entry("slices sources", source, in_slice=True) for source in sources
             ),
             base_model=None if base is None else self._model("slices base_model", base),
-            parameters=_parameters("slices parameters", data.get("parameters")),
+            parameters=self._parameters("slices parameters", data.get("parameters")),
         )
 
     def _tokenizer(self, source: object, tokenizer: object) -> TokenizerSpec | None:
         if source is not None and tokenizer is not None:
             raise RecipeError("recipe: give tokenizer or tokenizer_source, not both")
         if source is not None:
-            return TokenizerSpec(source=_reference("tokenizer_source", source))
+            return TokenizerSpec(source=self._tokenizer_source("tokenizer_source", source))
         if tokenizer is None:
             return None
         data = as_mapping("tokenizer", tokenizer)
@@ -282,13 +327,18 @@ class _Parser:
         tokens = as_mapping("tokenizer tokens", data.get("tokens") or {})
         multiple: Any = data.get("pad_to_multiple_of")  # which `TokenizerSpec` checks
         return TokenizerSpec(
-            source=_reference("tokenizer source", data.get("source") or "union"),
+            source=self._tokenizer_source("tokenizer source", data.get("source") or "union"),
             tokens={
                 token: self._token_rule(f"tokenizer tokens {token!r}", rule)
                 for token, rule in tokens.items()
             },
             pad_to_multiple_of=multiple,
         )
+
+    def _tokenizer_source(self, where: str, value: object) -> Any:
+        if value in ("union", "base"):
+            return value
+        return self._model(where, value)
 
     def _token_rule(self, where: str, value: object) -> TokenRule:
         data = as_mapping(where, value)

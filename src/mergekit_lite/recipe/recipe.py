@@ -17,22 +17,37 @@ from ..dtypes import FLOATS
 
 
 class RecipeError(ValueError):
-    """A recipe that does not say something that can be done."""
+    """A recipe that does not say something that can be done.
+
+    Args:
+        problems: Every reason that was found.
+        rest: The recipe without what is wrong, if that is one: for finding further problems.
+    """
+
+    def __init__(self, *problems: str, rest: MergeRecipe | None = None):
+        super().__init__("\n".join(problems))
+        self.problems = problems
+        self.rest = rest
 
 
 def unknown_keys(where: str, data: Mapping[str, object], known: Sequence[str]) -> list[str]:
-    """Notes on keys that mean nothing.
+    """Return notes on keys that mean nothing.
 
-    One that looks like a misspelt key raises a `RecipeError`.
+    Raises:
+        RecipeError: Keys that look like misspelt ones.
     """
     notes = []
+    problems = []
     for key in data:
-        if key not in known:
-            if near := difflib.get_close_matches(str(key), known, n=3, cutoff=0.7):
-                raise RecipeError(
-                    f"{where}: unknown key {key!r}; did you mean {' or '.join(near)}?"
-                )
+        if key in known:
+            continue
+        near = difflib.get_close_matches(str(key), known, n=3, cutoff=0.7)
+        if near:
+            problems.append(f"{where}: unknown key {key!r}; did you mean {' or '.join(near)}?")
+        else:
             notes.append(f"{where}: the key {key!r} means nothing here and has no effect")
+    if problems:
+        raise RecipeError(*problems)
     return notes
 
 
@@ -168,7 +183,8 @@ class TokenizerSpec:
     """Source of the output's vocabulary, and rows that a user places by hand.
 
     Args:
-        source: ``"union"`` of all tokens, ``"base"`` for the base's, or a model.
+        source: ``"union"`` of all tokens, ``"base"`` for the base's, a model, or a stage among the
+            models.
         tokens: Where a token's row comes from, by token.
         pad_to_multiple_of: Rows of the embeddings are filled up to a multiple of it; None: not.
 
@@ -176,12 +192,12 @@ class TokenizerSpec:
         RecipeError: A source that is no text, or a multiple that is no whole number above 0.
     """
 
-    source: str = "union"
+    source: str | MergeRecipe = "union"
     tokens: Mapping[str, TokenRule] = field(default_factory=dict)
     pad_to_multiple_of: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.source, str):
+        if not isinstance(self.source, (str, MergeRecipe)):
             raise RecipeError(
                 f"tokenizer source: is {self.source!r}, expected base, union or a model's path"
             )
@@ -193,7 +209,7 @@ class TokenizerSpec:
 
     def to_dict(self) -> dict[str, object]:
         """Return what its YAML would hold."""
-        data: dict[str, object] = {"source": self.source}
+        data: dict[str, object] = {"source": model_label(self.source)}
         if self.tokens:
             data["tokens"] = {token: rule.to_dict() for token, rule in self.tokens.items()}
         return data | (
@@ -250,35 +266,39 @@ class MergeRecipe:
     def __post_init__(self) -> None:
         object.__setattr__(self, "models", tuple(self.models))
         object.__setattr__(self, "slices", tuple(self.slices))
+        problems = []
         if not isinstance(self.merge_method, str):
-            raise RecipeError(
+            problems.append(
                 f"recipe merge_method: is {self.merge_method!r}, expected a method's name"
             )
         if bool(self.models) == bool(self.slices):
-            raise RecipeError("recipe: needs either models or slices, and not both")
+            problems.append("recipe: needs either models or slices, and not both")
         for key in ("dtype", "out_dtype"):
             value = getattr(self, key)
             if value is not None and (not isinstance(value, str) or value not in FLOATS):
-                raise RecipeError(
-                    f"recipe {key}: is {value!r}, expected one of {', '.join(FLOATS)}"
-                )
+                problems.append(f"recipe {key}: is {value!r}, expected one of {', '.join(FLOATS)}")
         if self.chat_template is not None and not isinstance(self.chat_template, str):
-            raise RecipeError(f"recipe chat_template: is {self.chat_template!r}, expected a text")
-        self._check_unique_names()
+            problems.append(f"recipe chat_template: is {self.chat_template!r}, expected a text")
+        problems += self._repeated_names()
+        if problems:
+            raise RecipeError(*problems)
 
-    def _check_unique_names(self) -> None:
+    def _repeated_names(self) -> list[str]:
+        """Return a problem for each stage or model that is there twice."""
         labels = [model_label(stage) for stage in self.stages()]
-        if twice := [label for label in labels if labels.count(label) > 1]:
-            raise RecipeError(
-                f"recipe: two stages are called {twice[0]!r}; give each a name of its own"
-            )
+        problems = [
+            f"recipe: two stages are called {label!r}; give each a name of its own"
+            for label in dict.fromkeys(labels)
+            if labels.count(label) > 1
+        ]
         for models in [self.models, *(piece.sources for piece in self.slices)]:
             keys = [model_key(entry.model) for entry in models]
-            for key, entry in zip(keys, models, strict=True):
-                if keys.count(key) > 1:
-                    raise RecipeError(
-                        f"models: {model_label(entry.model)} is listed twice; give each model once"
-                    )
+            problems += [
+                f"models: {model_label(entry.model)} is listed twice; give each model once"
+                for place, entry in enumerate(models)
+                if keys[place] in keys[:place]
+            ]
+        return problems
 
     def entries(self) -> list[ModelEntry]:
         """Every model entry, in order of first mention."""

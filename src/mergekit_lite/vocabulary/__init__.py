@@ -10,6 +10,7 @@ from .alignment import (
     Vocabulary,
     is_vocabulary_tensor,
     plan_vocabulary,
+    stage_tokens,
 )
 from .tokenizers import copy_tokenizer, has_tokenizer, read_vocabulary
 
@@ -23,4 +24,5 @@ __all__ = [
     "is_vocabulary_tensor",
     "plan_vocabulary",
     "read_vocabulary",
+    "stage_tokens",
 ]

@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from ..dtypes import Array, numbers
-from ..files import CheckpointError, Source, TensorInfo
+from ..files import CheckpointError, Source, TensorInfo, View
 from ..files.resolve import find_folder
-from ..recipe import RecipeError, TokenizerSpec, TokenRule, model_key, model_label
+from ..recipe import MergeRecipe, RecipeError, TokenizerSpec, TokenRule, model_key, model_label
 from .tokenizers import copy_tokenizer, extend_tokenizer, has_tokenizer, read_vocabulary
 
 EMBEDDING = re.compile(
@@ -125,14 +125,26 @@ def _rowless_notes(
     return notes
 
 
+def stage_tokens(source: Source) -> Mapping[str, int] | None:
+    """Return the vocabulary of a stage that is not in a folder, if a tokenizer was asked for."""
+    return getattr(source, "tokens", None)
+
+
+def _tokens_of(source: Source) -> dict[str, int]:
+    tokens = stage_tokens(source)
+    if tokens is None:
+        return read_vocabulary(source.folder, source.label)
+    return dict(tokens)
+
+
 def _vocabularies(sources: Sequence[Source], donor: int) -> tuple[list[dict[str, int]], list[str]]:
     """Each model's vocabulary; a model without a tokenizer is taken to have the donor's."""
-    donors = read_vocabulary(sources[donor].folder, sources[donor].label)
+    donors = _tokens_of(sources[donor])
     notes = []
     vocabularies = []
     for source in sources:
-        if has_tokenizer(source.folder):
-            vocabularies.append(read_vocabulary(source.folder, source.label))
+        if stage_tokens(source) is not None or has_tokenizer(source.folder):
+            vocabularies.append(_tokens_of(source))
         else:
             notes.append(
                 f"{source.label} has no tokenizer; its rows are taken to be "
@@ -167,6 +179,11 @@ def plan_vocabulary(
     tokens = dict(vocabularies[donor])
     rows = _rows(sources[donor])
     before = len(tokens)
+    if isinstance(spec.source, MergeRecipe) and model_key(spec.source) not in index:
+        raise RecipeError(
+            f"tokenizer source: is the stage {model_label(spec.source)}, expected one of the "
+            "recipe's models"
+        )
     if spec.source == "union":
         stored = [_with_rows(v, _rows(s)) for v, s in zip(vocabularies, sources, strict=True)]
         tokens = dict(stored[donor])
@@ -177,11 +194,13 @@ def plan_vocabulary(
     elif spec.source != "base":
         place = index.get(model_key(spec.source))
         if place is None:
-            folder = find_folder(spec.source)
+            folder = find_folder(str(spec.source))
+            tokens = read_vocabulary(folder, model_label(spec.source))
+            rows = 0
         else:
             folder = sources[place].folder
-        tokens = dict(read_vocabulary(folder, spec.source))
-        rows = 0 if place is None else _rows(sources[place])
+            tokens = _tokens_of(sources[place])
+            rows = _rows(sources[place])
         before = len(tokens)
     _with_new(tokens, list(spec.tokens))
     extended = None
@@ -258,7 +277,7 @@ def _given_row(
     return place, row
 
 
-class AlignedSource(Source):
+class AlignedSource(View):
     """A model seen through the output's vocabulary; other tensors pass through.
 
     Args:
@@ -268,14 +287,10 @@ class AlignedSource(Source):
     """
 
     def __init__(self, sources: Sequence[Source], index: int, vocabulary: Vocabulary):
-        self.model = source = sources[index]
-        self.label = source.label
-        self.folder = source.folder
-        self.config = source.config
-        self.parts = getattr(source, "parts", {})
+        source = sources[index]
+        super().__init__(source, {})
         self._sources = sources
         self._vocabulary = vocabulary
-        self._index = index
         self._model_of = vocabulary.model_of[index]
         self._row_of = vocabulary.row_of[index]
         self._averages: dict[str, Array] = {}
@@ -302,7 +317,7 @@ class AlignedSource(Source):
         They are float32 or better where its rows come from several places.
         """
         if not is_vocabulary_tensor(name) or start == stop:
-            return self._sources[self._index].read(name, start, stop)
+            return super().read(name, start, stop)
         info = self.tensors[name]
         width = info.count // info.shape[0]
         first = start // width
@@ -376,17 +391,9 @@ class AlignedSource(Source):
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
         """Read as the model does, where rows are no tokens."""
-        return not is_vocabulary_tensor(name) and self._sources[self._index].read_into(
-            name, start, out
-        )
-
-    def prefetch(self, name: str) -> None:
-        """The model's own tensor; rows of others are few."""
-        source = self._sources[self._index]
-        if name in source.tensors:
-            source.prefetch(name)
+        return not is_vocabulary_tensor(name) and super().read_into(name, start, out)
 
     def fingerprint(self) -> object:
         """The model's own, and where its rows come from."""
         rows = hashlib.sha256(self._model_of.tobytes() + self._row_of.tobytes()).hexdigest()
-        return [self._sources[self._index].fingerprint(), rows]
+        return [super().fingerprint(), rows]

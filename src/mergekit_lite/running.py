@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from model_components import __version__
 from model_components._devices import peak_memory
-from model_components._folders import NewFolder, OutputError, write_error, write_json
+from model_components._folders import NewFolder, OutputError, write_error, write_json, writing
 
 from ._torch import Tensor, torch
 from .dtypes import Array, stored_of, to_torch
@@ -147,7 +147,10 @@ def merge_to_folder(recipe: MergeRecipe, out: Path, run: Run) -> MergeReport:
     started = time.perf_counter()
     cpu_started = time.process_time()
     ranks = Ranks()
-    with _stages_beside(recipe, out, run, ranks) as (stages, notes):
+    with (
+        writing(f"merge to {out}"),
+        _stages_beside(recipe, out, run, ranks) as (stages, notes),
+    ):
         plan = make_plan(
             recipe,
             max_shard_size=run.limit,

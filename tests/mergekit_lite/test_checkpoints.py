@@ -654,6 +654,24 @@ def test_a_config_that_its_tensors_contradict_is_refused(tmp_path):
         merge_models([path], "passthrough", progress=False)
 
 
+def test_a_layer_that_lacks_tensors_is_refused(tmp_path):
+    path = save(tiny("llama", num_hidden_layers=6), tmp_path / "m")
+    state = load_file(tmp_path / "m" / "model.safetensors")
+    lost = ["model.layers.3.mlp.up_proj.weight", "model.layers.4.self_attn.q_proj.weight"]
+    first = "model.layers.0.input_layernorm.weight"  # some architectures have none there
+    kept = {name: value for name, value in state.items() if name not in [*lost, first]}
+    save_file(kept, tmp_path / "m" / "model.safetensors")
+    with pytest.raises(PlanError, match=rf"expected {lost[0]}, {lost[1]} as in .*, got none"):
+        merge_models([path], "passthrough", progress=False)
+    with pytest.warns(UserWarning, match=lost[0]):
+        merge_models([path], "passthrough", progress=False, allow_incomplete=True)
+    save_file(
+        {name: value for name, value in state.items() if name != first},
+        tmp_path / "m" / "model.safetensors",
+    )
+    merge_models([path], "passthrough", progress=False)
+
+
 def test_a_single_file_beside_an_index_is_read_as_by_transformers(tmp_path):
     path = save(tiny("llama"), tmp_path / "m")
     for shard in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):

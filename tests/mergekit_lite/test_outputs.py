@@ -174,6 +174,16 @@ def test_a_disk_that_fills_up(models, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("call", ["mkdir", "replace"])
+def test_a_disk_that_is_full_before_the_first_tensor(models, tmp_path, monkeypatch, call):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(OutputError, match=r"merge to .*out: .*No space left on device"):
+        merge(models, tmp_path / "out")
+
+
 def test_the_report_accounts_for_every_tensor(models, tmp_path):
     report = merge(models, tmp_path / "out")
     held = {k: v for p in report.paths for k, v in load_file(p).items()}

@@ -7,6 +7,7 @@ must be equal.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from .plan import CHUNK, Input, TensorPlan
 _NUMBERED_LAYER = re.compile(
     r"^(?P<before>(.*\.)?(layers|layer|h|blocks|block)\.)(?P<number>\d+)\."
 )
-_SHOWN = 5  # missing layers that a message names
+_SHOWN = 5  # missing layers or tensors that a message names
+_TORN = 2  # layers that lose tensors with one file
 _MUST_AGREE = (
     "model_type",
     "hidden_size",
@@ -56,8 +58,44 @@ def contradictions(source: Source) -> list[str]:
     """Return what a model's config promises and its tensors have not."""
     text = source.config.get("text_config")
     config = text if isinstance(text, dict) else source.config
-    found = (_missing_layers(source, config), _other_rows(source, config), _missing_head(source))
+    found = (
+        _missing_layers(source, config),
+        _missing_in_layers(source),
+        _other_rows(source, config),
+        _missing_head(source),
+    )
     return [f"{source.label}: {problem}" for problem in found if problem is not None]
+
+
+def _names_by_layer(source: Source) -> tuple[str, dict[int, set[str]]]:
+    """Return where a model's layers stand (``model.layers.``), and each layer's tensors there."""
+    stacks: dict[str, dict[int, set[str]]] = {}
+    for name in source.tensors:
+        match = _NUMBERED_LAYER.match(name)
+        if match is not None:
+            layers = stacks.setdefault(match["before"], {})
+            layers.setdefault(int(match["number"]), set()).add(name[match.end() :])
+    return max(stacks.items(), key=lambda item: len(item[1]), default=("", {}))
+
+
+def _missing_in_layers(source: Source) -> str | None:
+    """Find layers that lack tensors and have none of their own.
+
+    Layers may differ by design. So a layer counts as incomplete only if it is not the first, whose
+    norms some models leave out, if its tensors are a part of another layer's, and if no more than
+    two layers lack what it lacks: as many as a lost file leaves in part.
+    """
+    before, layers = _names_by_layer(source)
+    holders = Counter(name for names in layers.values() for name in names)
+    rare = {name for name, count in holders.items() if 0 < len(layers) - count <= _TORN}
+    missing = []
+    for number, names in sorted(layers.items()):
+        if number and any(names < others and others - names <= rare for others in layers.values()):
+            missing += [f"{before}{number}.{name}" for name in sorted(rare - names)]
+    if not missing or len(layers) <= 2 * _TORN:
+        return None
+    more = ", ..." if len(missing) > _SHOWN else ""
+    return f"expected {', '.join(missing[:_SHOWN])}{more} as in the other layers, got none"
 
 
 def _missing_layers(source: Source, config: Mapping[str, object]) -> str | None:
@@ -67,12 +105,7 @@ def _missing_layers(source: Source, config: Mapping[str, object]) -> str | None:
     weights has no such names.
     """
     count = next((n for key in LAYER_KEYS if isinstance(n := config.get(key), int)), 0)
-    numbers: dict[str, set[int]] = {}
-    for name in source.tensors:
-        match = _NUMBERED_LAYER.match(name)
-        if match is not None:
-            numbers.setdefault(match["before"], set()).add(int(match["number"]))
-    before, present = max(numbers.items(), key=lambda item: len(item[1]), default=("", set()))
+    before, present = _names_by_layer(source)
     missing = [f"{before}{number}" for number in range(count) if number not in present]
     if not present or not missing:
         return None

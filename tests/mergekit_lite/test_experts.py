@@ -12,7 +12,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from mergekit_lite import load_recipe, merge_models
 from mergekit_lite.files import DictSource
-from mergekit_lite.planning.experts import FAMILIES
+from mergekit_lite.files.experts import FAMILIES
 from tests.mergekit_lite.cases import CASES
 from tests.support.models import tiny
 

@@ -26,9 +26,42 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 # initialisations that subtract the adapter from the base
 _RESIDUAL = ("pissa", "olora", "corda", "loftq")
+# settings of LoRA by which a change is more than a product, or less
+_NO_PRODUCT = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
+)
 _MOST = 1_000_000  # rank or alpha: far above every adapter, so more is a damaged file
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 _CONV1D_LAYERS = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)$")
+
+
+def is_plain(adapter: Path) -> bool:
+    """Return whether an adapter is a plain LoRA: each change is a product of two matrices."""
+    if not (adapter / CONFIG).is_file():
+        return True  # reading it as such tells what is missing
+    settings = read_json(adapter / CONFIG)
+    if settings.get("peft_type", "LORA") != "LORA":
+        return False
+    return not any(settings.get(name) for name in _NO_PRODUCT)
+
+
+def refuse_residual(adapter: Path, settings: Mapping[str, object]) -> None:
+    """Refuse an adapter whose base is not the model that it was made from, but what it left."""
+    if str(settings.get("init_lora_weights", "")).lower().startswith(_RESIDUAL):
+        raise CheckpointError(
+            f"adapter {adapter}: was initialised by {settings['init_lora_weights']}, which also "
+            "changed the base weights; save it with path_initial_model_for_weight_conversion, "
+            "then fold it in"
+        )
 
 
 def read_adapter_config(adapter: Path) -> Json:
@@ -42,20 +75,12 @@ def read_adapter_config(adapter: Path) -> Json:
         if not (adapter / needed).is_file():
             raise CheckpointError(f"adapter {adapter}: has no {needed}")
     settings = read_json(adapter / CONFIG)
-    if (
-        settings.get("peft_type", "LORA") != "LORA"
-        or settings.get("use_dora")
-        or settings.get("lora_bias")
-    ):
+    if not is_plain(adapter):
         raise CheckpointError(
-            f"adapter {adapter}: only plain LoRA adapters can be folded in (no DoRA, no lora_bias)"
+            f"adapter {adapter}: expected a plain LoRA, got one whose changes are more than "
+            "products of two matrices"
         )
-    if str(settings.get("init_lora_weights", "")).lower().startswith(_RESIDUAL):
-        raise CheckpointError(
-            f"adapter {adapter}: was initialised by {settings['init_lora_weights']}, which also "
-            "changed the base weights; save it with path_initial_model_for_weight_conversion, "
-            "then fold it in"
-        )
+    refuse_residual(adapter, settings)
     if missing := {"r", "lora_alpha"} - settings.keys():
         raise CheckpointError(
             f"adapter {adapter}: its config has no {' and no '.join(sorted(missing))}"

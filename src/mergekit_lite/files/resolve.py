@@ -13,7 +13,7 @@ from model_components import _hub
 
 from .._torch import torch
 from ..dtypes import FLOAT8
-from .adapter import CONFIG, LoraSource
+from .adapter import CONFIG, LoraSource, is_plain
 from .headers import STEMS, CheckpointError, TensorInfo, read_folder, read_header, read_json
 from .quantised import METHODS
 from .sources import DictSource, FolderSource, Source
@@ -104,7 +104,7 @@ def open_source(
     text = os.fspath(model)
     if "+" in text and not _hub.user_path(text).exists():
         base, adapter = _split_adapter(text)
-        return LoraSource(open_source(base, allow_pickle=allow_pickle), find_folder(adapter))
+        return _with_adapter(open_source(base, allow_pickle=allow_pickle), find_folder(adapter))
     if text.endswith(".safetensors") and _hub.user_path(text).is_file():
         return FolderSource(None, label or text, read_header(_hub.user_path(text)))
     folder = find_folder(text)
@@ -117,6 +117,15 @@ def open_source(
     if source.config.get("quantization_config"):
         _drop_quantization_config(source, tensors, text)
     return source
+
+
+def _with_adapter(base: Source, folder: Path) -> Source:
+    """Return a model with an adapter folded in, by peft's own code unless it is a plain LoRA."""
+    if is_plain(folder):
+        return LoraSource(base, folder)
+    from .folded import PeftSource
+
+    return PeftSource(base, folder)
 
 
 def _split_adapter(text: str) -> tuple[str, str]:

@@ -17,8 +17,8 @@ from transformers import AutoConfig, PreTrainedModel
 from model_components._formats import reading
 
 from ..dtypes import tensor_of
-from ..files import CheckpointError, LoraSource, find_folder, open_source
-from ..files.adapter import Adapter
+from ..files import CheckpointError, find_folder, open_source
+from ..files.adapter import Adapter, is_plain
 from ..vocabulary import has_tokenizer, read_vocabulary
 from .components import refuse_different, say_or_refuse
 from .low_rank import with_adapter
@@ -73,9 +73,10 @@ def load_components(
     for (own, adapter), config, rest in reversed(list(zip(names, configs, unused, strict=True))):
         model = None
         if low_rank and models and adapter is not None:
-            base_is_plain = names[-1][1] is None
-            if base_is_plain and _are_one(own, bases[-1]):
-                model = with_adapter(models[-1], Adapter(find_folder(adapter)))
+            shares_base = names[-1][1] is None and _are_one(own, bases[-1])
+            folder = find_folder(adapter)
+            if shares_base and is_plain(folder):
+                model = with_adapter(models[-1], Adapter(folder))
         if model is None:
             model = _load_complete_model(auto_class, own, config, dtype, where | rest)
             if adapter is not None:
@@ -198,9 +199,8 @@ def _vocabularies(bases: Sequence[str | os.PathLike[str]], labels: Sequence[str]
 @torch.no_grad()
 def _fold_in(model: PreTrainedModel, name: str) -> None:
     """Give a model the weights that a merge of files reads of its base and adapter."""
-    source = open_source(name)
+    source: Any = open_source(name)  # a model and an adapter, which knows what it changes
     state = model.state_dict()
-    assert isinstance(source, LoraSource)
     prefix = f"{model.base_model_prefix}."
     for tensor in source.changed:
         target = next(

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from ..dtypes import Array
 from ..files import CheckpointError, Source, TensorInfo, View, open_source
+from ..files.experts import stacked
 from ..recipe import MergeRecipe, model_key, model_label
 from ..vocabulary import EMBEDDING, HEAD, is_vocabulary_tensor
-from .experts import stacked
 from .plan import MergePlan
 
 

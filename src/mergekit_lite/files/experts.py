@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..dtypes import Array, numbers
-from ..files import Source, TensorInfo, View
+from .headers import TensorInfo
+from .sources import Source, View
 
 Stacks = Mapping[tuple[str, ...], str]
 

@@ -1,0 +1,217 @@
+"""PeftSource: a model with any adapter of peft folded in while it is read.
+
+A plain LoRA is a product that `LoraSource` adds stretch by stretch. All other kinds of adapters are
+merged by peft's own code, one layer at a time, so that one layer need be in memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import PeftConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from model_components._formats import reading
+
+from ..dtypes import Array, from_torch, stored_of, tensor_of
+from .adapter import CONFIG, PREFIX, WEIGHTS, refuse_residual
+from .experts import stacked
+from .headers import CheckpointError, TensorInfo, read_json
+from .sources import Source, View, stat_of
+
+_NOTHING = torch.zeros(())  # expanded, it stands for a weight and takes no memory
+# what peft puts between the parts of a parameter's name
+_WRAPPERS = (".base_layer", ".token_adapter", ".original_module", ".modules_to_save.default")
+
+
+class PeftSource(View):
+    """A model with an adapter of peft folded in, layer by layer.
+
+    Args:
+        base: The model.
+        folder: The adapter's folder.
+
+    Raises:
+        CheckpointError: The adapter does not fit the model, or changes more than weights.
+    """
+
+    def __init__(self, base: Source, folder: Path):
+        base = stacked(base)
+        super().__init__(base, dict(base.tensors))
+        self.label = f"{base.label}+{folder}"
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._last: tuple[nn.Module | None, dict[str, Tensor]] = (None, {})
+        for name in (CONFIG, WEIGHTS):
+            if not (folder / name).is_file():
+                raise CheckpointError(f"adapter {folder}: has no {name}")
+        refuse_residual(folder, read_json(folder / CONFIG))
+        try:
+            with reading(f"adapter {folder}", "merge"):
+                self._model = _skeleton(base, folder)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        self._replaced: dict[str, Tensor] = {}
+        self._layers: dict[str, tuple[nn.Module, str]] = {}
+        self._find_changes()
+        if not self.changed:
+            raise CheckpointError(f"adapter {folder}: changes no weight of {base.label}")
+        if self._layers:  # a kind that cannot be merged is refused before any work
+            self.read(next(iter(self._layers)), 0, 1)
+
+    @property
+    def changed(self) -> list[str]:
+        """The tensors that are not as the base's."""
+        return list(dict.fromkeys([*self._layers, *self._replaced]))
+
+    def _find_changes(self) -> None:
+        """Find what peft changes: parameters that it has values for, and the layers it wraps."""
+        for name, value in self._model.named_parameters():
+            if not _is_placeholder(value):
+                self._replace(_plain(name), value.detach())
+        outermost = ""
+        for name, layer in self._model.named_modules():
+            inside = outermost and name.startswith(f"{outermost}.")
+            if inside or not isinstance(layer, BaseTunerLayer):
+                continue
+            assert isinstance(layer, nn.Module)  # as all of its subclasses are
+            outermost = name
+            for own, _ in _innermost(layer).named_parameters(recurse=False):
+                stored = self._stored(f"{_plain(name)}.{own}")
+                if stored is not None:
+                    self._layers[stored] = (layer, own)
+
+    def _replace(self, name: str, value: Tensor) -> None:
+        stored = self._stored(name)
+        dtype = from_torch(value.dtype)
+        if stored is None or dtype is None:  # the adapter's own parameter
+            return
+        if tuple(value.shape) != self.model.tensors[stored].shape:
+            raise CheckpointError(
+                f"adapter {self._folder}: {name} has shape {list(value.shape)}, the model's is "
+                f"{list(self.model.tensors[stored].shape)}"
+            )
+        self._replaced[stored] = value
+        self.tensors[stored] = TensorInfo(stored, tuple(value.shape), dtype)
+
+    def _stored(self, name: str) -> str | None:
+        """Return what the model's files call a parameter, which may add or leave out a prefix."""
+        prefix = f"{self._model.base_model.model.base_model_prefix}."
+        for known in (name, name.removeprefix(prefix), f"{prefix}{name}"):
+            if known in self.model.tensors:
+                return known
+        return None
+
+    def _before(self, name: str) -> Tensor:
+        """Return a tensor as it is before peft merges its layer."""
+        if name in self._replaced:
+            return self._replaced[name].float()
+        value = tensor_of(self.model.read(name, 0, self.model.tensors[name].count))
+        return value.float().view(self.model.tensors[name].shape)
+
+    def _merged(self, name: str) -> Tensor:
+        """Return a tensor of a layer that peft merged; the layer merged last is kept."""
+        layer, own = self._layers[name]
+        with self._lock:
+            if self._last[0] is not layer:
+                self._last = (layer, self._merge(layer))
+            return self._last[1][own]
+
+    @torch.no_grad()
+    def _merge(self, layer: nn.Module) -> dict[str, Tensor]:
+        names = {own: n for n, (of, own) in self._layers.items() if of is layer}
+        layer = copy.deepcopy(layer).float()
+        for own, name in names.items():
+            before = nn.Parameter(self._before(name), requires_grad=False)
+            setattr(_innermost(layer), own, before)
+        try:
+            for wrapper in list(layer.modules()):
+                if isinstance(wrapper, BaseTunerLayer):
+                    wrapper.merge(safe_merge=True)
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            raise CheckpointError(
+                f"adapter {self._folder}: peft cannot merge it into weights ({error})"
+            ) from error
+        merged = _innermost(layer)  # some kinds put another layer in its place
+        return {own: getattr(merged, own).detach() for own in names}
+
+    def read(self, name: str, start: int, stop: int) -> Array:
+        """Return elements of the merged weight, in float32 where the adapter changes it."""
+        if name in self._layers and start < stop:
+            return stored_of(self._merged(name).reshape(-1)[start:stop])
+        if name in self._replaced:
+            return stored_of(self._replaced[name].reshape(-1)[start:stop])
+        return super().read(name, start, stop)
+
+    def read_into(self, name: str, start: int, out: Array) -> bool:
+        """Read as the base does, where the adapter changes nothing."""
+        if name in self._layers or name in self._replaced:
+            return False
+        return super().read_into(name, start, out)
+
+    def fingerprint(self) -> object:
+        """Return the base's, and those of the adapter's two files."""
+        files = [stat_of(self._folder / name) for name in (CONFIG, WEIGHTS)]
+        return [super().fingerprint(), *files]
+
+
+def _skeleton(base: Source, folder: Path) -> Any:
+    """Return peft's model of an adapter; the base's weights have no values."""
+    config = AutoConfig.for_model(**base.config)
+    names = config.architectures or [""]
+    kind = getattr(transformers, names[0], None)
+    with torch.device("meta"):
+        if kind is None:
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        else:
+            model = kind(config)
+    for layer in model.modules():
+        for own, parameter in layer.named_parameters(recurse=False):
+            setattr(layer, own, nn.Parameter(_NOTHING.expand(parameter.shape), requires_grad=False))
+    model.tie_weights()
+    settings = PeftConfig.from_pretrained(str(folder))
+    if settings.is_prompt_learning:
+        raise CheckpointError(
+            f"adapter {folder}: expected a kind that changes weights, got "
+            f"{settings.peft_type}, which adds inputs"
+        )
+    model = get_peft_model(model, settings, low_cpu_mem_usage=True)
+    weights = load_peft_weights(str(folder), device="cpu")
+    loaded = set_peft_model_state_dict(model, weights, low_cpu_mem_usage=True)
+    if loaded.unexpected_keys:
+        raise CheckpointError(
+            f"adapter {folder}: the model has no place for {loaded.unexpected_keys[0]}"
+        )
+    if absent := [name for name, p in model.named_parameters() if p.device.type == "meta"]:
+        raise CheckpointError(f"adapter {folder}: {WEIGHTS} has no {absent[0]}")
+    return model
+
+
+def _is_placeholder(value: Tensor) -> bool:
+    return value.untyped_storage().data_ptr() == _NOTHING.untyped_storage().data_ptr()
+
+
+def _innermost(layer: nn.Module) -> Any:
+    """Return the layer of the model below all of peft's."""
+    while isinstance(layer, BaseTunerLayer):
+        layer = layer.get_submodule("base_layer")
+    return layer
+
+
+def _plain(name: str) -> str:
+    """Return what the model calls a parameter or module.
+
+    >>> _plain("base_model.model.lm_head.modules_to_save.default.weight")
+    'lm_head.weight'
+    """
+    name = name.removeprefix(PREFIX)
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

@@ -56,6 +56,8 @@ FLOATS = {d.name: d for d in (FLOAT64, FLOAT32, FLOAT16, BFLOAT16)}
 """What an output can be in, by name."""
 
 BY_CODE = {d.code: d for d in (*FLOATS.values(), *_WHOLE, FLOAT8)}
+_BFLOAT16_SIZE = 0x7FFF  # all bits of bfloat16 but the sign
+_BFLOAT16_INFINITY = 0x7F80  # its pattern; those of NaN are larger
 _BY_NAME = {d.name: d for d in (*FLOATS.values(), *_WHOLE)}
 
 
@@ -101,6 +103,18 @@ def numbers(stored: Array) -> Array:
     if stored.dtype == np.float16:
         return stored.astype(np.float32)
     return stored
+
+
+def all_finite(stored: Array) -> bool:
+    """Return whether a stored array of a float dtype has neither NaN nor infinity.
+
+    >>> all_finite(np.array([0x3FC0, 0x7F7F], np.uint16)), all_finite(np.array([0xFF80], np.uint16))
+    (True, False)
+    """
+    if stored.dtype != np.uint16:
+        return bool(np.isfinite(stored).all())
+    sizes = stored & np.uint16(_BFLOAT16_SIZE)
+    return not sizes.size or int(sizes.max()) < _BFLOAT16_INFINITY
 
 
 def stored_as(values: Array, dtype: DType) -> Array:

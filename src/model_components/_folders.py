@@ -355,6 +355,12 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def cache_folder() -> Path:
+    """Return our folder in the user's cache, which may not exist."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "model-components"
+
+
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
     """An empty folder of the system's temporary files, which is removed afterwards."""

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ._folders import cache_folder
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -95,8 +97,7 @@ def known_paths() -> list[FusedPath]:
 
 def cache_file() -> Path:
     """Return the file with measurements in the user's cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "model-components" / "kernels.json"
+    return cache_folder() / "kernels.json"
 
 
 def versions() -> dict[str, str | None]:

@@ -9,11 +9,10 @@ from itertools import zip_longest
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
-
 from .._torch import torch
-from ..dtypes import numbers, stored_as
+from ..dtypes import all_finite, stored_as
 from ..planning import MergePlan, TensorPlan
+from . import native
 from .facts import BLOCK, NotFiniteError, Sink, TensorFact, fact, hash_inputs, not_finite
 from .hashing import hash_bytes
 from .streaming import StreamingEngine
@@ -87,20 +86,19 @@ class Engine:
 
     def _compiled(self, impl: str) -> FusedEngine | None:
         """The engine of kernels, where it can run and there is something for it to do."""
-        wanted = any(t.chunking == "elements" and not self._moves(t) for t in self.plan.tensors)
+        wanted = any(t.chunking != "tensor" and not self._moves(t) for t in self.plan.tensors)
         if impl == "auto" and (self._device != "cpu" or not wanted):
             return None
         if self._device != "cpu":
             raise ValueError(f"merge_models: impl='fused' runs on the CPU, not on {self._device}")
-        try:
-            from .fused import FusedEngine
-        except ImportError as error:
-            if impl == "fused":
-                raise ValueError(f"merge_models: impl='fused' needs numba ({error})") from error
-            self.notes.append(
-                f"torch did what compiled kernels do faster, since numba cannot be used ({error})"
-            )
+        why = native.problem()
+        if why is not None and impl == "fused":
+            raise ValueError(f"merge_models: impl='fused' cannot compile kernels: {why}")
+        if why is not None:
+            self.notes.append(f"torch did what compiled kernels do faster: {why}")
             return None
+        from .fused import FusedEngine
+
         self._progress("loading kernels, which are compiled once on a machine")
         self._said = True
         return FusedEngine(self.plan, self._seed, self._executor, self._hashing)
@@ -131,7 +129,9 @@ class Engine:
         if self._moves(t):
             return self._move(t, sink)
         if self._fused is not None and self._fused.takes(t):
-            return self._fused.run(t, sink)
+            made = self._fused.run(t, sink)
+            # rows end elsewhere than the blocks that are hashed
+            return made if t.chunking == "elements" else replace(made, inputs=self._hashes(t))
         return replace(self._torch_engine().run(t, sink), inputs=self._hashes(t))
 
     def _moves(self, t: TensorPlan) -> bool:
@@ -153,7 +153,7 @@ class Engine:
                 hashes.append([hash_bytes(values)])
             if values.dtype != t.dtype.storage:  # an adapted tensor is read in float32
                 values = stored_as(values, t.dtype)
-            if t.dtype.is_floating_point and not np.isfinite(numbers(values)).all():
+            if t.dtype.is_floating_point and not all_finite(values):
                 raise not_finite(t)
             sink(t, start, values)
         if len(t.everything) > 1:  # copies, which were found equal

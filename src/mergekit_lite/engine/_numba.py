@@ -8,8 +8,8 @@ over a whole tensor run in float64; their order differs from torch's.
 
 A block is ``raw`` (rows, columns): one row an input, the base last where there is one. uint16 holds
 bfloat16 patterns, anything else comes as float32. A result goes to ``out``, uint16 (bfloat16) or
-float32; a kernel that writes one answers whether it met NaN or infinity. The first call for a dtype
-compiles, and keeps what it made in numba's cache.
+float32; a kernel that writes one answers whether it met NaN or infinity. ``work`` is memory to work
+in, (rows, T) float32: a kernel's comment says how many rows. `native` runs the kernels.
 
 Loops that must run in vectors stand in functions of one-dimensional arrays of one length: there the
 compiler sees that no index is negative and none is out of range.
@@ -23,17 +23,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import config, njit, types
+from llvmlite import binding
+from numba import carray, cfunc, from_dtype, njit, types
 from numba.extending import overload
 
-if getattr(config, "DISABLE_JIT", False):
-    raise ImportError("numba is told not to compile (NUMBA_DISABLE_JIT)")
+from .tiles import CHOSEN, DRAW, EVERY, MIDDLE, SPENT, TILE, TRIM, Kind
 
-TILE, _GROUP = 2048, 16
-ALL, TRIM, MIDDLE, DRAW = 0, 1, 2, 3  # what is kept of a task vector
-# of elements that equal a threshold: all are kept; a block's share of them is used up
-EVERY, SPENT = (-1, -2)
-
+_GROUP = 16  # elements that are compared in one vector
+_WORDS = TILE // 4  # random words of a tile: an element has 8 bits
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _NOTHING = np.float32(-0.0)  # to which any number can be added, -0 included, and be what it was
 _SMALL, _LEAST = np.float32(1e-8), np.float32(1e-6)
@@ -42,13 +39,9 @@ _SIZE, _INFINITE = (np.uint32(0x7FFFFFFF), np.uint32(0x7F800000))
 
 
 def _kernel(function: Callable[..., object], **options: Any) -> Any:
-    """Compile at the first call, keep on disk where that can be, and free Python's lock."""
+    """Return a function that kernels may call; it is compiled with them."""
     # a division that asks for 0 first does not run in vectors
-    options |= {"nogil": True, "error_model": "numpy"}
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder that a cache could be in
-        return njit(**options)(function)
+    return njit(error_model="numpy", **options)(function)
 
 
 def _summing(function: Callable[..., object]) -> Callable[..., Any]:
@@ -125,6 +118,24 @@ def _load_delta(source, base, row):
 def _times(row, factor):
     for i in range(row.size):
         row[i] = row[i] * factor
+
+
+@_kernel
+def _times_each(row, factors):
+    for i in range(row.size):
+        row[i] = row[i] * factors[i]
+
+
+@_kernel
+def _mark_above(row, threshold):
+    for i in range(row.size):
+        row[i] = _ONE if row[i] > threshold else _ZERO
+
+
+@_kernel
+def _mark_at_least(row, threshold):
+    for i in range(row.size):
+        row[i] = _ONE if row[i] >= threshold else _ZERO
 
 
 @_kernel
@@ -358,12 +369,13 @@ def _load_deltas(raw, start, stop, base, deltas):
 
 
 @_kernel
-def combine(raw, n, coefficients, out):
+def combine(raw, n, coefficients, work, out):
     """Σ c_k x_k over all rows."""
-    value, total, bad = np.empty(TILE, np.float32), np.empty(TILE, np.float32), False
+    bad = False
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
-        row, sums = value[: stop - start], total[: stop - start]
+        row = work[0, : stop - start]
+        sums = work[1, : stop - start]
         _load(raw[0, start:stop], row)
         _product(row, coefficients[0], sums)
         for k in range(1, coefficients.size):
@@ -374,9 +386,10 @@ def combine(raw, n, coefficients, out):
 
 
 @_kernel
-def gram(raw, n, rows, shifted, sums):
+def gram(raw, n, rows, shifted, work, sums):
     """Add dot products of the first rows, or of their distances from the last, to ``sums``."""
-    values, base = np.empty((rows, TILE), np.float32), np.empty(TILE, np.float32)
+    base = work[0]
+    values = work[1 : 1 + rows]
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
         count = stop - start
@@ -391,15 +404,18 @@ def gram(raw, n, rows, shifted, sums):
     for i in range(rows):
         for j in range(i):
             sums[i, j] = sums[j, i]
+    return False
 
 
 @_kernel
-def _keep(kept, deltas, count, place, second, words):
+def _keep(
+    kind, cuts, budgets, keys, wholes, limits, mask, deltas, count, start, place, second, words
+):
     """Set to 0 what a method drops of every model's row of a tile.
 
-    ``kept`` is `passes.Kept.arguments`.
+    The first seven arguments are `passes.Kept.arguments`; ``start`` and ``place`` are the first
+    element's in the block and in the tensor.
     """
-    kind, cuts, budgets, keys, wholes, limits = kept
     for k in range(deltas.shape[0]):
         row = deltas[k, :count]
         if kind == TRIM:
@@ -412,26 +428,157 @@ def _keep(kept, deltas, count, place, second, words):
             _middle(row, other)
         elif kind == DRAW and wholes[k] < 128:
             _draw(row, place, words, keys[k], wholes[k], limits[k])
+        elif kind == CHOSEN:
+            _apply(row, mask[k], start)
 
 
 @_kernel
-def norms(raw, n, models, place, kept, sums):
+def _hash_words(words, counter, keys):
+    for w in range(words.size):
+        words[w] = _hash(np.uint32(counter + np.uint32(w)), keys[0], keys[1])
+
+
+@_kernel
+def _count_below(bits, pattern):
+    below = np.uint32(0)
+    for i in range(bits.size):
+        below += np.uint32(bits[i] < pattern)
+    return below
+
+
+@_kernel
+def _count_equal(bits, pattern):
+    equal = np.uint32(0)
+    for i in range(bits.size):
+        equal += np.uint32(bits[i] == pattern)
+    return equal
+
+
+@_kernel
+def _limits_of_bins(bits, largest, shift, limits, ranks, surely, perhaps):
+    """Find between which limits the elements of each bin lie, by the ranks that the bin spans.
+
+    A bin holds patterns that are alike but for their last ``shift`` bits. The last bin has the
+    largest, the first all that are too small for another.
+    """
+    last = np.int64(ranks.size - 1)
+    for b in range(ranks.size):
+        ranks[b] = 0
+    for i in range(bits.size):
+        ranks[max(last - np.int64((largest - bits[i]) >> shift), 0)] += 1
+    first = np.int64(0)
+    for b in range(ranks.size):
+        count = np.int64(ranks[b])
+        if count:
+            surely[b] = limits[first]
+            perhaps[b] = limits[first + count - 1]
+        first += count
+
+
+@_kernel
+def _mark_by_rank(bits, words, largest, shift, limits, surely, perhaps, place, mask):
+    """Set the bits of ``mask`` of those elements whose word is below the limit of their rank.
+
+    The rank is that among the row's magnitudes; equal ones rank by index. Most elements are decided
+    by the limits of their bin. Words become the magnitudes that are kept, and 0.
+    """
+    last = np.int64(surely.size - 1)
+    byte = mask[place >> 3]
+    for i in range(bits.size):
+        b = max(last - np.int64((largest - bits[i]) >> shift), 0)
+        word = np.int32(words[i])
+        keep = word < surely[b]
+        # a 0 stays one, whatever is decided
+        if keep != (word < perhaps[b]) and bits[i] != 0:
+            rank = _count_below(bits, bits[i]) + _count_equal(bits[:i], bits[i])
+            keep = word < limits[rank]
+        words[i] = bits[i] * np.uint32(keep)
+        at = place + i
+        byte |= np.uint8(np.uint8(keep) << np.uint8(at & 7))
+        if at & 7 == 7:
+            mask[at >> 3] = byte
+            byte = np.uint8(0)
+    end = place + bits.size
+    if end & 7:
+        mask[end >> 3] = byte
+
+
+@_kernel
+def choose(raw, n, columns, models, place, shift, keys, limits, whole, row, bins, mask, sums):
+    """Choose at random what is kept of every model's rows, the largest with the best chance.
+
+    ``limits`` (K, columns) has for each rank the number that a random word must be below; ``whole``
+    says which models are kept as they are. ``row`` (3, columns) and ``bins`` (3, number) are memory
+    to work in. Fills the zeros of ``mask`` (K, bytes), a bit an element, and adds each model's L1
+    norm, before and after, to ``sums`` (K, 2).
+    """
+    base = row[0]
+    delta = row[1]
+    words = row[2].view(np.uint32)
+    for start in range(0, n, columns):
+        _load(raw[-1, start : start + columns], base)
+        for k in range(models):
+            _load_delta(raw[k, start : start + columns], base, delta)
+            bits = delta.view(np.uint32)
+            largest = _sizes(bits)
+            total = _l1(delta)
+            sums[k, 0] += total
+            if whole[k]:
+                sums[k, 1] += total
+                _mark_all(mask[k], start, columns)
+                continue
+            _hash_words(words, np.uint32(place + start), keys[k])
+            _limits_of_bins(bits, largest, shift, limits[k], bins[0], bins[1], bins[2])
+            _mark_by_rank(bits, words, largest, shift, limits[k], bins[1], bins[2], start, mask[k])
+            sums[k, 1] += _l1(row[2])
+    return False
+
+
+@_kernel
+def _mark_all(mask, place, count):
+    for at in range(place, place + count):
+        mask[at >> 3] |= np.uint8(np.uint8(1) << np.uint8(at & 7))
+
+
+@_kernel
+def _apply(row, mask, place):
+    """Set to 0, with their sign, the elements whose bit is not set."""
+    for i in range(row.size):
+        at = place + i
+        row[i] = row[i] * np.float32((mask[at >> 3] >> np.uint8(at & 7)) & np.uint8(1))
+
+
+@_kernel
+def norms(raw, n, models, place, kind, cuts, budgets, keys, wholes, limits, mask, work, sums):
     """Add each model's L1 norm, before and after what is dropped, to ``sums`` (K, 2)."""
-    base, second, words = (
-        np.empty(TILE, np.float32),
-        np.empty(TILE, np.float32),
-        np.empty(TILE // 4, np.uint32),
-    )
-    deltas = np.empty((models, TILE), np.float32)
+    base = work[0]
+    second = work[1]
+    words = work[2, :_WORDS].view(np.uint32)
+    deltas = work[3 : 3 + models]
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
         count = stop - start
         _load_deltas(raw, start, stop, base[:count], deltas)
         for k in range(models):
             sums[k, 0] += _l1(deltas[k, :count])
-        _keep(kept, deltas, count, place + start, second, words)
+        _keep(
+            kind,
+            cuts,
+            budgets,
+            keys,
+            wholes,
+            limits,
+            mask,
+            deltas,
+            count,
+            start,
+            place + start,
+            second,
+            words,
+        )
         for k in range(models):
             sums[k, 1] += _l1(deltas[k, :count])
+    return False
 
 
 @_kernel
@@ -458,27 +605,61 @@ def _consensus(deltas, weights, normalize, floor, elected, merged, share):
 
 
 @_kernel
-def shift(raw, n, models, place, kept, scales, weights, vote, out):
+def shift(
+    raw,
+    n,
+    models,
+    place,
+    kind,
+    cuts,
+    budgets,
+    keys,
+    wholes,
+    limits,
+    mask,
+    scales,
+    weights,
+    voting,
+    normalize,
+    floor,
+    scale,
+    work,
+    out,
+):
     """B + a multiple of the weighted sum, or of the consensus, of what is kept of the task vectors.
 
-    Each is first multiplied by its ``scales``, unless there are none. ``vote``: whether the sign is
-    elected, whether the sum is then divided by the agreeing weights, the least of these where all
-    are positive (else 0), the multiple.
+    Each is first multiplied by its ``scales``, unless there are none. ``voting``: whether the sign
+    is elected; ``normalize``: whether the sum is then divided by the agreeing weights; ``floor``:
+    the least of these where all are positive, else 0; ``scale``: the multiple.
     """
-    voting, normalize, floor, scale = vote
-    base, second, words = (
-        np.empty(TILE, np.float32),
-        np.empty(TILE, np.float32),
-        np.empty(TILE // 4, np.uint32),
-    )
-    deltas, total, bad = np.empty((models, TILE), np.float32), np.empty(TILE, np.float32), False
-    share = np.empty(TILE, np.float32)
+    base = work[0]
+    second = work[1]
+    words = work[2, :_WORDS].view(np.uint32)
+    total = work[3]
+    share = work[4]
+    deltas = work[5 : 5 + models]
+    bad = False
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
         count = stop - start
-        merged, origin = total[:count], base[:count]
+        merged = total[:count]
+        origin = base[:count]
         _load_deltas(raw, start, stop, origin, deltas)
-        _keep(kept, deltas, count, place + start, second, words)
+        _keep(
+            kind,
+            cuts,
+            budgets,
+            keys,
+            wholes,
+            limits,
+            mask,
+            deltas,
+            count,
+            start,
+            place + start,
+            second,
+            words,
+        )
         for k in range(scales.size):
             _times(deltas[k, :count], scales[k])
         if voting:
@@ -493,7 +674,7 @@ def shift(raw, n, models, place, kept, scales, weights, vote, out):
 
 
 @_kernel
-def window(raw, n, models, lows, highs, top, patterns, above, inside):
+def window(raw, n, models, lows, highs, top, patterns, above, inside, work):
     """Count, of the magnitudes of every task vector, how many lie above a window.
 
     Count also which patterns lie inside it.
@@ -501,7 +682,8 @@ def window(raw, n, models, lows, highs, top, patterns, above, inside):
     Window w looks at model w modulo K. The patterns go to ``patterns`` (windows, n). Answers
     whether one is NaN.
     """
-    base, deltas = np.empty(TILE, np.float32), np.empty((models, TILE), np.float32)
+    base = work[0]
+    deltas = work[1 : 1 + models]
     largest = np.uint32(0)
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
@@ -531,17 +713,16 @@ def _variance(deltas, mean, scores):
 
 
 @_kernel
-def variance_window(raw, n, models, low, high, top, patterns, counts):
+def variance_window(raw, n, models, low, high, top, patterns, counts, work):
     """Apply `window` to the variances over models.
 
     ``counts`` takes how many lie above, inside, and are not 0.
     """
-    base, mean, variances = (
-        np.empty(TILE, np.float32),
-        np.empty(TILE, np.float32),
-        np.empty(TILE, np.float32),
-    )
-    deltas, largest = np.empty((models, TILE), np.float32), np.uint32(0)
+    base = work[0]
+    mean = work[1]
+    variances = work[2]
+    deltas = work[3 : 3 + models]
+    largest = np.uint32(0)
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
         count = stop - start
@@ -550,8 +731,7 @@ def variance_window(raw, n, models, low, high, top, patterns, counts):
         _variance(deltas, mean[:count], scores)
         bits = scores.view(np.uint32)
         largest = max(largest, _sizes(bits))
-        for i in range(count):
-            counts[2] += bits[i] != 0
+        counts[2] += _count_above(bits, np.uint32(1))
         counts[0] += _count_above(bits, high)
         counts[1] = _collect(bits, low, high, patterns, counts[1])
     return largest >= top
@@ -564,28 +744,29 @@ def _select(deltas, cut, budget, mean, scores):
     Answers what is left.
     """
     _variance(deltas, mean, scores)
-    for i in range(scores.size):
-        keep = scores[i] > cut
-        if scores[i] == cut and budget != 0:
-            keep = True
-            budget -= budget > 0
-        scores[i] = _ONE if keep else _ZERO
+    if budget == EVERY:
+        _mark_at_least(scores, cut)
+    elif budget == 0:
+        _mark_above(scores, cut)
+    else:
+        for i in range(scores.size):
+            keep = scores[i] > cut
+            if scores[i] == cut and budget > 0:
+                keep = True
+                budget -= 1
+            scores[i] = _ONE if keep else _ZERO
     for k in range(deltas.shape[0]):
-        row = deltas[k, : scores.size]
-        for i in range(row.size):
-            row[i] = row[i] * scores[i]
+        _times_each(deltas[k, : scores.size], scores)
     return budget
 
 
 @_kernel
-def energy(raw, n, models, selecting, cut, budget, sums):
+def energy(raw, n, models, selecting, cut, budget, work, sums):
     """Add each model's sum of squares over the selected columns to ``sums`` (K,)."""
-    base, mean, scores = (
-        np.empty(TILE, np.float32),
-        np.empty(TILE, np.float32),
-        np.empty(TILE, np.float32),
-    )
-    deltas = np.empty((models, TILE), np.float32)
+    base = work[0]
+    mean = work[1]
+    scores = work[2]
+    deltas = work[3 : 3 + models]
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
         count = stop - start
@@ -594,6 +775,7 @@ def energy(raw, n, models, selecting, cut, budget, sums):
             budget = _select(deltas, cut, budget, mean[:count], scores[:count])
         for k in range(models):
             sums[k] += _dot(deltas[k, :count], deltas[k, :count])
+    return False
 
 
 @_kernel
@@ -605,18 +787,23 @@ def _add_majority(row, elected, weight, merged, share):
 
 
 @_kernel
-def erase_minority(raw, n, models, selecting, cut, budget, weights, out):
+def _from_base_divided(row, base, share):
+    for i in range(row.size):
+        row[i] = base[i] + row[i] / max(share[i], _LEAST)
+
+
+@_kernel
+def erase_minority(raw, n, models, selecting, cut, budget, weights, work, out):
     """B + the weighted mean of the selected changes that have the sign of their sum."""
-    base, first, second = (
-        np.empty(TILE, np.float32),
-        np.empty(TILE, np.float32),
-        np.empty(TILE, np.float32),
-    )
-    deltas, total, bad = np.empty((models, TILE), np.float32), np.empty(TILE, np.float32), False
+    deltas = work[4 : 4 + models]
+    bad = False
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
         count = stop - start
-        origin, elected, share, merged = base[:count], first[:count], second[:count], total[:count]
+        origin = work[0, :count]
+        elected = work[1, :count]
+        share = work[2, :count]
+        merged = work[3, :count]
         _load_deltas(raw, start, stop, origin, deltas)
         if selecting:
             budget = _select(deltas, cut, budget, elected, share)
@@ -627,26 +814,61 @@ def erase_minority(raw, n, models, selecting, cut, budget, weights, out):
         _signs(elected, share)
         for k in range(models):
             _add_majority(deltas[k, :count], elected, weights[k], merged, share)
-        for i in range(count):
-            merged[i] = origin[i] + merged[i] / max(share[i], _LEAST)
+        _from_base_divided(merged, origin, share)
         bad |= _store(merged, out[start:stop])
     return bad
 
 
 @_kernel
-def nudge(raw, n, distance, out):
+def nudge(raw, n, distance, work, out):
     """Move B towards the model.
 
     By D where that is no farther than ``distance``, else by that much of it.
     """
-    base, deltas, bad = np.empty(TILE, np.float32), np.empty((1, TILE), np.float32), False
+    deltas = work[1:2]
+    bad = False
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
         count = stop - start
-        origin, row = base[:count], deltas[0, :count]
+        origin = work[0, :count]
+        row = deltas[0, :count]
         _load_deltas(raw, start, stop, origin, deltas)
         for i in range(count):
             share = (_ONE / max(abs(row[i]), _LEAST)) * distance
             row[i] = origin[i] + row[i] * min(max(share, _ZERO), _ONE)
         bad |= _store(row, out[start:stop])
     return bad
+
+
+def compiled(name: str, kinds: tuple[Kind, ...], machine: Any) -> tuple[str, bytes]:
+    """Compile a kernel for arguments of some kinds.
+
+    Args:
+        name: The kernel.
+        kinds: Its arguments.
+        machine: LLVM's target machine.
+
+    Returns:
+        The name of the C function, which takes a pointer and sizes for an array, and its code.
+    """
+    names: list[str] = []
+    arguments: list[str] = []
+    signature: list[Any] = []
+    for place, (dtype, dimensions) in enumerate(kinds):
+        number = from_dtype(np.dtype(dtype))
+        names.append(f"a{place}")
+        if not dimensions:
+            signature.append(number)
+            arguments.append(f"a{place}")
+            continue
+        sizes = [f"a{place}_{dimension}" for dimension in range(dimensions)]
+        names += sizes
+        signature += [types.CPointer(number), *[types.int64] * dimensions]
+        arguments.append(f"carray(a{place}, ({', '.join(sizes)},))")
+    # numba takes no variable number of arguments here, so the function is written as text
+    text = f"def entry({', '.join(names)}):\n    return kernel({', '.join(arguments)})\n"
+    space = {"carray": carray, "kernel": globals()[name]}
+    exec(text, space)
+    function = cfunc(types.boolean(*signature), error_model="numpy")(space["entry"])
+    module = binding.parse_assembly(function.inspect_llvm())
+    return function.native_name, machine.emit_object(module)

@@ -220,7 +220,6 @@ def manifest(
                 "shape": f.shape,
                 "dtype": f.dtype,
                 "method": f.method,
-                "passes": f.passes,
             }
             for f in facts
         ],

@@ -13,8 +13,9 @@ from ..dtypes import BFLOAT16, FLOAT32, Array
 from ..planning import MergePlan, TensorPlan
 from .facts import BLOCK, Sink, TensorFact, fact, hash_inputs, not_finite
 from .passes import Buffers, FusedTensor
-from .programs import PROGRAMS
+from .programs import BY_ROWS, PROGRAMS
 
+_WIDEST = 1 << 18  # elements of a row that a kernel takes
 _LARGEST = 1 << 32  # elements of a tensor whose random words have one key
 
 
@@ -30,12 +31,11 @@ class FusedEngine:
 
     def takes(self, t: TensorPlan) -> bool:
         """Return whether a tensor's merge can be done here."""
-        by_elements = (
-            t.method in PROGRAMS
-            and t.chunking == "elements"
-            and t.parameters.get("scope") != "global"
-        )
-        return by_elements and t.work == FLOAT32 and t.info.count < _LARGEST
+        by_rows = t.method in BY_ROWS and t.shape[-1:] <= (_WIDEST,)
+        if t.method not in PROGRAMS or not (t.chunking == "elements" or by_rows):
+            return False
+        whole = t.parameters.get("scope") == "global"
+        return not whole and t.work == FLOAT32 and t.info.count < _LARGEST
 
     def run(self, t: TensorPlan, sink: Sink) -> TensorFact:
         """Compute one tensor and hand its blocks, rounded, to ``sink(plan, start, values)``."""
@@ -46,7 +46,7 @@ class FusedEngine:
         dtype = np.uint16 if t.dtype == BFLOAT16 else np.float32
 
         def work(raw: Array, count: int, place: int, block: int) -> None:
-            out = self._buffers.get("out", 1, BLOCK, dtype)[0, :count]
+            out = self._buffers.get("out", 1, max(BLOCK, count), dtype)[0, :count]
             if finish(raw, count, place, block, out):
                 raise not_finite(t)
             if dtype is np.float32 and t.dtype != FLOAT32:
@@ -56,7 +56,7 @@ class FusedEngine:
                     raise not_finite(t)
             sink(t, place, out)
 
-        if self._hashing:
+        if self._hashing and t.chunking == "elements":
             hashes: list[list[str]] | None = [[] for _ in range(0, t.info.count, BLOCK)]
         else:
             hashes = None

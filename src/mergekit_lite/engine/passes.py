@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -19,21 +19,33 @@ import numpy.typing as npt
 
 from ..dtypes import BFLOAT16, FLOAT32, Array, numbers
 from ..files import Source
+from ..methods.registry import block_shape
 from ..methods.selection import Selector
 from ..planning import TensorPlan
-from . import _numba as kernels
+from . import native
 from .facts import BLOCK
 from .hashing import hash_bytes
+from .tiles import ALL, CHOSEN, DRAW, MIDDLE, TILE, TRIM
 
 T = TypeVar("T")
 
 # the sample that thresholds start from
 _STRETCHES = 32
 _STRETCH = 2048
+_LINE = 64  # bytes of a line of the cache
+_NO_MASK = np.empty((0, 0), np.uint8)
+_MANTISSA = 23  # bits of a float32
+_OCTAVES = 16  # that bins of magnitudes span below the largest; smaller ones share the first bin
+_MOST_BINS = 2048  # which with their limits stay in a core's nearest cache
+_WORK_ROWS = 5  # that kernels use at most beside one a model
 
 Finish = Callable[[Array, int, int, int, Array], bool]
 """Makes a block of the result: ``finish(raw, count, place, block, out)``; True where it is not
 finite."""
+
+
+Choose = Callable[[Array, int, int, int], Array]
+"""Chooses what is kept of a block: ``choose(raw, count, place, block)``."""
 
 
 def float32(values: Sequence[float] | Array) -> Array:
@@ -52,8 +64,16 @@ class Buffers(threading.local):
         key = (name, np.dtype(dtype).str)
         array = self._arrays.get(key)
         if array is None or array.shape[0] < rows or array.shape[1] != columns:
-            array = self._arrays[key] = np.empty((rows, columns), dtype)
+            array = self._arrays[key] = _aligned(rows, columns, np.dtype(dtype))
         return array[:rows]
+
+
+def _aligned(rows: int, columns: int, dtype: np.dtype[Any]) -> Array:
+    """Return an array whose first element begins a line of the cache, as vectors want it."""
+    size = rows * columns * dtype.itemsize
+    room = np.empty(size + _LINE, np.uint8)
+    first = -room.ctypes.data % _LINE
+    return room[first : first + size].view(dtype).reshape(rows, columns)
 
 
 @dataclass(frozen=True)
@@ -61,25 +81,28 @@ class Kept:
     """Choice of what a method keeps of the task vectors, as the kernels take it.
 
     Args:
-        kind: `kernels.ALL`, ``TRIM``, ``MIDDLE`` or ``DRAW``.
+        kind: ``ALL``, ``TRIM``, ``MIDDLE``, ``DRAW`` or ``CHOSEN``.
         cuts: Thresholds, of the top as well for ``MIDDLE``.
         selectors: Know how many elements that equal a threshold a block keeps.
         keys: Keys of each model's random words, (K, 4).
         wholes, limits: Of each model's probability, as `Noise.keep` divides it.
+        masks: For each block a bit for each model and element: (K, bytes).
     """
 
-    kind: int = kernels.ALL
+    kind: int = ALL
     cuts: Array = field(default_factory=lambda: np.empty(0, np.float32))
     selectors: Sequence[Selector] = ()
     keys: Array = field(default_factory=lambda: np.empty((0, 4), np.uint32))
     wholes: Array = field(default_factory=lambda: np.empty(0, np.int64))
     limits: Array = field(default_factory=lambda: np.empty(0, np.float32))
+    masks: Mapping[int, Array] = field(default_factory=dict)
 
     def arguments(self, block: int) -> tuple[Any, ...]:
         """The kernels' tuple for one block."""
         ties = [selector.answer(block).ties for selector in self.selectors]
         budgets = np.array([-1 if t is None else t for t in ties], np.int64)
-        return self.kind, self.cuts, budgets, self.keys, self.wholes, self.limits
+        mask = self.masks.get(block, _NO_MASK)
+        return self.kind, self.cuts, budgets, self.keys, self.wholes, self.limits, mask
 
 
 class FusedTensor:
@@ -101,6 +124,11 @@ class FusedTensor:
         self._buffers = buffers
         self._executor = executor
         self._size = t.info.count
+        self._columns = block_shape(t.shape, "rows")[1]
+        if t.chunking == "rows":
+            self._span = max(1, BLOCK // self._columns) * self._columns
+        else:
+            self._span = BLOCK
         infos = [sources[i.source].tensors[i.name] for i in t.everything]
         nothing = np.empty(0, np.uint8)
         self._direct = [sources[i.source].read_into(i.name, 0, nothing) for i in t.everything]
@@ -110,6 +138,10 @@ class FusedTensor:
             direct and (narrow or info.dtype == FLOAT32)
             for direct, info in zip(self._direct, infos, strict=True)
         ]
+
+    def work(self) -> Array:
+        """Return memory for a kernel to work in."""
+        return self._buffers.get("work", self.models + _WORK_ROWS, TILE, np.float32)
 
     def _read(self, place: int, count: int, raw: Array, hashed: list[str] | None = None) -> None:
         """Fill the first ``count`` columns of a buffer, a row an input, the base last.
@@ -135,12 +167,12 @@ class FusedTensor:
         ``hashes``, one empty list for each block, takes the hashes of every input's block.
         """
         self.passes += 1
-        places = range(0, self._size, BLOCK)
+        places = range(0, self._size, self._span)
         rows = len(self.plan.everything)
 
         def one(block: int) -> T:
-            raw = self._buffers.get("raw", rows, BLOCK, self._dtype)
-            count = min(BLOCK, self._size - places[block])
+            raw = self._buffers.get("raw", rows, max(BLOCK, self._span), self._dtype)
+            count = min(self._span, self._size - places[block])
             self._read(places[block], count, raw, None if hashes is None else hashes[block])
             return work(raw, count, places[block], block)
 
@@ -154,7 +186,7 @@ class FusedTensor:
 
         def work(raw: Array, count: int, place: int, block: int) -> Array:
             sums = np.zeros((rows, rows))
-            kernels.gram(raw, count, rows, shifted, sums)
+            native.run("gram", raw, count, rows, shifted, self.work(), sums)
             return sums
 
         return summed(self.each(work))
@@ -164,17 +196,17 @@ class FusedTensor:
 
         def work(raw: Array, count: int, place: int, block: int) -> Array:
             sums = np.zeros((self.models, 2))
-            kernels.norms(raw, count, self.models, place, kept.arguments(block), sums)
+            arguments = kept.arguments(block)
+            native.run("norms", raw, count, self.models, place, *arguments, self.work(), sums)
             return sums
 
         return summed(self.each(work))
 
     def restoring(self, kept: Kept, rescale: bool) -> Array:
         """The factors that give back the L1 norms; none where they are not wanted."""
-        if not rescale or kept.kind == kernels.ALL:
+        if not rescale or kept.kind == ALL:
             return np.empty(0, np.float32)
-        before, after = self.norms(kept).T
-        return np.where(after > 0, before / np.maximum(after, 1e-300), 1.0).astype(np.float32)
+        return _factors(self.norms(kept))
 
     def _sample(self) -> Array:
         """Stretches of every input, spread over the tensor."""
@@ -201,9 +233,9 @@ class FusedTensor:
         while not all(selector.done for selector in selectors):
             self._search(selectors)
         if len(selectors) == self.models:
-            kind = kernels.TRIM
+            kind = TRIM
         else:
-            kind = kernels.MIDDLE
+            kind = MIDDLE
         return Kept(kind, float32([selector.threshold for selector in selectors]), selectors)
 
     def _search(self, selectors: Sequence[Selector]) -> None:
@@ -215,7 +247,8 @@ class FusedTensor:
             patterns = self._buffers.get("patterns", len(selectors), BLOCK, np.uint32)
             above = np.zeros(len(selectors), np.int64)
             inside = np.zeros(len(selectors), np.int64)
-            if kernels.window(raw, count, self.models, lows, highs, top, patterns, above, inside):
+            arguments = (lows, highs, top, patterns, above, inside, self.work())
+            if native.run("window", raw, count, self.models, *arguments):
                 raise _nan(self.plan)
             for k, selector in enumerate(selectors):
                 if not selector.done:
@@ -237,16 +270,59 @@ class FusedTensor:
             wholes.append(128 if probability >= 1 else int(whole))
             limits.append(rest * (1 << 31) if rest else -1.0)
         return Kept(
-            kernels.DRAW,
+            DRAW,
             keys=np.array(keys, np.uint32),
             wholes=np.array(wholes, np.int64),
             limits=float32(limits),
         )
 
+    def chosen(
+        self, density: Sequence[float], epsilon: Sequence[float], rescale: bool
+    ) -> tuple[Kept, Array, Choose]:
+        """Choose by rank what is kept, as `methods.dropping` does for della.
+
+        Returns:
+            What is kept, and the factors that restore the L1 norms if these are wanted: then the
+            whole tensor is read, and all is known. Else what is kept of a block is known when the
+            third, a function of a block, was called.
+        """
+        keys = [
+            _words(f"{self._seed}|{self.plan.name}|{model}|each|0") for model in range(self.models)
+        ]
+        steps = np.arange(self._columns, dtype=np.float32) / np.float32(max(1, self._columns - 1))
+        chances = [(d - e) + steps * (2 * e) for d, e in zip(density, epsilon, strict=True)]
+        exact = np.rint(np.array(chances, np.float64) * 2**32 - 2**31)
+        limits = exact.clip(max=2**31 - 1).astype(np.int32)
+        whole = np.array(density) >= 1
+        bins = 1 << min(_MOST_BINS, max(64, self._columns // 2)).bit_length() - 1
+        shift = np.uint32(_MANTISSA + (_OCTAVES.bit_length() - 1) - (bins.bit_length() - 1))
+        masks: dict[int, Array] = {}
+        kept = Kept(CHOSEN, masks=masks)
+
+        def choose(raw: Array, count: int, place: int, block: int) -> Array:
+            mask = np.zeros((self.models, -(-count // 8)), np.uint8)
+            sums = np.zeros((self.models, 2))
+            row = self._buffers.get("row", 3, self._columns, np.float32)
+            table = self._buffers.get("bins", 3, bins, np.int32)
+            settings = (shift, np.array(keys, np.uint32), limits, whole, row, table)
+            native.run(
+                "choose", raw, count, self._columns, self.models, place, *settings, mask, sums
+            )
+            masks[block] = mask
+            return sums
+
+        if not rescale:
+            return kept, np.empty(0, np.float32), choose
+        return kept, _factors(summed(self.each(choose))), choose
+
     def combined(self, factors: Sequence[float] | Array) -> Finish:
         """Finish as Σ c_k x_k over all inputs, the base last."""
         c = float32(factors)
-        return lambda raw, count, place, block, out: kernels.combine(raw, count, c, out)
+
+        def finish(raw: Array, count: int, place: int, block: int, out: Array) -> bool:
+            return native.run("combine", raw, count, c, self.work(), out)
+
+        return finish
 
     def shifted(
         self,
@@ -272,9 +348,8 @@ class FusedTensor:
         )
 
         def finish(raw: Array, count: int, place: int, block: int, out: Array) -> bool:
-            return kernels.shift(
-                raw, count, self.models, place, kept.arguments(block), scales, w, voting, out
-            )
+            arguments = (*kept.arguments(block), scales, w, *voting, self.work(), out)
+            return native.run("shift", raw, count, self.models, place, *arguments)
 
         return finish
 
@@ -288,9 +363,10 @@ class FusedTensor:
         sample = self._sample()
         deltas = sample[:-1] - sample[-1]
         bits = deltas.var(0, dtype=np.float32).view(np.int32)
-        first = Selector(max(1, int(share * self._size)), self._size, bits)
-        varied = self._search_variance(first)
-        selector = Selector(int(share * varied), self._size, bits)
+        selector = Selector(max(1, int(share * self._size)), self._size, bits)
+        varied = self._search_variance(selector)
+        selector.expect(int(share * varied))
+        selector.advance()
         while not selector.done:
             self._search_variance(selector)
             selector.advance()
@@ -302,14 +378,21 @@ class FusedTensor:
         top = np.uint32(selector.top)
 
         def work(raw: Array, count: int, place: int, block: int) -> int:
-            patterns = self._buffers.get("patterns", self.models, BLOCK, np.uint32)[0]
+            patterns = self._buffers.get("patterns", 1, BLOCK, np.uint32)[0]
             counts = np.zeros(3, np.int64)
-            if kernels.variance_window(raw, count, self.models, low, high, top, patterns, counts):
+            arguments = (low, high, top, patterns, counts, self.work())
+            if native.run("variance_window", raw, count, self.models, *arguments):
                 raise _nan(self.plan)
             selector.take(block, int(counts[0]), patterns[: counts[1]].astype(np.int32))
             return int(counts[2])
 
         return sum(self.each(work))
+
+
+def _factors(norms: Array) -> Array:
+    """Return what gives each model's L1 norms back, from those before and after (K, 2)."""
+    before, after = norms.T
+    return np.where(after > 0, before / np.maximum(after, 1e-300), 1.0).astype(np.float32)
 
 
 def summed(parts: Sequence[Array]) -> Array:

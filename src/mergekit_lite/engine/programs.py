@@ -16,7 +16,7 @@ from ..dtypes import Array
 from ..methods import MergeMethod, coefficients
 from ..methods.averaging import normaliser
 from ..methods.trimming import middle_counts, trimmed_count
-from . import _numba as kernels
+from . import native
 from .passes import Finish, FusedTensor, Kept, float32, summed
 
 
@@ -36,7 +36,10 @@ def _task_arithmetic(
 
 
 def _nearswap(x: FusedTensor, t: float) -> Finish:
-    return lambda raw, count, place, block, out: kernels.nudge(raw, count, np.float32(t), out)
+    def finish(raw: Array, count: int, place: int, block: int, out: Array) -> bool:
+        return native.run("nudge", raw, count, np.float32(t), x.work(), out)
+
+    return finish
 
 
 def _slerp(x: FusedTensor, t: float) -> Finish:
@@ -103,6 +106,36 @@ def _keeping(keep: Callable[..., Kept], *, vote: bool) -> Callable[..., Finish]:
     return program
 
 
+def _by_rank(*, vote: bool) -> Callable[..., Finish]:
+    """B + λ times the weighted sum, or with ``vote`` the consensus, of what was chosen by rank."""
+
+    def program(
+        x: FusedTensor,
+        density: list[float],
+        epsilon: list[float],
+        weight: list[float],
+        normalize: bool,
+        rescale: bool,
+        lambda_: float,
+    ) -> Finish:
+        scale = lambda_ if vote else lambda_ / normaliser(weight, normalize)
+        normalized = normalize if vote else None
+        if min(density) >= 1:
+            return x.shifted(weight, scale, normalize=normalized)
+        kept, scales, choose = x.chosen(density, epsilon, rescale)
+        finish = x.shifted(weight, scale, kept, scales, normalized)
+        if rescale:
+            return finish
+
+        def choose_and_finish(raw: Array, count: int, place: int, block: int, out: Array) -> bool:
+            choose(raw, count, place, block)
+            return finish(raw, count, place, block, out)
+
+        return choose_and_finish
+
+    return program
+
+
 def _sce(x: FusedTensor, select_topk: float) -> Finish:
     selecting, cut, selector = x.selected(select_topk)
 
@@ -112,7 +145,8 @@ def _sce(x: FusedTensor, select_topk: float) -> Finish:
 
     def work(raw: Array, count: int, place: int, block: int) -> Array:
         sums = np.zeros(x.models)
-        kernels.energy(raw, count, x.models, selecting, cut, budget(block), sums)
+        arguments = (selecting, cut, budget(block), x.work(), sums)
+        native.run("energy", raw, count, x.models, *arguments)
         return sums
 
     energy = summed(x.each(work))
@@ -120,9 +154,8 @@ def _sce(x: FusedTensor, select_topk: float) -> Finish:
     weights = float32(energy / total if total > 0 else np.full_like(energy, 1 / x.models))
 
     def finish(raw: Array, count: int, place: int, block: int, out: Array) -> bool:
-        return kernels.erase_minority(
-            raw, count, x.models, selecting, cut, budget(block), weights, out
-        )
+        arguments = (selecting, cut, budget(block), weights, x.work(), out)
+        return native.run("erase_minority", raw, count, x.models, *arguments)
 
     return finish
 
@@ -141,7 +174,12 @@ PROGRAMS: Mapping[MergeMethod, Callable[..., Finish]] = {
     methods.breadcrumbs: _keeping(_middling, vote=False),
     methods.breadcrumbs_ties: _keeping(_middling, vote=True),
     methods.sce: _sce,
+    methods.della: _by_rank(vote=True),
+    methods.della_linear: _by_rank(vote=False),
     methods.dare_linear: _keeping(FusedTensor.drawn, vote=False),
     methods.dare_ties: _keeping(FusedTensor.drawn, vote=True),
 }
-"""The methods that have a kernel, where a tensor may be cut anywhere."""
+"""The methods that have a kernel."""
+
+BY_ROWS = (methods.della, methods.della_linear)
+"""Those whose kernels take whole rows; those of all others take a tensor cut anywhere."""

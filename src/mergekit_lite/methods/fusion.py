@@ -5,6 +5,7 @@ Notation: D_i = W_i - B; a model is active where |D_i| > ε.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from .._torch import Tensor, torch
@@ -28,6 +29,7 @@ def arcee_fusion(tensors: list[Tensor], base: Tensor) -> Asking[Tensor]:
     """
     model = tensors[0]
 
+    @functools.cache  # three requests look at one block
     def importance() -> Tensor:
         log_p = model.log_softmax(-1)
         log_q = base.log_softmax(-1)

@@ -93,26 +93,31 @@ class Selector:
         self.top = int(np.array(np.inf, self._np).view(f"i{self._np().itemsize}")) + 1
         self._lock = threading.Lock()
         self._blocks: dict[int, np.ndarray | int] = {}
-        self.done = k <= 0 or k > total or total == 0
-        self.threshold = float("inf") if k <= 0 else 0.0
+        self.done = k > total or total == 0
+        self.threshold = 0.0
+        self.expect(k)
         self._ties: dict[int, int | None] = {}
         self._seen = False
         self._open(*self._first_window(sample, total))
 
     def _first_window(self, sample: np.ndarray, total: int) -> tuple[int, int, bool]:
-        bits = np.sort(sample)[::-1]
-        if bits.size == 0:
+        size = sample.size
+        if size == 0:
             return 0, self.top, total <= _COLLECT
         rank = self._k / total
-        margin = _MARGIN + bits.size**-0.5
-        high_at = int((rank - margin) * bits.size)
-        low_at = int((rank + margin) * bits.size) + 1
-        if high_at >= 0:
-            high = min(int(bits[high_at]) + 1, self.top)
-        else:
-            high = self.top
-        low = max(int(bits[low_at]), 0) if low_at < bits.size else 0
-        share = ((bits >= low) & (bits < high)).mean()
+        margin = _MARGIN + size**-0.5
+        # places in the sample, from the smallest
+        high_at = size - 1 - int((rank - margin) * size)
+        low_at = size - 2 - int((rank + margin) * size)
+        places = [place for place in (low_at, high_at) if 0 <= place < size]
+        ordered = np.partition(sample, places) if places else sample
+        low = 0
+        high = self.top
+        if high_at < size:
+            high = min(int(ordered[high_at]) + 1, self.top)
+        if low_at >= 0:
+            low = max(int(ordered[low_at]), 0)
+        share = ((sample >= low) & (sample < high)).mean()
         return low, max(high, low + 1), share * total <= _COLLECT
 
     def _open(self, low: int, high: int, collect: bool) -> None:
@@ -157,6 +162,13 @@ class Selector:
                 self._blocks[block] = inside
             else:  # the sample misjudged the window; the pass goes on as a count
                 self._blocks.clear()
+
+    def expect(self, k: int) -> None:
+        """Change how many are to be kept, while a pass is under way."""
+        self._k = k
+        if k <= 0:
+            self.done = True
+            self.threshold = float("inf")
 
     def advance(self) -> None:
         """End a pass: finish, or open the next window."""

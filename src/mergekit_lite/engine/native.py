@@ -1,0 +1,166 @@
+"""Run compiled kernels from the user's cache; numba compiles one when it is first asked for.
+
+numba takes half a second to start, and most merges take little more. So what it makes of a kernel
+is kept as object code, which LLVM's own loader needs milliseconds for.
+
+A kernel is compiled for the kinds of its arguments: arrays are pointers and sizes, all others are
+numbers. It takes arrays that lie in one piece, allocates nothing and never raises.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from model_components._folders import OutputError, cache_folder, new_file
+
+from ..dtypes import Array
+from .tiles import Kind
+
+_SOURCES = ("_numba.py", "tiles.py")
+_NUMBERS: dict[type, tuple[str, Any]] = {
+    bool: ("?", ctypes.c_bool),
+    int: ("q", ctypes.c_int64),
+    np.uint32: ("I", ctypes.c_uint32),
+    np.float32: ("f", ctypes.c_float),
+}
+# what kernels call where they raise, which they do not: these names need any address
+_NEVER_CALLED = (
+    "NRT_Free",
+    "NRT_MemInfo_call_dtor",
+    "numba_do_raise",
+    "numba_gil_ensure",
+    "numba_gil_release",
+    "numba_runtime_build_excinfo_struct",
+    "numba_unpickle",
+)
+_lock = threading.Lock()
+_loaded: dict[tuple[str, tuple[Kind, ...]], Callable[..., bool]] = {}
+_engines: list[Any] = []  # they own the code, and live as long as the process
+
+
+def problem() -> str | None:
+    """Return why no kernel can run on this machine, or None."""
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
+        return "numba is told not to compile (NUMBA_DISABLE_JIT)"
+    try:
+        missing = [name for name in ("llvmlite", "numba") if importlib.util.find_spec(name) is None]
+    except ImportError as error:
+        return str(error)
+    return f"{missing[0]} is not installed" if missing else None
+
+
+def run(name: str, *arguments: Array | float | np.generic) -> bool:
+    """Run a kernel of `_numba`.
+
+    Args:
+        name: The kernel.
+        *arguments: Arrays in one piece, of a fixed number of dimensions and dtype each, and
+            numbers of the types bool, int, `numpy.uint32` and `numpy.float32`.
+
+    Returns:
+        What the kernel answers.
+    """
+    kinds: list[Kind] = []
+    values: list[object] = []
+    for argument in arguments:
+        if isinstance(argument, np.ndarray):
+            assert argument.flags.c_contiguous, name
+            kinds.append((argument.dtype.char, argument.ndim))
+            values += [argument.ctypes.data, *argument.shape]
+        else:
+            kinds.append((_NUMBERS[type(argument)][0], 0))
+            values.append(argument)
+    key = name, tuple(kinds)
+    function = _loaded.get(key)
+    if function is None:
+        with _lock:
+            function = _loaded.get(key) or _load(*key)
+            _loaded[key] = function
+    return function(*values)
+
+
+def _load(name: str, kinds: tuple[Kind, ...]) -> Callable[..., bool]:
+    """Return a kernel as a function of pointers, sizes and numbers."""
+    from llvmlite import binding
+
+    symbol, code = _object_code(name, kinds)
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _target_machine())
+    engine.add_object_file(binding.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    _engines.append(engine)
+    types: list[Any] = []
+    numbers = dict(_NUMBERS.values())
+    for dtype, dimensions in kinds:
+        if dimensions:
+            types += [ctypes.c_void_p, *[ctypes.c_int64] * dimensions]
+        else:
+            types.append(numbers[dtype])
+    return ctypes.CFUNCTYPE(ctypes.c_bool, *types)(engine.get_function_address(symbol))
+
+
+@functools.cache
+def _target_machine() -> Any:
+    from llvmlite import binding
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    nothing = ctypes.cast(ctypes.pythonapi.Py_IncRef, ctypes.c_void_p).value
+    for name in _NEVER_CALLED:
+        binding.add_symbol(name, nothing)
+    return binding.Target.from_default_triple().create_target_machine(
+        cpu=binding.get_host_cpu_name(),
+        features=binding.get_host_cpu_features().flatten(),
+        opt=3,
+        codemodel="jitdefault",
+    )
+
+
+def _object_code(name: str, kinds: tuple[Kind, ...]) -> tuple[str, bytes]:
+    """Return the name of a kernel's function and its code, from the cache if it is whole there."""
+    kept = cache_folder() / "merge" / f"{name}-{_identity(name, kinds)}.o"
+    try:
+        head, _, code = kept.read_bytes().partition(b"\n")
+        symbol, digest = head.decode().split()
+        if hashlib.sha256(code).hexdigest() == digest:
+            return symbol, code
+    except (OSError, ValueError):
+        pass  # not there, or cut short
+    from ._numba import compiled
+
+    symbol, code = compiled(name, kinds, _target_machine())
+    try:
+        with new_file(kept, "merge_models") as part:
+            digest = hashlib.sha256(code).hexdigest()
+            part.write_bytes(f"{symbol} {digest}\n".encode() + code)
+    except OutputError:
+        pass  # the next process compiles again
+    return symbol, code
+
+
+def _identity(name: str, kinds: tuple[Kind, ...]) -> str:
+    return hashlib.sha256(f"{_surroundings()} {name} {kinds}".encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _surroundings() -> str:
+    """Return what object code depends on, beside its kernel: sources, compilers, processor."""
+    from llvmlite import binding
+
+    sources = hashlib.sha256()
+    for source in _SOURCES:
+        sources.update(Path(__file__).with_name(source).read_bytes())
+    versions = [importlib.metadata.version(package) for package in ("numba", "llvmlite")]
+    processor = [binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()]
+    parts = [sources.hexdigest(), *versions, binding.get_default_triple(), *processor]
+    return " ".join(parts)

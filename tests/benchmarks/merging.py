@@ -2,8 +2,9 @@
 
 Three random Llama-like checkpoints (bfloat16, shards of about 100 MB) are built once under the work
 folder. The floors are a plain copy (read every input, write one output, 16 MB at a time),
-``import numba`` and ``import torch``. Cold is the first merge on a machine, which compiles its
-kernels; eager runs torch functions in their place. Spectral methods, which have no kernel, stand
+``import numpy`` and ``import torch``. Cold is the first merge on a machine, which compiles its
+kernels; eager runs torch functions in their place. More methods than the first five run when they
+are named, without these two. Spectral methods, which have no kernel, stand
 beside a script that loads both models whole. A size that follows two others in the same run has its
 seconds predicted by the line through them before it is measured.
 """
@@ -38,6 +39,15 @@ METHODS = {
     "model_stock": (["b", "c"], "a", {}),
     "dare_ties": (["b", "c"], "a", {"weight": 0.5, "density": 0.5}),
     "ties": (["b", "c"], "a", {"weight": 0.5, "density": 0.5}),
+}
+MORE = {
+    "passthrough": (["a"], None, {}),
+    "nuslerp": (["b", "c"], None, {"weight": 0.5}),
+    "karcher": (["a", "b", "c"], None, {}),
+    "breadcrumbs": (["b", "c"], "a", {"weight": 0.5, "density": 0.5}),
+    "sce": (["b", "c"], "a", {"select_topk": 0.1}),
+    "arcee_fusion": (["b"], "a", {}),
+    "della": (["b", "c"], "a", {"weight": 0.5, "density": 0.5}),
 }
 SPECTRAL = {"tsv": (["b", "c"], "a", {}), "iso_c": (["b", "c"], "a", {})}
 DENSE = """
@@ -163,13 +173,13 @@ def build(size: str, name: str, seed: int) -> Path:
 
 def inputs_of(method: str) -> list[str]:
     """The models that a method reads, a base first."""
-    models, base, _ = (METHODS | SPECTRAL)[method]
+    models, base, _ = (METHODS | MORE | SPECTRAL)[method]
     return [*([base] if base else []), *models]
 
 
 def recipe(size: str, method: str) -> Path:
     """The YAML that both read."""
-    models, base, parameters = (METHODS | SPECTRAL)[method]
+    models, base, parameters = (METHODS | MORE | SPECTRAL)[method]
     folder = WORK / size
     listed = (
         [folder / base, *(folder / m for m in models)]
@@ -202,7 +212,7 @@ def commands(
         device,
     ]
     threads = f"{os.cpu_count()} threads"
-    cold = ["env", f"NUMBA_CACHE_DIR={WORK / 'cold'}", *ours]
+    cold = ["env", f"XDG_CACHE_HOME={WORK / 'cold'}", *ours]
     if method in SPECTRAL:
         return {
             ("dense script", "1 thread"): [sys.executable, "-c", DENSE, method, str(out), *inputs],
@@ -215,12 +225,13 @@ def commands(
     }
     if size == "7B":
         return chosen
-    chosen |= {
-        ("import numba", ""): [sys.executable, "-c", "import numba"],
-        ("import torch", ""): [sys.executable, "-c", "import torch"],
-        ("mergekit_lite", "1 thread, cold"): [*cold, "--threads", "1"],
-        ("mergekit_lite", "1 thread, eager"): [*ours, "--threads", "1", "--impl", "eager"],
-    }
+    if method in METHODS:
+        chosen |= {
+            ("import numpy", ""): [sys.executable, "-c", "import numpy"],
+            ("import torch", ""): [sys.executable, "-c", "import torch"],
+            ("mergekit_lite", "1 thread, cold"): [*cold, "--threads", "1"],
+            ("mergekit_lite", "1 thread, eager"): [*ours, "--threads", "1", "--impl", "eager"],
+        }
     if peer:
         theirs = [
             str(Path(sys.executable).parent / "mergekit-yaml"),
@@ -272,7 +283,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure and append rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", default=["300M", "1B"], choices=SIZES)
-    parser.add_argument("--methods", nargs="+", default=[*METHODS], choices=[*METHODS, *SPECTRAL])
+    parser.add_argument(
+        "--methods", nargs="+", default=[*METHODS], choices=[*METHODS, *MORE, *SPECTRAL]
+    )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--no-peer", action="store_true", help="without mergekit")

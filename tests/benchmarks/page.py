@@ -33,7 +33,7 @@ TABLES = {
         "CPU seconds of whole processes, imports and hashes included; in turn, a fresh process "
         "each. `ratio` is against mergekit_lite with one thread. Cold is the first merge on a "
         "machine, which compiles kernels; eager runs torch functions in their place. The floor is "
-        "the copy and `import numba`. Spectral methods have no kernel; the dense script loads both "
+        "the copy and `import numpy`. Spectral methods have no kernel; the dense script loads both "
         "models whole and calls `torch.linalg.svd`.",
     ),
     "masked_linear": Table(

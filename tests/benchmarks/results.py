@@ -202,7 +202,7 @@ def write_readme_table() -> None:
         "median CPU seconds / peak resident MB, written by `make bench`:",
         "",
         "| method | mergekit_lite | mergekit 0.1.5 | CPU ratio | memory ratio "
-        "| file copy | `import numba` | `import torch` |",
+        "| file copy | `import numpy` | `import torch` |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for op in dict.fromkeys(r["op"] for r in rows):
@@ -222,7 +222,7 @@ def write_readme_table() -> None:
 
         cpu = f"{float(peer['cpu_p50']) / float(ours['cpu_p50']):.1f}" if peer else ""
         memory = f"{int(peer['peak_bytes']) / int(ours['peak_bytes']):.1f}" if peer else ""
-        floors = [cell(found.get(name)) for name in ("copy", "import numba", "import torch")]
+        floors = [cell(found.get(name)) for name in ("copy", "import numpy", "import torch")]
         lines.append(
             f"| {op} | {cell(ours)} | {cell(peer)} | {cpu} | {memory} | {' | '.join(floors)} |"
         )

@@ -24,6 +24,7 @@ from .recipe import (
     TokenRule,
     as_list,
     as_mapping,
+    model_key,
     unknown_keys,
 )
 
@@ -224,11 +225,6 @@ class _Parser:
         slices = data.pop("slices", None)
         base = data.pop("base_model", None)
         data.pop("modules", None)
-        if base is not None and not models and not slices:
-            self.notes.append("recipe: names no models beside the base, which alone is written")
-            models = [base]
-            base = None
-            data |= {"merge_method": "passthrough", "parameters": {}}
         for key in ("dtype", "out_dtype"):
             if isinstance(data.get(key), str):
                 data[key] = data[key].removeprefix("torch.")
@@ -238,6 +234,11 @@ class _Parser:
             base = self._read(self._model, "base_model", base)
         if _LOST in (*entries, *pieces, base):
             raise RecipeError()  # for the problems that are kept
+        if base is not None and not pieces and _is_alone(base, entries, data["merge_method"]):
+            self.notes.append("recipe: names no models beside the base, which alone is written")
+            entries = (ModelEntry(model=base),)
+            base = None
+            data |= {"merge_method": "passthrough", "parameters": {}}
         settings = {key: value for key, value in data.items() if value is not None}
         rest = {key: value for key, value in settings.items() if key not in _TEXTS}
         make = functools.partial(
@@ -371,6 +372,14 @@ class _Parser:
             token_id=row,
             force=force,
         )
+
+
+def _is_alone(base: object, entries: Sequence[ModelEntry], method: object) -> bool:
+    """Return whether there is nothing to merge with the base."""
+    chosen = METHODS.get(str(method))
+    if entries and (chosen is None or chosen.base == "unused"):
+        return False
+    return all(model_key(entry.model) == model_key(base) for entry in entries)
 
 
 def _whole(value: Any) -> Any:

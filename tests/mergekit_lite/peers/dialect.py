@@ -57,7 +57,11 @@ DIFFERENT = {
     "stacks of an architecture that mergekit has no definition of: the config counts the layers, "
     "and the last norm is the last slice's": "arch_opt_stack",
     "random draws (dare, della) come from another generator": (
-        "r_dare_ties r_dare_linear_rescale_off r_della r_della_linear"
+        "r_dare_ties r_dare_linear_rescale_off r_della r_della_linear r_p_dare_ties_sparse_template "
+        "r_p_dare_ties_base_has_weight r_p_dare_ties_dtype_among_parameters "
+        "r_p_dare_ties_base_first r_p_dare_ties_foreign_parameters r_p_dare_ties_weight_gradients "
+        "r_p_della_per_model r_p_della_without_epsilon r_p_della_union_template "
+        "r_p_della_linear_weight_filters r_p_della_linear_in_the_default_module"
     ),
 }
 # Recipes that mergekit runs and we refuse: they say something that is likely not meant.
@@ -75,7 +79,6 @@ REFUSED = {
     "a slice without layers": "slice_empty_range",
     "a chat template that is no name, no template and no file: mergekit writes no tokenizer at "
     "all": "chat_invalid",
-    "a base and nothing to merge with it": "task_arithmetic_only_base",
 }
 # Recipes that mergekit refuses, or breaks on, and we run.
 EXTRA = {

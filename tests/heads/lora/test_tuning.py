@@ -216,6 +216,21 @@ def test_a_run_that_breaks():
     assert tuning_report(log_of([2.0] * 3, norms=[math.inf, 1.0, 1.0])).breaks_at is None
 
 
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"step": 1, "loss": "high"}, "loss 'high', expected a number"),
+        ({"loss": 2.0}, "step None, expected a number"),
+        ({"step": math.nan, "loss": 2.0}, "step nan, expected a number"),
+        ({"step": 1, "loss": 2.0, "grad_norm": "big"}, "grad_norm 'big'"),
+        ({"step": 1, "eval_loss": [1.0]}, r"eval_loss \[1.0\]"),
+    ],
+)
+def test_text_in_a_log_is_refused(entry, words):
+    with pytest.raises(ValueError, match=rf"tuning_report: .*{words}"):
+        tuning_report([entry])
+
+
 def test_several_held_out_sets_are_told_apart():
     log = [{"step": i, "eval_a_loss": 3 - i, "eval_b_loss": 3 + i} for i in range(3)]
     assert tuning_report(log, held_out="eval_b_loss").held_out == ((0, 3.0), (1, 4.0), (2, 5.0))
@@ -244,11 +259,72 @@ def test_spikes_are_told_with_step_and_norm_and_noise_is_not():
     assert all(abs(s.usual - 1.7) < 0.3 for s in spikes)
     assert tuning_report(log_of([2.0] * 20 + [2.001] * 20)).spikes == ()  # no noise at all
     # too little is known yet
-    assert tuning_report(log_of([2.0] * 9 + [9.0] + [2.0] * 9)).spikes == ()
-    assert len(tuning_report(log_of([2.0] * 10 + [9.0] + [2.0] * 9)).spikes) == 1
+    assert tuning_report(log_of([2.0] * 2 + [9.0] + [2.0] * 9)).spikes == ()
+    assert len(tuning_report(log_of([2.0] * 3 + [9.0] + [2.0] * 9)).spikes) == 1
     # two of three that are 8 and 10 deviations above: one spike, of which the higher is told
     (spike,) = tuning_report(log_of([2.0] * 20 + [2.16, 2.0, 2.2] + [2.0] * 10)).spikes
     assert (spike.step, spike.loss) == (23, 2.2)
+
+
+STEPS = 600
+CURVES = {  # the training loss's rise above a curve that settles, and the held-out loss by step
+    "diverges": (
+        lambda step: max(0.0, (step - 250) / 100),
+        lambda step: 1.6 + max(0.0, (step - 250) / 100),
+    ),
+    "overfits": (lambda step: -step / 1000, lambda step: 1.6 + abs(step - 200) / 1000),
+    "spikes": (
+        lambda step: 2.5 * math.exp(-(((step - 320) / 10) ** 2)),
+        lambda step: 1.6 + math.exp(-step / 60),
+    ),
+    "still improves": (lambda step: -step / 800, lambda step: 2.5 - step / 800),
+    "settled": (lambda step: 0.0, lambda step: 1.6 + math.exp(-step / 40)),
+}
+
+
+def curve(rise, held_out, every, seed, noise=0.3):
+    """A log of means over so many steps, as trainers write it."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = (noise * torch.randn(STEPS, generator=generator)).tolist()
+    losses = [1.5 + math.exp(-i / 40) + rise(i) + batch[i] for i in range(STEPS)]
+    log = []
+    for end in range(every, STEPS + 1, every):
+        entry = {"step": end, "loss": sum(losses[end - every : end]) / every}
+        log.append(entry | {"learning_rate": 1e-3, "grad_norm": 1.0})
+    looks = 0.002 * torch.randn(13, generator=generator)
+    return log + [
+        {"step": s, "eval_loss": held_out(s) + float(looks[s // 50])} for s in range(0, 601, 50)
+    ]
+
+
+@pytest.mark.parametrize("every", [1, 10, 50])
+@pytest.mark.parametrize("kind", CURVES)
+def test_every_kind_of_run_gets_its_verdict(kind, every):
+    for seed in range(20):
+        report = tuning_report(curve(*CURVES[kind], every, seed))
+        assert report.verdict == kind, (seed, str(report))
+        assert f"verdict: {kind}" in str(report)
+        if kind == "spikes":
+            (spike,) = report.spikes
+            assert abs(spike.step - 320) <= max(20, every)
+            assert (spike.learning_rate, spike.grad_norm) == (1e-3, 1.0)
+
+
+def test_a_hump_of_many_small_steps_is_a_spike():
+    """Of 1.2 nats over 20 steps: four times the noise of a batch, and gone afterwards."""
+    hump = lambda step: 1.2 * (300 <= step < 320)  # noqa: E731
+    for seed in range(20):
+        (spike,) = tuning_report(curve(hump, CURVES["settled"][1], 1, seed)).spikes
+        assert 300 < spike.step <= 320
+        assert 10 <= spike.entries <= 40
+        assert not tuning_report(curve(lambda step: 0.0, CURVES["settled"][1], 1, seed)).spikes
+
+
+def test_a_training_loss_that_ends_above_its_start_diverges():
+    log = log_of([2.0 - i / 100 for i in range(50)] + [1.5 + i * 1.3 / 50 for i in range(51)])
+    report = tuning_report(log)
+    assert report.verdict == "diverges"
+    assert report.overfits_from is None
 
 
 def test_what_trembles_from_look_to_look_is_no_overfitting():

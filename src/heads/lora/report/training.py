@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,31 +19,59 @@ if TYPE_CHECKING:
 LossLog = Sequence[tuple[int, float]]
 """(step, loss) pairs, as a trainer logs them."""
 
-# log entries before a step that define its usual loss, and the fewest that can
-_WINDOW = 40
-_FEWEST = 10
+_WINDOW = 40  # log entries before a step that define its usual loss
+_FEWEST = 3  # of them, before which nothing is usual
 # deviations above the usual that make a spike: in two logs of three, in one
 _SUSTAINED = 5.0
 _SINGLE = 15.0
+_HUMPS = (5, 10, 20, 40)  # log entries over which a hump is looked for
+_RISE = 0.3  # nats by which a level must rise to count: a third more perplexity
+_CERTAIN = 6.0  # standard errors by which it must rise, too
+_MEDIAN = 1.57  # the variance of a median of normal noise beside that of a mean
+_TENTH = 10  # a level at the end or on the way is that of so large a part of the logs
+_LEVEL = 3  # and of so many logs at least
+_NORMAL = 1.4826  # a standard deviation of normal noise over its median deviation
 _ENOUGH = 5  # third differences of held-out losses, from which their noise is estimated
 _RISEN = 4.0  # deviations of that noise by which the last held-out loss must be above the least
 
 
 class Spike(NamedTuple):
-    """A training loss far above the usual.
-
-    ``grad_norm`` is the gradient's norm before clipping, if it was logged.
+    """A training loss far above the usual that came back.
 
     Attributes:
-        step: Where.
+        step: Where it is highest.
         loss: There, in nats.
         usual: Median of the logs before.
-        grad_norm: There, before clipping; None: not logged.
+        entries: How many log entries it lasts.
+        learning_rate: There; None: not logged.
+        grad_norm: The gradient's norm there, before clipping; None: not logged.
     """
 
     step: int
     loss: float
     usual: float
+    entries: int
+    learning_rate: float | None
+    grad_norm: float | None
+
+    def __str__(self) -> str:
+        """Tell where it is, how high, and what was logged there."""
+        text = f"spike at step {self.step}: loss {self.loss:.3f}, usual {self.usual:.3f}"
+        if self.entries > 1:
+            text += f", over {self.entries} log entries"
+        if self.learning_rate is not None:
+            text += f", learning rate {self.learning_rate:.3g}"
+        if self.grad_norm is not None:
+            text += f", the gradient's norm {self.grad_norm:.3g}"
+        return text
+
+
+class _Look(NamedTuple):
+    """A training loss, and what was logged with it."""
+
+    step: int
+    loss: float
+    learning_rate: float | None
     grad_norm: float | None
 
 
@@ -53,11 +82,13 @@ class TuningReport(Report):
     Attributes:
         train: (step, loss) of the training rows, as logged.
         held_out: (step, loss) of the held-out rows.
-        spikes: Training losses far above the usual.
+        spikes: Training losses far above the usual that came back.
         overfits_from: The step of the least held-out loss, if that rose afterwards and the training
             loss did not.
-        diverges_from: The same, if the training loss rose, too: the rate is too high.
+        diverges_from: The step of the least loss, if the training loss rose afterwards: the rate is
+            too high.
         breaks_at: The first step at which a loss or a gradient's norm is not finite.
+        improves: Whether the loss was still falling at the end.
         largest_rise: How far the held-out loss ever was above the least before it.
     """
 
@@ -67,10 +98,23 @@ class TuningReport(Report):
     overfits_from: int | None
     diverges_from: int | None
     breaks_at: int | None
+    improves: bool
     largest_rise: float
 
+    @property
+    def verdict(self) -> str:
+        """The gravest finding: breaks, diverges, overfits, spikes, still improves, or settled."""
+        findings = {
+            "breaks": self.breaks_at is not None,
+            "diverges": self.diverges_from is not None,
+            "overfits": self.overfits_from is not None,
+            "spikes": bool(self.spikes),
+            "still improves": self.improves,
+        }
+        return next((name for name, found in findings.items() if found), "settled")
+
     def summary(self) -> list[str]:
-        """First, last and least losses."""
+        """First, last and least losses, and the verdict."""
         lines = []
         for name, looks in (("training", self.train), ("held out", self.held_out)):
             finite = _finite(looks)
@@ -81,7 +125,7 @@ class TuningReport(Report):
                     f"{name}: loss {first:.3f} to {last:.3f} at step {last_step} (perplexity "
                     f"{_perplexity(last):.2f}), least {least:.3f} at step {step}"
                 )
-        return lines
+        return [*lines, f"verdict: {self.verdict}"]
 
     def remarks(self) -> list[str]:
         """List where it breaks, overfits, diverges and spikes."""
@@ -95,12 +139,12 @@ class TuningReport(Report):
             )
         if self.diverges_from is not None:
             lines.append(
-                f"diverges from step {self.diverges_from}: both losses rise; the learning rate is "
-                "too high"
+                f"diverges from step {self.diverges_from}: the training loss rises; the learning "
+                "rate is too high"
             )
-        for step, loss, usual, norm in self.spikes:
-            told = "" if norm is None else f", the gradient's norm {norm:.3g}"
-            lines.append(f"spike at step {step}: loss {loss:.3f}, usual {usual:.3f}{told}")
+        lines += map(str, self.spikes)
+        if self.largest_rise > _RISE:
+            lines.append(f"the held-out loss was {self.largest_rise:.3f} above the least before it")
         return lines
 
     def plot(self, ax: Axes | None = None) -> Figure:
@@ -165,11 +209,22 @@ def tuning_report(
 ) -> TuningReport:
     """Read the log of a trainer: `transformers.Trainer`, `trl.SFTTrainer` or any on top of them.
 
-    Log every step (``logging_steps=1``) to see spikes, and evaluate on the way
-    (``eval_strategy="steps"``) to see where overfitting begins. What is usual are the 40 logs
-    before, by median and median deviation, which earlier spikes do not move; a spike is two logs of
-    three that are 5 standard deviations above it, or one that is 15. Noise of heavy tails is still
-    reported now and then.
+    Log often (``logging_steps=1``), and evaluate on the way (``eval_strategy="steps"``). The noise
+    of a log is that of its differences from one entry to the next. The rules:
+
+    - breaks: a loss is not finite, or the last gradients are not.
+    - diverges: the training loss ends 0.3 nats and 6 standard errors above its least level, levels
+      being medians of a tenth of the logs; or the held-out loss rises and a line through the
+      training losses since then climbs by 3 standard errors.
+    - overfits: the last held-out loss is above the least by ``tolerance`` and 4 times the noise
+      between evaluations.
+    - spikes: one entry is 15 standard deviations above the median of the 40 before (fewer, but at
+      least 6 and 0.3 nats, where an entry is the mean of many steps), or two of three are 5; or the
+      mean of 5 to 40 entries is 0.3 nats and 6 standard errors above, and half of
+      that is gone afterwards. Noise of heavy tails is still reported now and then.
+    - still improves: the last held-out loss is the least, and a third of the evaluations before it
+      was higher by ``tolerance`` and that noise. Without held-out losses: the level of the last
+      tenth of the training losses is below that of the tenth before it by 3 standard errors.
 
     Args:
         log: ``trainer.state.log_history``.
@@ -178,8 +233,7 @@ def tuning_report(
             must also be 4 times the noise between evaluations above it.
 
     Returns:
-        First, last and least losses, where it overfits, spikes; it prints as text and can be
-        plotted.
+        Losses, spikes and the verdict; it prints as text and can be plotted.
 
     Raises:
         ValueError: There is no loss in the log, or its held-out losses have other names.
@@ -190,6 +244,7 @@ def tuning_report(
     >>> print(tuning_report(log))
     training: loss 1.975 to 1.250 at step 30 (perplexity 3.49), least 1.250 at step 30
     held out: loss 2.444 to 2.111 at step 30 (perplexity 8.26), least 2.000 at step 20
+    verdict: overfits
     overfits from step 20: the held-out loss rises, the training loss does not
     spike at step 25: loss 9.000, usual 1.688, the gradient's norm 70
     """
@@ -198,9 +253,10 @@ def tuning_report(
             f"tuning_report: log is a {type(log).__name__}; expected trainer.state.log_history"
         )
     steps = [entry for entry in log if "loss" in entry]
-    train = tuple((int(entry["step"]), float(entry["loss"])) for entry in steps)
+    looks = [_look(entry) for entry in steps]
+    train = tuple((look.step, look.loss) for look in looks)
     held_out_losses = tuple(
-        (int(entry["step"]), float(entry[held_out])) for entry in log if held_out in entry
+        (_step(entry), _number(entry, held_out)) for entry in log if held_out in entry
     )
     others = sorted(
         {key for entry in log for key in entry if key.startswith("eval_") and key.endswith("_loss")}
@@ -215,22 +271,110 @@ def tuning_report(
             "tuning_report: the log has neither loss nor eval_loss; expected "
             "trainer.state.log_history"
         )
-    norms = [
-        None if entry.get("grad_norm") is None else float(entry["grad_norm"]) for entry in steps
-    ]
-    broken = _non_finite_steps(train, held_out_losses, norms)
+    broken = _non_finite_steps(train, held_out_losses, [look.grad_norm for look in looks])
     turn = _turn(held_out_losses, tolerance)
-    rises = turn is not None and _rises([look for look in _finite(train) if look[0] > turn])
-    spikes = [] if broken else _spikes(train, norms)  # Trainer logs what is not finite as 0
+    diverges: int | None = None
+    spikes: list[Spike] = []
+    if not broken:  # Trainer logs what is not finite as 0
+        diverges = _diverging(looks)
+        spikes = _spikes(looks)
+    if turn is not None and _rises([look for look in _finite(train) if look[0] > turn]):
+        diverges = turn
+    improves = _improves(held_out_losses, tolerance) if held_out_losses else _falls(looks)
     return TuningReport(
         train,
         held_out_losses,
         tuple(spikes),
-        None if rises else turn,
-        turn if rises else None,
+        turn if diverges is None else None,
+        diverges,
         min(broken, default=None),
+        improves,
         _largest_rise(held_out_losses),
     )
+
+
+def _look(entry: Mapping[str, float]) -> _Look:
+    rate = entry.get("learning_rate")
+    norm = entry.get("grad_norm")
+    return _Look(
+        _step(entry),
+        _number(entry, "loss"),
+        None if rate is None else _number(entry, "learning_rate"),
+        None if norm is None else _number(entry, "grad_norm"),
+    )
+
+
+def _number(entry: Mapping[str, object], name: str) -> float:
+    value = entry.get(name)
+    try:
+        return float(value)  # pyrefly: ignore[bad-argument-type]: what is no number raises
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"tuning_report: an entry of the log has {name} {value!r}, expected a number"
+        ) from error
+
+
+def _step(entry: Mapping[str, object]) -> int:
+    step = _number(entry, "step")
+    if not math.isfinite(step):
+        raise ValueError(f"tuning_report: an entry of the log has step {step}, expected a number")
+    return int(step)
+
+
+def _noise(losses: Sequence[float]) -> float:
+    """Return the standard deviation of what changes from one log entry to the next.
+
+    A hundredth of the usual loss is the least.
+    """
+    if len(losses) < 2:
+        return math.inf
+    changes = [after - before for before, after in pairwise(losses)]
+    middle = statistics.median(changes)
+    deviation = _NORMAL * statistics.median(abs(change - middle) for change in changes)
+    # of independent noise, a difference has twice the variance
+    return max(deviation / 2**0.5, 0.01 * abs(statistics.median(losses)))
+
+
+def _level_size(count: int) -> int:
+    return max(_LEVEL, count // _TENTH)
+
+
+def _level_error(noise: float, *sizes: int) -> float:
+    """Return the standard error of a difference of levels, of so many logs each."""
+    return noise * sum(_MEDIAN / size for size in sizes) ** 0.5
+
+
+def _diverging(looks: Sequence[_Look]) -> int | None:
+    """Return the step of the training loss's least level, if it ends clearly above that."""
+    losses = [look.loss for look in looks]
+    size = _level_size(len(losses))
+    if len(losses) < 2 * size:
+        return None
+    levels = [statistics.median(losses[i : i + size]) for i in range(len(losses) - size + 1)]
+    least = min(range(len(levels)), key=levels.__getitem__)
+    error = _level_error(_noise(losses), size, size)
+    if levels[-1] - levels[least] <= max(_RISE, _CERTAIN * error):
+        return None
+    return looks[least + size - 1].step
+
+
+def _falls(looks: Sequence[_Look]) -> bool:
+    """Return whether the level of the last tenth is clearly below that of the tenth before."""
+    losses = [look.loss for look in looks]
+    size = _level_size(len(losses))
+    if len(losses) < 2 * size or not all(map(math.isfinite, losses)):
+        return False
+    fall = statistics.median(losses[-2 * size : -size]) - statistics.median(losses[-size:])
+    return fall > 3 * _level_error(_noise(losses), size, size)
+
+
+def _improves(held_out: LossLog, tolerance: float) -> bool:
+    """Return whether the last held-out loss is the least, and clearly below an earlier one."""
+    losses = [loss for _, loss in _finite(held_out)]
+    if len(losses) < 2 or losses[-1] > min(losses):
+        return False
+    earlier = losses[-1 - max(1, len(losses) // 3)]
+    return earlier - losses[-1] > max(tolerance, _RISEN * _bending(losses))
 
 
 def _non_finite_steps(
@@ -265,19 +409,22 @@ def _turn(held_out: LossLog, tolerance: float) -> int | None:
     if len(looks) < 2:
         return None
     losses = [loss for _, loss in looks]
+    least = min(losses)
+    if losses[-1] - least <= max(tolerance, _RISEN * _bending(losses)):
+        return None
+    return next(step for step, loss in looks if loss == least)
+
+
+def _bending(losses: Sequence[float]) -> float:
+    """Return the noise of losses along a smooth curve; 0 if there are few."""
     bends = [
         abs(d - 3 * c + 3 * b - a)
         for a, b, c, d in zip(*(losses[k:] for k in range(4)), strict=False)
     ]
+    if len(bends) < _ENOUGH:
+        return 0.0
     # of independent noise, third differences have 20 times the variance (1 + 9 + 9 + 1)
-    if len(bends) >= _ENOUGH:
-        noise = 1.4826 * statistics.median(bends) / 20**0.5
-    else:
-        noise = 0.0
-    least = min(losses)
-    if losses[-1] - least <= max(tolerance, _RISEN * noise):
-        return None
-    return next(step for step, loss in looks if loss == least)
+    return _NORMAL * statistics.median(bends) / 20**0.5
 
 
 def _rises(looks: LossLog) -> bool:
@@ -292,35 +439,68 @@ def _rises(looks: LossLog) -> bool:
     return line.slope > 3 * (left / (len(looks) - 2) / spread) ** 0.5
 
 
-def _spikes(train: LossLog, norms: Sequence[float | None]) -> list[Spike]:
-    """The highest of each run of logs that are above the threshold."""
-    usual = []
-    above = []
-    for place, (_, loss) in enumerate(train):
-        before = [value for _, value in train[max(0, place - _WINDOW) : place]]
-        if len(before) >= _FEWEST:
-            middle = statistics.median(before)
-        else:
-            middle = math.inf
-        if before:
-            deviation = 1.4826 * statistics.median(abs(value - middle) for value in before)
-        else:
-            deviation = 0.0
-        usual.append(middle)  # below, a hundredth of the loss is the least that a deviation may be
-        above.append(
-            (loss - middle) / max(deviation, 0.01 * abs(middle)) if math.isfinite(middle) else 0.0
-        )
+def _spikes(looks: Sequence[_Look]) -> list[Spike]:
+    """Find what is above the usual and comes back; of overlapping finds the clearest one."""
+    losses = [look.loss for look in looks]
+    noise = _noise(losses)
+    usual = [
+        statistics.median(losses[max(0, place - _WINDOW) : place]) if place >= _FEWEST else math.inf
+        for place in range(len(losses))
+    ]
+    above = [(loss - level) / noise for loss, level in zip(losses, usual, strict=True)]
+    found = [(above[place], place, 1) for place in _steep(looks, above, noise)]
+    found += _humps(losses, usual, noise)
     spikes: list[Spike] = []
-    last = -math.inf
-    for place, (step, loss) in enumerate(train):
-        near = above[max(0, place - 2) : place] + above[place + 1 : place + 3]
-        sustained = above[place] > _SUSTAINED and max(near, default=0.0) > _SUSTAINED
-        if not sustained and above[place] <= _SINGLE:
+    taken: set[int] = set()
+    for _, start, length in sorted(found, reverse=True):
+        entries = range(start, start + length)
+        if not taken.isdisjoint(entries):
             continue
-        one = Spike(step, loss, usual[place], norms[place])
-        if place - last <= 2:
-            spikes[-1] = max(spikes[-1], one, key=lambda s: s.loss)
-        else:
-            spikes.append(one)
-        last = place
-    return spikes
+        # what is left of it on both sides is the same spike
+        margin = max(_LEVEL, length)
+        taken |= set(range(start - margin, start + length + margin))
+        top = looks[max(entries, key=losses.__getitem__)]
+        spikes.append(
+            Spike(top.step, top.loss, usual[start], length, top.learning_rate, top.grad_norm)
+        )
+    return sorted(spikes)
+
+
+def _steep(looks: Sequence[_Look], above: Sequence[float], noise: float) -> list[int]:
+    """Return the entries that are far above the usual, alone or with a neighbor.
+
+    Args:
+        looks: The training losses.
+        above: How many deviations each is above the usual.
+        noise: The deviation, in nats.
+    """
+    # an entry that is a mean of many batches has no heavy tails
+    batches = (
+        statistics.median(b.step - a.step for a, b in pairwise(looks)) if len(looks) > 1 else 1
+    )
+    single = max(_CERTAIN, _SINGLE / max(1, batches) ** 0.5)
+    places = []
+    for place, height in enumerate(above):
+        near = [*above[max(0, place - 2) : place], *above[place + 1 : place + 3]]
+        sustained = height > _SUSTAINED and max(near, default=0.0) > _SUSTAINED
+        alone = height > _SINGLE or (height > single and height * noise > _RISE)
+        if sustained or alone:
+            places.append(place)
+    return places
+
+
+def _humps(
+    losses: Sequence[float], usual: Sequence[float], noise: float
+) -> list[tuple[float, int, int]]:
+    """Return stretches whose mean is clearly above the usual: standard errors, start, length."""
+    found = []
+    for length in _HUMPS:
+        for start in range(_FEWEST, len(losses) - length):
+            rise = statistics.fmean(losses[start : start + length]) - usual[start]
+            before = min(start, _WINDOW)
+            error = noise * (1 / length + _MEDIAN / before) ** 0.5
+            after = statistics.median(losses[start + length :][:length])
+            comes_back = after < usual[start] + rise / 2
+            if comes_back and rise > max(_RISE, _CERTAIN * error):
+                found.append((rise / error, start, length))
+    return found

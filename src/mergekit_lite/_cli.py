@@ -30,9 +30,11 @@ class Files:
     Args:
         max_shard_size: Largest size of one weight file.
         allow_pickle: weights_only also reads pickled .bin checkpoints.
-        allow_incomplete: Merge models that lack tensors which their config promises.
+        allow_incomplete: Merge models that lack tensors which their config promises, or which the
+            other layers have.
         allow_mixed: Merge models whose configs name different architectures.
-        truncate_embeddings: Cut token embeddings and heads to the fewest rows of any model.
+        truncate_embeddings: Cut token embeddings and heads to the fewest rows of any model; no
+            effect if the recipe names a tokenizer.
     """
 
     max_shard_size: str = "5GB"
@@ -43,7 +45,7 @@ class Files:
 
     @property
     def allowed(self) -> dict[str, Any]:
-        """Return what `make_plan` lets pass."""
+        """Return the flags of checks, as arguments of `make_plan` and `merge_models`."""
         return {
             "allow_pickle": self.allow_pickle,
             "allow_incomplete": self.allow_incomplete,
@@ -134,7 +136,7 @@ def plan(recipe: Path, /, *, files: Files) -> Report:
 
 
 def _read_recipe(path: Path, files: Files) -> MergeRecipe:
-    """Return the recipe of a file; if it is wrong, also look for what planning would refuse."""
+    """Read a recipe; if it is invalid, plan its valid part, so that one error lists all."""
     from .methods import CALIBRATED
     from .planning import PlanError, make_plan
     from .recipe import RecipeError, load_recipe
@@ -142,11 +144,12 @@ def _read_recipe(path: Path, files: Files) -> MergeRecipe:
     try:
         return load_recipe(path)
     except RecipeError as error:
-        if error.rest is None or error.rest.merge_method in CALIBRATED:
+        # methods with calibration are not planned
+        if error.partial is None or error.partial.merge_method in CALIBRATED:
             raise
         problems = list(error.problems)
         try:
-            make_plan(error.rest, **files.allowed)
+            make_plan(error.partial, **files.allowed)
         except PlanError as further:
             problems += further.problems
         raise PlanError(problems) from error

@@ -148,12 +148,13 @@ def merge_models(
         progress: Show a progress bar.
         fresh: Begin anew instead of going on from an interrupted run of the same merge.
         allow_pickle: ``"weights_only"`` admits pickled checkpoints.
-        allow_incomplete: Merge models that lack tensors which their config promises: layers, rows
-            of the embedding, the head. Without it they are refused.
+        allow_incomplete: Merge models that lack tensors: layers, rows of the embedding or a head
+            that the config promises, or what a layer lacks and the others have. Without it they are
+            refused.
         allow_mixed: Merge models whose configs name different architectures, such as other
             activations or numbers of heads, if their tensors have the same shapes.
-        truncate_embeddings: Cut token embeddings and heads to the fewest rows of any model, if a
-            recipe names no tokenizer. Rows are matched by number.
+        truncate_embeddings: Cut token embeddings and heads to the fewest rows of any model. Rows
+            are matched by number. It has no effect on a recipe that names a tokenizer.
         trust_remote_code: Copy the Python files of the model whose config the output takes, and the
             ``auto_map`` that has transformers run them. Without it they are left out, and the
             report says so.

@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 
 from .dtypes import DType, numbers, stored_as
-from .files import LoraSource, Source, View
+from .files import AdapterSource, Source, View
 from .planning import MergePlan
 
 # of each adapter, and how many weights of each
@@ -27,13 +27,13 @@ def rounding_notes(plan: MergePlan) -> list[str]:
     Looked at is, for layers from the first to the last,
     ``|stored(W + dW) - stored(W) - dW| / |dW|``, as if the model were written alone.
     """
-    adapted: dict[int, tuple[LoraSource, list[tuple[str, DType]]]] = {}
+    adapted: dict[int, tuple[AdapterSource, list[tuple[str, DType]]]] = {}
     for t in plan.tensors:
         for place in t.everything:
             source = _unaligned(plan.sources[place.source])
             if (
-                isinstance(source, LoraSource)
-                and source.pair(place.name)
+                isinstance(source, AdapterSource)
+                and place.name in source.changed
                 and t.dtype.itemsize <= _HALF
             ):
                 adapted.setdefault(id(source), (source, []))[1].append((place.name, t.dtype))
@@ -53,13 +53,13 @@ def rounding_notes(plan: MergePlan) -> list[str]:
 
 
 def _unaligned(source: Source) -> Source:
-    """Return the model itself, if it is seen with another vocabulary or with stacked experts."""
-    while isinstance(source, View) and not isinstance(source, LoraSource):
+    """Return the model with its adapter, if it is seen otherwise: with stacks, by tokens, cut."""
+    while isinstance(source, View) and not isinstance(source, AdapterSource):
         source = source.model
     return source
 
 
-def _lost(source: LoraSource, name: str, dtype: DType) -> float | None:
+def _lost(source: AdapterSource, name: str, dtype: DType) -> float | None:
     """The share of a layer's update that rounding loses; None where it changes nothing."""
     count = min(_ELEMENTS, source.tensors[name].count)
     before = numbers(source.model.read(name, 0, count)).astype(np.float32)

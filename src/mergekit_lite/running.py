@@ -54,7 +54,7 @@ class Run:
 
     @property
     def allowed(self) -> dict[str, Any]:
-        """Return what `make_plan` lets pass."""
+        """Return the settings of checks, as arguments of `make_plan`."""
         return {
             "allow_pickle": self.allow_pickle,
             "allow_incomplete": self.allow_incomplete,

@@ -226,6 +226,8 @@ def declared_fields(cls: type, base: type) -> dict[str, Any]:
 
 def _fits(value: object, hint: Any) -> bool:
     """Return whether a value has a type and is in its range."""
+    if _is_plain(value, hint):
+        return True
     # here, so that a layer that is imported and not made loads no more than torch
     from huggingface_hub.dataclasses import validate_typed_dict
     from huggingface_hub.errors import StrictDataclassFieldValidationError
@@ -233,6 +235,22 @@ def _fits(value: object, hint: Any) -> bool:
     try:
         validate_typed_dict(_schema(hint), {"value": value})
     except StrictDataclassFieldValidationError:
+        return False
+    return True
+
+
+def _is_plain(value: object, hint: Any) -> bool:
+    """Return whether a value is of a class that its type names, and in the range.
+
+    That answers most questions, and huggingface_hub need not be imported.
+    """
+    plain, limit = get_args(hint) if get_origin(hint) is Annotated else (hint, _FINITE)
+    classes = get_args(plain) if get_origin(plain) in (Union, UnionType) else (plain,)
+    if type(value) not in classes:
+        return False
+    try:
+        limit(value)
+    except ValueError:
         return False
     return True
 

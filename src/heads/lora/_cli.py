@@ -57,8 +57,8 @@ def merge(
         adapter: Folder or hub id of the adapter.
         out: Output folder: a new path, or an empty folder.
         dtype: Dtype of what is written, such as float32; default: the base's.
-        max_lost: Largest fraction of a layer's update that rounding may lose; it can pass 1. If a
-            layer loses more, nothing is written.
+        max_lost: Largest fraction of the updates that rounding may lose; if more would be lost,
+            nothing is written.
         progress: Show a progress bar; default: only on a terminal.
     """
     from model_components._folders import check_new

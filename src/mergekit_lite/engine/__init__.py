@@ -7,18 +7,17 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from itertools import zip_longest
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from .._torch import torch
 from ..dtypes import all_finite, stored_as
 from ..planning import MergePlan, TensorPlan
 from . import native
 from .facts import BLOCK, NotFiniteError, Sink, TensorFact, fact, hash_inputs, not_finite
+from .fused import FusedEngine
 from .hashing import hash_bytes
+from .programs import has_kernel
 from .streaming import StreamingEngine
-
-if TYPE_CHECKING:
-    from .fused import FusedEngine
 
 __all__ = ["Engine", "NotFiniteError", "Sink", "TensorFact", "fact"]
 
@@ -61,7 +60,7 @@ class Engine:
         self._streaming: StreamingEngine | None = None
         self._fused = self._compiled(impl) if impl != "eager" else None
         if impl == "fused" and (
-            without := [t for t in plan.tensors if t.method and not self._has_kernel(t)]
+            without := [t for t in plan.tensors if t.method and not has_kernel(t)]
         ):
             raise ValueError(
                 f"merge_models: impl='fused', and {without[0].name} is merged in a way without a "
@@ -81,24 +80,19 @@ class Engine:
         if self._torch_threads is not None:
             torch.set_num_threads(self._torch_threads)
 
-    def _has_kernel(self, t: TensorPlan) -> bool:
-        return self._fused is not None and self._fused.takes(t)
-
     def _compiled(self, impl: str) -> FusedEngine | None:
         """The engine of kernels, where it can run and there is something for it to do."""
-        wanted = any(t.chunking != "tensor" and not self._moves(t) for t in self.plan.tensors)
+        wanted = any(has_kernel(t) and not self._moves(t) for t in self.plan.tensors)
         if impl == "auto" and (self._device != "cpu" or not wanted):
             return None
         if self._device != "cpu":
             raise ValueError(f"merge_models: impl='fused' runs on the CPU, not on {self._device}")
-        why = native.problem()
+        why = native.why_unavailable()
         if why is not None and impl == "fused":
-            raise ValueError(f"merge_models: impl='fused' cannot compile kernels: {why}")
+            raise ValueError(f"merge_models: impl='fused' expected compiled kernels, but {why}")
         if why is not None:
-            self.notes.append(f"torch did what compiled kernels do faster: {why}")
+            self.notes.append(f"merged by torch, which is slower than compiled kernels: {why}")
             return None
-        from .fused import FusedEngine
-
         self._progress("loading kernels, which are compiled once on a machine")
         self._said = True
         return FusedEngine(self.plan, self._seed, self._executor, self._hashing)
@@ -128,10 +122,12 @@ class Engine:
             return fact(t, 0, self._hashes(t))
         if self._moves(t):
             return self._move(t, sink)
-        if self._fused is not None and self._fused.takes(t):
-            made = self._fused.run(t, sink)
-            # rows end elsewhere than the blocks that are hashed
-            return made if t.chunking == "elements" else replace(made, inputs=self._hashes(t))
+        if self._fused is not None and has_kernel(t):
+            result = self._fused.run(t, sink)
+            if t.chunking == "elements":
+                return result
+            # hashes are of fixed blocks, and a kernel by rows reads others
+            return replace(result, inputs=self._hashes(t))
         return replace(self._torch_engine().run(t, sink), inputs=self._hashes(t))
 
     def _moves(self, t: TensorPlan) -> bool:

@@ -9,7 +9,7 @@ over a whole tensor run in float64; their order differs from torch's.
 A block is ``raw`` (rows, columns): one row an input, the base last where there is one. uint16 holds
 bfloat16 patterns, anything else comes as float32. A result goes to ``out``, uint16 (bfloat16) or
 float32; a kernel that writes one answers whether it met NaN or infinity. ``work`` is memory to work
-in, (rows, T) float32: a kernel's comment says how many rows. `native` runs the kernels.
+in, (K + 5, T) float32; each kernel names its rows at its beginning. `native` runs the kernels.
 
 Loops that must run in vectors stand in functions of one-dimensional arrays of one length: there the
 compiler sees that no index is negative and none is out of range.
@@ -32,7 +32,7 @@ from .tiles import CHOSEN, DRAW, EVERY, MIDDLE, SPENT, TILE, TRIM, Kind
 _GROUP = 16  # elements that are compared in one vector
 _WORDS = TILE // 4  # random words of a tile: an element has 8 bits
 _ZERO, _ONE = np.float32(0), np.float32(1)
-_NOTHING = np.float32(-0.0)  # to which any number can be added, -0 included, and be what it was
+_MINUS_ZERO = np.float32(-0.0)  # to which any number can be added, -0 included, and be what it was
 _SMALL, _LEAST = np.float32(1e-8), np.float32(1e-6)
 # all of a pattern but its sign; and infinity's
 _SIZE, _INFINITE = (np.uint32(0x7FFFFFFF), np.uint32(0x7F800000))
@@ -303,12 +303,6 @@ def _divide_unless_zero(row, elected, share):
 
 
 @_kernel
-def _sign_back(row, elected):
-    for i in range(row.size):
-        row[i] = row[i] * elected[i]
-
-
-@_kernel
 def _from_base(row, base, scale):
     for i in range(row.size):
         row[i] = base[i] + row[i] * scale
@@ -408,14 +402,13 @@ def gram(raw, n, rows, shifted, work, sums):
 
 
 @_kernel
-def _keep(
-    kind, cuts, budgets, keys, wholes, limits, mask, deltas, count, start, place, second, words
-):
+def _keep(kept, deltas, count, start, place, second, words):
     """Set to 0 what a method drops of every model's row of a tile.
 
-    The first seven arguments are `passes.Kept.arguments`; ``start`` and ``place`` are the first
-    element's in the block and in the tensor.
+    ``kept`` is `passes.Kept.arguments`; ``start`` and ``place`` are those of the first element in
+    the block and in the tensor.
     """
+    kind, cuts, budgets, keys, wholes, limits, mask = kept
     for k in range(deltas.shape[0]):
         row = deltas[k, :count]
         if kind == TRIM:
@@ -430,12 +423,6 @@ def _keep(
             _draw(row, place, words, keys[k], wholes[k], limits[k])
         elif kind == CHOSEN:
             _apply(row, mask[k], start)
-
-
-@_kernel
-def _hash_words(words, counter, keys):
-    for w in range(words.size):
-        words[w] = _hash(np.uint32(counter + np.uint32(w)), keys[0], keys[1])
 
 
 @_kernel
@@ -455,20 +442,20 @@ def _count_equal(bits, pattern):
 
 
 @_kernel
-def _limits_of_bins(bits, largest, shift, limits, ranks, surely, perhaps):
+def _limits_of_bins(bits, largest, shift, limits, counts, surely, perhaps):
     """Find between which limits the elements of each bin lie, by the ranks that the bin spans.
 
     A bin holds patterns that are alike but for their last ``shift`` bits. The last bin has the
     largest, the first all that are too small for another.
     """
-    last = np.int64(ranks.size - 1)
-    for b in range(ranks.size):
-        ranks[b] = 0
+    last = np.int64(counts.size - 1)
+    for b in range(counts.size):
+        counts[b] = 0
     for i in range(bits.size):
-        ranks[max(last - np.int64((largest - bits[i]) >> shift), 0)] += 1
+        counts[max(last - np.int64((largest - bits[i]) >> shift), 0)] += 1
     first = np.int64(0)
-    for b in range(ranks.size):
-        count = np.int64(ranks[b])
+    for b in range(counts.size):
+        count = np.int64(counts[b])
         if count:
             surely[b] = limits[first]
             perhaps[b] = limits[first + count - 1]
@@ -476,14 +463,14 @@ def _limits_of_bins(bits, largest, shift, limits, ranks, surely, perhaps):
 
 
 @_kernel
-def _mark_by_rank(bits, words, largest, shift, limits, surely, perhaps, place, mask):
+def _mark_by_rank(bits, words, largest, shift, limits, surely, perhaps, start, mask):
     """Set the bits of ``mask`` of those elements whose word is below the limit of their rank.
 
     The rank is that among the row's magnitudes; equal ones rank by index. Most elements are decided
     by the limits of their bin. Words become the magnitudes that are kept, and 0.
     """
     last = np.int64(surely.size - 1)
-    byte = mask[place >> 3]
+    byte = mask[start >> 3]
     for i in range(bits.size):
         b = max(last - np.int64((largest - bits[i]) >> shift), 0)
         word = np.int32(words[i])
@@ -493,24 +480,24 @@ def _mark_by_rank(bits, words, largest, shift, limits, surely, perhaps, place, m
             rank = _count_below(bits, bits[i]) + _count_equal(bits[:i], bits[i])
             keep = word < limits[rank]
         words[i] = bits[i] * np.uint32(keep)
-        at = place + i
+        at = start + i
         byte |= np.uint8(np.uint8(keep) << np.uint8(at & 7))
         if at & 7 == 7:
             mask[at >> 3] = byte
             byte = np.uint8(0)
-    end = place + bits.size
+    end = start + bits.size
     if end & 7:
         mask[end >> 3] = byte
 
 
 @_kernel
-def choose(raw, n, columns, models, place, shift, keys, limits, whole, row, bins, mask, sums):
+def choose(raw, n, columns, models, place, shift, keys, limits, keeps_all, row, bins, mask, sums):
     """Choose at random what is kept of every model's rows, the largest with the best chance.
 
-    ``limits`` (K, columns) has for each rank the number that a random word must be below; ``whole``
-    says which models are kept as they are. ``row`` (3, columns) and ``bins`` (3, number) are memory
-    to work in. Fills the zeros of ``mask`` (K, bytes), a bit an element, and adds each model's L1
-    norm, before and after, to ``sums`` (K, 2).
+    ``limits`` (K, columns) has for each rank the number that a random word must be below;
+    ``keeps_all`` says which models are kept as they are. ``row`` (3, columns) and ``bins``
+    (3, number) are memory to work in. Fills the zeros of ``mask`` (K, bytes), a bit an element, and
+    adds each model's L1 norm, before and after, to ``sums`` (K, 2).
     """
     base = row[0]
     delta = row[1]
@@ -523,34 +510,35 @@ def choose(raw, n, columns, models, place, shift, keys, limits, whole, row, bins
             largest = _sizes(bits)
             total = _l1(delta)
             sums[k, 0] += total
-            if whole[k]:
+            if keeps_all[k]:
                 sums[k, 1] += total
                 _mark_all(mask[k], start, columns)
                 continue
-            _hash_words(words, np.uint32(place + start), keys[k])
+            _draw_words(words, np.uint32(place + start), keys[k, 0], keys[k, 1])
             _limits_of_bins(bits, largest, shift, limits[k], bins[0], bins[1], bins[2])
             _mark_by_rank(bits, words, largest, shift, limits[k], bins[1], bins[2], start, mask[k])
-            sums[k, 1] += _l1(row[2])
+            sums[k, 1] += _l1(row[2])  # the words are the kept magnitudes now
     return False
 
 
 @_kernel
-def _mark_all(mask, place, count):
-    for at in range(place, place + count):
+def _mark_all(mask, start, count):
+    for at in range(start, start + count):
         mask[at >> 3] |= np.uint8(np.uint8(1) << np.uint8(at & 7))
 
 
 @_kernel
-def _apply(row, mask, place):
+def _apply(row, mask, start):
     """Set to 0, with their sign, the elements whose bit is not set."""
     for i in range(row.size):
-        at = place + i
+        at = start + i
         row[i] = row[i] * np.float32((mask[at >> 3] >> np.uint8(at & 7)) & np.uint8(1))
 
 
 @_kernel
 def norms(raw, n, models, place, kind, cuts, budgets, keys, wholes, limits, mask, work, sums):
     """Add each model's L1 norm, before and after what is dropped, to ``sums`` (K, 2)."""
+    kept = (kind, cuts, budgets, keys, wholes, limits, mask)
     base = work[0]
     second = work[1]
     words = work[2, :_WORDS].view(np.uint32)
@@ -561,21 +549,7 @@ def norms(raw, n, models, place, kind, cuts, budgets, keys, wholes, limits, mask
         _load_deltas(raw, start, stop, base[:count], deltas)
         for k in range(models):
             sums[k, 0] += _l1(deltas[k, :count])
-        _keep(
-            kind,
-            cuts,
-            budgets,
-            keys,
-            wholes,
-            limits,
-            mask,
-            deltas,
-            count,
-            start,
-            place + start,
-            second,
-            words,
-        )
+        _keep(kept, deltas, count, start, place + start, second, words)
         for k in range(models):
             sums[k, 1] += _l1(deltas[k, :count])
     return False
@@ -597,7 +571,7 @@ def _consensus(deltas, weights, normalize, floor, elected, merged, share):
     for k in range(deltas.shape[0]):
         _add_agreeing(deltas[k, :count], elected, weights[k], merged, share)
     if not normalize:
-        _sign_back(merged, elected)
+        _times_each(merged, elected)
     elif floor > _ZERO:
         _divide_at_least(merged, elected, share, floor)
     else:
@@ -632,6 +606,7 @@ def shift(
     is elected; ``normalize``: whether the sum is then divided by the agreeing weights; ``floor``:
     the least of these where all are positive, else 0; ``scale``: the multiple.
     """
+    kept = (kind, cuts, budgets, keys, wholes, limits, mask)
     base = work[0]
     second = work[1]
     words = work[2, :_WORDS].view(np.uint32)
@@ -645,21 +620,7 @@ def shift(
         merged = total[:count]
         origin = base[:count]
         _load_deltas(raw, start, stop, origin, deltas)
-        _keep(
-            kind,
-            cuts,
-            budgets,
-            keys,
-            wholes,
-            limits,
-            mask,
-            deltas,
-            count,
-            start,
-            place + start,
-            second,
-            words,
-        )
+        _keep(kept, deltas, count, start, place + start, second, words)
         for k in range(scales.size):
             _times(deltas[k, :count], scales[k])
         if voting:
@@ -808,7 +769,7 @@ def erase_minority(raw, n, models, selecting, cut, budget, weights, work, out):
         if selecting:
             budget = _select(deltas, cut, budget, elected, share)
         _fill(elected, _ZERO)
-        _fill(merged, _NOTHING)
+        _fill(merged, _MINUS_ZERO)
         for k in range(models):
             _add(deltas[k, :count], elected)
         _signs(elected, share)
@@ -840,7 +801,7 @@ def nudge(raw, n, distance, work, out):
     return bad
 
 
-def compiled(name: str, kinds: tuple[Kind, ...], machine: Any) -> tuple[str, bytes]:
+def compile_kernel(name: str, kinds: tuple[Kind, ...], machine: Any) -> tuple[str, bytes]:
     """Compile a kernel for arguments of some kinds.
 
     Args:

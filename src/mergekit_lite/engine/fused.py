@@ -13,10 +13,7 @@ from ..dtypes import BFLOAT16, FLOAT32, Array
 from ..planning import MergePlan, TensorPlan
 from .facts import BLOCK, Sink, TensorFact, fact, hash_inputs, not_finite
 from .passes import Buffers, FusedTensor
-from .programs import BY_ROWS, PROGRAMS
-
-_WIDEST = 1 << 18  # elements of a row that a kernel takes
-_LARGEST = 1 << 32  # elements of a tensor whose random words have one key
+from .programs import PROGRAMS
 
 
 class FusedEngine:
@@ -28,14 +25,6 @@ class FusedEngine:
         self._executor = executor
         self._hashing = hashing
         self._buffers = Buffers()
-
-    def takes(self, t: TensorPlan) -> bool:
-        """Return whether a tensor's merge can be done here."""
-        by_rows = t.method in BY_ROWS and t.shape[-1:] <= (_WIDEST,)
-        if t.method not in PROGRAMS or not (t.chunking == "elements" or by_rows):
-            return False
-        whole = t.parameters.get("scope") == "global"
-        return not whole and t.work == FLOAT32 and t.info.count < _LARGEST
 
     def run(self, t: TensorPlan, sink: Sink) -> TensorFact:
         """Compute one tensor and hand its blocks, rounded, to ``sink(plan, start, values)``."""

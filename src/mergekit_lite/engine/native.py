@@ -1,10 +1,10 @@
 """Run compiled kernels from the user's cache; numba compiles one when it is first asked for.
 
-numba takes half a second to start, and most merges take little more. So what it makes of a kernel
-is kept as object code, which LLVM's own loader needs milliseconds for.
+numba takes half a second to start, and most merges take little more. So compiled kernels are kept
+as object code, which LLVM loads in milliseconds.
 
-A kernel is compiled for the kinds of its arguments: arrays are pointers and sizes, all others are
-numbers. It takes arrays that lie in one piece, allocates nothing and never raises.
+A kernel is compiled for the kinds of its arguments: arrays become pointers and sizes, all others
+are numbers. Arrays must be C-contiguous. A kernel allocates nothing and never raises.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from model_components._folders import OutputError, cache_folder, new_file
 from ..dtypes import Array
 from .tiles import Kind
 
-_SOURCES = ("_numba.py", "tiles.py")
+_SOURCES = ("_numba.py", "tiles.py")  # a change in either makes what is kept outdated
 _NUMBERS: dict[type, tuple[str, Any]] = {
     bool: ("?", ctypes.c_bool),
     int: ("q", ctypes.c_int64),
     np.uint32: ("I", ctypes.c_uint32),
     np.float32: ("f", ctypes.c_float),
 }
-# what kernels call where they raise, which they do not: these names need any address
+# names in the code of errors, which kernels never reach; the loader wants an address for each
 _NEVER_CALLED = (
     "NRT_Free",
     "NRT_MemInfo_call_dtor",
@@ -49,7 +49,7 @@ _loaded: dict[tuple[str, tuple[Kind, ...]], Callable[..., bool]] = {}
 _engines: list[Any] = []  # they own the code, and live as long as the process
 
 
-def problem() -> str | None:
+def why_unavailable() -> str | None:
     """Return why no kernel can run on this machine, or None."""
     if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
         return "numba is told not to compile (NUMBA_DISABLE_JIT)"
@@ -65,17 +65,17 @@ def run(name: str, *arguments: Array | float | np.generic) -> bool:
 
     Args:
         name: The kernel.
-        *arguments: Arrays in one piece, of a fixed number of dimensions and dtype each, and
-            numbers of the types bool, int, `numpy.uint32` and `numpy.float32`.
+        *arguments: C-contiguous arrays, and numbers of the types bool, int, `numpy.uint32` and
+            `numpy.float32`.
 
     Returns:
-        What the kernel answers.
+        The kernel's flag: of most, whether it met NaN or infinity.
     """
     kinds: list[Kind] = []
     values: list[object] = []
     for argument in arguments:
         if isinstance(argument, np.ndarray):
-            assert argument.flags.c_contiguous, name
+            assert argument.flags.c_contiguous, f"{name}: expected a C-contiguous array"
             kinds.append((argument.dtype.char, argument.ndim))
             values += [argument.ctypes.data, *argument.shape]
         else:
@@ -85,12 +85,12 @@ def run(name: str, *arguments: Array | float | np.generic) -> bool:
     function = _loaded.get(key)
     if function is None:
         with _lock:
-            function = _loaded.get(key) or _load(*key)
+            function = _loaded.get(key) or _load_kernel(*key)
             _loaded[key] = function
     return function(*values)
 
 
-def _load(name: str, kinds: tuple[Kind, ...]) -> Callable[..., bool]:
+def _load_kernel(name: str, kinds: tuple[Kind, ...]) -> Callable[..., bool]:
     """Return a kernel as a function of pointers, sizes and numbers."""
     from llvmlite import binding
 
@@ -115,9 +115,9 @@ def _target_machine() -> Any:
 
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
-    nothing = ctypes.cast(ctypes.pythonapi.Py_IncRef, ctypes.c_void_p).value
+    any_address = ctypes.cast(ctypes.pythonapi.Py_IncRef, ctypes.c_void_p).value
     for name in _NEVER_CALLED:
-        binding.add_symbol(name, nothing)
+        binding.add_symbol(name, any_address)
     return binding.Target.from_default_triple().create_target_machine(
         cpu=binding.get_host_cpu_name(),
         features=binding.get_host_cpu_features().flatten(),
@@ -128,33 +128,33 @@ def _target_machine() -> Any:
 
 def _object_code(name: str, kinds: tuple[Kind, ...]) -> tuple[str, bytes]:
     """Return the name of a kernel's function and its code, from the cache if it is whole there."""
-    kept = cache_folder() / "merge" / f"{name}-{_identity(name, kinds)}.o"
+    path = cache_folder() / "merge" / f"{name}-{_identity(name, kinds)}.o"
     try:
-        head, _, code = kept.read_bytes().partition(b"\n")
+        head, _, code = path.read_bytes().partition(b"\n")
         symbol, digest = head.decode().split()
         if hashlib.sha256(code).hexdigest() == digest:
             return symbol, code
     except (OSError, ValueError):
         pass  # not there, or cut short
-    from ._numba import compiled
+    from ._numba import compile_kernel
 
-    symbol, code = compiled(name, kinds, _target_machine())
+    symbol, code = compile_kernel(name, kinds, _target_machine())
     try:
-        with new_file(kept, "merge_models") as part:
+        with new_file(path, "merge_models") as temporary:
             digest = hashlib.sha256(code).hexdigest()
-            part.write_bytes(f"{symbol} {digest}\n".encode() + code)
+            temporary.write_bytes(f"{symbol} {digest}\n".encode() + code)
     except OutputError:
         pass  # the next process compiles again
     return symbol, code
 
 
 def _identity(name: str, kinds: tuple[Kind, ...]) -> str:
-    return hashlib.sha256(f"{_surroundings()} {name} {kinds}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{_build_environment()} {name} {kinds}".encode()).hexdigest()[:32]
 
 
 @functools.cache
-def _surroundings() -> str:
-    """Return what object code depends on, beside its kernel: sources, compilers, processor."""
+def _build_environment() -> str:
+    """Return all that object code depends on beside its kernel: sources, compilers, processor."""
     from llvmlite import binding
 
     sources = hashlib.sha256()

@@ -2,14 +2,15 @@
 
 Its blocks are read into buffers that are used again and again.
 
-Memory is a few megabytes a thread, whatever the model's size.
+Memory is a few megabytes a thread, whatever the model's size. `FusedTensor.chosen` with ``rescale``
+also keeps a bit for each element and model of the tensor.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from ..planning import TensorPlan
 from . import native
 from .facts import BLOCK
 from .hashing import hash_bytes
-from .tiles import ALL, CHOSEN, DRAW, MIDDLE, TILE, TRIM
+from .tiles import ALL, CHOSEN, DRAW, EVERY, MIDDLE, TILE, TRIM
 
 T = TypeVar("T")
 
@@ -37,7 +38,8 @@ _NO_MASK = np.empty((0, 0), np.uint8)
 _MANTISSA = 23  # bits of a float32
 _OCTAVES = 16  # that bins of magnitudes span below the largest; smaller ones share the first bin
 _MOST_BINS = 2048  # which with their limits stay in a core's nearest cache
-_WORK_ROWS = 5  # that kernels use at most beside one a model
+_FEWEST_BINS = 64  # four an octave, for short rows
+_WORK_ROWS = 5  # that kernels use beside one for each model; `shift` uses most
 
 Finish = Callable[[Array, int, int, int, Array], bool]
 """Makes a block of the result: ``finish(raw, count, place, block, out)``; True where it is not
@@ -76,6 +78,12 @@ def _aligned(rows: int, columns: int, dtype: np.dtype[Any]) -> Array:
     return room[first : first + size].view(dtype).reshape(rows, columns)
 
 
+def budget(selector: Selector | None, block: int) -> int:
+    """Return how many elements that equal the threshold a block keeps, as kernels take it."""
+    ties = None if selector is None else selector.answer(block).ties
+    return EVERY if ties is None else ties
+
+
 @dataclass(frozen=True)
 class Kept:
     """Choice of what a method keeps of the task vectors, as the kernels take it.
@@ -86,7 +94,7 @@ class Kept:
         selectors: Know how many elements that equal a threshold a block keeps.
         keys: Keys of each model's random words, (K, 4).
         wholes, limits: Of each model's probability, as `Noise.keep` divides it.
-        masks: For each block a bit for each model and element: (K, bytes).
+        masks: For each block a bit for each model and element, (K, bytes); gone once it is taken.
     """
 
     kind: int = ALL
@@ -95,13 +103,12 @@ class Kept:
     keys: Array = field(default_factory=lambda: np.empty((0, 4), np.uint32))
     wholes: Array = field(default_factory=lambda: np.empty(0, np.int64))
     limits: Array = field(default_factory=lambda: np.empty(0, np.float32))
-    masks: Mapping[int, Array] = field(default_factory=dict)
+    masks: dict[int, Array] = field(default_factory=dict)
 
     def arguments(self, block: int) -> tuple[Any, ...]:
         """The kernels' tuple for one block."""
-        ties = [selector.answer(block).ties for selector in self.selectors]
-        budgets = np.array([-1 if t is None else t for t in ties], np.int64)
-        mask = self.masks.get(block, _NO_MASK)
+        budgets = np.array([budget(selector, block) for selector in self.selectors], np.int64)
+        mask = self.masks.pop(block, _NO_MASK)
         return self.kind, self.cuts, budgets, self.keys, self.wholes, self.limits, mask
 
 
@@ -130,8 +137,8 @@ class FusedTensor:
         else:
             self._span = BLOCK
         infos = [sources[i.source].tensors[i.name] for i in t.everything]
-        nothing = np.empty(0, np.uint8)
-        self._direct = [sources[i.source].read_into(i.name, 0, nothing) for i in t.everything]
+        empty = np.empty(0, np.uint8)
+        self._direct = [sources[i.source].read_into(i.name, 0, empty) for i in t.everything]
         narrow = all(self._direct) and all(info.dtype == BFLOAT16 for info in infos)
         self._dtype = np.uint16 if narrow else np.float32
         self._readable = [
@@ -279,38 +286,38 @@ class FusedTensor:
     def chosen(
         self, density: Sequence[float], epsilon: Sequence[float], rescale: bool
     ) -> tuple[Kept, Array, Choose]:
-        """Choose by rank what is kept, as `methods.dropping` does for della.
+        """Choose elements at random, the larger with the better chance, as della does.
 
         Returns:
-            What is kept, and the factors that restore the L1 norms if these are wanted: then the
-            whole tensor is read, and all is known. Else what is kept of a block is known when the
-            third, a function of a block, was called.
+            The choice; the factors that restore the L1 norms, none without ``rescale``; and the
+            function that chooses. It has run on all blocks with ``rescale``, and must else run on a
+            block before that is finished.
         """
-        keys = [
-            _words(f"{self._seed}|{self.plan.name}|{model}|each|0") for model in range(self.models)
-        ]
+        stream = f"{self._seed}|{self.plan.name}"
+        keys = [_words(f"{stream}|{model}|each|0") for model in range(self.models)]
         steps = np.arange(self._columns, dtype=np.float32) / np.float32(max(1, self._columns - 1))
         chances = [(d - e) + steps * (2 * e) for d, e in zip(density, epsilon, strict=True)]
+        # random words are int32, so that a chance p is the limit p * 2**32 - 2**31
         exact = np.rint(np.array(chances, np.float64) * 2**32 - 2**31)
         limits = exact.clip(max=2**31 - 1).astype(np.int32)
-        whole = np.array(density) >= 1
-        bins = 1 << min(_MOST_BINS, max(64, self._columns // 2)).bit_length() - 1
-        shift = np.uint32(_MANTISSA + (_OCTAVES.bit_length() - 1) - (bins.bit_length() - 1))
+        # about two elements a bin; the largest power of two that is no more
+        most = min(_MOST_BINS, max(_FEWEST_BINS, self._columns // 2))
+        bins = 1 << (most.bit_length() - 1)
+        # the octaves have 2**23 patterns each, and a bin 2**shift of them
+        shift = np.uint32((_OCTAVES << _MANTISSA).bit_length() - bins.bit_length())
+        settings = (shift, np.array(keys, np.uint32), limits, np.array(density) >= 1)
         masks: dict[int, Array] = {}
-        kept = Kept(CHOSEN, masks=masks)
 
         def choose(raw: Array, count: int, place: int, block: int) -> Array:
-            mask = np.zeros((self.models, -(-count // 8)), np.uint8)
+            masks[block] = np.zeros((self.models, -(-count // 8)), np.uint8)
             sums = np.zeros((self.models, 2))
             row = self._buffers.get("row", 3, self._columns, np.float32)
             table = self._buffers.get("bins", 3, bins, np.int32)
-            settings = (shift, np.array(keys, np.uint32), limits, whole, row, table)
-            native.run(
-                "choose", raw, count, self._columns, self.models, place, *settings, mask, sums
-            )
-            masks[block] = mask
+            arguments = (*settings, row, table, masks[block], sums)
+            native.run("choose", raw, count, self._columns, self.models, place, *arguments)
             return sums
 
+        kept = Kept(CHOSEN, masks=masks)
         if not rescale:
             return kept, np.empty(0, np.float32), choose
         return kept, _factors(summed(self.each(choose))), choose
@@ -353,13 +360,13 @@ class FusedTensor:
 
         return finish
 
-    def selected(self, share: float) -> tuple[bool, np.float32, Selector | None]:
-        """Return whether columns are selected, the cut on their variance, and its selector.
+    def selected(self, share: float) -> Selector | None:
+        """Return the selector of the columns of largest variance; None if all are kept.
 
         What is selected is a share of the variances that are above 0.
         """
         if share >= 1:
-            return False, np.float32(0), None
+            return None
         sample = self._sample()
         deltas = sample[:-1] - sample[-1]
         bits = deltas.var(0, dtype=np.float32).view(np.int32)
@@ -370,7 +377,7 @@ class FusedTensor:
         while not selector.done:
             self._search_variance(selector)
             selector.advance()
-        return True, np.float32(selector.threshold), selector
+        return selector
 
     def _search_variance(self, selector: Selector) -> int:
         low = np.uint32(selector.low)

@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from .. import methods
-from ..dtypes import Array
+from ..dtypes import FLOAT32, Array
 from ..methods import MergeMethod, coefficients
 from ..methods.averaging import normaliser
 from ..methods.trimming import middle_counts, trimmed_count
+from ..planning import TensorPlan
 from . import native
-from .passes import Finish, FusedTensor, Kept, float32, summed
+from .passes import Finish, FusedTensor, Kept, budget, float32, summed
 
 
 def _linear(x: FusedTensor, weight: list[float], normalize: bool) -> Finish:
@@ -137,15 +138,13 @@ def _by_rank(*, vote: bool) -> Callable[..., Finish]:
 
 
 def _sce(x: FusedTensor, select_topk: float) -> Finish:
-    selecting, cut, selector = x.selected(select_topk)
-
-    def budget(block: int) -> int:
-        ties = None if selector is None else selector.answer(block).ties
-        return -1 if ties is None else ties
+    selector = x.selected(select_topk)
+    selecting = selector is not None
+    cut = np.float32(0 if selector is None else selector.threshold)
 
     def work(raw: Array, count: int, place: int, block: int) -> Array:
         sums = np.zeros(x.models)
-        arguments = (selecting, cut, budget(block), x.work(), sums)
+        arguments = (selecting, cut, budget(selector, block), x.work(), sums)
         native.run("energy", raw, count, x.models, *arguments)
         return sums
 
@@ -154,7 +153,7 @@ def _sce(x: FusedTensor, select_topk: float) -> Finish:
     weights = float32(energy / total if total > 0 else np.full_like(energy, 1 / x.models))
 
     def finish(raw: Array, count: int, place: int, block: int, out: Array) -> bool:
-        arguments = (selecting, cut, budget(block), weights, x.work(), out)
+        arguments = (selecting, cut, budget(selector, block), weights, x.work(), out)
         return native.run("erase_minority", raw, count, x.models, *arguments)
 
     return finish
@@ -183,3 +182,15 @@ PROGRAMS: Mapping[MergeMethod, Callable[..., Finish]] = {
 
 BY_ROWS = (methods.della, methods.della_linear)
 """Those whose kernels take whole rows; those of all others take a tensor cut anywhere."""
+
+_WIDEST = 1 << 18  # elements of a row that a kernel takes
+_LARGEST = 1 << 32  # elements of a tensor whose random words have one key
+
+
+def has_kernel(t: TensorPlan) -> bool:
+    """Return whether a kernel merges a tensor."""
+    if t.method not in PROGRAMS or t.work != FLOAT32 or t.info.count >= _LARGEST:
+        return False
+    by_rows = t.method in BY_ROWS and t.shape[-1:] <= (_WIDEST,)
+    whole = t.parameters.get("scope") == "global"
+    return (t.chunking == "elements" or by_rows) and not whole

@@ -6,11 +6,13 @@ Kind = tuple[str, int]
 TILE = 2048
 """Elements that a kernel works on at a time, which stay in a core's nearest cache."""
 
-ALL, TRIM, MIDDLE, DRAW, CHOSEN = range(5)
-"""What is kept of a task vector: all, what lies above one cut or between two, what a probability
-or a mask says."""
+# what is kept of a task vector
+ALL = 0  # every element
+TRIM = 1  # magnitudes at or above one threshold
+MIDDLE = 2  # magnitudes between two thresholds
+DRAW = 3  # each element with one probability
+CHOSEN = 4  # elements whose bit in a mask is set
 
-EVERY = -1
-"""Of elements that equal a threshold: all are kept."""
-SPENT = -2
-"""Of elements that equal a threshold: a block's share of them is used up."""
+# how many elements that equal a threshold are kept, beside a number of them
+EVERY = -1  # all
+SPENT = -2  # none more; unlike with 0, what is dropped keeps its sign, as a product with 0 does

@@ -1,11 +1,12 @@
 """Checkpoints as they lie on disk or in memory: found, checked, and read in stretches."""
 
-from .adapter import LoraSource
+from .adapter import AdapterSource, LoraSource
 from .headers import CheckpointError, TensorInfo
 from .resolve import find_folder, open_source
 from .sources import DictSource, FolderSource, Source, View
 
 __all__ = [
+    "AdapterSource",
     "CheckpointError",
     "DictSource",
     "FolderSource",

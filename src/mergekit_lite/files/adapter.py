@@ -6,13 +6,14 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from model_components._patterns import pattern_problem
 
-from ..dtypes import Array, numbers
+from ..dtypes import Array, DType, numbers
 from .headers import CheckpointError, Json, TensorInfo, read_header, read_json
 from .sources import FolderSource, Source, View, stat_of
 
@@ -24,9 +25,9 @@ _PAIRS = (["lora_A", "lora_B"], ["lora_embedding_A", "lora_embedding_B"])
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# initialisations that subtract the adapter from the base
+# initializations that subtract the adapter from the base
 _RESIDUAL = ("pissa", "olora", "corda", "loftq")
-# settings of LoRA by which a change is more than a product, or less
+# settings of LoRA by which a change is not s B A
 _NO_PRODUCT = (
     "alora_invocation_tokens",
     "arrow_config",
@@ -44,21 +45,31 @@ _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 _CONV1D_LAYERS = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)$")
 
 
-def is_plain(adapter: Path) -> bool:
-    """Return whether an adapter is a plain LoRA: each change is a product of two matrices."""
+def _check_files(adapter: Path) -> None:
+    for name in (CONFIG, WEIGHTS):
+        if not (adapter / name).is_file():
+            raise CheckpointError(f"adapter {adapter}: has no {name}")
+
+
+def more_than_lora(adapter: Path) -> str | None:
+    """Return the setting by which an adapter is no plain LoRA, whose changes are products s B A.
+
+    Return None for a plain one.
+    """
     if not (adapter / CONFIG).is_file():
-        return True  # reading it as such tells what is missing
+        return None  # `LoraSource` tells what is missing
     settings = read_json(adapter / CONFIG)
-    if settings.get("peft_type", "LORA") != "LORA":
-        return False
-    return not any(settings.get(name) for name in _NO_PRODUCT)
+    kind = settings.get("peft_type", "LORA")
+    if kind != "LORA":
+        return f"peft_type {kind}"
+    return next((name for name in _NO_PRODUCT if settings.get(name)), None)
 
 
 def refuse_residual(adapter: Path, settings: Mapping[str, object]) -> None:
-    """Refuse an adapter whose base is not the model that it was made from, but what it left."""
+    """Refuse an adapter whose initialization changed the base, too (PiSSA, OLoRA, CorDA, LoftQ)."""
     if str(settings.get("init_lora_weights", "")).lower().startswith(_RESIDUAL):
         raise CheckpointError(
-            f"adapter {adapter}: was initialised by {settings['init_lora_weights']}, which also "
+            f"adapter {adapter}: was initialized by {settings['init_lora_weights']}, which also "
             "changed the base weights; save it with path_initial_model_for_weight_conversion, "
             "then fold it in"
         )
@@ -71,15 +82,11 @@ def read_adapter_config(adapter: Path) -> Json:
         CheckpointError: A file is missing, or the adapter is of a kind that a sum W + s B A does
             not describe.
     """
-    for needed in (CONFIG, WEIGHTS):
-        if not (adapter / needed).is_file():
-            raise CheckpointError(f"adapter {adapter}: has no {needed}")
+    _check_files(adapter)
     settings = read_json(adapter / CONFIG)
-    if not is_plain(adapter):
-        raise CheckpointError(
-            f"adapter {adapter}: expected a plain LoRA, got one whose changes are more than "
-            "products of two matrices"
-        )
+    setting = more_than_lora(adapter)
+    if setting is not None:
+        raise CheckpointError(f"adapter {adapter}: expected a plain LoRA, got one with {setting}")
     refuse_residual(adapter, settings)
     if missing := {"r", "lora_alpha"} - settings.keys():
         raise CheckpointError(
@@ -224,39 +231,74 @@ class Adapter:
         return Pair(down, up, scale, kinds == _PAIRS[1])
 
 
-class LoraSource(View):
-    """A model with a peft LoRA adapter folded in, stretch by stretch.
+class AdapterSource(View):
+    """Base of models with an adapter folded in while they are read.
+
+    Args:
+        base: The model.
+        folder: The adapter's folder.
+
+    Raises:
+        CheckpointError: The adapter's files are not there.
+    """
+
+    def __init__(self, base: Source, folder: Path):
+        _check_files(folder)
+        super().__init__(base, dict(base.tensors))
+        self.label = f"{base.label}+{folder}"
+        self.config = dict(base.config)
+        self._adapter_folder = folder
+        self._replaced: dict[str, Array] = {}
+
+    @cached_property
+    def changed(self) -> list[str]:
+        """The tensors that are not as the model's."""
+        raise NotImplementedError
+
+    def _replace(self, name: str, shape: tuple[int, ...], dtype: DType, value: Array) -> None:
+        """Put the adapter's own tensor in place of the model's."""
+        if name not in self.model.tensors:
+            raise CheckpointError(
+                f"adapter {self._adapter_folder}: {name} is not a tensor of {self.model.label}"
+            )
+        expected = self.model.tensors[name].shape
+        if shape != expected:
+            raise CheckpointError(
+                f"adapter {self._adapter_folder}: {name} has shape {list(shape)}, the model's is "
+                f"{list(expected)}"
+            )
+        self._replaced[name] = value.reshape(-1)
+        self.tensors[name] = TensorInfo(name, shape, dtype)
+
+    def read_into(self, name: str, start: int, out: Array) -> bool:
+        """Read as the model does, where the adapter changes nothing."""
+        return name not in self.changed and super().read_into(name, start, out)
+
+    def fingerprint(self) -> object:
+        """Return the model's, and those of the adapter's two files."""
+        files = [stat_of(self._adapter_folder / name) for name in (CONFIG, WEIGHTS)]
+        return [super().fingerprint(), *files]
+
+
+class LoraSource(AdapterSource):
+    """A model with a plain LoRA folded in, stretch by stretch.
 
     W + s B A, with no merged copy anywhere.
     """
 
     def __init__(self, base: Source, folder: Path):
-        super().__init__(base, dict(base.tensors))
-        self.label = f"{base.label}+{folder}"
-        self._adapter_folder = folder
-        self.config = dict(base.config)
+        super().__init__(base, folder)
         self.adapter = adapter = Adapter(folder)
         self._pairs = {
             f"{module}.weight": self._turned(f"{module}.weight", p)
             for module, p in adapter.pairs.items()
         }
-        self._replaced: dict[str, Array] = {}
         for name, (info, value) in adapter.replaced.items():
-            if name not in base.tensors:
-                raise CheckpointError(f"adapter {folder}: {name} is not a tensor of {base.label}")
-            if info.shape != base.tensors[name].shape:
-                raise CheckpointError(
-                    f"adapter {folder}: {name} has shape {list(info.shape)}, the model's is "
-                    f"{list(base.tensors[name].shape)}"
-                )
-            self._replaced[name], self.tensors[name] = (
-                value,
-                TensorInfo(name, info.shape, info.dtype),
-            )
+            self._replace(name, info.shape, info.dtype, value)
 
-    @property
+    @cached_property
     def changed(self) -> list[str]:
-        """The tensors that are not as the base's."""
+        """The tensors that are not as the model's."""
         return [*self._pairs, *self._replaced]
 
     def pair(self, name: str) -> Pair | None:
@@ -302,7 +344,7 @@ class LoraSource(View):
         if replaced is None:
             stored = self.model.read(name, start, stop)
         else:
-            stored = replaced.reshape(-1)[start:stop]
+            stored = replaced[start:stop]
         if name not in self._pairs or start == stop:
             return stored
         pair = self._pairs[name]
@@ -313,16 +355,3 @@ class LoraSource(View):
             start - first * columns : stop - first * columns
         ]
         return numbers(stored) + change * np.float32(pair.scale)
-
-    def read_into(self, name: str, start: int, out: Array) -> bool:
-        """Read as the base does, where the adapter changes nothing."""
-        if name in self._pairs or name in self._replaced:
-            return False
-        return super().read_into(name, start, out)
-
-    def fingerprint(self) -> object:
-        """The base's, and those of the adapter's two files."""
-        return [
-            super().fingerprint(),
-            *(stat_of(self._adapter_folder / name) for name in (CONFIG, WEIGHTS)),
-        ]

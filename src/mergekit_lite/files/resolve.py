@@ -13,7 +13,7 @@ from model_components import _hub
 
 from .._torch import torch
 from ..dtypes import FLOAT8
-from .adapter import CONFIG, LoraSource, is_plain
+from .adapter import CONFIG, LoraSource, more_than_lora
 from .headers import STEMS, CheckpointError, TensorInfo, read_folder, read_header, read_json
 from .quantised import METHODS
 from .sources import DictSource, FolderSource, Source
@@ -121,9 +121,9 @@ def open_source(
 
 def _with_adapter(base: Source, folder: Path) -> Source:
     """Return a model with an adapter folded in, by peft's own code unless it is a plain LoRA."""
-    if is_plain(folder):
+    if more_than_lora(folder) is None:
         return LoraSource(base, folder)
-    from .folded import PeftSource
+    from .peft_adapters import PeftSource
 
     return PeftSource(base, folder)
 

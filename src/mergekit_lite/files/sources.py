@@ -1,8 +1,8 @@
 """Sources of tensors: safetensors folders read in stretches, and tensors in memory.
 
 Every source answers `read(name, start, stop)` with that stretch of the flattened tensor as an array
-of stored values (`mergekit_lite.dtypes`), and reads nothing else from disk. No source imports
-transformers, and none of files torch.
+of stored values (`mergekit_lite.dtypes`), and reads nothing else from disk. Sources of files import
+no torch, but for `peft_adapters.PeftSource`, which also imports transformers.
 """
 
 from __future__ import annotations
@@ -157,14 +157,15 @@ class FolderSource(Source):
 
 
 class View(Source):
-    """A model seen otherwise; what a class that inherits does not change is the model's own.
+    """Wrap a model, and hand on all that a subclass does not change.
 
     Args:
         model: The model.
-        tensors: What is seen of it. A tensor with fewer rows than the model's is its first rows.
+        tensors: The tensors that are seen. One with fewer rows than the model's is its first rows,
+            as rows are stored one after another.
 
     Attributes:
-        parts: The tensors of the model's files that a tensor is made of, where these are others.
+        parts: The tensors in the model's files that a tensor is made of, where it is several.
     """
 
     def __init__(self, model: Source, tensors: dict[str, TensorInfo]):

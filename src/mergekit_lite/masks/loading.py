@@ -18,7 +18,7 @@ from model_components._formats import reading
 
 from ..dtypes import tensor_of
 from ..files import CheckpointError, find_folder, open_source
-from ..files.adapter import Adapter, is_plain
+from ..files.adapter import Adapter, AdapterSource, more_than_lora
 from ..vocabulary import has_tokenizer, read_vocabulary
 from .components import refuse_different, say_or_refuse
 from .low_rank import with_adapter
@@ -75,7 +75,7 @@ def load_components(
         if low_rank and models and adapter is not None:
             shares_base = names[-1][1] is None and _are_one(own, bases[-1])
             folder = find_folder(adapter)
-            if shares_base and is_plain(folder):
+            if shares_base and more_than_lora(folder) is None:
                 model = with_adapter(models[-1], Adapter(folder))
         if model is None:
             model = _load_complete_model(auto_class, own, config, dtype, where | rest)
@@ -199,7 +199,8 @@ def _vocabularies(bases: Sequence[str | os.PathLike[str]], labels: Sequence[str]
 @torch.no_grad()
 def _fold_in(model: PreTrainedModel, name: str) -> None:
     """Give a model the weights that a merge of files reads of its base and adapter."""
-    source: Any = open_source(name)  # a model and an adapter, which knows what it changes
+    source = open_source(name)
+    assert isinstance(source, AdapterSource)
     state = model.state_dict()
     prefix = f"{model.base_model_prefix}."
     for tensor in source.changed:

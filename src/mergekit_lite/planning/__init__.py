@@ -14,7 +14,7 @@ from .checks import (
     check_copies,
     compare_configs,
     compare_tokenizers,
-    contradictions,
+    missing_tensors,
     tensor_problems,
 )
 from .configs import output_config
@@ -62,7 +62,8 @@ def make_plan(
         max_shard_size: Bytes of tensors in a file.
         threads: For the estimate of memory.
         allow_pickle: ``"weights_only"`` admits pickled checkpoints.
-        allow_incomplete: Whether tensors that a model's config promises may be missing.
+        allow_incomplete: Whether tensors may be missing that a model's config promises, or that its
+            other layers have.
         allow_mixed: Whether configs may name different architectures.
         truncate_embeddings: Whether embeddings and heads are cut to the fewest rows of any model,
             where the recipe names no tokenizer.
@@ -111,11 +112,13 @@ def make_plan(
     for source in models.sources:
         notes += getattr(source, "notes", [])
         if allow_incomplete:
-            notes += contradictions(source)
+            notes += missing_tensors(source)
         else:
-            problems += contradictions(source)
+            problems += missing_tensors(source)
     rows: int | None = None
-    if truncate_embeddings and recipe.tokenizer is None:
+    if truncate_embeddings and recipe.tokenizer is not None:
+        notes.append("truncate_embeddings has no effect, as the recipe names a tokenizer")
+    elif truncate_embeddings:
         models, rows = truncate_vocabularies(models)
         if rows is not None:
             notes.append(

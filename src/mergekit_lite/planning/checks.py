@@ -54,8 +54,8 @@ def _flat(config: Mapping[str, object]) -> dict[str, object]:
     return flat
 
 
-def contradictions(source: Source) -> list[str]:
-    """Return what a model's config promises and its tensors have not."""
+def missing_tensors(source: Source) -> list[str]:
+    """Return a message for each kind of tensor that a model should have and lacks."""
     text = source.config.get("text_config")
     config = text if isinstance(text, dict) else source.config
     found = (
@@ -79,20 +79,24 @@ def _names_by_layer(source: Source) -> tuple[str, dict[int, set[str]]]:
 
 
 def _missing_in_layers(source: Source) -> str | None:
-    """Find layers that lack tensors and have none of their own.
+    """Name tensors that one or two layers lack and all others have.
 
-    Layers may differ by design. So a layer counts as incomplete only if it is not the first, whose
-    norms some models leave out, if its tensors are a part of another layer's, and if no more than
-    two layers lack what it lacks: as many as a lost file leaves in part.
+    Layers may differ by design. So a layer counts as incomplete only if it is not the first, which
+    has no norm in some models; if another layer has all its tensors and more; and if no more than
+    two layers lack what it lacks: one lost file cuts through two layers.
     """
     before, layers = _names_by_layer(source)
+    if len(layers) <= 2 * _TORN:  # too few to tell a rule from an exception
+        return None
     holders = Counter(name for names in layers.values() for name in names)
-    rare = {name for name, count in holders.items() if 0 < len(layers) - count <= _TORN}
+    nearly_everywhere = {n for n, count in holders.items() if 0 < len(layers) - count <= _TORN}
     missing = []
     for number, names in sorted(layers.items()):
-        if number and any(names < others and others - names <= rare for others in layers.values()):
-            missing += [f"{before}{number}.{name}" for name in sorted(rare - names)]
-    if not missing or len(layers) <= 2 * _TORN:
+        lacking = sorted(nearly_everywhere - names)
+        larger = (others for others in layers.values() if names < others)
+        if number and any(others - names <= nearly_everywhere for others in larger):
+            missing += [f"{before}{number}.{name}" for name in lacking]
+    if not missing:
         return None
     more = ", ..." if len(missing) > _SHOWN else ""
     return f"expected {', '.join(missing[:_SHOWN])}{more} as in the other layers, got none"
@@ -169,7 +173,7 @@ def compare_configs(models: Models) -> tuple[list[str], list[str]]:
     return problems, notes
 
 
-def _tokens_of(source: Source) -> dict[str, int] | None:
+def _known_tokens(source: Source) -> dict[str, int] | None:
     """A model's vocabulary.
 
     A model in memory has that of the folder it was loaded from, if it still knows it.
@@ -198,7 +202,7 @@ def compare_tokenizers(models: Models) -> list[str]:
     vocabularies = [
         (source.label, tokens)
         for source in models.sources
-        if (tokens := _tokens_of(source)) is not None
+        if (tokens := _known_tokens(source)) is not None
     ]
     for label, tokens in vocabularies[1:]:
         first_label, first = vocabularies[0]
@@ -235,7 +239,8 @@ def _tensor_problem(slot: Slot, models: Models, by_token: bool) -> str | None:
         rows_alone = len({info.shape[1:] for info in infos}) == 1
         if rows_alone and is_vocabulary_tensor(slot.name) and not by_token:
             hint = (
-                " (vocabularies differ; tokenizer_source: base or union would match them by token)"
+                " (vocabularies differ; tokenizer_source: base or union would match them by token, "
+                "truncate_embeddings=True would cut them)"
             )
         return f"shapes differ: {slot.name}: {shown}{hint}"
     dtypes = [info.dtype for info in infos]

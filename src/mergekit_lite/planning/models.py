@@ -49,9 +49,10 @@ class Models:
 
 
 def truncate_vocabularies(models: Models) -> tuple[Models, int | None]:
-    """Return models whose embeddings and heads all have as many rows, and that number.
+    """Cut embeddings and heads to the fewest rows of any model.
 
-    It is the fewest of any model; None where all have the same.
+    Returns:
+        The models and the number of rows; the same models and None if all have as many.
     """
     sizes = {
         info.shape[0]

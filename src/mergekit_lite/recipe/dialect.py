@@ -6,7 +6,6 @@ supported is refused.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -77,7 +76,7 @@ def load_recipe(path_or_text: str | os.PathLike[str]) -> MergeRecipe:
     >>> load_recipe("merge_method: linear\nmodels: [a, b]\nparameters: {weight: 0.5}").merge_method
     'linear'
     """
-    text = text_of_path = os.fspath(path_or_text)
+    text = path = os.fspath(path_or_text)
     if "\n" not in text and not text.lstrip().startswith("{"):
         if not Path(text).is_file():
             raise RecipeError(f"recipe {text}: there is no such file")
@@ -88,8 +87,8 @@ def load_recipe(path_or_text: str | os.PathLike[str]) -> MergeRecipe:
         try:
             return _of_text(text)
         except RecipeError as error:
-            named = [f"recipe {text_of_path}: {p.removeprefix('recipe: ')}" for p in error.problems]
-            raise RecipeError(*named, rest=error.rest) from error
+            named = [f"recipe {path}: {p.removeprefix('recipe: ')}" for p in error.problems]
+            raise RecipeError(*named, partial=error.partial) from error
     return _of_text(text)
 
 
@@ -160,12 +159,14 @@ def parse_recipe(data: Mapping[str, object], model_of: ModelOf = str) -> MergeRe
             them.
     """
     parser = _Parser(model_of)
+    recipe = None
     try:
         recipe = parser.recipe(dict(data))
     except RecipeError as error:
-        raise RecipeError(*dict.fromkeys([*parser.problems, *error.problems])) from error
-    if parser.problems:
-        raise RecipeError(*dict.fromkeys(parser.problems), rest=recipe)
+        parser.problems += error.problems
+    if recipe is None or parser.problems:
+        # a second try may have told a problem again
+        raise RecipeError(*dict.fromkeys(parser.problems), partial=recipe)
     return recipe
 
 
@@ -219,8 +220,8 @@ class _Parser:
         data["parameters"] = self._parameters("parameters", data.get("parameters"))
         if data.get("modules") is not None:
             self._open_modules(data)
-        vocabulary = data.pop("tokenizer_source", None), data.pop("tokenizer", None)
-        tokenizer = self._read(self._tokenizer, *vocabulary, otherwise=None)
+        source = data.pop("tokenizer_source", None)
+        tokenizer = self._read(self._tokenizer, source, data.pop("tokenizer", None), otherwise=None)
         models = data.pop("models", None)
         slices = data.pop("slices", None)
         base = data.pop("base_model", None)
@@ -233,24 +234,23 @@ class _Parser:
         if base is not None:
             base = self._read(self._model, "base_model", base)
         if _LOST in (*entries, *pieces, base):
-            raise RecipeError()  # for the problems that are kept
+            raise RecipeError()  # its problems are kept already
         if base is not None and not pieces and _is_alone(base, entries, data["merge_method"]):
-            self.notes.append("recipe: names no models beside the base, which alone is written")
+            self.notes.append(
+                "recipe: lists no model beside the base, so the result is a copy of it"
+            )
             entries = (ModelEntry(model=base),)
             base = None
             data |= {"merge_method": "passthrough", "parameters": {}}
         settings = {key: value for key, value in data.items() if value is not None}
-        rest = {key: value for key, value in settings.items() if key not in _TEXTS}
-        make = functools.partial(
-            MergeRecipe,
-            models=entries,
-            slices=pieces,
-            base_model=base,
-            tokenizer=tokenizer,
-            notes=tuple(self.notes),
-        )
-        recipe = self._read(functools.partial(make, **settings))
-        return make(**rest) if recipe is _LOST else recipe
+        settings |= {"models": entries, "slices": pieces, "base_model": base}
+        settings |= {"tokenizer": tokenizer, "notes": tuple(self.notes)}
+        try:
+            return MergeRecipe(**settings)
+        except RecipeError as error:
+            self.problems += error.problems
+        # without these it may be a recipe that can be planned, which finds further problems
+        return MergeRecipe(**{key: v for key, v in settings.items() if key not in _TEXTS})
 
     def _open_modules(self, data: dict[str, Any]) -> None:
         """Replace ``modules``, which must have one entry, by what that entry says, in place."""
@@ -283,8 +283,7 @@ class _Parser:
             {name for method in METHODS.values() for name in method.parameters} & data.keys()
         ):
             self.problems.append(
-                f"{where}: {', '.join(misplaced)} stands beside model, expected under its "
-                "parameters"
+                f"{where}: {', '.join(misplaced)} stands beside model, expected under parameters"
             )
         known = ["model", "parameters"]
         if in_slice:

@@ -17,17 +17,18 @@ from ..dtypes import FLOATS
 
 
 class RecipeError(ValueError):
-    """A recipe that does not say something that can be done.
+    """An invalid recipe.
 
     Args:
-        problems: Every reason that was found.
-        rest: The recipe without what is wrong, if that is one: for finding further problems.
+        problems: Every problem that was found.
+        partial: The recipe without its invalid parts, if that is a recipe: planning it finds further
+            problems.
     """
 
-    def __init__(self, *problems: str, rest: MergeRecipe | None = None):
+    def __init__(self, *problems: str, partial: MergeRecipe | None = None):
         super().__init__("\n".join(problems))
         self.problems = problems
-        self.rest = rest
+        self.partial = partial
 
 
 def unknown_keys(where: str, data: Mapping[str, object], known: Sequence[str]) -> list[str]:

@@ -1,6 +1,4 @@
-"""For each row of the output's vocabulary, the row and model to read it from.
-
-The models are seen that way, too.
+"""Map each row of the output's vocabulary to a model and a row of it, and read models that way.
 
 A model that lacks a token of the output gets, for that token, the base model's row, or else the
 mean of the rows of the models that have it; a recipe's ``tokens`` entry can name the row to take.
@@ -179,11 +177,6 @@ def plan_vocabulary(
     tokens = dict(vocabularies[donor])
     rows = _rows(sources[donor])
     before = len(tokens)
-    if isinstance(spec.source, MergeRecipe) and model_key(spec.source) not in index:
-        raise RecipeError(
-            f"tokenizer source: is the stage {model_label(spec.source)}, expected one of the "
-            "recipe's models"
-        )
     if spec.source == "union":
         stored = [_with_rows(v, _rows(s)) for v, s in zip(vocabularies, sources, strict=True)]
         tokens = dict(stored[donor])
@@ -193,6 +186,11 @@ def plan_vocabulary(
         notes += _rowless_notes(tokens, vocabularies, sources)
     elif spec.source != "base":
         place = index.get(model_key(spec.source))
+        if place is None and isinstance(spec.source, MergeRecipe):
+            raise RecipeError(
+                f"tokenizer source: is the stage {model_label(spec.source)}, expected one of the "
+                "recipe's models"
+            )
         if place is None:
             folder = find_folder(str(spec.source))
             tokens = read_vocabulary(folder, model_label(spec.source))
@@ -230,7 +228,8 @@ def plan_vocabulary(
         takers = np.ones(len(sources), bool) if rule.force else has[:, row] < 0
         place, theirs = _given_row(token, rule, index, sources, vocabularies)
         if place is not None or theirs == ZERO:
-            model_of[takers, row], row_of[takers, row] = place or 0, theirs
+            model_of[takers, row] = place or 0  # a row of zeros is read of no model
+            row_of[takers, row] = theirs
     return Vocabulary(rows, tokens, has, model_of, row_of, folder, extended, notes)
 
 

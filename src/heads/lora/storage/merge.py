@@ -41,17 +41,20 @@ _SHOWN = 5  # layers of a printed report
 class MergedLayer:
     """Figures of one merged layer: what became of its update dW.
 
-    Its size, |dW| / |W|, and the share of it that rounding lost.
+    With C the change of the stored weight, <C, dW> / |dW|² of the update was kept. What else is in
+    C is noise of rounding: it has no direction, and a model hardly notices it.
 
     Attributes:
         name: The layer's.
         update: |dW| / |W|, in Frobenius norms.
-        lost: |stored - W - dW| / |dW|.
+        lost: The share of the update that rounding took away, 1 - <C, dW> / |dW|².
+        noise: |C - (1 - lost) dW| / |dW|.
     """
 
     name: str
     update: float
     lost: float
+    noise: float
 
 
 @dataclass(frozen=True)
@@ -77,14 +80,16 @@ class MergeReport(Report):
         worst = sorted((one for one in self.layers if one.update), key=lambda one: -one.lost)[
             :_SHOWN
         ]
-        rows = [(one.name, f"{one.update:.2e}", f"{one.lost:.2%}") for one in worst]
-        return Table(("layer", "|dW| / |W|", "dW lost"), rows)
+        rows = [
+            (one.name, f"{one.update:.2e}", f"{one.lost:.2%}", f"{one.noise:.2%}") for one in worst
+        ]
+        return Table(("layer", "|dW| / |W|", "dW lost", "noise"), rows)
 
     def remarks(self) -> list[str]:
         """List what the table leaves out."""
         idle = sum(not layer.update for layer in self.layers)
         more = len(self.layers) - idle - _SHOWN
-        lines = [f"and {more} more, which lost no more"] if more > 0 else []
+        lines = [f"and {more} more, which lost less"] if more > 0 else []
         return lines + (
             [f"{idle} of them were not changed: their B is zero, untrained"] if idle else []
         )
@@ -116,17 +121,18 @@ def merge_lora(
     """Write the model with its adapters as an ordinary checkpoint; the model itself stays as it is.
 
     Every update is added in float32 (float64 of such a model) and rounded once. A weight of
-    bfloat16 has 8 bits, so that an update of a thousandth of it is mostly lost: that share,
-    ``|stored - W - dW| / |dW|``, is reported for every layer, and refused above ``max_lost``. A
-    head adapted apart from its tied embedding is untied. The weights of adapted layers are in
-    memory twice meanwhile.
+    bfloat16 has 8 bits, so that an update of a thousandth of it may be mostly lost: what is left
+    along the update is reported for every layer. A merge that loses more than ``max_lost`` of all
+    updates together is refused. A head adapted apart from its tied embedding is untied. The weights
+    of adapted layers are in memory twice meanwhile.
 
     Args:
         model: A peft model with LoRA adapters of any kind that peft can merge.
         out: The folder to write; it must not exist, or be empty.
         adapters: Which adapters; the active ones by default.
         dtype: Of the floating tensors written; the model's own by default.
-        max_lost: The largest share of a layer's update that may be lost; None for any.
+        max_lost: The largest share of the updates that may be lost, layers weighted by |dW|²; None
+            for any.
         tokenizer: Written beside the weights; default: the base's, where it is on this machine.
         max_shard_size: Of a file, bytes or ``"5GB"``.
         progress: Show a bar.
@@ -169,23 +175,26 @@ def merge_lora(
             )
     for name, layer in adapted.items():
         _check_layer(operation, name, layer)
-    layers = []
+    layers: list[MergedLayer] = []
+    sizes: list[float] = []
     merged = {}
     for name, layer in tqdm(adapted.items(), "merging", disable=not progress, leave=False):
         parts = _parts_of(layer, names)
-        layers.append(_measured(operation, name, layer, parts["weight"], chosen))
+        measured, size = _measured(operation, name, layer, parts["weight"], chosen)
+        layers.append(measured)
+        sizes.append(size)
         base_layer = layer.base_layer
         merged |= {
             f"{name}.{w}": part.to(chosen or base_layer.get_parameter(w).dtype)
             for w, part in parts.items()
         }
-    lossy = [one for one in layers if max_lost is not None and one.lost > max_lost]
-    if lossy:
-        worst = max(lossy, key=lambda one: one.lost)
+    lost = _lost_of_all(layers, sizes)
+    if max_lost is not None and lost > max_lost:
+        worst = max(layers, key=lambda one: one.lost)
         raise ValueError(
-            f"{operation}: rounding to {stored} loses more than {max_lost:.0%} of the update of "
-            f"{len(lossy)} of {len(layers)} layers, {worst.lost:.0%} of {worst.name}'s; expected "
-            "dtype=torch.float32 (--dtype float32), or max_lost=None to accept it (--max-lost 99)"
+            f"{operation}: rounding to {stored} loses {lost:.0%} of the updates, expected at most "
+            f"{max_lost:.0%} ({worst.lost:.0%} of {worst.name}'s): use dtype=torch.float32 "
+            "(--dtype float32), or max_lost=None to accept it (--max-lost 1)"
         )
     state = _state(base, merged, names, chosen)
     with NewFolder(out, operation) as new:
@@ -275,7 +284,8 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _measured(
     operation: str, name: str, layer: Any, exact: Tensor, dtype: torch.dtype | None
-) -> MergedLayer:
+) -> tuple[MergedLayer, float]:
+    """Return what became of a layer's update, and |dW|²."""
     weight = layer.base_layer.weight.detach()
     rounded = exact.to(dtype or weight.dtype)
     for merged_weight, where in ((exact, ""), (rounded, f" in {rounded.dtype}")):
@@ -285,11 +295,21 @@ def _measured(
             )
     update = exact - _wide(weight)
     size = float(update.norm())
+    if not size:
+        return MergedLayer(name, 0.0, 0.0, 0.0), 0.0
     before = float(weight.float().norm())
-    lost = rounded.to(exact.dtype) - weight.to(rounded.dtype).to(exact.dtype) - update
-    share = float(lost.norm()) / size if size else 0.0
+    change = rounded.to(exact.dtype) - weight.to(rounded.dtype).to(exact.dtype)
+    kept = float((change * update).sum(dtype=torch.float64)) / size**2
+    noise = float((change - kept * update).norm()) / size
     ratio = size / before if before else math.inf  # a new head is zeros
-    return MergedLayer(name, ratio if size else 0.0, share)
+    return MergedLayer(name, ratio, 1 - kept, noise), size**2
+
+
+def _lost_of_all(layers: Sequence[MergedLayer], sizes: Sequence[float]) -> float:
+    total = sum(sizes)
+    if not total:
+        return 0.0
+    return sum(one.lost * size for one, size in zip(layers, sizes, strict=True)) / total
 
 
 def _state(

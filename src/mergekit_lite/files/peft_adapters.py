@@ -1,13 +1,14 @@
 """PeftSource: a model with any adapter of peft folded in while it is read.
 
 A plain LoRA is a product that `LoraSource` adds stretch by stretch. All other kinds of adapters are
-merged by peft's own code, one layer at a time, so that one layer need be in memory.
+merged by peft's own code, so that only one layer is in memory at a time.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,17 @@ from transformers import AutoConfig
 from model_components._formats import reading
 
 from ..dtypes import Array, from_torch, stored_of, tensor_of
-from .adapter import CONFIG, PREFIX, WEIGHTS, refuse_residual
+from .adapter import CONFIG, PREFIX, WEIGHTS, AdapterSource, refuse_residual
 from .experts import stacked
-from .headers import CheckpointError, TensorInfo, read_json
-from .sources import Source, View, stat_of
+from .headers import CheckpointError, read_json
+from .sources import Source
 
-_NOTHING = torch.zeros(())  # expanded, it stands for a weight and takes no memory
+_PLACEHOLDER = torch.zeros(())  # expanded to a weight's shape, it takes no memory
 # what peft puts between the parts of a parameter's name
 _WRAPPERS = (".base_layer", ".token_adapter", ".original_module", ".modules_to_save.default")
 
 
-class PeftSource(View):
+class PeftSource(AdapterSource):
     """A model with an adapter of peft folded in, layer by layer.
 
     Args:
@@ -44,21 +45,15 @@ class PeftSource(View):
 
     def __init__(self, base: Source, folder: Path):
         base = stacked(base)
-        super().__init__(base, dict(base.tensors))
-        self.label = f"{base.label}+{folder}"
-        self._folder = folder
+        super().__init__(base, folder)
         self._lock = threading.Lock()
         self._last: tuple[nn.Module | None, dict[str, Tensor]] = (None, {})
-        for name in (CONFIG, WEIGHTS):
-            if not (folder / name).is_file():
-                raise CheckpointError(f"adapter {folder}: has no {name}")
         refuse_residual(folder, read_json(folder / CONFIG))
         try:
             with reading(f"adapter {folder}", "merge"):
                 self._model = _skeleton(base, folder)
         except ValueError as error:
             raise CheckpointError(str(error)) from error
-        self._replaced: dict[str, Tensor] = {}
         self._layers: dict[str, tuple[nn.Module, str]] = {}
         self._find_changes()
         if not self.changed:
@@ -66,16 +61,21 @@ class PeftSource(View):
         if self._layers:  # a kind that cannot be merged is refused before any work
             self.read(next(iter(self._layers)), 0, 1)
 
-    @property
+    @cached_property
     def changed(self) -> list[str]:
-        """The tensors that are not as the base's."""
+        """The tensors that are not as the model's."""
         return list(dict.fromkeys([*self._layers, *self._replaced]))
 
     def _find_changes(self) -> None:
         """Find what peft changes: parameters that it has values for, and the layers it wraps."""
         for name, value in self._model.named_parameters():
-            if not _is_placeholder(value):
-                self._replace(_plain(name), value.detach())
+            stored = self._stored(_plain(name))
+            dtype = from_torch(value.dtype)
+            # all others are the adapter's own
+            if stored is not None and dtype is not None and not _is_placeholder(value):
+                values = stored_of(value.detach().contiguous())
+                self._replace(stored, tuple(value.shape), dtype, values)
+        # a wrapper inside a layer that is wrapped is merged with it
         outermost = ""
         for name, layer in self._model.named_modules():
             inside = outermost and name.startswith(f"{outermost}.")
@@ -88,19 +88,6 @@ class PeftSource(View):
                 if stored is not None:
                     self._layers[stored] = (layer, own)
 
-    def _replace(self, name: str, value: Tensor) -> None:
-        stored = self._stored(name)
-        dtype = from_torch(value.dtype)
-        if stored is None or dtype is None:  # the adapter's own parameter
-            return
-        if tuple(value.shape) != self.model.tensors[stored].shape:
-            raise CheckpointError(
-                f"adapter {self._folder}: {name} has shape {list(value.shape)}, the model's is "
-                f"{list(self.model.tensors[stored].shape)}"
-            )
-        self._replaced[stored] = value
-        self.tensors[stored] = TensorInfo(stored, tuple(value.shape), dtype)
-
     def _stored(self, name: str) -> str | None:
         """Return what the model's files call a parameter, which may add or leave out a prefix."""
         prefix = f"{self._model.base_model.model.base_model_prefix}."
@@ -111,10 +98,12 @@ class PeftSource(View):
 
     def _before(self, name: str) -> Tensor:
         """Return a tensor as it is before peft merges its layer."""
+        info = self.model.tensors[name]
         if name in self._replaced:
-            return self._replaced[name].float()
-        value = tensor_of(self.model.read(name, 0, self.model.tensors[name].count))
-        return value.float().view(self.model.tensors[name].shape)
+            values = self._replaced[name]
+        else:
+            values = self.model.read(name, 0, info.count)
+        return tensor_of(values).float().view(info.shape)
 
     def _merged(self, name: str) -> Tensor:
         """Return a tensor of a layer that peft merged; the layer merged last is kept."""
@@ -137,29 +126,21 @@ class PeftSource(View):
                     wrapper.merge(safe_merge=True)
         except (NotImplementedError, RuntimeError, ValueError) as error:
             raise CheckpointError(
-                f"adapter {self._folder}: peft cannot merge it into weights ({error})"
+                f"adapter {self._adapter_folder}: peft cannot merge it into weights ({error})"
             ) from error
         merged = _innermost(layer)  # some kinds put another layer in its place
         return {own: getattr(merged, own).detach() for own in names}
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Return elements of the merged weight, in float32 where the adapter changes it."""
+        """Return elements of a tensor.
+
+        They are float32 where peft merges, and the adapter's own where it replaces the tensor.
+        """
         if name in self._layers and start < stop:
             return stored_of(self._merged(name).reshape(-1)[start:stop])
         if name in self._replaced:
-            return stored_of(self._replaced[name].reshape(-1)[start:stop])
+            return self._replaced[name][start:stop]
         return super().read(name, start, stop)
-
-    def read_into(self, name: str, start: int, out: Array) -> bool:
-        """Read as the base does, where the adapter changes nothing."""
-        if name in self._layers or name in self._replaced:
-            return False
-        return super().read_into(name, start, out)
-
-    def fingerprint(self) -> object:
-        """Return the base's, and those of the adapter's two files."""
-        files = [stat_of(self._folder / name) for name in (CONFIG, WEIGHTS)]
-        return [super().fingerprint(), *files]
 
 
 def _skeleton(base: Source, folder: Path) -> Any:
@@ -168,13 +149,15 @@ def _skeleton(base: Source, folder: Path) -> Any:
     names = config.architectures or [""]
     kind = getattr(transformers, names[0], None)
     with torch.device("meta"):
-        if kind is None:
+        if kind is None:  # a class of remote code: the plain one has the same names or is refused
             model = transformers.AutoModelForCausalLM.from_config(config)
         else:
             model = kind(config)
     for layer in model.modules():
         for own, parameter in layer.named_parameters(recurse=False):
-            setattr(layer, own, nn.Parameter(_NOTHING.expand(parameter.shape), requires_grad=False))
+            setattr(
+                layer, own, nn.Parameter(_PLACEHOLDER.expand(parameter.shape), requires_grad=False)
+            )
     model.tie_weights()
     settings = PeftConfig.from_pretrained(str(folder))
     if settings.is_prompt_learning:
@@ -187,7 +170,7 @@ def _skeleton(base: Source, folder: Path) -> Any:
     loaded = set_peft_model_state_dict(model, weights, low_cpu_mem_usage=True)
     if loaded.unexpected_keys:
         raise CheckpointError(
-            f"adapter {folder}: the model has no place for {loaded.unexpected_keys[0]}"
+            f"adapter {folder}: {loaded.unexpected_keys[0]} fits no parameter of {base.label}"
         )
     if absent := [name for name, p in model.named_parameters() if p.device.type == "meta"]:
         raise CheckpointError(f"adapter {folder}: {WEIGHTS} has no {absent[0]}")
@@ -195,7 +178,7 @@ def _skeleton(base: Source, folder: Path) -> Any:
 
 
 def _is_placeholder(value: Tensor) -> bool:
-    return value.untyped_storage().data_ptr() == _NOTHING.untyped_storage().data_ptr()
+    return value.untyped_storage().data_ptr() == _PLACEHOLDER.untyped_storage().data_ptr()
 
 
 def _innermost(layer: nn.Module) -> Any:

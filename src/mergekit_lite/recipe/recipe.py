@@ -21,8 +21,8 @@ class RecipeError(ValueError):
 
     Args:
         problems: Every problem that was found.
-        partial: The recipe without its invalid parts, if that is a recipe: planning it finds further
-            problems.
+        partial: The recipe without its invalid parts, if that is a recipe: planning it finds
+            further problems.
     """
 
     def __init__(self, *problems: str, partial: MergeRecipe | None = None):

@@ -3,6 +3,7 @@ bad checkpoints."""
 
 import copy
 import json
+import math
 import warnings
 
 import peft
@@ -527,10 +528,46 @@ def test_a_rank_below_one_a_bad_name_and_a_model_with_adapters_are_refused():
     with pytest.raises(ValueError, match=r"prepare_lora:.*adapters"):
         prepare_lora(model, config)
     config.r = 0
-    with pytest.raises(ValueError, match=r"prepare_lora:.*0.*least.*1"):
+    with pytest.raises(ValueError, match=r"prepare_lora: r is 0, expected a whole number"):
         prepare_lora(tiny("llama"), config)
     with pytest.raises(ValueError, match=r"prepare_lora:.*config"):
         prepare_lora(tiny("llama"), {"r": 4})
+
+
+WRONG = {
+    "lora_alpha": [math.nan, math.inf, "16", None],
+    "r": ["8", 2.5, True],
+    "alpha_pattern": [{"q_proj": math.nan}],
+    "rank_pattern": [{"q_proj": 0}],
+    "lora_dropout": [-0.1, 1.0, "0.1"],
+    "target_modules": [[1, 2], 7],
+    "loftq_config": [{"loftq_iter": "five"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(f, v) for f, values in WRONG.items() for v in values], ids=str
+)
+def test_settings_that_are_no_numbers_or_names_are_refused(field, value, tmp_path):
+    config = LoraConfig(target_modules=["q_proj"], r=4)
+    model = prepare_lora(tiny("llama"), config)
+    model.save_pretrained(tmp_path)
+    setattr(config, field, value)
+    with pytest.raises(ValueError, match=rf"prepare_lora: (loftq_iter|{field})\S* is .*, expected"):
+        prepare_lora(tiny("llama"), config)
+    if field == "loftq_config":  # of which peft's files keep nothing
+        return
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings | {field: value}))
+    with pytest.raises(ValueError, match=r"load_lora: .*adapter_config\.json"):
+        load_lora(tiny("llama"), tmp_path)
+
+
+def test_weights_of_eight_bits_are_refused(tmp_path):
+    stock(config_of("llama")[1], "llama").save_pretrained(tmp_path)
+    spoil(tmp_path, lambda t: t.update({KEY: t[KEY].to(torch.float8_e4m3fn)}))
+    with pytest.raises(ValueError, match=r"load_lora:.*float8_e4m3fn, expected .* 16 bits"):
+        load_lora(tiny("llama"), tmp_path)
 
 
 def spoil(folder, change):

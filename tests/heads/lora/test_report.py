@@ -47,7 +47,11 @@ def test_activations_are_what_a_step_keeps(kind, targets, accelerate):
     model.train()
     ids = torch.zeros(3, 20, dtype=torch.int64)
     resident = [*model.parameters(), *model.buffers()]
-    assert counted == saved_bytes(lambda: model(input_ids=ids, use_cache=False), resident=resident)
+    labels = {"labels": ids} if kind == "gpt2" else {}
+    step = lambda: model(input_ids=ids, use_cache=False, **labels)  # noqa: E731
+    assert counted == saved_bytes(step, resident=resident)
+    if labels:
+        assert counted > saved_bytes(lambda: model(input_ids=ids), resident=resident)
 
 
 def test_the_first_step_is_what_adam_does():

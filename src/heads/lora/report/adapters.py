@@ -134,7 +134,8 @@ class LoraReport(Report):
 def saved_activation_bytes(model: nn.Module, batch: int, context: int) -> int:
     """Return the bytes that autograd would keep for one training step.
 
-    The step runs on tensors that hold no numbers.
+    Of a model that generates text, the loss of all tokens is counted. The step runs on tensors that
+    hold no numbers.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     with in_mode(model, training=True), FakeTensorMode(allow_non_fake_inputs=True) as fake:
@@ -153,10 +154,12 @@ def saved_activation_bytes(model: nn.Module, batch: int, context: int) -> int:
         ids = torch.zeros(
             batch, context, dtype=torch.int64, device=next(iter(fake_tensors.values())).device
         )
+        inputs: dict[str, object] = {"input_ids": ids, "use_cache": False}
+        can_generate = getattr(model, "can_generate", None)
+        if can_generate is not None and can_generate():
+            inputs["labels"] = ids  # its loss saves more than its logits
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            output = functional_call(
-                model, fake_tensors, kwargs={"input_ids": ids, "use_cache": False}
-            )
+            output = functional_call(model, fake_tensors, kwargs=inputs)
         size = sum(storage.nbytes() for storage in storages.values())
     del output
     return size

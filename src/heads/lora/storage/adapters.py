@@ -17,7 +17,15 @@ from model_components._hub import find_folder
 from model_components._patterns import pattern_problem
 
 from ..surgery.accelerate import accelerate_lora_
-from ..surgery.prepare import PREFIX, check_adapter_name, inject, is_quantised, quiet, skeleton
+from ..surgery.prepare import (
+    PREFIX,
+    check_adapter_name,
+    check_numbers,
+    inject,
+    is_quantised,
+    quiet,
+    skeleton,
+)
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -50,8 +58,8 @@ def load_lora(
     Raises:
         ValueError: A folder or id that does not exist, another method's adapter, a pickle, a
             truncated file, modules that the model does not have, tensors that the config does not
-            name, shapes that do not fit, numbers that are not finite or not floating, a name that
-            is taken.
+            name, shapes that do not fit, ranks, alphas or weights that are not finite numbers, a
+            name that is taken.
 
     >>> from peft import get_peft_model
     >>> model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), LoraConfig(target_modules=["0"]))
@@ -81,6 +89,7 @@ def load_lora(
             f"{operation}: {path} holds an adapter of {config.peft_type}, expected LoRA"
         )
     with reading(path / "adapter_config.json", operation):
+        check_numbers(f"{operation}: {path / 'adapter_config.json'}", config)
         _check_patterns(operation, path, config, model)
     if isinstance(model, PeftModel):
         base = model.get_base_model()
@@ -140,9 +149,11 @@ def read_shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
         for name in file.keys():  # noqa: SIM118, not a mapping
             tensor = file.get_tensor(name)
             # others may be counters of a whole module
-            if ".lora_" in name and not tensor.is_floating_point():
+            narrow = not tensor.is_floating_point() or tensor.dtype.itemsize < 2
+            if ".lora_" in name and narrow:
                 raise ValueError(
-                    f"{operation}: {name} in {path} is {tensor.dtype}, expected floating numbers"
+                    f"{operation}: {name} in {path} is {tensor.dtype}, expected floating numbers "
+                    "of 16 bits or more"
                 )
             if not torch.isfinite(tensor).all():
                 raise ValueError(f"{operation}: {name} in {path} has numbers that are not finite")

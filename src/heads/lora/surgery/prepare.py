@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import difflib
+import math
 import re
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
+
+from model_components._checks import is_whole
 
 from ..layers import quiet
 from .accelerate import accelerate_lora_
@@ -71,14 +75,40 @@ def _check_config(operation: str, model: nn.Module, config: object, adapter_name
             "accelerate_lora_"
         )
     check_adapter_name(operation, adapter_name)
-    ranks = {
-        "r": config.r,
-        **{f"rank_pattern[{k!r}]": v for k, v in (config.rank_pattern or {}).items()},
-    }
-    for name, rank in ranks.items():
-        if not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"{operation}: {name} is {rank!r}, expected at least 1")
+    check_numbers(operation, config)
     _check_targets(operation, model, config)
+
+
+def check_numbers(operation: str, config: LoraConfig) -> None:
+    """Refuse ranks, alphas, dropouts and targets that are not what they should be."""
+    for name, rank in _values(config, "r", "rank_pattern"):
+        if not is_whole(rank, 1):
+            raise ValueError(f"{operation}: {name} is {rank!r}, expected a whole number, 1 or more")
+    for name, alpha in _values(config, "lora_alpha", "alpha_pattern"):
+        if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+            raise ValueError(f"{operation}: {name} is {alpha!r}, expected a finite number")
+    dropout = config.lora_dropout
+    if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+        raise ValueError(
+            f"{operation}: lora_dropout is {dropout!r}, expected at least 0 and below 1"
+        )
+    for field in ("target_modules", "modules_to_save", "exclude_modules"):
+        wanted = getattr(config, field)
+        names = [] if wanted is None or isinstance(wanted, str) else wanted
+        if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{operation}: {field} is {wanted!r}, expected names of modules")
+    rounds = dict(config.loftq_config or {}).get("loftq_iter", 1)
+    if not is_whole(rounds, 1):
+        raise ValueError(
+            f"{operation}: loftq_iter is {rounds!r}, expected a whole number, 1 or more"
+        )
+
+
+def _values(config: LoraConfig, field: str, pattern: str) -> list[tuple[str, object]]:
+    """Return a setting and its exceptions by module, each with its name."""
+    exceptions = getattr(config, pattern) or {}
+    named = [(f"{pattern}[{module!r}]", value) for module, value in exceptions.items()]
+    return [(field, getattr(config, field)), *named]
 
 
 def _check_targets(operation: str, model: nn.Module, config: LoraConfig) -> None:
@@ -146,8 +176,9 @@ def prepare_lora(
         peft's model, its adapters at their start.
 
     Raises:
-        ValueError: A rank below 1 or larger than a matrix, a target that no module is called (with
-            near names), a name that peft cannot keep apart, a model with adapters already.
+        ValueError: A rank below 1 or larger than a matrix, an alpha that is not finite, a dropout
+            outside of 0 to 1, a target that no module is called (with near names), a name that peft
+            cannot keep apart, a model with adapters already.
 
     A quantised model cannot be rehearsed; names and ranks below 1 are still looked at.
 

@@ -97,7 +97,8 @@ def check_numbers(operation: str, config: LoraConfig) -> None:
         names = [] if wanted is None or isinstance(wanted, str) else wanted
         if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"{operation}: {field} is {wanted!r}, expected names of modules")
-    rounds = dict(config.loftq_config or {}).get("loftq_iter", 1)
+    loftq = config.loftq_config
+    rounds = loftq.get("loftq_iter", 1) if isinstance(loftq, dict) else 1
     if not is_whole(rounds, 1):
         raise ValueError(
             f"{operation}: loftq_iter is {rounds!r}, expected a whole number, 1 or more"

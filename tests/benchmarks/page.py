@@ -85,6 +85,14 @@ TABLES = {
         "AdamW. `ratio` is against peft with adapters in the model's dtype. Peaks are what a step "
         "adds to the resident model, in processes of their own.",
     ),
+    "lora_loss": Table(
+        "A step's loss without logits",
+        ("peft", ""),
+        "cpu",
+        "CPU seconds, one thread; in turn in one process; a step is forward, loss, backward, AdamW. "
+        "`ratio` is against peft with adapters in the model's dtype. Peaks are what a step adds to "
+        "the resident model, in processes of their own.",
+    ),
     "thinker": Table(
         "thinker",
         ("nn.TransformerDecoderLayer", ""),

@@ -3,7 +3,7 @@ from .data.rows import alpaca_template, chat_template, read_rows, row_report
 from .functional import lora_linear
 from .judging import Judge, LikelihoodGain, ReferenceOverlap, WinRate, judge_answers
 from .layers import LoraLinear
-from .losses import answer_loss
+from .losses import answer_loss, fuse_cross_entropy_
 from .report.adapters import lora_report
 from .report.training import tuning_report
 from .storage.adapters import load_lora
@@ -23,6 +23,7 @@ __all__ = [
     "answer_loss",
     "chat_template",
     "check_packed_examples",
+    "fuse_cross_entropy_",
     "inject_lora_",
     "judge_answers",
     "load_lora",

@@ -1,18 +1,157 @@
-"""`answer_loss`: a held-out loss that does not depend on the batch size."""
+"""Losses of language models without the logits of all tokens, for training and for evaluation."""
 
 from __future__ import annotations
 
+import functools
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from peft import PeftModel
+from torch import Tensor, nn
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
 
-from model_components._modes import evaluating
+from model_components._head_loss import IGNORED, head_loss
+from model_components._modes import evaluating, in_mode
 
-_IGNORED = -100  # a label that is not trained
+_PROBED = 4  # tokens by which the logits of the head are compared with the model's
+_NEAR = 1e-3  # of the largest logit: what rounding makes in any dtype but not another formula
+_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+
+
+def fuse_cross_entropy_(model: nn.Module) -> None:
+    """Compute the loss of a causal language model without logits, in place.
+
+    Given labels, the model's forward then returns the loss and no logits: the head runs on chunks
+    of the positions that have a label, and their gradients are made at once. So a step on answers
+    of long prompts needs little more memory than its layers. Without labels, forward is as before.
+    Trainers and loops stay as they are; ``trl.SFTTrainer`` has a fused head of its own and does not
+    need this.
+
+    Args:
+        model: A model of transformers, or peft's of one. Its head may be frozen, tied, trained or
+            have an adapter.
+
+    Raises:
+        ValueError: The model has no separate head, adds a router's loss, or makes logits otherwise
+            than by its head and the factors and soft caps of its config.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> model = LlamaForCausalLM(
+    ...     LlamaConfig(
+    ...         hidden_size=8,
+    ...         intermediate_size=8,
+    ...         num_hidden_layers=1,
+    ...         num_attention_heads=2,
+    ...         vocab_size=16,
+    ...     )
+    ... )
+    >>> ids = torch.arange(6)[None]
+    >>> plain = model(input_ids=ids, labels=ids).loss
+    >>> fuse_cross_entropy_(model)
+    >>> fused = model(input_ids=ids, labels=ids)
+    >>> fused.logits is None, torch.allclose(fused.loss, plain)
+    (True, True)
+    """
+    base = _language_model(model, "fuse_cross_entropy_")
+    if "forward_with_logits" in vars(base):
+        return
+    config = base.config.get_text_config()
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            "fuse_cross_entropy_: the config has output_router_logits, whose loss would be lost; "
+            "expected False"
+        )
+    _check_head(base)
+
+    @functools.wraps(type(base).forward)  # trainers and generate look at its signature
+    def forward(
+        self: Any,
+        *arguments: Any,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **options: Any,
+    ) -> object:
+        if labels is None:
+            return self.forward_with_logits(*arguments, **options)
+        total, count = _summed_loss(self, labels, *arguments, **options)
+        if num_items_in_batch is not None:
+            count = torch.as_tensor(num_items_in_batch, device=total.device)
+        return CausalLMOutput(loss=total / count.clamp(min=1))
+
+    # bound methods, which copies of the model bind to themselves
+    base.forward_with_logits = base.forward
+    base.forward = types.MethodType(forward, base)
+
+
+def _language_model(model: nn.Module, operation: str) -> Any:
+    """Return the model of transformers, which must have a body and a head."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not isinstance(base, PreTrainedModel) or base.base_model is base:
+        raise ValueError(
+            f"{operation}: expected a causal language model of transformers, got "
+            f"{type(base).__name__}"
+        )
+    if base.get_output_embeddings() is None:
+        raise ValueError(f"{operation}: expected a model with a head, got {type(base).__name__}")
+    return base
+
+
+def _logits_of(base: Any) -> Callable[[Tensor], Tensor]:
+    """Return the head with what the config says of its logits."""
+    head = base.get_output_embeddings()
+    config = base.config.get_text_config()
+    factor = next((f for f in (getattr(config, n, None) for n in _FACTORS) if f is not None), 1.0)
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    cap = getattr(config, "final_logit_softcapping", None)
+
+    def logits(hidden: Tensor) -> Tensor:
+        made = head(hidden)
+        if factor != 1 or divisor != 1:
+            made = made * (factor / divisor)
+        return made if cap is None else torch.tanh(made / cap) * cap
+
+    return logits
+
+
+@torch.no_grad()
+def _check_head(base: Any) -> None:
+    """Refuse a model whose logits are not what `_logits_of` makes of its hidden states."""
+    device = base.get_input_embeddings().weight.device
+    ids = torch.arange(_PROBED, device=device)[None]
+    with in_mode(base, training=False):
+        expected = base(input_ids=ids, use_cache=False).logits.float()
+        found = _logits_of(base)(base.base_model(input_ids=ids, use_cache=False)[0]).float()
+    if found.shape != expected.shape or not (found - expected).abs().max() <= _NEAR * (
+        expected.abs().max()
+    ):
+        raise ValueError(
+            f"fuse_cross_entropy_: {type(base).__name__} makes its logits otherwise than by its "
+            "head; expected a model whose loss can stay as it is"
+        )
+
+
+def _summed_loss(
+    base: Any, labels: Tensor, *arguments: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of the trained tokens' losses, and their number."""
+    options["use_cache"] = False
+    hidden = base.base_model(*arguments, **options)[0][:, :-1].flatten(0, 1)
+    head = base.get_output_embeddings()
+    labels = labels[:, 1:].flatten().to(hidden.device)
+    parameters = [p for p in head.parameters() if p.requires_grad]
+    total = head_loss(
+        hidden,
+        labels,
+        _logits_of(base),
+        parameters,
+        vocabulary=base.config.get_text_config().vocab_size,
+    )
+    return total, (labels != IGNORED).sum()
 
 
 @torch.no_grad()
@@ -27,6 +166,7 @@ def answer_loss(
     """Mean loss of all trained tokens, and its perplexity; the batch size changes neither.
 
     A trainer's own ``eval_loss`` is a mean of the batches' means, which depends on the batch size.
+    Logits of a chunk of positions are all that is in memory.
 
     Args:
         model: A causal language model.
@@ -39,8 +179,11 @@ def answer_loss(
         Loss in nats a token, and e to that.
 
     Raises:
-        ValueError: No token is trained.
+        ValueError: No token is trained, or the model is one that `fuse_cross_entropy_` refuses.
     """
+    base = _language_model(model, "answer_loss")
+    if "forward_with_logits" not in vars(base):
+        _check_head(base)
     device = next(model.parameters()).device
     total = 0.0
     count = 0
@@ -51,13 +194,10 @@ def answer_loss(
             batch = collator(
                 [dataset[i] for i in range(start, min(start + batch_size, len(dataset)))]
             )
-            batch = {k: v.to(device) for k, v in batch.items() if isinstance(v, torch.Tensor)}
-            labels = batch.pop("labels")[:, 1:].flatten()
-            logits = model(**batch, use_cache=False).logits[:, :-1].flatten(0, 1).float()
-            total += float(
-                nn.functional.cross_entropy(logits, labels, ignore_index=_IGNORED, reduction="sum")
-            )
-            count += int((labels != _IGNORED).sum())
+            batch = {k: v.to(device) for k, v in batch.items() if isinstance(v, Tensor)}
+            loss, tokens = _summed_loss(base, batch.pop("labels"), **batch)
+            total += float(loss)
+            count += int(tokens)
     if not count:
         raise ValueError("answer_loss: no token of the data set is trained")
     loss = total / count

@@ -89,32 +89,17 @@ def make_plan(
             )
             for stage in recipe.stages()
         }
-    problems: list[str] = []
-    notes = list(recipe.notes)
-    method: MergeMethod | None = None
-    try:
-        method = get_method(recipe.merge_method)
-    except ValueError as error:
-        problems.append(str(error))
-    if method is not None:
-        wrong, idle = check_parameters(recipe, method)
-        problems += wrong
-        notes += idle
+    method, problems, notes = _method_of(recipe)
+    notes = [*recipe.notes, *notes]
     models, unopened = open_models(recipe, stages, allow_pickle)
     if models is None:
         raise PlanError(problems + unopened)
-    wrong, differing = compare_configs(models)
-    if allow_mixed:
-        notes += wrong
-    else:
-        problems += wrong
+    unlike, differing = compare_configs(models)
+    (notes if allow_mixed else problems).extend(unlike)
     notes += differing
     for source in models.sources:
         notes += getattr(source, "notes", [])
-        if allow_incomplete:
-            notes += missing_tensors(source)
-        else:
-            problems += missing_tensors(source)
+        (notes if allow_incomplete else problems).extend(missing_tensors(source))
     rows: int | None = None
     if truncate_embeddings and recipe.tokenizer is not None:
         notes.append("truncate_embeddings has no effect, as the recipe names a tokenizer")
@@ -157,6 +142,15 @@ def make_plan(
         list(dict.fromkeys(notes)),
         threads,
     )
+
+
+def _method_of(recipe: MergeRecipe) -> tuple[MergeMethod | None, list[str], list[str]]:
+    """Return a recipe's method, and problems and notes of it and its parameters."""
+    try:
+        method = get_method(recipe.merge_method)
+    except ValueError as error:
+        return None, [str(error)], []
+    return method, *check_parameters(recipe, method)
 
 
 def _stop_if(problems: list[str]) -> None:

@@ -205,6 +205,28 @@ class _Parser:
         return self._read(_parameters, where, value, otherwise={})
 
     def recipe(self, data: dict[str, Any]) -> MergeRecipe:
+        settings = self._settings(data)
+        base = settings["base_model"]
+        pieces = settings["slices"]
+        if _LOST in (*settings["models"], *pieces, base):
+            raise RecipeError()  # its problems are kept already
+        alone = _is_alone(base, settings["models"], settings["merge_method"])
+        if base is not None and not pieces and alone:
+            self.notes.append(
+                "recipe: lists no model beside the base, so the result is a copy of it"
+            )
+            settings |= {"merge_method": "passthrough", "parameters": {}, "base_model": None}
+            settings["models"] = (ModelEntry(model=base),)
+        settings["notes"] = tuple(self.notes)
+        try:
+            return MergeRecipe(**settings)
+        except RecipeError as error:
+            self.problems += error.problems
+        # without these it may be a recipe that can be planned, which finds further problems
+        return MergeRecipe(**{key: v for key, v in settings.items() if key not in _TEXTS})
+
+    def _settings(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of the recipe, `_LOST` in place of models that cannot be read."""
         if "experts" in data or "gate_mode" in data:
             raise RecipeError(
                 "recipe: builds a mixture of experts, as mergekit-moe does, which is not "
@@ -222,35 +244,20 @@ class _Parser:
             self._open_modules(data)
         source = data.pop("tokenizer_source", None)
         tokenizer = self._read(self._tokenizer, source, data.pop("tokenizer", None), otherwise=None)
-        models = data.pop("models", None)
-        slices = data.pop("slices", None)
-        base = data.pop("base_model", None)
         data.pop("modules", None)
         for key in ("dtype", "out_dtype"):
             if isinstance(data.get(key), str):
                 data[key] = data[key].removeprefix("torch.")
-        entries = self._read_all("models", models, lambda m: self._entry("models", m))
-        pieces = self._read_all("slices", slices, self._slice)
+        settings = {key: value for key, value in data.items() if value is not None}
+        models = data.get("models")
+        settings["models"] = self._read_all("models", models, lambda m: self._entry("models", m))
+        settings["slices"] = self._read_all("slices", data.get("slices"), self._slice)
+        settings["tokenizer"] = tokenizer
+        base = data.get("base_model")
         if base is not None:
             base = self._read(self._model, "base_model", base)
-        if _LOST in (*entries, *pieces, base):
-            raise RecipeError()  # its problems are kept already
-        if base is not None and not pieces and _is_alone(base, entries, data["merge_method"]):
-            self.notes.append(
-                "recipe: lists no model beside the base, so the result is a copy of it"
-            )
-            entries = (ModelEntry(model=base),)
-            base = None
-            data |= {"merge_method": "passthrough", "parameters": {}}
-        settings = {key: value for key, value in data.items() if value is not None}
-        settings |= {"models": entries, "slices": pieces, "base_model": base}
-        settings |= {"tokenizer": tokenizer, "notes": tuple(self.notes)}
-        try:
-            return MergeRecipe(**settings)
-        except RecipeError as error:
-            self.problems += error.problems
-        # without these it may be a recipe that can be planned, which finds further problems
-        return MergeRecipe(**{key: v for key, v in settings.items() if key not in _TEXTS})
+        settings["base_model"] = base
+        return settings
 
     def _open_modules(self, data: dict[str, Any]) -> None:
         """Replace ``modules``, which must have one entry, by what that entry says, in place."""

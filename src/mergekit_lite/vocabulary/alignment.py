@@ -173,9 +173,7 @@ def plan_vocabulary(
         RecipeError: A token rule that names an unknown model, or a token that the model lacks.
     """
     vocabularies, notes = _vocabularies(sources, donor)
-    folder = sources[donor].folder
-    tokens = dict(vocabularies[donor])
-    rows = _rows(sources[donor])
+    folder, tokens, rows = _source_of_tokens(sources, spec, donor, index)
     before = len(tokens)
     if spec.source == "union":
         stored = [_with_rows(v, _rows(s)) for v, s in zip(vocabularies, sources, strict=True)]
@@ -184,26 +182,10 @@ def plan_vocabulary(
         for vocabulary in stored:
             _with_new(tokens, sorted(vocabulary, key=vocabulary.__getitem__))
         notes += _rowless_notes(tokens, vocabularies, sources)
-    elif spec.source != "base":
-        place = index.get(model_key(spec.source))
-        if place is None and isinstance(spec.source, MergeRecipe):
-            raise RecipeError(
-                f"tokenizer source: is the stage {model_label(spec.source)}, expected one of the "
-                "recipe's models"
-            )
-        if place is None:
-            folder = find_folder(str(spec.source))
-            tokens = read_vocabulary(folder, model_label(spec.source))
-            rows = 0
-        else:
-            folder = sources[place].folder
-            tokens = _tokens_of(sources[place])
-            rows = _rows(sources[place])
-        before = len(tokens)
     _with_new(tokens, list(spec.tokens))
     extended = None
     if len(tokens) > before:
-        extended = _extend_tokenizer_of(folder, tokens, sources, sources[donor].label)
+        extended = _extend_tokenizer_of(folder, tokens, sources)
     rows = max(rows, max(tokens.values(), default=-1) + 1)
     multiple = spec.pad_to_multiple_of or 1
     rows = -(-rows // multiple) * multiple
@@ -233,12 +215,34 @@ def plan_vocabulary(
     return Vocabulary(rows, tokens, has, model_of, row_of, folder, extended, notes)
 
 
+def _source_of_tokens(
+    sources: Sequence[Source], spec: TokenizerSpec, donor: int, index: Mapping[str | int, int]
+) -> tuple[Path | None, dict[str, int], int]:
+    """Return the folder whose tokenizer is taken, its tokens, and the rows that come with it."""
+    if spec.source in ("union", "base"):
+        place: int | None = donor
+    else:
+        place = index.get(model_key(spec.source))
+    if place is not None:
+        source = sources[place]
+        return source.folder, _tokens_of(source), _rows(source)
+    if isinstance(spec.source, MergeRecipe):
+        raise RecipeError(
+            f"tokenizer source: is the stage {model_label(spec.source)}, expected one of the "
+            "recipe's models"
+        )
+    folder = find_folder(spec.source)
+    return folder, read_vocabulary(folder, spec.source), 0
+
+
 def _extend_tokenizer_of(
-    folder: Path | None, tokens: Mapping[str, int], sources: Sequence[Source], label: str
+    folder: Path | None, tokens: Mapping[str, int], sources: Sequence[Source]
 ) -> str:
     """Return a tokenizer.json extended by ``tokens`` and the BPE merges of the other models."""
     if folder is None or not (folder / "tokenizer.json").exists():
-        raise CheckpointError(f"{label}: a tokenizer needs a tokenizer.json to be extended")
+        raise CheckpointError(
+            f"tokenizer: expected a tokenizer.json in {folder} to add tokens to, got none"
+        )
     folders = [source.folder for source in sources if source.folder is not None]
     others = [other for other in folders if (other / "tokenizer.json").exists()]
     return extend_tokenizer(folder / "tokenizer.json", tokens, others)

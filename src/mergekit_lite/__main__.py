@@ -15,9 +15,9 @@ _COMMANDS = {"merge": "mergekit_lite._cli:merge", "plan": "mergekit_lite._cli:pl
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["merge"]:
-        rest, notes = translate(words[1:])
-        words = ["merge", *rest]
+    if words[:1] in (["merge"], ["plan"]):
+        rest, notes = translate(words[1:], plan=words[0] == "plan")
+        words = [words[0], *rest]
         for note in notes:
             print(f"mergekit-lite: {note}", file=sys.stderr)
     return _cli.main(words, program="mergekit-lite", commands=_COMMANDS)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _SIZE = re.compile(r"(?P<count>[\d.]+)\s*(?P<unit>[KMBkmb]?)$")
+_SHORT = re.compile(r"(?P<flag>-[vj])(?P<count>v*|\d+)")  # -vv, -j2
 # its help says parameters, and it counts bytes
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
@@ -45,6 +46,7 @@ FLAGS = {
     "--num-threads": Flag(lambda value: ["--threads", value], takes_value=True),
     "--out-shard-size": Flag(_size, takes_value=True),
     "--quiet": Flag(lambda value: ["--no-progress"]),
+    "-j": Flag(lambda value: ["--threads", value], takes_value=True),
     "-q": Flag(lambda value: ["--no-progress"]),
     "--random-seed": Flag(lambda value: ["--seed", value], takes_value=True),
     "--unsafe-truncate-embeddings": Flag(lambda value: ["--truncate-embeddings"]),
@@ -70,8 +72,16 @@ FLAGS = {
 """By mergekit's name. The ``--no-`` form of a flag that is off by default asks for nothing."""
 
 
-def translate(words: Sequence[str]) -> tuple[list[str], list[str]]:
+_PLANNED = ("--max-shard-size", "--allow-pickle", "--allow-mixed", "--truncate-embeddings")
+"""Our flags that a plan has, too."""
+
+
+def translate(words: Sequence[str], *, plan: bool = False) -> tuple[list[str], list[str]]:
     """Return the words of a command line with our flags, and a note on each that has no effect.
+
+    Args:
+        words: The words.
+        plan: Leave out what matters only to a merge.
 
     >>> translate(["r.yml", "out", "--cuda", "--random-seed=7", "--low-cpu-memory"])[0]
     ['r.yml', 'out', '--device', 'cuda', '--seed', '7']
@@ -81,6 +91,10 @@ def translate(words: Sequence[str]) -> tuple[list[str], list[str]]:
     rest = iter(words)
     for word in rest:
         name, equals, value = word.partition("=")
+        short = _SHORT.fullmatch(word)
+        if short is not None:
+            name = short["flag"]
+            value = equals = short["count"]
         flag = FLAGS.get(name)
         positive = name.replace("--no-", "--", 1)
         if flag is None and positive != name and positive in FLAGS:
@@ -90,7 +104,9 @@ def translate(words: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         if flag.takes_value and not equals:
             value = next(rest, "")
-        ours += flag.ours(value)
-        if flag.note is not None:
+        made = flag.ours(value)
+        if not plan or made[:1] in ([known] for known in _PLANNED):
+            ours += made
+        if flag.note is not None and not plan:
             notes.append(f"{name} has no effect here: {flag.note}")
     return ours, notes

@@ -59,6 +59,9 @@ def head_loss(
     if len(trained) < len(labels):
         hidden = hidden[trained]
         labels = labels[trained]
+    if not torch.is_grad_enabled():
+        parameters = ()
+        hidden = hidden.detach()
     return _HeadLoss.apply(settings, labels, hidden, *parameters)
 
 
@@ -100,15 +103,16 @@ class _HeadLoss(torch.autograd.Function):
                     label_smoothing=smoothing,
                 )
             total += loss.detach()
-            if not any(wanted):
+            if not loss.requires_grad:
                 continue
             needed = [t for t, want in zip((states, *parameters), wanted, strict=True) if want]
-            found = iter(torch.autograd.grad(loss, needed))
+            # an adapter of the head may be inactive
+            found = iter(torch.autograd.grad(loss, needed, allow_unused=True))
             if gradients[0] is not None:
                 gradients[0][rows] = next(found)
             for gradient in gradients[1:]:
-                if gradient is not None:
-                    gradient += next(found)
+                if gradient is not None and (part := next(found)) is not None:
+                    gradient += part
         ctx.save_for_backward(*gradients)
         return total.to(_wide(hidden.dtype))
 

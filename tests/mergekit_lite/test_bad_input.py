@@ -324,7 +324,7 @@ def test_recipe_values_that_only_the_plan_can_judge(paths, out):
             f"merge_method: passthrough\nslices: [{{sources: [{{model: {paths[0]}, layer_range: "
             "[0, 9]}]}]"
         )
-    with pytest.raises(PlanError, match=r"is none of auto, .*, not Jinja text and not a file"):
+    with pytest.raises(PlanError, match=r"expected one of auto, .*, Jinja text or a file"):
         plan(head + "parameters: {weight: 1}\nchat_template: chatlm")
     with pytest.raises(PlanError, match=r"no tokenizer\.json"):
         plan(head + "parameters: {weight: 1}\ntokenizer_source: union")

@@ -45,6 +45,11 @@ CONFIGS = {
     "loha": ("llama", peft.LoHaConfig(r=4, target_modules=["q_proj", "up_proj"])),
     "lokr": ("llama", peft.LoKrConfig(r=4, target_modules=["q_proj", "up_proj"])),
     "oft": ("llama", peft.OFTConfig(r=2, oft_block_size=0, target_modules=["q_proj"])),
+    "boft": ("llama", peft.BOFTConfig(boft_block_size=4, target_modules=["q_proj"])),
+    "hra": ("llama", peft.HRAConfig(r=4, target_modules=["q_proj"])),
+    "fourier": ("llama", peft.FourierFTConfig(n_frequency=10, target_modules=["q_proj"])),
+    "randlora": ("llama", peft.RandLoraConfig(r=4, target_modules=["q_proj"])),
+    "adalora": ("llama", peft.AdaLoraConfig(r=4, target_modules=["q_proj"], total_step=10)),
     "vera": ("llama", peft.VeraConfig(r=4, target_modules=["q_proj"])),
     "norms": ("llama", peft.LNTuningConfig(target_modules=["input_layernorm"])),
     "ia3": (
@@ -93,11 +98,17 @@ def test_adapters_that_change_no_weight_or_do_not_fit_are_refused(tmp_path):
     base = tiny("llama", 1)
     base.save_pretrained(tmp_path / "base")
     peft.get_peft_model(copy.deepcopy(base), config).save_pretrained(tmp_path / "prompt")
-    with pytest.raises(PlanError, match=r"got .*PROMPT_TUNING, which adds inputs"):
+    with pytest.raises(PlanError, match=r"expected one of LORA, .*, got peft_type .PROMPT_TUNING"):
         merge_models([f"{tmp_path / 'base'}+{tmp_path / 'prompt'}"], "passthrough", progress=False)
+    tied = tiny("llama", 1, tie_word_embeddings=True)
+    tied.save_pretrained(tmp_path / "tied")
+    dora = peft.LoraConfig(use_dora=True, target_modules=["lm_head", "q_proj"], **LORA)
+    peft.get_peft_model(copy.deepcopy(tied), dora).save_pretrained(tmp_path / "head")
+    with pytest.raises(PlanError, match=r"changes lm_head.weight, which is not a tensor of"):
+        merge_models([f"{tmp_path / 'tied'}+{tmp_path / 'head'}"], "passthrough", progress=False)
     wide = tiny("llama", 1, hidden_size=32, intermediate_size=48)
     peft.get_peft_model(wide, CONFIGS["dora"][1]).save_pretrained(tmp_path / "wide")
-    with pytest.raises(PlanError, match=r"adapter .*wide.* size mismatch"):
+    with pytest.raises(PlanError, match=r"adapter .*wide: does not fit .*base \(size mismatch"):
         merge_models([f"{tmp_path / 'base'}+{tmp_path / 'wide'}"], "passthrough", progress=False)
     settings = json.loads((tmp_path / "wide" / "adapter_config.json").read_text())
     settings["init_lora_weights"] = "pissa"

@@ -18,8 +18,10 @@ from transformers.modeling_outputs import CausalLMOutput
 from model_components._head_loss import IGNORED, head_loss
 from model_components._modes import evaluating, in_mode
 
-_PROBED = 4  # tokens by which the logits of the head are compared with the model's
-_NEAR = 1e-3  # of the largest logit: what rounding makes in any dtype but not another formula
+_PROBED = 8  # tokens by which our loss is compared with the model's
+_NEAR = 1e-3  # of the loss: more than rounding makes of it, and less than another formula
+_MORE = ("shift_labels", "return_dict", "output_hidden_states", "output_attentions")
+_MARK = "is_fused_cross_entropy"
 _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 
@@ -28,17 +30,19 @@ def fuse_cross_entropy_(model: nn.Module) -> None:
 
     Given labels, the model's forward then returns the loss and no logits: the head runs on chunks
     of the positions that have a label, and their gradients are made at once. So a step on answers
-    of long prompts needs little more memory than its layers. Without labels, forward is as before.
-    Trainers and loops stay as they are; ``trl.SFTTrainer`` has a fused head of its own and does not
-    need this.
+    of long prompts needs little more memory than its layers. Without labels, and where more than a
+    loss is asked for, forward is as before. Trainers and loops stay as they are;
+    ``trl.SFTTrainer`` has a fused head of its own and does not need this. A model that was pickled
+    must be fused again.
 
     Args:
         model: A model of transformers, or peft's of one. Its head may be frozen, tied, trained or
             have an adapter.
 
     Raises:
-        ValueError: The model has no separate head, adds a router's loss, or makes logits otherwise
-            than by its head and the factors and soft caps of its config.
+        ValueError: The model has no separate head, adds a router's loss, or its loss is another
+            than the mean cross-entropy of the next tokens by its head and the factors and soft caps
+            of its config.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> model = LlamaForCausalLM(
@@ -58,7 +62,7 @@ def fuse_cross_entropy_(model: nn.Module) -> None:
     (True, True)
     """
     base = _language_model(model, "fuse_cross_entropy_")
-    if "forward_with_logits" in vars(base):
+    if _is_fused(base):
         return
     config = base.config.get_text_config()
     if getattr(config, "output_router_logits", False):
@@ -66,7 +70,7 @@ def fuse_cross_entropy_(model: nn.Module) -> None:
             "fuse_cross_entropy_: the config has output_router_logits, whose loss would be lost; "
             "expected False"
         )
-    _check_head(base)
+    _check_loss(base)
 
     @functools.wraps(type(base).forward)  # trainers and generate look at its signature
     def forward(
@@ -78,14 +82,22 @@ def fuse_cross_entropy_(model: nn.Module) -> None:
     ) -> object:
         if labels is None:
             return self.forward_with_logits(*arguments, **options)
+        if any(options.get(name) is not None for name in _MORE):
+            options |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
+            return self.forward_with_logits(*arguments, **options)
         total, count = _summed_loss(self, labels, *arguments, **options)
         if num_items_in_batch is not None:
             count = torch.as_tensor(num_items_in_batch, device=total.device)
         return CausalLMOutput(loss=total / count.clamp(min=1))
 
+    setattr(forward, _MARK, True)
     # bound methods, which copies of the model bind to themselves
     base.forward_with_logits = base.forward
     base.forward = types.MethodType(forward, base)
+
+
+def _is_fused(base: Any) -> bool:
+    return hasattr(vars(base).get("forward"), _MARK)
 
 
 def _language_model(model: nn.Module, operation: str) -> Any:
@@ -119,19 +131,21 @@ def _logits_of(base: Any) -> Callable[[Tensor], Tensor]:
 
 
 @torch.no_grad()
-def _check_head(base: Any) -> None:
-    """Refuse a model whose logits are not what `_logits_of` makes of its hidden states."""
+def _check_loss(base: Any) -> None:
+    """Refuse a model whose loss is not what `_summed_loss` makes of its hidden states."""
     device = base.get_input_embeddings().weight.device
     ids = torch.arange(_PROBED, device=device)[None]
-    with in_mode(base, training=False):
-        expected = base(input_ids=ids, use_cache=False).logits.float()
-        found = _logits_of(base)(base.base_model(input_ids=ids, use_cache=False)[0]).float()
-    if found.shape != expected.shape or not (found - expected).abs().max() <= _NEAR * (
-        expected.abs().max()
-    ):
+    try:
+        with in_mode(base, training=False):
+            expected = base(input_ids=ids, labels=ids, use_cache=False).loss
+            total, count = _summed_loss(base, ids, input_ids=ids)
+        near = abs(float(total / count) - float(expected)) <= _NEAR * abs(float(expected))
+    except RuntimeError:  # a head of other sizes
+        near = False
+    if not near:
         raise ValueError(
-            f"fuse_cross_entropy_: {type(base).__name__} makes its logits otherwise than by its "
-            "head; expected a model whose loss can stay as it is"
+            f"fuse_cross_entropy_: expected a loss that is the cross-entropy of the next tokens by "
+            f"the head, got another from {type(base).__name__}"
         )
 
 
@@ -182,8 +196,8 @@ def answer_loss(
         ValueError: No token is trained, or the model is one that `fuse_cross_entropy_` refuses.
     """
     base = _language_model(model, "answer_loss")
-    if "forward_with_logits" not in vars(base):
-        _check_head(base)
+    if not _is_fused(base):
+        _check_loss(base)
     device = next(model.parameters()).device
     total = 0.0
     count = 0

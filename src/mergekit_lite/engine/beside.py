@@ -19,12 +19,12 @@ from model_components._model_folders import PROCESSOR_FILES, card_of
 
 from ..files import CheckpointError, Source
 from ..files.headers import read_json
-from ..planning import MergePlan, PlanError
+from ..planning import MergePlan
 from ..recipe import MergeRecipe, model_label
+from ..recipe.templates import TEMPLATES
 from ..vocabulary import copy_tokenizer
 from .facts import TensorFact
 from .hashing import hash_bytes
-from .templates import TEMPLATES
 
 MANIFEST = "merge_manifest.json"
 _COPIED = ("generation_config.json", *PROCESSOR_FILES)
@@ -116,11 +116,7 @@ def _template_of(folder: Path | None) -> str | None:
 
 
 def chosen_template(plan: MergePlan) -> str | None:
-    """The chat template that the recipe asks for; None to leave what the tokenizer has.
-
-    Raises:
-        PlanError: Neither a name, nor Jinja text, nor a file.
-    """
+    """The chat template that the recipe asks for; None to leave what the tokenizer has."""
     asked = plan.recipe.chat_template
     if asked is None:
         return None
@@ -133,10 +129,7 @@ def chosen_template(plan: MergePlan) -> str | None:
         return TEMPLATES[asked]
     if "{" in asked:
         return asked
-    if Path(asked).is_file():
-        return Path(asked).read_text(encoding="utf-8")
-    names = ", ".join(["auto", *TEMPLATES])
-    raise PlanError([f"chat_template {asked!r}: is none of {names}, not Jinja text and not a file"])
+    return Path(asked).read_text(encoding="utf-8")
 
 
 def _id_of(source: Source) -> str | None:

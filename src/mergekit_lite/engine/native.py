@@ -128,17 +128,22 @@ def _target_machine() -> Any:
 
 def _object_code(name: str, kinds: tuple[Kind, ...]) -> tuple[str, bytes]:
     """Return the name of a kernel's function and its code, from the cache if it is whole there."""
-    path = cache_folder() / "merge" / f"{name}-{_identity(name, kinds)}.o"
+    path = None
     try:
+        path = cache_folder() / "merge" / f"{name}-{_identity(name, kinds)}.o"
         head, _, code = path.read_bytes().partition(b"\n")
         symbol, digest = head.decode().split()
         if hashlib.sha256(code).hexdigest() == digest:
             return symbol, code
     except (OSError, ValueError):
         pass  # not there, or cut short
+    except RuntimeError:
+        pass  # the user has no home
     from ._numba import compile_kernel
 
     symbol, code = compile_kernel(name, kinds, _target_machine())
+    if path is None:
+        return symbol, code
     try:
         with new_file(path, "merge_models") as temporary:
             digest = hashlib.sha256(code).hexdigest()

@@ -40,7 +40,7 @@ _NO_PRODUCT = (
     "use_dora",
     "use_qalora",
 )
-_MOST = 1_000_000  # rank or alpha: far above every adapter, so more is a damaged file
+MOST = 1_000_000  # rank or alpha: far above every adapter, so more is a damaged file
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 _CONV1D_LAYERS = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)$")
 
@@ -108,14 +108,10 @@ def read_adapter_config(adapter: Path) -> Json:
         v for key in ("rank_pattern", "alpha_pattern") for v in (settings.get(key) or {}).values()
     ]
     for value in values:
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not abs(value) <= _MOST
-        ):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= MOST:
             raise CheckpointError(
                 f"adapter {adapter}: its config has {value!r} as a rank or alpha, expected a "
-                f"number up to {_MOST:,}"
+                f"number up to {MOST:,}"
             )
     return settings
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,32 @@ from transformers import AutoConfig
 from model_components._formats import reading
 
 from ..dtypes import Array, from_torch, stored_of, tensor_of
-from .adapter import CONFIG, PREFIX, WEIGHTS, AdapterSource, refuse_residual
+from .adapter import CONFIG, MOST, PREFIX, WEIGHTS, AdapterSource, refuse_residual
 from .experts import stacked
 from .headers import CheckpointError, read_json
 from .sources import Source
 
 _PLACEHOLDER = torch.zeros(())  # expanded to a weight's shape, it takes no memory
+KINDS = (
+    "LORA",
+    "ADALORA",
+    "BOFT",
+    "FOURIERFT",
+    "HRA",
+    "IA3",
+    "LN_TUNING",
+    "LOHA",
+    "LOKR",
+    "OFT",
+    "RANDLORA",
+    "TRAINABLE_TOKENS",
+    "VERA",
+)
+"""peft's kinds of adapters whose merges a test compares with peft's own.
+
+Others may compute parts from the base's weights, which have no values while peft makes its layers.
+"""
+
 # what peft puts between the parts of a parameter's name
 _WRAPPERS = (".base_layer", ".token_adapter", ".original_module", ".modules_to_save.default")
 
@@ -48,10 +69,16 @@ class PeftSource(AdapterSource):
         super().__init__(base, folder)
         self._lock = threading.Lock()
         self._last: tuple[nn.Module | None, dict[str, Tensor]] = (None, {})
-        refuse_residual(folder, read_json(folder / CONFIG))
+        _check_settings(folder)
         try:
-            with reading(f"adapter {folder}", "merge"):
-                self._model = _skeleton(base, folder)
+            with reading(f"config.json of {base.label}", "merge"):
+                model = _skeleton(base)
+            # the model's own, of which every changed one must be in its files
+            self._names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            # peft warns that the base has no name, which is of our making
+            with reading(f"adapter {folder}", "merge"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._model = _adapted(model, base, folder)
         except ValueError as error:
             raise CheckpointError(str(error)) from error
         self._layers: dict[str, tuple[nn.Module, str]] = {}
@@ -69,12 +96,11 @@ class PeftSource(AdapterSource):
     def _find_changes(self) -> None:
         """Find what peft changes: parameters that it has values for, and the layers it wraps."""
         for name, value in self._model.named_parameters():
-            stored = self._stored(_plain(name))
             dtype = from_torch(value.dtype)
             # all others are the adapter's own
-            if stored is not None and dtype is not None and not _is_placeholder(value):
+            if _plain(name) in self._names and dtype is not None and not _is_placeholder(value):
                 values = stored_of(value.detach().contiguous())
-                self._replace(stored, tuple(value.shape), dtype, values)
+                self._replace(self._stored(_plain(name)), tuple(value.shape), dtype, values)
         # a wrapper inside a layer that is wrapped is merged with it
         outermost = ""
         for name, layer in self._model.named_modules():
@@ -83,18 +109,21 @@ class PeftSource(AdapterSource):
                 continue
             assert isinstance(layer, nn.Module)  # as all of its subclasses are
             outermost = name
+            if getattr(layer, "tied_adapter", None) is not None:
+                continue  # a tied head, whose tensor is the embedding's
             for own, _ in _innermost(layer).named_parameters(recurse=False):
-                stored = self._stored(f"{_plain(name)}.{own}")
-                if stored is not None:
-                    self._layers[stored] = (layer, own)
+                self._layers[self._stored(f"{_plain(name)}.{own}")] = (layer, own)
 
-    def _stored(self, name: str) -> str | None:
+    def _stored(self, name: str) -> str:
         """Return what the model's files call a parameter, which may add or leave out a prefix."""
         prefix = f"{self._model.base_model.model.base_model_prefix}."
         for known in (name, name.removeprefix(prefix), f"{prefix}{name}"):
             if known in self.model.tensors:
                 return known
-        return None
+        raise CheckpointError(
+            f"adapter {self._adapter_folder}: changes {name}, which is not a tensor of "
+            f"{self.model.label}'s files"
+        )
 
     def _before(self, name: str) -> Tensor:
         """Return a tensor as it is before peft merges its layer."""
@@ -126,7 +155,8 @@ class PeftSource(AdapterSource):
                     wrapper.merge(safe_merge=True)
         except (NotImplementedError, RuntimeError, ValueError) as error:
             raise CheckpointError(
-                f"adapter {self._adapter_folder}: peft cannot merge it into weights ({error})"
+                f"adapter {self._adapter_folder}: peft cannot merge it into weights "
+                f"({type(error).__name__}: {error})"
             ) from error
         merged = _innermost(layer)  # some kinds put another layer in its place
         return {own: getattr(merged, own).detach() for own in names}
@@ -143,8 +173,27 @@ class PeftSource(AdapterSource):
         return super().read(name, start, stop)
 
 
-def _skeleton(base: Source, folder: Path) -> Any:
-    """Return peft's model of an adapter; the base's weights have no values."""
+def _check_settings(folder: Path) -> None:
+    """Refuse adapters that were not compared with peft's own merge, or that change the layers."""
+    settings = read_json(folder / CONFIG)
+    refuse_residual(folder, settings)
+    kind = settings.get("peft_type", "LORA")
+    if kind not in KINDS:
+        raise CheckpointError(
+            f"adapter {folder}: expected one of {', '.join(KINDS)}, got peft_type {kind!r}; merge "
+            "it with peft first"
+        )
+    if settings.get("layer_replication"):
+        raise CheckpointError(
+            f"adapter {folder}: expected no layer_replication; merge it with peft"
+        )
+    rank = settings.get("r", 1)
+    if isinstance(rank, int) and rank > MOST:
+        raise CheckpointError(f"adapter {folder}: expected a rank up to {MOST:,}, got {rank}")
+
+
+def _skeleton(base: Source) -> Any:
+    """Return a model without values."""
     config = AutoConfig.for_model(**base.config)
     names = config.architectures or [""]
     kind = getattr(transformers, names[0], None)
@@ -159,15 +208,19 @@ def _skeleton(base: Source, folder: Path) -> Any:
                 layer, own, nn.Parameter(_PLACEHOLDER.expand(parameter.shape), requires_grad=False)
             )
     model.tie_weights()
+    return model
+
+
+def _adapted(model: Any, base: Source, folder: Path) -> Any:
+    """Return peft's model of an adapter over a model without values."""
     settings = PeftConfig.from_pretrained(str(folder))
-    if settings.is_prompt_learning:
-        raise CheckpointError(
-            f"adapter {folder}: expected a kind that changes weights, got "
-            f"{settings.peft_type}, which adds inputs"
-        )
     model = get_peft_model(model, settings, low_cpu_mem_usage=True)
     weights = load_peft_weights(str(folder), device="cpu")
-    loaded = set_peft_model_state_dict(model, weights, low_cpu_mem_usage=True)
+    try:
+        loaded = set_peft_model_state_dict(model, weights, low_cpu_mem_usage=True)
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise CheckpointError(f"adapter {folder}: does not fit {base.label} ({reason})") from error
     if loaded.unexpected_keys:
         raise CheckpointError(
             f"adapter {folder}: {loaded.unexpected_keys[0]} fits no parameter of {base.label}"

@@ -15,6 +15,7 @@ from .checks import (
     compare_configs,
     compare_tokenizers,
     missing_tensors,
+    template_problems,
     tensor_problems,
 )
 from .configs import output_config
@@ -90,7 +91,8 @@ def make_plan(
             for stage in recipe.stages()
         }
     method, problems, notes = _method_of(recipe)
-    notes = [*recipe.notes, *notes]
+    problems += template_problems(recipe)
+    notes = [*recipe.notes, *_stage_notes(stages), *notes]
     models, unopened = open_models(recipe, stages, allow_pickle)
     if models is None:
         raise PlanError(problems + unopened)
@@ -142,6 +144,19 @@ def make_plan(
         list(dict.fromkeys(notes)),
         threads,
     )
+
+
+def _stage_notes(stages: Mapping[int, Source]) -> list[str]:
+    """Return what stages that are planned will read and write."""
+    notes = []
+    for stage in stages.values():
+        if isinstance(stage, PlannedSource):
+            plan = stage.plan
+            notes.append(
+                f"stage {stage.label}: reads {size_text(plan.bytes_read)}, and writes "
+                f"{size_text(plan.bytes_written)} that are removed at the end"
+            )
+    return notes
 
 
 def _method_of(recipe: MergeRecipe) -> tuple[MergeMethod | None, list[str], list[str]]:

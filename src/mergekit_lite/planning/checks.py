@@ -15,6 +15,8 @@ import numpy as np
 
 from ..dtypes import Array
 from ..files import CheckpointError, Source
+from ..recipe import MergeRecipe
+from ..recipe.templates import TEMPLATES
 from ..vocabulary import EMBEDDING, HEAD, is_vocabulary_tensor, read_vocabulary, stage_tokens
 from .configs import LAYER_KEYS
 from .layout import Slot
@@ -82,8 +84,9 @@ def _missing_in_layers(source: Source) -> str | None:
     """Name tensors that one or two layers lack and all others have.
 
     Layers may differ by design. So a layer counts as incomplete only if it is not the first, which
-    has no norm in some models; if another layer has all its tensors and more; and if no more than
-    two layers lack what it lacks: one lost file cuts through two layers.
+    has no norm in some models; if a later layer has all its tensors and more, since in some models
+    the last ones share the keys of others; and if no more than two layers lack what it lacks, as
+    one lost file cuts through two layers.
     """
     before, layers = _names_by_layer(source)
     if len(layers) <= 2 * _TORN:  # too few to tell a rule from an exception
@@ -93,7 +96,7 @@ def _missing_in_layers(source: Source) -> str | None:
     missing = []
     for number, names in sorted(layers.items()):
         lacking = sorted(nearly_everywhere - names)
-        larger = (others for others in layers.values() if names < others)
+        larger = (others for n, others in layers.items() if n > number and names < others)
         if number and any(others - names <= nearly_everywhere for others in larger):
             missing += [f"{before}{number}.{name}" for name in lacking]
     if not missing:
@@ -216,6 +219,15 @@ def compare_tokenizers(models: Models) -> list[str]:
                 "tokenizer_source: base or union matches them by token"
             )
     return notes
+
+
+def template_problems(recipe: MergeRecipe) -> list[str]:
+    """Return what is wrong with the chat template that a recipe asks for."""
+    asked = recipe.chat_template
+    if asked is None or asked in ("auto", *TEMPLATES) or "{" in asked or Path(asked).is_file():
+        return []
+    names = ", ".join(["auto", *TEMPLATES])
+    return [f"chat_template: is {asked!r}, expected one of {names}, Jinja text or a file"]
 
 
 def tensor_problems(slots: Sequence[Slot], models: Models, by_token: bool) -> list[str]:

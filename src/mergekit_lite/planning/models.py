@@ -80,6 +80,7 @@ class PlannedSource(Source):
     """
 
     def __init__(self, plan: MergePlan):
+        self.plan = plan
         self.label = model_label(plan.recipe)
         self.config = plan.config
         self.folder = plan.sources[plan.donor].folder

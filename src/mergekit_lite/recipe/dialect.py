@@ -6,6 +6,7 @@ supported is refused.
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -286,15 +287,10 @@ class _Parser:
         if isinstance(value, str):
             return ModelEntry(model=self._model(where, value))
         data = as_mapping(where, value)
-        if misplaced := sorted(
-            {name for method in METHODS.values() for name in method.parameters} & data.keys()
-        ):
-            self.problems.append(
-                f"{where}: {', '.join(misplaced)} stands beside model, expected under parameters"
-            )
         known = ["model", "parameters"]
         if in_slice:
             known.append("layer_range")
+        misplaced = self._misplaced(where, data)
         self._known(where, {key: v for key, v in data.items() if key not in misplaced}, known)
         if "model" not in data:
             raise RecipeError(f"{where}: an entry has no model")
@@ -306,6 +302,19 @@ class _Parser:
             layer_range=None if layers is None else (_whole(layers[0]), _whole(layers[1])),
             parameters=self._parameters(f"{where} parameters", data.get("parameters")),
         )
+
+    def _misplaced(self, where: str, data: Mapping[str, object]) -> set[str]:
+        """Return the keys beside a model that are parameters, or are spelt much like one."""
+        parameters = {name for method in METHODS.values() for name in method.parameters}
+        misplaced = set()
+        for key in data.keys() - {"model", "parameters", "layer_range"}:
+            near = difflib.get_close_matches(key, parameters, n=1, cutoff=0.8)
+            if near:
+                misplaced.add(key)
+                self.problems.append(
+                    f"{where}: {key} stands beside model, expected {near[0]} under parameters"
+                )
+        return misplaced
 
     def _slice(self, value: object) -> Slice:
         data = as_mapping("slices", value)

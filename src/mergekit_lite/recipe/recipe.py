@@ -26,7 +26,9 @@ class RecipeError(ValueError):
     """
 
     def __init__(self, *problems: str, partial: MergeRecipe | None = None):
-        super().__init__("\n".join(problems))
+        listed = "\n".join(f"- {problem}" for problem in problems)
+        text = problems[0] if len(problems) == 1 else f"{len(problems)} problems:\n{listed}"
+        super().__init__(text)
         self.problems = problems
         self.partial = partial
 

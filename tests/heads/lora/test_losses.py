@@ -206,9 +206,43 @@ def test_models_whose_loss_is_more_than_their_heads_are_refused():
 
     def forward(**inputs):
         output = stock(**inputs)
-        output.logits = output.logits * 2
+        output.loss = output.loss * 2
         return output
 
     odd.forward = forward
-    with pytest.raises(ValueError, match=r"makes its logits otherwise"):
+    with pytest.raises(ValueError, match=r"expected a loss that is the cross-entropy .* Llama"):
         fuse_cross_entropy_(odd)
+    unshifted = transformers.XLNetLMHeadModel(
+        transformers.XLNetConfig(vocab_size=40, d_model=16, n_layer=2, n_head=2, d_inner=32)
+    )
+    with pytest.raises(ValueError, match=r"expected a loss .* XLNetLMHeadModel"):
+        fuse_cross_entropy_(unshifted)
+
+
+def test_heads_that_take_no_part_and_modes_without_gradients():
+    inputs = {"input_ids": torch.arange(6)[None], "labels": torch.arange(6)[None]}
+    config = LoraConfig(r=2, target_modules=["lm_head", "q_proj"])
+    model = get_peft_model(tiny("llama"), config)
+    model.add_adapter("other", config)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    fuse_cross_entropy_(model)
+    model(**inputs).loss.backward()
+    model.merge_adapter()
+    model(**inputs).loss.backward()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert not model(**inputs).loss.requires_grad
+
+
+def test_more_than_a_loss_comes_with_logits_and_pickled_models_are_fused_again(tmp_path):
+    inputs = {"input_ids": torch.arange(6)[None], "labels": torch.arange(6)[None]}
+    model = tiny("llama")
+    fuse_cross_entropy_(model)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    fuse_cross_entropy_(loaded)
+    assert loaded(**inputs).logits is None
+    assert torch.equal(loaded(**inputs).loss, model(**inputs).loss)
+    assert isinstance(model(**inputs, return_dict=False), tuple)
+    assert model(**inputs, output_hidden_states=True).hidden_states is not None

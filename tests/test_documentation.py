@@ -331,7 +331,7 @@ def test_the_snippets_about_lora_run(tmp_path, monkeypatch):
     """In order, in one namespace."""
     monkeypatch.chdir(tmp_path)
     snippets = snippets_of("docs/lora.md")
-    assert len(snippets) == 7
+    assert len(snippets) == 8
     namespace = {}
     for code in snippets:
         exec(code, namespace)

@@ -37,12 +37,13 @@ step metadata 60 "$PYTHON" -m tests.support.metadata "$OUT/site"
 step machine 60 "$PYTHON" -m tests.support.machine "$DEVICE"
 # what is judged against float64 runs on the device, eager and fused
 step equivalence 150 "$PYTHON" -m pytest -n 8 --maxfail=40 -p no:cacheprovider --device "$DEVICE" \
-    tests/heads/lora/test_functional.py tests/heads/pairwise/test_functional.py tests/kronecker/test_functional.py \
+    tests/heads/lora/test_functional.py tests/heads/lora/test_losses.py tests/heads/pairwise/test_functional.py tests/kronecker/test_functional.py \
     tests/kronecker/test_triton.py tests/mergekit_lite/masks/test_functional.py tests/mergekit_lite/masks/test_losses.py \
     tests/mergekit_lite/masks/test_triton.py tests/thinker/test_model.py -k "not finite and not compile"
 step battery 150 "$PYTHON" -m pytest -n 8 -p no:cacheprovider --device "$DEVICE" tests/test_modules.py
 step kernels 90 "$PYTHON" -m tests.support.machine kernels "$DEVICE"
 if grep -q "^equivalence: rc 0" "$OUT/summary.txt"; then
     step rows 300 "$PYTHON" -m tests.benchmarks.run fused_paths --device "$DEVICE" --rows-only --gated
+    step loss 150 "$PYTHON" -m tests.benchmarks.run lora_loss --device "$DEVICE" --rows-only --gated
 fi
 exit $status

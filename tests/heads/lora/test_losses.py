@@ -1,6 +1,7 @@
 """The loss without logits is the loss: values and all gradients, for every kind of head."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import model_components._head_loss
 from heads.lora import fuse_cross_entropy_, prepare_lora
 from model_components._head_loss import head_loss
+from tests.support.equivalence import judge
 from tests.support.models import tiny
 
 SIZES = {
@@ -157,6 +159,36 @@ def test_label_smoothing_is_torchs():
         torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs), strict=True
     ):
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("trained", [True, False])
+def test_it_is_as_near_to_float64_as_the_logits_are(dtype, trained, monkeypatch):
+    for device in ("cpu", "cuda"):
+        monkeypatch.setitem(model_components._head_loss._ELEMENTS, device, 1)
+    generator = torch.Generator().manual_seed(0)
+    inputs = {
+        "hidden": torch.randn(200, 48, generator=generator),
+        "weight": torch.randn(300, 48, generator=generator) / 7,
+    }
+    labels = torch.randint(300, (200,), generator=generator)
+    labels[::3] = -100
+
+    def fused(hidden, weight):
+        weight = weight if trained else weight.detach()
+        head = functools.partial(nn.functional.linear, weight=weight)
+        parameters = [weight] if trained else []
+        place = hidden.device
+        loss = head_loss(hidden, labels.to(place), head, parameters, vocabulary=300)
+        return loss.to(hidden.dtype)  # as the judge wants it
+
+    def by_logits(hidden, weight):
+        logits = hidden @ (weight if trained else weight.detach()).T
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = nn.functional.cross_entropy(logits, labels.to(logits.device), reduction="sum")
+        return loss.to(hidden.dtype)
+
+    judge("head_loss", "eager", fused, by_logits, inputs, dtype=dtype, case=f"trained {trained}")
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

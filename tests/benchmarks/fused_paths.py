@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.benchmarks.measure import interleave
+from tests.benchmarks.measure import cuda_peak, interleave
 from tests.benchmarks.results import Row, append, latest
 
 PLAIN, COMPILED = "plain", "torch.compile of plain"
@@ -288,12 +288,7 @@ def measure(case: Case, training: bool, dtype: torch.dtype, device: str, runs: i
     rows = []
     for way, times in interleave(steps, runs, device).items():
         each = [(cpu / repeat, wall / repeat) for cpu, wall in times]
-        peak = 0
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            steps[way]()
-            peak = torch.cuda.max_memory_allocated() - before
+        peak = cuda_peak(steps[way]) if device == "cuda" else 0
         rows.append(
             Row.of(
                 case.op, way, mode, str(dtype), case.text, each, peak, device=device, packages=made

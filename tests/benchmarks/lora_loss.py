@@ -1,8 +1,8 @@
 """A training step of SmolLM2-135M with LoRA, whose first half of each row is a prompt: peft with
 transformers' loss, TRL's fused head, Liger's loss on a GPU, and ours.
 
-A step is forward, loss, backward and AdamW; in turn in one process; peaks are of processes of their
-own. On a GPU the weights are random, of SmolLM2-135M's and Llama-3.2-1B's shapes.
+A step is forward, loss, backward and AdamW; in turn in one process; peaks on a CPU are of processes
+of their own. On a GPU the weights are random, of SmolLM2-135M's and Llama-3.2-1B's shapes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.measure import interleave, run_alone
+from tests.benchmarks.measure import cuda_peak, interleave, run_alone
 from tests.benchmarks.results import ROOT, Row, append, latest, put
 from tests.support import real
 
@@ -155,8 +155,8 @@ def write_table() -> None:
         lines += [
             "",
             "SmolLM2-135M where nothing else is said, LoRA of rank 16 on every projection, half of "
-            f"each row a prompt; {which}, medians, in turn; what a step adds to the resident model in "
-            f"a process of its own; both against peft with adapters in the model's dtype. {hardware}, "
+            f"each row a prompt; {which}, medians, in turn; what a step adds to the resident model; "
+            f"both against peft with adapters in the model's dtype. {hardware}, "
             f"{row['versions']}; {row['date']} at {row['commit']}.",
             "",
         ]
@@ -185,7 +185,10 @@ def main(arguments: list[str] | None = None) -> None:
                 times = interleave(steps, options.runs, device)
                 rows = []
                 for impl, results in times.items():
-                    peak = run_alone(prepare, impl, *place, dtype, device, device=device)[0]
+                    if device == "cuda":
+                        peak = cuda_peak(steps[impl])
+                    else:
+                        peak = run_alone(prepare, impl, *place, dtype, device)[0]
                     rows.append(
                         Row.of(
                             "lora_loss",

@@ -43,6 +43,16 @@ def interleave(
     return held
 
 
+def cuda_peak(function: Callable[[], object]) -> int:
+    """How far a GPU's allocated memory rises while ``function`` runs, in bytes."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def saved_bytes(
     function: Callable[[], object], frozen: int = 0, resident: Iterable[torch.Tensor] = ()
 ) -> int:

@@ -60,7 +60,7 @@ def _is_there(package: str) -> bool:
 
 
 def impls_of(device: str, dtype: torch.dtype) -> list[str]:
-    """Those that differ and whose packages are there."""
+    """Return the ways that differ on a device and whose packages are there."""
     left_out = set()
     if dtype == torch.float32:
         left_out.add("peft, float32 adapters")
@@ -74,7 +74,7 @@ def impls_of(device: str, dtype: torch.dtype) -> list[str]:
 def prepare(
     impl: str, model: str, batch: int, context: int, dtype: torch.dtype, device: str
 ) -> Callable[[], object]:
-    """A step."""
+    """Return a function that trains one step."""
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, LlamaConfig
 

@@ -44,7 +44,7 @@ def interleave(
 
 
 def cuda_peak(function: Callable[[], object]) -> int:
-    """How far a GPU's allocated memory rises while ``function`` runs, in bytes."""
+    """Return how far a GPU's allocated memory rises while ``function`` runs, in bytes."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

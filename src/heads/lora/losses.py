@@ -177,7 +177,7 @@ def answer_loss(
     batch_size: int = 8,
     progress: bool = True,
 ) -> tuple[float, float]:
-    """Mean loss of all trained tokens, and its perplexity; the batch size changes neither.
+    """Return the mean loss of all trained tokens and its perplexity, whatever the batch size.
 
     A trainer's own ``eval_loss`` is a mean of the batches' means, which depends on the batch size.
     Logits of a chunk of positions are all that is in memory.

@@ -14,6 +14,7 @@ from heads.lora import fuse_cross_entropy_, prepare_lora
 from model_components._head_loss import head_loss
 from tests.support.equivalence import judge
 from tests.support.models import tiny
+from tests.support.ranks import in_two_processes
 
 SIZES = {
     "vocab_size": 40,
@@ -191,37 +192,58 @@ def test_it_is_as_near_to_float64_as_the_logits_are(dtype, trained, monkeypatch)
     judge("head_loss", "eager", fused, by_logits, inputs, dtype=dtype, case=f"trained {trained}")
 
 
+def trained_losses(folder, fused, accumulation, **options):
+    """The losses that a trainer logs, and the held-out loss after them."""
+    torch.manual_seed(0)
+    model = prepare_lora(tiny("llama"), LoraConfig(r=2, target_modules="all-linear"))
+    if fused:
+        fuse_cross_entropy_(model)
+    rows = [
+        {"input_ids": ids.tolist(), "labels": labels.tolist()}
+        for seed in range(4)
+        for ids, labels in zip(*batch(seed).values(), strict=True)
+    ]
+    arguments = transformers.TrainingArguments(
+        folder,
+        max_steps=4,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=accumulation,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to=[],
+        seed=3,
+        use_cpu=True,
+        disable_tqdm=True,
+        **options,
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [*losses, trainer.evaluate()["eval_loss"]]
+
+
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_a_trainer_trains_as_with_logits(accumulation, tmp_path):
-    losses = []
-    for fused in (False, True):
-        torch.manual_seed(0)
-        model = prepare_lora(tiny("llama"), LoraConfig(r=2, target_modules="all-linear"))
-        if fused:
-            fuse_cross_entropy_(model)
-        rows = [
-            {"input_ids": ids.tolist(), "labels": labels.tolist()}
-            for seed in range(4)
-            for ids, labels in zip(*batch(seed).values(), strict=True)
-        ]
-        arguments = transformers.TrainingArguments(
-            tmp_path,
-            max_steps=4,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=accumulation,
-            learning_rate=1e-2,
-            logging_steps=1,
-            report_to=[],
-            seed=3,
-            use_cpu=True,
-            disable_tqdm=True,
-        )
-        trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-        losses[-1].append(trainer.evaluate()["eval_loss"])
-    assert len(losses[0]) == 5
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    plain = trained_losses(tmp_path, False, accumulation)
+    assert len(plain) == 5
+    assert trained_losses(tmp_path, True, accumulation) == pytest.approx(plain, rel=1e-4)
+
+
+RANK = """
+from tests.heads.lora.test_losses import trained_losses
+found = [trained_losses(out, fused, 2, ddp_backend="gloo") for fused in (False, True)]
+torch.save(found, f"{out}/{os.environ['RANK']}.pt")
+"""
+
+
+def test_two_processes_train_as_with_logits(tmp_path):
+    in_two_processes(RANK, tmp_path)
+    alone = trained_losses(tmp_path, False, 4)  # as many examples a step
+    for rank in range(2):
+        plain, fused = torch.load(tmp_path / f"{rank}.pt")
+        assert fused == pytest.approx(plain, rel=1e-4)
+        # but for the held-out loss, which is a mean of the batches' means
+        assert fused[:-1] == pytest.approx(alone[:-1], rel=1e-4)
 
 
 def test_models_whose_loss_is_more_than_their_heads_are_refused():

@@ -173,7 +173,7 @@ def lora_report(
     base_vocab_size: int | None = None,
     trained: bool = False,
 ) -> LoraReport:
-    """Counts, bytes and warnings of a peft model's LoRA adapters.
+    """Report counts, bytes and warnings of a peft model's LoRA adapters.
 
     Args:
         model: A peft model.

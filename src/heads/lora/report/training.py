@@ -218,10 +218,11 @@ def tuning_report(
       training losses since then climbs by 3 standard errors.
     - overfits: the last held-out loss is above the least by ``tolerance`` and 4 times the noise
       between evaluations.
-    - spikes: one entry is 15 standard deviations above the median of the 40 before (fewer, but at
-      least 6 and 0.3 nats, where an entry is the mean of many steps), or two of three are 5; or the
-      mean of 5 to 40 entries is 0.3 nats and 6 standard errors above, and half of
-      that is gone afterwards. Noise of heavy tails is still reported now and then.
+    - spikes: a training loss is 15 standard deviations above the median of the 40 before it; or two
+      losses at most two entries apart are each 5 above; or the mean of 5 to 40 losses is 0.3 nats
+      and 6 standard errors above, and half of that is gone afterwards. Where each entry is the mean
+      of many steps, 0.3 nats and 6 standard deviations may be enough for one. Noise of heavy tails
+      is still reported now and then.
     - still improves: the last held-out loss is the least, and a third of the evaluations before it
       was higher by ``tolerance`` and that noise. Without held-out losses: the level of the last
       tenth of the training losses is below that of the tenth before it by 3 standard errors.
@@ -248,29 +249,8 @@ def tuning_report(
     overfits from step 20: the held-out loss rises, the training loss does not
     spike at step 25: loss 9.000, usual 1.688, the gradient's norm 70
     """
-    if isinstance(log, (str, Mapping)) or not all(isinstance(entry, Mapping) for entry in log):
-        raise ValueError(
-            f"tuning_report: log is a {type(log).__name__}; expected trainer.state.log_history"
-        )
-    steps = [entry for entry in log if "loss" in entry]
-    looks = [_look(entry) for entry in steps]
+    looks, held_out_losses = _losses_of(log, held_out)
     train = tuple((look.step, look.loss) for look in looks)
-    held_out_losses = tuple(
-        (_step(entry), _number(entry, held_out)) for entry in log if held_out in entry
-    )
-    others = sorted(
-        {key for entry in log for key in entry if key.startswith("eval_") and key.endswith("_loss")}
-    )
-    if not held_out_losses and others:
-        raise ValueError(
-            f"tuning_report: the log has no {held_out}; expected held_out= one of "
-            f"{', '.join(others)}"
-        )
-    if not train and not held_out_losses:
-        raise ValueError(
-            "tuning_report: the log has neither loss nor eval_loss; expected "
-            "trainer.state.log_history"
-        )
     broken = _non_finite_steps(train, held_out_losses, [look.grad_norm for look in looks])
     turn = _turn(held_out_losses, tolerance)
     diverges: int | None = None
@@ -291,6 +271,34 @@ def tuning_report(
         improves,
         _largest_rise(held_out_losses),
     )
+
+
+def _losses_of(
+    log: Sequence[Mapping[str, float]], held_out: str
+) -> tuple[list[_Look], tuple[tuple[int, float], ...]]:
+    """Return the training losses and the held-out ones; refuse a log without either."""
+    if isinstance(log, (str, Mapping)) or not all(isinstance(entry, Mapping) for entry in log):
+        raise ValueError(
+            f"tuning_report: log is a {type(log).__name__}; expected trainer.state.log_history"
+        )
+    looks = [_look(entry) for entry in log if "loss" in entry]
+    held_out_losses = tuple(
+        (_step(entry), _number(entry, held_out)) for entry in log if held_out in entry
+    )
+    others = sorted(
+        {key for entry in log for key in entry if key.startswith("eval_") and key.endswith("_loss")}
+    )
+    if not held_out_losses and others:
+        raise ValueError(
+            f"tuning_report: the log has no {held_out}; expected held_out= one of "
+            f"{', '.join(others)}"
+        )
+    if not looks and not held_out_losses:
+        raise ValueError(
+            "tuning_report: the log has neither loss nor eval_loss; expected "
+            "trainer.state.log_history"
+        )
+    return looks, held_out_losses
 
 
 def _look(entry: Mapping[str, float]) -> _Look:

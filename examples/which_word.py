@@ -1,18 +1,17 @@
-"""Made-up data and a small model: what the fine-tuning example uses where nothing is named.
+"""A made-up task for `finetune_lora.py` and `sweep_lora.py`, and a small GPT-2 to tune on it.
 
-The task is which of a few words to say, or its opposite. The model is a small GPT-2 that is trained
-on the easy part of it (a minute), so that there is something to tune.
+The task is to say one of several words, or its opposite. The model is trained on the easy part of
+it (a minute), so that there is something to tune.
 """
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
-from datasets import Dataset
 from tokenizers import ByteLevelBPETokenizer
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, set_seed
 
-from heads.lora import read_rows
+from heads.lora import tune
 
 PAIRS = (
     "hot cold|big small|old new|fast slow|near far|light dark|soft hard|tall short|wet dry|loud "
@@ -30,34 +29,24 @@ TASKS = {
 EASY = list(TASKS)[:2]
 
 
-def made_up(count: int, tasks: list[str], seed: int) -> list[dict]:
-    """Rows in Alpaca's format whose answers follow from their inputs."""
-    rng, rows = random.Random(seed), []
+def make_rows(count: int, tasks: Sequence[str] = tuple(TASKS), seed: int = 0) -> list[dict]:
+    """Return different rows whose completions follow from their prompts."""
+    rng = random.Random(seed)
+    rows = {}
     for _ in range(count):
-        task, words = rng.choice(tasks), rng.sample(list(OPPOSITES), rng.randint(2, 4))
-        rows.append({"instruction": task, "input": " ".join(words), "output": TASKS[task](words)})
-    return rows
+        task = rng.choice(tasks)
+        words = rng.sample(list(OPPOSITES), rng.randint(2, 4))
+        rows[f"{task} {' '.join(words)} >"] = f" {TASKS[task](words)}"
+    return [{"prompt": prompt, "completion": answer} for prompt, answer in rows.items()]
 
 
-def short(row: dict) -> dict:
-    """The made-up rows' own template: Alpaca's would be most of what a small model reads."""
-    return {"prompt": f"{row['instruction']} {row['input']} >", "completion": f" {row['output']}"}
-
-
-def own_rows(smoke: bool) -> list[dict]:
-    # each once
-    rows = {str(row): row for row in made_up(200 if smoke else 2400, list(TASKS), seed=0)}
-    return read_rows(rows.values(), short)
-
-
-def own_base(out: Path, smoke: bool) -> Path:
-    """A small GPT-2 and its tokenizer, trained on easy rows."""
-    folder = out / ("base-smoke" if smoke else "base")
-    if (folder / "config.json").exists():
-        return folder
-    print("training the base model on the easy tasks")
+def make_base(folder: Path, steps: int) -> Path:
+    """Train a small GPT-2 on easy rows that are not among those of `make_rows`."""
+    tuned = make_rows(2400)
+    prompts = {row["prompt"] for row in tuned}
+    easy = [row for row in make_rows(8000, EASY, seed=1) if row["prompt"] not in prompts]
     tokens = ByteLevelBPETokenizer()
-    texts = (row["prompt"] + row["completion"] for row in own_rows(smoke))
+    texts = [row["prompt"] + row["completion"] for row in tuned]
     tokens.train_from_iterator(
         texts, vocab_size=1024, special_tokens=["<end>"], show_progress=False
     )
@@ -74,27 +63,17 @@ def own_base(out: Path, smoke: bool) -> Path:
         eos_token_id=0,
         tie_word_embeddings=False,
     )
-    tuned = {row["prompt"] for row in own_rows(smoke)}
-    easy = read_rows(made_up(200 if smoke else 8000, EASY, seed=1), short)
-    easy = [row for row in easy if row["prompt"] not in tuned]  # nothing that is held out later
-    arguments = SFTConfig(
-        str(folder),
-        max_steps=4 if smoke else 1500,
+    set_seed(0)
+    GPT2LMHeadModel(config).save_pretrained(folder / "random")
+    tokenizer.save_pretrained(folder / "random")
+    print("training the base model on the easy tasks")
+    report = tune(
+        folder / "random",
+        easy,
+        out=folder,
+        r=0,
         learning_rate=1e-3,
-        per_device_train_batch_size=32,
-        logging_steps=300,
-        gradient_checkpointing=False,
-        bf16=False,
-        save_strategy="no",
-        report_to="none",
+        batch_size=32,
+        max_steps=steps,
     )
-    trainer = SFTTrainer(
-        GPT2LMHeadModel(config),
-        args=arguments,
-        train_dataset=Dataset.from_list(easy),
-        processing_class=tokenizer,
-    )
-    trainer.train()
-    trainer.save_model(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return report.out / "model"

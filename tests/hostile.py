@@ -356,7 +356,7 @@ def read_examples() -> str:
     """Read examples of text."""
     from transformers import AutoTokenizer
 
-    from mergekit_lite.data import TextExamples
+    from mergekit_lite.masks import TextExamples
 
     tokenizer = AutoTokenizer.from_pretrained("model0")
     return str(TextExamples("task0.jsonl", tokenizer, max_length=16).examples)

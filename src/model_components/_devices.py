@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -51,6 +53,12 @@ def warn_if_slow(operation: str, module: nn.Module) -> None:
             "instructions for; float32 is many times as fast here",
             stacklevel=3,
         )
+
+
+def reset_peak_memory() -> None:
+    """Let `peak_memory` count from now on. Only Linux can; elsewhere it counts from the start."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def peak_memory() -> int:

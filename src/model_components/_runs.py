@@ -24,7 +24,6 @@ from ._locks import (
 
 _LOCK = ".model-components.lock"
 _FACTS = "run.json"
-_INSTEAD = "begin anew with --fresh, or name another folder"
 
 
 class RunFolder:
@@ -42,7 +41,7 @@ class RunFolder:
         may_change: Names of facts in which a later run may differ; `update` writes them.
         results: Names of what a run writes at its end.
         fresh: Begin anew: remove the checkpoints of an earlier run of this command, and the files
-            among its results.
+            among its results. None: the command cannot begin anew.
 
     With several processes the first one locks the folder and compares; the others follow.
 
@@ -62,7 +61,7 @@ class RunFolder:
         checkpoints: str = ".",
         may_change: tuple[str, ...] = (),
         results: tuple[str, ...] = (),
-        fresh: bool = False,
+        fresh: bool | None = False,
     ):
         self.folder = folder
         self.facts = {"command": operation, **facts}
@@ -71,7 +70,10 @@ class RunFolder:
         self.checkpoints = folder / checkpoints
         self.may_change = may_change
         self.results = results
-        self.fresh = fresh
+        self.fresh = bool(fresh)
+        self._instead = "or name another folder"
+        if fresh is not None:
+            self._instead = f"begin anew with --fresh, {self._instead}"
         self._to = f"{operation} to {folder}"
         self._operation = operation
         self._lock: PosixLock | WindowsLock | None = None
@@ -189,13 +191,13 @@ class RunFolder:
         if settings:
             raise OutputError(
                 f"{self._to}: {'; '.join(settings)}, as in the run in this folder; give the same "
-                f"settings, {_INSTEAD}"
+                f"settings, {self._instead}"
             )
         if different:
             names = ", ".join(name.removeprefix("contents.") for name in different)
             raise OutputError(
                 f"{self._to}: the data of {names} have changed since the run in this folder began; "
-                f"restore them, {_INSTEAD}"
+                f"restore them, {self._instead}"
             )
 
     def close(self) -> None:

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from sacrebleu.metrics import CHRF
 
-from heads.lora import LikelihoodGain, ReferenceOverlap
+from heads.lora import LikelihoodGain
 from tests.benchmarks.results import RESULTS, ROOT, commit, put, today
 from tests.support import real
 
@@ -108,8 +109,8 @@ def scores(cases: list[Case]) -> dict[str, list[tuple[float, float] | None]]:
         )
         overlaps = None
         if case.reference is not None:
-            overlap = ReferenceOverlap({"": case.reference})
-            overlaps = [overlap("", answer) for answer in (case.better, case.worse)]
+            answers = (case.better, case.worse)
+            overlaps = [CHRF().sentence_score(one, [case.reference]).score for one in answers]
         note("overlap with the reference", overlaps)
         if number % 50 == 49:
             print(f"{number + 1} of {len(cases)}", flush=True)
@@ -130,8 +131,8 @@ def write_table() -> None:
     text = (
         f"How often a judge puts the better of two answers first; equal scores count half. {count} "
         f"cases of each kind, so that one standard error is {0.5 / count**0.5:.0%} at most; the "
-        "model is SmolLM2-135M-Instruct, its gain `LikelihoodGain`, the overlap "
-        f"`ReferenceOverlap`. Measured {found['date']} at {found['commit']}."
+        "model is SmolLM2-135M-Instruct, its gain `LikelihoodGain`, the overlap chrF. "
+        f"Measured {found['date']} at {found['commit']}."
     )
     put(GUIDE, [*lines, "", text], "judges")
 

@@ -8,7 +8,6 @@ import datasets
 import pandas
 import pytest
 
-from heads.lora import read_rows
 from heads.pairwise import read_pairs
 from kronecker import text_of
 from mergekit_lite.masks import TextExamples
@@ -70,18 +69,13 @@ def source(request, tmp_path):
     return path
 
 
-def test_lora_reads_it(source):
-    expected = read_rows(ROWS)
-    assert read_rows(source) == expected
-
-
 def test_pairwise_reads_it(source):
     pairs, report = read_pairs(source)
     assert pairs == read_pairs(ROWS)[0]
     assert (report.rows, report.kept) == (2, 2)
 
 
-def test_masks_read_it(source, tmp_path):
+def test_lora_and_masks_read_it(source, tmp_path):
     transformers = pytest.importorskip("transformers")
     save_tokenizer(tmp_path, ["<unk>", *(f"w{i}" for i in range(9))])
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)

@@ -188,12 +188,16 @@ def save(
 
 
 def save_tokenizer(
-    folder: Path, words: list[str], special: list[str] | None = None, template: str | None = None
+    folder: Path,
+    words: list[str],
+    special: list[str] | None = None,
+    template: str | None = None,
+    **options,
 ) -> None:
     """Write a word-level tokenizer whose ids are the positions in ``words``."""
     made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=words[0]))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, unk_token=words[0])
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, unk_token=words[0], **options)
     if special:
         fast.add_special_tokens({"additional_special_tokens": special})
     if template:

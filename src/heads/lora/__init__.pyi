@@ -1,7 +1,7 @@
-from .data.packing import check_packed_examples
-from .data.rows import alpaca_template, chat_template, read_rows, row_report
+from .config import TuneConfig
+from .data import TextExamples, check_packed_examples
 from .functional import lora_linear
-from .judging import Judge, LikelihoodGain, ReferenceOverlap, WinRate, judge_answers
+from .judging import Judge, LikelihoodGain, WinRate, judge_answers
 from .layers import LoraLinear
 from .losses import answer_loss, fuse_cross_entropy_
 from .report.adapters import lora_report
@@ -11,17 +11,18 @@ from .storage.merge import merge_lora
 from .surgery.accelerate import accelerate_lora_, restore_lora_
 from .surgery.inject import inject_lora_
 from .surgery.prepare import prepare_lora
+from .sweep import sweep
+from .training import tune
 
 __all__ = [
     "Judge",
     "LikelihoodGain",
     "LoraLinear",
-    "ReferenceOverlap",
+    "TextExamples",
+    "TuneConfig",
     "WinRate",
     "accelerate_lora_",
-    "alpaca_template",
     "answer_loss",
-    "chat_template",
     "check_packed_examples",
     "fuse_cross_entropy_",
     "inject_lora_",
@@ -31,8 +32,8 @@ __all__ = [
     "lora_report",
     "merge_lora",
     "prepare_lora",
-    "read_rows",
     "restore_lora_",
-    "row_report",
+    "sweep",
+    "tune",
     "tuning_report",
 ]

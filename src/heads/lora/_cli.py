@@ -1,18 +1,125 @@
-"""Commands: lora show, lora merge."""
+"""Commands: lora tune, lora sweep, lora show, lora merge."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from model_components._cli import ON_TERMINAL
 from model_components._formats import reading
 from model_components._hub import find_folder
 from model_components._model_folders import load_tokenizer
 from model_components._report import Report
+from model_components._yaml import read_yaml
+
+from .config import TuneConfig
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+
+def tune(
+    model: str,
+    rows: str,
+    out: Path,
+    /,
+    *,
+    eval_rows: str | None = None,
+    judge: Literal["likelihood"] | None = None,
+    tune_config: TuneConfig,
+    progress: bool = ON_TERMINAL,
+) -> Report:
+    """Tune a language model on rows of text; write an adapter, a merged model and a report.
+
+    To continue an interrupted run, give the same command again.
+
+    Args:
+        model: Folder or hub id of a causal language model.
+        rows: File or hub id of rows with messages, conversations, prompt and completion, or
+            instruction and output: JSON, JSON lines, CSV, TSV or parquet.
+        out: Output folder: a new path, or the folder of a run to continue.
+        eval_rows: File of held-out rows; default: a part of ROWS.
+        judge: Score the answers to held-out prompts by their likelihood under the model before
+            tuning.
+        tune_config: Settings of the run.
+        progress: Show progress bars; default: only on a terminal.
+    """
+    from .training import tune as run
+
+    return run(
+        model,
+        rows,
+        out=out,
+        eval_rows=eval_rows,
+        judge=judge,
+        progress=progress,
+        **tune_config.to_dict(),
+    )
+
+
+def sweep(
+    model: str,
+    rows: str,
+    grid: Path,
+    out: Path,
+    /,
+    *,
+    eval_rows: str | None = None,
+    judge: Literal["likelihood"] | None = "likelihood",
+    progress: bool = ON_TERMINAL,
+) -> Report:
+    """Tune with every combination of settings in a file, and compare the runs in a table.
+
+    To continue an interrupted sweep, give the same command again.
+
+    Args:
+        model: Folder or hub id of a causal language model.
+        rows: Rows as for lora tune.
+        grid: YAML file: flags of lora tune, each with a value or a list of values; or a list of
+            such grids.
+        out: Output folder: a new path, or the folder of a sweep to continue.
+        eval_rows: File of held-out rows; default: a part of ROWS.
+        judge: Score the answers to held-out prompts, as for lora tune.
+        progress: Show progress bars; default: only on a terminal.
+    """
+    from .sweep import sweep as run
+
+    return run(
+        model,
+        rows,
+        read_grid(grid),
+        out=out,
+        eval_rows=eval_rows,
+        judge=judge,
+        progress=progress,
+    )
+
+
+def read_grid(path: Path) -> Any:
+    """Return the grid in a YAML file, with underscores for the hyphens of flags.
+
+    Raises:
+        ValueError: The file cannot be read or holds no grid.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"sweep: {path} cannot be read: {error}") from error
+    grid = next(iter(read_yaml(text)), None)
+    grids = grid if isinstance(grid, list) else [grid]
+    if not grids or not all(isinstance(one, dict) for one in grids):
+        raise ValueError(f"sweep: expected a YAML mapping of flags or a list of them in {path}")
+    return [{str(k).replace("-", "_"): _numbers(v) for k, v in one.items()} for one in grids]
+
+
+def _numbers(value: Any) -> Any:
+    """Return values with numbers for texts such as 5e-4, which YAML takes for text."""
+    if isinstance(value, list):
+        return [_numbers(one) for one in value]
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _load(base: Path, adapter: str, **options: Any) -> PeftModel:

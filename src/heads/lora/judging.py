@@ -1,8 +1,7 @@
-"""Judge answers without a service: by a reference, a language model or a trained pairwise model."""
+"""Judge answers without a service: by a language model or a trained pairwise model."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,45 +15,6 @@ from model_components._modes import evaluating
 
 Judge = Callable[[str, str], float]
 """(prompt, answer) to a score, more is better."""
-
-
-class ReferenceOverlap:
-    """A judge that knows a good answer: chrF of sacrebleu (extra ``judge``), 0 to 100.
-
-    It is the F-score of the characters' n-grams (Popović, "chrF", 2015), so that signs count, words
-    of one stem are near, and languages without spaces are measured, too.
-
-    Args:
-        references: Good answers by prompt.
-
-    Raises:
-        ImportError: sacrebleu is not installed.
-
-    >>> judge = ReferenceOverlap({"Capital of France?": "It is Paris.", "2 - 7?": "-5"})
-    >>> judge("Capital of France?", "It is Paris."), round(judge("Capital of France?", "Paris"))
-    (100.0, 41)
-    >>> judge("2 - 7?", "5") < 60
-    True
-    """
-
-    def __init__(self, references: Mapping[str, str]):
-        if importlib.util.find_spec("sacrebleu") is None:
-            raise ImportError(
-                "ReferenceOverlap: it needs sacrebleu; pip install 'model-components[judge]'"
-            )
-        from sacrebleu.metrics import CHRF
-
-        self.references = dict(references)
-        self._metric = CHRF()
-
-    def __call__(self, prompt: str, answer: str) -> float:
-        """A score, 0 to 100.
-
-        Raises:
-            ValueError: There is no reference for the prompt.
-        """
-        good = _reference("ReferenceOverlap", self.references, prompt)
-        return min(100.0, float(self._metric.sentence_score(answer, [good]).score))
 
 
 class LikelihoodGain:
@@ -150,19 +110,15 @@ class WinRate:
         Raises:
             ValueError: There is no reference for the prompt.
         """
-        other = _reference("WinRate", self.references, prompt)
+        if prompt not in self.references:
+            raise ValueError(f"WinRate: there is no reference for the prompt {prompt[:60]!r}")
+        other = self.references[prompt]
         shares = (
             self.model.predict([prompt], [answer], [other], progress=False)
             .probabilities[0]
             .tolist()
         )
         return 100.0 * (shares[0] + (shares[2] / 2 if len(shares) == 3 else 0.0))
-
-
-def _reference(operation: str, references: Mapping[str, str], prompt: str) -> str:
-    if prompt not in references:
-        raise ValueError(f"{operation}: there is no reference for the prompt {prompt[:60]!r}")
-    return references[prompt]
 
 
 def judge_answers(

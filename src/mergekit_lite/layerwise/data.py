@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer
 
+from model_components._examples import TextExamples
 from model_components._walk import Batch
 
-from ..data import TextExamples
 from ..files import Source
 
 

@@ -21,12 +21,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from model_components._checkpoints import newest_whole
+from model_components._examples import TextExamples
 from model_components._folders import NewFolder, check_new, write_json
 from model_components._modes import evaluating
 from model_components._report import Report, Table, plain
 from model_components._runs import RunFolder
 
-from ..data import TextExamples
 from ..files import open_source
 from ..functional import merge_models
 from ..methods import CALIBRATED, get_method

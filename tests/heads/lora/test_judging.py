@@ -4,34 +4,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, BertConfig, BertModel
 
-from heads.lora import LikelihoodGain, ReferenceOverlap, WinRate, judge_answers
+from heads.lora import LikelihoodGain, WinRate, judge_answers
 from heads.pairwise import PairwiseModel
 from tests.support.models import save_tokenizer, tiny
 
 WORDS = ["<unk>", "<end>", "<pad>", *"abcdefghijklmnopqrstuvwxyz"]
-
-
-@pytest.mark.parametrize(
-    ("good", "near", "far"),
-    [
-        ("-5", "-5.", "5"),
-        ("a - b", "a - b.", "a + b"),
-        ("x != y", "x != y;", "x == y"),
-        ("Cheerful", "Cheerfully", "Blue"),
-        ("Joyful", "Cheerful", "Angry"),
-        ("他住在北京的一条街上", "他住在北京的一条街上。", "我喜欢苹果"),
-    ],
-)
-def test_overlap_tells_signs_stems_and_scripts_apart(good, near, far):
-    judge = ReferenceOverlap({"p": good})
-    assert judge("p", good) == 100
-    assert judge("p", far) < judge("p", near) < 100
-    assert judge("p", "") == 0
-
-
-def test_overlap_needs_a_reference():
-    with pytest.raises(ValueError, match=r"ReferenceOverlap:.*'q'"):
-        ReferenceOverlap({"p": "a"})("q", "a")
 
 
 @pytest.fixture

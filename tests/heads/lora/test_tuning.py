@@ -5,12 +5,14 @@ import math
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from peft.optimizers import create_loraplus_optimizer
+from transformers import AutoTokenizer
+from trl import SFTConfig, SFTTrainer
 
 from heads.lora import answer_loss, check_packed_examples, prepare_lora, tuning_report
-from tests.heads.lora.test_rows import trainer_of
-from tests.support.models import tiny
+from tests.support.models import save_tokenizer, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WORDS = ["<unk>", "<end>", "<pad>", *"abcdefghijklmnopqrstuvwxyz", "<user>", "<bot>"]
@@ -18,6 +20,26 @@ ROWS = [
     {"prompt": f"{a} {b} {a} ", "completion": " ".join([b, a, b][: 1 + i % 3])}
     for i, (a, b) in enumerate(zip("abcdefghijkl", "lkjihgfedcba", strict=True))
 ]
+
+
+def trainer_of(folder, rows, **changes):
+    """TRL's trainer over rows, of a tiny model whose padding is its end token, as with GPT-2."""
+    save_tokenizer(folder, WORDS)
+    tokenizer = AutoTokenizer.from_pretrained(folder, eos_token="<end>", pad_token="<end>")
+    model = changes.pop("model", None) or tiny("llama")
+    options = {
+        "max_length": 16,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+    }
+    arguments = SFTConfig(str(folder / "out"), **options | changes)
+    return SFTTrainer(
+        model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+    )
 
 
 def trained(folder, *, accelerate=True, resume=None, ratio=None, **changes):

@@ -123,7 +123,7 @@ class TuningReport(Report):
                 (_, first), (last_step, last) = looks[0], looks[-1]
                 lines.append(
                     f"{name}: loss {first:.3f} to {last:.3f} at step {last_step} (perplexity "
-                    f"{_perplexity(last):.2f}), least {least:.3f} at step {step}"
+                    f"{perplexity(last):.2f}), least {least:.3f} at step {step}"
                 )
         return [*lines, f"verdict: {self.verdict}"]
 
@@ -196,7 +196,8 @@ def _logarithm(perplexities: object) -> np.ndarray:
     return torch.as_tensor(perplexities).double().clamp(min=1e-300).log().numpy()
 
 
-def _perplexity(loss: float) -> float:
+def perplexity(loss: float) -> float:
+    """Return e to a loss, which is kept below the largest float."""
     return math.exp(min(loss, 700.0))
 
 

@@ -1,6 +1,7 @@
 """Data that masks are trained on: mixtures of tasks, text, batches, and teachers that run once."""
 
-from ...data import TextExamples
+from model_components._examples import TextExamples
+
 from .collator import MaskCollator
 from .mixture import TaskMixture
 from .teachers import CachedTeachers, cache_teachers

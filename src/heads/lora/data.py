@@ -1,12 +1,71 @@
-"""`check_packed_examples`: whether examples that are packed into one row see each other."""
+"""Examples for tuning: rows to train, held-out rows, and a check that packed ones stay apart."""
 
 from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
+from model_components._examples import IGNORED, Example, TextExamples
 from model_components._modes import evaluating
+
+__all__ = ["TextExamples", "check_packed_examples", "first_answer", "split_examples"]
+
+
+class Answer(NamedTuple):
+    """The first answer of an example.
+
+    Attributes:
+        prompt: The token ids before it.
+        reference: The token ids of the answer and of its end.
+    """
+
+    prompt: list[int]
+    reference: list[int]
+
+
+def first_answer(example: Example) -> Answer:
+    """Return the first stretch of supervised tokens, and what is before it.
+
+    >>> first_answer({"input_ids": [1, 2, 3, 4], "labels": [-100, 2, 3, -100]})
+    Answer(prompt=[1], reference=[2, 3])
+    """
+    ids = example["input_ids"]
+    supervised = [label != IGNORED for label in example["labels"]]
+    start = supervised.index(True)
+    length = [*supervised[start:], False].index(False)
+    return Answer(ids[:start], ids[start : start + length])
+
+
+def split_examples(
+    examples: Sequence[Example], share: float, most: int, seed: int
+) -> tuple[list[Example], list[Example]]:
+    """Split examples at random into those to train and those that are held out.
+
+    An example to train whose first prompt is also held out is left out.
+
+    Args:
+        examples: The examples.
+        share: The share that is held out.
+        most: The largest number that is held out.
+        seed: The seed of the shuffle.
+
+    Returns:
+        The examples to train, and the held-out examples, at least one.
+    """
+    shuffled = list(examples)
+    random.Random(seed).shuffle(shuffled)
+    count = max(1, min(most, round(share * len(shuffled))))
+    held_out = shuffled[:count]
+    prompts = {tuple(first_answer(example).prompt) for example in held_out}
+    prompts.discard(())  # of plain texts
+    rest = shuffled[count:]
+    train = [example for example in rest if tuple(first_answer(example).prompt) not in prompts]
+    return train, held_out
 
 
 @torch.no_grad()

@@ -1,0 +1,87 @@
+"""`TuneConfig`: the settings of a tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from model_components._checks import CheckedConfig, MaybeWhole, Range, Whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneConfig(CheckedConfig):
+    """Settings of `tune`.
+
+    Gradients are clipped from the first step, the warm-up is short, and the rate falls to a tenth:
+    without clipping, or with a scaling above alpha / r, the loss spikes at the peak of the rate.
+
+    Args:
+        r: Rank of the adapters; 0 trains all parameters instead, in float32.
+        lora_alpha: Updates are scaled by lora_alpha / r; default: 2 r.
+        lora_dropout: Dropout of the adapters' input.
+        target_modules: Names of adapted layers; default: all linear layers but the head.
+        use_rslora: Scale by lora_alpha / sqrt(r) instead.
+        last_blocks: Train only so many of the last blocks; default: all blocks.
+        learning_rate: Peak of the rate; default: 5e-4 for adapters and 5e-5 for all parameters, in
+            models of a billion parameters and more 2e-4 and 2e-5.
+        lr_scheduler_type: A schedule of transformers, such as linear or constant.
+        min_lr_ratio: Last rate of the default schedule, as a fraction of the peak.
+        warmup: Fraction of the steps in which the rate rises.
+        max_grad_norm: Largest norm of the gradient; larger gradients are scaled down to it.
+        weight_decay: Weight decay.
+        optim: An optimizer of transformers, such as sgd or adafactor.
+        epochs: Number of passes over the rows.
+        max_steps: Number of steps, instead of epochs.
+        batch_size: Rows in a step on each device.
+        accumulation: Batches whose gradients make one step.
+        max_length: Largest number of tokens of a row; the rest is cut off.
+        pack: Put the rows of a batch into one sequence instead of padding them.
+        gradient_checkpointing: Compute activations again in the backward pass, to save memory.
+        held_out: Fraction of the rows that is held out, 200 rows at most.
+        evaluations: Number of times that the held-out loss is taken during training.
+        answers: Number of held-out prompts that are answered at the end.
+        answer_length: Largest number of tokens of such an answer.
+        dtype: Dtype of the model, such as bfloat16; default: the dtype of its files. Adapters are
+            in float32.
+        merge: Also write an ordinary checkpoint, with the adapters merged into the weights.
+        seed: Seed of the split, the adapters and the order of rows.
+
+    Raises:
+        ValueError: A value has another type or is out of range.
+    """
+
+    r: Annotated[int, Range(least=0)] = 16
+    lora_alpha: Annotated[float | None, Range(above=0)] = None
+    lora_dropout: Annotated[float, Range(least=0, below=1)] = 0.0
+    target_modules: tuple[str, ...] = ()
+    use_rslora: bool = False
+    last_blocks: MaybeWhole = None
+    learning_rate: Annotated[float | None, Range(above=0)] = None
+    lr_scheduler_type: str = "cosine_with_min_lr"
+    min_lr_ratio: Annotated[float, Range(least=0, most=1)] = 0.1
+    warmup: Annotated[float, Range(least=0, below=1)] = 0.03
+    max_grad_norm: Annotated[float, Range(above=0)] = 1.0
+    weight_decay: Annotated[float, Range(least=0)] = 0.0
+    optim: str = "adamw_torch"
+    epochs: Annotated[float, Range(above=0)] = 3.0
+    max_steps: MaybeWhole = None
+    batch_size: Whole = 8
+    accumulation: Whole = 1
+    max_length: Annotated[int, Range(least=2)] = 512
+    pack: bool = False
+    gradient_checkpointing: bool = False
+    held_out: Annotated[float, Range(above=0, below=1)] = 0.1
+    evaluations: Annotated[int, Range(least=2)] = 10
+    answers: Annotated[int, Range(least=0)] = 20
+    answer_length: Whole = 64
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    merge: bool = True
+    seed: int = 0
+
+    def problems(self) -> Iterable[str]:
+        """Yield settings of adapters in a run that has none."""
+        names = ("lora_alpha", "lora_dropout", "target_modules", "use_rslora")
+        for name in names if not self.r else ():
+            if getattr(self, name):
+                yield f"{name} is {getattr(self, name)!r} with r=0, which trains without adapters"

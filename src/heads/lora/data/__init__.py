@@ -1,1 +1,0 @@
-"""Rows of instructions, and whether packed rows stay apart."""

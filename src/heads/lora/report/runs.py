@@ -1,0 +1,226 @@
+"""Reports of `tune` and `sweep`."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from model_components._folders import new_file, write_json
+from model_components._report import Axes, Figure, Report, Table, axes_for
+
+from .training import TuningReport, perplexity, tuning_report
+
+REPORT = "report.json"
+LOG = "log.json"
+_COLUMNS = ("loss", "perplexity", "judge", "verdict", "spikes", "seconds", "peak_mb")
+
+
+@dataclass(frozen=True)
+class TuneReport(Report):
+    """The result of `tune`.
+
+    Attributes:
+        out: The output folder.
+        model: The model that was tuned.
+        train_rows: Number of trained rows.
+        held_out_rows: Number of held-out rows.
+        trained: Number of trained parameters.
+        parameters: Number of all parameters.
+        steps: Number of steps.
+        learning_rate: Peak of the learning rate.
+        loss_before: Held-out loss of the untuned model, in nats a token.
+        loss: Held-out loss of the tuned model.
+        judge_before: The judge's mean score of the untuned model's answers, or None.
+        judge: The same of the tuned model's answers.
+        seconds: Wall time of the training, without evaluations.
+        peak_mb: Peak of the GPU's memory, without a GPU of the process's, in MB.
+        notes: Remarks on rows and files.
+        log: The log of the trainer.
+    """
+
+    out: Path
+    model: str
+    train_rows: int
+    held_out_rows: int
+    trained: int
+    parameters: int
+    steps: int
+    learning_rate: float
+    loss_before: float
+    loss: float
+    judge_before: float | None
+    judge: float | None
+    seconds: float
+    peak_mb: float
+    notes: tuple[str, ...]
+    log: tuple[Mapping[str, Any], ...]
+
+    @cached_property
+    def curves(self) -> TuningReport:
+        """The curves of the losses, with their verdict."""
+        return tuning_report(self.log)
+
+    @property
+    def verdict(self) -> str:
+        """The verdict on the curves; see `tuning_report`."""
+        return self.curves.verdict
+
+    def summary(self) -> list[str]:
+        """Return the size of the run."""
+        return [
+            f"{self.train_rows} rows in {self.steps} steps, {self.held_out_rows} rows held out; "
+            f"{self.trained:,} of {self.parameters:,} parameters trained, learning rate "
+            f"{self.learning_rate:g}"
+        ]
+
+    def table(self) -> Table:
+        """Return the held-out figures before and after."""
+        columns: dict[str, tuple[str, str]] = {
+            "held-out loss": (f"{self.loss_before:.4f}", f"{self.loss:.4f}"),
+            "perplexity": (f"{perplexity(self.loss_before):.2f}", f"{perplexity(self.loss):.2f}"),
+        }
+        if self.judge is not None and self.judge_before is not None:
+            columns["judge"] = (f"{self.judge_before:.2f}", f"{self.judge:.2f}")
+        before, after = zip(*columns.values(), strict=True)
+        return Table(("", *columns), [("before", *before), ("after", *after)])
+
+    def remarks(self) -> list[str]:
+        """Return the verdict, the cost, and where everything is."""
+        cost = f"{self.seconds:.0f} s without evaluations, {self.peak_mb:,.0f} MB at most"
+        kinds = ("adapter", "model", "curves.png", "answers.json")
+        files = [name for name in kinds if (self.out / name).exists()]
+        return [
+            *self.curves.summary(),
+            *self.curves.remarks(),
+            cost,
+            *self.notes,
+            f"in {self.out}: {', '.join(files)}",
+        ]
+
+    def plot(self, ax: Axes | None = None) -> Figure:
+        """Plot the losses by step (extra ``plot``).
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        return self.curves.plot(ax)
+
+    def write(self) -> None:
+        """Write the picture, the log and, last, the report, which marks a run as finished."""
+        save_plot(self, self.out / "curves.png")
+        values = self.to_dict()
+        del values["out"]
+        write_json(self.out / LOG, values.pop("log"), "tune")
+        write_json(self.out / REPORT, values, "tune")
+
+
+def read_report(out: Path) -> TuneReport:
+    """Return the report in the folder of a finished run.
+
+    Raises:
+        ValueError: The report or the log cannot be read.
+    """
+    try:
+        values = json.loads((out / REPORT).read_text(encoding="utf-8"))
+        log = json.loads((out / LOG).read_text(encoding="utf-8"))
+        values["notes"] = tuple(values["notes"])
+        return TuneReport(out=out, log=tuple(log), **values)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"tune: expected the report and log of a run in {out}, got {error}; name another folder"
+        ) from error
+
+
+def save_plot(report: Any, path: Path) -> None:
+    """Save the plot of a report, if matplotlib is installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return
+    with new_file(path, "tune") as temporary:
+        report.plot().savefig(temporary, format="png")
+
+
+@dataclass(frozen=True)
+class SweepReport(Report):
+    """The runs of `sweep`.
+
+    Attributes:
+        settings: The settings of each run that differ between runs, by the run's name.
+        runs: The report of each finished run, by its name.
+        failures: Why other runs stopped, by their names.
+    """
+
+    settings: Mapping[str, Mapping[str, Any]]
+    runs: Mapping[str, TuneReport]
+    failures: Mapping[str, str]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row a run: its settings, losses, judge's score, verdict, time and peak."""
+        rows = []
+        for name, settings in self.settings.items():
+            row: dict[str, Any] = {"run": name, **settings}
+            report = self.runs.get(name)
+            if report is not None:
+                values = (
+                    round(report.loss, 4),
+                    round(perplexity(report.loss), 3),
+                    None if report.judge is None else round(report.judge, 3),
+                    report.verdict,
+                    len(report.curves.spikes),
+                    round(report.seconds, 1),
+                    round(report.peak_mb),
+                )
+                row |= dict(zip(_COLUMNS, values, strict=True))
+            elif name in self.failures:
+                row |= {"verdict": "stopped"}
+            rows.append(row)
+        return rows
+
+    def table(self) -> Table:
+        """Return one line a run."""
+        rows = self.rows()
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        cells = [["" if row.get(n) is None else str(row[n]) for n in names] for row in rows]
+        return Table(names, cells)
+
+    def remarks(self) -> list[str]:
+        """Return the best run, and the runs that stopped."""
+        lines = [f"{name} stopped: {why}" for name, why in self.failures.items()]
+        if self.runs:
+            best = min(self.runs, key=lambda name: self.runs[name].loss)
+            lines.insert(0, f"lowest held-out loss: {best}, {self.runs[best].loss:.4f}")
+        return lines
+
+    def plot(self, ax: Axes | None = None) -> Figure:
+        """Plot the held-out loss of each run by step (extra ``plot``).
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        figure, axes = axes_for(ax, "SweepReport.plot", width=8.0)
+        for name, report in self.runs.items():
+            steps, losses = zip(*report.curves.held_out, strict=True)
+            axes.plot(steps, losses, linewidth=1, label=f"{name}: {report.loss:.3f}")
+        axes.set(xlabel="step", ylabel="held-out loss, nats a token")
+        if self.runs:
+            axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        return figure
+
+    def write(self, out: Path) -> None:
+        """Write ``runs.csv``, ``table.md`` and, with matplotlib installed, ``sweep.png``."""
+        table = self.table()
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([table.header, *table.rows])
+        with new_file(out / "runs.csv", "sweep") as temporary:
+            temporary.write_text(text.getvalue(), encoding="utf-8")
+        lines = [table.header, ["---"] * len(table.header), *table.rows]
+        text = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+        with new_file(out / "table.md", "sweep") as temporary:
+            temporary.write_text(text, encoding="utf-8")
+        save_plot(self, out / "sweep.png")

@@ -1,0 +1,442 @@
+"""`TextExamples`: rows of conversations, instructions or text as tokens and labels."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ._checks import is_whole
+from ._rows import SUFFIXES, each_row, kind_of, read_text
+
+IGNORED = -100
+"""The label of a token that is not supervised, as in torch's cross-entropy."""
+
+_EXPECTED = (
+    "messages, conversations, prompt and completion, instruction and output (and perhaps input), "
+    "or text"
+)
+_NO_TEXT = (".arrow", ".xlsx", ".zip", ".safetensors", ".bin", ".pt")
+_ROWS_NAMED = 5  # in an error
+_ROLES = {  # of chat templates, by the names that data sets use
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "tool": "tool",
+}
+
+Example = dict[str, list[int]]
+"""``input_ids`` and ``labels``."""
+
+Messages = list[dict[str, Any]]
+"""``role`` and ``content`` of each message, perhaps ``tool_calls``."""
+
+
+class _Layout(NamedTuple):
+    """A row as text.
+
+    Attributes:
+        text: The text.
+        spans: Start and end of each stretch that is supervised.
+        has_marks: Whether the text has the tokenizer's own marks of beginnings and ends, as a chat
+            template writes them.
+    """
+
+    text: str
+    spans: list[tuple[int, int]]
+    has_marks: bool
+
+
+class _BadRowError(ValueError):
+    """The reason why a row cannot be used."""
+
+
+class TextExamples:
+    """Make examples of ``input_ids`` and ``labels`` from rows of text.
+
+    Answers are supervised, prompts are not. In a conversation of several turns all answers of the
+    assistant are. If the tokenizer's chat template writes earlier turns differently once later
+    ones follow, the conversation becomes one example for each answer.
+
+    A row is one of:
+
+    - ``messages``: a list of ``role`` and ``content``, or ShareGPT's ``conversations`` of ``from``
+      and ``value``. ``tools`` may stand beside them.
+    - ``prompt`` and ``completion``: two texts, or two lists of messages. Only the completion is
+      supervised.
+    - ``instruction``, ``output`` and optionally ``input``. Without a chat template they are laid
+      out in the format of Stanford Alpaca, in which many models have been trained.
+    - ``text``, or a string: all of it is supervised.
+
+    Rows without an answer, and rows whose answers begin beyond ``max_length``, are left out with a
+    warning. All bad rows are named in one error.
+
+    The examples can train `transformers.Trainer` and `trl.SFTTrainer`, which use ``labels`` as they
+    are.
+
+    Args:
+        source: Rows, or where to read them: a file of JSON, JSON lines, CSV or TSV, also gzipped,
+            or of parquet; a hub id; or a data set. Any other file is read as one plain text, which
+            is cut into pieces.
+        tokenizer: A fast tokenizer of transformers. Its chat template lays out messages and
+            instructions; without one, messages are separated by lines.
+        max_length: The largest number of tokens of an example; the rest of a row is cut off.
+        train_on_inputs: Supervise prompts, too.
+
+    Attributes:
+        examples: The examples.
+        left_out: The number of rows that are left out.
+        cut: The number of examples that lost their end.
+
+    Raises:
+        ValueError: There are no rows, some cannot be used, or none has an answer within
+            ``max_length``.
+    """
+
+    def __init__(
+        self,
+        source: str | Path | Iterable[object],
+        tokenizer: Any,
+        *,
+        max_length: int = 512,
+        train_on_inputs: bool = False,
+    ):
+        _check_settings(tokenizer, max_length, train_on_inputs)
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.train_on_inputs = train_on_inputs
+        self.examples: list[Example] = []
+        self.left_out = 0
+        self.cut = 0
+        name, rows = _read(source)
+        bad: dict[str, list[int]] = {}
+        for number, row in rows:
+            try:
+                self._add(row)
+            except _BadRowError as error:
+                bad.setdefault(str(error), []).append(number)
+        if bad:
+            reasons = "; ".join(f"{why} in row {_listed(where)}" for why, where in bad.items())
+            raise ValueError(f"TextExamples: {name}: {reasons}; expected {_EXPECTED}")
+        if not self.examples:
+            raise ValueError(
+                f"TextExamples: {name}: none of {len(rows)} rows has an answer within {max_length} "
+                "tokens; expected one"
+            )
+        if self.left_out:
+            warnings.warn(
+                f"TextExamples: {name}: {self.left_out} of {len(rows)} rows are left out, as they "
+                f"have no answer within {max_length} tokens",
+                stacklevel=2,
+            )
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.examples[index]
+
+    def decoded(self, index: int) -> str:
+        """Return the text of an example, with what is supervised in brackets ⟦ ⟧.
+
+        Args:
+            index: The number of the example.
+        """
+        example = self.examples[index]
+        parts = []
+        tokens = zip(example["input_ids"], example["labels"], strict=True)
+        for is_supervised, run in groupby(tokens, key=lambda pair: pair[1] != IGNORED):
+            text = self.tokenizer.decode([token for token, _ in run])
+            parts.append(f"⟦{text}⟧" if is_supervised else text)
+        return "".join(parts)
+
+    def _add(self, row: object) -> None:
+        """Add the examples of a row, or count it as left out."""
+        if isinstance(row, str):
+            examples = self._pieces(row)
+        elif isinstance(row, Mapping) and _kind_of_row(row) == "text":
+            pieces = self._pieces(row["text"])
+            self.cut += len(pieces) > 1
+            examples = pieces[:1]
+        else:
+            examples = [self._tokens(layout) for layout in _layouts(row, self.tokenizer)]
+        # nothing predicts the first token
+        usable = [one for one in examples if any(x != IGNORED for x in one["labels"][1:])]
+        self.examples += usable
+        if not usable:
+            self.left_out += 1
+
+    def _pieces(self, text: str) -> list[Example]:
+        """Return a plain text as examples that are supervised from end to end."""
+        ids = self.tokenizer(_checked(text))["input_ids"]
+        starts = range(0, len(ids), self.max_length)
+        pieces = [ids[start : start + self.max_length] for start in starts]
+        return [{"input_ids": piece, "labels": piece} for piece in pieces]
+
+    def _tokens(self, layout: _Layout) -> Example:
+        """Return the tokens of a text, with labels where it is supervised."""
+        encoded = self.tokenizer(layout.text, add_special_tokens=False, return_offsets_mapping=True)
+        ids = list(encoded["input_ids"])
+        labels = []
+        for token, (start, stop) in zip(ids, encoded["offset_mapping"], strict=True):
+            # a tokenizer may trim a token of spaces to nothing
+            is_answer = any(
+                first <= start and stop <= last and (start < stop or first < start)
+                for first, last in layout.spans
+            )
+            labels.append(token if is_answer or self.train_on_inputs else IGNORED)
+        beginning = [] if layout.has_marks else _beginning(self.tokenizer)
+        ids = beginning + ids
+        labels = [IGNORED] * len(beginning) + labels
+        if len(ids) > self.max_length:
+            self.cut += 1
+        return {"input_ids": ids[: self.max_length], "labels": labels[: self.max_length]}
+
+
+def _check_settings(tokenizer: object, max_length: object, train_on_inputs: object) -> None:
+    if not isinstance(train_on_inputs, bool):
+        raise ValueError(
+            f"TextExamples: train_on_inputs is {train_on_inputs!r}, expected True or False"
+        )
+    if not is_whole(max_length, 2):
+        raise ValueError(f"TextExamples: max_length is {max_length!r}, expected 2 or more")
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(
+            "TextExamples: expected a fast tokenizer of transformers, which knows the positions of "
+            f"its tokens in a text, got {type(tokenizer).__name__}"
+        )
+
+
+def _beginning(tokenizer: Any) -> list[int]:
+    """Return the token that a tokenizer puts before a text, if there is one."""
+    first = tokenizer("a")["input_ids"][:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+def _layouts(row: object, tokenizer: Any) -> list[_Layout]:
+    """Return a row as texts: one, or one for each answer of a conversation."""
+    if isinstance(row, ValueError):  # a line that could not be read
+        raise _BadRowError(str(row))
+    if not isinstance(row, Mapping):
+        raise _BadRowError(f"a {type(row).__name__}")
+    kind = _kind_of_row(row)
+    if kind == "messages":
+        messages = _messages(row["messages"], "role", "content")
+        return _conversation(tokenizer, messages, row.get("tools"))
+    if kind == "conversations":
+        messages = _messages(row["conversations"], "from", "value")
+        return _conversation(tokenizer, messages, row.get("tools"))
+    if kind == "completion":
+        return _completion(tokenizer, row)
+    if kind == "instruction":
+        return _instruction(tokenizer, row)
+    raise _BadRowError(f"the fields {', '.join(map(str, row)) or 'of nothing'}")
+
+
+def _kind_of_row(row: Mapping[str, Any]) -> str:
+    """Return the name of the layout that a row has the fields of, or an empty string."""
+    fields = {name for name, value in row.items() if value is not None}
+    if "messages" in fields:
+        return "messages"
+    if "conversations" in fields:
+        return "conversations"
+    if {"prompt", "completion"} <= fields:
+        return "completion"
+    if {"instruction", "output"} <= fields:
+        return "instruction"
+    return "text" if isinstance(row.get("text"), str) else ""
+
+
+def _completion(tokenizer: Any, row: Mapping[str, Any]) -> list[_Layout]:
+    prompt = row["prompt"]
+    completion = row["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return [_prompt_and_answer(tokenizer, prompt, completion)]
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise _BadRowError("prompt and completion that are not both texts or both messages")
+    before = _messages(prompt, "role", "content", of_prompt=True)
+    messages = before + _messages(completion, "role", "content")
+    return _conversation(tokenizer, messages, row.get("tools"), first=len(before))
+
+
+def _instruction(tokenizer: Any, row: Mapping[str, Any]) -> list[_Layout]:
+    for name in ("instruction", "input", "output"):
+        if not isinstance(row.get(name) or "", str):
+            raise _BadRowError(f"{name} that is not text")
+    instruction = row["instruction"]
+    more = row.get("input") or ""
+    if not tokenizer.chat_template:
+        return [_prompt_and_answer(tokenizer, _alpaca_prompt(instruction, more), row["output"])]
+    question = f"{instruction}\n\n{more}" if more else instruction
+    return _conversation(
+        tokenizer,
+        [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": row["output"]},
+        ],
+    )
+
+
+def _alpaca_prompt(instruction: str, more: str) -> str:
+    """Return a prompt in the format of Stanford Alpaca.
+
+    Source: https://github.com/tatsu-lab/stanford_alpaca.
+    """
+    task = "an instruction that describes a task"
+    if more:
+        task += ", paired with an input that provides further context"
+    parts = [
+        f"Below is {task}. Write a response that appropriately completes the request.",
+        f"### Instruction:\n{instruction}",
+    ]
+    if more:
+        parts.append(f"### Input:\n{more}")
+    parts.append("### Response:\n")
+    return "\n\n".join(parts)
+
+
+def _prompt_and_answer(tokenizer: Any, prompt: str, answer: str) -> _Layout:
+    """Return a prompt and a supervised answer, with the token that ends a text."""
+    if not answer.strip():
+        return _Layout(_checked(prompt), [], has_marks=False)
+    text = _checked(prompt + answer) + (tokenizer.eos_token or "")
+    return _Layout(text, [(len(prompt), len(text))], has_marks=False)
+
+
+def _messages(given: object, role: str, content: str, *, of_prompt: bool = False) -> Messages:
+    """Return messages with the roles and fields of chat templates.
+
+    Args:
+        given: The messages as the row has them.
+        role: The name of the field of the role.
+        content: The name of the field of the text.
+        of_prompt: Whether an answer comes later, in the completion.
+    """
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise _BadRowError("messages that are not a list")
+    messages = []
+    for message in given:
+        if not isinstance(message, Mapping):
+            raise _BadRowError(f"a {type(message).__name__} as a message")
+        name = message.get(role)
+        if name not in _ROLES:
+            raise _BadRowError(f"the role {name!r} (expected one of {', '.join(_ROLES)})")
+        text = message.get(content)
+        if not isinstance(text, str) and not (text is None and message.get("tool_calls")):
+            raise _BadRowError(f"a message whose {content} is not text")
+        others = {k: v for k, v in message.items() if k not in (role, content)}
+        messages.append({"role": _ROLES[name], "content": text, **others})
+    if not of_prompt and not any(one["role"] == "assistant" for one in messages):
+        raise _BadRowError("no message of the assistant")
+    return messages
+
+
+def _conversation(
+    tokenizer: Any, messages: Messages, tools: object = None, *, first: int = 0
+) -> list[_Layout]:
+    """Return a conversation up to its last answer, with what ends each answer.
+
+    Args:
+        tokenizer: Its chat template lays out the messages.
+        messages: The messages.
+        tools: Tools that the chat template describes.
+        first: The number of the first message that may be supervised.
+    """
+    answers = [
+        number
+        for number, message in enumerate(messages)
+        if number >= first and message["role"] == "assistant" and _says_something(message)
+    ]
+    has_marks = bool(tokenizer.chat_template)
+    layouts = []
+    for number in answers:
+        before = _rendered(tokenizer, messages[:number], tools, is_prompt=True)
+        text = _rendered(tokenizer, messages[: number + 1], tools)
+        if not text.startswith(before):
+            raise _BadRowError("an answer that the chat template does not put after its prompt")
+        layouts.append(_Layout(text, [(len(before), len(text))], has_marks))
+    if not layouts:
+        return [_Layout(_rendered(tokenizer, messages, tools), [], has_marks)]
+    last = layouts[-1]
+    if not all(last.text.startswith(layout.text) for layout in layouts):
+        return layouts
+    spans = [span for layout in layouts for span in layout.spans]
+    return [last._replace(spans=spans)]
+
+
+def _says_something(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("tool_calls") or (message["content"] or "").strip())
+
+
+def _rendered(tokenizer: Any, messages: Messages, tools: object, *, is_prompt: bool = False) -> str:
+    """Return messages as text, with the beginning of an answer if they are a prompt."""
+    if not messages:
+        return ""
+    if not tokenizer.chat_template:
+        end = tokenizer.eos_token or "\n"
+        return _checked(
+            "".join(
+                (one["content"] or "") + (end if one["role"] == "assistant" else "\n")
+                for one in messages
+            )
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=is_prompt
+        )
+    except Exception as error:  # a template may raise errors of any kind
+        raise _BadRowError(f"messages that the chat template refuses ({error})") from error
+    return _checked(text)
+
+
+def _checked(text: str) -> str:
+    """Return a text; refuse one that has no UTF-8, which tokenizers cannot read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _BadRowError("half of a surrogate pair") from error
+    return text
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """Return the first numbers, and how many follow.
+
+    >>> _listed([1, 2, 3, 4, 5, 6, 7])
+    '1, 2, 3, 4, 5 and 2 more'
+    """
+    text = ", ".join(map(str, numbers[:_ROWS_NAMED]))
+    more = len(numbers) - _ROWS_NAMED
+    return f"{text} and {more} more" if more > 0 else text
+
+
+def _read(source: Any) -> tuple[str, list[tuple[int, object]]]:
+    """Return a name of the source for messages, and its rows with their numbers."""
+    name = str(source) if isinstance(source, (str, Path)) else "rows"
+    if _is_plain_text(source):
+        rows: list[tuple[int, object]] = [(1, _running_text(Path(source)))]
+    else:
+        rows = list(each_row(source, "TextExamples"))
+    if not any(row for _, row in rows):
+        raise ValueError(f"TextExamples: {name} has no rows")
+    return name, rows
+
+
+def _is_plain_text(source: object) -> bool:
+    """Return whether a source is a file that holds no rows."""
+    if not isinstance(source, (str, Path)):
+        return False
+    path = Path(source)
+    return path.is_file() and kind_of(path) not in SUFFIXES
+
+
+def _running_text(path: Path) -> str:
+    if kind_of(path) in _NO_TEXT:
+        raise ValueError(
+            f"TextExamples: expected a text file, or one of {', '.join(SUFFIXES)}, got {path}"
+        )
+    return read_text(path, "TextExamples")

@@ -1,0 +1,283 @@
+"""`tune` and `sweep`: what they write, what they measure, and how they continue."""
+
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+from heads.lora import LikelihoodGain, TextExamples, sweep, tune
+from heads.lora.data import split_examples
+from heads.lora.training import TuneTrainer
+from model_components._cli import main
+from tests.support.models import save_tokenizer, tiny
+
+WORDS = ["<unk>", "<end>", *"abcdefghijklmnopqrstuvwxyz", "<user>", "<bot>"]
+CHAT = (
+    "{% for m in messages %}{{ '<user> ' if m.role == 'user' else '<bot> ' }}{{ m.content }}"
+    "{{ ' <end>' if m.role != 'user' else ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}<bot> {% endif %}"
+)
+ROWS = [{"instruction": f"{a} {b}", "output": a} for a in "abcde" for b in "fghij"]
+SHORT = {
+    "r": 4,
+    "max_steps": 4,
+    "batch_size": 4,
+    "evaluations": 2,
+    "answers": 3,
+    "answer_length": 4,
+}
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A folder of a tiny model with a tokenizer."""
+    tiny("llama").save_pretrained(tmp_path / "base")
+    save_tokenizer(tmp_path / "base", WORDS, template=CHAT, eos_token="<end>")
+    return tmp_path / "base"
+
+
+def tuned(base, name, rows=ROWS, **settings):
+    return tune(base, rows, out=base.parent / name, progress=False, **{**SHORT, **settings})
+
+
+def adapter_of(out):
+    from safetensors.torch import load_file
+
+    return load_file(out / "adapter" / "adapter_model.safetensors")
+
+
+@torch.no_grad()
+def plain_loss(model, examples):
+    """The mean loss of all supervised tokens, one example at a time, by its definition."""
+    total, count = 0.0, 0
+    for example in examples:
+        ids, labels = (torch.tensor([example[k]]) for k in ("input_ids", "labels"))
+        logits = model(input_ids=ids).logits[0, :-1].float()
+        total += float(F.cross_entropy(logits, labels[0, 1:], reduction="sum"))
+        count += int((labels[0, 1:] != -100).sum())
+    return total / count
+
+
+def test_a_run_writes_all_that_it_promises(base):
+    report = tuned(base, "run", learning_rate=1e-2)
+    out = base.parent / "run"
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    _, held_out = split_examples(TextExamples(ROWS, tokenizer).examples, 0.1, 200, 0)
+    untuned, merged = (AutoModelForCausalLM.from_pretrained(f) for f in (base, out / "model"))
+    assert report.loss_before == pytest.approx(plain_loss(untuned, held_out), rel=1e-5)
+    assert report.loss == pytest.approx(plain_loss(merged, held_out), rel=1e-4)
+    assert report.loss != report.loss_before
+    assert (report.held_out_rows, report.train_rows, report.steps) == (2, 23, 4)
+    adapted = PeftModel.from_pretrained(untuned, out / "adapter")
+    ids = torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        logits = [model(ids).logits for model in (adapted, merged)]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
+    say = pipeline("text-generation", model=str(out / "model"))
+    asked = [{"role": "user", "content": "a f"}]
+    assert say(asked, max_new_tokens=2)[0]["generated_text"][-1]["role"] == "assistant"
+    answers = json.loads((out / "answers.json").read_text())
+    assert [set(row) for row in answers] == [{"prompt", "reference", "before", "after"}] * 2
+    assert answers[0]["prompt"].endswith("<bot>")
+    assert answers[0]["reference"] in "abcde"
+    assert (out / "curves.png").stat().st_size > 5_000
+    for part in ("before", "after", "verdict: ", "in ", "answers.json", "learning rate 0.01"):
+        assert part in str(report)
+
+
+def test_a_finished_run_is_not_made_again(base, monkeypatch):
+    first = tuned(base, "run")
+    monkeypatch.setattr(TuneTrainer, "train", None)
+    again = tuned(base, "run")
+    assert str(again) == str(first)
+    assert again.curves == first.curves
+    with pytest.raises(ValueError, match=r"learning_rate must be None, got 1\.0, .*another folder"):
+        tuned(base, "run", learning_rate=1.0)
+    with pytest.raises(ValueError, match="the data of rows have changed"):
+        tuned(base, "run", rows=ROWS[1:])
+    (base.parent / "run" / "report.json").write_text("{")
+    with pytest.raises(ValueError, match="expected the report and log of a run in"):
+        tuned(base, "run")
+
+
+@pytest.mark.parametrize("settings", [{}, {"r": 0, "last_blocks": 1}])
+def test_an_interrupted_run_goes_on_to_the_same_bits(base, settings, monkeypatch):
+    whole = tuned(base, "whole", max_steps=6, **settings)
+    step = TuneTrainer.training_step
+
+    def stopped(self, *given, **named):
+        if self.state.global_step == 3:
+            raise KeyboardInterrupt
+        return step(self, *given, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TuneTrainer, "training_step", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            tuned(base, "run", max_steps=6, **settings)
+    report = tuned(base, "run", max_steps=6, **settings)
+    assert "continued from checkpoint-3" in str(report)
+    assert report.loss == whole.loss
+    first, second = (
+        AutoModelForCausalLM.from_pretrained(base.parent / name / "model").state_dict()
+        for name in ("whole", "run")
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_all_parameters_or_those_of_the_last_blocks(base):
+    report = tuned(base, "run", r=0, last_blocks=1, learning_rate=1e-2)
+    before = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(base.parent / "run" / "model").state_dict()
+    last = max(int(name.split(".")[2]) for name in before if ".layers." in name)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if f".layers.{last}." in name}
+    assert report.trained == sum(before[name].numel() for name in changed)
+    assert not (base.parent / "run" / "adapter").exists()
+    half = tuned(base, "half", last_blocks=1, target_modules=["q_proj"], r=2, merge=False)
+    assert not (base.parent / "half" / "model").exists()
+    assert {name.split(".")[4] for name in adapter_of(half.out)} == {str(last)}
+
+
+def test_packed_rows_give_the_same_loss(base):
+    reports = [tuned(base, f"run {pack}", pack=pack) for pack in (False, True)]
+    assert reports[0].loss_before == pytest.approx(reports[1].loss_before, rel=1e-5)
+    assert reports[0].loss == pytest.approx(reports[1].loss, rel=1e-3)
+
+
+def test_checkpointed_activations_give_the_same_adapter(base):
+    for name in ("plain", "checkpointed"):
+        tuned(base, name, merge=False, gradient_checkpointing=name == "checkpointed")
+    first, second = (adapter_of(base.parent / name) for name in ("plain", "checkpointed"))
+    for name, value in first.items():
+        torch.testing.assert_close(second[name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("r", [4, 0])
+def test_the_likelihood_judge_is_the_model_before_tuning(base, r):
+    report = tuned(base, "run", r=r, judge="likelihood", learning_rate=1e-2)
+    judge = LikelihoodGain(
+        AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+    )
+    rows = json.loads((base.parent / "run" / "answers.json").read_text())
+    for key, score in (("before", report.judge_before), ("after", report.judge)):
+        scores = [judge(row["prompt"], row[key]) for row in rows]
+        assert score == pytest.approx(sum(scores) / len(scores), rel=1e-3, abs=1e-4)
+
+
+def test_a_judge_of_ones_own_gets_the_references(base):
+    seen = {}
+
+    def make(references):
+        seen.update(references)
+        return lambda prompt, answer: float(prompt in references)
+
+    report = tuned(base, "run", judge=make)
+    assert (report.judge_before, report.judge) == (1.0, 1.0)
+    assert set(seen.values()) <= set("abcde")
+
+
+def test_held_out_rows_of_ones_own(base):
+    held_out = [{"instruction": "z y", "output": "x"}]
+    report = tuned(base, "run", eval_rows=held_out)
+    assert (report.train_rows, report.held_out_rows) == (25, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*rows are left out")
+def test_rows_that_are_cut_or_left_out_are_told(base):
+    rows = [*ROWS, {"instruction": "a", "output": " ".join("abcdefghij" * 2)}]
+    report = tuned(base, "run", rows=[*rows, {"instruction": "b", "output": ""}], max_length=12)
+    assert "cut to max_length 12: 1 rows" in str(report)
+    assert "left out, without an answer: 1 rows" in str(report)
+
+
+def test_a_merge_that_would_lose_the_adapter_is_told(base):
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.bfloat16().save_pretrained(base)
+    report = tuned(base, "run", learning_rate=1e-9)
+    assert "not merged: merge_lora: rounding to torch.bfloat16 loses" in str(report)
+    assert not (base.parent / "run" / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 4}, "TuneConfig: unknown field rank"),
+        ({"learning_rat": 4}, "did you mean learning_rate"),
+        ({"learning_rate": -1.0}, r"learning_rate is -1\.0, expected a finite number, above 0"),
+        ({"r": 0, "lora_alpha": 4.0}, r"lora_alpha is 4\.0 with r=0"),
+        ({"last_blocks": 99}, "last_blocks is 99, expected at most"),
+        ({"target_modules": ["nothing"]}, "nothing"),
+        ({"judge": "gpt"}, "judge is 'gpt', expected 'likelihood'"),
+        ({"judge": "likelihood", "answers": 0}, "answers is 0, expected 1 or more"),
+        ({"rows": ROWS[:1]}, "1 rows leave none to train"),
+        ({"rows": [3]}, "a int in row 1"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(base, settings, message):
+    with pytest.raises(ValueError, match=message):
+        tuned(base, "run", **settings)
+    assert not (base.parent / "run").exists()
+
+
+def test_prompts_are_not_split_between_training_and_held_out_rows():
+    examples = [
+        {"input_ids": [prompt, answer, 0], "labels": [-100, answer, 0]}
+        for prompt in range(10, 15)
+        for answer in range(20, 24)
+    ]
+    train, held_out = split_examples(examples, 0.1, 200, seed=0)
+    assert len(held_out) == 2
+    assert not {e["input_ids"][0] for e in train} & {e["input_ids"][0] for e in held_out}
+    plain = [{"input_ids": [i, i], "labels": [i, i]} for i in range(20)]
+    assert [len(part) for part in split_examples(plain, 0.5, 4, seed=0)] == [16, 4]
+
+
+def test_a_sweep_compares_its_runs(base, capsys):
+    grid = {"r": [2, 0], "learning_rate": 1e-3}
+    out = base.parent / "sweep"
+    options = {"out": out, "judge": None, "progress": False, **SHORT}
+    report = sweep(base, ROWS, grid, **options)
+    assert list(report.runs) == ["r-2", "r-0"]
+    assert not (out / "r-2" / "model").exists()
+    lines = (out / "runs.csv").read_text().splitlines()
+    assert lines[0] == "run,r,learning_rate,loss,perplexity,judge,verdict,spikes,seconds,peak_mb"
+    assert lines[1].startswith(f"r-2,2,0.001,{report.runs['r-2'].loss:.4f}")
+    assert (out / "table.md").read_text().startswith("| run | r | learning_rate | loss |")
+    assert (out / "sweep.png").stat().st_size > 5_000
+    assert "lowest held-out loss: r-" in str(report)
+    before = (out / "r-2" / "report.json").stat().st_mtime_ns
+    more = sweep(base, ROWS, [grid, {"r": 2, "learning_rate": 1e30}], **options)
+    assert (out / "r-2" / "report.json").stat().st_mtime_ns == before
+    assert list(more.failures) == ["r-2,learning_rate-1e+30"]
+    with pytest.raises(ValueError, match="two of"):
+        sweep(base, ROWS, [grid, grid], **options)
+    for wrong in ([], {}, [{"rank": 2}]):
+        with pytest.raises(ValueError, match=r"expected a grid|unknown field rank"):
+            sweep(base, ROWS, wrong, **options)
+
+
+def test_the_commands_do_as_the_functions(base, capsys):
+    (base.parent / "rows.json").write_text(json.dumps(ROWS))
+    rows, out = base.parent / "rows.json", base.parent / "out"
+    flags = ["--max-steps", "4", "--batch-size", "4", "--evaluations", "2", "--answers", "0"]
+    words = ["lora", "tune", str(base), str(rows), str(out), "--r", "4", "--no-progress", *flags]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "verdict: " in printed
+    report = tune(base, rows, out=base.parent / "run", progress=False, **SHORT | {"answers": 0})
+    assert f"{report.loss:.4f}" in printed
+    assert main([*words, "--r", "2"]) == 1
+    assert "r must be 4, got 2" in capsys.readouterr().err
+    (base.parent / "grid.yml").write_text("- {r: 2, max-steps: 2, learning-rate: [1e-3, 2e-3]}\n")
+    grid, out = base.parent / "grid.yml", base.parent / "sweep"
+    words = ["lora", "sweep", *map(str, (base, rows, grid, out)), "--no-progress"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "learning_rate-0.001" in printed
+    assert "learning_rate-0.002" in printed
+    grid.write_text("r")
+    assert main(words) == 1
+    assert "expected a YAML mapping of flags" in capsys.readouterr().err

@@ -86,7 +86,7 @@ def test_every_snippet_of_the_readme_runs_as_it_stands(users_files):  # noqa: F8
     assert len(snippets) == 7
     for code in snippets:
         exec(re.sub(r"max_steps=\d+", "max_steps=2", code), {})
-    for made in ("merged", "masked", "smaller", "tuned"):
+    for made in ("merged", "masked", "smaller", "tuned/model"):
         generate = pipeline("text-generation", f"models/{made}", max_new_tokens=2)
         assert generate("w1 w2")[0]["generated_text"].startswith("w1 w2")
 
@@ -331,7 +331,7 @@ def test_the_snippets_about_lora_run(tmp_path, monkeypatch):
     """In order, in one namespace."""
     monkeypatch.chdir(tmp_path)
     snippets = snippets_of("docs/lora.md")
-    assert len(snippets) == 8
+    assert len(snippets) == 6
     namespace = {}
     for code in snippets:
         exec(code, namespace)

@@ -85,7 +85,8 @@ PAGES = (
         "LoRA",
         "lora",
         (
-            "data.rows.RowReport",
+            "report.runs.SweepReport",
+            "report.runs.TuneReport",
             "report.adapters.AdapterRow",
             "report.adapters.LoraReport",
             "report.training.Spike",

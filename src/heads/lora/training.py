@@ -344,6 +344,7 @@ def _trainer(
         collator: Any = DataCollatorWithFlattening()
     else:
         collator = DataCollatorForSeq2Seq(tokenizer)
+    # batches at random, not of like length, which would make the loss swing as if it spiked
     trainer = TuneTrainer(
         model,
         arguments,

@@ -23,8 +23,8 @@ from transformers.trainer_callback import PrinterCallback
 
 from heads.lora import prepare_lora
 from mergekit_lite import merge_models
+from mergekit_lite.learning.run import held_out_losses
 from mergekit_lite.masks import MaskCollator, TextExamples
-from mergekit_lite.masks.run import held_out_losses
 
 KINDS = {
     "edit": (

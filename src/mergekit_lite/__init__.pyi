@@ -3,6 +3,8 @@ from .engine import NotFiniteError
 from .engine.output import OutputError
 from .files import CheckpointError
 from .functional import merge_models
+from .learning.config import LearnConfig
+from .learning.run import learn_merge
 from .masks.layers import AccurateMaskedLinear, EfficientMaskedLinear
 from .methods import (
     METHODS,
@@ -34,6 +36,7 @@ __all__ = [
     "CheckpointError",
     "EfficientMaskedLinear",
     "Largest",
+    "LearnConfig",
     "MergeMethod",
     "MergeRecipe",
     "ModelEntry",
@@ -50,6 +53,7 @@ __all__ = [
     "TokenizerSpec",
     "extract_lora",
     "get_method",
+    "learn_merge",
     "load_recipe",
     "make_plan",
     "merge_adapters",

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from model_components._cli import ON_TERMINAL, RunFlags
 from model_components._report import Report
 
+from .learning.config import LearnConfig
+
 if TYPE_CHECKING:
     from .recipe import MergeRecipe
 
@@ -156,21 +158,40 @@ def _read_recipe(path: Path, files: Files) -> MergeRecipe:
 
 
 def learn(
-    settings: Path, out: Path, /, *, fresh: bool = False, progress: bool = ON_TERMINAL
+    out: Path,
+    /,
+    *,
+    components: tuple[str, ...],
+    data: tuple[str, ...],
+    base: str | None = None,
+    learn_config: LearnConfig,
+    fresh: bool = False,
+    progress: bool = ON_TERMINAL,
 ) -> Report:
-    """Learn masks that merge models, write the merged model and compare it with other merges.
+    """Train a merge of models on their data, compare it with other merges, and write the best.
 
     Args:
-        settings: YAML file: components, data, masks, kl, training, compare.
         out: Output folder: a new path, or an empty folder.
+        components: Folders, hub ids or MODEL+ADAPTER of two or more models.
+        data: For each component a file of its rows: JSON, JSON lines, CSV, TSV, parquet or text.
+        base: Folder or hub id of the model that the components were tuned from, for methods that
+            use one.
+        learn_config: Settings of the run.
         fresh: Begin anew instead of continuing an interrupted run.
         progress: Show progress bars and the first example of each task; default: only on a
             terminal.
     """
-    from .masks.run import run_masks
-    from .masks.run_config import MaskRun
+    from .learning.run import learn_merge
 
-    return run_masks(MaskRun.from_yaml(settings), out, fresh=fresh, progress=progress)
+    return learn_merge(
+        components,
+        data,
+        out=out,
+        base=base,
+        fresh=fresh,
+        progress=progress,
+        **learn_config.to_dict(),
+    )
 
 
 def extract(

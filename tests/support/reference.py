@@ -26,6 +26,7 @@ PAGES = (
             "adapters.AdapterReport",
             "engine.TensorFact",
             "layerwise.CalibratedMerge",
+            "learning.report.LearnReport",
             "planning.MergePlan",
             "report.MergeReport",
         ),
@@ -34,7 +35,6 @@ PAGES = (
         "mergekit_lite.masks",
         "Learned masks",
         "masks",
-        ("run_config.MaskRun", "run.run_masks", "run.MaskRunReport"),
     ),
     Page(
         "kronecker",

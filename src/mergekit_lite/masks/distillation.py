@@ -23,7 +23,7 @@ from .model import MaskedModel
 
 
 def distill(
-    merger: MaskedModel,
+    merger: Any,
     kl: KLConfig,
     *,
     labels: Tensor | None = None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,57 @@ from .merger import Merger
 from .storage import MASKS
 
 
-class MaskTrainer(StepTrainer):
+class DistillTrainer(StepTrainer):
+    """A trainer whose model computes the distillation loss of a batch, given a `KLConfig`.
+
+    Args:
+        model: Its ``forward`` takes ``kl``, ``normalizer`` and a batch, and returns a loss.
+        args: `TrainingArguments`; ``remove_unused_columns`` is turned off, since examples carry
+            their task.
+        kl: What to learn from.
+        **options: Of `Trainer`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        *,
+        kl: KLConfig | None = None,
+        **options: Any,
+    ):
+        args.remove_unused_columns = False
+        self.kl = kl or KLConfig()
+        super().__init__(model=model, args=args, **options)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, object],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Loss:
+        """Return the loss over the positions of all micro-batches and ranks of a step."""
+        loss = model(kl=self.kl, normalizer=num_items_in_batch, **inputs).loss
+        if num_items_in_batch is not None:
+            loss = loss * self.processes_of_mean()
+        return (loss, {}) if return_outputs else loss
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, object],
+        prediction_loss_only: bool,
+        ignore_keys: object = None,
+    ) -> tuple[Tensor, None, None]:
+        """Return the loss; logits are never made."""
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        assert isinstance(loss, Tensor)
+        return loss.detach(), None, None
+
+
+class MaskTrainer(DistillTrainer):
     """A `transformers.Trainer` for a `Merger`: only masks learn, and only masks are saved.
 
     The learning rate, schedule, accumulation, mixed precision, gradient checkpointing, logs, resume
@@ -86,24 +136,9 @@ class MaskTrainer(StepTrainer):
             raise ValueError("MaskTrainer: train_dataset is empty; expected examples")
         if isinstance(data, TaskMixture) and (kl or KLConfig()).coefficients == "task":
             _check_mixture(data, model)
-        args.remove_unused_columns = False
         if args.ddp_find_unused_parameters is None and model.model.can_generate():
             args.ddp_find_unused_parameters = False  # every mask takes part in every step
-        self.kl = kl or KLConfig()
-        super().__init__(model=model, args=args, train_dataset=train_dataset, **options)
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Mapping[str, object],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Loss:
-        """`Merger.distill`, over the positions of all micro-batches and ranks of a step."""
-        loss = model(kl=self.kl, normalizer=num_items_in_batch, **inputs).loss
-        if num_items_in_batch is not None:
-            loss = loss * self.processes_of_mean()
-        return (loss, {}) if return_outputs else loss
+        super().__init__(model, args, kl=kl, train_dataset=train_dataset, **options)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """The logs, while it trains with the mean of each component's masks."""
@@ -114,19 +149,6 @@ class MaskTrainer(StepTrainer):
             places = sum(m[0].numel() for m in masks)
             logs |= {f"mask_{k}": round(float(s) / places, 5) for k, s in enumerate(sums)}
         super().log(logs, start_time)
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, object],
-        prediction_loss_only: bool,
-        ignore_keys: object = None,
-    ) -> tuple[Tensor, None, None]:
-        """The loss; logits are never made."""
-        with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, self._prepare_inputs(inputs))
-        assert isinstance(loss, Tensor)
-        return loss.detach(), None, None
 
     def _masks_of(self, folder: str | None) -> Path:
         return Path(folder or self.args.output_dir or ".") / MASKS

@@ -48,6 +48,8 @@ class CachedTeachers(Dataset):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, object]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)  # which ends a loop over the examples
         shard, place = divmod(index, _SHARD)
         if shard not in self._open:
             self._open[shard] = safe_open(self._paths[shard], "pt")

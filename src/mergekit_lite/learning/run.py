@@ -1,0 +1,440 @@
+"""`learn_merge`: train a merge on data, compare it, and deliver the best."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import xxhash
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments, set_seed
+
+from model_components._checkpoints import newest_whole
+from model_components._examples import IGNORED, Example, TextExamples
+from model_components._folders import NewFolder, check_new, write_json
+from model_components._model_folders import card_of, complete_folder, shown_name
+from model_components._modes import evaluating
+from model_components._runs import RunFolder
+
+from ..files import open_source
+from ..functional import merge_models
+from ..masks.config import KLConfig
+from ..masks.data import MaskCollator, TaskMixture, cache_teachers
+from ..masks.merger import Merger
+from ..masks.storage import MASKS
+from ..masks.training import DistillTrainer, MaskTrainer
+from ..methods import CALIBRATED, get_method
+from .config import RATES, LearnConfig
+from .report import LearnReport
+from .student import Student, StudentTrainer
+
+OPERATION = "learn"
+_CALIBRATION = 256  # examples of a task
+_MOST_HELD_OUT = 200  # examples of a task
+_SAVED = 0.1  # of the steps, after which a checkpoint is written
+
+
+def learn_merge(
+    components: Sequence[str],
+    data: Sequence[Any],
+    *,
+    out: str | Path,
+    base: str | None = None,
+    fresh: bool = False,
+    progress: bool = True,
+    **settings: Any,
+) -> LearnReport:
+    """Train a merge of several models on their data, and write the best merge found.
+
+    Training moves the merged model's distribution of the next token towards that of the component
+    whose data an example comes from. It begins from ``start``, a merge in closed form. The closing
+    table compares it with the start and with other merges on held-out examples; the merge with the
+    lowest mean loss is written to ``out``, whichever it is.
+
+    Checkpoints, the cached teachers and the report are in ``OUT.training``. The same call continues
+    an interrupted run.
+
+    Args:
+        components: Two or more models, as `merge_models` takes them: folders, hub ids or
+            ``"model+adapter"``.
+        data: For each component its rows, or a file of them; see `TextExamples`.
+        out: Output folder: a new path, or an empty folder.
+        base: The model that the components were tuned from, for methods that use one.
+        fresh: Begin anew instead of continuing what ``OUT.training`` holds.
+        progress: Show progress bars and the first example of each task.
+        **settings: Fields of `LearnConfig`.
+
+    Returns:
+        The losses of all models, and which merge was delivered.
+
+    Raises:
+        ValueError: A setting, a row or a component is not as expected, or ``OUT.training`` belongs
+            to another run.
+        DeadRunError: A loss or gradient is not finite.
+    """
+    config = LearnConfig.from_dict(settings)
+    path = check_new(out, OPERATION)
+    merges = _merges(config, components, data, base)
+    tokenizer: Any = AutoTokenizer.from_pretrained(open_source(components[0]).folder)
+    tasks = _tasks(data, tokenizer, config)
+    teachers = Merger.from_pretrained(
+        components, dtype=config.dtype, granularity=config.granularity
+    )
+    if config.train != "masks" and teachers.output_head() is None:
+        raise ValueError(
+            f"{OPERATION}: train is {config.train!r}, expected 'masks' for a "
+            f"{type(teachers.model).__name__}, whose logits are not one product"
+        )
+    training = path.with_name(f"{path.name}.training")
+    facts = {"components": list(components), "base": base, **config.to_dict()}
+    contents = {task.name: task.hash for task in tasks}
+    run = _Run(
+        components=components,
+        base=base,
+        config=config,
+        tasks=tasks,
+        merges=merges,
+        out=path,
+        training=training,
+        key=xxhash.xxh3_64(json.dumps([facts, contents]).encode()).hexdigest(),
+        collator=MaskCollator(
+            pad_token_id=tokenizer.pad_token_id or 0, max_length=config.max_length
+        ),
+        progress=progress,
+        teachers=teachers,
+    )
+    del teachers  # so that the run can drop them
+    results = (MASKS, "report.json")
+    with RunFolder(training, facts, OPERATION, contents=contents, results=results, fresh=fresh):
+        check_new(path, OPERATION)  # another run may have ended while this one waited
+        if progress:
+            for task in tasks:
+                print(f"{task.name}, what is supervised in brackets:\n{task.first}\n")
+        report = run.learn()
+        write_json(training / "report.json", report.to_dict(), OPERATION)
+        return report
+
+
+def _merges(
+    config: LearnConfig, components: Sequence[str], data: Sequence[Any], base: str | None
+) -> list[str]:
+    """Return the methods of the closing table; refuse models, data and methods that do not fit."""
+    if isinstance(components, str) or len(components) < 2 or len(components) != len(data):
+        raise ValueError(
+            f"{OPERATION}: expected two components or more and data for each, got "
+            f"{components!r} and {len(data)} data sets"
+        )
+    compared = config.compare
+    if compared is None:
+        compared = ("linear", "regmean", *(() if base is None else ("task_arithmetic",)))
+    methods = {"compare": list(compared)}
+    if config.start != "average" and not Path(config.start).is_dir():
+        methods["start"] = [config.start]
+    for field, names in methods.items():
+        for name in names:
+            _check_method(field, name, len(components), base)
+    start = "linear" if config.start == "average" else config.start
+    return [name for name in compared if name != start]
+
+
+def _check_method(field: str, name: str, count: int, base: str | None) -> None:
+    """Refuse a method that could not run without more settings."""
+    if name in CALIBRATED:
+        return
+    try:
+        method = get_method(name)
+    except ValueError as error:
+        raise ValueError(f"{OPERATION}: {field}: {error}") from error
+    if method.base == "required" and base is None:
+        raise ValueError(f"{OPERATION}: {field} has {name}, expected a base with it")
+    required = [p.name for p in method.parameters.values() if p.required and p.name != "weight"]
+    if required:
+        raise ValueError(
+            f"{OPERATION}: {field} has {name}, which needs {required[0]}; merge it first, and give "
+            "the folder as start"
+        )
+    try:
+        method.check_inputs(count, base is not None and method.base != "unused")
+    except ValueError as error:
+        raise ValueError(f"{OPERATION}: {field} has {name}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Task:
+    """One component's examples.
+
+    Attributes:
+        name: Its name in the table.
+        first: The text of the first example, with what is supervised in brackets.
+        train: The examples to train.
+        test: The held-out examples.
+        hash: A hash of all examples.
+    """
+
+    name: str
+    first: str
+    train: list[Example]
+    test: list[Example]
+    hash: str
+
+
+def _tasks(data: Sequence[Any], tokenizer: Any, config: LearnConfig) -> list[Task]:
+    tasks: list[Task] = []
+    for number, source in enumerate(data):
+        name = f"task {number}"
+        if isinstance(source, (str, Path)):
+            name = Path(source).name.partition(".")[0]
+        if name in [task.name for task in tasks]:
+            name = f"{name} {number}"
+        texts = TextExamples(source, tokenizer, max_length=config.max_length)
+        examples = list(texts.examples)
+        digest = xxhash.xxh3_128(json.dumps(examples).encode()).hexdigest()
+        random.Random(f"{config.seed} {name}").shuffle(examples)
+        count = max(1, min(_MOST_HELD_OUT, round(config.held_out * len(examples))))
+        if count >= len(examples):
+            raise ValueError(
+                f"{OPERATION}: {name} has {len(examples)} examples, expected 2 or more"
+            )
+        tasks.append(Task(name, texts.decoded(0), examples[count:], examples[:count], digest))
+    return tasks
+
+
+@dataclass
+class _Run:
+    """One call of `learn_merge`.
+
+    Attributes:
+        teachers: The components; None once their hidden states are cached and they are not needed.
+        key: A hash of all settings and data, which names what this run keeps in its folder.
+    """
+
+    components: Sequence[str]
+    base: str | None
+    config: LearnConfig
+    tasks: list[Task]
+    merges: list[str]
+    out: Path
+    training: Path
+    key: str
+    collator: MaskCollator
+    progress: bool
+    teachers: Any
+
+    def learn(self) -> LearnReport:
+        """Train, compare, and write the best."""
+        config = self.config
+        tests = [task.test for task in self.tasks]
+        losses = {}
+        for k, name in enumerate(_component_names(self.teachers.labels, config)):
+            with self.teachers.component(k):
+                losses[name] = held_out_losses(self.teachers, tests, self.collator)
+        components = tuple(losses)
+        for name in [config.start, *self.merges]:
+            model = self._load(self._merged(name))
+            losses[name] = held_out_losses(model, tests, self.collator)
+            del model
+        student = self._train_masks() if config.train == "masks" else self._train_student()
+        name = f"{config.train} from {Path(config.start).name}"
+        losses[name] = held_out_losses(student, tests, self.collator)
+        merges = [merge for merge in losses if merge not in components]
+        report = LearnReport(
+            out=self.out,
+            delivered=min(merges, key=lambda merge: sum(losses[merge])),
+            student=name,
+            start=config.start,
+            tasks=tuple(task.name for task in self.tasks),
+            tokens=tuple(map(_supervised_tokens, tests)),
+            losses=losses,
+            components=components,
+        )
+        if report.delivered != name:
+            self._merge(report.delivered, self.out)
+        elif config.train == "masks":
+            student.unfold_().bake(self.out, progress=self.progress)
+        else:
+            self._save(student)
+        return report
+
+    def _merged(self, name: str) -> Path:
+        """Return the folder of a merge; make it, unless an earlier call has."""
+        if Path(name).is_dir():
+            return Path(name)
+        folder = self.training / f"{name}-{self.key}"
+        if not folder.exists():  # it appears when it is whole
+            self._merge(name, folder)
+        return folder
+
+    def _merge(self, name: str, out: Path) -> None:
+        """Write a merge by its method's name, or the copy of a folder."""
+        options: dict[str, Any] = {"out": out, "progress": self.progress}
+        models = list(self.components)
+        method = "linear" if name == "average" else name
+        if Path(name).is_dir():
+            models = [name]
+            method = "passthrough"
+        elif method in CALIBRATED:
+            options["calibration"] = [task.train[:_CALIBRATION] for task in self.tasks]
+            options["max_length"] = self.config.max_length
+        else:
+            if "weight" in get_method(method).parameters:
+                options["weight"] = [1.0] * len(models)
+            if self.base is not None and get_method(method).base != "unused":
+                options["base_model"] = self.base
+        merge_models(models, method, **options)
+
+    def _load(self, folder: Path, dtype: Any = None) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or self.teachers.dtype)
+        return model.to(self.teachers.device)
+
+    def _kl(self) -> KLConfig:
+        return KLConfig(coefficients=self.config.coefficients, temperature=self.config.temperature)
+
+    def _train(self, kind: type[DistillTrainer], model: Any, cached: Any, **more: Any) -> None:
+        """Train a student, or go on from its newest checkpoint."""
+        config = self.config
+        arguments = TrainingArguments(
+            output_dir=str(self.training),
+            max_steps=config.max_steps,
+            per_device_train_batch_size=config.batch_size,
+            learning_rate=config.learning_rate or RATES[config.train],
+            warmup_steps=0.05,
+            lr_scheduler_type="cosine",
+            weight_decay=0.0,
+            logging_steps=10,
+            save_steps=_SAVED,
+            save_total_limit=1,
+            seed=config.seed,
+            report_to="none",
+            disable_tqdm=not self.progress,
+            train_sampling_strategy="group_by_length",  # less padding
+            dataloader_pin_memory=torch.cuda.is_available(),
+            **more,
+        )
+        trainer = kind(
+            model, arguments, kl=self._kl(), train_dataset=cached, data_collator=self.collator
+        )
+        checkpoint = newest_whole(self.training, OPERATION, trainer.needed_files())
+        if checkpoint is not None:
+            print(f"{OPERATION}: going on from {checkpoint}")
+        trainer.train(resume_from_checkpoint=checkpoint)
+        model.eval()
+
+    def _cached(self) -> Any:
+        """Return the examples with the teachers' final hidden states, if those tell the logits."""
+        mixture = TaskMixture([task.train for task in self.tasks], weights="tokens")
+        if self.teachers.output_head() is None:
+            return mixture
+        folder = self.training / f"teachers-{self.key}"
+        return cache_teachers(
+            self.teachers, mixture, self.collator, folder, kl=self._kl(), progress=self.progress
+        )
+
+    def _train_masks(self) -> Merger:
+        """Return the components with trained masks, over the start unless that is the average."""
+        cached = self._cached()
+        merger = self.teachers
+        if self.config.start != "average":
+            self.teachers = None
+            merger = Merger.from_pretrained(
+                self.components,
+                base=self._merged(self.config.start),
+                dtype=self.config.dtype,
+                granularity=self.config.granularity,
+                initial=0.0,
+            )
+        self._train(MaskTrainer, merger, cached)
+        merger.save_masks(self.training / MASKS)
+        return merger.fold_()
+
+    def _train_student(self) -> Any:
+        """Return the start with trained adapters merged into it, or with trained weights."""
+        cached = self._cached()
+        heads = [head.clone() for head in self.teachers.output_head().frozen("weight")]
+        dtype = self.teachers.dtype
+        trains_all = self.config.train == "all"
+        start = self._load(self._merged(self.config.start), torch.float32 if trains_all else dtype)
+        self.teachers = None  # their hidden states are cached
+        set_seed(self.config.seed)
+        student = Student(
+            start, heads[: len(self.components)], None if trains_all else self.config.rank
+        )
+        is_half = trains_all and dtype == torch.bfloat16
+        self._train(StudentTrainer, student, cached, bf16=is_half)
+        model: Any = student.finished()
+        return model.to(dtype).eval()
+
+    def _save(self, model: Any) -> None:
+        """Write the student as an ordinary checkpoint."""
+        names = ", ".join(shown_name(name) for name in self.components)
+        paragraphs = [
+            f"A merge of {names}, trained on their data by `mergekit_lite.learn_merge`.",
+            f"Start: {Path(self.config.start).name}; trained: {self.config.train}.",
+        ]
+        card = card_of(
+            "A learned merge",
+            paragraphs,
+            bases=[str(name) for name in self.components],
+            tags=["merge"],
+            relation="merge",
+        )
+        source = str(open_source(self.components[0]).folder)
+        with NewFolder(self.out, OPERATION) as new:
+            model.save_pretrained(new.folder)
+            complete_folder(new.folder, card, source=source)
+
+
+def _component_names(labels: Sequence[str], config: LearnConfig) -> list[str]:
+    """Name the components in the table by their folders, if those differ."""
+    names = [Path(label).name for label in labels]
+    taken = {config.start, *(config.compare or ())}
+    return [
+        f"component {k}" if names.count(name) > 1 or name in taken else name
+        for k, name in enumerate(names)
+    ]
+
+
+def _supervised_tokens(examples: Sequence[Mapping[str, Any]]) -> int:
+    return sum(label != IGNORED for example in examples for label in example["labels"][1:])
+
+
+@torch.no_grad()
+def held_out_losses(
+    model: Any,
+    tasks: Sequence[Sequence[Mapping[str, Any]]],
+    collator: MaskCollator,
+    *,
+    batch_size: int = 8,
+) -> tuple[float, ...]:
+    """Return the loss of each task's examples, in nats a supervised token.
+
+    Args:
+        model: A causal language model, or a `Merger`.
+        tasks: Examples of ``input_ids`` and ``labels``.
+        collator: Pads them.
+        batch_size: Examples that run at once.
+    """
+    means = []
+    with evaluating(model):
+        for examples in tasks:
+            total = 0.0
+            count = 0
+            ordered = sorted(examples, key=lambda example: len(example["input_ids"]))
+            for start in range(0, len(ordered), batch_size):
+                batch = collator(ordered[start : start + batch_size])
+                labels = batch.pop("labels")[:, 1:]
+                inputs = {name: values.to(model.device) for name, values in batch.items()}
+                logits: Tensor = model(**inputs).logits[:, :-1]
+                chosen = labels != IGNORED
+                loss = F.cross_entropy(
+                    logits[chosen].float(), labels[chosen].to(logits.device), reduction="sum"
+                )
+                total += float(loss)
+                count += int(chosen.sum())
+            means.append(total / max(1, count))
+    return tuple(means)

@@ -1,0 +1,136 @@
+"""Students other than masks: adapters on a merge, or its own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from model_components._folders import new_file
+
+from ..masks.config import KLConfig
+from ..masks.distillation import distill
+from ..masks.training import DistillTrainer
+
+TRAINED = "trained.safetensors"
+
+
+class Student(nn.Module):
+    """A model that learns from the cached hidden states of teachers, with their loss.
+
+    Args:
+        model: The start. It is changed in place.
+        heads: The teachers' output heads, (V, H) each.
+        rank: Rank of adapters on all linear layers but the head; None: train all weights but
+            embeddings and head.
+    """
+
+    # the Trainer hands over the number of positions of all micro-batches of a step
+    accepts_loss_kwargs = True
+
+    def __init__(self, model: PreTrainedModel, heads: Sequence[Tensor], rank: int | None):
+        super().__init__()
+        self.count = len(heads)
+        self._heads = list(heads)
+        self._adapted: Any = None
+        if rank is None:
+            tables: Any = (model.get_input_embeddings(), model.get_output_embeddings())
+            frozen = {id(p) for table in tables for p in table.parameters()}
+            for parameter in model.parameters():
+                parameter.requires_grad_(id(parameter) not in frozen)
+        else:
+            config = LoraConfig(
+                r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+            )
+            self._adapted = get_peft_model(model, config)
+        self.model = model
+
+    def forward(self, *, kl: KLConfig, **batch: Any) -> CausalLMOutput:
+        """Return the loss of a batch."""
+        return CausalLMOutput(loss=distill(self, kl, **batch))
+
+    def final_hidden(self, **inputs: object) -> Tensor:
+        """Return the final hidden states, (B, L, H)."""
+        return self.model.base_model(**self.uncached(inputs))[0]
+
+    def uncached(self, inputs: Mapping[str, object]) -> dict[str, object]:
+        """Return inputs with which no keys and values are kept."""
+        return {**inputs, "use_cache": False}
+
+    def output_head(self) -> _StudentHead:
+        """Return the student's head with the teachers', as `distill` reads them."""
+        head: Any = self.model.get_output_embeddings()
+        return _StudentHead([*self._heads, head.weight.detach()])
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return what is trained, by name."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def finished(self) -> Any:
+        """Return the model with its adapters merged into the weights."""
+        if self._adapted is None:
+            return self.model
+        return self._adapted.merge_and_unload()
+
+
+class _StudentHead:
+    """Heads in the form of a masked head whose mask chooses the last one.
+
+    Args:
+        heads: The teachers' heads and the student's.
+    """
+
+    masks = ("weight",)
+
+    def __init__(self, heads: list[Tensor]):
+        own = heads[-1]
+        self._heads = [head.to(own.device, own.dtype) for head in heads]
+
+    def is_same(self, name: str) -> bool:
+        """Return False: the student's head is not the first one."""
+        return False
+
+    def frozen(self, name: str) -> list[Tensor]:
+        """Return all heads."""
+        return self._heads
+
+    def mask(self, name: str) -> Tensor:
+        """Return the mask, 1 for the student's head and 0 for the others."""
+        chosen = torch.zeros(len(self._heads), 1, 1, device=self._heads[0].device)
+        chosen[-1] = 1
+        return chosen
+
+
+class StudentTrainer(DistillTrainer):
+    """A trainer of a `Student`: its checkpoints hold what is trained."""
+
+    def needed_files(self) -> Sequence[str]:
+        """Return the file of the trained tensors."""
+        return (TRAINED,)
+
+    def _student(self) -> Student:
+        student = self.unwrapped()
+        assert isinstance(student, Student)
+        return student
+
+    def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
+        tensors = {
+            name: p.detach().cpu().contiguous() for name, p in self._student().trained().items()
+        }
+        folder = Path(output_dir or str(self.args.output_dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        with new_file(folder / TRAINED, "learn") as temporary:
+            save_file(tensors, temporary)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: object = None) -> None:
+        stored = load_file(Path(resume_from_checkpoint) / TRAINED)
+        with torch.no_grad():
+            for name, parameter in self._student().trained().items():
+                parameter.copy_(stored[name])

@@ -1,0 +1,268 @@
+"""`learn_merge`: three students, what is delivered, how it continues, and what is refused."""
+
+import json
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mergekit_lite import LearnConfig, learn_merge, merge_models
+from mergekit_lite.learning import run as module
+from mergekit_lite.learning.config import RATES
+from mergekit_lite.learning.run import _tasks, held_out_losses
+from mergekit_lite.learning.student import Student
+from mergekit_lite.masks import KLConfig, MaskCollator, Merger
+from mergekit_lite.masks.training import DistillTrainer
+from model_components._cli import main
+from model_components._runs import RunFolder
+from tests.support.models import save, save_tokenizer, tiny
+
+MODELS = ["model0", "model1"]
+DATA = ["task0.jsonl", "task1.jsonl"]
+SHORT = {"max_steps": 4, "batch_size": 4, "max_length": 32, "progress": False}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Two models that speak differently, and rows of each."""
+    monkeypatch.chdir(tmp_path)
+    for k, name in enumerate(MODELS):
+        save(tiny("llama", k), tmp_path / name)
+        save_tokenizer(tmp_path / name, [f"t{i}" for i in range(96)])
+        generator = torch.Generator().manual_seed(k)
+        rows = []
+        for n in range(12):
+            words = torch.randint(3, 90, (6,), generator=generator)
+            completion = " ".join(f"t{i}" for i in words)
+            rows.append({"prompt": f"t{n} ", "completion": completion})
+        (tmp_path / DATA[k]).write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+def learned(out="out", **settings):
+    return learn_merge(MODELS, DATA, out=out, **{**SHORT, **settings})
+
+
+def held_out_rows(**settings):
+    tokenizer = AutoTokenizer.from_pretrained("model0")
+    config = LearnConfig(**{k: v for k, v in {**SHORT, **settings}.items() if k != "progress"})
+    return [task.test for task in _tasks(DATA, tokenizer, config)]
+
+
+def load(path):
+    return AutoModelForCausalLM.from_pretrained(path).eval()
+
+
+@torch.no_grad()
+def plain_losses(model):
+    """The mean loss of the supervised tokens of each task, by its definition."""
+    means = []
+    for examples in held_out_rows():
+        losses = []
+        for example in examples:
+            ids, labels = (torch.tensor([example[k]]) for k in ("input_ids", "labels"))
+            logits = model(input_ids=ids).logits[0, :-1]
+            each = F.cross_entropy(logits, labels[0, 1:], reduction="none")
+            losses += each[labels[0, 1:] != -100].tolist()
+        means.append(sum(losses) / len(losses))
+    return means
+
+
+@pytest.mark.parametrize("train", ["masks", "lora", "all"])
+@pytest.mark.parametrize("start", ["average", "regmean"])
+def test_each_student_learns_and_the_table_is_right(train, start):
+    report = learned(train=train, start=start, max_steps=12)
+    student = f"{train} from {start}"
+    assert report.student == student
+    others = ["regmean"] if start == "average" else ["linear"]
+    assert list(report.losses) == [*MODELS, start, *others, student]
+    assert report.losses["model1"] == pytest.approx(plain_losses(load("model1")), rel=1e-5)
+    merges = {name: report.mean(name) for name in (start, *others, student)}
+    assert report.delivered == min(merges, key=merges.get)
+    delivered = report.losses[report.delivered]
+    assert delivered == pytest.approx(plain_losses(load("out")), rel=1e-5)
+    assert report.losses[student] != report.losses[start]
+    assert AutoTokenizer.from_pretrained("out").encode("t5") == [5]
+    stored = json.loads((report.out.parent / "out.training" / "report.json").read_text())
+    assert stored["losses"][student] == list(report.losses[student])
+    assert f"{report.delivered} is in {report.out}" in str(report)
+
+
+def test_the_kl_of_a_student_is_that_of_the_definition():
+    """Loss and gradients against softmax and sums over whole logits."""
+    teachers = Merger([load(name) for name in MODELS])
+    student = load("model1")
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    ids = torch.randint(3, 90, (4, 7))
+    task = torch.tensor([0, 1, 1, 0])
+    hidden = []
+    for k, name in enumerate(MODELS):
+        hidden.append(load(name).model(ids)[0][:, :-1])
+        hidden[k] = hidden[k].detach()
+    cached = torch.stack([hidden[t][i] for i, t in enumerate(task)]).flatten(0, 1)[:, None]
+    heads = teachers.output_head().frozen("weight")
+    model = Student(student, heads[:2], None)
+    loss = model(kl=KLConfig(temperature=2.0), input_ids=ids, task=task, teacher_hidden=cached).loss
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.trained().items()}
+    student.zero_grad()
+    target = torch.cat([load(MODELS[t])(ids[i : i + 1]).logits[:, :-1] for i, t in enumerate(task)])
+    target = (target.detach() / 2).log_softmax(-1)
+    given = (student(ids).logits[:, :-1] / 2).log_softmax(-1)
+    expected = 4 * (target.exp() * (target - given)).sum(-1).mean()
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for name, parameter in model.trained().items():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
+    assert not any("embed" in name or "lm_head" in name for name in gradients)
+
+
+def test_masks_over_a_start_begin_there(monkeypatch):
+    monkeypatch.setattr(DistillTrainer, "train", lambda self, **_: None)
+    report = learned(start="regmean")
+    assert report.losses["masks from regmean"] == pytest.approx(report.losses["regmean"], rel=1e-5)
+    report = learned("other", start="average")
+    assert report.losses["masks from average"] == pytest.approx(report.losses["average"], rel=1e-5)
+
+
+def test_a_start_in_a_folder_is_delivered_if_training_spoils_it(monkeypatch):
+    merge_models(MODELS, "slerp", base_model="model0", t=0.3, out="start", progress=False)
+
+    def spoiled(self):
+        with torch.no_grad():
+            self.model.get_output_embeddings().weight.mul_(100)
+        return self.model
+
+    monkeypatch.setattr(Student, "finished", spoiled)
+    report = learned(start="start", train="all", compare=())
+    assert report.delivered == "start"
+    assert "training made start worse" in str(report)
+    given, copied = load_file("start/model.safetensors"), load_file("out/model.safetensors")
+    assert all(torch.equal(given[name], copied[name]) for name in given)
+
+
+def test_methods_over_a_base():
+    save(tiny("llama", 7), "base")
+    report = learned(base="base", start="ties", compare=("task_arithmetic",), train="lora")
+    assert list(report.losses)[2:4] == ["ties", "task_arithmetic"]
+
+
+@pytest.mark.parametrize("coefficients", ["evidence", "confidence"])
+@pytest.mark.parametrize("train", ["masks", "lora"])
+def test_teachers_without_tasks(coefficients, train):
+    report = learned(coefficients=coefficients, train=train, compare=())
+    assert len(report.losses) == 4
+
+
+@pytest.mark.parametrize("train", ["masks", "lora", "all"])
+def test_it_goes_on_where_it_was_killed_to_the_same_bits(train, monkeypatch):
+    whole = learned("whole", train=train, max_steps=6, compare=())
+    real = DistillTrainer.compute_loss
+
+    def killed(self, *arguments, **options):
+        if self.state.global_step == 3:
+            raise KeyboardInterrupt
+        return real(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DistillTrainer, "compute_loss", killed)
+        with pytest.raises(KeyboardInterrupt):
+            learned(train=train, max_steps=6, compare=())
+    assert not os.path.exists("out")
+    merges = module._Run._merge
+    names = []
+    monkeypatch.setattr(
+        module._Run, "_merge", lambda self, name, out: names.append(name) or merges(self, name, out)
+    )
+    again = learned(train=train, max_steps=6, compare=())
+    assert names in ([], ["regmean"])  # only to deliver it: the start is there
+    assert again.losses == whole.losses
+    first, second = (load_file(f"{name}/model.safetensors") for name in ("whole", "out"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_checkpoints_of_another_run_are_not_taken_up(folder):
+    learned()
+    (folder / "out").rename(folder / "moved")
+    with pytest.raises(ValueError, match="train must be 'masks', got 'lora'"):
+        learned(train="lora")
+    rows = (folder / DATA[0]).read_text().splitlines()
+    (folder / DATA[0]).write_text("\n".join([*rows[:-1], rows[0]]))
+    with pytest.raises(ValueError, match="the data of task0 have changed"):
+        learned()
+    learned(fresh=True)
+    assert len(list((folder / "out.training").glob("checkpoint-*"))) == 1
+
+
+def test_the_command_does_as_the_function(folder, capsys):
+    words = ["--components", *MODELS, "--data", *DATA, "--max-steps", "4", "--batch-size", "4"]
+    assert main(["learn", "out", *words, "--max-length", "32", "--progress"]) == 0
+    printed = capsys.readouterr()
+    assert "what is supervised in brackets" in printed.err
+    report = learned("other")
+    assert f"{report.mean(report.student):.4f}" in printed.out
+    (folder / "run.yml").write_text("start: average\ntrain: lora\nmax-steps: 2\n")
+    words = ["--components", *MODELS, "--data", *DATA, "--config", "run.yml", "--no-progress"]
+    assert main(["learn", "third", *words]) == 0
+    assert "lora from average" in capsys.readouterr().out
+    assert main(["learn", "third", *words]) == 1
+    assert "not empty" in capsys.readouterr().err
+    with RunFolder(folder / "fourth.training", {}, "learn"):
+        assert main(["learn", "fourth", *words]) == 1
+    assert f"another run is writing it now (process {os.getpid()}" in capsys.readouterr().err
+
+
+def test_rows_in_memory_and_names_that_are_alike(folder):
+    for k in range(2):
+        (folder / f"run{k}").mkdir()
+        (folder / f"model{k}").rename(folder / f"run{k}" / "final")
+    rows = [[json.loads(line) for line in (folder / name).open()] for name in DATA]
+    report = learn_merge(["run0/final", "run1/final"], rows, out="out", compare=(), **SHORT)
+    assert list(report.losses)[:2] == ["component 0", "component 1"]
+    assert report.tasks == ("task 0", "task 1")
+
+
+def test_a_merger_and_a_model_are_measured_alike():
+    collator = MaskCollator(pad_token_id=0)
+    merger = Merger([load(name) for name in MODELS])
+    with merger.component(1):
+        found = held_out_losses(merger, held_out_rows(), collator)
+    assert found == pytest.approx(plain_losses(load("model1")), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"granlarity": "input"}, "unknown field granlarity; did you mean granularity"),
+        ({"train": "weights"}, "train is 'weights', expected one of masks, lora, all"),
+        ({"start": "tyes"}, "start: .*did you mean ties"),
+        ({"start": "ties"}, "start has ties, expected a base"),
+        ({"start": "slerp"}, "start has slerp, expected a base"),
+        ({"start": ""}, "start is ''"),
+        ({"compare": ("ties",)}, "compare has ties, expected a base"),
+        ({"max_steps": 0}, "max_steps is 0"),
+        ({"held_out": 1.0}, r"held_out is 1\.0"),
+        ({"components": MODELS[:1]}, "expected two components or more and data for each"),
+        ({"components": "model0"}, "expected two components or more"),
+        ({"data": DATA[:1]}, "expected two components or more and data for each"),
+        ({"data": ["nowhere.jsonl", DATA[1]]}, "there is no file nowhere.jsonl"),
+        ({"data": [[{"text": "t1 t2 t3"}], DATA[1]]}, "task 0 has 1 examples, expected 2 or more"),
+        ({"rank": 0}, "rank is 0"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(settings, message, folder):
+    given = {"components": MODELS, "data": DATA, **SHORT, **settings}
+    with pytest.raises(ValueError, match=message):
+        learn_merge(given.pop("components"), given.pop("data"), out="out", **given)
+    assert not list(folder.glob("out*"))
+
+
+def test_every_student_has_a_rate():
+    assert set(RATES) == {"masks", "lora", "all"}
+    transformers.set_seed(0)

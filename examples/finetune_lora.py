@@ -1,10 +1,10 @@
-"""Tune a language model with LoRA, and look at the curve of its loss.
+"""Tune a language model with LoRA, and draw the curve of its loss: OUT/lora/curves.png.
 
-    python examples/finetune_lora.py                              # made-up rows; 3 minutes
-    python examples/finetune_lora.py --model FOLDER --rows FILE   # yours
+    python examples/finetune_lora.py                             # made-up rows; 2 minutes
+    python examples/finetune_lora.py --model FOLDER --rows FILE  # yours
 
-Without a model, a small GPT-2 of its own is trained first. Nothing is downloaded, unless a hub id
-is given. `model-components lora tune --help` has all settings.
+Without a model, a small GPT-2 is trained from scratch first. Nothing is downloaded, unless a hub id
+is args. `model-components lora tune --help` has all settings.
 """
 
 import argparse
@@ -19,25 +19,32 @@ def main() -> None:
     )
     parser.add_argument("--model", help="folder or hub id of a causal language model")
     parser.add_argument("--rows", help="file of rows, such as instruction and output")
-    parser.add_argument("--out", type=Path, default=Path("runs/finetuning"))
-    parser.add_argument("--steps", type=int, help="default: three passes over the rows")
-    parser.add_argument("--base-steps", type=int, default=1500, help="of the small GPT-2")
-    given = parser.parse_args()
-    if (given.model is None) != (given.rows is None):
+    parser.add_argument("--out", type=Path, default=Path("runs/finetuning"), help="output folder")
+    parser.add_argument(
+        "--steps", type=int, help="training steps; default: three passes over the rows"
+    )
+    parser.add_argument(
+        "--base-steps", type=int, default=1500, help="training steps of the small GPT-2"
+    )
+    args = parser.parse_args()
+    if (args.model is None) != (args.rows is None):
         parser.error("expected --model and --rows together, or neither")
-    model, rows, rate = given.model, given.rows, None
+    model = args.model
+    rows = args.rows
+    rate = None
     if model is None:
         from which_word import make_base, make_rows
 
-        model, rows = make_base(given.out / "base", given.base_steps), make_rows(2400)
+        model = make_base(args.out / "base", args.base_steps)
+        rows = make_rows()
         rate = 2e-3  # a model this small wants a higher rate
     report = tune(
         model,
         rows,
-        out=given.out / "lora",
-        judge="likelihood",
+        out=args.out / "lora",
+        judge="likelihood_gain",
         learning_rate=rate,
-        max_steps=given.steps,
+        max_steps=args.steps,
     )
     print(report)
 

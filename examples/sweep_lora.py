@@ -1,4 +1,4 @@
-"""Tune many times, and compare the runs: rank by alpha by rate by batch size.
+"""Tune with a grid of ranks, alphas, learning rates and batch sizes, and compare the runs.
 
     python examples/sweep_lora.py           # 16 runs of a small GPT-2 on made-up rows; 20 minutes
 
@@ -24,14 +24,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/sweep"))
+    parser.add_argument("--out", type=Path, default=Path("runs/sweep"), help="output folder")
     parser.add_argument("--ranks", type=int, nargs="+", default=GRID["r"])
     parser.add_argument("--steps", type=int, help="default: one pass over the rows")
-    parser.add_argument("--base-steps", type=int, default=1500, help="of the small GPT-2")
-    given = parser.parse_args()
-    base = make_base(given.out / "base", given.base_steps)
-    grid = GRID | {"r": given.ranks}
-    print(sweep(base, make_rows(2400), grid, out=given.out, epochs=1.0, max_steps=given.steps))
+    parser.add_argument(
+        "--base-steps", type=int, default=1500, help="training steps of the small GPT-2"
+    )
+    args = parser.parse_args()
+    base = make_base(args.out / "base", args.base_steps)
+    grid = GRID | {"r": args.ranks}
+    print(sweep(base, make_rows(), grid, out=args.out, epochs=1.0, max_steps=args.steps))
 
 
 if __name__ == "__main__":

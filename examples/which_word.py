@@ -1,7 +1,7 @@
 """A made-up task for `finetune_lora.py` and `sweep_lora.py`, and a small GPT-2 to tune on it.
 
-The task is to say one of several words, or its opposite. The model is trained on the easy part of
-it (a minute), so that there is something to tune.
+A prompt names a place; the answer is the word there, or its opposite. The model first learns the
+two easiest questions (a minute), so that tuning has something left to teach.
 """
 
 import random
@@ -27,10 +27,11 @@ TASKS = {
     "Say the opposite of the last word.": lambda words: OPPOSITES[words[-1]],
 }
 EASY = list(TASKS)[:2]
+ROWS = 2400  # prompts that are drawn for tuning
 
 
-def make_rows(count: int, tasks: Sequence[str] = tuple(TASKS), seed: int = 0) -> list[dict]:
-    """Return different rows whose completions follow from their prompts."""
+def make_rows(count: int = ROWS, tasks: Sequence[str] = tuple(TASKS), seed: int = 0) -> list[dict]:
+    """Draw prompts, and return the different ones with their answers."""
     rng = random.Random(seed)
     rows = {}
     for _ in range(count):
@@ -41,17 +42,15 @@ def make_rows(count: int, tasks: Sequence[str] = tuple(TASKS), seed: int = 0) ->
 
 
 def make_base(folder: Path, steps: int) -> Path:
-    """Train a small GPT-2 on easy rows that are not among those of `make_rows`."""
-    tuned = make_rows(2400)
-    prompts = {row["prompt"] for row in tuned}
+    """Train a small GPT-2 on easy rows whose prompts are not among those to tune on."""
+    tuning_rows = make_rows()
+    prompts = {row["prompt"] for row in tuning_rows}
     easy = [row for row in make_rows(8000, EASY, seed=1) if row["prompt"] not in prompts]
-    tokens = ByteLevelBPETokenizer()
-    texts = [row["prompt"] + row["completion"] for row in tuned]
-    tokens.train_from_iterator(
-        texts, vocab_size=1024, special_tokens=["<end>"], show_progress=False
-    )
+    bpe = ByteLevelBPETokenizer()
+    texts = [row["prompt"] + row["completion"] for row in tuning_rows]
+    bpe.train_from_iterator(texts, vocab_size=1024, special_tokens=["<end>"], show_progress=False)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokens._tokenizer, eos_token="<end>", pad_token="<end>"
+        tokenizer_object=bpe._tokenizer, eos_token="<end>", pad_token="<end>"
     )
     config = GPT2Config(
         vocab_size=len(tokenizer),
@@ -64,11 +63,11 @@ def make_base(folder: Path, steps: int) -> Path:
         tie_word_embeddings=False,
     )
     set_seed(0)
-    GPT2LMHeadModel(config).save_pretrained(folder / "random")
-    tokenizer.save_pretrained(folder / "random")
+    GPT2LMHeadModel(config).save_pretrained(folder / "untrained")
+    tokenizer.save_pretrained(folder / "untrained")
     print("training the base model on the easy tasks")
     report = tune(
-        folder / "random",
+        folder / "untrained",
         easy,
         out=folder,
         r=0,

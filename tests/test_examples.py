@@ -438,7 +438,7 @@ def test_the_sweep_example_runs(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     rows = list(csv.DictReader((tmp_path / "runs.csv").read_text().splitlines()))
     assert [row["batch_size"] for row in rows] == ["4", "8"] * 4
-    assert "lowest held-out loss: lora_alpha-" in done.stdout
+    assert "lowest held-out loss: r-2,lora_alpha-" in done.stdout
     assert (tmp_path / "sweep.png").stat().st_size > 5_000
 
 

@@ -43,13 +43,13 @@ class _Layout(NamedTuple):
     Attributes:
         text: The text.
         spans: Start and end of each stretch that is supervised.
-        has_marks: Whether the text has the tokenizer's own marks of beginnings and ends, as a chat
-            template writes them.
+        has_special_tokens: Whether the text has special tokens already, as a chat template writes
+            them.
     """
 
     text: str
     spans: list[tuple[int, int]]
-    has_marks: bool
+    has_special_tokens: bool
 
 
 class _BadRowError(ValueError):
@@ -60,8 +60,9 @@ class TextExamples:
     """Make examples of ``input_ids`` and ``labels`` from rows of text.
 
     Answers are supervised, prompts are not. In a conversation of several turns all answers of the
-    assistant are. If the tokenizer's chat template writes earlier turns differently once later
-    ones follow, the conversation becomes one example for each answer.
+    assistant are. If the tokenizer's chat template renders earlier turns differently once later
+    ones follow (for example, without their reasoning), the conversation becomes one example for
+    each answer.
 
     A row is one of:
 
@@ -71,10 +72,12 @@ class TextExamples:
       supervised.
     - ``instruction``, ``output`` and optionally ``input``. Without a chat template they are laid
       out in the format of Stanford Alpaca, in which many models have been trained.
-    - ``text``, or a string: all of it is supervised.
+    - ``text``: all of it is supervised.
+    - A string: the same, in pieces of ``max_length`` tokens.
 
     Rows without an answer, and rows whose answers begin beyond ``max_length``, are left out with a
-    warning. All bad rows are named in one error.
+    warning. Invalid rows raise one error with
+    each reason and the numbers of the rows.
 
     The examples can train `transformers.Trainer` and `trl.SFTTrainer`, which use ``labels`` as they
     are.
@@ -84,8 +87,9 @@ class TextExamples:
             or of parquet; a hub id; or a data set. Any other file is read as one plain text, which
             is cut into pieces.
         tokenizer: A fast tokenizer of transformers. Its chat template lays out messages and
-            instructions; without one, messages are separated by lines.
-        max_length: The largest number of tokens of an example; the rest of a row is cut off.
+            instructions. Without one, messages are joined by newlines without their roles, and each
+            answer ends with the end-of-text token.
+        max_length: Maximum number of tokens of an example; longer rows lose their end.
         train_on_inputs: Supervise prompts, too.
 
     Attributes:
@@ -173,7 +177,7 @@ class TextExamples:
 
     def _pieces(self, text: str) -> list[Example]:
         """Return a plain text as examples that are supervised from end to end."""
-        ids = self.tokenizer(_checked(text))["input_ids"]
+        ids = self.tokenizer(_check_unicode(text))["input_ids"]
         starts = range(0, len(ids), self.max_length)
         pieces = [ids[start : start + self.max_length] for start in starts]
         return [{"input_ids": piece, "labels": piece} for piece in pieces]
@@ -184,13 +188,13 @@ class TextExamples:
         ids = list(encoded["input_ids"])
         labels = []
         for token, (start, stop) in zip(ids, encoded["offset_mapping"], strict=True):
-            # a tokenizer may trim a token of spaces to nothing
+            # a token may have an empty span; where an answer begins, it belongs to the prompt
             is_answer = any(
                 first <= start and stop <= last and (start < stop or first < start)
                 for first, last in layout.spans
             )
             labels.append(token if is_answer or self.train_on_inputs else IGNORED)
-        beginning = [] if layout.has_marks else _beginning(self.tokenizer)
+        beginning = [] if layout.has_special_tokens else _beginning(self.tokenizer)
         ids = beginning + ids
         labels = [IGNORED] * len(beginning) + labels
         if len(ids) > self.max_length:
@@ -204,7 +208,9 @@ def _check_settings(tokenizer: object, max_length: object, train_on_inputs: obje
             f"TextExamples: train_on_inputs is {train_on_inputs!r}, expected True or False"
         )
     if not is_whole(max_length, 2):
-        raise ValueError(f"TextExamples: max_length is {max_length!r}, expected 2 or more")
+        raise ValueError(
+            f"TextExamples: max_length is {max_length!r}, expected a whole number, 2 or more"
+        )
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             "TextExamples: expected a fast tokenizer of transformers, which knows the positions of "
@@ -235,11 +241,11 @@ def _layouts(row: object, tokenizer: Any) -> list[_Layout]:
         return _completion(tokenizer, row)
     if kind == "instruction":
         return _instruction(tokenizer, row)
-    raise _BadRowError(f"the fields {', '.join(map(str, row)) or 'of nothing'}")
+    raise _BadRowError(f"the fields {', '.join(map(str, row)) or 'none'}")
 
 
 def _kind_of_row(row: Mapping[str, Any]) -> str:
-    """Return the name of the layout that a row has the fields of, or an empty string."""
+    """Return the name of the layout that matches the fields of a row, or an empty string."""
     fields = {name for name, value in row.items() if value is not None}
     if "messages" in fields:
         return "messages"
@@ -303,9 +309,9 @@ def _alpaca_prompt(instruction: str, more: str) -> str:
 def _prompt_and_answer(tokenizer: Any, prompt: str, answer: str) -> _Layout:
     """Return a prompt and a supervised answer, with the token that ends a text."""
     if not answer.strip():
-        return _Layout(_checked(prompt), [], has_marks=False)
-    text = _checked(prompt + answer) + (tokenizer.eos_token or "")
-    return _Layout(text, [(len(prompt), len(text))], has_marks=False)
+        return _Layout(_check_unicode(prompt), [], has_special_tokens=False)
+    text = _check_unicode(prompt + answer) + (tokenizer.eos_token or "")
+    return _Layout(text, [(len(prompt), len(text))], has_special_tokens=False)
 
 
 def _messages(given: object, role: str, content: str, *, of_prompt: bool = False) -> Messages:
@@ -315,7 +321,7 @@ def _messages(given: object, role: str, content: str, *, of_prompt: bool = False
         given: The messages as the row has them.
         role: The name of the field of the role.
         content: The name of the field of the text.
-        of_prompt: Whether an answer comes later, in the completion.
+        of_prompt: Whether these messages are a prompt, which needs no answer.
     """
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise _BadRowError("messages that are not a list")
@@ -339,10 +345,12 @@ def _messages(given: object, role: str, content: str, *, of_prompt: bool = False
 def _conversation(
     tokenizer: Any, messages: Messages, tools: object = None, *, first: int = 0
 ) -> list[_Layout]:
-    """Return a conversation up to its last answer, with what ends each answer.
+    """Return the layouts of a conversation: one for all answers, or one for each answer.
+
+    What ends an answer belongs to it. What follows the last answer is left out.
 
     Args:
-        tokenizer: Its chat template lays out the messages.
+        tokenizer: The tokenizer whose chat template lays out the messages.
         messages: The messages.
         tools: Tools that the chat template describes.
         first: The number of the first message that may be supervised.
@@ -350,36 +358,37 @@ def _conversation(
     answers = [
         number
         for number, message in enumerate(messages)
-        if number >= first and message["role"] == "assistant" and _says_something(message)
+        if number >= first and message["role"] == "assistant" and _has_answer(message)
     ]
-    has_marks = bool(tokenizer.chat_template)
+    has_special_tokens = bool(tokenizer.chat_template)
     layouts = []
     for number in answers:
-        before = _rendered(tokenizer, messages[:number], tools, is_prompt=True)
-        text = _rendered(tokenizer, messages[: number + 1], tools)
+        before = _render(tokenizer, messages[:number], tools, is_prompt=True)
+        text = _render(tokenizer, messages[: number + 1], tools)
         if not text.startswith(before):
             raise _BadRowError("an answer that the chat template does not put after its prompt")
-        layouts.append(_Layout(text, [(len(before), len(text))], has_marks))
+        layouts.append(_Layout(text, [(len(before), len(text))], has_special_tokens))
     if not layouts:
-        return [_Layout(_rendered(tokenizer, messages, tools), [], has_marks)]
+        return [_Layout(_render(tokenizer, messages, tools), [], has_special_tokens)]
     last = layouts[-1]
+    # if all shorter texts begin the last one, that one holds all answers
     if not all(last.text.startswith(layout.text) for layout in layouts):
         return layouts
     spans = [span for layout in layouts for span in layout.spans]
     return [last._replace(spans=spans)]
 
 
-def _says_something(message: Mapping[str, Any]) -> bool:
+def _has_answer(message: Mapping[str, Any]) -> bool:
     return bool(message.get("tool_calls") or (message["content"] or "").strip())
 
 
-def _rendered(tokenizer: Any, messages: Messages, tools: object, *, is_prompt: bool = False) -> str:
+def _render(tokenizer: Any, messages: Messages, tools: object, *, is_prompt: bool = False) -> str:
     """Return messages as text, with the beginning of an answer if they are a prompt."""
     if not messages:
         return ""
     if not tokenizer.chat_template:
         end = tokenizer.eos_token or "\n"
-        return _checked(
+        return _check_unicode(
             "".join(
                 (one["content"] or "") + (end if one["role"] == "assistant" else "\n")
                 for one in messages
@@ -391,15 +400,15 @@ def _rendered(tokenizer: Any, messages: Messages, tools: object, *, is_prompt: b
         )
     except Exception as error:  # a template may raise errors of any kind
         raise _BadRowError(f"messages that the chat template refuses ({error})") from error
-    return _checked(text)
+    return _check_unicode(text)
 
 
-def _checked(text: str) -> str:
-    """Return a text; refuse one that has no UTF-8, which tokenizers cannot read."""
+def _check_unicode(text: str) -> str:
+    """Return a text; raise if it has an unpaired surrogate, which tokenizers cannot read."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise _BadRowError("half of a surrogate pair") from error
+        raise _BadRowError("an unpaired surrogate") from error
     return text
 
 
@@ -415,14 +424,14 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _read(source: Any) -> tuple[str, list[tuple[int, object]]]:
-    """Return a name of the source for messages, and its rows with their numbers."""
+    """Return the name of the source for error messages, and its rows with their numbers."""
     name = str(source) if isinstance(source, (str, Path)) else "rows"
     if _is_plain_text(source):
-        rows: list[tuple[int, object]] = [(1, _running_text(Path(source)))]
+        rows: list[tuple[int, object]] = [(1, _read_plain_text(Path(source)))]
     else:
         rows = list(each_row(source, "TextExamples"))
     if not any(row for _, row in rows):
-        raise ValueError(f"TextExamples: {name} has no rows")
+        raise ValueError(f"TextExamples: expected rows that are not empty, got none from {name}")
     return name, rows
 
 
@@ -434,7 +443,7 @@ def _is_plain_text(source: object) -> bool:
     return path.is_file() and kind_of(path) not in SUFFIXES
 
 
-def _running_text(path: Path) -> str:
+def _read_plain_text(path: Path) -> str:
     if kind_of(path) in _NO_TEXT:
         raise ValueError(
             f"TextExamples: expected a text file, or one of {', '.join(SUFFIXES)}, got {path}"

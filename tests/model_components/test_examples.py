@@ -166,7 +166,7 @@ def test_bad_rows_are_named_in_one_error():
         "messages that are not a list in row 12;",
         "the role 'pilot' (expected one of system,",
         "no message of the assistant in row 14;",
-        "half of a surrogate pair in row 15;",
+        "an unpaired surrogate in row 15;",
         "prompt and completion that are not both texts or both messages in row 16;",
         "a message whose content is not text in row 17;",
         "a str as a message in row 18; expected messages,",
@@ -185,12 +185,12 @@ def test_bad_rows_are_named_in_one_error():
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        ([], {}, "has no rows"),
+        ([], {}, "expected rows that are not empty, got none from rows"),
         ("nowhere.json", {}, r"TextExamples:.*nowhere.json"),
         ({"train": ["a"]}, {}, r"TextExamples:.*file.*dict"),
         (None, {}, r"TextExamples:.*NoneType"),
         ([{"prompt": "long " * 9, "completion": "x"}], {"max_length": 9}, "none of 1 rows has an"),
-        (["ab"], {"max_length": 1}, "max_length is 1"),
+        (["ab"], {"max_length": 1}, "max_length is 1, expected a whole number"),
         (["a"], {"train_on_inputs": "no"}, "train_on_inputs is 'no'"),
     ],
 )

@@ -25,7 +25,7 @@ def tune(
     /,
     *,
     eval_rows: str | None = None,
-    judge: Literal["likelihood"] | None = None,
+    judge: Literal["likelihood_gain"] | None = None,
     tune_config: TuneConfig,
     progress: bool = ON_TERMINAL,
 ) -> Report:
@@ -35,12 +35,13 @@ def tune(
 
     Args:
         model: Folder or hub id of a causal language model.
-        rows: File or hub id of rows with messages, conversations, prompt and completion, or
-            instruction and output: JSON, JSON lines, CSV, TSV or parquet.
+        rows: File or hub id of rows with messages, conversations, prompt and completion,
+            instruction and output, or text: JSON, JSON lines, CSV or TSV, also gzipped, parquet or
+            plain text.
         out: Output folder: a new path, or the folder of a run to continue.
-        eval_rows: File of held-out rows; default: a part of ROWS.
-        judge: Score the answers to held-out prompts by their likelihood under the model before
-            tuning.
+        eval_rows: File or hub id of held-out rows; default: a tenth of ROWS, at most 200.
+        judge: Score the answers to held-out prompts by how much likelier, in nats, the prompt makes
+            them under the model before tuning.
         tune_config: Settings of the run.
         progress: Show progress bars; default: only on a terminal.
     """
@@ -65,7 +66,7 @@ def sweep(
     /,
     *,
     eval_rows: str | None = None,
-    judge: Literal["likelihood"] | None = "likelihood",
+    judge: Literal["likelihood_gain"] | None = "likelihood_gain",
     progress: bool = ON_TERMINAL,
 ) -> Report:
     """Tune with every combination of settings in a file, and compare the runs in a table.
@@ -78,7 +79,7 @@ def sweep(
         grid: YAML file: flags of lora tune, each with a value or a list of values; or a list of
             such grids.
         out: Output folder: a new path, or the folder of a sweep to continue.
-        eval_rows: File of held-out rows; default: a part of ROWS.
+        eval_rows: File or hub id of held-out rows; default: a tenth of ROWS, at most 200.
         judge: Score the answers to held-out prompts, as for lora tune.
         progress: Show progress bars; default: only on a terminal.
     """
@@ -105,10 +106,17 @@ def read_grid(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         raise ValueError(f"sweep: {path} cannot be read: {error}") from error
-    grid = next(iter(read_yaml(text)), None)
+    try:
+        documents = read_yaml(text)
+    except ValueError as error:
+        raise ValueError(f"sweep: {path} cannot be read: {error}") from error
+    grid = documents[0] if len(documents) == 1 else documents
     grids = grid if isinstance(grid, list) else [grid]
     if not grids or not all(isinstance(one, dict) for one in grids):
-        raise ValueError(f"sweep: expected a YAML mapping of flags or a list of them in {path}")
+        raise ValueError(
+            f"sweep: expected a YAML mapping of flags or a list of them in {path}, got "
+            f"{type(grid).__name__}"
+        )
     return [{str(k).replace("-", "_"): _numbers(v) for k, v in one.items()} for one in grids]
 
 

@@ -13,38 +13,40 @@ from model_components._checks import CheckedConfig, MaybeWhole, Range, Whole
 class TuneConfig(CheckedConfig):
     """Settings of `tune`.
 
-    Gradients are clipped from the first step, the warm-up is short, and the rate falls to a tenth:
-    without clipping, or with a scaling above alpha / r, the loss spikes at the peak of the rate.
+    Gradients are clipped from the first step, the warm-up is short, and the rate decays to a tenth
+    of its peak. Updates that are scaled by alpha instead of alpha / r made training unstable in
+    our measurements (docs/lora.md).
 
     Args:
-        r: Rank of the adapters; 0 trains all parameters instead, in float32.
+        r: Rank of the adapters; 0 trains the parameters of the model itself, without adapters.
         lora_alpha: Updates are scaled by lora_alpha / r; default: 2 r.
         lora_dropout: Dropout of the adapters' input.
         target_modules: Names of adapted layers; default: all linear layers but the head.
-        use_rslora: Scale by lora_alpha / sqrt(r) instead.
-        last_blocks: Train only so many of the last blocks; default: all blocks.
+        use_rslora: Scale by lora_alpha / sqrt(r) instead, which is more than lora_alpha / r.
+        last_blocks: Number of transformer blocks to train, counted from the end; default: all.
         learning_rate: Peak of the rate; default: 5e-4 for adapters and 5e-5 for all parameters, in
             models of a billion parameters and more 2e-4 and 2e-5.
         lr_scheduler_type: A schedule of transformers, such as linear or constant.
         min_lr_ratio: Last rate of the default schedule, as a fraction of the peak.
-        warmup: Fraction of the steps in which the rate rises.
+        warmup: Length of the warm-up, as a fraction of all steps.
         max_grad_norm: Largest norm of the gradient; larger gradients are scaled down to it.
         weight_decay: Weight decay.
         optim: An optimizer of transformers, such as sgd or adafactor.
         epochs: Number of passes over the rows.
         max_steps: Number of steps, instead of epochs.
-        batch_size: Rows in a step on each device.
-        accumulation: Batches whose gradients make one step.
-        max_length: Largest number of tokens of a row; the rest is cut off.
+        batch_size: Rows per batch on each device.
+        accumulation: Batches per step, whose gradients are accumulated.
+        max_length: Maximum number of tokens of an example; longer rows lose their end.
         pack: Put the rows of a batch into one sequence instead of padding them.
         gradient_checkpointing: Compute activations again in the backward pass, to save memory.
         held_out: Fraction of the rows that is held out, 200 rows at most.
         evaluations: Number of times that the held-out loss is taken during training.
         answers: Number of held-out prompts that are answered at the end.
         answer_length: Largest number of tokens of such an answer.
-        dtype: Dtype of the model, such as bfloat16; default: the dtype of its files. Adapters are
-            in float32.
-        merge: Also write an ordinary checkpoint, with the adapters merged into the weights.
+        dtype: Dtype in which the model is loaded. auto: the dtype of its files, or float32 if r is
+            0. Adapters are always in float32.
+        merge: Also write an ordinary checkpoint, with the adapters merged into the weights. If r is
+            0, it is written anyway.
         seed: Seed of the split, the adapters and the order of rows.
 
     Raises:

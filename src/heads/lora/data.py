@@ -44,9 +44,9 @@ def first_answer(example: Example) -> Answer:
 def split_examples(
     examples: Sequence[Example], share: float, most: int, seed: int
 ) -> tuple[list[Example], list[Example]]:
-    """Split examples at random into those to train and those that are held out.
+    """Split examples at random into training examples and held-out ones.
 
-    An example to train whose first prompt is also held out is left out.
+    Training examples whose first prompt is also that of a held-out example are dropped.
 
     Args:
         examples: The examples.
@@ -70,17 +70,17 @@ def split_examples(
 
 @torch.no_grad()
 def check_packed_examples(model: PreTrainedModel | PeftModel) -> None:
-    """Refuse a model in which packed examples see each other.
+    """Raise if packed examples influence each other.
 
     Two examples are packed and the first one is replaced: no bit of the second's logits may change.
-    TRL warns of every attention but flash attention, but transformers' decoders tell packed
-    examples apart by position ids in others, too.
+    TRL warns of every attention but flash attention. The decoders of transformers also separate
+    packed examples, by their position ids, with eager and SDPA attention.
 
     Args:
         model: A causal language model.
 
     Raises:
-        ValueError: They see each other, or the model does not give logits for every token.
+        ValueError: They influence each other, or the model returns no logits for every token.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> check_packed_examples(
@@ -110,7 +110,7 @@ def check_packed_examples(model: PreTrainedModel | PeftModel) -> None:
     logits = [run[:, length:] for run in runs]
     if not torch.equal(*logits):
         raise ValueError(
-            f"check_packed_examples: in {type(model).__name__} packed examples see each other "
-            f"(logits move by {float((logits[0] - logits[1]).abs().max()):.2g}); expected "
-            "packing=False"
+            "check_packed_examples: expected packed examples to be independent, but in "
+            f"{type(model).__name__} the logits of the second change with the first by up to "
+            f"{float((logits[0] - logits[1]).abs().max()):.2g}; use pack=False (TRL: packing=False)"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from .report.runs import SweepReport, TuneReport
 from .training import JudgeMaker, tune
 
 Grid = Mapping[str, Any]
-"""Settings of `TuneConfig`, each with a value or a list of values."""
+"""Settings of `TuneConfig`. A list holds alternatives; a value that is a list stands in another."""
 
 
 def sweep(
@@ -25,26 +26,26 @@ def sweep(
     *,
     out: str | Path,
     eval_rows: str | Path | Iterable[object] | None = None,
-    judge: Literal["likelihood"] | JudgeMaker | None = "likelihood",
+    judge: Literal["likelihood_gain"] | JudgeMaker | None = "likelihood_gain",
     progress: bool = True,
     **settings: Any,
 ) -> SweepReport:
     """Tune a model with every combination of settings, and compare the runs.
 
-    After each run ``out`` has ``runs.csv``, ``table.md`` and, with matplotlib installed,
-    ``sweep.png``; the run itself is in a folder of its name. The same call continues an interrupted
-    sweep, and adds the runs of a larger grid. A run whose loss becomes NaN or infinite is reported,
-    and the next one starts.
+    Each run has its own folder in ``out``, beside ``runs.csv``, ``table.md`` and, with matplotlib
+    installed, ``sweep.png``, which are written anew after each run. The same call continues an
+    interrupted sweep, and a larger grid keeps the runs that are there. A run whose loss becomes NaN
+    or infinite is reported, and the next one starts.
 
     Args:
         model: Folder or hub id of a causal language model.
         rows: Rows to train, as for `tune`.
         grid: Fields of `TuneConfig`, each with a value or a list of values; a run is made for every
-            combination. Several grids are made one after the other.
-        out: Output folder: new, empty, or of the same sweep.
+            combination. A list of grids is run in order.
+        out: Output folder. The folder of a run must be new, or belong to the same run.
         eval_rows: Held-out rows, as for `tune`.
-        judge: A judge of answers, as for `tune`. A loss that falls does not say that the answers
-            are better.
+        judge: A judge of answers, as for `tune`; there is one by default, because a lower loss does
+            not prove better answers.
         progress: Show progress bars.
         **settings: Fields of `TuneConfig` that all runs share. Here ``merge`` is False by default.
 
@@ -52,7 +53,7 @@ def sweep(
         The settings, losses, scores, times and peaks of all runs.
 
     Raises:
-        ValueError: A setting is not as expected, two runs are the same, or what `tune` raises.
+        ValueError: A setting is invalid, two runs are the same, or `tune` raises it.
     """
     grids = [grid] if isinstance(grid, Mapping) else list(grid)
     shared = {"merge": False, **settings}
@@ -87,7 +88,7 @@ def sweep(
 
 
 def _runs_of(grids: Sequence[Grid]) -> dict[str, dict[str, Any]]:
-    """Return the settings of each run by its name, which has what differs between runs."""
+    """Return the settings of each run by run name, which lists all settings of the grid."""
     runs = []
     for grid in grids:
         if not isinstance(grid, Mapping) or not grid:
@@ -98,12 +99,10 @@ def _runs_of(grids: Sequence[Grid]) -> dict[str, dict[str, Any]]:
         ]
     if not runs:
         raise ValueError("sweep: expected a grid of settings with values, got none")
-    names = list(dict.fromkeys(name for run in runs for name in run))
-    differing = [n for n in names if len({str(run.get(n)) for run in runs}) > 1]
     named: dict[str, dict[str, Any]] = {}
     for run in runs:
-        parts = [f"{n}-{run[n]}" for n in differing or names if n in run]
-        name = ",".join(parts).replace("/", "_") or "default"
+        parts = [f"{setting}-{value}" for setting, value in run.items()]
+        name = re.sub(r"[^\w.,+-]+", "_", ",".join(parts))  # as the name of a folder
         if name in named:
             raise ValueError(f"sweep: expected different runs, got two of {name}")
         named[name] = run

@@ -1,4 +1,4 @@
-"""`tune`: a language model, tuned on rows of text by adapters or whole."""
+"""`tune`: fine-tune a language model on rows of text, with adapters or in full."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from transformers import (
 from model_components._checkpoints import newest_whole
 from model_components._devices import peak_memory, reset_peak_memory
 from model_components._examples import Example
-from model_components._folders import NewFolder, write_json
+from model_components._folders import NewFolder, OutputError, write_json
 from model_components._formats import reading
 from model_components._hub import find_folder
 from model_components._model_folders import card_of, complete_folder, load_tokenizer, shown_name
@@ -47,16 +47,17 @@ from .storage.merge import merge_lora
 from .surgery.prepare import prepare_lora
 
 JudgeMaker = Callable[[Mapping[str, str]], Judge]
-"""Makes a judge from the reference answers by prompt, as ``partial(WinRate, model)`` does."""
+"""A function from reference answers by prompt to a judge, such as ``partial(WinRate, model)``."""
 
 _LARGE = 1_000_000_000  # parameters of a model that wants a lower rate
-# learning rates of a small and of a large model. The small ones were searched on SmolLM2-135M
-# (docs/lora.md); the large ones are of Dettmers et al., arXiv 2305.14314, and of Stanford Alpaca
+# Learning rates of small and of large models. Those of small models come from a search on
+# SmolLM2-135M (docs/lora.md), those of large ones from Dettmers et al., arXiv 2305.14314, and from
+# Stanford Alpaca.
 _ADAPTER_RATES = (5e-4, 2e-4)
-_WHOLE_RATES = (5e-5, 2e-5)
+_FULL_RATES = (5e-5, 2e-5)
 _MOST_HELD_OUT = 200  # rows
-_WATCHED = 64  # held-out rows whose loss is taken during training
-_SAVED = 0.1  # of the steps, after which a checkpoint is written
+_WATCHED = 64  # held-out rows whose loss is computed during training
+_SAVE_INTERVAL = 0.1  # fraction of all steps between two checkpoints
 _GENERATED = 8  # answers at once
 
 
@@ -66,25 +67,29 @@ def tune(
     *,
     out: str | Path,
     eval_rows: str | Path | Iterable[object] | None = None,
-    judge: Literal["likelihood"] | JudgeMaker | None = None,
+    judge: Literal["likelihood_gain"] | JudgeMaker | None = None,
     progress: bool = True,
     **settings: Any,
 ) -> TuneReport:
-    """Tune a language model on rows of text, and report whether that went well.
+    """Fine-tune a language model on rows of text, and report whether that went well.
 
     ``out`` gets ``adapter`` (files of peft), ``model`` (the merged checkpoint, or the tuned model
     if r is 0), ``answers.json``, ``log.json``, ``report.json`` and, with matplotlib installed,
-    ``curves.png``. The same call continues an interrupted run, and returns the report of a finished
-    one.
+    ``curves.png``. ``model`` is missing if ``merge`` is False, or if rounding would lose too much
+    of the adapters. ``run.json`` and the newest of the ``checkpoints`` stay there, too.
+
+    The same call continues an interrupted run from its newest checkpoint, of which there is one
+    every tenth of the steps. If the run has finished, the call returns its report.
 
     Args:
         model: Folder or hub id of a causal language model.
         rows: Rows to train, or a file of them; see `TextExamples` for their layouts.
         out: Output folder: new, empty, or of the same run.
         eval_rows: Held-out rows; default: a part of the rows.
-        judge: Also score the answers to held-out prompts, before and after. ``"likelihood"`` is
-            `LikelihoodGain` by the model before tuning. A function makes another judge from the
-            reference answers by prompt, for example ``partial(WinRate, pairwise_model)``.
+        judge: Also score the answers to held-out prompts, before and after tuning.
+            ``"likelihood_gain"`` is `LikelihoodGain` under the model before tuning. A function
+            returns another judge, given the reference answers by prompt, for example
+            ``partial(WinRate, pairwise_model)``.
         progress: Show progress bars.
         **settings: Fields of `TuneConfig`.
 
@@ -92,15 +97,15 @@ def tune(
         The losses before and after, the verdict on the curves, and where everything is.
 
     Raises:
-        ValueError: A setting, a row or the model is not as expected, or ``out`` belongs to another
-            run. Nothing has been written then.
+        ValueError: A setting, a row or the model is invalid, or ``out`` belongs to another run;
+            nothing has been written then. Or the judge failed; the same call goes on from there.
         DeadRunError: A loss or gradient is not finite.
     """
     config = TuneConfig.from_dict(settings)
-    if judge not in (None, "likelihood") and not callable(judge):
+    if judge not in (None, "likelihood_gain") and not callable(judge):
         raise ValueError(
-            f"tune: judge is {judge!r}, expected 'likelihood', None or a function of the "
-            "reference answers"
+            f"tune: judge is {judge!r}, expected 'likelihood_gain', None or a function of "
+            "the reference answers"
         )
     if judge is not None and not config.answers:
         raise ValueError("tune: answers is 0, expected 1 or more for the judge")
@@ -119,40 +124,40 @@ def tune(
         fresh=None,
     )
     if (Path(out) / REPORT).is_file():
-        with run:  # which compares the settings
+        with run:  # entering raises if the folder belongs to another run
             return read_report(Path(out))
     set_seed(config.seed)
     tuned = _trainable(folder, config)
     rate = config.learning_rate or _default_rate(tuned, config)
     with run:
         trainer = _trainer(tuned, tokenizer, train, held_out, Path(out), config, rate, progress)
-        exam = _Exam(trainer, tokenizer, held_out, config, progress)
-        exam.judge = _judge_of(judge, tuned, folder, exam, tokenizer)
-        before = exam.take()
+        evaluation = _HeldOut(trainer, tokenizer, held_out, config, progress)
+        evaluation.judge = _judge_of(judge, tuned, folder, evaluation, tokenizer)
+        before = evaluation.measure()
         checkpoint = newest_whole(Path(out) / "checkpoints", "tune")
         _reset_peak()
         start = time.perf_counter()
         trainer.train(resume_from_checkpoint=checkpoint)
         seconds = time.perf_counter() - start - trainer.evaluation_seconds
         peak = _peak_mb()
-        after = exam.take()
+        after = evaluation.measure()
         if checkpoint is not None:
             notes.append(f"continued from {checkpoint.name}; the time is of the steps since then")
         notes += _save(tuned, folder, Path(out), config, progress)
-        exam.write(Path(out), before, after)
+        evaluation.write(Path(out), before, after)
         report = TuneReport(
             out=Path(out),
             model=str(model),
             train_rows=len(train),
             held_out_rows=len(held_out),
-            trained=sum(p.numel() for p in tuned.parameters() if p.requires_grad),
+            trained_parameters=sum(p.numel() for p in tuned.parameters() if p.requires_grad),
             parameters=sum(p.numel() for p in tuned.parameters()),
             steps=trainer.state.global_step,
             learning_rate=rate,
             loss_before=before.loss,
             loss=after.loss,
-            judge_before=before.score,
-            judge=after.score,
+            score_before=before.score,
+            score=after.score,
             seconds=seconds,
             peak_mb=peak,
             notes=tuple(notes),
@@ -185,10 +190,13 @@ def _examples(
         held_out = TextExamples(eval_rows, tokenizer, max_length=config.max_length).examples
         return texts.examples, held_out, notes
     train, held_out = split_examples(texts.examples, config.held_out, _MOST_HELD_OUT, config.seed)
+    shared = len(texts) - len(train) - len(held_out)
+    if shared:
+        notes.append(f"left out, with the prompt of a held-out row: {shared} rows")
     if not train:
         raise ValueError(
-            f"tune: {len(texts)} rows leave none to train beside the held-out rows; expected rows "
-            "with different prompts, or eval_rows"
+            "tune: expected rows to train besides the held-out ones, got none of "
+            f"{len(texts)}; give rows with other prompts, or eval_rows"
         )
     return train, held_out, notes
 
@@ -201,7 +209,8 @@ def _name_of(judge: object) -> str | None:
     """Return the name of a judge for ``run.json``."""
     if judge is None or isinstance(judge, str):
         return judge
-    return getattr(judge, "__qualname__", type(judge).__name__)
+    function = getattr(judge, "func", judge)  # of functools.partial
+    return getattr(function, "__qualname__", type(function).__name__)
 
 
 def _length(example: Example) -> int:
@@ -239,7 +248,7 @@ class TuneTrainer(StepTrainer):
 
 
 class _LossBar(ProgressCallback):
-    """The bar of a training, with the newest losses behind it instead of lines above it."""
+    """A progress bar that shows the newest losses after the number of steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,11 +290,11 @@ def _trainable(folder: Path, config: TuneConfig) -> Any:
         if config.last_blocks:
             _freeze_all_but(base, chosen)
     if config.gradient_checkpointing:
-        # renamed in transformers 5.23
-        enable = getattr(
-            base, "activation_checkpointing_enable", base.gradient_checkpointing_enable
-        )
-        enable({"use_reentrant": False})
+        options = {"use_reentrant": False}
+        if hasattr(base, "activation_checkpointing_enable"):  # transformers 5.23 and later
+            base.activation_checkpointing_enable(options)
+        else:
+            base.gradient_checkpointing_enable(options)
     fuse_cross_entropy_(model)
     if config.pack:
         check_packed_examples(model)
@@ -293,15 +302,19 @@ def _trainable(folder: Path, config: TuneConfig) -> Any:
 
 
 def _freeze_all_but(model: nn.Module, blocks: Sequence[int]) -> None:
-    """Train the parameters of these blocks alone."""
-    trained = re.compile(rf"\.({'|'.join(map(str, blocks))})\.")
+    """Freeze every parameter outside the transformer blocks with these numbers."""
+    # the first number in a name is the block's; later ones are those of experts and the like
+    first_number = re.compile(r"\.(\d+)\.")
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained.search(name) is not None)
+        found = first_number.search(name)
+        parameter.requires_grad_(found is not None and int(found[1]) in blocks)
 
 
 def _default_rate(model: nn.Module, config: TuneConfig) -> float:
-    rates = _ADAPTER_RATES if config.r else _WHOLE_RATES
-    return rates[sum(p.numel() for p in model.parameters()) >= _LARGE]
+    small, large = _ADAPTER_RATES if config.r else _FULL_RATES
+    if sum(p.numel() for p in model.parameters()) < _LARGE:
+        return small
+    return large
 
 
 def _trainer(
@@ -325,7 +338,7 @@ def _trainer(
         learning_rate=rate,
         lr_scheduler_type=config.lr_scheduler_type,
         lr_scheduler_kwargs={"min_lr_rate": config.min_lr_ratio} if has_floor else {},
-        warmup_steps=config.warmup,
+        warmup_steps=config.warmup,  # numbers below 1 are fractions of all steps
         weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm,
         optim=config.optim,
@@ -333,7 +346,7 @@ def _trainer(
         eval_strategy="steps",
         eval_steps=1 / config.evaluations,
         eval_on_start=True,
-        save_steps=_SAVED,
+        save_steps=_SAVE_INTERVAL,
         save_total_limit=1,
         seed=config.seed,
         report_to="none",
@@ -344,7 +357,7 @@ def _trainer(
         collator: Any = DataCollatorWithFlattening()
     else:
         collator = DataCollatorForSeq2Seq(tokenizer)
-    # batches at random, not of like length, which would make the loss swing as if it spiked
+    # not grouped by length: such batches make the loss oscillate, which looks like spikes
     trainer = TuneTrainer(
         model,
         arguments,
@@ -361,13 +374,13 @@ def _trainer(
 
 
 @dataclass(frozen=True)
-class _Marks:
-    """What an exam gave.
+class _Measurement:
+    """The held-out loss, answers and mean score at one point of training.
 
     Attributes:
-        loss: Mean loss of the held-out answers, in nats a token.
+        loss: Mean loss of the held-out answers, in nats per token.
         answers: Answers to held-out prompts.
-        score: The judge's mean score of them; None: without a judge.
+        score: Mean score of the answers by the judge; None without a judge.
     """
 
     loss: float
@@ -375,13 +388,13 @@ class _Marks:
     score: float | None
 
 
-class _Exam:
-    """The held-out loss of a model, and its answers to held-out prompts.
+class _HeldOut:
+    """An evaluation of a model on held-out rows: its loss, and its answers to prompts.
 
     Attributes:
         prompts: The prompts that are answered, as text.
         references: The answers in the rows.
-        judge: Scores answers, or None.
+        judge: The judge of the answers, or None.
     """
 
     def __init__(
@@ -407,7 +420,7 @@ class _Exam:
         ]
         self.judge: Judge | None = None
 
-    def take(self) -> _Marks:
+    def measure(self) -> _Measurement:
         """Measure the model as it is now."""
         model: Any = self._trainer.model
         collator: Any = self._trainer.data_collator
@@ -422,7 +435,7 @@ class _Exam:
         score = None
         if self.judge is not None and answers:
             score = judge_answers(self.judge, self.prompts, answers, progress=self._progress)
-        return _Marks(loss, answers, score)
+        return _Measurement(loss, answers, score)
 
     @torch.no_grad()
     def _answers(self, model: Any) -> list[str]:
@@ -448,7 +461,7 @@ class _Exam:
                 answers += self._tokenizer.batch_decode(new, skip_special_tokens=True)
         return [answer.strip() for answer in answers]
 
-    def write(self, out: Path, before: _Marks, after: _Marks) -> None:
+    def write(self, out: Path, before: _Measurement, after: _Measurement) -> None:
         """Write prompts, references and answers to ``answers.json``."""
         columns = (self.prompts, self.references, before.answers, after.answers)
         names = ("prompt", "reference", "before", "after")
@@ -457,21 +470,21 @@ class _Exam:
 
 
 def _judge_of(
-    judge: Literal["likelihood"] | JudgeMaker | None,
+    judge: Literal["likelihood_gain"] | JudgeMaker | None,
     model: Any,
     folder: Path,
-    exam: _Exam,
+    evaluation: _HeldOut,
     tokenizer: Any,
 ) -> Judge | None:
     """Return the judge that `tune` was asked for."""
     if judge is None:
         return None
-    if judge == "likelihood":
-        return _likelihood_judge(model, folder, tokenizer)
-    return judge(dict(zip(exam.prompts, exam.references, strict=True)))
+    if judge == "likelihood_gain":
+        return _likelihood_gain_judge(model, folder, tokenizer)
+    return judge(dict(zip(evaluation.prompts, evaluation.references, strict=True)))
 
 
-def _likelihood_judge(model: Any, folder: Path, tokenizer: Any) -> Judge:
+def _likelihood_gain_judge(model: Any, folder: Path, tokenizer: Any) -> Judge:
     """Return the likelihood gain by the model before tuning."""
     if not isinstance(model, PeftModel):
         base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
@@ -492,7 +505,7 @@ def _save(model: Any, folder: Path, out: Path, config: TuneConfig, progress: boo
         model.save_pretrained(out / "adapter")
         if tokenizer is not None:
             tokenizer.save_pretrained(out / "adapter")
-    if (out / "model").exists():  # written whole by this run, which was then stopped
+    if (out / "model").exists():  # an earlier call wrote it completely before it was stopped
         return []
     if not config.r:
         card = card_of(
@@ -508,8 +521,10 @@ def _save(model: Any, folder: Path, out: Path, config: TuneConfig, progress: boo
     elif config.merge:
         try:
             merge_lora(model, out / "model", tokenizer=tokenizer, progress=progress)
+        except OutputError:
+            raise
         except ValueError as error:
-            return [f"not merged: {error}"]
+            return [f"not merged, see adapter: {error}"]
     return []
 
 
@@ -521,7 +536,7 @@ def _reset_peak() -> None:
 
 
 def _peak_mb() -> float:
-    """Return the peak of the GPU's memory, or of the process's without a GPU, in MB."""
+    """Return the peak of the GPU's memory, or without a GPU that of the process, in MiB."""
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 1e6
-    return peak_memory() / 1e6
+        return torch.cuda.max_memory_allocated() / 2**20
+    return peak_memory() / 2**20

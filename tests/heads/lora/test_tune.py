@@ -99,7 +99,7 @@ def test_a_finished_run_is_not_made_again(base, monkeypatch):
     with pytest.raises(ValueError, match="the data of rows have changed"):
         tuned(base, "run", rows=ROWS[1:])
     (base.parent / "run" / "report.json").write_text("{")
-    with pytest.raises(ValueError, match="expected the report and log of a run in"):
+    with pytest.raises(ValueError, match="report.json or log.json in .* cannot be read"):
         tuned(base, "run")
 
 
@@ -134,7 +134,7 @@ def test_all_parameters_or_those_of_the_last_blocks(base):
     last = max(int(name.split(".")[2]) for name in before if ".layers." in name)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if f".layers.{last}." in name}
-    assert report.trained == sum(before[name].numel() for name in changed)
+    assert report.trained_parameters == sum(before[name].numel() for name in changed)
     assert not (base.parent / "run" / "adapter").exists()
     half = tuned(base, "half", last_blocks=1, target_modules=["q_proj"], r=2, merge=False)
     assert not (base.parent / "half" / "model").exists()
@@ -157,12 +157,12 @@ def test_checkpointed_activations_give_the_same_adapter(base):
 
 @pytest.mark.parametrize("r", [4, 0])
 def test_the_likelihood_judge_is_the_model_before_tuning(base, r):
-    report = tuned(base, "run", r=r, judge="likelihood", learning_rate=1e-2)
+    report = tuned(base, "run", r=r, judge="likelihood_gain", learning_rate=1e-2)
     judge = LikelihoodGain(
         AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
     )
     rows = json.loads((base.parent / "run" / "answers.json").read_text())
-    for key, score in (("before", report.judge_before), ("after", report.judge)):
+    for key, score in (("before", report.score_before), ("after", report.score)):
         scores = [judge(row["prompt"], row[key]) for row in rows]
         assert score == pytest.approx(sum(scores) / len(scores), rel=1e-3, abs=1e-4)
 
@@ -175,7 +175,7 @@ def test_a_judge_of_ones_own_gets_the_references(base):
         return lambda prompt, answer: float(prompt in references)
 
     report = tuned(base, "run", judge=make)
-    assert (report.judge_before, report.judge) == (1.0, 1.0)
+    assert (report.score_before, report.score) == (1.0, 1.0)
     assert set(seen.values()) <= set("abcde")
 
 
@@ -197,7 +197,7 @@ def test_a_merge_that_would_lose_the_adapter_is_told(base):
     model = AutoModelForCausalLM.from_pretrained(base)
     model.bfloat16().save_pretrained(base)
     report = tuned(base, "run", learning_rate=1e-9)
-    assert "not merged: merge_lora: rounding to torch.bfloat16 loses" in str(report)
+    assert "not merged, see adapter: merge_lora: rounding to torch.bfloat16 loses" in str(report)
     assert not (base.parent / "run" / "model").exists()
 
 
@@ -210,9 +210,9 @@ def test_a_merge_that_would_lose_the_adapter_is_told(base):
         ({"r": 0, "lora_alpha": 4.0}, r"lora_alpha is 4\.0 with r=0"),
         ({"last_blocks": 99}, "last_blocks is 99, expected at most"),
         ({"target_modules": ["nothing"]}, "nothing"),
-        ({"judge": "gpt"}, "judge is 'gpt', expected 'likelihood'"),
-        ({"judge": "likelihood", "answers": 0}, "answers is 0, expected 1 or more"),
-        ({"rows": ROWS[:1]}, "1 rows leave none to train"),
+        ({"judge": "gpt"}, "judge is 'gpt', expected 'likelihood_gain'"),
+        ({"judge": "likelihood_gain", "answers": 0}, "answers is 0, expected 1 or more"),
+        ({"rows": ROWS[:1]}, "got none of 1; give rows"),
         ({"rows": [3]}, "a int in row 1"),
     ],
 )
@@ -240,17 +240,18 @@ def test_a_sweep_compares_its_runs(base, capsys):
     out = base.parent / "sweep"
     options = {"out": out, "judge": None, "progress": False, **SHORT}
     report = sweep(base, ROWS, grid, **options)
-    assert list(report.runs) == ["r-2", "r-0"]
-    assert not (out / "r-2" / "model").exists()
+    names = ["r-2,learning_rate-0.001", "r-0,learning_rate-0.001"]
+    assert list(report.runs) == names
+    assert not (out / names[0] / "model").exists()
     lines = (out / "runs.csv").read_text().splitlines()
     assert lines[0] == "run,r,learning_rate,loss,perplexity,judge,verdict,spikes,seconds,peak_mb"
-    assert lines[1].startswith(f"r-2,2,0.001,{report.runs['r-2'].loss:.4f}")
+    assert lines[1].startswith(f'"{names[0]}",2,0.001,{report.runs[names[0]].loss:.4f}')
     assert (out / "table.md").read_text().startswith("| run | r | learning_rate | loss |")
     assert (out / "sweep.png").stat().st_size > 5_000
     assert "lowest held-out loss: r-" in str(report)
-    before = (out / "r-2" / "report.json").stat().st_mtime_ns
+    before = (out / names[0] / "report.json").stat().st_mtime_ns
     more = sweep(base, ROWS, [grid, {"r": 2, "learning_rate": 1e30}], **options)
-    assert (out / "r-2" / "report.json").stat().st_mtime_ns == before
+    assert (out / names[0] / "report.json").stat().st_mtime_ns == before
     assert list(more.failures) == ["r-2,learning_rate-1e+30"]
     with pytest.raises(ValueError, match="two of"):
         sweep(base, ROWS, [grid, grid], **options)

@@ -19,7 +19,6 @@ from .training import TuningReport, perplexity, tuning_report
 
 REPORT = "report.json"
 LOG = "log.json"
-_COLUMNS = ("loss", "perplexity", "judge", "verdict", "spikes", "seconds", "peak_mb")
 
 
 @dataclass(frozen=True)
@@ -29,34 +28,36 @@ class TuneReport(Report):
     Attributes:
         out: The output folder.
         model: The model that was tuned.
-        train_rows: Number of trained rows.
+        train_rows: Number of training rows.
         held_out_rows: Number of held-out rows.
-        trained: Number of trained parameters.
+        trained_parameters: Number of trained parameters.
         parameters: Number of all parameters.
         steps: Number of steps.
         learning_rate: Peak of the learning rate.
-        loss_before: Held-out loss of the untuned model, in nats a token.
-        loss: Held-out loss of the tuned model.
-        judge_before: The judge's mean score of the untuned model's answers, or None.
-        judge: The same of the tuned model's answers.
-        seconds: Wall time of the training, without evaluations.
-        peak_mb: Peak of the GPU's memory, without a GPU of the process's, in MB.
+        loss_before: Mean loss per answer token on all held-out rows before tuning, in nats.
+        loss: The same after tuning.
+        score_before: Mean score of the answers before tuning, in the unit of the judge, or None.
+        score: The same after tuning.
+        seconds: Wall time of the training steps without evaluations; after an interruption, only
+            since the last checkpoint.
+        peak_mb: Peak memory during training in MiB: allocated on the GPU, or without a GPU resident
+            in the process.
         notes: Remarks on rows and files.
-        log: The log of the trainer.
+        log: The entries of the trainer's log.
     """
 
     out: Path
     model: str
     train_rows: int
     held_out_rows: int
-    trained: int
+    trained_parameters: int
     parameters: int
     steps: int
     learning_rate: float
     loss_before: float
     loss: float
-    judge_before: float | None
-    judge: float | None
+    score_before: float | None
+    score: float | None
     seconds: float
     peak_mb: float
     notes: tuple[str, ...]
@@ -73,26 +74,26 @@ class TuneReport(Report):
         return self.curves.verdict
 
     def summary(self) -> list[str]:
-        """Return the size of the run."""
+        """Return a line with the numbers of rows, steps and parameters."""
         return [
             f"{self.train_rows} rows in {self.steps} steps, {self.held_out_rows} rows held out; "
-            f"{self.trained:,} of {self.parameters:,} parameters trained, learning rate "
+            f"{self.trained_parameters:,} of {self.parameters:,} parameters trained, learning rate "
             f"{self.learning_rate:g}"
         ]
 
     def table(self) -> Table:
         """Return the held-out figures before and after."""
         columns: dict[str, tuple[str, str]] = {
-            "held-out loss": (f"{self.loss_before:.4f}", f"{self.loss:.4f}"),
+            "held-out loss (all rows)": (f"{self.loss_before:.4f}", f"{self.loss:.4f}"),
             "perplexity": (f"{perplexity(self.loss_before):.2f}", f"{perplexity(self.loss):.2f}"),
         }
-        if self.judge is not None and self.judge_before is not None:
-            columns["judge"] = (f"{self.judge_before:.2f}", f"{self.judge:.2f}")
+        if self.score is not None and self.score_before is not None:
+            columns["judge"] = (f"{self.score_before:.2f}", f"{self.score:.2f}")
         before, after = zip(*columns.values(), strict=True)
         return Table(("", *columns), [("before", *before), ("after", *after)])
 
     def remarks(self) -> list[str]:
-        """Return the verdict, the cost, and where everything is."""
+        """Return the verdict, the cost, and the paths of the files."""
         cost = f"{self.seconds:.0f} s without evaluations, {self.peak_mb:,.0f} MB at most"
         kinds = ("adapter", "model", "curves.png", "answers.json")
         files = [name for name in kinds if (self.out / name).exists()]
@@ -134,7 +135,8 @@ def read_report(out: Path) -> TuneReport:
         return TuneReport(out=out, log=tuple(log), **values)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"tune: expected the report and log of a run in {out}, got {error}; name another folder"
+            f"tune: {REPORT} or {LOG} in {out} cannot be read: {error}; restore them, or name "
+            "another folder"
         ) from error
 
 
@@ -151,9 +153,9 @@ class SweepReport(Report):
     """The runs of `sweep`.
 
     Attributes:
-        settings: The settings of each run that differ between runs, by the run's name.
-        runs: The report of each finished run, by its name.
-        failures: Why other runs stopped, by their names.
+        settings: The settings from the grid for each run, by run name.
+        runs: The report of each finished run, by run name.
+        failures: The error message of each run that stopped, by run name.
     """
 
     settings: Mapping[str, Mapping[str, Any]]
@@ -161,29 +163,28 @@ class SweepReport(Report):
     failures: Mapping[str, str]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row a run: its settings, losses, judge's score, verdict, time and peak."""
+        """Return one row per run: its settings, loss, score, verdict, time and peak."""
         rows = []
         for name, settings in self.settings.items():
             row: dict[str, Any] = {"run": name, **settings}
             report = self.runs.get(name)
             if report is not None:
-                values = (
-                    round(report.loss, 4),
-                    round(perplexity(report.loss), 3),
-                    None if report.judge is None else round(report.judge, 3),
-                    report.verdict,
-                    len(report.curves.spikes),
-                    round(report.seconds, 1),
-                    round(report.peak_mb),
-                )
-                row |= dict(zip(_COLUMNS, values, strict=True))
+                row |= {
+                    "loss": round(report.loss, 4),
+                    "perplexity": round(perplexity(report.loss), 3),
+                    "judge": None if report.score is None else round(report.score, 3),
+                    "verdict": report.verdict,
+                    "spikes": len(report.curves.spikes),
+                    "seconds": round(report.seconds, 1),
+                    "peak_mb": round(report.peak_mb),
+                }
             elif name in self.failures:
-                row |= {"verdict": "stopped"}
+                row["verdict"] = "breaks"
             rows.append(row)
         return rows
 
     def table(self) -> Table:
-        """Return one line a run."""
+        """Return one line per run."""
         rows = self.rows()
         names = list(dict.fromkeys(name for row in rows for name in row))
         cells = [["" if row.get(n) is None else str(row[n]) for n in names] for row in rows]
@@ -195,6 +196,10 @@ class SweepReport(Report):
         if self.runs:
             best = min(self.runs, key=lambda name: self.runs[name].loss)
             lines.insert(0, f"lowest held-out loss: {best}, {self.runs[best].loss:.4f}")
+        scores = {name: run.score for name, run in self.runs.items() if run.score is not None}
+        if scores:
+            best = max(scores, key=lambda name: scores[name])
+            lines.insert(1, f"highest score by the judge: {best}, {scores[best]:.2f}")
         return lines
 
     def plot(self, ax: Axes | None = None) -> Figure:

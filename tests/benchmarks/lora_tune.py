@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run what is not there yet, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    options = parser.parse_args(arguments)
+    options, _ = parser.parse_known_args(arguments)
     rows = read_found()
     made = {(row["way"], row["seed"]) for row in rows}
     context = multiprocessing.get_context("spawn")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 from tests.benchmarks import (
+    far_apart,
     field_trial,
     fused_paths,
     imports,
@@ -57,6 +58,7 @@ GATES = {
     "mask_step": [f"{MASKS}/test_training.py", "-k", "dense_one"],
     "mask_depth": [f"{MASKS}/test_merger.py", "-k", "baked"],
     "mask_instructions": [f"{MASKS}/test_low_rank.py"],
+    "far_apart": ["tests/mergekit_lite/test_learning.py"],
     "kron_linear": [f"{KRONECKER}/test_functional.py"],
     "kron_model": [f"{KRONECKER}/test_convert.py", "-k", "all_terms or golden"],
     "kron_starts": [f"{KRONECKER}/test_init.py"],
@@ -98,6 +100,7 @@ SCRIPTS = {
     "mask_step": mask_step.main,
     "mask_depth": mask_depth.main,
     "mask_instructions": mask_instructions.main,
+    "far_apart": far_apart.main,
     "kron_linear": kron_linear.main,
     "kron_model": kron_model.main,
     "kron_starts": kron_starts.main,
@@ -165,6 +168,8 @@ def main() -> None:
         lora_step,
         lora_judges,
         lora_recipes,
+        lora_tune,
+        far_apart,
         pairwise_step,
         pairwise_trial,
     ):

@@ -99,7 +99,7 @@ def test_a_finished_run_is_not_made_again(base, monkeypatch):
     with pytest.raises(ValueError, match="the data of rows have changed"):
         tuned(base, "run", rows=ROWS[1:])
     (base.parent / "run" / "report.json").write_text("{")
-    with pytest.raises(ValueError, match="report.json or log.json in .* cannot be read"):
+    with pytest.raises(ValueError, match=r"report\.json or log\.json in .* cannot be read"):
         tuned(base, "run")
 
 

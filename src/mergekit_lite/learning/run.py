@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments,
 
 from model_components._checkpoints import newest_whole
 from model_components._examples import IGNORED, Example, TextExamples
-from model_components._folders import NewFolder, check_new, write_json
+from model_components._folders import NewFolder, check_new, remove, write_json
+from model_components._formats import reading
 from model_components._model_folders import card_of, complete_folder, shown_name
 from model_components._modes import evaluating
 from model_components._runs import RunFolder
@@ -229,19 +230,18 @@ class _Run:
     def learn(self) -> LearnReport:
         """Train, compare, and write the best."""
         config = self.config
-        tests = [task.test for task in self.tasks]
         losses = {}
         for k, name in enumerate(_component_names(self.teachers.labels, config)):
             with self.teachers.component(k):
-                losses[name] = held_out_losses(self.teachers, tests, self.collator)
+                losses[name] = self._measured(name, lambda: self.teachers)
         components = tuple(losses)
         for name in [config.start, *self.merges]:
-            model = self._load(self._merged(name))
-            losses[name] = held_out_losses(model, tests, self.collator)
-            del model
+            losses[name] = self._measured(name, lambda name=name: self._load(self._merged(name)))
+        for name in self.merges:
+            self._discard(name)
         student = self._train_masks() if config.train == "masks" else self._train_student()
         name = f"{config.train} from {Path(config.start).name}"
-        losses[name] = held_out_losses(student, tests, self.collator)
+        losses[name] = held_out_losses(student, self._tests(), self.collator)
         merges = [merge for merge in losses if merge not in components]
         report = LearnReport(
             out=self.out,
@@ -249,7 +249,7 @@ class _Run:
             student=name,
             start=config.start,
             tasks=tuple(task.name for task in self.tasks),
-            tokens=tuple(map(_supervised_tokens, tests)),
+            tokens=tuple(map(_supervised_tokens, self._tests())),
             losses=losses,
             components=components,
         )
@@ -260,6 +260,27 @@ class _Run:
         else:
             self._save(student)
         return report
+
+    def _tests(self) -> list[list[Example]]:
+        return [task.test for task in self.tasks]
+
+    def _measured(self, name: str, model: Callable[[], Any]) -> tuple[float, ...]:
+        """Return the losses of a model; take them from an earlier call, if it was interrupted."""
+        file = self.training / f"losses-{self.key}.json"
+        known: dict[str, list[float]] = {}
+        if file.is_file():
+            with reading(file, OPERATION):
+                known = json.loads(file.read_text(encoding="utf-8"))
+        if name not in known:
+            known[name] = list(held_out_losses(model(), self._tests(), self.collator))
+            write_json(file, known, OPERATION)
+        return tuple(known[name])
+
+    def _discard(self, name: str) -> None:
+        """Remove a merge that was made for the table alone."""
+        folder = self.training / f"{name}-{self.key}"
+        if folder.exists():
+            remove(folder)
 
     def _merged(self, name: str) -> Path:
         """Return the folder of a merge; make it, unless an earlier call has."""

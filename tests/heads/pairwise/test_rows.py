@@ -410,3 +410,28 @@ def test_columns_may_be_apart_by_other_signs(sign, tmp_path):
     with (tmp_path / "pairs.csv").open("w", newline="", encoding="utf-8-sig") as file:
         csv.writer(file, delimiter=sign).writerows(rows)
     assert read_pairs(tmp_path / "pairs.csv")[0] == [Pair("p, q; r", "x\ty", "", 0)]
+
+
+@pytest.mark.parametrize("column", ["label", "winner"])
+@pytest.mark.parametrize("kind", [int, str, float])
+def test_verdicts_that_count_from_one(column, kind):
+    """As in LLMBar: 1 is the first answer, and no verdict is 0."""
+    rows = [
+        {"instruction": "q", "output_1": "a", "output_2": "b", column: kind(1 + n % 2)}
+        for n in range(4)
+    ]
+    pairs, report = read_pairs(rows)
+    assert [pair.label for pair in pairs] == [0, 1, 0, 1]
+    assert report.labels == (2, 2, 0)
+    from_zero, _ = read_pairs([*rows, rows[0] | {column: kind(0)}])
+    assert [pair.label for pair in from_zero] == [1, 2, 1, 2, 0]
+
+
+def test_verdicts_whose_meaning_is_unclear_are_refused():
+    rows = [{"prompt": "q", "a": "a", "b": "b", "label": 1 + n % 2} for n in range(20)]
+    with pytest.raises(ValueError, match="got 20 rows with 1 and 2 and never 0"):
+        read_pairs(rows)
+    pairs, _ = read_pairs(rows, columns={"preference": "label"})
+    assert [pair.label for pair in pairs[:2]] == [0, 1]
+    _, report = read_pairs([row | {"label": 1} for row in rows])
+    assert "no label says that A is better" in str(report)

@@ -16,6 +16,8 @@ from .formats import COLUMNS, pair_of
 # line numbers, and different reasons, in a message; characters of a reason
 _SHOWN = 5
 _LONGEST = 200
+_NUMBERED = ("label", "winner")  # columns whose verdicts may be numbers
+_ENOUGH = 20  # rows, among which the first answer should be better at least once
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,9 @@ class ReadReport(Report):
         else:
             lines = []
         lines += [f"{self.empty} have an empty answer"] if self.empty else []
+        for name, count in list(zip(CLASSES, self.labels, strict=True))[:2]:
+            if not count and sum(self.labels) >= _ENOUGH:
+                lines.append(f"no label says that {name} is better: check what the labels mean")
         return lines + [f"left out: {_told(self.bad)}"] * bool(self.bad)
 
 
@@ -90,9 +95,10 @@ def read_pairs(
 
     The verdict is in ``winner_model_a``, ``winner_model_b``, ``winner_tie``; in ``winner``:
     model_a, model_b, tie and other spellings; in ``preference``: 1, 2, 1.5 for a tie, or between;
-    or in ``label``: 0, 1, 2, a spelling, or three shares. Without any of them a pair has no label.
-    Who wrote the answers is in ``model_a`` and ``model_b``, ``generator_1`` and ``generator_2``, or
-    ``gen_a`` and ``gen_b``. A missing answer is an empty one.
+    or in ``label``: 0, 1, 2, a spelling, or three shares. Beside ``output_1`` and ``output_2``, a
+    ``label`` or ``winner`` that is 1 or 2 and never 0 names the better one. Without any of them a
+    pair has no label. Who wrote the answers is in ``model_a`` and ``model_b``, ``generator_1`` and
+    ``generator_2``, or ``gen_a`` and ``gen_b``. A missing answer is an empty one.
 
     Args:
         source: A file of JSON, JSON lines, CSV (by commas, semicolons or tabs) or parquet, also
@@ -173,13 +179,67 @@ def each_pair(
         raise ValueError(
             f"read_pairs: columns names {odd[0]!r}; expected some of {', '.join(sorted(COLUMNS))}"
         )
-    for line, row in each_row(source, "read_pairs"):
+    numbered = list(each_row(source, "read_pairs"))
+    counts_from_one = _counts_from_one([row for _, row in numbered], columns or {})
+    for line, row in numbered:
         try:
             if isinstance(row, ValueError):
                 raise row
-            yield line, row, pair_of(_renamed(row, columns or {}))
+            named = _renamed(row, columns or {})
+            yield line, row, pair_of(_from_zero(named) if counts_from_one else named)
         except ValueError as error:
             yield line, row, error
+
+
+def _counts_from_one(rows: Sequence[object], columns: Mapping[str, str]) -> bool:
+    """Return whether verdicts are 1 for the first answer and 2 for the second.
+
+    They are if the columns of the answers end in 1 and 2, and no verdict is 0.
+
+    Raises:
+        ValueError: Other columns have verdicts 1 and 2 and never 0, so that by our numbers the
+            first answer would never be better.
+    """
+    verdicts = set()
+    has_numbered_answers = False
+    for row in rows:
+        if isinstance(row, Mapping):
+            names = {name: name for name in row if name not in columns.values()} | dict(columns)
+            has_numbered_answers |= "output_1" in names
+            verdicts |= {_number(row.get(names.get(name))) for name in _NUMBERED}
+    verdicts.discard(None)
+    if not verdicts or not verdicts <= {1, 2}:
+        return False
+    if has_numbered_answers:
+        return True
+    if len(verdicts) == 2 and len(rows) >= _ENOUGH:
+        raise ValueError(
+            f"read_pairs: expected verdicts 0 (A), 1 (B) and 2 (tie), got {len(rows)} rows with 1 "
+            "and 2 and never 0; if 1 means the first answer, name the column preference: "
+            'columns={"preference": "label"}'
+        )
+    return False
+
+
+def _number(value: object) -> int | None:
+    """Return a verdict as a whole number, or None if it is none."""
+    try:
+        number = float(str(value))
+    except ValueError:
+        return None
+    return int(number) if number.is_integer() else None
+
+
+def _from_zero(row: object) -> object:
+    """Return a row whose verdicts 1 and 2 are 0 and 1."""
+    if not isinstance(row, Mapping):
+        return row
+    changed = dict(row)
+    for name in _NUMBERED:
+        number = _number(row.get(name))
+        if number is not None:
+            changed[name] = number - 1
+    return changed
 
 
 def _renamed(row: object, columns: Mapping[str, str]) -> object:

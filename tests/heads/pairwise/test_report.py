@@ -7,7 +7,11 @@ import torch
 from tests.heads.pairwise.support import model_of, pairs_of
 
 from heads.pairwise import Pair, calibrate_, pairwise_metrics, pairwise_report, predict_pairs
-from heads.pairwise.report.metrics import calibration_bins, fit_temperature
+from heads.pairwise.report.metrics import (
+    calibration_bins,
+    cautious_temperature,
+    fit_temperature,
+)
 
 
 def test_metrics_are_what_they_say():
@@ -95,7 +99,8 @@ def test_certain_verdicts_lose_nothing_and_temperatures_have_a_limit():
     said = predict_pairs(model, model.dataset([pair], progress=False), progress=False).verdicts[0]
     wrong = (["A", "B", "tie"].index(said) + 1) % 3
     data = model.dataset([(*pair, wrong)], progress=False)
-    assert "the limit" in str(calibrate_(model, data, progress=False))
+    report = calibrate_(model, data, progress=False)  # one pair is no evidence
+    assert (report.temperature, report.error) == (pytest.approx(1.0), math.inf)
 
 
 def test_temperature_is_the_best_one():
@@ -108,6 +113,47 @@ def test_temperature_is_the_best_one():
         best = torch.nn.functional.cross_entropy(true * scale / found, labels)
         for other in (0.98, 1.02):
             assert best < torch.nn.functional.cross_entropy(true * scale / (found * other), labels)
+
+
+def test_a_temperature_is_held_back_where_pairs_or_prompts_are_few():
+    draw = torch.Generator().manual_seed(0)
+    true = torch.randn(4000, 3, generator=draw, dtype=torch.float64) * 2
+    labels = torch.multinomial(true.softmax(-1), 1, generator=draw)[:, 0]
+    own = list(range(4000))
+    # with many pairs it is the best one
+    for scale in (0.4, 3.0):
+        found = cautious_temperature(true * scale, labels, own)
+        assert found.value == pytest.approx(found.best, rel=0.02)
+        assert abs(math.log(found.best / scale)) < 3 * found.error
+    # right calibration: of many small sets none is made surer, and few are made less sure
+    values = []
+    for start in range(0, 4000, 40):
+        part = slice(start, start + 40)
+        values.append(cautious_temperature(true[part], labels[part], own[part]).value)
+    assert sum(value < 1 for value in values) <= 6  # two standard errors: one in forty by chance
+    raw = [
+        fit_temperature(true[start : start + 40], labels[start : start + 40])
+        for start in range(0, 4000, 40)
+    ]
+    assert sum(value < 1 for value in raw) > 30
+    # pairs of one prompt are hardly more than one pair
+    alone = cautious_temperature(true[:40] * 3, labels[:40], own[:40])
+    repeated = cautious_temperature(
+        (true[:40] * 3).repeat(10, 1), labels[:40].repeat(10), own[:40] * 10
+    )
+    assert repeated.error == pytest.approx(alone.error, rel=1e-6)
+
+
+def test_the_error_of_a_temperature_is_that_of_many_draws():
+    draw = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(200):
+        true = torch.randn(200, 2, generator=draw, dtype=torch.float64) * 2
+        labels = torch.multinomial(true.softmax(-1), 1, generator=draw)[:, 0]
+        found.append(cautious_temperature(true, labels, range(200)))
+    spread = torch.tensor([math.log(one.best) for one in found]).std()
+    error = torch.tensor([one.error for one in found]).mean()
+    assert error == pytest.approx(float(spread), rel=0.15)
 
 
 @pytest.mark.parametrize("link", ["davidson", "antisymmetric", "concat"])
@@ -144,7 +190,7 @@ def test_calibration_keeps_verdicts_and_lowers_the_log_loss(link):
     )
     assert "worse than none" not in str(after)
     few = model.dataset(data.pairs[:40], progress=False)
-    assert "; 100 pairs or more say it better)" in str(calibrate_(model, few, progress=False))
+    assert "100 pairs or more say it better" in str(calibrate_(model, few, progress=False))
 
 
 def test_the_report_says_everything_and_draws(tmp_path):

@@ -27,12 +27,10 @@ from .baselines import (
     rivals_of,
 )
 from .metrics import (
-    LEAST,
-    MOST,
     PairwiseMetrics,
     at_verdict,
     calibration_bins,
-    fit_temperature,
+    cautious_temperature,
     pairwise_metrics,
     shares_of,
 )
@@ -269,37 +267,49 @@ def _seen(train: Sequence[Pair], test: Sequence[Pair]) -> tuple[str, ...]:
 class CalibrationReport(Report):
     """The temperature that `calibrate_` set.
 
-    With it how many pairs it saw, and the log-loss on these before and after.
+    Attributes:
+        pairs: Number of pairs it is fitted to.
+        temperature: The temperature.
+        best: The temperature with the lowest log-loss on these pairs.
+        error: Standard error of the logarithm of ``best``.
+        before: Log-loss on these pairs before, in nats.
+        after: The same after.
     """
 
     pairs: int
     temperature: float
+    best: float
+    error: float
     before: float
     after: float
 
     def summary(self) -> list[str]:
-        """One line."""
-        if LEAST < self.temperature < MOST:
-            end = ""
-        else:
-            end = ", the limit: pairs are few, or other than those of training"
-        if not end and self.pairs < _ENOUGH:
-            end = f"; {_ENOUGH} pairs or more say it better"
+        """Return the log-losses and the temperature."""
         losses = f"log-loss {self.before:.4f} before, {self.after:.4f} after"
-        return [f"{losses} on {self.pairs} pairs (temperature {self.temperature:.3g}{end})"]
+        return [f"{losses} on {self.pairs} pairs (temperature {self.temperature:.3g})"]
+
+    def remarks(self) -> list[str]:
+        """Return how far the temperature is held back."""
+        lines = [
+            f"best on these pairs {self.best:.3g}, times or over {math.exp(min(self.error, 9)):.2g}"
+        ]
+        if self.pairs < _ENOUGH:
+            lines.append(f"{_ENOUGH} pairs or more say it better")
+        return lines
 
 
 def calibrate_(
     model: PairwiseModel, data: PairwiseDataset, *, batch_size: int = 32, progress: bool = True
 ) -> CalibrationReport:
-    """Set a model's temperature, in place, to the best for its probabilities on held-out pairs.
+    """Set a model's temperature, in place, so that its probabilities fit held-out pairs.
 
     Verdicts stay what they are. The temperature is a buffer of the head's and divides logits in
-    evaluation.
+    evaluation. It is held back towards 1 where pairs, or their prompts, are few, and is below 1
+    only with two standard errors of evidence (`cautious_temperature`).
 
     Args:
         model: A `PairwiseModel`.
-        data: Labelled pairs that were not trained on.
+        data: Labeled pairs that were not trained on, nor used to choose the epoch.
         batch_size: Pairs at once.
         progress: Show a bar.
 
@@ -316,13 +326,11 @@ def calibrate_(
     old_temperature = float(model.head.temperature)
     labels = _labels(data)
     logits = log_probs.double() * old_temperature
-    temperature = fit_temperature(logits, labels)
-    losses = [
-        pairwise_metrics(one, labels).log_loss
-        for one in (log_probs, (logits / temperature).log_softmax(-1))
-    ]
-    model.head.temperature.fill_(temperature)
-    return CalibrationReport(len(data), temperature, *losses)
+    found = cautious_temperature(logits, labels, [str(pair.prompt) for pair in data.pairs])
+    before = pairwise_metrics(log_probs, labels).log_loss
+    after = pairwise_metrics((logits / found.value).log_softmax(-1), labels).log_loss
+    model.head.temperature.fill_(found.value)
+    return CalibrationReport(len(data), *found, before, after)
 
 
 def _check_labelled(operation: str, data: PairwiseDataset) -> None:

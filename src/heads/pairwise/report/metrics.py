@@ -5,8 +5,10 @@ Shapes: N pairs, C classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,7 @@ _BINS = 15
 # temperatures
 LEAST = 0.02
 MOST = 50.0
+_PRIOR = 0.5  # standard deviation of a temperature's logarithm before pairs are seen: 1.65 times
 
 
 @dataclass(frozen=True)
@@ -225,3 +228,59 @@ def fit_temperature(logits: Tensor, labels: Sequence[object] | Tensor) -> float:
         mean = ((middle * logits).softmax(-1) * logits).sum(1).mean()
         low, high = (low, middle) if mean > wanted else (middle, high)
     return 1 / (low * high) ** 0.5
+
+
+class Temperature(NamedTuple):
+    """A temperature that is held back where pairs are few.
+
+    Attributes:
+        value: The temperature to use.
+        best: The temperature with the lowest log-loss on these pairs.
+        error: Standard error of the logarithm of ``best``, with prompts as units.
+    """
+
+    value: float
+    best: float
+    error: float
+
+
+def cautious_temperature(
+    logits: Tensor, labels: Sequence[object] | Tensor, prompts: Sequence[object]
+) -> Temperature:
+    """Shrink `fit_temperature` towards 1 by its standard error.
+
+    The logarithm has a normal prior of mean 0 and standard deviation 0.5. Pairs with one prompt are
+    not independent, so the error is that of sums over prompts. Without two standard errors of
+    evidence the temperature is not below 1: a judge that is made surer of itself by chance is worse
+    on other pairs.
+
+    Args:
+        logits: (N, C), on data that was not trained on.
+        labels: (N,) classes or (N, C) shares.
+        prompts: The prompt of each pair, or any key of it.
+
+    >>> few = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    >>> cautious_temperature(few, [0, 0], ["a", "b"]).value
+    1.0
+    """
+    best = fit_temperature(logits, labels)
+    logits = logits.double()
+    probabilities = (logits / best).softmax(-1)
+    wanted = shares_of(labels, logits.shape[-1])
+    # derivatives of the log-loss by 1 / T: the first of each pair, the second of all
+    slopes = ((probabilities - wanted) * logits).sum(1)
+    means = (probabilities * logits).sum(1)
+    curvature = float((probabilities * logits.square()).sum(1).sub(means.square()).sum())
+    sums: dict[object, float] = {}
+    for prompt, slope in zip(prompts, slopes.tolist(), strict=True):
+        sums[prompt] = sums.get(prompt, 0.0) + slope
+    error = math.inf
+    if len(sums) > 1 and curvature > 0:
+        spread = sum(value**2 for value in sums.values()) * len(sums) / (len(sums) - 1)
+        error = best * spread**0.5 / curvature
+    logarithm = math.log(best)
+    # where every verdict is right there is no best temperature, and the fit stops at its limit
+    if best < 1.01 * LEAST or (logarithm < 0 and logarithm + 2 * error > 0):
+        return Temperature(1.0, best, error)
+    value = math.exp(logarithm * _PRIOR**2 / (_PRIOR**2 + error**2))
+    return Temperature(value, best, error)

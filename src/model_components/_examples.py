@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import xxhash
 
 from ._checks import is_whole
 from ._rows import SUFFIXES, each_row, kind_of, read_text
@@ -95,7 +98,9 @@ class TextExamples:
     Attributes:
         examples: The examples.
         left_out: The number of rows that are left out.
+        rows: For each example the number of its row; pieces of one text have different numbers.
         cut: The number of examples that lost their end.
+        digest: A hash of the rows as they were given.
 
     Raises:
         ValueError: There are no rows, some cannot be used, or none has an answer within
@@ -115,13 +120,15 @@ class TextExamples:
         self.max_length = max_length
         self.train_on_inputs = train_on_inputs
         self.examples: list[Example] = []
+        self.rows: list[int] = []
         self.left_out = 0
         self.cut = 0
         name, rows = _read(source)
+        self.digest = _digest(rows)
         bad: dict[str, list[int]] = {}
         for number, row in rows:
             try:
-                self._add(row)
+                self._add(number, row)
             except _BadRowError as error:
                 bad.setdefault(str(error), []).append(number)
         if bad:
@@ -159,9 +166,10 @@ class TextExamples:
             parts.append(f"⟦{text}⟧" if is_supervised else text)
         return "".join(parts)
 
-    def _add(self, row: object) -> None:
+    def _add(self, number: int, row: object) -> None:
         """Add the examples of a row, or count it as left out."""
-        if isinstance(row, str):
+        is_text = isinstance(row, str)
+        if is_text:
             examples = self._pieces(row)
         elif isinstance(row, Mapping) and _kind_of_row(row) == "text":
             pieces = self._pieces(row["text"])
@@ -172,6 +180,9 @@ class TextExamples:
         # nothing predicts the first token
         usable = [one for one in examples if any(x != IGNORED for x in one["labels"][1:])]
         self.examples += usable
+        # pieces of a text have negative numbers, which no row has
+        count = len(self.rows)
+        self.rows += [-1 - count - n if is_text else number for n in range(len(usable))]
         if not usable:
             self.left_out += 1
 
@@ -188,9 +199,10 @@ class TextExamples:
         ids = list(encoded["input_ids"])
         labels = []
         for token, (start, stop) in zip(ids, encoded["offset_mapping"], strict=True):
-            # a token may have an empty span; where an answer begins, it belongs to the prompt
+            # a token that spans the end of a prompt has the first characters of the answer; one
+            # with an empty span belongs to the prompt where an answer begins
             is_answer = any(
-                first <= start and stop <= last and (start < stop or first < start)
+                (start < last and stop > first) if start < stop else first < start <= last
                 for first, last in layout.spans
             )
             labels.append(token if is_answer or self.train_on_inputs else IGNORED)
@@ -272,7 +284,7 @@ def _completion(tokenizer: Any, row: Mapping[str, Any]) -> list[_Layout]:
 
 def _instruction(tokenizer: Any, row: Mapping[str, Any]) -> list[_Layout]:
     for name in ("instruction", "input", "output"):
-        if not isinstance(row.get(name) or "", str):
+        if not isinstance(row.get(name, ""), str | None):
             raise _BadRowError(f"{name} that is not text")
     instruction = row["instruction"]
     more = row.get("input") or ""
@@ -330,12 +342,14 @@ def _messages(given: object, role: str, content: str, *, of_prompt: bool = False
         if not isinstance(message, Mapping):
             raise _BadRowError(f"a {type(message).__name__} as a message")
         name = message.get(role)
-        if name not in _ROLES:
-            raise _BadRowError(f"the role {name!r} (expected one of {', '.join(_ROLES)})")
+        if not isinstance(name, str) or name not in _ROLES:
+            shown = repr(name) if isinstance(name, str) else f"of {type(name).__name__}"
+            raise _BadRowError(f"the role {shown} (expected one of {', '.join(_ROLES)})")
         text = message.get(content)
         if not isinstance(text, str) and not (text is None and message.get("tool_calls")):
             raise _BadRowError(f"a message whose {content} is not text")
-        others = {k: v for k, v in message.items() if k not in (role, content)}
+        named = (role, content, "role", "content")
+        others = {k: v for k, v in message.items() if k not in named}
         messages.append({"role": _ROLES[name], "content": text, **others})
     if not of_prompt and not any(one["role"] == "assistant" for one in messages):
         raise _BadRowError("no message of the assistant")
@@ -363,11 +377,15 @@ def _conversation(
     has_special_tokens = bool(tokenizer.chat_template)
     layouts = []
     for number in answers:
-        before = _render(tokenizer, messages[:number], tools, is_prompt=True)
         text = _render(tokenizer, messages[: number + 1], tools)
-        if not text.startswith(before):
+        if number:
+            before = _render(tokenizer, messages[:number], tools, is_prompt=True)
+            start = len(before) if text.startswith(before) else -1
+        else:  # what a template writes before a first message is no answer
+            start = text.find(messages[0]["content"] or "")
+        if start < 0:
             raise _BadRowError("an answer that the chat template does not put after its prompt")
-        layouts.append(_Layout(text, [(len(before), len(text))], has_special_tokens))
+        layouts.append(_Layout(text, [(start, len(text))], has_special_tokens))
     if not layouts:
         return [_Layout(_render(tokenizer, messages, tools), [], has_special_tokens)]
     last = layouts[-1]
@@ -384,8 +402,6 @@ def _has_answer(message: Mapping[str, Any]) -> bool:
 
 def _render(tokenizer: Any, messages: Messages, tools: object, *, is_prompt: bool = False) -> str:
     """Return messages as text, with the beginning of an answer if they are a prompt."""
-    if not messages:
-        return ""
     if not tokenizer.chat_template:
         end = tokenizer.eos_token or "\n"
         return _check_unicode(
@@ -410,6 +426,15 @@ def _check_unicode(text: str) -> str:
     except UnicodeEncodeError as error:
         raise _BadRowError("an unpaired surrogate") from error
     return text
+
+
+def _digest(rows: Sequence[tuple[int, object]]) -> str:
+    """Return a hash of rows, before a chat template lays them out, which may write the date."""
+    digest = xxhash.xxh3_128()
+    for _, row in rows:
+        # surrogates have no UTF-8
+        digest.update(json.dumps(row, default=repr).encode(errors="replace"))
+    return digest.hexdigest()
 
 
 def _listed(numbers: Sequence[int]) -> str:

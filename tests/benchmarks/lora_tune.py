@@ -88,8 +88,8 @@ def _trl(seed: int, *, is_default: bool) -> dict[str, float]:
     from heads.lora.data import split_examples
 
     tokenizer = AutoTokenizer.from_pretrained(real.smollm2())
-    examples = TextExamples(real.data(DATA), tokenizer, max_length=LENGTH).examples
-    train, held_out = split_examples(examples, 0.1, 200, seed)
+    examples = TextExamples(real.data(DATA), tokenizer, max_length=LENGTH)
+    train, held_out = split_examples(examples, 0.1, 200)
     recipe: dict[str, Any] = {}
     if not is_default:
         recipe = {

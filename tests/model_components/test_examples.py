@@ -130,6 +130,43 @@ def test_a_token_that_begins_texts_is_kept_and_not_supervised():
     assert TextExamples([GOOD], beginning).decoded(0) == "<s><user>a</s><assistant>⟦b</s>⟧"
 
 
+def test_a_token_that_spans_the_end_of_a_prompt_is_supervised():
+    """Else the first word of the answer would never be trained."""
+    merged = Tokenizer(models.WordLevel({"ask:": 0, " yes": 1, "</s>": 2, "?": 3}, unk_token="?"))
+    merged.pre_tokenizer = pre_tokenizers.Split("ask:", "isolated")
+    merged = PreTrainedTokenizerFast(tokenizer_object=merged, eos_token="</s>")
+    row = {"prompt": "ask: ", "completion": "yes"}
+    examples = TextExamples([row], merged)
+    assert examples.examples == [{"input_ids": [0, 1, 2], "labels": [-100, 1, 2]}]
+
+
+def test_what_a_template_writes_before_an_opening_answer_is_not_supervised():
+    chat = "<system>default</s>" + CHAT
+    messages = [{"role": "assistant", "content": "Hello."}, MESSAGES[1], MESSAGES[2]]
+    assert TextExamples([{"messages": messages}], tokenizer(chat)).decoded(0) == (
+        "<system>default</s><assistant>⟦Hello.</s>⟧<user>One?</s><assistant>⟦Two.</s>⟧"
+    )
+
+
+def test_other_fields_of_a_message_do_not_replace_its_role_and_text():
+    rows = [
+        {"from": "human", "value": "a", "role": "assistant"},
+        {"from": "gpt", "value": "b", "content": "other", "role": None},
+    ]
+    examples = TextExamples([{"conversations": rows}], tokenizer())
+    assert examples.decoded(0) == "<user>a</s><assistant>⟦b</s>⟧"
+
+
+def test_rows_and_pieces_have_numbers():
+    turns = [("user", "q1"), ("assistant", "t1|a1"), ("user", "q2"), ("assistant", "t2|a2")]
+    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    examples = TextExamples([row, GOOD, "a" * 20], tokenizer(FORGETFUL), max_length=64)
+    assert examples.rows[:3] == [1, 1, 2]
+    pieces = TextExamples(["a" * 20], tokenizer(), max_length=8)
+    assert len(set(pieces.rows)) == len(pieces) == 3
+    assert all(row < 0 for row in pieces.rows)
+
+
 def test_tools_and_their_calls():
     chat = "{{ tools | length }} tools;" + CHAT
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
@@ -154,6 +191,9 @@ def test_bad_rows_are_named_in_one_error():
         {"prompt": "a", "completion": MESSAGES[1:3]},
         {"messages": [{"role": "user", "content": None}]},
         {"messages": ["a"]},
+        {"messages": [{"role": ["user"], "content": "a"}]},
+        {"instruction": "a", "output": 0},
+        {"instruction": "a", "input": 0, "output": "b"},
     ]
     with pytest.raises(ValueError, match="TextExamples: rows: ") as caught:
         TextExamples(rows, tokenizer())
@@ -169,7 +209,10 @@ def test_bad_rows_are_named_in_one_error():
         "an unpaired surrogate in row 15;",
         "prompt and completion that are not both texts or both messages in row 16;",
         "a message whose content is not text in row 17;",
-        "a str as a message in row 18; expected messages,",
+        "a str as a message in row 18;",
+        "the role of list (expected one of system,",
+        "output that is not text in row 20;",
+        "input that is not text in row 21; expected messages,",
     ):
         assert part in text
     refusing = "{{ raise_exception('turns must alternate') }}"

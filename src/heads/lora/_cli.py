@@ -117,7 +117,10 @@ def read_grid(path: Path) -> Any:
             f"sweep: expected a YAML mapping of flags or a list of them in {path}, got "
             f"{type(grid).__name__}"
         )
-    return [{str(k).replace("-", "_"): _numbers(v) for k, v in one.items()} for one in grids]
+    named = [{str(k).replace("-", "_"): _numbers(v) for k, v in one.items()} for one in grids]
+    if any(len(one) < len(given) for one, given in zip(named, grids, strict=True)):
+        raise ValueError(f"sweep: expected each setting once in {path}, got one with - and with _")
+    return named
 
 
 def _numbers(value: Any) -> Any:

@@ -8,6 +8,17 @@ from typing import Annotated, Literal
 
 from model_components._checks import CheckedConfig, MaybeWhole, Range, Whole
 
+Schedule = Literal[
+    "cosine_with_min_lr",
+    "cosine",
+    "linear",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "polynomial",
+]
+"""Schedules that need no more settings."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig(CheckedConfig):
@@ -26,7 +37,7 @@ class TuneConfig(CheckedConfig):
         last_blocks: Number of transformer blocks to train, counted from the end; default: all.
         learning_rate: Peak of the rate; default: 5e-4 for adapters and 5e-5 for all parameters, in
             models of a billion parameters and more 2e-4 and 2e-5.
-        lr_scheduler_type: A schedule of transformers, such as linear or constant.
+        lr_scheduler_type: A schedule of transformers.
         min_lr_ratio: Last rate of the default schedule, as a fraction of the peak.
         warmup: Length of the warm-up, as a fraction of all steps.
         max_grad_norm: Largest norm of the gradient; larger gradients are scaled down to it.
@@ -47,7 +58,7 @@ class TuneConfig(CheckedConfig):
             0. Adapters are always in float32.
         merge: Also write an ordinary checkpoint, with the adapters merged into the weights. If r is
             0, it is written anyway.
-        seed: Seed of the split, the adapters and the order of rows.
+        seed: Seed of the adapters and of the order of rows. Held-out rows do not depend on it.
 
     Raises:
         ValueError: A value has another type or is out of range.
@@ -60,7 +71,7 @@ class TuneConfig(CheckedConfig):
     use_rslora: bool = False
     last_blocks: MaybeWhole = None
     learning_rate: Annotated[float | None, Range(above=0)] = None
-    lr_scheduler_type: str = "cosine_with_min_lr"
+    lr_scheduler_type: Schedule = "cosine_with_min_lr"
     min_lr_ratio: Annotated[float, Range(least=0, most=1)] = 0.1
     warmup: Annotated[float, Range(least=0, below=1)] = 0.03
     max_grad_norm: Annotated[float, Range(above=0)] = 1.0

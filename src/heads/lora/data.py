@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,30 +41,37 @@ def first_answer(example: Example) -> Answer:
 
 
 def split_examples(
-    examples: Sequence[Example], share: float, most: int, seed: int
+    texts: TextExamples, share: float, most: int
 ) -> tuple[list[Example], list[Example]]:
-    """Split examples at random into training examples and held-out ones.
+    """Split examples by rows, at random, into training examples and held-out ones.
 
-    Training examples whose first prompt is also that of a held-out example are dropped.
+    All examples of a row are on one side. Training rows with the first prompt of a held-out row
+    are dropped; so are texts without a prompt that are equal to a held-out one. The split does not
+    depend on a run's seed, so that runs with different seeds can be compared.
 
     Args:
-        examples: The examples.
-        share: The share that is held out.
-        most: The largest number that is held out.
-        seed: The seed of the shuffle.
+        texts: The examples.
+        share: The share of the rows that is held out.
+        most: The largest number of rows that is held out.
 
     Returns:
         The examples to train, and the held-out examples, at least one.
     """
-    shuffled = list(examples)
-    random.Random(seed).shuffle(shuffled)
+    by_row: dict[int, list[Example]] = {}
+    for row, example in zip(texts.rows, texts.examples, strict=True):
+        by_row.setdefault(row, []).append(example)
+    shuffled = list(by_row.values())
+    random.Random(0).shuffle(shuffled)
     count = max(1, min(most, round(share * len(shuffled))))
-    held_out = shuffled[:count]
-    prompts = {tuple(first_answer(example).prompt) for example in held_out}
-    prompts.discard(())  # of plain texts
-    rest = shuffled[count:]
-    train = [example for example in rest if tuple(first_answer(example).prompt) not in prompts]
+    held_out = [example for row in shuffled[:count] for example in row]
+    keys = {_key(row[0]) for row in shuffled[:count]}
+    train = [example for row in shuffled[count:] if _key(row[0]) not in keys for example in row]
     return train, held_out
+
+
+def _key(example: Example) -> tuple[int, ...]:
+    """Return the first prompt of an example, or a text that has none."""
+    return tuple(first_answer(example).prompt or example["input_ids"])
 
 
 @torch.no_grad()

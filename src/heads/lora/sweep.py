@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from model_components._folders import make_folder
+import xxhash
+
+from model_components._runs import RunFolder
 from model_components._trainer import DeadRunError
 
 from .config import TuneConfig
-from .report.runs import SweepReport, TuneReport
-from .training import JudgeMaker, tune
+from .evaluation import JudgeMaker
+from .report.runs import TABLES, SweepReport, TuneReport
+from .training import tune
+
+_LONGEST = 100  # characters of the name of a run
 
 Grid = Mapping[str, Any]
 """Settings of `TuneConfig`. A list holds alternatives; a value that is a list stands in another."""
@@ -34,15 +39,15 @@ def sweep(
 
     Each run has its own folder in ``out``, beside ``runs.csv``, ``table.md`` and, with matplotlib
     installed, ``sweep.png``, which are written anew after each run. The same call continues an
-    interrupted sweep, and a larger grid keeps the runs that are there. A run whose loss becomes NaN
-    or infinite is reported, and the next one starts.
+    interrupted sweep, and a larger grid keeps the runs that are there. A run that fails, for
+    example by a loss that becomes NaN, is reported, and the next one starts.
 
     Args:
         model: Folder or hub id of a causal language model.
         rows: Rows to train, as for `tune`.
         grid: Fields of `TuneConfig`, each with a value or a list of values; a run is made for every
             combination. A list of grids is run in order.
-        out: Output folder. The folder of a run must be new, or belong to the same run.
+        out: Output folder: new, or of a sweep of the same model.
         eval_rows: Held-out rows, as for `tune`.
         judge: A judge of answers, as for `tune`; there is one by default, because a lower loss does
             not prove better answers.
@@ -53,57 +58,72 @@ def sweep(
         The settings, losses, scores, times and peaks of all runs.
 
     Raises:
-        ValueError: A setting is invalid, two runs are the same, or `tune` raises it.
+        ValueError: A setting is invalid, two runs are the same, ``out`` is not of this sweep, or
+            all runs fail.
     """
     grids = [grid] if isinstance(grid, Mapping) else list(grid)
     shared = {"merge": False, **settings}
-    varied = _runs_of(grids)
-    for one in varied.values():
-        TuneConfig.from_dict({**shared, **one})
-    if not isinstance(rows, (str, Path)):
-        rows = list(rows)
-    if eval_rows is not None and not isinstance(eval_rows, (str, Path)):
-        eval_rows = list(eval_rows)
-    folder = make_folder(out, "sweep")
+    runs = _runs_of(grids, shared)
+    # each run reads the rows anew
+    rows = list(rows) if isinstance(rows, Iterator) else rows
+    eval_rows = list(eval_rows) if isinstance(eval_rows, Iterator) else eval_rows
     finished: dict[str, TuneReport] = {}
     failures: dict[str, str] = {}
-    for number, (name, one) in enumerate(varied.items(), 1):
-        if progress:
-            print(f"sweep: {name}, {number} of {len(varied)}")
-        try:
-            finished[name] = tune(
-                model,
-                rows,
-                out=folder / name,
-                eval_rows=eval_rows,
-                judge=judge,
-                progress=progress,
-                **{**shared, **one},
-            )
-        except DeadRunError as error:
-            failures[name] = str(error)
-        report = SweepReport(varied, finished, failures)
-        report.write(folder)
+    out = Path(out)
+    with RunFolder(out, {"model": str(model)}, "sweep", results=TABLES, fresh=None):
+        for number, (name, one) in enumerate(runs.items(), 1):
+            if progress:
+                print(f"sweep: {name}, {number} of {len(runs)}")
+            try:
+                finished[name] = tune(
+                    model,
+                    rows,
+                    out=out / name,
+                    eval_rows=eval_rows,
+                    judge=judge,
+                    progress=progress,
+                    **{**shared, **one},
+                )
+            except (DeadRunError, RuntimeError, ValueError) as error:
+                failures[name] = str(error)
+                if number == len(failures) == len(runs):  # a reason that all runs share
+                    raise
+            report = SweepReport(runs, finished, failures)
+            report.write(out)
     return report
 
 
-def _runs_of(grids: Sequence[Grid]) -> dict[str, dict[str, Any]]:
-    """Return the settings of each run by run name, which lists all settings of the grid."""
-    runs = []
+def _runs_of(grids: Sequence[Grid], shared: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the settings of each run by run name, which lists all settings of the grid.
+
+    Raises:
+        ValueError: A grid is empty, a setting is invalid, or two runs are the same.
+    """
+    runs: dict[str, dict[str, Any]] = {}
+    configs: list[TuneConfig] = []
     for grid in grids:
         if not isinstance(grid, Mapping) or not grid:
             raise ValueError(f"sweep: expected a grid of settings with values, got {grid!r:.60}")
         lists = {k: v if isinstance(v, list) else [v] for k, v in grid.items()}
-        runs += [
-            dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())
-        ]
+        for values in itertools.product(*lists.values()):
+            run = dict(zip(lists, values, strict=True))
+            config = TuneConfig.from_dict({**shared, **run})
+            name = _name_of(run)
+            if config in configs:
+                raise ValueError(f"sweep: expected different runs, got two of {name}")
+            configs.append(config)
+            runs[name] = run
+        if [] in lists.values():
+            raise ValueError(f"sweep: expected values for each setting, got {grid!r:.60}")
     if not runs:
         raise ValueError("sweep: expected a grid of settings with values, got none")
-    named: dict[str, dict[str, Any]] = {}
-    for run in runs:
-        parts = [f"{setting}-{value}" for setting, value in run.items()]
-        name = re.sub(r"[^\w.,+-]+", "_", ",".join(parts))  # as the name of a folder
-        if name in named:
-            raise ValueError(f"sweep: expected different runs, got two of {name}")
-        named[name] = run
-    return named
+    return runs
+
+
+def _name_of(run: Mapping[str, Any]) -> str:
+    """Return the name of a run, which is also that of its folder."""
+    name = ",".join(f"{setting}-{value}" for setting, value in run.items())
+    name = re.sub(r"[^\w.,+-]+", "_", name)
+    if len(name) <= _LONGEST:
+        return name
+    return f"{name[:_LONGEST]}-{xxhash.xxh3_64(name.encode()).hexdigest()[:8]}"

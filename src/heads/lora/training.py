@@ -2,52 +2,48 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import xxhash
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
-    GenerationConfig,
     PrinterCallback,
     ProgressCallback,
     TrainingArguments,
     set_seed,
 )
+from transformers.pytorch_utils import Conv1D
 
 from model_components._checkpoints import newest_whole
 from model_components._devices import peak_memory, reset_peak_memory
 from model_components._examples import Example
-from model_components._folders import NewFolder, OutputError, write_json
+from model_components._folders import NewFolder, OutputError
 from model_components._formats import reading
 from model_components._hub import find_folder
 from model_components._model_folders import card_of, complete_folder, load_tokenizer, shown_name
-from model_components._modes import evaluating
 from model_components._runs import RunFolder
 from model_components._trainer import StepTrainer
 
 from .config import TuneConfig
-from .data import TextExamples, check_packed_examples, first_answer, split_examples
-from .judging import Judge, LikelihoodGain, judge_answers
+from .data import TextExamples, check_packed_examples, split_examples
+from .evaluation import ANSWERS, HeldOut, JudgeMaker, check_judge, name_of
 from .losses import answer_loss, fuse_cross_entropy_
-from .report.runs import LOG, REPORT, TuneReport, read_report
+from .report.runs import CURVES, LOG, REPORT, TuneReport, read_report
 from .storage.merge import merge_lora
 from .surgery.prepare import prepare_lora
-
-JudgeMaker = Callable[[Mapping[str, str]], Judge]
-"""A function from reference answers by prompt to a judge, such as ``partial(WinRate, model)``."""
 
 _LARGE = 1_000_000_000  # parameters of a model that wants a lower rate
 # Learning rates of small and of large models. Those of small models come from a search on
@@ -58,7 +54,8 @@ _FULL_RATES = (5e-5, 2e-5)
 _MOST_HELD_OUT = 200  # rows
 _WATCHED = 64  # held-out rows whose loss is computed during training
 _SAVE_INTERVAL = 0.1  # fraction of all steps between two checkpoints
-_GENERATED = 8  # answers at once
+_FINGERPRINT = 1 << 20  # bytes at the beginning and the end of a weight file that identify it
+_RESULTS = (REPORT, LOG, ANSWERS, CURVES, "adapter", "model")
 
 
 def tune(
@@ -84,12 +81,12 @@ def tune(
     Args:
         model: Folder or hub id of a causal language model.
         rows: Rows to train, or a file of them; see `TextExamples` for their layouts.
-        out: Output folder: new, empty, or of the same run.
+        out: Output folder: new, or of the same run.
         eval_rows: Held-out rows; default: a part of the rows.
         judge: Also score the answers to held-out prompts, before and after tuning.
             ``"likelihood_gain"`` is `LikelihoodGain` under the model before tuning. A function
             returns another judge, given the reference answers by prompt, for example
-            ``partial(WinRate, pairwise_model)``.
+            ``partial(WinRate, pairwise_model)``. A run knows a function by its name only.
         progress: Show progress bars.
         **settings: Fields of `TuneConfig`.
 
@@ -98,62 +95,61 @@ def tune(
 
     Raises:
         ValueError: A setting, a row or the model is invalid, or ``out`` belongs to another run;
-            nothing has been written then. Or the judge failed; the same call goes on from there.
+            nothing has been trained then. Or the judge failed; the same call, with or without the
+            judge, goes on from there.
         DeadRunError: A loss or gradient is not finite.
     """
     config = TuneConfig.from_dict(settings)
-    if judge not in (None, "likelihood_gain") and not callable(judge):
-        raise ValueError(
-            f"tune: judge is {judge!r}, expected 'likelihood_gain', None or a function of "
-            "the reference answers"
-        )
-    if judge is not None and not config.answers:
-        raise ValueError("tune: answers is 0, expected 1 or more for the judge")
+    check_judge(judge, config)
     folder = find_folder(model)
     tokenizer = _load_tokenizer(folder)
-    train, held_out, notes = _examples(rows, eval_rows, tokenizer, config)
-    contents = {"rows": _hash([train, held_out])}
-    facts = {"model": str(model), "judge": _name_of(judge), **config.to_dict()}
+    data = _read_data(rows, eval_rows, folder, tokenizer, config)
+    out = Path(out)
     run = RunFolder(
-        Path(out),
-        facts,
+        out,
+        {"model": str(model), "judge": name_of(judge), **config.to_dict()},
         "tune",
-        contents=contents,
+        contents={"rows": data.digest, "model": _fingerprint(folder)},
         checkpoints="checkpoints",
-        results=(REPORT, LOG),
+        may_change=("judge",),
+        results=_RESULTS,
         fresh=None,
     )
-    if (Path(out) / REPORT).is_file():
-        with run:  # entering raises if the folder belongs to another run
-            return read_report(Path(out))
+    if (out / REPORT).is_file():
+        return _finished(run, name_of(judge))
     set_seed(config.seed)
     tuned = _trainable(folder, config)
-    rate = config.learning_rate or _default_rate(tuned, config)
+    _check_tokens(tuned, tokenizer, data)
+    steps = _count_steps(data, config)
+    checkpoint = newest_whole(out / "checkpoints", "tune")
+    arguments = _arguments(tuned, out, config, steps, is_new=checkpoint is None, progress=progress)
+    evaluation = HeldOut(tuned, tokenizer, data.held_out, _collator(tokenizer, config), config)
+    evaluation.progress = progress
+    evaluation.set_judge(judge, folder)
     with run:
-        trainer = _trainer(tuned, tokenizer, train, held_out, Path(out), config, rate, progress)
-        evaluation = _HeldOut(trainer, tokenizer, held_out, config, progress)
-        evaluation.judge = _judge_of(judge, tuned, folder, evaluation, tokenizer)
+        trainer = _trainer(tuned, arguments, data, evaluation.collator)
         before = evaluation.measure()
-        checkpoint = newest_whole(Path(out) / "checkpoints", "tune")
         _reset_peak()
         start = time.perf_counter()
         trainer.train(resume_from_checkpoint=checkpoint)
         seconds = time.perf_counter() - start - trainer.evaluation_seconds
         peak = _peak_mb()
-        after = evaluation.measure()
+        notes = list(data.notes)
         if checkpoint is not None:
             notes.append(f"continued from {checkpoint.name}; the time is of the steps since then")
-        notes += _save(tuned, folder, Path(out), config, progress)
-        evaluation.write(Path(out), before, after)
+        tuned.generation_config.eos_token_id = evaluation.ends
+        notes += _save(tuned, folder, out, config, progress=progress)
+        after = evaluation.measure()  # last, as a judge may fail
+        evaluation.write(out, before, after)
         report = TuneReport(
-            out=Path(out),
+            out=out,
             model=str(model),
-            train_rows=len(train),
-            held_out_rows=len(held_out),
+            train_rows=len(data.train),
+            held_out_rows=len(data.held_out),
             trained_parameters=sum(p.numel() for p in tuned.parameters() if p.requires_grad),
             parameters=sum(p.numel() for p in tuned.parameters()),
             steps=trainer.state.global_step,
-            learning_rate=rate,
+            learning_rate=arguments.learning_rate,
             loss_before=before.loss,
             loss=after.loss,
             score_before=before.score,
@@ -163,54 +159,90 @@ def tune(
             notes=tuple(notes),
             log=tuple(trainer.state.log_history),
         )
+        run.update()
         report.write()
         return report
+
+
+def _finished(run: RunFolder, judge: str | None) -> TuneReport:
+    """Return the report of a finished run; refuse another run, or another judge."""
+    with run:  # entering raises if the folder belongs to another run
+        facts = run.read() or {}
+        if facts.get("judge") != judge:
+            raise ValueError(
+                f"tune: expected the judge {facts.get('judge')} of the finished run in "
+                f"{run.folder}, got {judge}; name another folder"
+            )
+        return read_report(run.folder)
 
 
 def _load_tokenizer(folder: Path) -> Any:
     with reading(folder, "tune"):
         tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer.padding_side = "right"  # else a text's first token would be predicted from padding
     if tokenizer.pad_token is None:
         # any token will do, since padded labels are ignored
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 
 
-def _examples(
-    rows: Any, eval_rows: Any, tokenizer: Any, config: TuneConfig
-) -> tuple[list[Example], list[Example], list[str]]:
-    """Return the examples to train, the held-out ones, and remarks on them."""
-    texts = TextExamples(rows, tokenizer, max_length=config.max_length)
+@dataclass(frozen=True)
+class _Data:
+    """The examples of a run.
+
+    Attributes:
+        train: The examples to train.
+        held_out: The held-out examples.
+        digest: A hash of the rows.
+        notes: Remarks on rows that were cut or left out.
+    """
+
+    train: list[Example]
+    held_out: list[Example]
+    digest: str
+    notes: list[str]
+
+
+def _read_data(
+    rows: Any, eval_rows: Any, folder: Path, tokenizer: Any, config: TuneConfig
+) -> _Data:
+    with reading(folder, "tune"):
+        model_config = AutoConfig.from_pretrained(folder).get_text_config()
+    positions = getattr(model_config, "max_position_embeddings", None) or config.max_length
+    length = min(config.max_length, positions)
+    texts = TextExamples(rows, tokenizer, max_length=length)
     notes = []
     if texts.cut:
-        notes.append(f"cut to max_length {config.max_length}: {texts.cut} rows")
+        notes.append(f"cut to {length} tokens: {texts.cut} rows")
     if texts.left_out:
         notes.append(f"left out, without an answer: {texts.left_out} rows")
     if eval_rows is not None:
-        held_out = TextExamples(eval_rows, tokenizer, max_length=config.max_length).examples
-        return texts.examples, held_out, notes
-    train, held_out = split_examples(texts.examples, config.held_out, _MOST_HELD_OUT, config.seed)
+        others = TextExamples(eval_rows, tokenizer, max_length=length)
+        digest = f"{texts.digest} {others.digest}"
+        return _Data(texts.examples, others.examples, digest, notes)
+    train, held_out = split_examples(texts, config.held_out, _MOST_HELD_OUT)
     shared = len(texts) - len(train) - len(held_out)
     if shared:
-        notes.append(f"left out, with the prompt of a held-out row: {shared} rows")
+        notes.append(f"left out, with the prompt of a held-out row: {shared} examples")
     if not train:
         raise ValueError(
             "tune: expected rows to train besides the held-out ones, got none of "
             f"{len(texts)}; give rows with other prompts, or eval_rows"
         )
-    return train, held_out, notes
+    return _Data(train, held_out, texts.digest, notes)
 
 
-def _hash(examples: object) -> str:
-    return xxhash.xxh3_128(json.dumps(examples).encode()).hexdigest()
-
-
-def _name_of(judge: object) -> str | None:
-    """Return the name of a judge for ``run.json``."""
-    if judge is None or isinstance(judge, str):
-        return judge
-    function = getattr(judge, "func", judge)  # of functools.partial
-    return getattr(function, "__qualname__", type(function).__name__)
+def _fingerprint(folder: Path) -> str:
+    """Return a hash of the config and of the size, beginning and end of each weight file."""
+    digest = xxhash.xxh3_128()
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("config.json")]):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_FINGERPRINT))
+            file.seek(max(0, size - _FINGERPRINT))
+            digest.update(file.read(_FINGERPRINT))
+    return digest.hexdigest()
 
 
 def _length(example: Example) -> int:
@@ -228,7 +260,7 @@ class TuneTrainer(StepTrainer):
     evaluation_seconds = 0.0
 
     def evaluate(self, *_: object, **named: object) -> dict[str, float]:
-        """Take the loss of the held-out rows, and log it."""
+        """Compute and log the loss of ``eval_dataset``; arguments are ignored."""
         start = time.perf_counter()
         collator: Any = self.data_collator
         loss, _perplexity = answer_loss(
@@ -269,26 +301,27 @@ def _trainable(folder: Path, config: TuneConfig) -> Any:
     with reading(folder, "tune"):
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     blocks = base.config.get_text_config().num_hidden_layers
-    count = config.last_blocks or blocks
-    if count > blocks:
-        raise ValueError(f"tune: last_blocks is {count}, expected at most {blocks}")
-    chosen = list(range(blocks - count, blocks))
+    if config.last_blocks is not None and config.last_blocks > blocks:
+        raise ValueError(f"tune: last_blocks is {config.last_blocks}, expected at most {blocks}")
+    chosen = range(blocks - (config.last_blocks or blocks), blocks)
+    model = base
     if config.r:
+        targets: str | list[str] = list(config.target_modules) or "all-linear"
+        if config.last_blocks:
+            targets = _linear_layers(base, chosen, config.target_modules)
         adapters = LoraConfig(
             r=config.r,
             # pyrefly: ignore[bad-argument-type]: peft takes fractions, too
             lora_alpha=config.lora_alpha or 2 * config.r,
             lora_dropout=config.lora_dropout,
             use_rslora=config.use_rslora,
-            target_modules=list(config.target_modules) or "all-linear",
-            layers_to_transform=chosen if config.last_blocks else None,
+            target_modules=targets,
             task_type="CAUSAL_LM",
         )
         model = prepare_lora(base, adapters)
-    else:
-        model = base
-        if config.last_blocks:
-            _freeze_all_but(base, chosen)
+    elif config.last_blocks:
+        for name, parameter in base.named_parameters():
+            parameter.requires_grad_(_block_of(name) in chosen)
     if config.gradient_checkpointing:
         options = {"use_reentrant": False}
         if hasattr(base, "activation_checkpointing_enable"):  # transformers 5.23 and later
@@ -301,13 +334,37 @@ def _trainable(folder: Path, config: TuneConfig) -> Any:
     return model
 
 
-def _freeze_all_but(model: nn.Module, blocks: Sequence[int]) -> None:
-    """Freeze every parameter outside the transformer blocks with these numbers."""
-    # the first number in a name is the block's; later ones are those of experts and the like
-    first_number = re.compile(r"\.(\d+)\.")
-    for name, parameter in model.named_parameters():
-        found = first_number.search(name)
-        parameter.requires_grad_(found is not None and int(found[1]) in blocks)
+def _block_of(name: str) -> int | None:
+    """Return the number of the block that a module or parameter is in, or None.
+
+    >>> _block_of("model.layers.3.mlp.experts.0.up_proj.weight")
+    3
+    """
+    found = re.search(r"\.(\d+)\.", name)
+    return None if found is None else int(found[1])
+
+
+def _linear_layers(model: nn.Module, blocks: Sequence[int], names: Sequence[str]) -> list[str]:
+    """Return the linear layers of some blocks, all or those of these names."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D))
+        and _block_of(name) in blocks
+        and (not names or name.rpartition(".")[2] in names)
+    ]
+
+
+def _check_tokens(model: Any, tokenizer: Any, data: _Data) -> None:
+    """Raise if the tokenizer makes tokens that the model has no embedding for."""
+    count = model.get_input_embeddings().weight.shape[0]
+    largest = max(max(one["input_ids"]) for one in (*data.train, *data.held_out))
+    largest = max(largest, tokenizer.pad_token_id)
+    if largest >= count:
+        raise ValueError(
+            f"tune: expected tokens below {count}, the rows of the model's embedding, got "
+            f"{tokenizer.convert_ids_to_tokens(largest)!r} with the number {largest}"
+        )
 
 
 def _default_rate(model: nn.Module, config: TuneConfig) -> float:
@@ -317,35 +374,37 @@ def _default_rate(model: nn.Module, config: TuneConfig) -> float:
     return large
 
 
-def _trainer(
-    model: Any,
-    tokenizer: Any,
-    train: list[Example],
-    held_out: list[Example],
-    out: Path,
-    config: TuneConfig,
-    rate: float,
-    progress: bool,
-) -> TuneTrainer:
+def _count_steps(data: _Data, config: TuneConfig) -> int:
+    """Return the number of steps on one device."""
+    if config.max_steps is not None:
+        return config.max_steps
+    batches = math.ceil(len(data.train) / config.batch_size)
+    return max(1, math.ceil(config.epochs * max(1, batches // config.accumulation)))
+
+
+def _arguments(
+    model: nn.Module, out: Path, config: TuneConfig, steps: int, *, is_new: bool, progress: bool
+) -> TrainingArguments:
     has_floor = config.lr_scheduler_type == "cosine_with_min_lr"
-    arguments = TrainingArguments(
+    return TrainingArguments(
         output_dir=str(out / "checkpoints"),
         num_train_epochs=config.epochs,
         max_steps=config.max_steps or -1,
         per_device_train_batch_size=config.batch_size,
         per_device_eval_batch_size=config.batch_size,
         gradient_accumulation_steps=config.accumulation,
-        learning_rate=rate,
+        learning_rate=config.learning_rate or _default_rate(model, config),
         lr_scheduler_type=config.lr_scheduler_type,
         lr_scheduler_kwargs={"min_lr_rate": config.min_lr_ratio} if has_floor else {},
-        warmup_steps=config.warmup,  # numbers below 1 are fractions of all steps
+        # whole steps: transformers would round a fraction up, and a single step would have rate 0
+        warmup_steps=int(config.warmup * steps),
         weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm,
         optim=config.optim,
         logging_steps=1,
         eval_strategy="steps",
-        eval_steps=1 / config.evaluations,
-        eval_on_start=True,
+        eval_steps=max(1, round(steps / config.evaluations)),
+        eval_on_start=is_new,  # a continued run has that loss in its log
         save_steps=_SAVE_INTERVAL,
         save_total_limit=1,
         seed=config.seed,
@@ -353,164 +412,42 @@ def _trainer(
         disable_tqdm=not progress,
         dataloader_pin_memory=torch.cuda.is_available(),
     )
-    if config.pack:
-        collator: Any = DataCollatorWithFlattening()
-    else:
-        collator = DataCollatorForSeq2Seq(tokenizer)
+
+
+def _collator(tokenizer: Any, config: TuneConfig) -> Any:
+    return DataCollatorWithFlattening() if config.pack else DataCollatorForSeq2Seq(tokenizer)
+
+
+def _trainer(model: Any, arguments: TrainingArguments, data: _Data, collator: Any) -> TuneTrainer:
     # not grouped by length: such batches make the loss oscillate, which looks like spikes
     trainer = TuneTrainer(
         model,
         arguments,
-        train_dataset=train,
-        eval_dataset=sorted(held_out[:_WATCHED], key=_length),
+        train_dataset=data.train,
+        eval_dataset=sorted(data.held_out[:_WATCHED], key=_length),
         data_collator=collator,
     )
     # a line for every step would hide everything else
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
-    if progress:
+    if not arguments.disable_tqdm:
         trainer.add_callback(_LossBar())
     return trainer
 
 
-@dataclass(frozen=True)
-class _Measurement:
-    """The held-out loss, answers and mean score at one point of training.
-
-    Attributes:
-        loss: Mean loss of the held-out answers, in nats per token.
-        answers: Answers to held-out prompts.
-        score: Mean score of the answers by the judge; None without a judge.
-    """
-
-    loss: float
-    answers: list[str]
-    score: float | None
-
-
-class _HeldOut:
-    """An evaluation of a model on held-out rows: its loss, and its answers to prompts.
-
-    Attributes:
-        prompts: The prompts that are answered, as text.
-        references: The answers in the rows.
-        judge: The judge of the answers, or None.
-    """
-
-    def __init__(
-        self,
-        trainer: TuneTrainer,
-        tokenizer: Any,
-        held_out: list[Example],
-        config: TuneConfig,
-        progress: bool,
-    ):
-        self._trainer = trainer
-        self._tokenizer = tokenizer
-        self._held_out = sorted(held_out, key=_length)
-        self._config = config
-        self._progress = progress
-        answers = [first_answer(example) for example in held_out[: config.answers]]
-        answers = [answer for answer in answers if answer.prompt]  # plain texts have no prompt
-        self._ids = [answer.prompt for answer in answers]
-        self.prompts = [tokenizer.decode(answer.prompt) for answer in answers]
-        self.references = [
-            tokenizer.decode(answer.reference, skip_special_tokens=True).strip()
-            for answer in answers
-        ]
-        self.judge: Judge | None = None
-
-    def measure(self) -> _Measurement:
-        """Measure the model as it is now."""
-        model: Any = self._trainer.model
-        collator: Any = self._trainer.data_collator
-        loss, _ = answer_loss(
-            model,
-            self._held_out,
-            collator,
-            batch_size=self._config.batch_size,
-            progress=self._progress,
-        )
-        answers = self._answers(model)
-        score = None
-        if self.judge is not None and answers:
-            score = judge_answers(self.judge, self.prompts, answers, progress=self._progress)
-        return _Measurement(loss, answers, score)
-
-    @torch.no_grad()
-    def _answers(self, model: Any) -> list[str]:
-        """Return greedy answers."""
-        settings = GenerationConfig(
-            max_new_tokens=self._config.answer_length,
-            do_sample=False,
-            pad_token_id=self._tokenizer.pad_token_id,
-            eos_token_id=model.generation_config.eos_token_id or self._tokenizer.eos_token_id,
-        )
-        answers = []
-        starts = range(0, len(self._ids), _GENERATED)
-        bar = tqdm(starts, "answering", disable=not self._progress, leave=False)
-        with evaluating(model):
-            for start in bar:
-                batch = self._tokenizer.pad(
-                    {"input_ids": self._ids[start : start + _GENERATED]},
-                    padding_side="left",
-                    return_tensors="pt",
-                ).to(model.device)
-                ids = model.generate(**batch, generation_config=settings)
-                new = ids[:, batch["input_ids"].shape[1] :]
-                answers += self._tokenizer.batch_decode(new, skip_special_tokens=True)
-        return [answer.strip() for answer in answers]
-
-    def write(self, out: Path, before: _Measurement, after: _Measurement) -> None:
-        """Write prompts, references and answers to ``answers.json``."""
-        columns = (self.prompts, self.references, before.answers, after.answers)
-        names = ("prompt", "reference", "before", "after")
-        rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
-        write_json(out / "answers.json", rows, "tune")
-
-
-def _judge_of(
-    judge: Literal["likelihood_gain"] | JudgeMaker | None,
-    model: Any,
-    folder: Path,
-    evaluation: _HeldOut,
-    tokenizer: Any,
-) -> Judge | None:
-    """Return the judge that `tune` was asked for."""
-    if judge is None:
-        return None
-    if judge == "likelihood_gain":
-        return _likelihood_gain_judge(model, folder, tokenizer)
-    return judge(dict(zip(evaluation.prompts, evaluation.references, strict=True)))
-
-
-def _likelihood_gain_judge(model: Any, folder: Path, tokenizer: Any) -> Judge:
-    """Return the likelihood gain by the model before tuning."""
-    if not isinstance(model, PeftModel):
-        base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-        return LikelihoodGain(base.to(model.device), tokenizer)
-    tuned = LikelihoodGain(model, tokenizer)
-
-    def gain(prompt: str, answer: str) -> float:
-        with model.disable_adapter():
-            return tuned(prompt, answer)
-
-    return gain
-
-
-def _save(model: Any, folder: Path, out: Path, config: TuneConfig, progress: bool) -> list[str]:
+def _save(model: Any, folder: Path, out: Path, config: TuneConfig, *, progress: bool) -> list[str]:
     """Write the adapter and the checkpoint; return a remark if that was refused."""
     tokenizer = load_tokenizer(folder)
     if config.r:
         model.save_pretrained(out / "adapter")
         if tokenizer is not None:
             tokenizer.save_pretrained(out / "adapter")
-    if (out / "model").exists():  # an earlier call wrote it completely before it was stopped
+    if (out / "model").exists():  # an earlier call of this run wrote it, and was then stopped
         return []
     if not config.r:
         card = card_of(
             f"{shown_name(str(folder))}, tuned",
-            ["All parameters were trained by `heads.lora.tune`."],
+            ["Trained by `heads.lora.tune`."],
             bases=[str(folder)],
             tags=["fine-tuned"],
             relation="finetune",

@@ -65,7 +65,7 @@ def test_a_run_writes_all_that_it_promises(base):
     report = tuned(base, "run", learning_rate=1e-2)
     out = base.parent / "run"
     tokenizer = AutoTokenizer.from_pretrained(base)
-    _, held_out = split_examples(TextExamples(ROWS, tokenizer).examples, 0.1, 200, 0)
+    _, held_out = split_examples(TextExamples(ROWS, tokenizer), 0.1, 200)
     untuned, merged = (AutoModelForCausalLM.from_pretrained(f) for f in (base, out / "model"))
     assert report.loss_before == pytest.approx(plain_loss(untuned, held_out), rel=1e-5)
     assert report.loss == pytest.approx(plain_loss(merged, held_out), rel=1e-4)
@@ -82,7 +82,7 @@ def test_a_run_writes_all_that_it_promises(base):
     answers = json.loads((out / "answers.json").read_text())
     assert [set(row) for row in answers] == [{"prompt", "reference", "before", "after"}] * 2
     assert answers[0]["prompt"].endswith("<bot>")
-    assert answers[0]["reference"] in "abcde"
+    assert answers[0]["reference"].strip() in "abcde"
     assert (out / "curves.png").stat().st_size > 5_000
     for part in ("before", "after", "verdict: ", "in ", "answers.json", "learning rate 0.01"):
         assert part in str(report)
@@ -120,6 +120,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(base, settings, monkeypatch
     report = tuned(base, "run", max_steps=6, **settings)
     assert "continued from checkpoint-3" in str(report)
     assert report.loss == whole.loss
+    assert report.curves == whole.curves
     first, second = (
         AutoModelForCausalLM.from_pretrained(base.parent / name / "model").state_dict()
         for name in ("whole", "run")
@@ -139,6 +140,9 @@ def test_all_parameters_or_those_of_the_last_blocks(base):
     half = tuned(base, "half", last_blocks=1, target_modules=["q_proj"], r=2, merge=False)
     assert not (base.parent / "half" / "model").exists()
     assert {name.split(".")[4] for name in adapter_of(half.out)} == {str(last)}
+    every = tuned(base, "every", last_blocks=1, r=2, merge=False)
+    assert {name.split(".")[4] for name in adapter_of(every.out)} == {str(last)}
+    assert len(adapter_of(every.out)) == 2 * 7  # A and B of all linear layers of a block
 
 
 def test_packed_rows_give_the_same_loss(base):
@@ -176,7 +180,7 @@ def test_a_judge_of_ones_own_gets_the_references(base):
 
     report = tuned(base, "run", judge=make)
     assert (report.score_before, report.score) == (1.0, 1.0)
-    assert set(seen.values()) <= set("abcde")
+    assert {reference.strip() for reference in seen.values()} <= set("abcde")
 
 
 def test_held_out_rows_of_ones_own(base):
@@ -189,7 +193,7 @@ def test_held_out_rows_of_ones_own(base):
 def test_rows_that_are_cut_or_left_out_are_told(base):
     rows = [*ROWS, {"instruction": "a", "output": " ".join("abcdefghij" * 2)}]
     report = tuned(base, "run", rows=[*rows, {"instruction": "b", "output": ""}], max_length=12)
-    assert "cut to max_length 12: 1 rows" in str(report)
+    assert "cut to 12 tokens: 1 rows" in str(report)
     assert "left out, without an answer: 1 rows" in str(report)
 
 
@@ -214,6 +218,8 @@ def test_a_merge_that_would_lose_the_adapter_is_told(base):
         ({"judge": "likelihood_gain", "answers": 0}, "answers is 0, expected 1 or more"),
         ({"rows": ROWS[:1]}, "got none of 1; give rows"),
         ({"rows": [3]}, "a int in row 1"),
+        ({"optim": "adamx"}, "adamx"),
+        ({"lr_scheduler_type": "cosinus"}, "lr_scheduler_type is 'cosinus', expected one of"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(base, settings, message):
@@ -222,17 +228,121 @@ def test_bad_input_is_refused_before_anything_is_written(base, settings, message
     assert not (base.parent / "run").exists()
 
 
+class Rows:
+    """What `split_examples` reads of `TextExamples`."""
+
+    def __init__(self, examples, rows=None):
+        self.examples = examples
+        self.rows = list(range(len(examples))) if rows is None else rows
+
+
 def test_prompts_are_not_split_between_training_and_held_out_rows():
     examples = [
         {"input_ids": [prompt, answer, 0], "labels": [-100, answer, 0]}
         for prompt in range(10, 15)
         for answer in range(20, 24)
     ]
-    train, held_out = split_examples(examples, 0.1, 200, seed=0)
+    train, held_out = split_examples(Rows(examples), 0.1, 200)
     assert len(held_out) == 2
     assert not {e["input_ids"][0] for e in train} & {e["input_ids"][0] for e in held_out}
-    plain = [{"input_ids": [i, i], "labels": [i, i]} for i in range(20)]
-    assert [len(part) for part in split_examples(plain, 0.5, 4, seed=0)] == [16, 4]
+    # all answers of a conversation are on one side
+    rows = [n // 4 for n in range(20)]
+    train, held_out = split_examples(Rows(examples, rows), 0.2, 200)
+    assert (len(train), len(held_out)) == (16, 4)
+    # equal texts are on one side
+    texts = [{"input_ids": [i % 4, i % 4], "labels": [i % 4, i % 4]} for i in range(20)]
+    train, held_out = split_examples(Rows(texts), 0.1, 200)
+    assert not {e["input_ids"][0] for e in train} & {e["input_ids"][0] for e in held_out}
+    different = [{"input_ids": [i, i], "labels": [i, i]} for i in range(20)]
+    assert [len(part) for part in split_examples(Rows(different), 0.5, 4)] == [16, 4]
+
+
+@pytest.mark.parametrize("name", ["model", "adapter", "answers.json", "curves.png"])
+def test_files_of_the_user_stay(base, name):
+    out = base.parent / "run"
+    out.mkdir()
+    (out / name).write_text("mine")
+    with pytest.raises(ValueError, match=f"got one with {name} and no run.json"):
+        tuned(base, "run")
+    assert (out / name).read_text() == "mine"
+
+
+def test_another_model_in_the_same_folder_is_noticed(base):
+    tuned(base, "run")
+    tiny("llama", seed=5).save_pretrained(base)
+    with pytest.raises(ValueError, match="the data of model have changed"):
+        tuned(base, "run")
+
+
+def test_a_judge_that_fails_costs_nothing(base):
+    calls = []
+
+    def failing(references):
+        def judge(prompt, answer):
+            calls.append(prompt)
+            if len(calls) > len(references):  # after training
+                raise ConnectionError("503")
+            return 1.0
+
+        return judge
+
+    with pytest.raises(ConnectionError):
+        tuned(base, "run", judge=failing)
+    assert (base.parent / "run" / "adapter" / "adapter_model.safetensors").exists()
+    assert (base.parent / "run" / "model" / "config.json").exists()
+    report = tuned(base, "run")
+    assert report.score is None
+    with pytest.raises(ValueError, match=r"expected the judge None of the finished run.*got test_"):
+        tuned(base, "run", judge=failing)
+
+
+def test_padding_at_the_left_changes_nothing(base):
+    """Else a text's first token would be predicted from padding."""
+    rows = [{"text": " ".join("abcdefghij"[: 2 + n % 7] + "k" * (n % 3))} for n in range(20)]
+    before = tuned(base, "right", rows=rows, held_out=0.3)
+    save_tokenizer(base, WORDS, template=CHAT, eos_token="<end>", padding_side="left")
+    after = tuned(base, "left", rows=rows, held_out=0.3)
+    assert (after.loss_before, after.loss) == (before.loss_before, before.loss)
+
+
+def test_a_single_step_trains(base):
+    report = tuned(base, "run", max_steps=1)
+    assert report.loss != report.loss_before
+
+
+def test_answers_end_where_trained_answers_end(base):
+    """The template's end is not the end token of the model's own settings."""
+    tiny("llama", eos_token_id=5).save_pretrained(base)
+    rows = [{"instruction": f"{a} {b}", "output": "x y"} for a in "abcde" for b in "fghij"]
+    settings = {"r": 0, "max_steps": 80, "learning_rate": 1e-2, "answer_length": 12}
+    report = tuned(base, "run", rows=rows, **settings)
+    assert report.loss < 0.1
+    answers = json.loads((base.parent / "run" / "answers.json").read_text())
+    assert {row["after"].strip() for row in answers} == {"x y"}
+    written = AutoModelForCausalLM.from_pretrained(base.parent / "run" / "model")
+    assert written.generation_config.eos_token_id == [5, WORDS.index("<end>")]
+
+
+def test_tokens_without_an_embedding_are_refused(base):
+    tiny("llama", vocab_size=29).save_pretrained(base)
+    with pytest.raises(ValueError, match=r"expected tokens below 29, .* got '<bot>'"):
+        tuned(base, "run")
+    assert not (base.parent / "run").exists()
+
+
+def test_rows_are_no_longer_than_the_model_has_positions(base):
+    tiny("gpt2", n_positions=16).save_pretrained(base)
+    rows = [*ROWS, {"instruction": "a", "output": " ".join("abcdefghij" * 4)}]
+    report = tuned(base, "run", rows=rows, answer_length=14)
+    assert "cut to 16 tokens: 1 rows" in str(report)
+    assert json.loads((base.parent / "run" / "answers.json").read_text()) == []  # no room
+
+
+def test_a_template_that_writes_the_date_does_not_end_a_run(base):
+    save_tokenizer(base, WORDS, template="a " + CHAT, eos_token="<end>")  # one day
+    first = tuned(base, "run")
+    save_tokenizer(base, WORDS, template="b " + CHAT, eos_token="<end>")  # the next
+    assert tuned(base, "run").loss == first.loss
 
 
 def test_a_sweep_compares_its_runs(base, capsys):
@@ -253,11 +363,38 @@ def test_a_sweep_compares_its_runs(base, capsys):
     more = sweep(base, ROWS, [grid, {"r": 2, "learning_rate": 1e30}], **options)
     assert (out / names[0] / "report.json").stat().st_mtime_ns == before
     assert list(more.failures) == ["r-2,learning_rate-1e+30"]
+    # a run that fails for any reason does not keep the others from running
+    partly = sweep(base, ROWS, {"r": [64, 4]}, **{**options, "out": base.parent / "partly"})
+    assert list(partly.runs) == ["r-4"]
+    assert "rank 64 is larger than" in partly.failures["r-64"]
+    with pytest.raises(ValueError, match="rank 64 is larger than"):
+        sweep(base, ROWS, {"r": 64}, **{**options, "out": base.parent / "none"})
     with pytest.raises(ValueError, match="two of"):
         sweep(base, ROWS, [grid, grid], **options)
-    for wrong in ([], {}, [{"rank": 2}]):
-        with pytest.raises(ValueError, match=r"expected a grid|unknown field rank"):
+    for same in ([{"r": 2, "seed": 0}, {"seed": 0, "r": 2}], {"learning_rate": [1, 1.0]}):
+        with pytest.raises(ValueError, match="two of"):
+            sweep(base, ROWS, same, **options)
+    for wrong in ([], {}, [{"rank": 2}], [{"r": []}, {"r": 2}]):
+        with pytest.raises(ValueError, match=r"expected a grid|unknown field|values for each"):
             sweep(base, ROWS, wrong, **options)
+
+
+def test_a_sweep_of_a_data_frame_and_of_many_settings(base):
+    import pandas
+
+    options = {"judge": None, "progress": False, **SHORT}
+    grid = {"r": 2, "target_modules": [["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"]]}
+    grid |= {"lora_alpha": 4.0, "weight_decay": 0.01, "max_grad_norm": 0.5}
+    report = sweep(base, pandas.DataFrame(ROWS), grid, out=base.parent / "frame", **options)
+    (name,) = report.runs
+    assert len(name) < 120
+    assert report.runs[name].train_rows == 23
+    mine = base.parent / "mine"
+    mine.mkdir()
+    (mine / "runs.csv").write_text("mine")
+    with pytest.raises(ValueError, match=r"got one with runs\.csv and no run\.json"):
+        sweep(base, ROWS, {"r": 2}, out=mine, **options)
+    assert (mine / "runs.csv").read_text() == "mine"
 
 
 def test_the_commands_do_as_the_functions(base, capsys):

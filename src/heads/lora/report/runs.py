@@ -19,6 +19,8 @@ from .training import TuningReport, perplexity, tuning_report
 
 REPORT = "report.json"
 LOG = "log.json"
+CURVES = "curves.png"
+TABLES = ("runs.csv", "table.md", "sweep.png")
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class TuneReport(Report):
     def remarks(self) -> list[str]:
         """Return the verdict, the cost, and the paths of the files."""
         cost = f"{self.seconds:.0f} s without evaluations, {self.peak_mb:,.0f} MB at most"
-        kinds = ("adapter", "model", "curves.png", "answers.json")
+        kinds = ("adapter", "model", CURVES, "answers.json")
         files = [name for name in kinds if (self.out / name).exists()]
         return [
             *self.curves.summary(),
@@ -115,7 +117,7 @@ class TuneReport(Report):
 
     def write(self) -> None:
         """Write the picture, the log and, last, the report, which marks a run as finished."""
-        save_plot(self, self.out / "curves.png")
+        save_plot(self, self.out / CURVES)
         values = self.to_dict()
         del values["out"]
         write_json(self.out / LOG, values.pop("log"), "tune")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
@@ -474,3 +475,62 @@ def _read_plain_text(path: Path) -> str:
             f"TextExamples: expected a text file, or one of {', '.join(SUFFIXES)}, got {path}"
         )
     return read_text(path, "TextExamples")
+
+
+class Answer(NamedTuple):
+    """The first answer of an example.
+
+    Attributes:
+        prompt: The token ids before it.
+        reference: The token ids of the answer and of its end.
+    """
+
+    prompt: list[int]
+    reference: list[int]
+
+
+def first_answer(example: Example) -> Answer:
+    """Return the first stretch of supervised tokens, and what is before it.
+
+    >>> first_answer({"input_ids": [1, 2, 3, 4], "labels": [-100, 2, 3, -100]})
+    Answer(prompt=[1], reference=[2, 3])
+    """
+    ids = example["input_ids"]
+    supervised = [label != IGNORED for label in example["labels"]]
+    start = supervised.index(True)
+    length = [*supervised[start:], False].index(False)
+    return Answer(ids[:start], ids[start : start + length])
+
+
+def split_examples(
+    texts: TextExamples, share: float, most: int
+) -> tuple[list[Example], list[Example]]:
+    """Split examples by rows, at random, into training examples and held-out ones.
+
+    All examples of a row are on one side. Training rows with the first prompt of a held-out row
+    are dropped; so are texts without a prompt that are equal to a held-out one. The split does not
+    depend on a run's seed, so that runs with different seeds can be compared.
+
+    Args:
+        texts: The examples.
+        share: The share of the rows that is held out.
+        most: The largest number of rows that is held out.
+
+    Returns:
+        The examples to train, and the held-out examples, at least one.
+    """
+    by_row: dict[int, list[Example]] = {}
+    for row, example in zip(texts.rows, texts.examples, strict=True):
+        by_row.setdefault(row, []).append(example)
+    shuffled = list(by_row.values())
+    random.Random(0).shuffle(shuffled)
+    count = max(1, min(most, round(share * len(shuffled))))
+    held_out = [example for row in shuffled[:count] for example in row]
+    keys = {_key(row[0]) for row in shuffled[:count]}
+    train = [example for row in shuffled[count:] if _key(row[0]) not in keys for example in row]
+    return train, held_out
+
+
+def _key(example: Example) -> tuple[int, ...]:
+    """Return the first prompt of an example, or a text that has none."""
+    return tuple(first_answer(example).prompt or example["input_ids"])

@@ -85,7 +85,7 @@ def _trl(seed: int, *, is_default: bool) -> dict[str, float]:
     from trl import SFTConfig, SFTTrainer
 
     from heads.lora import TextExamples, answer_loss
-    from heads.lora.data import split_examples
+    from model_components._examples import split_examples
 
     tokenizer = AutoTokenizer.from_pretrained(real.smollm2())
     examples = TextExamples(real.data(DATA), tokenizer, max_length=LENGTH)

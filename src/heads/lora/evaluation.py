@@ -12,12 +12,11 @@ from peft import PeftModel
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from model_components._examples import Example
+from model_components._examples import Example, first_answer
 from model_components._folders import write_json
 from model_components._modes import evaluating
 
 from .config import TuneConfig
-from .data import first_answer
 from .judging import Judge, LikelihoodGain, judge_answers
 from .losses import answer_loss
 

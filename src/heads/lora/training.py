@@ -29,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from model_components._checkpoints import newest_whole
 from model_components._devices import peak_memory, reset_peak_memory
-from model_components._examples import Example
+from model_components._examples import Example, split_examples
 from model_components._folders import NewFolder, OutputError
 from model_components._formats import reading
 from model_components._hub import find_folder
@@ -38,7 +38,7 @@ from model_components._runs import RunFolder
 from model_components._trainer import StepTrainer
 
 from .config import TuneConfig
-from .data import TextExamples, check_packed_examples, split_examples
+from .data import TextExamples, check_packed_examples
 from .evaluation import ANSWERS, HeldOut, JudgeMaker, check_judge, name_of
 from .losses import answer_loss, fuse_cross_entropy_
 from .report.runs import CURVES, LOG, REPORT, TuneReport, read_report

@@ -38,9 +38,9 @@ class LearnConfig(CheckedConfig):
         temperature: Logits are divided by it.
         compare: Other merges in the closing table, methods of `merge_models`; default: linear,
             regmean and, with a base, task_arithmetic.
-        held_out: Fraction of each task's examples that is held out, 200 at most.
+        held_out: Fraction of the rows of each task that is held out, 200 rows at most.
         dtype: Dtype of the components; default: the dtype of their files.
-        seed: Seed of the split and of the training.
+        seed: Seed of the training. Held-out examples do not depend on it.
 
     Raises:
         ValueError: A value has another type or is out of range.

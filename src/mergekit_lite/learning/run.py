@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments, set_seed
 
 from model_components._checkpoints import newest_whole
-from model_components._examples import IGNORED, Example, TextExamples
+from model_components._examples import IGNORED, Example, TextExamples, split_examples
 from model_components._folders import NewFolder, check_new, remove, write_json
 from model_components._formats import reading
 from model_components._model_folders import card_of, complete_folder, shown_name
@@ -30,7 +29,7 @@ from ..masks.data import MaskCollator, TaskMixture, cache_teachers
 from ..masks.merger import Merger
 from ..masks.storage import MASKS
 from ..masks.training import DistillTrainer, MaskTrainer
-from ..methods import CALIBRATED, get_method
+from ..methods import CALIBRATED, METHODS, get_method
 from .config import RATES, LearnConfig
 from .report import LearnReport
 from .student import Student, StudentTrainer
@@ -135,13 +134,18 @@ def _merges(
     if compared is None:
         compared = ("linear", "regmean", *(() if base is None else ("task_arithmetic",)))
     methods = {"compare": list(compared)}
-    if config.start != "average" and not Path(config.start).is_dir():
+    if config.start != "average" and not _is_folder(config.start):
         methods["start"] = [config.start]
     for field, names in methods.items():
         for name in names:
             _check_method(field, name, len(components), base)
     start = "linear" if config.start == "average" else config.start
     return [name for name in compared if name != start]
+
+
+def _is_folder(name: str) -> bool:
+    """Return whether a start is a model's folder, and not a method of that name."""
+    return name not in (*METHODS, *CALIBRATED, "average") and Path(name).is_dir()
 
 
 def _check_method(field: str, name: str, count: int, base: str | None) -> None:
@@ -175,7 +179,7 @@ class Task:
         first: The text of the first example, with what is supervised in brackets.
         train: The examples to train.
         test: The held-out examples.
-        hash: A hash of all examples.
+        hash: A hash of all rows.
     """
 
     name: str
@@ -194,15 +198,13 @@ def _tasks(data: Sequence[Any], tokenizer: Any, config: LearnConfig) -> list[Tas
         if name in [task.name for task in tasks]:
             name = f"{name} {number}"
         texts = TextExamples(source, tokenizer, max_length=config.max_length)
-        examples = list(texts.examples)
-        digest = xxhash.xxh3_128(json.dumps(examples).encode()).hexdigest()
-        random.Random(f"{config.seed} {name}").shuffle(examples)
-        count = max(1, min(_MOST_HELD_OUT, round(config.held_out * len(examples))))
-        if count >= len(examples):
+        train, test = split_examples(texts, config.held_out, _MOST_HELD_OUT)
+        if not train:
             raise ValueError(
-                f"{OPERATION}: {name} has {len(examples)} examples, expected 2 or more"
+                f"{OPERATION}: {name} has {len(texts)} examples, expected 2 or more with different "
+                "prompts"
             )
-        tasks.append(Task(name, texts.decoded(0), examples[count:], examples[:count], digest))
+        tasks.append(Task(name, texts.decoded(0), train, test, texts.digest))
     return tasks
 
 
@@ -284,7 +286,7 @@ class _Run:
 
     def _merged(self, name: str) -> Path:
         """Return the folder of a merge; make it, unless an earlier call has."""
-        if Path(name).is_dir():
+        if _is_folder(name):
             return Path(name)
         folder = self.training / f"{name}-{self.key}"
         if not folder.exists():  # it appears when it is whole
@@ -296,7 +298,7 @@ class _Run:
         options: dict[str, Any] = {"out": out, "progress": self.progress}
         models = list(self.components)
         method = "linear" if name == "average" else name
-        if Path(name).is_dir():
+        if _is_folder(name):
             models = [name]
             method = "passthrough"
         elif method in CALIBRATED:

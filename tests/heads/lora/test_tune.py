@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from heads.lora import LikelihoodGain, TextExamples, sweep, tune
-from heads.lora.data import split_examples
 from heads.lora.training import TuneTrainer
 from model_components._cli import main
+from model_components._examples import split_examples
 from tests.support.models import save_tokenizer, tiny
 
 WORDS = ["<unk>", "<end>", *"abcdefghijklmnopqrstuvwxyz", "<user>", "<bot>"]

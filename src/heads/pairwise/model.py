@@ -170,8 +170,10 @@ class PairwiseModel(SavedJudge):
             )
         inner: Any = getattr(encoder, encoder.base_model_prefix, encoder)
         inner = inner if dtype is None else inner.to(dtype)
-        if getattr(inner.config, "is_encoder_decoder", False) or not hasattr(
-            inner.config, "hidden_size"
+        if (
+            getattr(inner.config, "is_encoder_decoder", False)
+            or not hasattr(inner.config, "hidden_size")
+            or inner.main_input_name != "input_ids"  # of pictures or sounds
         ):
             raise ValueError(
                 f"from_encoder: {type(inner).__name__} is no encoder that gives hidden states of a "

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from model_components._folders import make_folder, new_file, temporary_folder
+from model_components._formats import reading
 from model_components._hub import hub_id
 from model_components._model_folders import CARD, card_of, push_to_hub
 
@@ -32,7 +33,8 @@ class SavedJudge(Judge):
         """
         if "torch_dtype" not in kwargs:
             kwargs.setdefault("dtype", torch.float32)
-        loaded = super().from_pretrained(place, *args, **kwargs)
+        with reading(place, "from_pretrained"):
+            loaded = super().from_pretrained(place, *args, **kwargs)
         model: Any = loaded[0] if isinstance(loaded, tuple) else loaded
         model.packing = check_packing(model.encoder)
         try:

@@ -9,6 +9,7 @@ import yaml
 from tests.heads.pairwise.support import model_of, pairs_of, tokenizer_of
 from tests.support.hub import fake_hub
 from tests.support.models import tiny
+from transformers import ViTConfig, ViTModel
 
 from heads.pairwise import PairwiseModel, pairwise_report
 
@@ -138,3 +139,16 @@ def test_a_damaged_tokenizer_is_not_no_tokenizer(tmp_path):
 def test_the_tokenizer_comes_from_where_the_model_does(tmp_path):
     model_of().save_pretrained(tmp_path / "judge")
     assert PairwiseModel.from_pretrained(tmp_path, subfolder="judge").tokenizer is not None
+
+
+def test_a_truncated_judge_and_a_model_of_pictures_are_refused(tmp_path):
+    model_of().save_pretrained(tmp_path / "judge")
+    weights = tmp_path / "judge" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"from_pretrained: .*judge cannot be read"):
+        PairwiseModel.from_pretrained(tmp_path / "judge")
+    config = ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    with pytest.raises(ValueError, match="ViTModel is no encoder that gives hidden states of a"):
+        PairwiseModel.from_encoder(ViTModel(config))

@@ -1,18 +1,21 @@
 """Two models that lie far apart, merged by `learn_merge` with each student and start.
 
 The first is SmolLM2-135M-Instruct, asked for answers to Alpaca's instructions. The second is the
-first, trained whole on Python's own library until it has forgotten them by half a nat and more.
+first, trained whole on German manual pages until it has forgotten them by half a nat and more.
 What a merge recovers is its share of the gap between the average (0 %) and the two models (100 %).
-One thread a process, CPU seconds. Needs SmolLM2 and the folder of real data.
+One thread a process, CPU seconds. Needs SmolLM2, the folder of real data, and Debian's manual
+pages.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import multiprocessing
+import random
+import re
 import statistics
-import sysconfig
 import time
 import warnings
 from pathlib import Path
@@ -25,40 +28,49 @@ from tests.support import real
 
 FOUND, GUIDE = RESULTS / "far_apart.json", ROOT / "docs" / "masks.md"
 WORK = Path(__file__).parent / "work" / "far_apart"
-ROWS, LENGTH, STEPS, HELD_OUT = 300, 128, 60, 0.2
-SECOND_STEPS, SECOND_RATE = 48, 1.2e-3
+ROWS, LENGTH, STEPS, HELD_OUT = 200, 128, 40, 0.2
+SECOND_STEPS, SECOND_RATE = 60, 6e-4
+MANUALS = Path("/usr/share/man/de")
+CHARACTERS = 400  # of a German text: some 128 tokens
 STUDENTS = ("masks", "lora", "all")
 STARTS = ("average", "regmean")
 
 
 def write_data() -> list[Path]:
-    """Write the rows of both tasks; return their files."""
-    WORK.mkdir(parents=True, exist_ok=True)
-    files = [WORK / "alpaca.json", WORK / "python.json", WORK / "python_train.json"]
+    """Write the rows of both tasks, and what the second model is trained on; return their files."""
+    files = [WORK / "alpaca.json", WORK / "german.json", WORK / "german_train.json"]
     if all(file.is_file() for file in files):
         return files
+    WORK.mkdir(parents=True, exist_ok=True)
     alpaca = [row for row in real.alpaca(2000) if row["output"].strip()][:ROWS]
-    files[0].write_text(json.dumps(alpaca), encoding="utf-8")
-    texts = []
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        text = path.read_text(encoding="utf-8", errors="ignore")
-        # some hundred tokens from the middle, behind licenses and imports
-        texts.append({"text": text[len(text) // 2 :][:1500]})
-        texts.append({"text": text[len(text) // 4 :][:1500]})
-        texts.append({"text": text[3 * len(text) // 4 :][:1500]})
-    long = [row for row in texts if len(row["text"]) > 600]
-    # what the second model is trained on is not what merges are trained and measured on
-    files[1].write_text(json.dumps(long[::2][:ROWS]), encoding="utf-8")
-    files[2].write_text(json.dumps(long[1::2]), encoding="utf-8")
+    texts: tuple[list[dict[str, str]], list[dict[str, str]]] = ([], [])
+    # pages in turn: those that the second model is trained on, and those of the merges
+    for number, path in enumerate(sorted(MANUALS.rglob("*.gz"))):
+        text = plain_text(path)
+        for start in range(0, min(len(text), 20 * CHARACTERS) - CHARACTERS, CHARACTERS):
+            texts[number % 2].append({"text": text[start : start + CHARACTERS]})
+    for part in texts:
+        random.Random(0).shuffle(part)
+    rows = (alpaca, texts[0][:ROWS], texts[1])
+    for file, part in zip(files, rows, strict=True):
+        file.write_text(json.dumps(part), encoding="utf-8")
     return files
 
 
+def plain_text(path: Path) -> str:
+    """Return the text of a manual page, without roff's requests and escapes."""
+    with gzip.open(path, "rt", encoding="utf-8", errors="ignore") as file:
+        lines = [line.strip() for line in file if not line.startswith((".", "'"))]
+    text = re.sub(r"\\f.|\\[|&^]", "", " ".join(filter(None, lines)))
+    return re.sub(r"\\(\(..|.)", lambda found: "-" if found[1] == "-" else " ", text)
+
+
 def second_model(rows: Path) -> str:
-    """Return the folder of the first model, trained on Python."""
+    """Return the folder of the first model, trained on German."""
     from heads.lora import tune
     from mergekit_lite import merge_models
 
-    out = WORK / "python"
+    out = WORK / "german"
     if not out.exists():
         report = tune(
             str(real.smollm2()),
@@ -146,8 +158,7 @@ def write_table() -> None:
                 lines.append(f"| {start} | {student} | {shares} | {seconds:.0f} |")
     row = rows[0]
     about = (
-        "SmolLM2-135M-Instruct on Alpaca's instructions, and the same model trained whole on Python "
-        f"code, which has forgotten {row['forgotten']:.1f} nats of the first task. Recovered: share "
+        "SmolLM2-135M-Instruct on Alpaca's instructions, and X has forgotten {row['forgotten']:.1f} nats of the first task. Recovered: share "
         "of the gap between the average of the two (0 %) and each on its own task (100 %), in mean "
         f"held-out loss; {STEPS} steps of 8 rows of at most {LENGTH} tokens. CPU seconds of one "
         "thread, with start, teachers and evaluation. "
@@ -160,19 +171,22 @@ def main(arguments: list[str] | None = None) -> None:
     """Run what is not there yet, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--students", nargs="+", default=STUDENTS)
+    parser.add_argument("--starts", nargs="+", default=STARTS[::-1])
     options, _ = parser.parse_known_args(arguments)
     rows = read_found()
     made = {(row["student"], row["start"], row["seed"]) for row in rows}
     context = multiprocessing.get_context("spawn")
     for seed in range(options.seeds):
-        for start in reversed(STARTS):
-            for student in STUDENTS:
+        for start in options.starts:
+            for student in options.students:
                 if (student, start, seed) in made:
                     continue
                 with context.Pool(1) as pool:
-                    rows.append(pool.apply(run, (student, start, seed)))
+                    row = pool.apply(run, (student, start, seed))
+                rows = [*read_found(), row]  # another process may have added some
                 FOUND.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-                print(rows[-1], flush=True)
+                print(row, flush=True)
     write_table()
 
 

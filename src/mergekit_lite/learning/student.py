@@ -125,7 +125,6 @@ class StudentTrainer(DistillTrainer):
             name: p.detach().cpu().contiguous() for name, p in self._student().trained().items()
         }
         folder = Path(output_dir or str(self.args.output_dir))
-        folder.mkdir(parents=True, exist_ok=True)
         with new_file(folder / TRAINED, "learn") as temporary:
             save_file(tensors, temporary)
 

@@ -6,13 +6,11 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergekit_lite import LearnConfig, learn_merge, merge_models
 from mergekit_lite.learning import run as module
-from mergekit_lite.learning.config import RATES
 from mergekit_lite.learning.run import _tasks, held_out_losses
 from mergekit_lite.learning.student import Student
 from mergekit_lite.masks import KLConfig, MaskCollator, Merger
@@ -261,8 +259,3 @@ def test_bad_input_is_refused_before_anything_is_written(settings, message, fold
     with pytest.raises(ValueError, match=message):
         learn_merge(given.pop("components"), given.pop("data"), out="out", **given)
     assert not list(folder.glob("out*"))
-
-
-def test_every_student_has_a_rate():
-    assert set(RATES) == {"masks", "lora", "all"}
-    transformers.set_seed(0)

@@ -19,6 +19,7 @@ from .report.runs import TABLES, SweepReport, TuneReport
 from .training import tune
 
 _LONGEST = 100  # characters of the name of a run
+_HIDDEN = ("merge", "answers", "answer_length", "evaluations")  # settings that change no figure
 
 Grid = Mapping[str, Any]
 """Settings of `TuneConfig`. A list holds alternatives; a value that is a list stands in another."""
@@ -67,6 +68,7 @@ def sweep(
     # each run reads the rows anew
     rows = list(rows) if isinstance(rows, Iterator) else rows
     eval_rows = list(eval_rows) if isinstance(eval_rows, Iterator) else eval_rows
+    shown = {name: _columns(str(model), {**shared, **one}) for name, one in runs.items()}
     finished: dict[str, TuneReport] = {}
     failures: dict[str, str] = {}
     out = Path(out)
@@ -88,7 +90,7 @@ def sweep(
                 failures[name] = str(error)
                 if number == len(failures) == len(runs):  # a reason that all runs share
                     raise
-            report = SweepReport(runs, finished, failures)
+            report = SweepReport(shown, finished, failures)
             report.write(out)
     return report
 
@@ -118,6 +120,23 @@ def _runs_of(grids: Sequence[Grid], shared: Mapping[str, Any]) -> dict[str, dict
     if not runs:
         raise ValueError("sweep: expected a grid of settings with values, got none")
     return runs
+
+
+def _columns(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the table shows of a run's settings: the usual ones, and those of the grid."""
+    config = TuneConfig.from_dict(settings)
+    usual = {
+        "model": Path(model).name,
+        "batch_size": config.batch_size,
+        "epochs": config.epochs if config.max_steps is None else None,
+        "max_steps": config.max_steps,
+        "learning_rate": config.learning_rate,
+        "lr_scheduler_type": config.lr_scheduler_type,
+        "r": config.r,
+        "lora_alpha": (config.lora_alpha or 2 * config.r) if config.r else None,
+    }
+    others = {name: value for name, value in settings.items() if name not in (*usual, *_HIDDEN)}
+    return usual | others
 
 
 def _name_of(run: Mapping[str, Any]) -> str:

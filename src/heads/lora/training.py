@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import xxhash
-from peft import LoraConfig
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
@@ -25,7 +22,6 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.pytorch_utils import Conv1D
 
 from model_components._checkpoints import newest_whole
 from model_components._devices import peak_memory, reset_peak_memory
@@ -38,12 +34,12 @@ from model_components._runs import RunFolder
 from model_components._trainer import StepTrainer
 
 from .config import TuneConfig
-from .data import TextExamples, check_packed_examples
+from .data import TextExamples
 from .evaluation import ANSWERS, HeldOut, JudgeMaker, check_judge, name_of
-from .losses import answer_loss, fuse_cross_entropy_
+from .losses import answer_loss
 from .report.runs import CURVES, LOG, REPORT, TuneReport, read_report
 from .storage.merge import merge_lora
-from .surgery.prepare import prepare_lora
+from .surgery.trainable import load_trainable
 
 _LARGE = 1_000_000_000  # parameters of a model that wants a lower rate
 # Learning rates of small and of large models. Those of small models come from a search on
@@ -118,7 +114,7 @@ def tune(
     if (out / REPORT).is_file():
         return _finished(run, name_of(judge))
     set_seed(config.seed)
-    tuned = _trainable(folder, config)
+    tuned = load_trainable(folder, config)
     _check_tokens(tuned, tokenizer, data)
     steps = _count_steps(data, config)
     checkpoint = newest_whole(out / "checkpoints", "tune")
@@ -291,68 +287,6 @@ class _LossBar(ProgressCallback):
         self._losses |= {k: f"{logs[k]:.3f}" for k in ("loss", "eval_loss") if k in (logs or {})}
         if self.training_bar is not None:
             self.training_bar.set_postfix(self._losses, refresh=False)
-
-
-def _trainable(folder: Path, config: TuneConfig) -> Any:
-    """Return the model with adapters, or itself with the blocks to train."""
-    dtype: Any = config.dtype
-    if not config.r and dtype == "auto":
-        dtype = torch.float32  # small updates of bfloat16 weights would be rounded away
-    with reading(folder, "tune"):
-        base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    blocks = base.config.get_text_config().num_hidden_layers
-    if config.last_blocks is not None and config.last_blocks > blocks:
-        raise ValueError(f"tune: last_blocks is {config.last_blocks}, expected at most {blocks}")
-    chosen = range(blocks - (config.last_blocks or blocks), blocks)
-    model = base
-    if config.r:
-        targets: str | list[str] = list(config.target_modules) or "all-linear"
-        if config.last_blocks:
-            targets = _linear_layers(base, chosen, config.target_modules)
-        adapters = LoraConfig(
-            r=config.r,
-            # pyrefly: ignore[bad-argument-type]: peft takes fractions, too
-            lora_alpha=config.lora_alpha or 2 * config.r,
-            lora_dropout=config.lora_dropout,
-            use_rslora=config.use_rslora,
-            target_modules=targets,
-            task_type="CAUSAL_LM",
-        )
-        model = prepare_lora(base, adapters)
-    elif config.last_blocks:
-        for name, parameter in base.named_parameters():
-            parameter.requires_grad_(_block_of(name) in chosen)
-    if config.gradient_checkpointing:
-        options = {"use_reentrant": False}
-        if hasattr(base, "activation_checkpointing_enable"):  # transformers 5.23 and later
-            base.activation_checkpointing_enable(options)
-        else:
-            base.gradient_checkpointing_enable(options)
-    fuse_cross_entropy_(model)
-    if config.pack:
-        check_packed_examples(model)
-    return model
-
-
-def _block_of(name: str) -> int | None:
-    """Return the number of the block that a module or parameter is in, or None.
-
-    >>> _block_of("model.layers.3.mlp.experts.0.up_proj.weight")
-    3
-    """
-    found = re.search(r"\.(\d+)\.", name)
-    return None if found is None else int(found[1])
-
-
-def _linear_layers(model: nn.Module, blocks: Sequence[int], names: Sequence[str]) -> list[str]:
-    """Return the linear layers of some blocks, all or those of these names."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D))
-        and _block_of(name) in blocks
-        and (not names or name.rpartition(".")[2] in names)
-    ]
 
 
 def _check_tokens(model: Any, tokenizer: Any, data: _Data) -> None:

@@ -354,9 +354,13 @@ def test_a_sweep_compares_its_runs(base, capsys):
     assert list(report.runs) == names
     assert not (out / names[0] / "model").exists()
     lines = (out / "runs.csv").read_text().splitlines()
-    assert lines[0] == "run,r,learning_rate,loss,perplexity,judge,verdict,spikes,seconds,peak_mb"
-    assert lines[1].startswith(f'"{names[0]}",2,0.001,{report.runs[names[0]].loss:.4f}')
-    assert (out / "table.md").read_text().startswith("| run | r | learning_rate | loss |")
+    assert lines[0] == (
+        "run,model,batch_size,epochs,max_steps,learning_rate,lr_scheduler_type,r,lora_alpha,"
+        "loss,perplexity,judge,verdict,spikes,seconds,peak_mb"
+    )
+    settings = f'"{names[0]}",base,4,,4,0.001,cosine_with_min_lr,2,4'
+    assert lines[1].startswith(f"{settings},{report.runs[names[0]].loss:.4f}")
+    assert (out / "table.md").read_text().startswith("| run | model | batch_size |")
     assert (out / "sweep.png").stat().st_size > 5_000
     assert "lowest held-out loss: r-" in str(report)
     before = (out / names[0] / "report.json").stat().st_mtime_ns

@@ -155,7 +155,7 @@ class SweepReport(Report):
     """The runs of `sweep`.
 
     Attributes:
-        settings: The settings from the grid for each run, by run name.
+        settings: The settings of each run that the table shows, by run name.
         runs: The report of each finished run, by run name.
         failures: The error message of each run that stopped, by run name.
     """
@@ -171,6 +171,7 @@ class SweepReport(Report):
             row: dict[str, Any] = {"run": name, **settings}
             report = self.runs.get(name)
             if report is not None:
+                row["learning_rate"] = report.learning_rate
                 row |= {
                     "loss": round(report.loss, 4),
                     "perplexity": round(perplexity(report.loss), 3),

@@ -1,0 +1,230 @@
+"""Rows as texts: conversations, prompts with completions, instructions, and where answers stand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+_ROLES = {  # of chat templates, by the names that data sets use
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "tool": "tool",
+}
+
+Messages = list[dict[str, Any]]
+"""``role`` and ``content`` of each message, perhaps ``tool_calls``."""
+
+
+class Layout(NamedTuple):
+    """A row as text.
+
+    Attributes:
+        text: The text.
+        spans: Start and end of each stretch that is supervised.
+        has_special_tokens: Whether the text has special tokens already, as a chat template writes
+            them.
+    """
+
+    text: str
+    spans: list[tuple[int, int]]
+    has_special_tokens: bool
+
+
+class BadRowError(ValueError):
+    """The reason why a row cannot be used."""
+
+
+def layouts_of(row: object, tokenizer: Any) -> list[Layout]:
+    """Return a row as texts: one, or one for each answer of a conversation."""
+    if isinstance(row, ValueError):  # a line that could not be read
+        raise BadRowError(str(row))
+    if not isinstance(row, Mapping):
+        raise BadRowError(f"a {type(row).__name__}")
+    kind = kind_of_row(row)
+    if kind == "messages":
+        messages = _messages(row["messages"], "role", "content")
+        return _conversation(tokenizer, messages, row.get("tools"))
+    if kind == "conversations":
+        messages = _messages(row["conversations"], "from", "value")
+        return _conversation(tokenizer, messages, row.get("tools"))
+    if kind == "completion":
+        return _completion(tokenizer, row)
+    if kind == "instruction":
+        return _instruction(tokenizer, row)
+    raise BadRowError(f"the fields {', '.join(map(str, row)) or 'none'}")
+
+
+def kind_of_row(row: Mapping[str, Any]) -> str:
+    """Return the name of the layout that matches the fields of a row, or an empty string."""
+    fields = {name for name, value in row.items() if value is not None}
+    if "messages" in fields:
+        return "messages"
+    if "conversations" in fields:
+        return "conversations"
+    if {"prompt", "completion"} <= fields:
+        return "completion"
+    if {"instruction", "output"} <= fields:
+        return "instruction"
+    return "text" if isinstance(row.get("text"), str) else ""
+
+
+def _completion(tokenizer: Any, row: Mapping[str, Any]) -> list[Layout]:
+    prompt = row["prompt"]
+    completion = row["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return [_prompt_and_answer(tokenizer, prompt, completion)]
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise BadRowError("prompt and completion that are not both texts or both messages")
+    before = _messages(prompt, "role", "content", of_prompt=True)
+    messages = before + _messages(completion, "role", "content")
+    return _conversation(tokenizer, messages, row.get("tools"), first=len(before))
+
+
+def _instruction(tokenizer: Any, row: Mapping[str, Any]) -> list[Layout]:
+    for name in ("instruction", "input", "output"):
+        if not isinstance(row.get(name, ""), str | None):
+            raise BadRowError(f"{name} that is not text")
+    instruction = row["instruction"]
+    more = row.get("input") or ""
+    if not tokenizer.chat_template:
+        return [_prompt_and_answer(tokenizer, _alpaca_prompt(instruction, more), row["output"])]
+    question = f"{instruction}\n\n{more}" if more else instruction
+    return _conversation(
+        tokenizer,
+        [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": row["output"]},
+        ],
+    )
+
+
+def _alpaca_prompt(instruction: str, more: str) -> str:
+    """Return a prompt in the format of Stanford Alpaca.
+
+    Source: https://github.com/tatsu-lab/stanford_alpaca.
+    """
+    task = "an instruction that describes a task"
+    if more:
+        task += ", paired with an input that provides further context"
+    parts = [
+        f"Below is {task}. Write a response that appropriately completes the request.",
+        f"### Instruction:\n{instruction}",
+    ]
+    if more:
+        parts.append(f"### Input:\n{more}")
+    parts.append("### Response:\n")
+    return "\n\n".join(parts)
+
+
+def _prompt_and_answer(tokenizer: Any, prompt: str, answer: str) -> Layout:
+    """Return a prompt and a supervised answer, with the token that ends a text."""
+    if not answer.strip():
+        return Layout(check_unicode(prompt), [], has_special_tokens=False)
+    text = check_unicode(prompt + answer) + (tokenizer.eos_token or "")
+    return Layout(text, [(len(prompt), len(text))], has_special_tokens=False)
+
+
+def _messages(given: object, role: str, content: str, *, of_prompt: bool = False) -> Messages:
+    """Return messages with the roles and fields of chat templates.
+
+    Args:
+        given: The messages as the row has them.
+        role: The name of the field of the role.
+        content: The name of the field of the text.
+        of_prompt: Whether these messages are a prompt, which needs no answer.
+    """
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise BadRowError("messages that are not a list")
+    messages = []
+    for message in given:
+        if not isinstance(message, Mapping):
+            raise BadRowError(f"a {type(message).__name__} as a message")
+        name = message.get(role)
+        if not isinstance(name, str) or name not in _ROLES:
+            shown = repr(name) if isinstance(name, str) else f"of {type(name).__name__}"
+            raise BadRowError(f"the role {shown} (expected one of {', '.join(_ROLES)})")
+        text = message.get(content)
+        if not isinstance(text, str) and not (text is None and message.get("tool_calls")):
+            raise BadRowError(f"a message whose {content} is not text")
+        named = (role, content, "role", "content")
+        others = {k: v for k, v in message.items() if k not in named}
+        messages.append({"role": _ROLES[name], "content": text, **others})
+    if not of_prompt and not any(one["role"] == "assistant" for one in messages):
+        raise BadRowError("no message of the assistant")
+    return messages
+
+
+def _conversation(
+    tokenizer: Any, messages: Messages, tools: object = None, *, first: int = 0
+) -> list[Layout]:
+    """Return the layouts of a conversation: one for all answers, or one for each answer.
+
+    What ends an answer belongs to it. What follows the last answer is left out.
+
+    Args:
+        tokenizer: The tokenizer whose chat template lays out the messages.
+        messages: The messages.
+        tools: Tools that the chat template describes.
+        first: The number of the first message that may be supervised.
+    """
+    answers = [
+        number
+        for number, message in enumerate(messages)
+        if number >= first and message["role"] == "assistant" and _has_answer(message)
+    ]
+    has_special_tokens = bool(tokenizer.chat_template)
+    layouts = []
+    for number in answers:
+        text = _render(tokenizer, messages[: number + 1], tools)
+        if number:
+            before = _render(tokenizer, messages[:number], tools, is_prompt=True)
+            start = len(before) if text.startswith(before) else -1
+        else:  # what a template writes before a first message is no answer
+            start = text.find(messages[0]["content"] or "")
+        if start < 0:
+            raise BadRowError("an answer that the chat template does not put after its prompt")
+        layouts.append(Layout(text, [(start, len(text))], has_special_tokens))
+    if not layouts:
+        return [Layout(_render(tokenizer, messages, tools), [], has_special_tokens)]
+    last = layouts[-1]
+    # if all shorter texts begin the last one, that one holds all answers
+    if not all(last.text.startswith(layout.text) for layout in layouts):
+        return layouts
+    spans = [span for layout in layouts for span in layout.spans]
+    return [last._replace(spans=spans)]
+
+
+def _has_answer(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("tool_calls") or (message["content"] or "").strip())
+
+
+def _render(tokenizer: Any, messages: Messages, tools: object, *, is_prompt: bool = False) -> str:
+    """Return messages as text, with the beginning of an answer if they are a prompt."""
+    if not tokenizer.chat_template:
+        end = tokenizer.eos_token or "\n"
+        return check_unicode(
+            "".join(
+                (one["content"] or "") + (end if one["role"] == "assistant" else "\n")
+                for one in messages
+            )
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=is_prompt
+        )
+    except Exception as error:  # a template may raise errors of any kind
+        raise BadRowError(f"messages that the chat template refuses ({error})") from error
+    return check_unicode(text)
+
+
+def check_unicode(text: str) -> str:
+    """Return a text; raise if it has an unpaired surrogate, which tokenizers cannot read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRowError("an unpaired surrogate") from error
+    return text

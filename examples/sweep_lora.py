@@ -1,6 +1,6 @@
 """Tune with a grid of ranks, alphas, learning rates and batch sizes, and compare the runs.
 
-    python examples/sweep_lora.py           # 16 runs of a small GPT-2 on made-up rows; 20 minutes
+    python examples/sweep_lora.py           # 16 runs of a small GPT-2 on made-up rows
 
 `model-components lora sweep MODEL ROWS GRID OUT` does the same for your model and rows.
 """

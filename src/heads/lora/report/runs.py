@@ -215,7 +215,8 @@ class SweepReport(Report):
         for name, report in self.runs.items():
             steps, losses = zip(*report.curves.held_out, strict=True)
             axes.plot(steps, losses, linewidth=1, label=f"{name}: {report.loss:.3f}")
-        axes.set(xlabel="step", ylabel="held-out loss, nats a token")
+        # the legend has the loss of all held-out rows, the curves that of the first ones
+        axes.set(xlabel="step", ylabel="loss of up to 64 held-out rows, nats per token")
         if self.runs:
             axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))
         return figure

@@ -193,7 +193,6 @@ def merge_models(
             "base_model": base_model,
             "out_dtype": out_dtype,
             "allow_pickle": allow_pickle,
-            "device": None if str(device) == "cpu" else device,  # blocks run on the CPU
         }
         _check_calibrated(models, method, calibration, out, unsupported)
     check_value("merge_models", "threads", threads, MaybeWhole)
@@ -357,7 +356,9 @@ def _merge_calibrated(
         raise ValueError(f"merge_models: {method}: {str(error).partition(' ')[2]}") from error
     blocks = path.with_name(f"{path.name}.blocks")
     with NewFolder(blocks, "merge", resumable=True, fresh=run.fresh) as stage:
-        source = merged_source(models, calibration, merge, stage, progress=run.progress)
+        source = merged_source(
+            models, calibration, merge, stage, device=run.device, progress=run.progress
+        )
         recipe = _resolve_recipe([source], "passthrough", None, {}, dtypes)
         report = merge_to_folder(recipe, path, run)
         stage.discard()

@@ -1,10 +1,16 @@
-"""Two models that lie far apart, merged by `learn_merge` with each student and start.
+"""Models that lie far apart, merged by `learn_merge` with each student and start.
 
-The first is SmolLM2-135M-Instruct, asked for answers to Alpaca's instructions. The second is the
-first, trained whole on German manual pages until it has forgotten them by half a nat and more.
-What a merge recovers is its share of the gap between the average (0 %) and the two models (100 %).
-One thread a process, CPU seconds. Needs SmolLM2, the folder of real data, and Debian's manual
-pages.
+Three pairs, all made of SmolLM2-135M-Instruct:
+
+- chain: the model itself, asked for answers to Alpaca's instructions, and the same model trained
+  whole on German manual pages until it has forgotten the answers;
+- siblings: that German model, and one trained whole on Python sources; they share a base;
+- adapters: LoRA adapters for German and for Python, merged into the base; they lie close.
+
+What a merge recovers is its share of the gap between the average of the two models (0 %) and each
+model on its own task (100 %). Searched methods and learning rates are chosen on rows that no other
+run reads. Needs SmolLM2, the folder of real data, and Debian's German manual pages. On a GPU it
+takes minutes; several runs share it, and three runs alone give seconds and memory.
 """
 
 from __future__ import annotations
@@ -15,49 +21,134 @@ import json
 import multiprocessing
 import random
 import re
-import statistics
+import shutil
+import sysconfig
 import time
 import warnings
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today, versions
+from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, today, versions
 from tests.support import real
 
 FOUND, GUIDE = RESULTS / "far_apart.json", ROOT / "docs" / "masks.md"
 WORK = Path(__file__).parent / "work" / "far_apart"
-ROWS, LENGTH, STEPS, HELD_OUT = 200, 128, 40, 0.2
-SECOND_STEPS, SECOND_RATE = 60, 6e-4
+ROWS, SEARCH_ROWS, LENGTH = 400, 200, 128
+HELD_OUT = 0.2
+STEPS, LONG = 60, 240
+SECOND_STEPS, SECOND_RATE, ADAPTER_RATE = 60, 6e-4, 1e-3
 MANUALS = Path("/usr/share/man/de")
-CHARACTERS = 400  # of a German text: some 128 tokens
+CHARACTERS = {"german": 400, "python": 400}  # of a text: some 128 tokens
+ASKED, ANSWER = 40, 48  # prompts that are answered, and tokens of an answer
 STUDENTS = ("masks", "lora", "all")
 STARTS = ("average", "regmean")
+SEEDS = 3
+# merges by data; the searches of rates start from one of their own rows
+CALIBRATIONS = {"regmean": "regmean", "regmean++": "regmean++", "regmean-search": "regmean"}
+RATES = {
+    "masks": (1e-2, 3e-2, 1e-1),
+    "lora": (1e-3, 2e-3, 4e-3, 8e-3),
+    "all": (1e-4, 2e-4, 5e-4, 1e-3),
+}
+GERMAN = frozenset(
+    [
+        "der",
+        "die",
+        "das",
+        "und",
+        "ist",
+        "nicht",
+        "ein",
+        "eine",
+        "wird",
+        "werden",
+        "mit",
+        "von",
+        "für",
+        "den",
+        "dem",
+        "zu",
+    ]
+)
+ENGLISH = frozenset(
+    [
+        "the",
+        "and",
+        "is",
+        "of",
+        "to",
+        "a",
+        "in",
+        "for",
+        "with",
+        "that",
+        "it",
+        "are",
+        "as",
+        "be",
+        "this",
+        "you",
+    ]
+)
 
 
-def write_data() -> list[Path]:
-    """Write the rows of both tasks, and what the second model is trained on; return their files."""
-    files = [WORK / "alpaca.json", WORK / "german.json", WORK / "german_train.json"]
-    if all(file.is_file() for file in files):
-        return files
+def pair_of(name: str) -> tuple[list[str], list[str], str]:
+    """Return the models of a pair, their tasks, and the base."""
+    base = str(real.smollm2())
+    kind, _, seed = name.partition("-")
+    if kind == "chain":
+        return [base, str(WORK / f"german-{seed}")], ["alpaca", "german"], base
+    suffix = "0" if kind == "siblings" else "lora"
+    return (
+        [str(WORK / f"{task}-{suffix}") for task in ("german", "python")],
+        [
+            "german",
+            "python",
+        ],
+        base,
+    )
+
+
+# data
+
+
+def write_data() -> None:
+    """Write each task's rows: those of the merges, of the searches, and of the second models."""
+    if (WORK / "python_train.json").is_file():
+        return
     WORK.mkdir(parents=True, exist_ok=True)
-    alpaca = [row for row in real.alpaca(2000) if row["output"].strip()][:ROWS]
-    texts: tuple[list[dict[str, str]], list[dict[str, str]]] = ([], [])
-    # pages in turn: those that the second model is trained on, and those of the merges
-    for number, path in enumerate(sorted(MANUALS.rglob("*.gz"))):
-        text = plain_text(path)
-        for start in range(0, min(len(text), 20 * CHARACTERS) - CHARACTERS, CHARACTERS):
-            texts[number % 2].append({"text": text[start : start + CHARACTERS]})
-    for part in texts:
+    alpaca = [row for row in real.alpaca(2000) if row["output"].strip()]
+    _write("alpaca", alpaca[:ROWS], alpaca[ROWS : ROWS + SEARCH_ROWS])
+    texts = (manual(path) for path in sorted(MANUALS.rglob("*.gz")))
+    _write_texts("german", texts)
+    library = Path(sysconfig.get_path("stdlib"))
+    sources = (path.read_text(encoding="utf-8") for path in sorted(library.glob("*.py")))
+    _write_texts("python", sources)
+
+
+def _write(task: str, rows: Sequence[Any], search: Sequence[Any]) -> None:
+    (WORK / f"{task}.json").write_text(json.dumps(rows), encoding="utf-8")
+    (WORK / f"{task}_search.json").write_text(json.dumps(search), encoding="utf-8")
+
+
+def _write_texts(task: str, texts: Iterable[str]) -> None:
+    """Write stretches of texts; the second models read other texts than the merges."""
+    parts: tuple[list[dict[str, str]], list[dict[str, str]]] = ([], [])
+    size = CHARACTERS[task]
+    for number, text in enumerate(texts):
+        for start in range(0, min(len(text), 20 * size) - size, size):
+            parts[number % 2].append({"text": text[start : start + size]})
+    for part in parts:
         random.Random(0).shuffle(part)
-    rows = (alpaca, texts[0][:ROWS], texts[1])
-    for file, part in zip(files, rows, strict=True):
-        file.write_text(json.dumps(part), encoding="utf-8")
-    return files
+    _write(task, parts[0][:ROWS], parts[0][ROWS : ROWS + SEARCH_ROWS])
+    (WORK / f"{task}_train.json").write_text(json.dumps(parts[1]), encoding="utf-8")
 
 
-def plain_text(path: Path) -> str:
+def manual(path: Path) -> str:
     """Return the text of a manual page, without roff's requests and escapes."""
     with gzip.open(path, "rt", encoding="utf-8", errors="ignore") as file:
         lines = [line.strip() for line in file if not line.startswith((".", "'"))]
@@ -65,70 +156,265 @@ def plain_text(path: Path) -> str:
     return re.sub(r"\\(\(..|.)", lambda found: "-" if found[1] == "-" else " ", text)
 
 
-def second_model(rows: Path) -> str:
-    """Return the folder of the first model, trained on German."""
+# what one process does
+
+
+def train_second(task: str, name: str) -> None:
+    """Write a model trained on a task: whole with a seed, or with adapters ("lora")."""
     from heads.lora import tune
     from mergekit_lite import merge_models
 
-    out = WORK / "german"
-    if not out.exists():
-        report = tune(
-            str(real.smollm2()),
-            rows,
-            out=WORK / "tuning",
-            r=0,
-            learning_rate=SECOND_RATE,
-            max_steps=SECOND_STEPS,
-            max_length=LENGTH,
-            answers=0,
-            evaluations=2,
+    out = WORK / f"{task}-{name}"
+    if out.exists():
+        return
+    is_adapter = name == "lora"
+    report = tune(
+        str(real.smollm2()),
+        WORK / f"{task}_train.json",
+        out=WORK / f"{task}-{name}.tuning",
+        r=16 if is_adapter else 0,
+        learning_rate=ADAPTER_RATE if is_adapter else SECOND_RATE,
+        max_steps=SECOND_STEPS,
+        max_length=LENGTH,
+        seed=0 if is_adapter else int(name),
+        answers=0,
+        evaluations=2,
+        progress=False,
+    )
+    source = str(report.out / "model")
+    if is_adapter:
+        source = f"{real.smollm2()}+{report.out / 'adapter'}"
+    merge_models([source], "passthrough", dtype="bfloat16", out=out, progress=False)
+
+
+def loaded(folder: Path | str) -> Any:
+    """Return a model of a folder, on the device."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def examples(task: str, *, search: bool) -> tuple[Any, Any]:
+    """Return a task's training and held-out examples, as `learn_merge` splits them."""
+    from transformers import AutoTokenizer
+
+    from model_components._examples import TextExamples, split_examples
+
+    file = WORK / f"{task}{'_search' if search else ''}.json"
+    tokenizer = AutoTokenizer.from_pretrained(real.smollm2())
+    return split_examples(TextExamples(file, tokenizer, max_length=LENGTH), HELD_OUT, 200)
+
+
+def losses_of(model: Any, tasks: Sequence[str], *, search: bool = False) -> list[float]:
+    """Return the held-out loss of each task."""
+    from mergekit_lite.learning.run import held_out_losses
+    from mergekit_lite.masks import MaskCollator
+
+    tests = [examples(task, search=search)[1] for task in tasks]
+    collator = MaskCollator(pad_token_id=0, max_length=LENGTH)
+    return [round(loss, 4) for loss in held_out_losses(model, tests, collator)]
+
+
+@torch.no_grad()
+def answers_of(model: Any) -> dict[str, float]:
+    """Return how many answers to Alpaca's prompts are German, and their chrF.
+
+    Prompts are of rows that no run trains on.
+    """
+    from sacrebleu import corpus_chrf
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(real.smollm2(), padding_side="left")
+    rows = json.loads((WORK / "alpaca_search.json").read_text(encoding="utf-8"))[:ASKED]
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": "\n".join(filter(None, (r["instruction"], r["input"])))}],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        for r in rows
+    ]
+    batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
+    batch = batch.to(model.device)
+    out = model.generate(**batch, max_new_tokens=ANSWER, do_sample=False)
+    answers = tokenizer.batch_decode(
+        out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True
+    )
+    words = [re.findall(r"\w+", answer.lower()) for answer in answers]
+    german = [sum(w in GERMAN for w in one) > sum(w in ENGLISH for w in one) for one in words]
+    chrf = corpus_chrf(answers, [[row["output"] for row in rows]]).score
+    return {"german_answers": sum(german) / len(german), "chrf": round(chrf, 1)}
+
+
+def described(pair: str, **known: Any) -> dict[str, Any]:
+    """Return a row with what all rows say."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {
+        "pair": pair,
+        **known,
+        "date": today(),
+        "commit": commit(),
+        "hardware": hardware(device),
+        "versions": versions("torch", "transformers"),
+    }
+
+
+def measured(pair: str, merge: str, folder: Path | str, **known: Any) -> dict[str, Any]:
+    """Return the row of a model in a folder."""
+    _, tasks, _ = pair_of(pair)
+    model = loaded(folder)
+    asked = answers_of(model) if "alpaca" in tasks else {}
+    return described(pair, merge=merge, losses=losses_of(model, tasks), **asked, **known)
+
+
+def closed_form(pair: str, merge: str) -> dict[str, Any]:
+    """Write a merge without training; return its row. Its strength is searched, if it has one."""
+    from mergekit_lite import merge_models
+
+    warnings.simplefilter("ignore")
+    models, tasks, base = pair_of(pair)
+    if merge in ("first", "second"):
+        return measured(pair, merge, models[merge == "second"])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    out = WORK / f"{pair}-{merge}"
+    if out.exists():
+        return measured(pair, merge, out)
+    if merge in CALIBRATIONS:
+        search = merge == "regmean-search"
+        started = time.perf_counter()
+        calibration = [examples(task, search=search)[0][:256] for task in tasks]
+        merge_models(
+            models,
+            CALIBRATIONS[merge],
+            calibration=calibration,
+            device=device,
+            out=out,
             progress=False,
         )
-        merge_models([report.out / "model"], "passthrough", dtype="bfloat16", out=out)
-    return str(out)
+        return measured(pair, merge, out, seconds=round(time.perf_counter() - started, 1))
+    if merge == "average":
+        merge_models(models, "linear", weight=[1.0, 1.0], out=out, progress=False)
+        return measured(pair, merge, out)
+    tried: dict[float, float] = {}
+    for strength in (0.3, 0.5, 0.7, 1.0):
+        folder = WORK / f"{pair}-{merge}-{strength}"
+        shutil.rmtree(folder, ignore_errors=True)
+        _searched_merge(models, base, merge, strength, folder)
+        tried[strength] = sum(losses_of(loaded(folder), tasks, search=True)) / 2
+    best = min(tried, key=lambda strength: tried[strength])
+    row = measured(pair, merge, WORK / f"{pair}-{merge}-{best}", strength=best)
+    for strength in tried:
+        shutil.rmtree(WORK / f"{pair}-{merge}-{strength}")
+    return row
 
 
-def run(student: str, start: str, seed: int) -> dict[str, Any]:
-    """Learn one merge; return the losses of all models in its table."""
+def _searched_merge(
+    models: Sequence[str], base: str, merge: str, strength: float, out: Path
+) -> None:
+    from mergekit_lite import merge_models
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options: dict[str, Any] = {"out": out, "device": device, "progress": False}
+    if merge == "linear":
+        merge_models(models, "linear", weight=[1 - strength, strength], **options)
+    elif merge == "slerp":
+        merge_models(models, "slerp", base_model=models[0], t=strength, **options)
+    elif merge == "ties":
+        merge_models(models, "ties", base_model=base, weight=strength, density=0.5, **options)
+    elif merge == "task_arithmetic":
+        merge_models(models, merge, base_model=base, weight=strength, **options)
+    else:
+        merge_models(models, merge, base_model=base, alpha=strength, **options)
+
+
+def learned(
+    pair: str,
+    start: str,
+    train: str,
+    *,
+    steps: int,
+    rate: float | None,
+    seed: int = 0,
+    rows: float = 1.0,
+    search: bool = False,
+    alone: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Learn one merge; return its row.
+
+    Args:
+        pair: The pair.
+        start: Average or regmean.
+        train: The student.
+        steps: Steps of 8 examples.
+        rate: The learning rate.
+        seed: The seed of the training.
+        rows: The share of the training rows that is used.
+        search: Use the rows of the searches.
+        alone: Say the row's seconds and memory, which mean something if no other run shares the
+            machine.
+        **settings: More fields of `LearnConfig`.
+    """
     from mergekit_lite import learn_merge
 
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    files = write_data()
-    models = [str(real.smollm2()), second_model(files[2])]
-    seconds = time.process_time()
+    models, tasks, _ = pair_of(pair)
+    about = "-".join(
+        map(str, (pair, start, train, steps, rate, seed, rows, search, *settings.values()))
+    )
+    out = WORK / "runs" / about
+    data: list[Any] = [WORK / f"{task}{'_search' if search else ''}.json" for task in tasks]
+    first = start
+    if start == "regmean" and rows == 1.0:
+        first = str(WORK / f"{pair}-regmean{'-search' if search else ''}")
+    if rows < 1.0:
+        data = [json.loads(file.read_text(encoding="utf-8")) for file in data]
+        data = [part[: round(rows * len(part))] for part in data]
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     report = learn_merge(
         models,
-        files[:2],
-        out=WORK / f"{student}-{start}-{seed}",
-        start=start,
-        train=student,
-        max_steps=STEPS,
+        data,
+        out=out,
+        start=first,
+        train=train,
+        max_steps=steps,
+        learning_rate=rate,
         max_length=LENGTH,
         held_out=HELD_OUT,
         dtype="bfloat16",
-        compare=("linear",),
+        compare=(),
         seed=seed,
         progress=False,
+        **settings,
     )
-    seconds = time.process_time() - seconds
-    losses = {name: [round(loss, 4) for loss in values] for name, values in report.losses.items()}
-    average = report.mean("average" if start == "average" else "linear")
-    best = sum(report.losses[name][k] for k, name in enumerate(report.components)) / 2
-    return {
-        "student": student,
+    known = {
+        "merge": train,
         "start": start,
+        "steps": steps,
+        "rate": rate,
         "seed": seed,
-        "losses": losses,
-        "forgotten": round(losses[report.components[1]][0] - losses[report.components[0]][0], 4),
-        "recovered": round((average - report.mean(report.student)) / (average - best), 4),
-        "start_recovered": round((average - report.mean(start)) / (average - best), 4),
-        "cpu_seconds": round(seconds, 1),
-        "date": today(),
-        "commit": commit(),
-        "hardware": hardware("cpu"),
-        "versions": versions("torch", "transformers"),
+        "rows": rows,
+        "search": search,
+        **settings,
     }
+    losses = [round(loss, 4) for loss in report.losses[report.student]]
+    if rows < 1.0:  # other rows than the table's are held out
+        losses = losses_of(loaded(out), tasks)
+    asked: dict[str, float] = {}
+    if report.delivered == report.student and not search and "alpaca" in tasks:
+        asked = answers_of(loaded(out))
+    if alone:
+        known["seconds"] = round(report.seconds, 1)
+        if torch.cuda.is_available():
+            known["peak_bytes"] = torch.cuda.max_memory_allocated()
+    shutil.rmtree(out)
+    shutil.rmtree(out.with_name(f"{out.name}.training"))
+    return described(pair, losses=losses, **asked, **known)
+
+
+# all of them
 
 
 def read_found() -> list[dict[str, Any]]:
@@ -136,58 +422,182 @@ def read_found() -> list[dict[str, Any]]:
     return json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else []
 
 
-def write_table() -> None:
-    """The guide's table, from the committed rows."""
-    rows = read_found()
-    if not rows:
-        return
-    lines = ["| start | trained | recovered, by seed | CPU s |", "|---|---|---|---|"]
-    for start in STARTS:
-        own = [row for row in rows if row["start"] == start]
-        if not own:
-            continue
-        first = " / ".join(
-            f"{row['start_recovered']:.0%}" for row in own if row["student"] == "masks"
-        )
-        lines.append(f"| {start} | nothing | {first} | |")
-        for student in STUDENTS:
-            runs = [row for row in own if row["student"] == student]
-            if runs:
-                shares = " / ".join(f"{row['recovered']:.0%}" for row in runs)
-                seconds = statistics.median(row["cpu_seconds"] for row in runs)
-                lines.append(f"| {start} | {student} | {shares} | {seconds:.0f} |")
-    row = rows[0]
-    about = (
-        "SmolLM2-135M-Instruct on Alpaca's instructions, and X has forgotten {row['forgotten']:.1f} nats of the first task. Recovered: share "
-        "of the gap between the average of the two (0 %) and each on its own task (100 %), in mean "
-        f"held-out loss; {STEPS} steps of 8 rows of at most {LENGTH} tokens. CPU seconds of one "
-        "thread, with start, teachers and evaluation. "
-        f"{row['hardware']}, {row['versions']}; {row['date']} at {row['commit']}."
+def key_of(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return what tells a row from others: all that was chosen, and not what was found."""
+    chosen = ("pair", "merge", "start", "steps", "seed", "rows", "search", "granularity")
+    more = ("coefficients", "temperature", *(["rate"] if row.get("search") else []))
+    is_alone = "seconds" in row and "start" in row
+    return (*(str(row.get(name)) for name in (*chosen, *more)), str(is_alone))
+
+
+class Runner:
+    """Runs jobs in processes until the time is up, and writes each row as it comes.
+
+    Args:
+        workers: Processes at once.
+        minutes: When no job begins any more.
+    """
+
+    def __init__(self, workers: int, minutes: float):
+        self.workers = workers
+        self.deadline = time.time() + 60 * minutes
+        self.pool: Any = None
+
+    def all(self, jobs: Sequence[tuple[Callable[..., Any], tuple, dict[str, Any]]]) -> None:
+        """Run jobs; write the rows that they return."""
+        if self.pool is None:
+            context = multiprocessing.get_context("spawn")
+            self.pool = ProcessPoolExecutor(self.workers, mp_context=context)
+        futures = [
+            self.pool.submit(_in_time, self.deadline, job, arguments, named)
+            for job, arguments, named in jobs
+        ]
+        for future in as_completed(futures):
+            try:
+                row = future.result()
+            except Exception as error:  # the others go on
+                print(f"failed: {type(error).__name__}: {error}", flush=True)
+                continue
+            if row is not None:
+                rows = [old for old in read_found() if key_of(old) != key_of(row)]
+                FOUND.parent.mkdir(parents=True, exist_ok=True)
+                FOUND.write_text(json.dumps([*rows, row], indent=1) + "\n", encoding="utf-8")
+                left = self.deadline - time.time()
+                print(f"{left:.0f} s left: {' '.join(key_of(row))} {row['losses']}", flush=True)
+
+
+def _in_time(deadline: float, job: Callable[..., Any], arguments: tuple, named: Any) -> Any:
+    torch.set_num_threads(1)
+    return job(*arguments, **named) if time.time() < deadline else None
+
+
+def best_rates() -> dict[tuple[str, str, int], float]:
+    """Return by start, student and steps the rate with the lowest loss of the searches."""
+    found: dict[tuple[str, str, int], dict[float, float]] = {}
+    for row in read_found():
+        if row.get("search"):
+            place = (row["start"], row["merge"], row["steps"])
+            found.setdefault(place, {})[row["rate"]] = sum(row["losses"])
+    return {place: min(tried, key=lambda rate: tried[rate]) for place, tried in found.items()}
+
+
+def run_all(runner: Runner, *, long: bool) -> None:
+    """Make the models, the merges, the searches and the table's runs, what matters most first."""
+    chains = [f"chain-{seed}" for seed in range(SEEDS)]
+    others = ["siblings", "adapters"]
+    seconds = [("german", str(seed)) for seed in range(SEEDS)]
+    seconds += [("python", "0"), ("german", "lora"), ("python", "lora")]
+    runner.all([(train_second, names, {}) for names in seconds])
+    merges = ["average", "regmean", "first", "second"]
+    runner.all(
+        [
+            *((closed_form, (pair, merge), {}) for merge in merges for pair in [*chains, *others]),
+            (closed_form, ("chain-0", "regmean-search"), {}),
+        ]
     )
-    put(GUIDE, [*lines, "", about], "far apart")
+    searches = [
+        (learned, ("chain-0", start, train), {"steps": STEPS, "rate": rate, "search": True})
+        for start in STARTS
+        for train in STUDENTS
+        for rate in RATES[train]
+    ]
+    runner.all(searches)
+    rates = best_rates()
+    table = [
+        (
+            learned,
+            (pair, start, train),
+            {"steps": STEPS, "rate": rates.get((start, train, STEPS)), "seed": seed},
+        )
+        for seed, pair in [*enumerate(chains), *((0, pair) for pair in others)]
+        for start in STARTS
+        for train in STUDENTS
+    ]
+    more = [(closed_form, (pair, "regmean++"), {}) for pair in [*chains, *others]]
+    more += [(closed_form, (pair, merge), {}) for pair in chains for merge in ("linear", "slerp")]
+    more += [
+        (closed_form, (pair, merge), {})
+        for pair in others
+        for merge in ("task_arithmetic", "ties", "slerp", "tsv", "iso_c")
+    ]
+    runner.all([*table, *more])
+    if long:
+        runner.all(
+            [
+                (
+                    learned,
+                    ("chain-0", "regmean", train),
+                    {"steps": LONG, "rate": rate, "search": True},
+                )
+                for train in STUDENTS
+                for rate in RATES[train][:3]
+            ]
+        )
+        rates = best_rates()
+        runner.all(
+            [
+                (
+                    learned,
+                    (pair, "regmean", train),
+                    {"steps": LONG, "rate": rates.get(("regmean", train, LONG)), "seed": seed},
+                )
+                for seed, pair in enumerate(chains)
+                for train in STUDENTS
+            ]
+        )
+    changed = [
+        {"granularity": "input"},
+        {"granularity": "element"},
+        {"granularity": "scalar"},
+        {"coefficients": "evidence"},
+        {"coefficients": "confidence"},
+        {"temperature": 2.0},
+    ]
+    known = {"steps": STEPS, "seed": 0}
+    jobs: list[Any] = [
+        (
+            learned,
+            ("chain-0", "regmean", "masks"),
+            {**known, **one, "rate": rates.get(("regmean", "masks", STEPS))},
+        )
+        for one in changed
+    ]
+    jobs += [
+        (
+            learned,
+            ("chain-0", "regmean", train),
+            {**known, "rows": 0.1, "rate": rates.get(("regmean", train, STEPS))},
+        )
+        for train in STUDENTS
+    ]
+    runner.all(jobs)
+
+
+def run_alone(runner: Runner) -> None:
+    """Measure seconds and memory of each student, one after the other."""
+    rates = best_rates()
+    for train in STUDENTS:
+        options = {"steps": STEPS, "rate": rates.get(("regmean", train, STEPS)), "alone": True}
+        runner.all([(learned, ("chain-0", "regmean", train), options)])
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run what is not there yet, and write the table."""
+    """Run what the time allows, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--students", nargs="+", default=STUDENTS)
-    parser.add_argument("--starts", nargs="+", default=STARTS[::-1])
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=600)
+    parser.add_argument("--alone", action="store_true", help="seconds and memory, at the end")
+    parser.add_argument("--short", action="store_true", help=f"without runs of {LONG} steps")
+    parser.add_argument("--data", action="store_true", help="only write the rows")
     options, _ = parser.parse_known_args(arguments)
-    rows = read_found()
-    made = {(row["student"], row["start"], row["seed"]) for row in rows}
-    context = multiprocessing.get_context("spawn")
-    for seed in range(options.seeds):
-        for start in options.starts:
-            for student in options.students:
-                if (student, start, seed) in made:
-                    continue
-                with context.Pool(1) as pool:
-                    row = pool.apply(run, (student, start, seed))
-                rows = [*read_found(), row]  # another process may have added some
-                FOUND.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-                print(row, flush=True)
-    write_table()
+    write_data()
+    if options.data:
+        return
+    runner = Runner(options.workers, options.minutes)
+    run_all(runner, long=not options.short)
+    if options.alone:
+        alone = Runner(1, (runner.deadline - time.time()) / 60)
+        run_alone(alone)
 
 
 if __name__ == "__main__":

@@ -90,6 +90,13 @@ def test_each_student_learns_and_the_table_is_right(train, start):
     assert f"{report.delivered} is in {report.out}" in str(report)
 
 
+@pytest.mark.parametrize("train", ["masks", "lora", "all"])
+def test_a_student_of_models_in_bfloat16_learns(train):
+    report = learned(train=train, dtype="bfloat16", max_steps=8)
+    assert report.losses[report.student] != report.losses["regmean"]
+    assert load("out").dtype == torch.bfloat16
+
+
 def test_the_kl_of_a_student_is_that_of_the_definition():
     """Loss and gradients against softmax and sums over whole logits."""
     teachers = Merger([load(name) for name in MODELS])

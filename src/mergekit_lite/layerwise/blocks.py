@@ -48,12 +48,19 @@ class Skeleton:
         source: Whose config says what it is.
         auto_class: Of transformers.
         dtype: To compute in.
+        device: To compute on.
 
     Raises:
         CheckpointError: The config is of no model with a list of blocks.
     """
 
-    def __init__(self, source: Source, auto_class: Any, dtype: torch.dtype):
+    def __init__(
+        self,
+        source: Source,
+        auto_class: Any,
+        dtype: torch.dtype,
+        device: str | torch.device = "cpu",
+    ):
         if source.folder is None:
             raise CheckpointError(
                 f"{source.label}: is no folder; data-driven merges need a model's config.json"
@@ -67,6 +74,10 @@ class Skeleton:
         self.model.tie_weights()
         self.model.eval()
         self.dtype = dtype
+        self.device = torch.device(device)
+        for module in self.model.modules():  # parameters have no values yet, which `to` refuses
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self.device))
         lists = {
             n: m for n, m in self.model.named_modules() if isinstance(m, nn.ModuleList) and len(m)
         }
@@ -141,9 +152,8 @@ class Skeleton:
             value = tensor_of(weights.read(stored, 0, weights.tensors[stored].count)).view(
                 buffer.shape
             )
-            module.register_buffer(
-                own, value.to(self.dtype if buffer.is_floating_point() else buffer.dtype)
-            )
+            dtype = self.dtype if buffer.is_floating_point() else buffer.dtype
+            module.register_buffer(own, value.to(self.device, dtype))
 
     def stored_name(self, source: Source, name: str) -> str:
         """Return what a source calls a parameter.
@@ -175,7 +185,7 @@ class Skeleton:
             if not value.isfinite().all():
                 raise CheckpointError(f"{weights.label}: {stored} has NaN or infinity")
         shape = self.model.get_parameter(name).shape
-        return nn.Parameter(value.to(self.dtype).view(shape), requires_grad=False)
+        return nn.Parameter(value.to(self.device, self.dtype).view(shape), requires_grad=False)
 
     @torch.no_grad()
     def calls(

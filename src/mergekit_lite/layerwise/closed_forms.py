@@ -1,7 +1,8 @@
 """The merged weight of a linear layer from its inputs: sums over tokens, then one solve.
 
-Sums are float64. RegMean (Jin et al., arXiv 2212.09849): W = (Σ_k W_k G_k)(Σ_k G_k)⁻¹ with G_k =
-X_kᵀ X_k / N_k, whose entries off the diagonal are multiplied by ``reduce``.
+Products are float32, sums and the solve float64, on the device of the inputs.
+
+RegMean (Jin et al., arXiv 2212.09849): W = (Σ_k W_k G_k)(Σ_k G_k)⁻¹ with G_k = X_kᵀ X_k / N_k, whose entries off the diagonal are multiplied by ``reduce``.
 
 Letters: K models, N tokens, O out_features, I in_features.
 """
@@ -29,9 +30,12 @@ class InputStatistics:
 
     def add(self, x: Tensor) -> None:  # (N, I)
         """Add tokens."""
-        x = x.detach().to("cpu", torch.float64)
+        x = x.detach()
+        if x.dtype != torch.float64:
+            x = x.float()
         self.count += len(x)
-        self.total.addmm_(x.T, x)
+        self.total = self.total.to(x.device)
+        self.total += x.T @ x
 
     def mean(self) -> Tensor:  # (I, I)
         """Return the mean over all tokens."""
@@ -57,12 +61,14 @@ def merge_by_inputs(
     size = sum(float(m.diagonal().mean()) for m in means)
     ridge = _RIDGE * size / len(weights) or 1.0  # no input at all: the average
     right = torch.zeros_like(means[0])
-    left = torch.zeros(weights[0].shape, dtype=torch.float64)
+    left = right.new_zeros(weights[0].shape)
     for w, gram in zip(weights, means, strict=True):
         gram = reduce * gram + torch.diag((1 - reduce) * gram.diagonal() + ridge)
         left.addmm_(w.double(), gram)
         right += gram
     factor, failed = torch.linalg.cholesky_ex(right)
     if int(failed):  # rounding made it indefinite
-        return torch.linalg.lstsq(right, left.T, driver="gelsd").solution.T
+        # the CPU alone solves what is not of full rank
+        solution = torch.linalg.lstsq(right.cpu(), left.T.cpu(), driver="gelsd").solution
+        return solution.T.to(left.device)
     return torch.cholesky_solve(left.T, factor).T

@@ -29,6 +29,7 @@ def merged_source(
     merge: CalibratedMerge,
     stage: NewFolder,
     *,
+    device: str | torch.device = "cpu",
     progress: bool,
 ) -> Source:
     """The merged tensors, written block by block into an open stage folder.
@@ -44,6 +45,7 @@ def merged_source(
             batches.
         merge: How.
         stage: Where; what an interrupted run of the same merge left there is taken up.
+        device: Where blocks run and weights are solved for.
         progress: Show a bar.
 
     Raises:
@@ -62,7 +64,7 @@ def merged_source(
     shares = merge.shares(len(models))
     sources = [open_source(model) for model in models]
     check_alike(sources)
-    skeleton = Skeleton(sources[0], merge.auto_class, torch.float32)
+    skeleton = Skeleton(sources[0], merge.auto_class, torch.float32, device)
     data = [
         calibration_batches(c, s, batch_size=merge.batch_size, max_length=merge.max_length)
         for c, s in zip(calibration, sources, strict=True)

@@ -34,12 +34,17 @@ class BlockMerge:
     ):
         self.skeleton = skeleton
         self.sources = sources
-        self.data = data
+        self.data = [
+            [{name: values.to(skeleton.device) for name, values in batch.items()} for batch in part]
+            for part in data
+        ]
         self.shares = shares
         self.merge = merge
         self.calls: list[list[list[Call]]] = []  # of each model, block and batch
         self.hidden: list[list[Tensor]] = []
         settings = [merge.method, shares, merge.reduce]
+        # what was computed on another device is computed again
+        settings.append(skeleton.device.type)
         self.stage = Stage(folder, run_fingerprint(sources, data, settings), "merge")
 
     def begin(self) -> None:
@@ -198,7 +203,11 @@ class BlockMerge:
         if any(self.stage.load(_part(number)) is None for number in range(done)):
             return 0
         self.begin()
-        self.hidden = [[states[f"{k}.{i}"] for i in range(len(b))] for k, b in enumerate(self.data)]
+        device = self.skeleton.device
+        self.hidden = [
+            [states[f"{k}.{i}"].to(device) for i in range(len(batches))]
+            for k, batches in enumerate(self.data)
+        ]
         return done
 
     def parts(self) -> list[Path]:

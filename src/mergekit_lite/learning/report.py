@@ -22,6 +22,8 @@ class LearnReport(Report):
         tokens: The number of held-out supervised tokens of each task.
         losses: For each model the loss on each task.
         components: The names of the components among the models.
+        seconds: How long the training took, without start, teachers and evaluation; after an
+            interruption, since it was continued.
     """
 
     out: Path
@@ -32,6 +34,7 @@ class LearnReport(Report):
     tokens: tuple[int, ...]
     losses: Mapping[str, tuple[float, ...]]
     components: tuple[str, ...]
+    seconds: float
 
     def mean(self, name: str) -> float:
         """Return the mean loss of a model over the tasks."""
@@ -42,6 +45,7 @@ class LearnReport(Report):
         counts = [f"{n} of {task}" for task, n in zip(self.tasks, self.tokens, strict=True)]
         return [
             f"{self.delivered} is in {self.out}: of all merges it has the lowest mean loss",
+            f"training took {self.seconds:.0f} s",
             f"nats a supervised token of held-out examples ({', '.join(counts)})",
         ]
 

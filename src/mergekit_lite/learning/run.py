@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,7 @@ def learn_merge(
     tasks = _tasks(data, tokenizer, config)
     teachers = Merger.from_pretrained(
         components, dtype=config.dtype, granularity=config.granularity
-    )
+    ).to("cuda" if torch.cuda.is_available() else "cpu")
     if config.train != "masks" and teachers.output_head() is None:
         raise ValueError(
             f"{OPERATION}: train is {config.train!r}, expected 'masks' for a "
@@ -108,6 +109,7 @@ def learn_merge(
         ),
         progress=progress,
         teachers=teachers,
+        device=teachers.device,
     )
     del teachers  # so that the run can drop them
     results = (MASKS, "report.json")
@@ -214,6 +216,8 @@ class _Run:
 
     Attributes:
         teachers: The components; None once their hidden states are cached and they are not needed.
+        device: Where models run.
+        seconds: How long training took.
         key: A hash of all settings and data, which names what this run keeps in its folder.
     """
 
@@ -228,6 +232,8 @@ class _Run:
     collator: MaskCollator
     progress: bool
     teachers: Any
+    device: torch.device
+    seconds: float = 0.0
 
     def learn(self) -> LearnReport:
         """Train, compare, and write the best."""
@@ -254,6 +260,7 @@ class _Run:
             tokens=tuple(map(_supervised_tokens, self._tests())),
             losses=losses,
             components=components,
+            seconds=self.seconds,
         )
         if report.delivered != name:
             self._merge(report.delivered, self.out)
@@ -296,6 +303,8 @@ class _Run:
     def _merge(self, name: str, out: Path) -> None:
         """Write a merge by its method's name, or the copy of a folder."""
         options: dict[str, Any] = {"out": out, "progress": self.progress}
+        if self.config.dtype != "auto":
+            options["dtype"] = self.config.dtype
         models = list(self.components)
         method = "linear" if name == "average" else name
         if _is_folder(name):
@@ -304,6 +313,7 @@ class _Run:
         elif method in CALIBRATED:
             options["calibration"] = [task.train[:_CALIBRATION] for task in self.tasks]
             options["max_length"] = self.config.max_length
+            options["device"] = self.device
         else:
             if "weight" in get_method(method).parameters:
                 options["weight"] = [1.0] * len(models)
@@ -313,7 +323,7 @@ class _Run:
 
     def _load(self, folder: Path, dtype: Any = None) -> Any:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or self.teachers.dtype)
-        return model.to(self.teachers.device)
+        return model.to(self.device)
 
     def _kl(self) -> KLConfig:
         return KLConfig(coefficients=self.config.coefficients, temperature=self.config.temperature)
@@ -335,8 +345,9 @@ class _Run:
             seed=config.seed,
             report_to="none",
             disable_tqdm=not self.progress,
+            use_cpu=self.device.type == "cpu",
             train_sampling_strategy="group_by_length",  # less padding
-            dataloader_pin_memory=torch.cuda.is_available(),
+            dataloader_pin_memory=self.device.type == "cuda",
             **more,
         )
         trainer = kind(
@@ -345,7 +356,9 @@ class _Run:
         checkpoint = newest_whole(self.training, OPERATION, trainer.needed_files())
         if checkpoint is not None:
             print(f"{OPERATION}: going on from {checkpoint}")
+        started = time.perf_counter()
         trainer.train(resume_from_checkpoint=checkpoint)
+        self.seconds = time.perf_counter() - started
         model.eval()
 
     def _cached(self) -> Any:

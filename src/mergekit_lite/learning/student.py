@@ -57,8 +57,8 @@ class Student(nn.Module):
         return CausalLMOutput(loss=distill(self, kl, **batch))
 
     def final_hidden(self, **inputs: object) -> Tensor:
-        """Return the final hidden states, (B, L, H)."""
-        return self.model.base_model(**self.uncached(inputs))[0]
+        """Return the final hidden states, (B, L, H), in the dtype of the teachers."""
+        return self.model.base_model(**self.uncached(inputs))[0].to(self._heads[0].dtype)
 
     def uncached(self, inputs: Mapping[str, object]) -> dict[str, object]:
         """Return inputs with which no keys and values are kept."""
@@ -84,14 +84,13 @@ class _StudentHead:
     """Heads in the form of a masked head whose mask chooses the last one.
 
     Args:
-        heads: The teachers' heads and the student's.
+        heads: The teachers' heads and the student's, which is read in the dtype of the others.
     """
 
     masks = ("weight",)
 
     def __init__(self, heads: list[Tensor]):
-        own = heads[-1]
-        self._heads = [head.to(own.device, own.dtype) for head in heads]
+        self._heads = [head.to(heads[-1].device, heads[0].dtype) for head in heads]
 
     def is_same(self, name: str) -> bool:
         """Return False: the student's head is not the first one."""

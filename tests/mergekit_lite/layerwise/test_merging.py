@@ -18,6 +18,7 @@ from mergekit_lite.files import open_source
 from mergekit_lite.layerwise import CalibratedMerge, InputStatistics, merge_by_inputs
 from mergekit_lite.layerwise.blocks import Skeleton, linear_layers
 from tests.mergekit_lite.layerwise import reference
+from tests.support import equivalence
 from tests.support.models import auto_class, save, save_tokenizer, tiny
 
 IDS = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -185,7 +186,13 @@ def test_block_by_block_is_the_dense_merge(kind, method, tmp_path, monkeypatch):
 
     monkeypatch.setattr(mergekit_lite.layerwise, "merged_source", timed)
     report = merge_models(
-        paths, method, calibration=DATA, out=tmp_path / "out", batch_size=4, progress=False
+        paths,
+        method,
+        calibration=DATA,
+        out=tmp_path / "out",
+        batch_size=4,
+        device=equivalence.DEVICE,
+        progress=False,
     )
     assert (tmp_path / "out" / "tokenizer.json").exists()
     assert report.bytes_written > 0
@@ -203,7 +210,8 @@ def test_it_goes_on_where_it_was_killed(tmp_path, monkeypatch):
     from mergekit_lite.layerwise.run import BlockMerge
 
     paths = pair("llama", tmp_path)
-    merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "whole", progress=False)
+    options = {"calibration": DATA, "device": equivalence.DEVICE, "progress": False}
+    merge_models(paths, "regmean", out=tmp_path / "whole", **options)
     blocks, real = [], BlockMerge.merge_block
 
     def killed(self, number):
@@ -214,10 +222,10 @@ def test_it_goes_on_where_it_was_killed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(BlockMerge, "merge_block", killed)
     with pytest.raises(KeyboardInterrupt):
-        merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
+        merge_models(paths, "regmean", out=tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
     blocks.append("killed")
-    merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
+    merge_models(paths, "regmean", out=tmp_path / "out", **options)
     assert blocks == [0, 1, "killed", 2, 3]
     same = [(tmp_path / n / "model.safetensors").read_bytes() for n in ("whole", "out")]
     assert same[0] == same[1]
@@ -422,7 +430,7 @@ def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
             "is a mapping of train; expected rows, or input_ids",
         ),
         (
-            {"calibration": DATA, "device": "cuda"},
+            {"calibration": DATA, "out_dtype": "float16"},
             r"merge_models:.*base_model.*out_dtype",
         ),
     ],

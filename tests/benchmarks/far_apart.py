@@ -47,6 +47,7 @@ ASKED, ANSWER = 40, 48  # prompts that are answered, and tokens of an answer
 STUDENTS = ("masks", "lora", "all")
 STARTS = ("average", "regmean")
 SEEDS = 3
+ALONE = 1.2  # minutes that are kept for the runs alone
 # merges by data; the searches of rates start from one of their own rows
 CALIBRATIONS = {"regmean": "regmean", "regmean++": "regmean++", "regmean-search": "regmean"}
 RATES = {
@@ -593,11 +594,11 @@ def main(arguments: list[str] | None = None) -> None:
     write_data()
     if options.data:
         return
-    runner = Runner(options.workers, options.minutes)
+    kept = ALONE if options.alone else 0.0
+    runner = Runner(options.workers, options.minutes - kept)
     run_all(runner, long=not options.short)
     if options.alone:
-        alone = Runner(1, (runner.deadline - time.time()) / 60)
-        run_alone(alone)
+        run_alone(Runner(1, kept))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,8 @@ CHARACTERS = {"german": 400, "python": 400}  # of a text: some 128 tokens
 ASKED, ANSWER = 40, 48  # prompts that are answered, and tokens of an answer
 STUDENTS = ("masks", "lora", "all")
 STARTS = ("average", "regmean")
-SEEDS = 3
+PAIRS = ("chain-0", "chain-1", "chain-2", "siblings", "adapters")
+SEARCHED = "chain-0"  # the pair on which learning rates are chosen
 ALONE = 1.2  # minutes that are kept for the runs alone
 # merges by data; the searches of rates start from one of their own rows
 CALIBRATIONS = {"regmean": "regmean", "regmean++": "regmean++", "regmean-search": "regmean"}
@@ -55,6 +56,7 @@ RATES = {
     "lora": (1e-3, 2e-3, 4e-3, 8e-3),
     "all": (1e-4, 2e-4, 5e-4, 1e-3),
 }
+Job = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 GERMAN = frozenset(
     [
         "der",
@@ -227,6 +229,7 @@ def answers_of(model: Any) -> dict[str, float]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(real.smollm2(), padding_side="left")
+    tokenizer.pad_token = tokenizer.eos_token
     rows = json.loads((WORK / "alpaca_search.json").read_text(encoding="utf-8"))[:ASKED]
     prompts = [
         tokenizer.apply_chat_template(
@@ -431,6 +434,19 @@ def key_of(row: dict[str, Any]) -> tuple[str, ...]:
     return (*(str(row.get(name)) for name in (*chosen, *more)), str(is_alone))
 
 
+def key_of_job(job: Callable[..., Any], arguments: tuple, named: dict[str, Any]) -> Any:
+    """Return the key of the row that a job will return."""
+    if job is closed_form:
+        return key_of({"pair": arguments[0], "merge": arguments[1]})
+    if job is train_second:
+        return None
+    pair, start, train = arguments
+    chosen = {"seed": 0, "rows": 1.0, "search": False, **named}
+    if chosen.pop("alone", False):
+        chosen["seconds"] = 0
+    return key_of({"pair": pair, "start": start, "merge": train, **chosen})
+
+
 class Runner:
     """Runs jobs in processes until the time is up, and writes each row as it comes.
 
@@ -444,8 +460,10 @@ class Runner:
         self.deadline = time.time() + 60 * minutes
         self.pool: Any = None
 
-    def all(self, jobs: Sequence[tuple[Callable[..., Any], tuple, dict[str, Any]]]) -> None:
-        """Run jobs; write the rows that they return."""
+    def all(self, jobs: Sequence[Job]) -> None:
+        """Run jobs whose rows are not there yet; write the rows that they return."""
+        made = {key_of(row) for row in read_found()}
+        jobs = [job for job in jobs if key_of_job(*job) not in made]
         if self.pool is None:
             context = multiprocessing.get_context("spawn")
             self.pool = ProcessPoolExecutor(self.workers, mp_context=context)
@@ -482,70 +500,87 @@ def best_rates() -> dict[tuple[str, str, int], float]:
     return {place: min(tried, key=lambda rate: tried[rate]) for place, tried in found.items()}
 
 
-def run_all(runner: Runner, *, long: bool) -> None:
+def run_all(runner: Runner, pairs: Sequence[str], *, long: bool) -> None:
     """Make the models, the merges, the searches and the table's runs, what matters most first."""
-    chains = [f"chain-{seed}" for seed in range(SEEDS)]
-    others = ["siblings", "adapters"]
-    seconds = [("german", str(seed)) for seed in range(SEEDS)]
-    seconds += [("python", "0"), ("german", "lora"), ("python", "lora")]
-    runner.all([(train_second, names, {}) for names in seconds])
-    merges = ["average", "regmean", "first", "second"]
-    runner.all(
-        [
-            *((closed_form, (pair, merge), {}) for merge in merges for pair in [*chains, *others]),
-            (closed_form, ("chain-0", "regmean-search"), {}),
-        ]
-    )
-    searches = [
-        (learned, ("chain-0", start, train), {"steps": STEPS, "rate": rate, "search": True})
-        for start in STARTS
-        for train in STUDENTS
-        for rate in RATES[train]
+    runner.all([(train_second, names, {}) for names in second_models(pairs)])
+    jobs: list[Job] = [
+        (closed_form, (pair, merge), {})
+        for merge in ("average", "regmean", "first", "second")
+        for pair in pairs
     ]
-    runner.all(searches)
+    if SEARCHED in pairs:
+        jobs.append((closed_form, (SEARCHED, "regmean-search"), {}))
+    runner.all(jobs)
+    if SEARCHED in pairs:
+        runner.all(searches(STARTS, STEPS))
     rates = best_rates()
-    table = [
+    jobs = [
         (
             learned,
             (pair, start, train),
-            {"steps": STEPS, "rate": rates.get((start, train, STEPS)), "seed": seed},
+            {"steps": STEPS, "rate": rates.get((start, train, STEPS)), "seed": seed_of(pair)},
         )
-        for seed, pair in [*enumerate(chains), *((0, pair) for pair in others)]
-        for start in STARTS
+        for pair in pairs
+        for start in STARTS[::-1]
         for train in STUDENTS
     ]
-    more = [(closed_form, (pair, "regmean++"), {}) for pair in [*chains, *others]]
-    more += [(closed_form, (pair, merge), {}) for pair in chains for merge in ("linear", "slerp")]
-    more += [
-        (closed_form, (pair, merge), {})
-        for pair in others
-        for merge in ("task_arithmetic", "ties", "slerp", "tsv", "iso_c")
+    jobs += [(closed_form, (pair, merge), {}) for pair in pairs for merge in rivals(pair)]
+    runner.all(jobs)
+    if not long or SEARCHED not in pairs:
+        return
+    runner.all(searches(("regmean",), LONG))
+    rates = best_rates()
+    runner.all(
+        [
+            (
+                learned,
+                (pair, "regmean", train),
+                {"steps": LONG, "rate": rates.get(("regmean", train, LONG)), "seed": seed_of(pair)},
+            )
+            for pair in pairs
+            if pair.startswith("chain")
+            for train in STUDENTS
+        ]
+    )
+    runner.all(ablations())
+
+
+def second_models(pairs: Sequence[str]) -> list[tuple[str, str]]:
+    """Return task and name of the models that pairs are made of, beside SmolLM2."""
+    names: dict[tuple[str, str], None] = {}
+    for pair in pairs:
+        for folder in pair_of(pair)[0]:
+            if folder != str(real.smollm2()):
+                task, _, name = Path(folder).name.partition("-")
+                names[task, name] = None
+    return list(names)
+
+
+def seed_of(pair: str) -> int:
+    """Return the seed of a pair, which is that of its training, too."""
+    return int(pair.partition("-")[2] or 0)
+
+
+def rivals(pair: str) -> tuple[str, ...]:
+    """Return the merges without training that stand beside the average and RegMean."""
+    if pair.startswith("chain"):  # its base is its first model
+        return ("regmean++", "linear", "slerp")
+    return ("regmean++", "task_arithmetic", "ties", "slerp", "tsv", "iso_c")
+
+
+def searches(starts: Sequence[str], steps: int) -> list[Job]:
+    """Return the runs that choose learning rates."""
+    return [
+        (learned, (SEARCHED, start, train), {"steps": steps, "rate": rate, "search": True})
+        for start in starts
+        for train in STUDENTS
+        for rate in RATES[train][: None if steps == STEPS else 3]
     ]
-    runner.all([*table, *more])
-    if long:
-        runner.all(
-            [
-                (
-                    learned,
-                    ("chain-0", "regmean", train),
-                    {"steps": LONG, "rate": rate, "search": True},
-                )
-                for train in STUDENTS
-                for rate in RATES[train][:3]
-            ]
-        )
-        rates = best_rates()
-        runner.all(
-            [
-                (
-                    learned,
-                    (pair, "regmean", train),
-                    {"steps": LONG, "rate": rates.get(("regmean", train, LONG)), "seed": seed},
-                )
-                for seed, pair in enumerate(chains)
-                for train in STUDENTS
-            ]
-        )
+
+
+def ablations() -> list[Job]:
+    """Return runs of masks with other settings, and of all students with a tenth of the rows."""
+    rates = best_rates()
     changed = [
         {"granularity": "input"},
         {"granularity": "element"},
@@ -554,24 +589,15 @@ def run_all(runner: Runner, *, long: bool) -> None:
         {"coefficients": "confidence"},
         {"temperature": 2.0},
     ]
-    known = {"steps": STEPS, "seed": 0}
-    jobs: list[Any] = [
+    runs = [("masks", one) for one in changed] + [(train, {"rows": 0.1}) for train in STUDENTS]
+    return [
         (
             learned,
-            ("chain-0", "regmean", "masks"),
-            {**known, **one, "rate": rates.get(("regmean", "masks", STEPS))},
+            (SEARCHED, "regmean", train),
+            {**one, "steps": STEPS, "rate": rates.get(("regmean", train, STEPS))},
         )
-        for one in changed
+        for train, one in runs
     ]
-    jobs += [
-        (
-            learned,
-            ("chain-0", "regmean", train),
-            {**known, "rows": 0.1, "rate": rates.get(("regmean", train, STEPS))},
-        )
-        for train in STUDENTS
-    ]
-    runner.all(jobs)
 
 
 def run_alone(runner: Runner) -> None:
@@ -585,6 +611,7 @@ def run_alone(runner: Runner) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run what the time allows, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", nargs="+", default=PAIRS, choices=PAIRS)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=600)
     parser.add_argument("--alone", action="store_true", help="seconds and memory, at the end")
@@ -596,7 +623,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     kept = ALONE if options.alone else 0.0
     runner = Runner(options.workers, options.minutes - kept)
-    run_all(runner, long=not options.short)
+    run_all(runner, options.pairs, long=not options.short)
     if options.alone:
         run_alone(Runner(1, kept))
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 GROUP = "model_components.fused"
 """The group of entry points; each is a function that returns the fused paths of a package."""
+# looked up once, as torch.compile cannot trace the search
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 _VERSIONS = ("model-components", "torch", "triton")  # what a measurement holds for
 
 
@@ -64,7 +66,7 @@ class FusedPath:
 
 def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why no Triton kernel can run on a device, or None."""
-    if importlib.util.find_spec("triton") is None:
+    if not _HAS_TRITON:
         return "triton is not installed"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the device is {device.type}, and the kernel needs CUDA (or TRITON_INTERPRET=1)"
@@ -178,7 +180,7 @@ def takes_fused(
             return False
     elif impl != "fused":
         return False
-    if importlib.util.find_spec("triton") is None:
+    if not _HAS_TRITON:
         reason: str | None = "triton is not installed"
     elif transforming():
         reason = "it has no rules for torch.func and forward-mode differentiation"

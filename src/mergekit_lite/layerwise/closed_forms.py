@@ -2,7 +2,8 @@
 
 Products are float32, sums and the solve float64, on the device of the inputs.
 
-RegMean (Jin et al., arXiv 2212.09849): W = (Σ_k W_k G_k)(Σ_k G_k)⁻¹ with G_k = X_kᵀ X_k / N_k, whose entries off the diagonal are multiplied by ``reduce``.
+RegMean (Jin et al., arXiv 2212.09849): W = (Σ_k W_k G_k)(Σ_k G_k)⁻¹ with G_k = X_kᵀ X_k / N_k,
+whose entries off the diagonal are multiplied by ``reduce``.
 
 Letters: K models, N tokens, O out_features, I in_features.
 """

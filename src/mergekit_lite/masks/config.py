@@ -38,19 +38,19 @@ class MaskConfig(CheckedConfig):
             matching modules are trained, the others keep their initial value; default: all are
             trained.
         initial: A number for every mask; ``"average"`` (1 / K); ``"component:1"`` (that component
-            alone); ``"random"`` (uniform in 0..1, then divided by their sum); or the path of a YAML
-            recipe (`linear` or `task_arithmetic`) whose weights are taken.
+            alone); or ``"random"`` (uniform in 0..1, then divided by their sum). Over a base that
+            is a merge to begin from, and not what the components were tuned from, give 0.
         seed: Of ``"random"``.
 
     Raises:
         ValueError: A value outside these, or ``"element"`` with ``mode="efficient"``.
 
-    >>> MaskConfig.from_json(MaskConfig(granularity="output").to_json()).granularity
-    'output'
+    >>> MaskConfig.from_json(MaskConfig(granularity="input").to_json()).granularity
+    'input'
     """
 
     mode: Mode = "accurate"
-    granularity: Granularity = "input"
+    granularity: Granularity = "output"
     constraint: Constraint = "auto"
     modules: tuple[str, ...] | None = None
     initial: float | str = "average"
@@ -76,13 +76,9 @@ class MaskConfig(CheckedConfig):
                 "inputs or outputs; expected mode 'accurate' or 'auto'"
             )
         if isinstance(self.initial, str) and not re.fullmatch(
-            r"average|random|component:\d+|.*\.ya?ml", self.initial
+            r"average|random|component:\d+", self.initial
         ):
-            yield problem(
-                self,
-                "initial",
-                "a number, average, random, component:INDEX or the path of a recipe (.yml)",
-            )
+            yield problem(self, "initial", "a number, average, random or component:INDEX")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,9 +102,9 @@ class MaskedLayer(nn.Module):
         self,
         components: Sequence[nn.Module],
         *,
-        granularity: Granularity = "input",
+        granularity: Granularity = "output",
         constraint: Constraint = "auto",
-        initial: Initial | Mapping[str, Initial] = "average",
+        initial: Initial = "average",
         base: nn.Module | None = None,
         generator: torch.Generator | None = None,
         impl: str = "auto",
@@ -198,15 +198,7 @@ class MaskedLayer(nn.Module):
 
     def _initial_masks(self, name: str, generator: torch.Generator | None) -> Tensor:
         """Return the values that masks of a parameter start from, to be trained."""
-        value = self.initial
-        if isinstance(value, Mapping):
-            if name not in value:
-                raise ValueError(
-                    f"{type(self).__name__}: expected initial for {name}, got {sorted(value)}"
-                )
-            value = value[name]
-        if name in self._same:
-            value = 0.0
+        value = 0.0 if name in self._same else self.initial
         weight = self.plain.get_parameter(name)
         shape = mask_shape(weight.shape, self.granularity, self.transposed)
         count = len(self.components) - self.over_base

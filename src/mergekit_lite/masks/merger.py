@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -117,13 +117,8 @@ class Merger(MaskedModel):
             low_rank=base is not None and settings.granularity != "element",
             strict=strict,
         )
-        # its recipe may be gone
-        if masks is not None:
-            start = replace(settings, initial="average")
-        else:
-            start = settings
         base_model = None if base is None else models.pop()
-        merger = cls(models, start, base=base_model, labels=labels, strict=strict)
+        merger = cls(models, settings, base=base_model, labels=labels, strict=strict)
         merger.mask_config = settings.resolved(over_base=base is not None)
         merger.sources = [stored_as(label) for label in labels]
         if masks is not None:

@@ -23,7 +23,7 @@ from .components import (
 from .config import MaskConfig
 from .layers import MaskedLayer, Output, Selection
 from .low_rank import LowRankLinear, has_factors
-from .surgery import Surgeon, recipe_weights
+from .surgery import Surgeon
 
 _HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
@@ -76,7 +76,6 @@ class MaskedModel(nn.Module):
             )
         refuse_not_finite(models, labels)
         self.selection = Selection()
-        weights = self._weights_of_recipe()
         shared = share_frozen(models, over_base=self.over_base)
         model = shared.pop(-1 if self.over_base else 0)
         if loose := [name for name, _ in model.named_parameters(recurse=False)]:
@@ -88,7 +87,7 @@ class MaskedModel(nn.Module):
         self._stored_buffers = {
             name: value for name, value in model.named_buffers() if name in stored
         }
-        surgeon = Surgeon(self.mask_config, self.selection, weights, over_base=self.over_base)
+        surgeon = Surgeon(self.mask_config, self.selection, over_base=self.over_base)
         surgeon.replace(model, shared)
         if not any(mask.requires_grad for mask in surgeon.raw.values()):
             raise ValueError(self._no_mask_message(next(iter(surgeon.raw)).rpartition(".")[0]))
@@ -100,13 +99,6 @@ class MaskedModel(nn.Module):
         # where the components are stored, if that is known for sure
         self.sources: list[StoredAs] | None = None
         self.eval()
-
-    def _weights_of_recipe(self) -> Any:
-        """Return the weights of the recipe that ``initial`` names; None where it names none."""
-        initial = self.mask_config.initial
-        if not isinstance(initial, str) or not initial.endswith((".yml", ".yaml")):
-            return None
-        return recipe_weights(initial, self.labels, over_base=self.over_base)
 
     def _no_mask_message(self, example: str) -> str:
         """Return why no mask is trained, with the name of a module as an example."""

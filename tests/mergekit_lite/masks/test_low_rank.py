@@ -333,25 +333,6 @@ def test_penalties_are_of_trained_masks(tmp_path):
     assert torch.isfinite(one.distill(KLConfig(similarity=1.0), **task))
 
 
-def test_masks_over_a_base_begin_as_a_recipe_says(tmp_path):
-    base, paths = adapters(tmp_path)
-    entries = "".join(
-        f"  - {{model: {path}, parameters: {{weight: {w}}}}}\n"
-        for path, w in zip(paths, (0.3, 0.9), strict=True)
-    )
-    (tmp_path / "r.yml").write_text(
-        f"merge_method: task_arithmetic\nbase_model: {base}\nmodels:\n{entries}"
-    )
-    merger = Merger.from_pretrained(paths, base=base, initial=str(tmp_path / "r.yml"))
-    trained = next(m for m in merger.masks().values() if m.requires_grad)
-    torch.testing.assert_close(trained.flatten(1)[:, 0], torch.tensor([0.3, 0.9]))
-    (tmp_path / "r.yml").write_text(
-        f"merge_method: linear\nmodels:\n{entries}parameters: {{normalize: false}}\n"
-    )
-    with pytest.raises(ValueError, match="over a base expected 1"):
-        Merger.from_pretrained(paths, base=base, initial=str(tmp_path / "r.yml"))
-
-
 def test_a_path_may_be_spelt_otherwise(tmp_path, monkeypatch):
     base, paths = adapters(tmp_path)
     path = Merger.from_pretrained(paths, base=base).save_masks(tmp_path / "m.safetensors")

@@ -106,7 +106,7 @@ def prune(
     *,
     config: PruneConfig,
     calibration: Path,
-    tokens: int = 50_000,
+    tokens: int | None = None,
     reading: Reading,
     fresh: bool = False,
     run_flags: RunFlags,
@@ -121,7 +121,8 @@ def prune(
         config: What goes, and how the rest makes up for it.
         calibration: Calibration set: a file of text, JSON, JSON lines, CSV or TSV, also gzipped, or
             of parquet.
-        tokens: Number of tokens to read from the text.
+        tokens: Number of tokens to read from the text; default: 12,000 for the fast method, 50,000
+            for the others.
         reading: Flags for turning text into tokens.
         fresh: Begin anew instead of continuing an interrupted run.
         run_flags: Where to compute, and whether to show progress.
@@ -133,6 +134,8 @@ def prune(
     from .storage.checkpoints import smaller_card
     from .surgery.prune import prune_
 
+    if tokens is None:
+        tokens = 12_000 if config.way == "fast" else 50_000
     where = find_device(run_flags.device, "prune")
     new = NewFolder(out, "prune", resumable=True, fresh=fresh)
     text = text_of(calibration)

@@ -10,10 +10,10 @@ from model_components._checks import CheckedConfig, Range, Whole, problem
 
 Init = Literal["sequential", "van_loan", "van_loan_normalized", "prune", "random"]
 LowRankInit = Literal["sequential", "svd"]
-Granularity = Literal["neuron", "block"]
-Refit = Literal["all", "writing", "none"]
+Method = Literal["best", "fast", "blocks"]
 Shape = Annotated[tuple[int, int] | None, Range(least=1)]
 """Rows and columns, both 1 or more."""
+_LIGHT = 0.8  # of all parameters: from here on, one pass is about as good as the walk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,17 +175,19 @@ class LowRankConfig(CheckedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PruneConfig(CheckedConfig):
-    """Settings of pruning: what is dropped, and how what stays makes up for it.
+    """Settings of pruning: how much is dropped, and how what stays makes up for it.
 
     Args:
-        keep: Fraction of hidden neurons, or of blocks, to keep; default: 0.5. Every layer keeps the
-            same number of neurons, so transformers can load the result without this library.
-        granularity: neuron (hidden neurons of the MLPs) or block (whole blocks).
-        budget: Number of parameters of the whole model; give it instead of keep.
-        refit: Weights of each MLP to fit again, so that its outputs stay near the original ones.
-            writing: only its last matrix, by least squares. all: then also the matrices before it,
-            by gradient descent. none: no weights.
-        epochs: Passes over the calibration tokens in the gradient descent of refit=all.
+        keep: Fraction of the hidden neurons of each MLP, or of the blocks, to keep; default: 0.5.
+            Every layer keeps the same number of neurons, so transformers can load the result
+            without this library.
+        size: Fraction of all parameters of the model to keep; give it instead of keep.
+        method: best fits every MLP in turn, on what the smaller model really feeds it, in closed
+            form and by gradient descent. fast fits all MLPs in closed form on what the original
+            feeds them, in one pass. blocks drops whole blocks, and fits the MLPs of the others as
+            best does. Default: fast if size is 0.8 or more, else best.
+        epochs: Passes over the calibration tokens in the gradient descent of best and blocks; 0
+            fits the last matrix of each MLP in closed form alone.
         multiple_of: Round the number of neurons to a multiple of this. The neurons of experts are
             also rounded to a multiple of 8.
         ridge: Ridge penalty of the least squares, as a fraction of the inputs' mean second moment.
@@ -199,20 +201,31 @@ class PruneConfig(CheckedConfig):
     """
 
     keep: Annotated[float | None, Range(above=0, most=1)] = None
-    granularity: Granularity = "neuron"
-    budget: Annotated[int | None, Range(least=1)] = None
-    refit: Refit = "all"
-    epochs: Whole = 3
+    size: Annotated[float | None, Range(above=0, most=1)] = None
+    method: Method | None = None
+    epochs: Annotated[int, Range(least=0)] = 3
     multiple_of: Whole = 1
     ridge: Annotated[float, Range(above=0, below=1)] = 3e-2
     init: ClassVar[str] = "sequential"  # always; the other configs have a field of this name
 
     def problems(self) -> Iterator[str]:
-        """Yield problems: blocks are not rounded, and share and budget exclude each other."""
-        if self.multiple_of > 1 and self.granularity != "neuron":
-            yield problem(self, "multiple_of", f"1 for {self.granularity}s")
-        if self.keep is not None and self.budget is not None:
-            yield f"keep is {self.keep} and budget {self.budget:,}, expected one of them"
+        """Yield problems: blocks are not rounded, and keep and size exclude each other."""
+        if self.multiple_of > 1 and self.method == "blocks":
+            yield problem(self, "multiple_of", "1 for blocks")
+        if self.keep is not None and self.size is not None:
+            yield f"keep is {self.keep} and size {self.size}, expected one of them"
+
+    @property
+    def way(self) -> Method:
+        """Return the method, or the one that is the default for the size."""
+        if self.method is not None:
+            return self.method
+        return "fast" if self.size is not None and self.size >= _LIGHT else "best"
+
+    @property
+    def descends(self) -> bool:
+        """Return whether all matrices of an MLP are fitted by gradient descent."""
+        return self.way != "fast" and self.epochs > 0
 
     def opposite(self) -> Self:
         """Return the config for a layer of transposed shape, which is this one."""
@@ -220,7 +233,7 @@ class PruneConfig(CheckedConfig):
 
     @property
     def share(self) -> float:
-        """Return the share of the neurons that stays where no budget says it."""
+        """Return the share of the neurons that stays where no size says it."""
         return 0.5 if self.keep is None else self.keep
 
     def neurons(self, count: int, multiple_of: int | None = None) -> int:

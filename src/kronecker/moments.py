@@ -48,8 +48,10 @@ class Moments:
             )
         x = x.detach().float()
         y = y.detach().float()
-        self.inputs += x.T @ x
-        self.cross += y.T @ x
+        # sums of bfloat16 products would be no second moments
+        with torch.autocast(x.device.type, enabled=False):
+            self.inputs += x.T @ x
+            self.cross += y.T @ x
         self.energy += y.double().square().sum()
         self.sum_x += x.double().sum(0)
         self.sum_y += y.double().sum(0)

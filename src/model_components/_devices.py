@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
@@ -39,6 +40,15 @@ def find_device(name: str, operation: str) -> str:
     return str(device)
 
 
+def has_bfloat16(device: torch.device) -> bool:
+    """Return whether a CPU or GPU has instructions for products in bfloat16."""
+    import torch
+
+    if device.type == "cpu":
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return device.type == "cuda" and torch.cuda.is_bf16_supported()
+
+
 def warn_if_slow(operation: str, module: nn.Module) -> None:
     """Warn of bfloat16 on a processor without instructions for it.
 
@@ -47,7 +57,7 @@ def warn_if_slow(operation: str, module: nn.Module) -> None:
     import torch
 
     slow = [p for p in module.parameters() if p.device.type == "cpu" and p.dtype == torch.bfloat16]
-    if slow and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if slow and not has_bfloat16(torch.device("cpu")):
         warnings.warn(
             f"{operation}: {type(module).__name__} is in bfloat16, which this processor has no "
             "instructions for; float32 is many times as fast here",

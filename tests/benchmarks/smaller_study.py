@@ -200,7 +200,7 @@ def make_smaller(task: Any, name: str, budget: float | str, structure: str) -> n
     if isinstance(config, PruneConfig):
         if budget == TABLE:  # as many parameters as half of the table
             left = num_parameters(model) - num_parameters(model.get_submodule(task.table)) // 2
-            config = PruneConfig(budget=left)
+            config = PruneConfig(size=left / num_parameters(model), method="best")
         prune_(model, config, calibration=task.calibration, cache=place, progress=False)
     elif budget == TABLE:
         convert_(model, {task.table: config}, calibration=task.calibration, progress=False)

@@ -588,12 +588,9 @@ def test_bad_configs_are_refused(fields, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: PruneConfig(keep=0.5, budget=100),
-            "keep is 0.5 and budget 100",
-        ),
+        (lambda: PruneConfig(keep=0.5, size=0.9), "keep is 0.5 and size 0.9"),
         (lambda: PruneConfig(keep=True), "keep is True"),
-        (lambda: PruneConfig(budget=True), "budget is True"),
+        (lambda: PruneConfig(size=True), "size is True"),
         (lambda: LowRankConfig(keep=0.5, rank=3), "keep is 0.5 and rank 3"),
         (lambda: KroneckerConfig(b_shape=3), "b_shape is 3"),
         (lambda: KroneckerConfig(b_shape=(2, 1), scales=3), r"KroneckerConfig:.*scales.*3"),
@@ -1215,7 +1212,7 @@ def test_padding_does_not_count_for_experts_either():
     models = [tiny("mixtral"), tiny("mixtral")]
     for model, filler in zip(models, (3, 50), strict=True):
         batch = {"input_ids": torch.where(mask.bool(), texts, filler), "attention_mask": mask}
-        prune_(model, PruneConfig(refit="writing"), calibration=[batch], progress=False)
+        prune_(model, PruneConfig(epochs=0), calibration=[batch], progress=False)
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -1260,7 +1257,7 @@ def test_a_model_within_a_converted_one_is_saved_with_its_factors(tmp_path):
     ("config", "named", "message"),
     [
         ({}, {}, r"convert_:.*patterns"),
-        (PruneConfig(budget=9000), {}, r"convert_:.*about"),
+        (PruneConfig(size=0.9), {}, r"convert_:.*about"),
         (PruneConfig(), {"fade_in": True}, r"convert_:.*PruneConfig"),
         ({"*.wte": PruneConfig()}, {}, r"convert_:.*PruneConfig"),
         (
@@ -1329,5 +1326,5 @@ def test_blocks_that_are_no_chain_are_fitted_on_what_they_really_read(between):
         ]
     ]
     assert names == ([""] if between != 1.0 else ["layers.0", "layers.1"])
-    report = convert_(model, PruneConfig(refit="writing"), calibration=[x], progress=False)
+    report = convert_(model, PruneConfig(epochs=0), calibration=[x], progress=False)
     assert all(0 < r.error < 0.5 for r in report.layers)

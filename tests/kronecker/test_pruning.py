@@ -150,53 +150,84 @@ def redundant(kind):
     return model
 
 
-@pytest.mark.parametrize("refit", ["writing", "all"])
+@pytest.mark.parametrize("fields", [{"epochs": 0}, {"epochs": 1}, {"method": "fast"}])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "gemma2"])
-def test_neurons_that_say_the_same_go_without_a_loss(kind, refit):
+def test_neurons_that_say_the_same_go_without_a_loss(kind, fields):
     model = redundant(kind)
     before = output(model)
-    config = PruneConfig(keep=0.5, refit=refit, epochs=1, ridge=1e-3)
+    config = PruneConfig(keep=0.5, ridge=1e-3, **fields)
     report = prune_(model, config, calibration=[ids(16, seed=1)], progress=False)
     assert max(r.error for r in report.layers) < 0.02
     assert float((output(model) - before).norm() / before.norm()) < 0.02
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert"])
-def test_each_fit_is_nearer_to_the_original(kind):
-    found = {}
-    for refit in ("none", "writing", "all"):
-        model = tiny(kind)
-        config = PruneConfig(keep=0.5, refit=refit, epochs=12)
-        found[refit] = (
-            prune_(model, config, calibration=[ids(64, seed=1)], progress=False).layers[0].error
+def test_descent_is_nearer_to_the_original(kind):
+    errors = []
+    for epochs in (0, 12):
+        config = PruneConfig(keep=0.5, epochs=epochs)
+        report = prune_(tiny(kind), config, calibration=[ids(64, seed=1)], progress=False)
+        errors.append(report.layers[0].error)
+    assert errors[0] > errors[1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3"])
+def test_one_pass_fits_each_mlp_on_what_the_original_feeds_it(kind):
+    """Against the definition: least squares with a ridge on the original's hidden neurons."""
+    batch = ids(64, seed=1)
+    original = tiny(kind)
+    model = copy.deepcopy(original)
+    mlps = find_mlps(original)
+    read = {}
+
+    def see(name):
+        return lambda module, given: read.update({name: given[0].flatten(0, 1).double()})
+
+    for mlp in mlps:
+        original.get_submodule(mlp.down).register_forward_pre_hook(see(mlp.down))
+    output(original, batch)
+    config = PruneConfig(keep=0.5, method="fast")
+    report = prune_(model, config, calibration=[batch], progress=False)
+    for mlp, row in zip(mlps, report.layers, strict=True):
+        ups = [m.get_submodule(mlp.ups[0]).weight for m in (original, model)]
+        kept = torch.cat([(ups[0] == own).all(1).nonzero()[:, 0] for own in ups[1]])
+        hidden = read[mlp.down]
+        weight = original.get_submodule(mlp.down).weight.double()
+        moment = hidden.T @ hidden / len(hidden)
+        ridge = config.ridge * moment.diagonal().mean()
+        cross = weight @ moment + ridge * weight
+        damped = moment + ridge * torch.eye(len(moment))
+        expected = torch.linalg.solve(damped[kept][:, kept], cross[:, kept].T).T
+        found = model.get_submodule(mlp.down).weight.double()
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+        apart = hidden[:, kept] @ found.T - hidden @ weight.T
+        assert row.error == pytest.approx(
+            float(apart.norm() / (hidden @ weight.T).norm()), rel=1e-3
         )
-    assert found["none"] > found["writing"] > found["all"]
 
 
 def test_descent_is_never_worse_than_the_closed_form():
     """A model whose hidden neurons are tiny, so that its writing matrix is large: steps have to
     keep to sizes."""
-    errors = {}
-    for refit in ("writing", "all"):
+    errors = []
+    for epochs in (0, 1):
         model = tiny("bert")
         for mlp in find_mlps(model):
             up, down = (model.get_submodule(n) for n in (mlp.ups[0], mlp.down))
             up.weight.data /= 100
             up.bias.data.zero_()
             down.weight.data *= 100
-        config = PruneConfig(refit=refit, epochs=1)
-        errors[refit] = (
-            prune_(model, config, calibration=[ids(8, seed=1)], progress=False).layers[0].error
-        )
-    assert errors["all"] <= errors["writing"]
+        config = PruneConfig(epochs=epochs)
+        report = prune_(model, config, calibration=[ids(8, seed=1)], progress=False)
+        errors.append(report.layers[0].error)
+    assert errors[1] <= errors[0]
 
 
 def test_all_neurons_are_the_original():
     model = tiny("gpt2")
     before = output(model)
-    prune_(
-        model, PruneConfig(keep=1.0, refit="writing"), calibration=[ids(32, seed=1)], progress=False
-    )
+    prune_(model, PruneConfig(keep=1.0, epochs=0), calibration=[ids(32, seed=1)], progress=False)
     torch.testing.assert_close(output(model), before, rtol=1e-3, atol=1e-4)
 
 
@@ -209,17 +240,19 @@ def test_the_error_from_moments_is_the_error():
     x = draw(300, 6)
     seen = Seen(Moments.zeros(6, 12))
     seen.add(weights.hidden(x), weights(x), None)
-    small, error = fit_neurons(Mlp(("up",), "down"), weights, seen, 5, PruneConfig(refit="writing"))
+    small, error = fit_neurons(Mlp(("up",), "down"), weights, seen, 5, PruneConfig(epochs=0))
     direct = float((small(x) - weights(x)).square().sum() / weights(x).square().sum())
     assert error == pytest.approx(direct, rel=1e-4)
 
 
-def test_a_budget_is_kept_and_sizes_are_rounded():
+@pytest.mark.parametrize("method", ["best", "fast"])
+def test_a_size_is_kept_and_neurons_are_rounded(method):
     model = tiny("llama")
-    budget = num_parameters(model) - 2000
-    report = prune_(model, PruneConfig(budget=budget), calibration=[ids()], progress=False)
+    size = 0.85
+    config = PruneConfig(size=size, method=method)
+    report = prune_(model, config, calibration=[ids()], progress=False)
     per_neuron = 3 * 16 * 4
-    assert budget - per_neuron < report.after <= budget
+    assert size * report.before - per_neuron < report.after <= size * report.before
     model = tiny("llama")
     prune_(model, PruneConfig(keep=0.6, multiple_of=8), calibration=[ids()], progress=False)
     assert model.config.intermediate_size == 16
@@ -362,11 +395,11 @@ def test_one_token_and_dead_neurons_are_no_trouble():
     [
         ({"keep": 0}, r"PruneConfig: keep is 0"),
         ({"keep": 1.5}, r"PruneConfig:.*1\.5"),
-        ({"budget": 1.5}, r"PruneConfig:.*1\.5"),
-        ({"refit": "some"}, r"PruneConfig:.*'some'"),
-        ({"epochs": 0}, r"PruneConfig:.*epochs.*0"),
+        ({"size": 1.5}, r"PruneConfig:.*1\.5"),
+        ({"method": "some"}, r"PruneConfig:.*'some'"),
+        ({"epochs": -1}, r"PruneConfig:.*epochs.*-1"),
         ({"ridge": 0}, r"PruneConfig:.*ridge.*0"),
-        ({"granularity": "block", "multiple_of": 64}, r"PruneConfig:.*multiple_of.*64.*1"),
+        ({"method": "blocks", "multiple_of": 64}, r"PruneConfig:.*multiple_of.*64.*1"),
     ],
 )
 def test_bad_configs_are_refused(fields, message):
@@ -375,7 +408,7 @@ def test_bad_configs_are_refused(fields, message):
 
 
 def test_configs_round_trip():
-    config = PruneConfig(keep=0.3, refit="writing", multiple_of=64)
+    config = PruneConfig(keep=0.3, method="fast", multiple_of=64)
     assert PruneConfig.from_dict(config.to_dict()) == config
     with pytest.raises(ValueError, match=r"PruneConfig:.*unknown"):
         PruneConfig.from_dict({"kept": 1})
@@ -438,7 +471,7 @@ def test_models_that_cannot_be_pruned_are_refused():
     bloom = transformers.BloomForCausalLM(transformers.BloomConfig(**sizes | heads))
     attempt(bloom, r"prune_:.*BloomConfig")  # four times the width, always
     attempt(tiny("gpt2").to("meta"), r"kronecker:.*device")
-    attempt(tiny("gpt2"), r"prune_:.*budget.*10", budget=10)
+    attempt(tiny("gpt2"), r"prune_: size is 0\.01, expected 0\.\d+ to 1", size=0.01)
     shared = tiny("llama")
     shared.model.layers[1].mlp.up_proj.weight = shared.model.layers[0].mlp.up_proj.weight
     attempt(shared, r"prune_:.*layers")
@@ -491,7 +524,7 @@ def test_what_the_stream_has_lost_is_made_up_for(kind, monkeypatch):
                     patch.setattr(f"kronecker.{name}", value)
                 prune_(
                     model,
-                    PruneConfig(keep=0.5, refit="writing"),
+                    PruneConfig(keep=0.5, epochs=0),
                     calibration=[ids(256, seed=1)],
                     progress=False,
                 )
@@ -522,20 +555,13 @@ def test_plain_attributes_have_the_new_size():
     assert {layer.mlp.intermediate_size for layer in model.model.layers} == {12}
 
 
-def test_rounded_sizes_keep_a_budget_or_say_so():
-    model = tiny("llama")
-    total = num_parameters(model)
-    with pytest.raises(ValueError, match=r"prune_:.*10,896"):
-        prune_(
-            model,
-            PruneConfig(budget=total - 2000, multiple_of=64),
-            calibration=[ids()],
-            progress=False,
-        )
+def test_rounded_neurons_keep_a_size_or_say_so():
+    config = PruneConfig(size=0.85, multiple_of=64)
+    with pytest.raises(ValueError, match=r"prune_: size is 0\.85, expected 1\.000 or more"):
+        prune_(tiny("llama"), config, calibration=[ids()], progress=False)
     mixture = tiny("mixtral")
-    total = num_parameters(mixture)
-    report = prune_(mixture, PruneConfig(budget=total - 3000), calibration=[ids()], progress=False)
-    assert report.after <= total - 3000
+    report = prune_(mixture, PruneConfig(size=0.9), calibration=[ids()], progress=False)
+    assert report.after <= 0.9 * report.before
     assert mixture.config.intermediate_size % 8 == 0
 
 
@@ -634,7 +660,7 @@ def test_without_some_blocks_it_is_a_stock_model(kind, tmp_path):
     count = model.config.num_hidden_layers
     report = prune_(
         model,
-        PruneConfig(keep=0.5, granularity="block"),
+        PruneConfig(keep=0.5, method="blocks"),
         calibration=[ids(8, seed=1)],
         progress=False,
     )
@@ -661,55 +687,50 @@ def test_without_some_blocks_it_is_a_stock_model(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_the_blocks_that_stay_make_up_for_those_that_went(kind):
-    batch, errors = ids(16, seed=5), {}
+def test_the_blocks_that_stay_make_up_for_those_that_went(kind, monkeypatch):
+    batch = ids(16, seed=5)
     before = output(tiny(kind), batch)
-    for refit in ("none", "writing", "all"):
+    errors = {}
+    for fitted in (False, True):
         model = tiny(kind)
-        config = PruneConfig(keep=0.5, granularity="block", refit=refit)
-        prune_(model, config, calibration=ids(64, seed=1).split(8), progress=False)
-        errors[refit] = float((output(model, batch) - before).norm())
-    assert errors["writing"] < errors["none"]
-    assert errors["all"] < errors["none"]
+        config = PruneConfig(keep=0.5, method="blocks")
+        with monkeypatch.context() as patch:
+            if not fitted:
+                patch.setattr("kronecker.surgery.prune._Walk.refits", lambda self, parts: [])
+            prune_(model, config, calibration=ids(64, seed=1).split(8), progress=False)
+        errors[fitted] = float((output(model, batch) - before).norm())
+    assert errors[True] < errors[False]
 
 
-def test_a_block_that_does_nothing_goes_first():
+def test_a_block_that_does_nothing_goes_first(monkeypatch):
+    monkeypatch.setattr("kronecker.surgery.prune._Walk.refits", lambda self, parts: [])
     model = tiny("llama")
     with torch.no_grad():
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             model.model.layers[1].get_submodule(name).weight.mul_(1e-4)
     before = output(model)
     count = model.config.num_hidden_layers
-    config = PruneConfig(keep=(count - 1) / count, granularity="block", refit="none")
+    config = PruneConfig(keep=(count - 1) / count, method="blocks")
     report = prune_(model, config, calibration=[ids(8)], progress=False)
     assert [r.name for r in report.layers] == ["model.layers.1"]
     assert [m.self_attn.layer_idx for m in model.model.layers] == list(range(count - 1))
     torch.testing.assert_close(output(model), before, rtol=1e-2, atol=1e-2)
 
 
-def test_blocks_by_budget_and_what_is_refused(tmp_path, monkeypatch):
+def test_blocks_by_size_and_what_is_refused(tmp_path, monkeypatch):
     model = tiny("gpt2")
     block = num_parameters(model.transformer.h[0])
-    budget = num_parameters(model) - block
-    report = prune_(
-        model, PruneConfig(budget=budget, granularity="block"), calibration=[ids()], progress=False
-    )
-    assert report.after == budget
-    with pytest.raises(ValueError, match=r"prune_:.*budget.*10"):
-        prune_(
-            tiny("gpt2"),
-            PruneConfig(budget=10, granularity="block"),
-            calibration=[ids()],
-            progress=False,
-        )
-    with pytest.raises(ValueError, match=r"PruneConfig:.*'layer'"):
-        PruneConfig(granularity="layer")
+    total = num_parameters(model)
+    config = PruneConfig(size=(total - block) / total, method="blocks")
+    report = prune_(model, config, calibration=[ids()], progress=False)
+    assert report.after == total - block
+    config = PruneConfig(size=0.01, method="blocks")
+    with pytest.raises(ValueError, match=r"prune_: size is 0\.01, expected 0\.\d+ or more"):
+        prune_(tiny("gpt2"), config, calibration=[ids()], progress=False)
     with pytest.raises(ValueError, match=r"prune_:.*LowRankConfig.*PruneConfig"):
         prune_(tiny("gpt2"), LowRankConfig(), calibration=[ids()], progress=False)
     with pytest.raises(ValueError, match=r"convert_:.*one MLP"):
-        convert_(
-            tiny("gpt2"), PruneConfig(granularity="block"), calibration=[ids()], progress=False
-        )
+        convert_(tiny("gpt2"), PruneConfig(method="blocks"), calibration=[ids()], progress=False)
     model = tiny("gpt2")
     before = output(model)
 
@@ -718,7 +739,7 @@ def test_blocks_by_budget_and_what_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr("kronecker.fitting.fit.fit_neurons", fail)
     with pytest.raises(KeyboardInterrupt):
-        prune_(model, PruneConfig(granularity="block"), calibration=[ids()], progress=False)
+        prune_(model, PruneConfig(method="blocks"), calibration=[ids()], progress=False)
     assert torch.equal(output(model), before)
     assert model.config.n_layer == len(model.transformer.h)
 

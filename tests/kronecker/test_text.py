@@ -61,7 +61,7 @@ def test_reports_say_on_how_many_tokens_errors_are_measured_and_whether_that_is_
 
 @pytest.mark.parametrize(
     ("fields", "what"),
-    [({"granularity": "block", "keep": 0.9}, "blocks"), ({"multiple_of": 512}, "neurons")],
+    [({"method": "blocks", "keep": 0.9}, "blocks"), ({"multiple_of": 512}, "neurons")],
 )
 def test_what_would_leave_all_as_it_is_is_refused(fields, what):
     with pytest.raises(ValueError, match=rf"prune_: all \d+ {what} .*would stay"):

@@ -554,9 +554,7 @@ def test_weights_that_learn_in_half_precision_are_warned_of(dtype, tmp_path):
 def test_what_a_pruned_model_cannot_learn_from_is_refused(tmp_path):
     teacher, model = tiny("gpt2"), tiny("gpt2")
     calibration = [torch.randint(3, 96, (2, 8))]
-    prune_(
-        model, PruneConfig(keep=0.5, granularity="block"), calibration=calibration, progress=False
-    )
+    prune_(model, PruneConfig(keep=0.5, method="blocks"), calibration=calibration, progress=False)
     for distill in (DistillConfig(hidden=1.0), DistillConfig(layers=1.0)):
         with pytest.raises(ValueError, match=r"KroneckerTrainer:.*\d.*\d.*DistillConfig"):
             KroneckerTrainer(model, arguments(tmp_path), teacher=teacher, distill=distill)

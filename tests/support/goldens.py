@@ -258,9 +258,9 @@ def smaller(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
 
     for kind in ("gpt2", "llama", "bert", "mixtral", "gemma2"):
         yield f"prune/{kind}", lambda kind=kind: pruned(kind)
-    for refit in ("writing", "none"):
-        yield f"prune/refit {refit}", lambda refit=refit: pruned("llama", refit=refit, keep=0.3)
-    yield "prune/block", lambda: pruned("llama", granularity="block")
+    yield "prune/closed form", lambda: pruned("llama", epochs=0, keep=0.3)
+    yield "prune/fast", lambda: pruned("llama", method="fast", keep=0.3)
+    yield "prune/blocks", lambda: pruned("llama", method="blocks")
     for kind in ("gpt2", "llama"):
         for init in ("sequential", "van_loan", "van_loan_normalized", "prune"):
             config = kronecker.KroneckerConfig(

@@ -56,15 +56,25 @@ class Block:
         # the layers that write an MLP's output, and the singles, in the order they run
         self.ran: list[str] = []
         self.said: dict[str, list[Tensor]] = {}  # outputs of the original's singles, batch by batch
+        # what each MLP sees in the original, if all is fitted in one pass
+        self.seen: dict[str, Seen] = {}
         # target of each MLP, plus the residual stream where it can be read
         self.wanted: dict[str, list[Tensor]] = {}
 
-    def original(self, states: Sequence[Tensor]) -> list[Tensor]:
+    def original(self, states: Sequence[Tensor], *, one_pass: bool = False) -> list[Tensor]:
         """Run the block as it is on the original's states.
 
         Return its outputs, and keep what its layers should give.
+
+        Args:
+            states: Hidden states before the block, batch by batch.
+            one_pass: Also keep what its MLPs read, which `smaller` would run the block again for.
         """
-        self.kinds = {m.down: self._kind(m, states[0]) for m in self.mlps}
+        if one_pass:  # what the stream has lost does not count
+            self.kinds = dict.fromkeys((m.down for m in self.mlps), None)
+            self.seen = {m.down: self._nothing_seen(m) for m in self.mlps}
+        else:
+            self.kinds = {m.down: self._kind(m, states[0]) for m in self.mlps}
         outputs: list[Tensor] = []
         self.wanted = {m.down: [] for m in self.mlps}
         self.said = {n: [] for n in self.singles}
@@ -76,8 +86,11 @@ class Block:
                     raise ValueError(
                         f"kronecker: {mlp.down} does not run on all batches of calibration"
                     )
-                x, _, y = seen[mlp.down]
-                self.wanted[mlp.down].append(y + self._stream(mlp, x, y, out, call))
+                x, h, y = seen[mlp.down]
+                if one_pass:
+                    self.seen[mlp.down].add(h, y)
+                else:
+                    self.wanted[mlp.down].append(y + self._stream(mlp, x, y, out, call))
             for name in self.singles:
                 if name in seen:
                     self.said[name].append(seen[name][2])
@@ -101,13 +114,16 @@ class Block:
 
         Return what an MLP sees there, and what it should give.
         """
-        matrix = dense(self.model.get_submodule(mlp.down))
-        total = Seen(Moments.zeros(*matrix.shape, device=matrix.device))
+        total = self._nothing_seen(mlp)
         for call, hidden, target in zip(self.calls, states, self.wanted[mlp.down], strict=True):
             out, seen = self._run(call, hidden)
             x, h, y = seen[mlp.down]
             total.add(h, target - self._stream(mlp, x, y, out, call), x if keep_inputs else None)
         return total
+
+    def _nothing_seen(self, mlp: Mlp) -> Seen:
+        matrix = dense(self.model.get_submodule(mlp.down))
+        return Seen(Moments.zeros(*matrix.shape, device=matrix.device))
 
     def inputs(self, name: str, states: Sequence[Tensor]) -> list[Tensor]:
         """Return what a layer reads in the smaller model, batch by batch.
@@ -154,11 +170,13 @@ class Block:
             else:
                 said[name] = y.reshape(-1, y.shape[-1])
 
-        with watched({n: self.model.get_submodule(n) for n in (*mlp.ups, mlp.down)}, see):
-            self.calls[0].run(self.module, states)
-        return middle_of(
-            mlp, config, list(self.module.modules()), [said[n] for n in mlp.ups], read[-1]
-        )
+        layers = {n: self.model.get_submodule(n) for n in (*mlp.ups, mlp.down)}
+        with torch.autocast(states.device.type, enabled=False):  # what is told by its numbers
+            with watched(layers, see):
+                self.calls[0].run(self.module, states)
+            return middle_of(
+                mlp, config, list(self.module.modules()), [said[n] for n in mlp.ups], read[-1]
+            )
 
     def _run(
         self, call: Call, hidden: Tensor, singles: Sequence[str] = ()
@@ -190,7 +208,8 @@ class Block:
         down = self.model.get_submodule(mlp.down)
         if len(self.mlps) > 1 or any(is_experts(self.model.get_submodule(n)) for n in self.singles):
             return None
-        return stream_kind(self.module, up, down, self.calls[0], states)
+        with torch.autocast(states.device.type, enabled=False):
+            return stream_kind(self.module, up, down, self.calls[0], states)
 
     def _stream(self, mlp: Mlp, x: Tensor, y: Tensor, out: Tensor, call: Call) -> Tensor:
         """Return the residual stream that an MLP adds to, or zeros if it cannot be read."""

@@ -51,7 +51,7 @@ def fit_expert_neurons(
     new: dict[str, list[Tensor]] = {name: [] for name in (*layout.matrices, *layout.biases)}
     apart = 0.0
     energy = 0.0
-    for weights, seen in _experts(module, routed, keep_inputs=config.refit == "all"):
+    for weights, seen in _experts(module, routed, keep_inputs=config.descends):
         small, error = fit_neurons(_mlp(layout), weights, seen, keep, config)
         for name, tensor in zip(
             new, (small.ups[0][0], small.down[0], *_biases(small)), strict=True

@@ -88,6 +88,8 @@ def fit_(
         placed: Called with each part when its new layers stand where the old ones were.
         dropped: Names of blocks that the smaller model does not have.
     """
+    # each part on what the original feeds it, so that no second copy of the states runs
+    one_pass = all(p.prune is not None and p.prune.way == "fast" for p in parts)
     done: dict[str, Fitted] = {}
     by_name = {p.name: p for p in parts}
     mlps = [p.mlp for p in parts if p.mlp]
@@ -99,7 +101,8 @@ def fit_(
             if all(b.name in dropped for b in blocks[:index]):
                 theirs = outputs_of(block.module, block.calls, theirs)
             continue
-        theirs = block.original(theirs)
+        before = theirs
+        theirs = block.original(theirs, one_pass=one_pass)
         if gone := list(takewhile(lambda b: b.name in dropped, blocks[index + 1 :])):
             now = theirs
             for later in gone:
@@ -112,7 +115,7 @@ def fit_(
         for part in (by_name[n] for n in block.ran):
             stored = cache.load(part.name or "model")
             if stored is None:
-                fitted = fit_part(model, block, part, ours, operation)
+                fitted = fit_part(model, block, part, before if one_pass else ours, operation)
                 notes = {"error": fitted.error, "notes": fitted.notes}
                 cache.store(part.name or "model", fitted.tensors, notes)
             else:
@@ -123,7 +126,8 @@ def fit_(
                 placed(part, fitted)
             done[part.name] = Fitted({}, fitted.error, fitted.order, fitted.notes)
             progress.update(1)
-        ours = outputs_of(block.module, block.calls, ours)
+        if not one_pass:
+            ours = outputs_of(block.module, block.calls, ours)
     return done
 
 
@@ -166,14 +170,16 @@ def _fitted_mlp(
     model: nn.Module, block: Block, part: Part, mlp: Mlp, states: Sequence[Tensor], operation: str
 ) -> Fitted:
     modules = [model.get_submodule(n) for n in (*mlp.ups, mlp.down)]
-    weights = MlpWeights.of(modules, block.middle(mlp, states[0], getattr(model, "config", None)))
     prune = part.prune
-    seen = block.smaller(mlp, states, keep_inputs=prune is None or prune.refit == "all")
+    descends = any(c.epochs for c in _factored(part).values()) if prune is None else prune.descends
+    middle = None
+    if prune is None or descends:
+        middle = block.middle(mlp, states[0], getattr(model, "config", None))
+    weights = MlpWeights.of(modules, middle)
+    seen = block.seen.get(mlp.down)
+    if seen is None:
+        seen = block.smaller(mlp, states, keep_inputs=prune is None or descends)
     _check_seen(seen, part, operation)
-    if prune is not None:
-        descends = prune.refit == "all"
-    else:
-        descends = any(c.epochs for c in _factored(part).values())
     notes = ("unknown",) if weights.middle is None and descends else ()
     if prune is not None:
         small, error = fit_neurons(mlp, weights, seen, part.neurons, prune)

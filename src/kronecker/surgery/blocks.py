@@ -69,23 +69,19 @@ class Stack:
 
 def blocks_to_keep(model: nn.Module, stack: Stack, config: PruneConfig) -> int:
     """Return how many blocks stay."""
-    if config.budget is None:
+    if config.size is None:
         return max(1, round(config.share * stack.count))
     sizes = [
         sum(p.numel() for p in block.parameters())
         for block in model.get_submodule(stack.name).children()
     ]
     total = sum(p.numel() for p in model.parameters())
-    room = config.budget - (total - sum(sizes))
-    if config.budget > total:
-        raise ValueError(
-            f"prune_: budget is {config.budget:,}, expected at most the model's {total:,}"
-        )
+    room = round(config.size * total) - (total - sum(sizes))
     keep = min(stack.count, room // max(sizes))
     if keep < 1:
-        least = total - sum(sizes) + max(sizes)
+        least = (total - sum(sizes) + max(sizes)) / total
         raise ValueError(
-            f"prune_: budget is {config.budget:,}, expected {least:,} or more with one block left"
+            f"prune_: size is {config.size}, expected {least:.3f} or more with one block left"
         )
     return keep
 

@@ -80,10 +80,10 @@ def check_config(name: str, module: nn.Module, config: Config, tied: bool) -> No
                 f"convert_: {name} is tied or not a linear layer; PruneConfig needs all layers of "
                 "an MLP"
             )
-        if config.granularity != "neuron" or config.budget is not None:
+        if config.way != "best" or config.size is not None:
             raise ValueError(
-                f"convert_: {config} is not about one MLP, expected keep and granularity='neuron'; "
-                "see prune_"
+                f"convert_: {config} is not about one MLP, expected keep and method='best'; see "
+                "prune_"
             )
         return
     if isinstance(config, KroneckerConfig):

@@ -80,32 +80,30 @@ def neurons_to_keep(
     units = {
         p.name: math.lcm(config.multiple_of, GROUPED if p.count in grouped else 1) for p in parts
     }
-    if config.budget is None:
+    if config.size is None:
         return {p.name: config.neurons(p.count, units[p.name]) for p in parts}
     total = num_parameters(model)
+    budget = round(config.size * total)
     per_neuron = {p.name: p.parameters(2) - p.parameters(1) for p in parts}
     neurons = sum(per_neuron[p.name] * p.count for p in parts)
-    least = total - neurons + sum(per_neuron.values())
-    if not least <= config.budget <= total:
-        kind = type(model).__name__
+    least = (total - neurons + sum(per_neuron.values())) / total
+    if config.size < least:
         raise ValueError(
-            f"prune_: budget is {config.budget:,}, expected {least:,} to {total:,} for {kind}"
+            f"prune_: size is {config.size}, expected {least:.3f} to 1 for {type(model).__name__}"
         )
-    share = 1 - (total - config.budget) / neurons
-    fewest = {p.name: min(p.count, units[p.name]) for p in parts}
-    keep = {
-        p.name: max(fewest[p.name], int(share * p.count / u + 1e-9) * u)
-        for p in parts
-        for u in [units[p.name]]
-    }
-    if (
-        size := total - sum(per_neuron[p.name] * (p.count - keep[p.name]) for p in parts)
-    ) > config.budget:
+    share = 1 - (total - budget) / neurons
+    keep: dict[str, int] = {}
+    for part in parts:
+        unit = units[part.name]
+        fewest = min(part.count, unit)
+        keep[part.name] = max(fewest, int(share * part.count / unit + 1e-9) * unit)
+    gone = sum(per_neuron[p.name] * (p.count - keep[p.name]) for p in parts)
+    if total - gone > budget:
         raise ValueError(
-            f"prune_: budget is {config.budget:,}, expected {size:,} or more with sizes rounded as "
-            "they are"
+            f"prune_: size is {config.size}, expected {(total - gone) / total:.3f} or more with "
+            "neurons rounded as they are"
         )
-    return {p.name: p.count if config.budget == total else keep[p.name] for p in parts}
+    return keep
 
 
 def _shapes(model: nn.Module, mlp: Mlp, keep: int) -> dict[str, torch.Size]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from model_components._devices import has_bfloat16
 from model_components._modes import evaluating
 from model_components._report import Axes, Figure, Report, Table, bars
 from model_components._walk import Batch
@@ -41,6 +43,7 @@ from .convert import num_parameters
 from .neurons import PrunablePart, neurons_to_keep, prunable_parts
 
 _NEURONS = "neurons"
+_LARGE = 1 << 18  # weights of a matrix; of smaller ones bfloat16 makes no faster products
 
 
 @dataclass(frozen=True)
@@ -116,12 +119,17 @@ def prune_(
     The result is a stock model: its config has the new size, ``model.save_pretrained`` writes it,
     and plain ``from_pretrained`` loads it.
 
-    Block by block, on what the smaller model really feeds each MLP: the neurons go whose loss costs
-    least when all others make up for it (optimal brain surgeon); then the matrix that writes the
-    block's width is fitted in closed form towards what the original said and what the residual
-    stream has lost so far, and then all of the MLP's matrices by descent on the same error. With
-    ``granularity="block"`` the blocks go that change hidden states least (arXiv 2403.03853), and
-    the MLPs of the others are fitted to make up for them in the same way.
+    With ``method="best"``, block by block, on what the smaller model really feeds each MLP: the
+    neurons go whose loss costs least when all others make up for it (optimal brain surgeon); then
+    the matrix that writes the block's width is fitted in closed form towards what the original said
+    and what the residual stream has lost so far, and then all of the MLP's matrices by descent on
+    the same error. ``method="fast"`` chooses and fits in closed form on what the original feeds
+    each MLP, so that the data run through the model once (as MoDeGPT does, arXiv 2408.09632). With
+    ``method="blocks"`` the blocks go that change hidden states least (arXiv 2403.03853), and the
+    MLPs of the others are fitted to make up for them as by ``"best"``.
+
+    Products run in bfloat16 where the processor has instructions for them; sums over tokens and
+    what is solved for stay float32 and float64.
 
     Args:
         model: A transformers model, or any model whose MLPs can be found; changed in place.
@@ -160,7 +168,7 @@ def prune_(
     check_model("prune_", model)
     _refuse(model)
     walk = _Walk(model, config, batches(calibration, model, "prune_"), cache, progress)
-    prune = {"neuron": _drop_neurons, "block": _drop_blocks}[config.granularity]
+    prune = _drop_blocks if config.way == "blocks" else _drop_neurons
     before = num_parameters(model)
     rows, notes = prune(walk, prunable_parts(model, walk.data))
     return PruneReport(tuple(rows), before, num_parameters(model), (*walk.notes, *notes))
@@ -186,6 +194,7 @@ class _Walk:
         )
         with (
             evaluating(self.model),
+            _fast_products(self.model, parts),
             tqdm(total=len(parts), desc="pruning", disable=not self.progress) as bar,
         ):
             done = fit_(
@@ -198,18 +207,26 @@ class _Walk:
                 dropped=dropped,
             )
         unknown = [f"{n}: {UNKNOWN}" for n, fitted in done.items() if "unknown" in fitted.notes]
-        if self.config.refit == "none":
-            fits = []
-        else:
-            fits = tokens_seen(self.data, max((p.neurons for p in parts), default=0))
+        fits = tokens_seen(self.data, max((p.neurons for p in parts), default=0))
         self.notes = (*fits, *unknown)
         return done
 
     def refits(self, parts: Sequence[PrunablePart]) -> list[Part]:
         """MLPs that keep their neurons and make up for what goes elsewhere."""
-        if self.config.refit == "none":
-            return []
         return [Part(p.name, dict.fromkeys(p.modules, self.config), p.mlp, p.count) for p in parts]
+
+
+def _fast_products(model: nn.Module, parts: Sequence[Part]) -> AbstractContextManager[object]:
+    """Return a context in which products of float32 run in bfloat16, where that is faster.
+
+    Sums over tokens and what is solved for stay float32 and float64.
+    """
+    device = next(model.parameters()).device
+    largest = max((model.get_submodule(p.name).weight.numel() for p in parts if p.mlp), default=0)
+    if largest < _LARGE or not has_bfloat16(device):
+        return nullcontext()
+    # weights change within it, which a cache of their casts would miss
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
 
 Outcome = tuple[list[PrunedLayer], list[str]]  # a row for each layer, and remarks
@@ -284,7 +301,7 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
 
 def _refuse_nothing(config: PruneConfig, count: int, what: str) -> None:
     """Refuse a share below 1 of which, after rounding, nothing is dropped."""
-    if config.budget is None and config.share < 1:
+    if config.size is None and config.share < 1:
         if config.multiple_of > 1:
             sizes = f" or multiple_of below {config.multiple_of}"
         else:
@@ -299,7 +316,7 @@ def _rounded(
     config: PruneConfig, count: int, keep: int, what: str, *, near: float = 1e-9
 ) -> list[str]:
     """A remark where the share that stays is not what was asked for."""
-    exact = config.budget is not None or abs(config.share * count - keep) < near
+    exact = config.size is not None or abs(config.share * count - keep) < near
     if exact:
         return []
     return [f"{keep} of {count} {what} stay, {keep / count:.1%}, asked for {config.share:.1%}"]

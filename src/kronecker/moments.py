@@ -48,7 +48,7 @@ class Moments:
             )
         x = x.detach().float()
         y = y.detach().float()
-        # sums of bfloat16 products would be no second moments
+        # bfloat16 is too coarse for second moments
         with torch.autocast(x.device.type, enabled=False):
             self.inputs += x.T @ x
             self.cross += y.T @ x

@@ -45,7 +45,8 @@ def has_bfloat16(device: torch.device) -> bool:
     import torch
 
     if device.type == "cpu":
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        known = torch.backends.mkldnn.is_available()
+        return known and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return device.type == "cuda" and torch.cuda.is_bf16_supported()
 
 

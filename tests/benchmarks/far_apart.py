@@ -1,9 +1,9 @@
-"""Models that lie far apart, merged by `learn_merge` with each student and start.
+"""Pairs of models, merged by `learn_merge` with each student and start.
 
 Three pairs, all made of SmolLM2-135M-Instruct:
 
-- chain: the model itself, asked for answers to Alpaca's instructions, and the same model trained
-  whole on German manual pages until it has forgotten the answers;
+- chain: the model itself, asked for answers to Alpaca's instructions, and the same model after
+  training on German manual pages;
 - siblings: that German model, and one trained whole on Python sources; they share a base;
 - adapters: LoRA adapters for German and for Python, merged into the base; they lie close.
 
@@ -252,7 +252,7 @@ def answers_of(model: Any) -> dict[str, float]:
 
 
 def described(pair: str, **known: Any) -> dict[str, Any]:
-    """Return a row with what all rows say."""
+    """Return a row with its date, commit, hardware and versions."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return {
         "pair": pair,
@@ -356,7 +356,7 @@ def learned(
         seed: The seed of the training.
         rows: The share of the training rows that is used.
         search: Use the rows of the searches.
-        alone: Say the row's seconds and memory, which mean something if no other run shares the
+        alone: Record the row's seconds and memory, which mean something if no other run shares the
             machine.
         **settings: More fields of `LearnConfig`.
     """
@@ -427,7 +427,7 @@ def read_found() -> list[dict[str, Any]]:
 
 
 def key_of(row: dict[str, Any]) -> tuple[str, ...]:
-    """Return what tells a row from others: all that was chosen, and not what was found."""
+    """Return the settings that identify a row, without its results."""
     chosen = ("pair", "merge", "start", "steps", "seed", "rows", "search", "granularity")
     more = ("coefficients", "temperature", *(["rate"] if row.get("search") else []))
     is_alone = "seconds" in row and "start" in row
@@ -452,7 +452,7 @@ class Runner:
 
     Args:
         workers: Processes at once.
-        minutes: When no job begins any more.
+        minutes: Minutes after which no job begins.
     """
 
     def __init__(self, workers: int, minutes: float):
@@ -608,47 +608,54 @@ def run_alone(runner: Runner) -> None:
         runner.all([(learned, ("chain-0", "regmean", train), options)])
 
 
-def name_of(row: dict[str, Any]) -> str:
-    """Return what the table calls a merge."""
-    if "start" in row:
-        return f"{row['merge']} from {row['start']}, {row['steps']} steps"
-    if "strength" in row:
-        return f"{row['merge']}, {row['strength']} by search"
-    return str(row["merge"])
+ABOUT = {
+    "chain": "SmolLM2-135M-Instruct, and the same after training on German manual pages",
+    "siblings": "SmolLM2-135M-Instruct trained whole on German manual pages, and on Python sources",
+    "adapters": "the same two tasks, learned by adapters of rank 16",
+}
+
+
+def in_table(row: dict[str, Any]) -> bool:
+    """Return whether a row is of a merge without training, or of a student as it is by default."""
+    if "start" not in row:
+        return row["merge"] != "regmean-search"
+    changed = {"granularity", "coefficients", "temperature", "peak_bytes"} & row.keys()
+    return not row["search"] and row["steps"] == STEPS and row["rows"] == 1 and not changed
 
 
 def write_table() -> None:
     """Write the guide's table of the pairs whose students have rows."""
-    rows = [row for row in read_found() if not row.get("search") and "seconds" not in row]
-    rows += [row for row in read_found() if row.get("seconds") and "start" not in row]
-    trained = [pair for pair in PAIRS if any(r["pair"] == pair and "start" in r for r in rows)]
-    pairs = [
-        pair for pair in trained if any(r["pair"] == pair and r["merge"] == "first" for r in rows)
-    ]
+    rows = [row for row in read_found() if in_table(row)]
+    shares: dict[str, dict[str, float]] = {}
+    described: list[str] = []
+    pairs: list[str] = []
+    for pair in PAIRS:
+        own = [row for row in rows if row["pair"] == pair]
+        losses: dict[str, list[float]] = {}
+        for row in own:
+            start = f" from {row['start']}" if "start" in row else ""
+            losses[row["merge"] + start] = row["losses"]
+        if not {"first", "second", "average", "lora from regmean"} <= losses.keys():
+            continue
+        pairs.append(pair)
+        average = sum(losses["average"])
+        gap = average - losses.pop("first")[0] - losses.pop("second")[1]
+        described.append(f"{pair}: {ABOUT[pair.partition('-')[0]]}, {gap / 2:.2f} nats")
+        for name, values in losses.items():
+            shares.setdefault(name, {})[pair] = (average - sum(values)) / gap
     if not pairs:
         return
-    shares: dict[str, dict[str, float]] = {}
-    gaps = []
-    for pair in pairs:
-        losses = {name_of(row): row["losses"] for row in rows if row["pair"] == pair}
-        best = losses["first"][0] + losses["second"][1]
-        gap = sum(losses["average"]) - best
-        gaps.append(f"{gap / 2:.2f} nats ({pair})")
-        for name in losses.keys() - {"first", "second"}:
-            share = (sum(losses["average"]) - sum(losses[name])) / gap
-            shares.setdefault(name.partition(",")[0], {})[pair] = share
     lines = [f"| merge | {' | '.join(pairs)} |", "|---" * (1 + len(pairs)) + "|"]
     for name in sorted(shares, key=lambda name: -shares[name].get(pairs[-1], 0)):
         cells = [f"{shares[name][pair]:.0%}" if pair in shares[name] else "" for pair in pairs]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     row = next(row for row in rows if row["pair"] == pairs[0] and "start" in row)
     about = (
-        "Share of the gap that a merge recovers in mean held-out loss: 0 % is the average of two models, "
-        "100 % each on its own task. Siblings: SmolLM2-135M-Instruct trained whole on German manual pages, and on "
-        "Python sources; adapters: rank 16 for the same two. The gap is "
-        f"{' and '.join(gaps)}: these pairs lie close. {STEPS} steps of 8 rows of {LENGTH} tokens, one "
-        "seed; learning rates, and the strengths of task_arithmetic, slerp and iso_c, were chosen "
-        f"on other rows. {row['hardware']}, {row['versions']}; {row['date']} at {row['commit']}."
+        "How much of the gap a merge recovers in mean held-out loss: 0 % is the average of two "
+        f"models, 100 % each model on its own task. The pairs and their gaps: {'; '.join(described)}. "
+        f"Students were trained for {STEPS} steps of 8 rows of at most {LENGTH} tokens, with one "
+        "seed. Their rates, and the strengths of task_arithmetic, slerp and iso_c, were chosen on "
+        f"other rows. {row['hardware']}, {row['versions']}; {row['date']} at {row['commit']}."
     )
     put(GUIDE, [*lines, "", about], "far apart")
 

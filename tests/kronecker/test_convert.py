@@ -1257,7 +1257,7 @@ def test_a_model_within_a_converted_one_is_saved_with_its_factors(tmp_path):
     ("config", "named", "message"),
     [
         ({}, {}, r"convert_:.*patterns"),
-        (PruneConfig(size=0.9), {}, r"convert_:.*about"),
+        (PruneConfig(size=0.9), {}, r"convert_:.*fast.*0\.9.*prune_"),
         (PruneConfig(), {"fade_in": True}, r"convert_:.*PruneConfig"),
         ({"*.wte": PruneConfig()}, {}, r"convert_:.*PruneConfig"),
         (

@@ -8,7 +8,7 @@ has lost so far, where it can be read.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ class Block:
             states: Hidden states before the block, batch by batch.
             one_pass: Also keep what its MLPs read, which `smaller` would run the block again for.
         """
-        if one_pass:  # what the stream has lost does not count
+        if one_pass:  # a fit to the original alone: errors of earlier blocks are ignored
             self.kinds = dict.fromkeys((m.down for m in self.mlps), None)
             self.seen = {m.down: self._nothing_seen(m) for m in self.mlps}
         else:
@@ -171,9 +171,9 @@ class Block:
                 said[name] = y.reshape(-1, y.shape[-1])
 
         layers = {n: self.model.get_submodule(n) for n in (*mlp.ups, mlp.down)}
-        with torch.autocast(states.device.type, enabled=False):  # what is told by its numbers
+        with self._full_precision():
             with watched(layers, see):
-                self.calls[0].run(self.module, states)
+                self.calls[0].run(self.module, self._in_own_dtype(states))
             return middle_of(
                 mlp, config, list(self.module.modules()), [said[n] for n in mlp.ups], read[-1]
             )
@@ -208,8 +208,17 @@ class Block:
         down = self.model.get_submodule(mlp.down)
         if len(self.mlps) > 1 or any(is_experts(self.model.get_submodule(n)) for n in self.singles):
             return None
-        with torch.autocast(states.device.type, enabled=False):
-            return stream_kind(self.module, up, down, self.calls[0], states)
+        with self._full_precision():
+            own = self._in_own_dtype(states)
+            return stream_kind(self.module, up, down, self.calls[0], own)
+
+    def _full_precision(self) -> AbstractContextManager[object]:
+        """Return a context without autocast, since comparing values takes full precision."""
+        return torch.autocast(next(self.module.parameters()).device.type, enabled=False)
+
+    def _in_own_dtype(self, states: Tensor) -> Tensor:
+        """Return hidden states in the block's dtype, which autocast may have left."""
+        return states.to(next(self.module.parameters()).dtype)
 
     def _stream(self, mlp: Mlp, x: Tensor, y: Tensor, out: Tensor, call: Call) -> Tensor:
         """Return the residual stream that an MLP adds to, or zeros if it cannot be read."""

@@ -93,7 +93,10 @@ def fit_(
     done: dict[str, Fitted] = {}
     by_name = {p.name: p for p in parts}
     mlps = [p.mlp for p in parts if p.mlp]
-    blocks, theirs = blocks_with(model, mlps, [p.name for p in parts if not p.mlp], data)
+    singles = [p.name for p in parts if not p.mlp]
+    # arguments of the blocks are used with and without autocast
+    with torch.autocast(next(model.parameters()).device.type, enabled=False):
+        blocks, theirs = blocks_with(model, mlps, singles, data)
     ours = list(theirs)
     for index, block in enumerate(blocks):
         if block.name in dropped:
@@ -176,7 +179,7 @@ def _fitted_mlp(
     if prune is None or descends:
         middle = block.middle(mlp, states[0], getattr(model, "config", None))
     weights = MlpWeights.of(modules, middle)
-    seen = block.seen.get(mlp.down)
+    seen = block.seen.pop(mlp.down, None)  # moments of all blocks would fill the memory
     if seen is None:
         seen = block.smaller(mlp, states, keep_inputs=prune is None or descends)
     _check_seen(seen, part, operation)

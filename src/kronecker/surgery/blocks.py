@@ -23,6 +23,7 @@ from ..discovery.stock import (
     stock_config,
 )
 from ..fitting.block import Block
+from .neurons import rounded_up
 
 _PLACES = ("layer_idx", "layer_id")
 
@@ -71,6 +72,8 @@ def blocks_to_keep(model: nn.Module, stack: Stack, config: PruneConfig) -> int:
     """Return how many blocks stay."""
     if config.size is None:
         return max(1, round(config.share * stack.count))
+    if config.size == 1:
+        return stack.count
     sizes = [
         sum(p.numel() for p in block.parameters())
         for block in model.get_submodule(stack.name).children()
@@ -79,9 +82,9 @@ def blocks_to_keep(model: nn.Module, stack: Stack, config: PruneConfig) -> int:
     room = round(config.size * total) - (total - sum(sizes))
     keep = min(stack.count, room // max(sizes))
     if keep < 1:
-        least = (total - sum(sizes) + max(sizes)) / total
+        least = rounded_up((total - sum(sizes) + max(sizes)) / total)
         raise ValueError(
-            f"prune_: size is {config.size}, expected {least:.3f} or more with one block left"
+            f"prune_: size is {config.size}, expected {least} or more with one block left"
         )
     return keep
 

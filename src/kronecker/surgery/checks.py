@@ -82,8 +82,8 @@ def check_config(name: str, module: nn.Module, config: Config, tied: bool) -> No
             )
         if config.way != "best" or config.size is not None:
             raise ValueError(
-                f"convert_: {config} is not about one MLP, expected keep and method='best'; see "
-                "prune_"
+                f"convert_: PruneConfig has method {config.way!r} and size {config.size}, expected "
+                "method 'best' and no size; prune_ takes the others"
             )
         return
     if isinstance(config, KroneckerConfig):

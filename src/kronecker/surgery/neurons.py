@@ -82,6 +82,8 @@ def neurons_to_keep(
     }
     if config.size is None:
         return {p.name: config.neurons(p.count, units[p.name]) for p in parts}
+    if config.size == 1:
+        return {p.name: p.count for p in parts}
     total = num_parameters(model)
     budget = round(config.size * total)
     per_neuron = {p.name: p.parameters(2) - p.parameters(1) for p in parts}
@@ -89,7 +91,8 @@ def neurons_to_keep(
     least = (total - neurons + sum(per_neuron.values())) / total
     if config.size < least:
         raise ValueError(
-            f"prune_: size is {config.size}, expected {least:.3f} to 1 for {type(model).__name__}"
+            f"prune_: size is {config.size}, expected {rounded_up(least)} to 1 for "
+            f"{type(model).__name__}"
         )
     share = 1 - (total - budget) / neurons
     keep: dict[str, int] = {}
@@ -99,11 +102,21 @@ def neurons_to_keep(
         keep[part.name] = max(fewest, int(share * part.count / unit + 1e-9) * unit)
     gone = sum(per_neuron[p.name] * (p.count - keep[p.name]) for p in parts)
     if total - gone > budget:
+        least = rounded_up((total - gone) / total)
         raise ValueError(
-            f"prune_: size is {config.size}, expected {(total - gone) / total:.3f} or more with "
-            "neurons rounded as they are"
+            f"prune_: size is {config.size}, expected {least} or more with neurons rounded as they "
+            "are"
         )
     return keep
+
+
+def rounded_up(share: float) -> float:
+    """Return a share with three digits that is not below it.
+
+    >>> rounded_up(0.70401)
+    0.705
+    """
+    return math.ceil(1000 * share) / 1000
 
 
 def _shapes(model: nn.Module, mlp: Mlp, keep: int) -> dict[str, torch.Size]:

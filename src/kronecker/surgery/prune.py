@@ -43,7 +43,8 @@ from .convert import num_parameters
 from .neurons import PrunablePart, neurons_to_keep, prunable_parts
 
 _NEURONS = "neurons"
-_LARGE = 1 << 18  # weights of a matrix; of smaller ones bfloat16 makes no faster products
+_NEAR = 0.01  # of all parameters; of less than that no one is told
+_LARGE = 1 << 18  # parameters of a layer; of smaller ones casts take what products save
 
 
 @dataclass(frozen=True)
@@ -121,15 +122,15 @@ def prune_(
 
     With ``method="best"``, block by block, on what the smaller model really feeds each MLP: the
     neurons go whose loss costs least when all others make up for it (optimal brain surgeon); then
-    the matrix that writes the block's width is fitted in closed form towards what the original said
+    the matrix that writes the block's width is fitted in closed form toward what the original said
     and what the residual stream has lost so far, and then all of the MLP's matrices by descent on
     the same error. ``method="fast"`` chooses and fits in closed form on what the original feeds
     each MLP, so that the data run through the model once (as MoDeGPT does, arXiv 2408.09632). With
     ``method="blocks"`` the blocks go that change hidden states least (arXiv 2403.03853), and the
     MLPs of the others are fitted to make up for them as by ``"best"``.
 
-    Products run in bfloat16 where the processor has instructions for them; sums over tokens and
-    what is solved for stay float32 and float64.
+    In models with large MLPs, float32 products run in bfloat16 if the processor has instructions
+    for it. Sums over tokens and solves stay in float32 or float64.
 
     Args:
         model: A transformers model, or any model whose MLPs can be found; changed in place.
@@ -171,7 +172,10 @@ def prune_(
     prune = _drop_blocks if config.way == "blocks" else _drop_neurons
     before = num_parameters(model)
     rows, notes = prune(walk, prunable_parts(model, walk.data))
-    return PruneReport(tuple(rows), before, num_parameters(model), (*walk.notes, *notes))
+    after = num_parameters(model)
+    if config.size is not None and after / before < config.size - _NEAR:
+        notes.append(f"{after / before:.1%} of the parameters stay, asked for {config.size:.1%}")
+    return PruneReport(tuple(rows), before, after, (*walk.notes, *notes))
 
 
 @dataclass
@@ -189,12 +193,13 @@ class _Walk:
         self, parts: Sequence[Part], settings: object, dropped: Collection[str] = ()
     ) -> dict[str, Fitted]:
         """Fit parts in place."""
+        is_fast = _has_fast_products(self.model, parts)
         cache = fit_stage(
-            self.cache, self.model, [asdict(self.config), settings], self.data, "prune_"
+            self.cache, self.model, [asdict(self.config), settings, is_fast], self.data, "prune_"
         )
         with (
             evaluating(self.model),
-            _fast_products(self.model, parts),
+            _bfloat16_products(self.model) if is_fast else nullcontext(),
             tqdm(total=len(parts), desc="pruning", disable=not self.progress) as bar,
         ):
             done = fit_(
@@ -216,15 +221,15 @@ class _Walk:
         return [Part(p.name, dict.fromkeys(p.modules, self.config), p.mlp, p.count) for p in parts]
 
 
-def _fast_products(model: nn.Module, parts: Sequence[Part]) -> AbstractContextManager[object]:
-    """Return a context in which products of float32 run in bfloat16, where that is faster.
+def _has_fast_products(model: nn.Module, parts: Sequence[Part]) -> bool:
+    """Return whether products of a model's layers are faster in bfloat16."""
+    largest = max((num_parameters(model.get_submodule(p.name)) for p in parts), default=0)
+    return largest >= _LARGE and has_bfloat16(next(model.parameters()).device)
 
-    Sums over tokens and what is solved for stay float32 and float64.
-    """
+
+def _bfloat16_products(model: nn.Module) -> AbstractContextManager[object]:
+    """Return a context in which products of float32 run in bfloat16."""
     device = next(model.parameters()).device
-    largest = max((model.get_submodule(p.name).weight.numel() for p in parts if p.mlp), default=0)
-    if largest < _LARGE or not has_bfloat16(device):
-        return nullcontext()
     # weights change within it, which a cache of their casts would miss
     return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 

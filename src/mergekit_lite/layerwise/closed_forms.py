@@ -1,6 +1,7 @@
 """The merged weight of a linear layer from its inputs: sums over tokens, then one solve.
 
-Products are float32, sums and the solve float64, on the device of the inputs.
+Products are float32 (float64 if ``reduce`` is 1), sums and the solve float64, all on the device of
+the inputs.
 
 RegMean (Jin et al., arXiv 2212.09849): W = (Σ_k W_k G_k)(Σ_k G_k)⁻¹ with G_k = X_kᵀ X_k / N_k,
 whose entries off the diagonal are multiplied by ``reduce``.
@@ -23,17 +24,17 @@ class InputStatistics:
 
     Args:
         in_features: I.
+        products: Dtype of the products.
     """
 
-    def __init__(self, in_features: int):
+    def __init__(self, in_features: int, products: torch.dtype = torch.float32):
+        self.products = products
         self.total = torch.zeros((in_features, in_features), dtype=torch.float64)
         self.count = 0
 
     def add(self, x: Tensor) -> None:  # (N, I)
         """Add tokens."""
-        x = x.detach()
-        if x.dtype != torch.float64:
-            x = x.float()
+        x = x.detach().to(self.products)
         self.count += len(x)
         self.total = self.total.to(x.device)
         self.total += x.T @ x

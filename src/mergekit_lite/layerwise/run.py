@@ -42,6 +42,8 @@ class BlockMerge:
         self.merge = merge
         self.calls: list[list[list[Call]]] = []  # of each model, block and batch
         self.hidden: list[list[Tensor]] = []
+        # whole Gram matrices are too near to singular for float32
+        self.products = torch.float64 if merge.reduce == 1 else torch.float32
         settings = [merge.method, shares, merge.reduce]
         # what was computed on another device is computed again
         settings.append(skeleton.device.type)
@@ -124,7 +126,7 @@ class BlockMerge:
             self.sources, self._outsides(), self.data, self.hidden, self.calls, strict=True
         ):
             self.skeleton.load_outside(outside)
-            statistics = InputStatistics(hidden[0].shape[-1])
+            statistics = InputStatistics(hidden[0].shape[-1], self.products)
             read = self.skeleton.after(batches, hidden, self.skeleton.block(0, source))
             for call, states in zip(calls[0], read, strict=True):
                 statistics.add(tokens(states, call.keep))
@@ -149,7 +151,7 @@ class BlockMerge:
                 )
                 read[name] = x
                 if owner == name:
-                    statistics.setdefault(name, InputStatistics(x.shape[-1]))
+                    statistics.setdefault(name, InputStatistics(x.shape[-1], self.products))
                     statistics[name].add(tokens(x, call.keep))
 
             with inputs_seen(linear_layers(block), see):

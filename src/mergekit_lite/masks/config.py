@@ -38,8 +38,8 @@ class MaskConfig(CheckedConfig):
             matching modules are trained, the others keep their initial value; default: all are
             trained.
         initial: A number for every mask; ``"average"`` (1 / K); ``"component:1"`` (that component
-            alone); or ``"random"`` (uniform in 0..1, then divided by their sum). Over a base that
-            is a merge to begin from, and not what the components were tuned from, give 0.
+            alone); or ``"random"`` (uniform in 0..1, then divided by their sum). If the
+            base is a merge that training starts from, give 0.
         seed: Of ``"random"``.
 
     Raises:

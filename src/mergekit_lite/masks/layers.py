@@ -447,7 +447,7 @@ class EfficientMaskedLinear(MaskedLinear):
 
     >>> layer = EfficientMaskedLinear([nn.Linear(4, 3), nn.Linear(4, 3)])
     >>> layer(torch.zeros(5, 4)).shape, layer.mask("weight").shape
-    (torch.Size([5, 3]), torch.Size([2, 1, 4]))
+    (torch.Size([5, 3]), torch.Size([2, 3, 1]))
     """
 
     mode = "efficient"

@@ -50,9 +50,9 @@ def masks(
     trial: Trial, seed: int, rate: float, *, coefficients: str = "evidence", **options: Any
 ) -> Any:
     """A merger, trained end to end; over the base unless said otherwise."""
-    merger = Merger.from_pretrained(
-        trial.components, **{"base": trial.model, "dtype": "float32"} | options
-    )
+    # one value a column, as in the table of docs/masks.md
+    usual = {"base": trial.model, "dtype": "float32", "granularity": "input"}
+    merger = Merger.from_pretrained(trial.components, **usual | options)
     trainer = MaskTrainer(
         merger,
         trial.arguments(rate, trial.steps, seed),

@@ -135,7 +135,7 @@ def prune(
     from .surgery.prune import prune_
 
     if tokens is None:
-        tokens = 12_000 if config.way == "fast" else 50_000
+        tokens = 12_000 if config.chosen_method == "fast" else 50_000
     where = find_device(run_flags.device, "prune")
     new = NewFolder(out, "prune", resumable=True, fresh=fresh)
     text = text_of(calibration)

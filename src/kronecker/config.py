@@ -13,7 +13,8 @@ LowRankInit = Literal["sequential", "svd"]
 Method = Literal["best", "fast", "blocks"]
 Shape = Annotated[tuple[int, int] | None, Range(least=1)]
 """Rows and columns, both 1 or more."""
-_LIGHT = 0.8  # of all parameters: from here on, one pass is about as good as the walk
+# of all parameters; on SmolLM2 one pass lost .003 nats to the walk at .93, and .12 at .70
+_LIGHT = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +217,7 @@ class PruneConfig(CheckedConfig):
             yield f"keep is {self.keep} and size {self.size}, expected one of them"
 
     @property
-    def way(self) -> Method:
+    def chosen_method(self) -> Method:
         """Return the method, or the one that is the default for the size."""
         if self.method is not None:
             return self.method
@@ -225,7 +226,7 @@ class PruneConfig(CheckedConfig):
     @property
     def descends(self) -> bool:
         """Return whether all matrices of an MLP are fitted by gradient descent."""
-        return self.way != "fast" and self.epochs > 0
+        return self.chosen_method != "fast" and self.epochs > 0
 
     def opposite(self) -> Self:
         """Return the config for a layer of transposed shape, which is this one."""

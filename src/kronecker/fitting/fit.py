@@ -89,7 +89,7 @@ def fit_(
         dropped: Names of blocks that the smaller model does not have.
     """
     # each part on what the original feeds it, so that no second copy of the states runs
-    one_pass = all(p.prune is not None and p.prune.way == "fast" for p in parts)
+    one_pass = all(p.prune is not None and p.prune.chosen_method == "fast" for p in parts)
     done: dict[str, Fitted] = {}
     by_name = {p.name: p for p in parts}
     mlps = [p.mlp for p in parts if p.mlp]

@@ -46,7 +46,7 @@ def most_important(weights: MlpWeights, moments: Moments, keep: int) -> Tensor:
     moment, cross = normal_equations(weights, moments, _RIDGE)
     count = len(moment)
     everything = refitted(cross, moment, torch.arange(count, device=moment.device))
-    # on SmolLM2 twice as many at a time, or half as many, give the same loss to .01
+    # tried once: twice as many at a time, or half, moved the loss of SmolLM2 by .003 and .012 nats
     return eliminate(everything, moment, keep, step=max(1, count // 24))
 
 

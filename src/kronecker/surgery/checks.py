@@ -80,10 +80,10 @@ def check_config(name: str, module: nn.Module, config: Config, tied: bool) -> No
                 f"convert_: {name} is tied or not a linear layer; PruneConfig needs all layers of "
                 "an MLP"
             )
-        if config.way != "best" or config.size is not None:
+        if config.chosen_method != "best" or config.size is not None:
             raise ValueError(
-                f"convert_: PruneConfig has method {config.way!r} and size {config.size}, expected "
-                "method 'best' and no size; prune_ takes the others"
+                f"convert_: PruneConfig has method {config.chosen_method!r} and size "
+                f"{config.size}, expected method 'best' and no size; prune_ takes the others"
             )
         return
     if isinstance(config, KroneckerConfig):

@@ -169,7 +169,7 @@ def prune_(
     check_model("prune_", model)
     _refuse(model)
     walk = _Walk(model, config, batches(calibration, model, "prune_"), cache, progress)
-    prune = _drop_blocks if config.way == "blocks" else _drop_neurons
+    prune = _drop_blocks if config.chosen_method == "blocks" else _drop_neurons
     before = num_parameters(model)
     rows, notes = prune(walk, prunable_parts(model, walk.data))
     after = num_parameters(model)
@@ -193,13 +193,17 @@ class _Walk:
         self, parts: Sequence[Part], settings: object, dropped: Collection[str] = ()
     ) -> dict[str, Fitted]:
         """Fit parts in place."""
-        is_fast = _has_fast_products(self.model, parts)
+        in_bfloat16 = _gains_by_bfloat16(self.model, parts)
         cache = fit_stage(
-            self.cache, self.model, [asdict(self.config), settings, is_fast], self.data, "prune_"
+            self.cache,
+            self.model,
+            [asdict(self.config), settings, in_bfloat16],
+            self.data,
+            "prune_",
         )
         with (
             evaluating(self.model),
-            _bfloat16_products(self.model) if is_fast else nullcontext(),
+            _bfloat16_products(self.model) if in_bfloat16 else nullcontext(),
             tqdm(total=len(parts), desc="pruning", disable=not self.progress) as bar,
         ):
             done = fit_(
@@ -221,7 +225,7 @@ class _Walk:
         return [Part(p.name, dict.fromkeys(p.modules, self.config), p.mlp, p.count) for p in parts]
 
 
-def _has_fast_products(model: nn.Module, parts: Sequence[Part]) -> bool:
+def _gains_by_bfloat16(model: nn.Module, parts: Sequence[Part]) -> bool:
     """Return whether products of a model's layers are faster in bfloat16."""
     largest = max((num_parameters(model.get_submodule(p.name)) for p in parts), default=0)
     return largest >= _LARGE and has_bfloat16(next(model.parameters()).device)

@@ -70,8 +70,6 @@ HARMLESS: dict[str, str] = {  # by the line when it is changed, judged by readin
     'if not (order == "b_first"):': "both orders are one product; their speed differs",
     "if not mlps and _tried(model, mlps, runs, "
     "rows)[1]:": "what may be tried all at once is tried one by one",
-    'row = block_shape(t.shape, "rows")[1] if t.chunking == "rows" else '
-    "2": "blocks are of an even number anyhow, and only rows are counted so",
 }
 
 

@@ -8,12 +8,10 @@ from .learning.run import learn_merge
 from .masks.layers import AccurateMaskedLinear, EfficientMaskedLinear
 from .methods import (
     METHODS,
-    Largest,
     MergeMethod,
     Noise,
     PerModel,
     Range,
-    Sum,
     get_method,
     merge_method,
 )
@@ -35,7 +33,6 @@ __all__ = [
     "AccurateMaskedLinear",
     "CheckpointError",
     "EfficientMaskedLinear",
-    "Largest",
     "LearnConfig",
     "MergeMethod",
     "MergeRecipe",
@@ -48,7 +45,6 @@ __all__ = [
     "Range",
     "RecipeError",
     "Slice",
-    "Sum",
     "TokenRule",
     "TokenizerSpec",
     "extract_lora",

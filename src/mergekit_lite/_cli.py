@@ -1,15 +1,10 @@
 """Commands: merge, plan, learn, lora extract.
 
 ``mergekit-lite`` is the short form of merge and plan.
-``torchrun --nproc_per_node=N -m mergekit_lite merge RECIPE OUT`` divides the tensors over N
-processes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -56,21 +51,6 @@ class Files:
         }
 
 
-@contextlib.contextmanager
-def _all_processes() -> Iterator[None]:
-    """Let the processes that torchrun started talk to each other."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield
-        return
-    import torch.distributed
-
-    torch.distributed.init_process_group("gloo")
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def merge(
     recipe: Path,
     out: Path,
@@ -84,7 +64,7 @@ def merge(
     trust_remote_code: bool = False,
     fresh: bool = False,
     run_flags: RunFlags,
-) -> Report | None:
+) -> Report:
     """Merge checkpoints by a YAML recipe.
 
     The recipe is checked first, and every problem is listed.
@@ -104,23 +84,22 @@ def merge(
     """
     from .functional import merge_models
 
-    with _all_processes():
-        report = merge_models(
-            _read_recipe(recipe, files),
-            out=out,
-            calibration=calibration,
-            device=run_flags.device,
-            impl=impl,
-            seed=seed,
-            threads=threads,
-            max_shard_size=files.max_shard_size,
-            **files.allowed,
-            trust_remote_code=trust_remote_code,
-            fresh=fresh,
-            progress=run_flags.progress,
-        )
+    report = merge_models(
+        _read_recipe(recipe, files),
+        out=out,
+        calibration=calibration,
+        device=run_flags.device,
+        impl=impl,
+        seed=seed,
+        threads=threads,
+        max_shard_size=files.max_shard_size,
+        **files.allowed,
+        trust_remote_code=trust_remote_code,
+        fresh=fresh,
+        progress=run_flags.progress,
+    )
     assert isinstance(report, Report)  # as a folder was written
-    return report if int(os.environ.get("RANK", "0")) == 0 else None
+    return report
 
 
 def plan(recipe: Path, /, *, files: Files) -> Report:

@@ -57,7 +57,7 @@ FLAGS = {
     "--lora-merge-cache": _idle("adapters are added while they are read", takes_value=True),
     "--lora-merge-dtype": _idle("adapters are added in float32", takes_value=True),
     "--low-cpu-memory": _idle("memory does not grow with the model"),
-    "--multi-gpu": _idle("start one process per GPU with torchrun"),
+    "--multi-gpu": _idle("one GPU computes"),
     "--read-to-gpu": _idle("weights stream to the device of --device"),
     "--safe-serialization": _idle("weights are written as safetensors"),
     "--transformers-cache": _idle("set the variable HF_HUB_CACHE", takes_value=True),

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from model_components._report import Report
 
-from .engine import TensorFact
-
 
 @dataclass(frozen=True)
 class MergeReport(Report):
@@ -17,14 +15,13 @@ class MergeReport(Report):
     Args:
         out: The folder.
         paths: Its weight files.
-        bytes_read: Bytes that all merging passes read; hashes of inputs take one more where torch
-            functions merge.
+        bytes_read: Bytes of the inputs; some methods read them twice or more.
         bytes_written: Bytes of tensors.
         seconds: Wall time.
         cpu_seconds: CPU time of this process, all threads.
         peak_memory: Largest resident size of this process so far, bytes (imports included).
         resumed: Weight files that an earlier, interrupted run had finished.
-        tensors: One entry for each tensor.
+        tensors: For each tensor its name, shape, dtype, method and file.
         notes: What a user should know.
     """
 
@@ -36,7 +33,7 @@ class MergeReport(Report):
     cpu_seconds: float
     peak_memory: int
     resumed: list[str]
-    tensors: list[TensorFact]
+    tensors: list[dict[str, object]]
     notes: list[str]
 
     def summary(self) -> list[str]:

@@ -6,7 +6,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -17,10 +17,9 @@ from model_components._folders import NewFolder, OutputError, write_error, write
 
 from ._torch import Tensor, torch
 from .dtypes import Array, stored_of, to_torch
-from .engine import Engine, NotFiniteError, TensorFact
+from .engine import Engine, NotFiniteError
 from .engine.beside import chosen_template, code_note
 from .engine.output import OutputFolder, plan_fingerprint
-from .engine.ranks import Ranks
 from .files import CheckpointError, DictSource, Source, open_source
 from .files.headers import read_json
 from .planning import MergePlan, TensorPlan, make_plan
@@ -50,7 +49,6 @@ class Run:
     allow_mixed: bool
     truncate_embeddings: bool
     trust_remote_code: bool
-    hashing: bool = True
 
     @property
     def allowed(self) -> dict[str, Any]:
@@ -93,17 +91,13 @@ class Bar:
 
 
 @contextlib.contextmanager
-def _running(plan: MergePlan, run: Run, ranks: Ranks) -> Iterator[tuple[Engine, Bar, Executor]]:
-    """The engine, its progress bar, and an executor for blocks and hashes."""
+def _running(plan: MergePlan, run: Run) -> Iterator[tuple[Engine, Bar]]:
+    """Open the engine and its progress bar."""
     with (
-        Bar(plan, hidden=not run.progress or ranks.rank > 0) as bar,
-        ThreadPoolExecutor(run.threads) as executor,
+        Bar(plan, hidden=not run.progress) as bar,
+        Engine(plan, run.seed, run.device, run.threads, bar.say, run.impl) as engine,
     ):
-        side_by_side = executor if run.threads > 1 else None
-        with Engine(
-            plan, run.seed, run.device, side_by_side, bar.say, run.impl, run.hashing
-        ) as engine:
-            yield engine, bar, executor
+        yield engine, bar
 
 
 def merge_in_memory(recipe: MergeRecipe, run: Run) -> tuple[dict[str, Tensor], MergePlan]:
@@ -124,9 +118,9 @@ def merge_in_memory(recipe: MergeRecipe, run: Run) -> tuple[dict[str, Tensor], M
         stored_of(merged[t.name].view(-1))[start : start + values.size] = values
 
     # no wait for a compiler
-    eager = replace(run, hashing=False, impl="eager" if run.impl == "auto" else run.impl)
-    with _running(plan, eager, Ranks()) as (engine, bar, _):
-        for t, _ in zip(plan.tensors, engine.run_all(plan.tensors, sink), strict=True):
+    eager = replace(run, impl="eager" if run.impl == "auto" else run.impl)
+    with _running(plan, eager) as (engine, bar):
+        for t in engine.run_all(plan.tensors, sink):
             bar.update(t.nbytes)
     return _as_stored(merged, plan), plan
 
@@ -146,10 +140,9 @@ def merge_to_folder(recipe: MergeRecipe, out: Path, run: Run) -> MergeReport:
     """Merge into a folder that does not exist yet, or is empty."""
     started = time.perf_counter()
     cpu_started = time.process_time()
-    ranks = Ranks()
     with (
         writing(f"merge to {out}"),
-        _stages_beside(recipe, out, run, ranks) as (stages, notes),
+        _stages_beside(recipe, out, run) as (stages, notes),
     ):
         plan = make_plan(
             recipe,
@@ -159,29 +152,27 @@ def merge_to_folder(recipe: MergeRecipe, out: Path, run: Run) -> MergeReport:
             **run.allowed,
         )
         plan.notes += [*notes, *code_note(plan, run.trust_remote_code), *rounding_notes(plan)]
-        with _running(plan, run, ranks) as (engine, bar, executor):
-            facts, resumed = _write(engine, out, run, ranks, bar, executor)
+        with _running(plan, run) as (engine, bar):
+            resumed = _write(engine, out, run, bar)
     return MergeReport(
         out=out,
         paths=[out / name for name in plan.shards],
         bytes_read=sum(
-            f.passes * plan.input_bytes(t)
-            for f, t in zip(facts, plan.tensors, strict=True)
-            if plan.shards[t.shard] not in resumed
+            plan.input_bytes(t) for t in plan.tensors if plan.shards[t.shard] not in resumed
         ),
         bytes_written=plan.bytes_written,
         seconds=time.perf_counter() - started,
         cpu_seconds=time.process_time() - cpu_started,
         peak_memory=peak_memory(),
         resumed=resumed,
-        tensors=facts,
+        tensors=plan.described_tensors(),
         notes=[*plan.notes, *engine.notes],
     )
 
 
 @contextlib.contextmanager
 def _stages_beside(
-    recipe: MergeRecipe, out: Path, run: Run, ranks: Ranks
+    recipe: MergeRecipe, out: Path, run: Run
 ) -> Iterator[tuple[dict[int, Source], list[str]]]:
     """Merge the recipes that stand among the models into a hidden folder.
 
@@ -200,27 +191,23 @@ def _stages_beside(
     notes: list[str] = []
     # check the last stage before the first is merged
     make_plan(recipe, **run.allowed)
-    ranks.lead(folder.open)
+    folder.open()
     try:
         for stage in recipe.stages():
             name = model_label(stage)
-            if not ranks.share(_is_whole(folder.folder / name, stage, run)):
-                keep = [model_label(s) for s in recipe.stages() if id(s) in stages] + [
-                    f".{name}.partial"
-                ]
-                ranks.lead(lambda keep=keep: folder.clear(keep=keep))
-                report = merge_to_folder(replace(stage, name=name), folder.folder / name, run)
+            place = folder.folder / name
+            if not _is_whole(place, stage, run):
+                merged = [model_label(s) for s in recipe.stages() if id(s) in stages]
+                folder.clear(keep=[*merged, f".{name}.partial"])
+                report = merge_to_folder(replace(stage, name=name), place, run)
                 notes += [f"{name}: {note}" for note in report.notes]
-                mark = {"fingerprint": _stage_mark(stage, run), "tensors": len(report.tensors)}
-                ranks.lead(
-                    lambda place=folder.folder / name, mark=mark: write_json(place / _STAGE, mark)
-                )
-            stages[id(stage)] = open_source(folder.folder / name, label=name)
+                write_json(place / _STAGE, {"fingerprint": _stage_mark(stage, run)})
+            stages[id(stage)] = open_source(place, label=name)
         yield stages, notes
     except BaseException:
-        ranks.lead(folder.close)
+        folder.close()
         raise
-    ranks.lead(folder.discard)
+    folder.discard()
 
 
 def _stage_mark(stage: MergeRecipe, run: Run) -> str | None:
@@ -243,56 +230,51 @@ def _is_whole(folder: Path, stage: MergeRecipe, run: Run) -> bool:
     return mark is not None and mark == _stage_mark(stage, run)
 
 
-def _write(
-    engine: Engine, out: Path, run: Run, ranks: Ranks, bar: Bar, executor: Executor
-) -> tuple[list[TensorFact], list[str]]:
-    """Write every shard that an earlier run has not finished, then what lies beside them."""
+def _write(engine: Engine, out: Path, run: Run, bar: Bar) -> list[str]:
+    """Write every shard that an earlier run has not finished, then what lies beside them.
+
+    Returns:
+        The shards that an earlier run has finished.
+    """
     plan = engine.plan
     chosen_template(plan)  # what could fail at the end is tried first
     folder = OutputFolder(out, plan, plan_fingerprint(plan, run.seed, __version__), fresh=run.fresh)
-    ranks.lead(folder.prepare)
-    resumed = ranks.share(sorted(folder.finished))
-    facts: list[TensorFact] = []
-    order = {t.name: i for i, t in enumerate(plan.tensors)}
-    hashing: Future[None] | None = None
+    folder.prepare()
+    resumed = sorted(folder.finished)
     try:
-        for shard, name in enumerate(plan.shards):
-            members = [t for t in plan.tensors if t.shard == shard]
-            if name in resumed:
-                facts += folder.finished[name] if ranks.rank == 0 else []
-                bar.update(sum(t.nbytes for t in members))
-                continue
-            if ranks.rank == 0:
-                folder.create(shard)
-            ranks.barrier()
-            folder.open_shard(shard)
-            mine = ranks.mine(members)
-            facts_of_rank = []
-            for t, tensor_fact in zip(mine, engine.run_all(mine, folder.write), strict=True):
-                facts_of_rank.append(tensor_fact)
-                bar.update(t.nbytes * ranks.count)
-            folder.close_shard()
-            facts_of_shard = sorted(ranks.gather(facts_of_rank), key=lambda f: order[f.name])
-            if hashing is not None:
-                hashing.result()
-            if ranks.rank == 0:
-                hashing = executor.submit(folder.finish, shard, facts_of_shard)
-                facts += facts_of_shard
-        if hashing is not None:
-            hashing.result()
-        facts = ranks.share(facts)
-        ranks.lead(lambda: folder.complete(facts, run.seed, run.trust_remote_code))
+        with ThreadPoolExecutor(1) as hasher:
+            _write_shards(engine, folder, bar, hasher)
+        folder.complete(run.seed, run.trust_remote_code)
     except BaseException as error:
-        # nothing may write once the folder is let go
-        executor.shutdown(wait=True, cancel_futures=True)
+        engine.stop()
         failed_write = write_error(f"merge to {out}", error)
         if isinstance(error, OutputError):  # of a file that is written by its new name
             failed_write = error
-        if ranks.rank == 0 and (failed_write or isinstance(error, NotFiniteError)):
+        if failed_write or isinstance(error, NotFiniteError):
             with contextlib.suppress(OSError):  # the error of the merge is the one to tell
                 folder.discard()
         folder.close()
         if failed_write:
             raise OutputError(f"{failed_write}; what was written is removed") from error
         raise
-    return facts, resumed
+    return resumed
+
+
+def _write_shards(
+    engine: Engine, folder: OutputFolder, bar: Bar, hasher: ThreadPoolExecutor
+) -> None:
+    """Write shard by shard; the last one is hashed while the next is computed."""
+    hashing: Future[None] | None = None
+    for shard, name in enumerate(engine.plan.shards):
+        if name in folder.finished:
+            bar.update(sum(t.nbytes for t in folder.members[shard]))
+            continue
+        folder.open_shard(shard)
+        for t in engine.run_all(folder.members[shard], folder.write):
+            bar.update(t.nbytes)
+        folder.close_shard()
+        if hashing is not None:
+            hashing.result()
+        hashing = hasher.submit(folder.finish, name)
+    if hashing is not None:
+        hashing.result()

@@ -41,7 +41,6 @@ def planned(folder: Path, method: str) -> dict[str, Any]:
         "parameters": plan.parameters,
         "read": plan.bytes_read,
         "written": plan.bytes_written,
-        "passes": max(t.passes for t in plan.tensors),
         "peak": plan.peak_memory,
         "planning": round(seconds, 2),
     }
@@ -72,16 +71,16 @@ def write_tables() -> None:
         return
     told, of = json.loads(FOUND.read_text(encoding="utf-8")), rates()
     lines = [
-        "| merge of two | method | reads | passes | writes | memory beyond imports | planning, CPU "
-        "s | merging, CPU s |"
+        "| merge of two | method | inputs | writes | memory beyond imports | planning, CPU s | "
+        "merging, CPU s |"
     ]
-    lines.append("|---" * 8 + "|")
+    lines.append("|---" * 7 + "|")
     for name, rows in told["plans"].items():
         for method, row in rows.items():
             start, slope = of[method]
             seconds = start + slope * row["parameters"] / 1e9
             lines.append(
-                f"| {name} | {method} | {row['read'] / 1e9:,.0f} GB | {row['passes']} | "
+                f"| {name} | {method} | {row['read'] / 1e9:,.0f} GB | "
                 f"{row['written'] / 1e9:,.0f} GB | {row['peak'] / 1e6:,.0f} MB | "
                 f"{row['planning']:.2f} | {seconds:,.0f} |"
             )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mergekit_lite import Noise
-from mergekit_lite.methods.registry import block_shape
+from mergekit_lite.methods.averaging import rows_of
 from tests.mergekit_lite import reference
 
 SEED, NAME = 5, "layers.0.weight"
@@ -91,12 +91,6 @@ CASES = [
         2,
         grid=True,
         parameters=weights(1.0, 1.0) | {"density": [0.4, 0.4], "normalize": False, "rescale": True},
-    ),
-    Case(
-        "ties",
-        2,
-        grid=True,
-        parameters=weights(1.0, 1.0) | {"density": [0.4, 0.2], "scope": "global"},
     ),
     Case("ties", 2, grid=True, parameters=weights(1.0, 0.5) | {"density": [1.0, 1.0]}),
     Case(
@@ -189,8 +183,7 @@ def keep_masks(case: Case, tensors: dict[str, Tensor]) -> list[Tensor]:
     if case.method.startswith("dare"):
         return [noise.keep(i, m, d) for i, (m, d) in enumerate(zip(models, density, strict=True))]
     assert base is not None
-    view = block_shape(tuple(base.shape), "rows")
-    rows = [(m - base).reshape(view) for m in models]
+    rows = [rows_of(m - base) for m in models]
     epsilon = case.parameters["epsilon"]
     chances = [
         reference.keep_probabilities(r.float(), d, e)

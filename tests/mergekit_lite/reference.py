@@ -230,7 +230,6 @@ def ties(
     normalize: bool = True,
     rescale: bool = False,
     lambda_: float = 1.0,
-    scope: str = "tensor",
 ) -> Tensor:
     """Trim, elect, average."""
     changes = [t - base for t in tensors]
@@ -267,7 +266,6 @@ def breadcrumbs(
     normalize: bool = False,
     rescale: bool = False,
     lambda_: float = 1.0,
-    scope: str = "tensor",
 ) -> Tensor:
     """Drop the largest and the smallest, then task arithmetic."""
     trimmed = _crumbs(tensors, base, density, gamma, rescale)
@@ -284,7 +282,6 @@ def breadcrumbs_ties(
     normalize: bool = False,
     rescale: bool = False,
     lambda_: float = 1.0,
-    scope: str = "tensor",
 ) -> Tensor:
     """Drop the largest and the smallest, then elect."""
     return base + lambda_ * _consensus(

@@ -381,11 +381,6 @@ def test_merged_adapters_refuse_what_has_no_factors(tmp_path):
         ("cat", {"density": 1}, r"merge_adapters:.*'density'"),
         ("cat", {"weight": [1, 2, 3]}, r"merge_adapters:.*number.*2"),
         ("ties", {"weight": [1]}, r"ties:.*weight.*1"),
-        (
-            "ties",
-            {"weight": 1, "density": 0.5, "scope": "global"},
-            "modules are merged one by one; expected 'tensor'",
-        ),
     ]:
         with pytest.raises(ValueError, match=message):
             merge_adapters(

@@ -54,7 +54,6 @@ def test_methods_and_parameters(paths, out):
     )
     refused("expected a finite number", paths, weight=float("nan"), out=out)
     refused("expected a whole number", paths, "karcher", max_iter=2.5, out=out)
-    refused("expected one of tensor, global", paths[1:], "ties", scope="layer", **based)
     refused("sum to 0", paths[:2], weight=[1, -1], out=out)
     refused("density - epsilon", paths[1:], "della", density=0.9, **based)
 
@@ -311,12 +310,6 @@ def test_recipe_values_that_only_the_plan_can_judge(paths, out):
         plan(head + "parameters: {weight: [{fliter: mlp, value: 1}]}")
     with pytest.raises(PlanError, match="'weight' is required"):
         plan(head + "parameters: {weight: [{filter: mlp, value: 1}]}")
-    piece = (
-        f"[{{model: {paths[0]}, layer_range: [0, 1]}}, {{model: {paths[1]}, layer_range: [0, 1]}}]"
-    )
-    scope = "parameters: {weight: 1, density: 0.5, scope: global}"
-    with pytest.raises(PlanError, match="scope global ranks whole models"):
-        plan(f"merge_method: ties\nbase_model: {paths[0]}\nslices: [{{sources: {piece}}}]\n{scope}")
     with pytest.raises(PlanError, match="weight is 'a', expected a finite number"):
         plan(head + "parameters: {weight: [a, b]}")
     with pytest.raises(PlanError, match=r"layer_range.*9.*has.*4"):

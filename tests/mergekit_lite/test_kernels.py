@@ -157,9 +157,9 @@ def test_a_run_without_numba_goes_on_where_one_with_it_stopped(folders, tmp_path
     finish = mergekit_lite.engine.output.OutputFolder.finish
     done = []
 
-    def finishing(self, shard, facts):
-        finish(self, shard, facts)
-        done.append(shard)
+    def finishing(self, name):
+        finish(self, name)
+        done.append(name)
         if len(done) == 2:
             raise KeyboardInterrupt
 
@@ -276,7 +276,6 @@ def test_kernels_in_memory_too():
     ],
 )
 def test_checksums_are_xxh64(data, expected, tmp_path):
-    assert hashing.hash_bytes(data) == f"xxh64:{expected}"
     (tmp_path / "f").write_bytes(data)
     assert hashing.hash_file(tmp_path / "f") == f"xxh64:{expected}"
 
@@ -304,8 +303,6 @@ def test_empty_tensors_and_scalars(method, impl, tmp_path):
         "s": (),
         "w": (5,),
     }
-    manifest = json.loads((tmp_path / "out" / "merge_manifest.json").read_text())
-    assert all(entry["values"].startswith("xxh64:") for entry in manifest["inputs"])
 
 
 @pytest.mark.parametrize("method", ["karcher", "multislerp"])

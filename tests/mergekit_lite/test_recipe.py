@@ -169,7 +169,7 @@ def test_stages_are_merged_first_and_leave_nothing(three, tmp_path):
     assert merge_models(recipe, progress=False)["w"].tolist() == expected
     report = merge_models(recipe, out=tmp_path / "out", progress=False)
     assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == expected
-    assert report.tensors[0].name == "w"
+    assert report.tensors[0]["name"] == "w"
     assert not list(tmp_path.glob(".*"))
     manifest = json.loads((tmp_path / "out" / "merge_manifest.json").read_text())
     assert [entry["model"] for entry in manifest["inputs"]] == [

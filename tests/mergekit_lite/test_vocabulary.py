@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
-import mergekit_lite.engine.streaming
+import mergekit_lite.engine.eager
 from mergekit_lite import PlanError, load_recipe, make_plan, merge_models
 from tests.support.models import save, save_tokenizer, tiny
 
@@ -48,7 +48,7 @@ def row(folders, name, token, tensor="model.embed_tokens.weight"):
 @pytest.mark.parametrize("tensor", ["model.embed_tokens.weight", "lm_head.weight"])
 @pytest.mark.parametrize("chunk", [1 << 18, 24])
 def test_a_union_matches_rows_by_token(folders, tmp_path, tensor, chunk, monkeypatch):
-    monkeypatch.setattr(mergekit_lite.engine.streaming, "CHUNK", chunk)
+    monkeypatch.setattr(mergekit_lite.engine.eager, "_STRETCH", chunk)
     merged = merge(folders, tmp_path / "out", "tokenizer_source: union")[tensor]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     at = tokenizer.get_vocab()

@@ -24,7 +24,6 @@ PAGES = (
         "merging",
         (
             "adapters.AdapterReport",
-            "engine.TensorFact",
             "layerwise.CalibratedMerge",
             "learning.report.LearnReport",
             "planning.MergePlan",

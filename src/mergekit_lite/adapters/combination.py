@@ -87,10 +87,6 @@ def merge_adapters(
         bound = _cat_weights(len(adapters), parameters)
     else:
         bound = merged.bind(len(adapters), parameters)
-    if bound.get("scope") == "global":
-        raise ValueError(
-            "merge_adapters: scope is 'global'; modules are merged one by one; expected 'tensor'"
-        )
     check_new(out, "merge_adapters")
     opened, notes = _open(adapters)
     largest = max(_largest_rank(adapter) for adapter in opened)

@@ -27,7 +27,7 @@ from llvmlite import binding
 from numba import carray, cfunc, from_dtype, njit, types
 from numba.extending import overload
 
-from .tiles import CHOSEN, DRAW, EVERY, MIDDLE, SPENT, TILE, TRIM, Kind
+from .tiles import CHOSEN, DRAW, EVERY, MIDDLE, TILE, TRIM, Kind
 
 _GROUP = 16  # elements that are compared in one vector
 _WORDS = TILE // 4  # random words of a tile: an element has 8 bits
@@ -202,12 +202,9 @@ def _above(row, threshold):
 
 @_kernel
 def _trim(row, threshold, budget):
-    """Set what is below the threshold to 0.
+    """Set what is below the threshold to 0, and what equals it after the first ``budget`` of it.
 
-    Of equal ones keep the first ``budget`` (`EVERY`: all, `SPENT`: none more).
-
-    Answers what is left of the budget. Where there was one, a 0 has the sign of what it was, as a
-    product with 0 does.
+    Answers what is left of the budget.
     """
     if budget == EVERY:
         _at_least(row, threshold)
@@ -216,12 +213,10 @@ def _trim(row, threshold, budget):
     else:
         for i in range(row.size):
             size = abs(row[i])
-            keep = size > threshold
             if size == threshold and budget > 0:
-                keep = True
                 budget -= 1
-            row[i] = row[i] * (_ONE if keep else _ZERO)
-        budget = SPENT if budget == 0 else budget
+            elif size <= threshold:
+                row[i] = _ZERO
     return budget
 
 
@@ -777,27 +772,6 @@ def erase_minority(raw, n, models, selecting, cut, budget, weights, work, out):
             _add_majority(deltas[k, :count], elected, weights[k], merged, share)
         _from_base_divided(merged, origin, share)
         bad |= _store(merged, out[start:stop])
-    return bad
-
-
-@_kernel
-def nudge(raw, n, distance, work, out):
-    """Move B towards the model.
-
-    By D where that is no farther than ``distance``, else by that much of it.
-    """
-    deltas = work[1:2]
-    bad = False
-    for start in range(0, n, TILE):
-        stop = min(start + TILE, n)
-        count = stop - start
-        origin = work[0, :count]
-        row = deltas[0, :count]
-        _load_deltas(raw, start, stop, origin, deltas)
-        for i in range(count):
-            share = (_ONE / max(abs(row[i]), _LEAST)) * distance
-            row[i] = origin[i] + row[i] * min(max(share, _ZERO), _ONE)
-        bad |= _store(row, out[start:stop])
     return bad
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import yaml
@@ -23,8 +23,6 @@ from ..planning import MergePlan
 from ..recipe import MergeRecipe, model_label
 from ..recipe.templates import TEMPLATES
 from ..vocabulary import copy_tokenizer
-from .facts import TensorFact
-from .hashing import hash_bytes
 
 MANIFEST = "merge_manifest.json"
 _COPIED = ("generation_config.json", *PROCESSOR_FILES)
@@ -192,9 +190,7 @@ def model_card(plan: MergePlan) -> str:
     return card_of(title, parts, bases=bases, tags=["merge", "mergekit-lite"], relation="merge")
 
 
-def manifest(
-    plan: MergePlan, facts: Sequence[TensorFact], seed: int, hashes: Mapping[str, str]
-) -> dict[str, object]:
+def manifest(plan: MergePlan, seed: int, hashes: Mapping[str, str]) -> dict[str, object]:
     """Describe what was merged, how, and hashes of what came out; equal after a resume."""
     return {
         **stamp(1),
@@ -205,42 +201,21 @@ def manifest(
             else {}
         ),
         "seed": seed,
-        "inputs": _described(plan, facts),
+        "inputs": [_described(source) for source in plan.sources],
         "files": dict(hashes),
-        "tensors": [
-            {
-                "name": f.name,
-                "shape": f.shape,
-                "dtype": f.dtype,
-                "method": f.method,
-            }
-            for f in facts
-        ],
+        "tensors": plan.described_tensors(),
     }
 
 
-def _described(plan: MergePlan, facts: Sequence[TensorFact]) -> list[dict[str, object]]:
-    """Return the inputs as the manifest lists them.
-
-    A hash of the values that were merged, and the hub's commit if it has one.
-
-    The hash is that of the lines "name hash", one a tensor, sorted; a tensor's is that of the
-    hashes of its blocks.
-    """
-    lines: list[list[str]] = [[] for _ in plan.sources]
-    for t, f in zip(plan.tensors, facts, strict=True):
-        for i, digest in zip(t.everything, f.inputs, strict=True):
-            lines[i.source].append(f"{i.name} {digest}\n")
-    described = []
-    for source, hashes in zip(plan.sources, lines, strict=True):
-        entry: dict[str, object] = {
-            "model": source.label,
-            "values": hash_bytes("".join(sorted(set(hashes))).encode()),
-        }
-        if source.folder is not None and (cached := cached_commit(source.folder)):
-            entry |= {"hub_id": cached[0], "commit": cached[1]}
-        if source.folder is not None and (source.folder / MANIFEST).is_file():  # a merge itself
-            with contextlib.suppress(CheckpointError):
-                entry["merged_from"] = read_json(source.folder / MANIFEST).get("inputs")
-        described.append(entry)
-    return described
+def _described(source: Source) -> dict[str, object]:
+    """Return a model as the manifest lists it, with the hub's commit or what it was merged from."""
+    entry: dict[str, object] = {"model": source.label}
+    if source.folder is None:
+        return entry
+    cached = cached_commit(source.folder)
+    if cached is not None:
+        entry |= {"hub_id": cached[0], "commit": cached[1]}
+    if (source.folder / MANIFEST).is_file():
+        with contextlib.suppress(CheckpointError):
+            entry["merged_from"] = read_json(source.folder / MANIFEST).get("inputs")
+    return entry

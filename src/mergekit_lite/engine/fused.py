@@ -1,7 +1,4 @@
-"""The engine of compiled kernels, without torch.
-
-It runs file merges by methods that go element by element.
-"""
+"""The engine of compiled kernels, which imports no torch."""
 
 from __future__ import annotations
 
@@ -11,22 +8,21 @@ import numpy as np
 
 from ..dtypes import BFLOAT16, FLOAT32, Array
 from ..planning import MergePlan, TensorPlan
-from .facts import BLOCK, Sink, TensorFact, fact, hash_inputs, not_finite
-from .passes import Buffers, FusedTensor
+from .passes import BLOCK, Buffers, FusedTensor
 from .programs import PROGRAMS
+from .sink import Sink, not_finite
 
 
 class FusedEngine:
     """Runs a plan's tensors that have a kernel."""
 
-    def __init__(self, plan: MergePlan, seed: int, executor: Executor | None, hashing: bool):
+    def __init__(self, plan: MergePlan, seed: int, executor: Executor | None):
         self._plan = plan
         self._seed = seed
         self._executor = executor
-        self._hashing = hashing
         self._buffers = Buffers()
 
-    def run(self, t: TensorPlan, sink: Sink) -> TensorFact:
+    def run(self, t: TensorPlan, sink: Sink) -> None:
         """Compute one tensor and hand its blocks, rounded, to ``sink(plan, start, values)``."""
         assert t.method is not None
         x = FusedTensor(t, self._plan.sources, self._seed, self._buffers, self._executor)
@@ -45,9 +41,4 @@ class FusedEngine:
                     raise not_finite(t)
             sink(t, place, out)
 
-        if self._hashing and t.chunking == "elements":
-            hashes: list[list[str]] | None = [[] for _ in range(0, t.info.count, BLOCK)]
-        else:
-            hashes = None
-        x.each(work, hashes)
-        return fact(t, x.passes, hash_inputs(t, hashes) if hashes else ())
+        x.each(work)

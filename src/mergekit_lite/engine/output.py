@@ -13,17 +13,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from model_components._folders import NewFolder, OutputError, write_json
 
 from ..dtypes import Array, byte_view
 from ..planning import MergePlan, TensorPlan, shard_header, size_text
 from .beside import MANIFEST, manifest, write_beside
-from .facts import TensorFact
 from .hashing import hash_file
 
 
@@ -53,28 +49,8 @@ def plan_fingerprint(plan: MergePlan, seed: int, version: str) -> str:
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
-def _recorded_facts(entries: Any) -> list[TensorFact] | None:
-    """Read what a record says of a shard's tensors; None where it is no record of ours."""
-    try:
-        return [
-            TensorFact(
-                e["name"],
-                tuple(e["shape"]),
-                e["dtype"],
-                e["method"],
-                e["passes"],
-                tuple(e["inputs"]),
-            )
-            for e in entries
-        ]
-    except (TypeError, KeyError):
-        return None
-
-
 class OutputFolder(NewFolder):
     """One run's hold on an output folder.
-
-    Rank 0 opens it, the other ranks only write tensors into it.
 
     Args:
         out: The final name.
@@ -90,13 +66,13 @@ class OutputFolder(NewFolder):
         super().__init__(out, "merge", resumable=True, fresh=fresh)
         self._plan = plan
         self._fingerprint = fingerprint
-        self.finished: dict[str, list[TensorFact]] = {}
-        self._hashes: dict[str, str] = {}
+        self.finished: dict[str, str] = {}
+        """The hashes of the shards that are whole, by name."""
         self._descriptor: int | None = None  # of the shard that is being written
-        self._members: list[list[TensorPlan]] = [[] for _ in plan.shards]
+        self.members: list[list[TensorPlan]] = [[] for _ in plan.shards]
         for t in plan.tensors:
-            self._members[t.shard].append(t)
-        self._body = [len(shard_header(members)) for members in self._members]
+            self.members[t.shard].append(t)
+        self._body = [len(shard_header(members)) for members in self.members]
 
     @property
     def _progress(self) -> Path:
@@ -143,25 +119,22 @@ class OutputFolder(NewFolder):
         if not isinstance(record, dict) or record.get("fingerprint") != self._fingerprint:
             return
         shards = record.get("shards")
-        for name, entry in shards.items() if isinstance(shards, dict) else ():
+        for name, digest in shards.items() if isinstance(shards, dict) else ():
             path = self.folder / name
-            if name in self._plan.shards and path.is_file() and isinstance(entry, dict):
-                facts = _recorded_facts(entry.get("tensors"))
-                if facts is not None and entry.get("hash") == hash_file(path):
-                    self.finished[name], self._hashes[name] = facts, entry["hash"]
+            if name in self._plan.shards and path.is_file() and digest == hash_file(path):
+                self.finished[name] = digest
 
     def _save_progress(self) -> None:
-        shards = {
-            name: {"hash": self._hashes[name], "tensors": [asdict(f) for f in facts]}
-            for name, facts in self.finished.items()
-        }
-        write_json(self._progress, {"fingerprint": self._fingerprint, "shards": shards})
+        write_json(self._progress, {"fingerprint": self._fingerprint, "shards": self.finished})
 
-    def create(self, shard: int) -> None:
-        """Make the shard's file with its header and full length."""
-        with (self.folder / self._plan.shards[shard]).open("wb") as file:
-            file.write(shard_header(self._members[shard]))
-            file.truncate(self._body[shard] + sum(t.nbytes for t in self._members[shard]))
+    def open_shard(self, shard: int) -> None:
+        """Make the shard's file with its header and full length, to write into."""
+        members = self.members[shard]
+        path = self.folder / self._plan.shards[shard]
+        with path.open("wb") as file:
+            file.write(shard_header(members))
+            file.truncate(self._body[shard] + sum(t.nbytes for t in members))
+        self._descriptor = os.open(path, os.O_WRONLY)
 
     def write(self, t: TensorPlan, start: int, values: Array) -> None:
         """Put stored elements ``start`` onwards of a tensor in their place.
@@ -175,21 +148,15 @@ class OutputFolder(NewFolder):
         while done < len(data):
             done += os.pwrite(self._descriptor, data[done:], position + done)
 
-    def open_shard(self, shard: int) -> None:
-        """Get ready to write into a shard that was created."""
-        self._descriptor = os.open(self.folder / self._plan.shards[shard], os.O_WRONLY)
-
     def close_shard(self) -> None:
         """No more writes by this process to the shard that is open, if one is."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def finish(self, shard: int, facts: Sequence[TensorFact]) -> None:
-        """Record a shard as complete, with what was done for its tensors."""
-        name = self._plan.shards[shard]
-        self._hashes[name] = hash_file(self.folder / name)
-        self.finished[name] = list(facts)
+    def finish(self, name: str) -> None:
+        """Record a shard as whole."""
+        self.finished[name] = hash_file(self.folder / name)
         self._save_progress()
 
     def close(self) -> None:
@@ -205,7 +172,7 @@ class OutputFolder(NewFolder):
         self.close_shard()
         super().discard()
 
-    def complete(self, facts: Sequence[TensorFact], seed: int, trust_remote_code: bool) -> None:
+    def complete(self, seed: int, trust_remote_code: bool) -> None:
         """Write everything that is not a tensor, then give the folder its final name."""
         plan = self._plan
         folder = self.folder
@@ -219,6 +186,6 @@ class OutputFolder(NewFolder):
             stem = plan.shards[0].rsplit("-", 3)[0]
             write_json(folder / f"{stem}.safetensors.index.json", index)
         write_beside(plan, folder, trust_remote_code)
-        hashes = {name: self._hashes[name] for name in plan.shards}
-        write_json(folder / MANIFEST, manifest(plan, facts, seed, hashes))
+        hashes = {name: self.finished[name] for name in plan.shards}
+        write_json(folder / MANIFEST, manifest(plan, seed, hashes))
         self.publish()

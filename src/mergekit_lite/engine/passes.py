@@ -8,7 +8,6 @@ also keeps a bit for each element and model of the tensor.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -20,15 +19,17 @@ import numpy.typing as npt
 
 from ..dtypes import BFLOAT16, FLOAT32, Array, numbers
 from ..files import Source
-from ..methods.registry import block_shape
-from ..methods.selection import Selector
+from ..methods import BY_ROWS
+from ..methods.noise import stream_keys
 from ..planning import TensorPlan
 from . import native
-from .facts import BLOCK
-from .hashing import hash_bytes
-from .tiles import ALL, CHOSEN, DRAW, EVERY, MIDDLE, TILE, TRIM
+from .selector import Selector
+from .tiles import ALL, CHOSEN, DRAW, MIDDLE, TILE, TRIM
 
 T = TypeVar("T")
+
+BLOCK = 1 << 18
+"""Elements of each input that a thread holds at a time."""
 
 # the sample that thresholds start from
 _STRETCHES = 32
@@ -78,12 +79,6 @@ def _aligned(rows: int, columns: int, dtype: np.dtype[Any]) -> Array:
     return room[first : first + size].view(dtype).reshape(rows, columns)
 
 
-def budget(selector: Selector | None, block: int) -> int:
-    """Return how many elements that equal the threshold a block keeps, as kernels take it."""
-    ties = None if selector is None else selector.answer(block).ties
-    return EVERY if ties is None else ties
-
-
 @dataclass(frozen=True)
 class Kept:
     """Choice of what a method keeps of the task vectors, as the kernels take it.
@@ -107,7 +102,7 @@ class Kept:
 
     def arguments(self, block: int) -> tuple[Any, ...]:
         """The kernels' tuple for one block."""
-        budgets = np.array([budget(selector, block) for selector in self.selectors], np.int64)
+        budgets = np.array([selector.budget(block) for selector in self.selectors], np.int64)
         mask = self.masks.pop(block, _NO_MASK)
         return self.kind, self.cuts, budgets, self.keys, self.wholes, self.limits, mask
 
@@ -125,14 +120,13 @@ class FusedTensor:
     ):
         self.plan = t
         self.models = len(t.inputs)
-        self.passes = 0
+        self.size = t.info.count
         self._sources = sources
         self._seed = seed
         self._buffers = buffers
         self._executor = executor
-        self._size = t.info.count
-        self._columns = block_shape(t.shape, "rows")[1]
-        if t.chunking == "rows":
+        self._columns = t.shape[-1] if t.shape else 1
+        if t.method in BY_ROWS:
             self._span = max(1, BLOCK // self._columns) * self._columns
         else:
             self._span = BLOCK
@@ -150,37 +144,24 @@ class FusedTensor:
         """Return memory for a kernel to work in."""
         return self._buffers.get("work", self.models + _WORK_ROWS, TILE, np.float32)
 
-    def _read(self, place: int, count: int, raw: Array, hashed: list[str] | None = None) -> None:
-        """Fill the first ``count`` columns of a buffer, a row an input, the base last.
-
-        Hash what is stored.
-        """
+    def _read(self, place: int, count: int, raw: Array) -> None:
+        """Fill the first ``count`` columns of a buffer, a row an input, the base last."""
         for row, i, readable in zip(raw, self.plan.everything, self._readable, strict=True):
             source = self._sources[i.source]
-            stored = row[:count]
             if readable:
-                source.read_into(i.name, place, stored)
+                source.read_into(i.name, place, row[:count])
             else:
-                stored = source.read(i.name, place, place + count)
-                row[:count] = numbers(stored)
-            if hashed is not None:
-                hashed.append(hash_bytes(stored))
+                row[:count] = numbers(source.read(i.name, place, place + count))
 
-    def each(
-        self, work: Callable[[Array, int, int, int], T], hashes: list[list[str]] | None = None
-    ) -> list[T]:
-        """``work(raw, count, place, block)`` for every block; one pass over the tensor.
-
-        ``hashes``, one empty list for each block, takes the hashes of every input's block.
-        """
-        self.passes += 1
-        places = range(0, self._size, self._span)
+    def each(self, work: Callable[[Array, int, int, int], T]) -> list[T]:
+        """``work(raw, count, place, block)`` for every block; one pass over the tensor."""
+        places = range(0, self.size, self._span)
         rows = len(self.plan.everything)
 
         def one(block: int) -> T:
             raw = self._buffers.get("raw", rows, max(BLOCK, self._span), self._dtype)
-            count = min(self._span, self._size - places[block])
-            self._read(places[block], count, raw, None if hashes is None else hashes[block])
+            count = min(self._span, self.size - places[block])
+            self._read(places[block], count, raw)
             return work(raw, count, places[block], block)
 
         if self._executor is None or len(places) == 1:
@@ -217,25 +198,23 @@ class FusedTensor:
 
     def _sample(self) -> Array:
         """Stretches of every input, spread over the tensor."""
-        step = max(_STRETCH, self._size // _STRETCHES)
-        places = range(0, self._size, step)
+        step = max(_STRETCH, self.size // _STRETCHES)
+        places = range(0, self.size, step)
         raw = np.empty((len(self.plan.everything), len(places), _STRETCH), self._dtype)
-        counts = [min(_STRETCH, self._size - place) for place in places]
+        counts = [min(_STRETCH, self.size - place) for place in places]
         for n, (place, count) in enumerate(zip(places, counts, strict=True)):
             self._read(place, count, raw[:, n])
         parts = [raw[:, n, :count] for n, count in enumerate(counts)]
         return numbers(np.ascontiguousarray(np.concatenate(parts, 1)))
 
-    def trimmed(self, counts: Sequence[Callable[[int], int]]) -> Kept:
+    def trimmed(self, counts: Sequence[int]) -> Kept:
         """The cuts that keep each model's k largest changes.
 
         Twice as many counts keep those less a second k.
         """
         sample = self._sample()
         bits = [np.abs(model - sample[-1]).view(np.int32) for model in sample[:-1]]
-        selectors = [
-            Selector(c(self._size), self._size, bits[j % self.models]) for j, c in enumerate(counts)
-        ]
+        selectors = [Selector(k, self.size, bits[j % self.models]) for j, k in enumerate(counts)]
         self._search(selectors)  # once at least, which finds NaN
         while not all(selector.done for selector in selectors):
             self._search(selectors)
@@ -271,8 +250,8 @@ class FusedTensor:
         wholes = []
         limits = []
         for model, probability in enumerate(density):
-            name = f"{self._seed}|{self.plan.name}|{model}"
-            keys.append([*_words(f"{name}|0"), *_words(f"{name}|own|0")])
+            stream = f"{self._seed}|{self.plan.name}|{model}"
+            keys.append([*stream_keys(stream), *stream_keys(f"{stream}|own")])
             whole, rest = divmod(probability * (1 << 8) - (1 << 7), 1)
             wholes.append(128 if probability >= 1 else int(whole))
             limits.append(rest * (1 << 31) if rest else -1.0)
@@ -294,7 +273,7 @@ class FusedTensor:
             block before that is finished.
         """
         stream = f"{self._seed}|{self.plan.name}"
-        keys = [_words(f"{stream}|{model}|each|0") for model in range(self.models)]
+        keys = [stream_keys(f"{stream}|{model}|each") for model in range(self.models)]
         steps = np.arange(self._columns, dtype=np.float32) / np.float32(max(1, self._columns - 1))
         chances = [(d - e) + steps * (2 * e) for d, e in zip(density, epsilon, strict=True)]
         # random words are int32, so that a chance p is the limit p * 2**32 - 2**31
@@ -360,17 +339,17 @@ class FusedTensor:
 
         return finish
 
-    def selected(self, share: float) -> Selector | None:
-        """Return the selector of the columns of largest variance; None if all are kept.
+    def selected(self, share: float) -> Selector:
+        """Return the selector of the columns of largest variance.
 
         What is selected is a share of the variances that are above 0.
         """
         if share >= 1:
-            return None
+            return Selector(self.size, self.size, np.empty(0, np.int32))
         sample = self._sample()
         deltas = sample[:-1] - sample[-1]
         bits = deltas.var(0, dtype=np.float32).view(np.int32)
-        selector = Selector(max(1, int(share * self._size)), self._size, bits)
+        selector = Selector(max(1, int(share * self.size)), self.size, bits)
         varied = self._search_variance(selector)
         selector.expect(int(share * varied))
         selector.advance()
@@ -408,11 +387,6 @@ def summed(parts: Sequence[Array]) -> Array:
     for part in parts:
         total += part
     return total
-
-
-def _words(key: str) -> tuple[int, int]:
-    digest = hashlib.sha256(key.encode()).digest()
-    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
 
 
 def _nan(t: TensorPlan) -> ValueError:

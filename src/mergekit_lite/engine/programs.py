@@ -12,13 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from .. import methods
-from ..dtypes import FLOAT32, Array
+from ..dtypes import Array
 from ..methods import MergeMethod, coefficients
 from ..methods.averaging import normaliser
 from ..methods.trimming import middle_counts, trimmed_count
-from ..planning import TensorPlan
 from . import native
-from .passes import Finish, FusedTensor, Kept, budget, float32, summed
+from .passes import Finish, FusedTensor, Kept, float32, summed
 
 
 def _linear(x: FusedTensor, weight: list[float], normalize: bool) -> Finish:
@@ -34,13 +33,6 @@ def _task_arithmetic(
     x: FusedTensor, weight: list[float], lambda_: float, normalize: bool
 ) -> Finish:
     return x.shifted(weight, lambda_ / normaliser(weight, normalize))
-
-
-def _nearswap(x: FusedTensor, t: float) -> Finish:
-    def finish(raw: Array, count: int, place: int, block: int, out: Array) -> bool:
-        return native.run("nudge", raw, count, np.float32(t), x.work(), out)
-
-    return finish
 
 
 def _slerp(x: FusedTensor, t: float) -> Finish:
@@ -74,11 +66,12 @@ def _model_stock(x: FusedTensor, **_: object) -> Finish:
 
 
 def _largest(x: FusedTensor, density: Sequence[float]) -> Kept:
-    return x.trimmed([lambda n, d=d: trimmed_count(n, d) for d in density])
+    return x.trimmed([trimmed_count(x.size, d) for d in density])
 
 
 def _middling(x: FusedTensor, density: Sequence[float], gamma: Sequence[float]) -> Kept:
-    return x.trimmed(middle_counts(density, gamma))
+    pairs = [middle_counts(x.size, d, g) for d, g in zip(density, gamma, strict=True)]
+    return x.trimmed([*(outer for outer, _ in pairs), *(inner for _, inner in pairs)])
 
 
 def _keeping(keep: Callable[..., Kept], *, vote: bool) -> Callable[..., Finish]:
@@ -95,7 +88,6 @@ def _keeping(keep: Callable[..., Kept], *, vote: bool) -> Callable[..., Finish]:
         rescale: bool,
         lambda_: float,
         gamma: list[float] | None = None,
-        **_: object,
     ) -> Finish:
         shares = [density] if gamma is None else [density, gamma]
         kept = Kept() if min(density) >= 1 else keep(x, *shares)
@@ -139,12 +131,12 @@ def _by_rank(*, vote: bool) -> Callable[..., Finish]:
 
 def _sce(x: FusedTensor, select_topk: float) -> Finish:
     selector = x.selected(select_topk)
-    selecting = selector is not None
-    cut = np.float32(0 if selector is None else selector.threshold)
+    selecting = select_topk < 1
+    cut = np.float32(selector.threshold)
 
     def work(raw: Array, count: int, place: int, block: int) -> Array:
         sums = np.zeros(x.models)
-        arguments = (selecting, cut, budget(selector, block), x.work(), sums)
+        arguments = (selecting, cut, selector.budget(block), x.work(), sums)
         native.run("energy", raw, count, x.models, *arguments)
         return sums
 
@@ -153,7 +145,7 @@ def _sce(x: FusedTensor, select_topk: float) -> Finish:
     weights = float32(energy / total if total > 0 else np.full_like(energy, 1 / x.models))
 
     def finish(raw: Array, count: int, place: int, block: int, out: Array) -> bool:
-        arguments = (selecting, cut, budget(selector, block), weights, x.work(), out)
+        arguments = (selecting, cut, selector.budget(block), weights, x.work(), out)
         return native.run("erase_minority", raw, count, x.models, *arguments)
 
     return finish
@@ -163,7 +155,6 @@ PROGRAMS: Mapping[MergeMethod, Callable[..., Finish]] = {
     methods.linear: _linear,
     methods.passthrough: _passthrough,
     methods.task_arithmetic: _task_arithmetic,
-    methods.nearswap: _nearswap,
     methods.slerp: _slerp,
     methods.nuslerp: _nuslerp,
     methods.multislerp: _multislerp,
@@ -179,18 +170,3 @@ PROGRAMS: Mapping[MergeMethod, Callable[..., Finish]] = {
     methods.dare_ties: _keeping(FusedTensor.drawn, vote=True),
 }
 """The methods that have a kernel."""
-
-BY_ROWS = (methods.della, methods.della_linear)
-"""Those whose kernels take whole rows; those of all others take a tensor cut anywhere."""
-
-_WIDEST = 1 << 18  # elements of a row that a kernel takes
-_LARGEST = 1 << 32  # elements of a tensor whose random words have one key
-
-
-def has_kernel(t: TensorPlan) -> bool:
-    """Return whether a kernel merges a tensor."""
-    if t.method not in PROGRAMS or t.work != FLOAT32 or t.info.count >= _LARGEST:
-        return False
-    by_rows = t.method in BY_ROWS and t.shape[-1:] <= (_WIDEST,)
-    whole = t.parameters.get("scope") == "global"
-    return (t.chunking == "elements" or by_rows) and not whole

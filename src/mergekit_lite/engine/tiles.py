@@ -13,6 +13,5 @@ MIDDLE = 2  # magnitudes between two thresholds
 DRAW = 3  # each element with one probability
 CHOSEN = 4  # elements whose bit in a mask is set
 
-# how many elements that equal a threshold are kept, beside a number of them
-EVERY = -1  # all
-SPENT = -2  # none more; unlike with 0, what is dropped keeps its sign, as a product with 0 does
+EVERY = -1
+"""In place of a number of elements that equal a threshold: all of them are kept."""

@@ -1,26 +1,26 @@
 """Merge methods: pure, differentiable functions of tensors, and the table of their names."""
 
 from .averaging import linear, nearswap, passthrough, task_arithmetic
+from .compiled import BY_ROWS, COMPILED, has_kernel
 from .dropping import dare_linear, dare_ties, della, della_linear
 from .fusion import arcee_fusion, ram, ramplus_tl
 from .noise import Noise
 from .parameters import Parameter, PerModel, Range
 from .registry import CALIBRATED, METHODS, MergeMethod, get_method, merge_method
-from .selection import Largest, Sum
 from .spectral import iso_c, tsv
 from .spherical import karcher, model_stock, multislerp, nuslerp, slerp
 from .trimming import breadcrumbs, breadcrumbs_ties, sce, ties
 
 __all__ = [
+    "BY_ROWS",
     "CALIBRATED",
+    "COMPILED",
     "METHODS",
-    "Largest",
     "MergeMethod",
     "Noise",
     "Parameter",
     "PerModel",
     "Range",
-    "Sum",
     "arcee_fusion",
     "breadcrumbs",
     "breadcrumbs_ties",
@@ -29,6 +29,7 @@ __all__ = [
     "della",
     "della_linear",
     "get_method",
+    "has_kernel",
     "iso_c",
     "karcher",
     "linear",

@@ -28,6 +28,11 @@ def deltas(tensors: Sequence[Tensor], base: Tensor) -> list[Tensor]:
     return [tensor - base for tensor in tensors]
 
 
+def rows_of(tensor: Tensor) -> Tensor:
+    """Return a tensor as a matrix of its vectors along the last dimension."""
+    return tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
+
+
 def refuse_zero_sum(parameters: dict) -> None:
     """A normalised sum divides by Σ w_i, which must not be 0."""
     weights = parameters["weight"]
@@ -39,7 +44,7 @@ def refuse_zero_sum(parameters: dict) -> None:
         )
 
 
-@merge_method("linear", chunking="elements", validate=refuse_zero_sum)
+@merge_method("linear", elementwise=True, validate=refuse_zero_sum)
 def linear(
     tensors: list[Tensor], base: None, *, weight: PerModel, normalize: bool = True
 ) -> Tensor:
@@ -54,7 +59,7 @@ def linear(
     return weighted_sum(tensors, [w * scale for w in weight])
 
 
-@merge_method("passthrough", inputs=(1, 1), chunking="elements")
+@merge_method("passthrough", inputs=(1, 1), elementwise=True)
 def passthrough(tensors: list[Tensor], base: None, *, scale: PerModel = None) -> Tensor:
     """One model's values, unchanged or times ``scale``; what frankenmerges stack layers with.
 
@@ -66,7 +71,7 @@ def passthrough(tensors: list[Tensor], base: None, *, scale: PerModel = None) ->
     return tensors[0] * scale[0]
 
 
-@merge_method("task_arithmetic", base="required", chunking="elements")
+@merge_method("task_arithmetic", base="required", elementwise=True)
 def task_arithmetic(
     tensors: list[Tensor],
     base: Tensor,
@@ -96,9 +101,7 @@ def normaliser(weights: Sequence[float], normalize: bool) -> float:
     return 1.0
 
 
-@merge_method(
-    "nearswap", base="required", inputs=(1, 1), chunking="elements", ranges={"t": Range(0)}
-)
+@merge_method("nearswap", base="required", inputs=(1, 1), elementwise=True, ranges={"t": Range(0)})
 def nearswap(tensors: list[Tensor], base: Tensor, *, t: float) -> Tensor:
     """B moves towards W where the two are near: share t / max(|B - W|, 1e-6), at most 1, of W.
 

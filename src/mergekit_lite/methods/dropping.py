@@ -13,17 +13,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._torch import Tensor, torch
-from .averaging import deltas, normaliser, weighted_sum
+from .averaging import deltas, normaliser, rows_of, weighted_sum
 from .noise import Noise
 from .parameters import Bound, PerModel, Range
 from .registry import merge_method
-from .selection import Asking
 from .trimming import UNIT, consensus_mean, rescaled
 
 
 def _dropped(
     tensors: list[Tensor], base: Tensor, density: Sequence[float], rescale: bool, noise: Noise
-) -> Asking[list[Tensor]]:
+) -> list[Tensor]:
+    """Return the task vectors with elements dropped at random."""
     changes = deltas(tensors, base)
     if min(density) >= 1:
         return changes
@@ -31,27 +31,10 @@ def _dropped(
         change * noise.keep(i, change, p)
         for i, (change, p) in enumerate(zip(changes, density, strict=True))
     ]
-    if rescale:
-        return (yield from rescaled(changes, remaining))
-    return remaining
+    return rescaled(changes, remaining) if rescale else remaining
 
 
-def dropping_passes(parameters: Bound) -> int:
-    """Return the reads of a method that drops at random.
-
-    One is for the norms that are restored, one for the result.
-    """
-    if min(parameters["density"]) < 1 and parameters["rescale"]:
-        return 2
-    return 1
-
-
-_DARE: dict[str, Any] = {
-    "base": "required",
-    "chunking": "elements",
-    "ranges": {"density": UNIT},
-    "passes": dropping_passes,
-}
+_DARE: dict[str, Any] = {"base": "required", "ranges": {"density": UNIT}}
 
 
 @merge_method("dare_linear", **_DARE)
@@ -65,7 +48,7 @@ def dare_linear(
     normalize: bool = False,
     rescale: bool = True,
     lambda_: float = 1.0,
-) -> Asking[Tensor]:
+) -> Tensor:
     """Keep each change with probability ``density``, then task arithmetic.
 
     ``rescale`` restores the L1 norm.
@@ -76,7 +59,7 @@ def dare_linear(
     >>> dare_linear([torch.tensor([3.0])], torch.tensor([1.0]), weight=0.5)
     tensor([2.])
     """
-    remaining = yield from _dropped(tensors, base, density, rescale, noise)
+    remaining = _dropped(tensors, base, density, rescale, noise)
     return base + weighted_sum(remaining, weight) * (lambda_ / normaliser(weight, normalize))
 
 
@@ -91,7 +74,7 @@ def dare_ties(
     normalize: bool = False,
     rescale: bool = True,
     lambda_: float = 1.0,
-) -> Asking[Tensor]:
+) -> Tensor:
     """`dare_linear`'s dropping followed by the sign election of `ties`.
 
     Source: DARE (arXiv 2311.03099) and TIES-Merging (arXiv 2306.01708).
@@ -99,7 +82,7 @@ def dare_ties(
     >>> dare_ties([torch.tensor([3.0]), torch.tensor([0.0])], torch.tensor([1.0]), weight=1.0)
     tensor([3.])
     """
-    remaining = yield from _dropped(tensors, base, density, rescale, noise)
+    remaining = _dropped(tensors, base, density, rescale, noise)
     return base + lambda_ * consensus_mean(remaining, weight, normalize)
 
 
@@ -114,22 +97,10 @@ def keep_probabilities(change: Tensor, density: float, epsilon: float) -> Tensor
         epsilon: Half the spread.
     """
     columns = change.shape[-1]
-    order = _ascending(change.detach().abs())
+    order = change.detach().abs().argsort(dim=-1, stable=True)
     steps = torch.arange(columns, dtype=change.dtype, device=change.device) / max(1, columns - 1)
     ranks = torch.empty_like(change).scatter_(-1, order, steps.expand_as(change))
     return (density - epsilon) + ranks * (2 * epsilon)
-
-
-def _ascending(magnitudes: Tensor) -> Tensor:
-    """Return the indices that sort each row (R, C); equal magnitudes keep their order."""
-    if magnitudes.dtype != torch.float32 or magnitudes.device.type != "cpu":
-        return magnitudes.argsort(dim=-1, stable=True)
-    # Bits of floats that are not negative sort as the floats do. With the column below them all
-    # keys differ, and numpy's sort of whole numbers is several times as fast as torch's of floats.
-    keys = magnitudes.view(torch.int32).long() << 32
-    keys += torch.arange(magnitudes.shape[-1])
-    keys.numpy().sort(axis=-1)
-    return keys & 0xFFFFFFFF
 
 
 def _sampled_by_magnitude(
@@ -139,17 +110,18 @@ def _sampled_by_magnitude(
     epsilon: Sequence[float],
     rescale: bool,
     noise: Noise,
-) -> Asking[list[Tensor]]:
+) -> list[Tensor]:
+    """Return the task vectors with elements dropped at random, by their rank in their row."""
     changes = deltas(tensors, base)
     if min(density) >= 1:
         return changes
-    remaining = [
-        change if p >= 1 else change * noise.keep_each(i, keep_probabilities(change, p, e))
-        for i, (change, p, e) in enumerate(zip(changes, density, epsilon, strict=True))
-    ]
-    if rescale:
-        return (yield from rescaled(changes, remaining))
-    return remaining
+    remaining = []
+    for i, change in enumerate(changes):
+        if density[i] < 1:
+            chances = keep_probabilities(rows_of(change), density[i], epsilon[i])
+            change = change * noise.keep_each(i, chances).view(change.shape)
+        remaining.append(change)
+    return rescaled(changes, remaining) if rescale else remaining
 
 
 def _check_spread(parameters: Bound) -> None:
@@ -164,9 +136,7 @@ def _check_spread(parameters: Bound) -> None:
 
 _DELLA: dict[str, Any] = {
     "base": "required",
-    "chunking": "rows",
     "ranges": {"density": UNIT, "epsilon": Range(0, 1)},
-    "passes": dropping_passes,
     "validate": _check_spread,
 }
 
@@ -183,7 +153,7 @@ def della(
     normalize: bool = True,
     rescale: bool = True,
     lambda_: float = 1.0,
-) -> Asking[Tensor]:
+) -> Tensor:
     """Keep changes with a chance that grows with their rank in the row, then elect signs as `ties`.
 
     The chance runs from density - ε (smallest of the row) to density + ε (largest).
@@ -192,7 +162,7 @@ def della(
     >>> della([torch.tensor([[3.0, 1.0]])], torch.zeros(1, 2), weight=1.0)
     tensor([[3., 1.]])
     """
-    remaining = yield from _sampled_by_magnitude(tensors, base, density, epsilon, rescale, noise)
+    remaining = _sampled_by_magnitude(tensors, base, density, epsilon, rescale, noise)
     return base + lambda_ * consensus_mean(remaining, weight, normalize)
 
 
@@ -208,7 +178,7 @@ def della_linear(
     normalize: bool = False,
     rescale: bool = True,
     lambda_: float = 1.0,
-) -> Asking[Tensor]:
+) -> Tensor:
     """`della`'s sampling followed by task arithmetic.
 
     Source: DELLA-Merging (arXiv 2406.11617).
@@ -216,5 +186,5 @@ def della_linear(
     >>> della_linear([torch.tensor([[3.0, 1.0]])], torch.zeros(1, 2), weight=0.5)
     tensor([[1.5000, 0.5000]])
     """
-    remaining = yield from _sampled_by_magnitude(tensors, base, density, epsilon, rescale, noise)
+    remaining = _sampled_by_magnitude(tensors, base, density, epsilon, rescale, noise)
     return base + weighted_sum(remaining, weight) * (lambda_ / normaliser(weight, normalize))

@@ -5,18 +5,17 @@ Notation: D_i = W_i - B; a model is active where |D_i| > ε.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 from .._torch import Tensor, torch
-from .averaging import deltas
+from .averaging import deltas, rows_of
 from .parameters import Range
 from .registry import merge_method
-from .selection import Asking, Largest, Sum
+from .trimming import order_statistics
+
+_STRETCH = 1 << 20  # elements looked at together, so that temporaries are small beside the tensor
 
 
-@merge_method("arcee_fusion", base="required", inputs=(1, 1), chunking="rows")
-def arcee_fusion(tensors: list[Tensor], base: Tensor) -> Asking[Tensor]:
+@merge_method("arcee_fusion", base="required", inputs=(1, 1))
+def arcee_fusion(tensors: list[Tensor], base: Tensor) -> Tensor:
     """Take the model's value where the change is important, the base's elsewhere.
 
     Importance: |W - B| times the Kullback-Leibler divergence of the row's softmax(W) from
@@ -28,24 +27,22 @@ def arcee_fusion(tensors: list[Tensor], base: Tensor) -> Asking[Tensor]:
     tensor([[1.0000, 2.1000, 2.9000, 9.0000]])
     """
     model = tensors[0]
-
-    @functools.cache  # three requests look at one block
-    def importance() -> Tensor:
-        log_p = model.log_softmax(-1)
-        log_q = base.log_softmax(-1)
+    pairs = [rows_of(model.detach()), rows_of(base.detach())]
+    count = max(1, _STRETCH // pairs[0].shape[-1])
+    parts = []
+    for changed, origin in zip(*(rows.split(count) for rows in pairs), strict=True):
+        log_p = changed.log_softmax(-1)
+        log_q = origin.log_softmax(-1)
         divergence = (log_p.exp() * (log_p - log_q)).sum(-1, keepdim=True).clamp(min=0)
-        return (model - base).abs() * divergence
-
-    # rank from the top of the lower order statistic at this quantile
-    def above(share: float) -> Callable[[int], int]:
-        return lambda n: n - int(share * (n - 1))
-
-    cuts = yield [Largest(importance, above(q)) for q in (0.25, 0.5, 0.75)]
-    low, median, high = (cut.threshold for cut in cuts)
-    return torch.where(importance().detach() >= median + 1.5 * (high - low), model, base)
+        parts.append((changed - origin).abs() * divergence)
+    importance = torch.cat(parts).view(base.shape)
+    last = importance.numel() - 1
+    places = [int(share * last) for share in (0.25, 0.5, 0.75)]
+    low, median, high = order_statistics(importance, places)
+    return torch.where(importance >= median + 1.5 * (high - low), model, base)
 
 
-@merge_method("ram", base="required", chunking="elements", ranges={"epsilon": Range(0)})
+@merge_method("ram", base="required", elementwise=True, ranges={"epsilon": Range(0)})
 def ram(tensors: list[Tensor], base: Tensor, *, epsilon: float = 1e-5) -> Tensor:
     """B plus, at each element, the mean change of the models that are active there.
 
@@ -66,7 +63,6 @@ def ram(tensors: list[Tensor], base: Tensor, *, epsilon: float = 1e-5) -> Tensor
 @merge_method(
     "ramplus_tl",
     base="required",
-    chunking="elements",
     ranges={"epsilon": Range(0), "alpha": Range(0), "r": Range(0)},
 )
 def ramplus_tl(
@@ -76,7 +72,7 @@ def ramplus_tl(
     r: float = 0.1,
     alpha: float = 0.2,
     epsilon: float = 1e-5,
-) -> Asking[Tensor]:
+) -> Tensor:
     """`ram`, with a model's unique changes scaled by 1 + r clamp(shared / unique, 0, α).
 
     Shared and unique changes are counted for each model over the whole tensor.
@@ -91,13 +87,10 @@ def ramplus_tl(
     active = [(change.abs() > epsilon).to(base.dtype) for change in changes]
     count = sum(active[1:], active[0])
     shared = (count > 1).to(base.dtype)
-    counts = yield Sum(
-        lambda: torch.stack([torch.stack([(a * shared).sum(), a.sum()]) for a in active])
-    )
-    unique = counts[:, 1] - counts[:, 0]
-    scales = 1 + r * torch.where(unique > 0, counts[:, 0] / unique.clamp(min=1), 0.0).clamp(
-        0, alpha
-    )
+    together = torch.stack([(a * shared).sum(dtype=torch.float64) for a in active])
+    alone = torch.stack([(a * (1 - shared)).sum(dtype=torch.float64) for a in active])
+    ratios = torch.where(alone > 0, together / alone.clamp(min=1), 0.0)
+    scales = 1 + r * ratios.clamp(0, alpha)
     factors = [
         a * (shared + (1 - shared) * s.to(base.dtype)) for a, s in zip(active, scales, strict=True)
     ]

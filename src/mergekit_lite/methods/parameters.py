@@ -59,7 +59,6 @@ class Parameter:
     default: object = inspect.Parameter.empty
     per_model: bool = False
     range: Range | None = None
-    choices: tuple[str, ...] = ()
 
     @property
     def required(self) -> bool:
@@ -77,12 +76,6 @@ class Parameter:
         """``value`` in the parameter's type, or a ValueError that says what was needed."""
         if value is None and self.default is None:
             return None
-        if self.choices:
-            if value not in self.choices:
-                raise ValueError(
-                    f"{method}: {self.name} is {value!r}, expected one of {', '.join(self.choices)}"
-                )
-            return value
         if self.type is bool:
             truth = _WORDS.get(value.lower()) if isinstance(value, str) else value
             if not isinstance(truth, (bool, int, float)) or truth not in (0, 1):

@@ -8,9 +8,7 @@ A method is one pure function of tensors, and its signature is its schema:
 
 Keyword-only arguments are the parameters. `PerModel` marks one number for each model; a plain type
 is one value for all; no default means required. A trailing underscore is dropped from the public
-name (``lambda_``). An argument called ``noise`` receives the random source. A method that needs
-something of the whole tensor first (a norm, a threshold) yields `Sum` or `Largest` requests and is
-then a generator; see `mergekit_lite.methods.evaluation`.
+name (``lambda_``). An argument called ``noise`` receives the random source.
 """
 
 from __future__ import annotations
@@ -18,20 +16,14 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .._torch import Tensor, torch
-from .evaluation import Block, Evaluation, OneBlock
 from .noise import Noise
 from .parameters import Bound, Parameter, PerModel, Range, Value, value_type
-
-Chunking = str
-"""``"elements"``: any stretch; ``"rows"``: whole rows of the last dimension; ``"tensor"``: all at
-once."""
 
 
 @dataclass(eq=False)
@@ -40,13 +32,12 @@ class MergeMethod:
 
     Args:
         name: Its name in recipes.
-        function: The plain or generator function.
+        function: The function of tensors.
         parameters: Its schema, by public name.
         base: ``"required"``, ``"optional"`` or ``"unused"``.
         inputs: Fewest and most models, the base not counted; None for no limit.
-        chunking: How a tensor may be cut, or a function from parameters to that.
-        passes: How often a tensor is read, or a function from parameters to that; a method that
-            selects may need one more where the sample misleads.
+        elementwise: Whether an element of the result depends on no other element of the inputs, so
+            that a tensor may be cut anywhere.
         validate: Checks the parameters of one tensor together; raises ValueError.
         noisy: It takes the random source; found from its signature.
     """
@@ -56,8 +47,7 @@ class MergeMethod:
     parameters: Mapping[str, Parameter]
     base: str = "unused"
     inputs: tuple[int, int | None] = (1, None)
-    chunking: Chunking | Callable[[Bound], Chunking] = "tensor"
-    passes: int | Callable[[Bound], int] = 1
+    elementwise: bool = False
     validate: Callable[[Bound], None] | None = None
     noisy: bool = False
 
@@ -153,17 +143,13 @@ class MergeMethod:
             beside = " beside the base model" if self.base == "required" else ""
             raise ValueError(f"{self.name}: got {number_of_models} models{beside}, expected {need}")
 
-    def chunking_for(self, bound: dict[str, object]) -> Chunking:
-        """Return how a tensor may be cut under these parameters."""
-        if callable(self.chunking):
-            return self.chunking(bound)
-        return self.chunking
-
-    def passes_for(self, bound: dict[str, object]) -> int:
-        """Return how often a tensor is read under these parameters."""
-        if callable(self.passes):
-            return self.passes(bound)
-        return self.passes
+    def compute(
+        self, tensors: list[Tensor], base: Tensor | None, bound: Bound, noise: Noise
+    ) -> Tensor:
+        """Call the function with checked parameters."""
+        if self.noisy:
+            return self.function(tensors, base, noise=noise, **bound)
+        return self.function(tensors, base, **bound)
 
     def __call__(
         self,
@@ -199,35 +185,11 @@ class MergeMethod:
         bound = self.bind(len(tensors), parameters)
         dtype = functools.reduce(torch.promote_types, (t.dtype for t in operands))
         work = torch.float64 if dtype == torch.float64 else torch.float32
-        shape = tensors[0].shape
-        view = block_shape(tuple(shape), self.chunking_for(bound))
-        block = Block(
-            [t.to(work).reshape(view) for t in tensors],
-            None if base is None else base.to(work).reshape(view),
-        )
-        noise = Noise(seed, name) if self.noisy else None
-        evaluation = Evaluation(self.function, bound, OneBlock(block, shape.numel()), noise)
-        if shape.numel() == 0:
-            return torch.zeros(shape, dtype=dtype, device=tensors[0].device)
-        evaluation.measure()
-        return evaluation.result(0).reshape(shape).to(dtype)
-
-
-def block_shape(shape: tuple[int, ...], chunking: Chunking) -> tuple[int, ...]:
-    """The shape in which a whole tensor is handed to a method.
-
-    Flat, rows of the last dimension, or as it is.
-
-    >>> block_shape((4, 3, 2), "rows"), block_shape((5,), "rows"), block_shape((4, 3), "elements")
-    ((12, 2), (1, 5), (12,))
-    """
-    count = math.prod(shape)
-    if chunking == "elements":
-        return (count,)
-    if chunking == "rows":
-        columns = shape[-1] if shape else 1
-        return (count // columns if columns else 0, columns)
-    return shape
+        if not tensors[0].numel():
+            return torch.zeros_like(tensors[0], dtype=dtype)
+        widened = [t.to(work) for t in tensors]
+        widened_base = None if base is None else base.to(work)
+        return self.compute(widened, widened_base, bound, Noise(seed, name)).to(dtype)
 
 
 METHODS: dict[str, MergeMethod] = {}
@@ -241,29 +203,23 @@ def merge_method(
     *,
     base: str = "unused",
     inputs: tuple[int, int | None] = (1, None),
-    chunking: Chunking | Callable[[Bound], Chunking] = "tensor",
+    elementwise: bool = False,
     ranges: Mapping[str, Range] | None = None,
-    choices: Mapping[str, tuple[str, ...]] | None = None,
-    passes: int | Callable[[Bound], int] | None = None,
     validate: Callable[[Bound], None] | None = None,
 ) -> Callable[[Callable[..., object]], MergeMethod]:
     """Register a function ``(tensors, base, *, parameters) -> Tensor`` as a merge method.
 
     Its keyword-only arguments are its parameters: annotated `PerModel`, one number for each model;
     else one value for all. No default means required; a trailing underscore is dropped (``lambda_``
-    is ``lambda``); one called ``noise`` receives a `Noise`. A generator function yields `Sum` and
-    `Largest` requests and returns the tensor.
+    is ``lambda``); one called ``noise`` receives a `Noise`.
 
     Args:
         name: What recipes call it.
         base: ``"required"``, ``"optional"`` or ``"unused"``.
         inputs: Fewest and most models beside the base; None for no limit.
-        chunking: ``"elements"`` (any stretch, flat), ``"rows"`` (whole rows of the last dimension)
-            or ``"tensor"``; or a function from the parameters to one of these.
+        elementwise: An element of the result depends on no other element of the inputs. Then
+            tensors are merged in stretches, so that memory does not grow with them.
         ranges: `Range` of numeric parameters, by name.
-        choices: Allowed texts of text parameters, by name.
-        passes: How often a tensor is read, for the plan's estimate, or a function from the
-            parameters to that; default: 2 for a generator function, else 1.
         validate: Checks the parameters of a tensor together; raises ValueError.
 
     Returns:
@@ -272,7 +228,7 @@ def merge_method(
     Raises:
         ValueError: The name is taken.
 
-    >>> @merge_method("largest_value", inputs=(2, None), chunking="elements")
+    >>> @merge_method("largest_value", inputs=(2, None), elementwise=True)
     ... def largest_value(tensors, base, *, weight: PerModel = 1.0):
     ...     return torch.stack([w * t for w, t in zip(weight, tensors)]).amax(0)
     >>> largest_value([torch.tensor([1.0, 5.0]), torch.tensor([2.0, 3.0])])
@@ -298,20 +254,14 @@ def merge_method(
                 default=argument.default,
                 per_model=per_model,
                 range=(ranges or {}).get(public),
-                choices=(choices or {}).get(public, ()),
             )
-        if passes is None:
-            reads = 2 if inspect.isgeneratorfunction(function) else 1
-        else:
-            reads = passes
         method = MergeMethod(
             name,
             function,
             parameters,
             base,
             inputs,
-            chunking,
-            reads,
+            elementwise,
             validate,
             "noise" in signature.parameters,
         )

@@ -1,7 +1,7 @@
 """Methods that follow angles: slerp, nuslerp, multislerp, karcher, model_stock.
 
 Every one of them returns a linear combination of its inputs whose coefficients depend only on the
-inputs' dot products. So the first pass sums the Gram matrix in float64 and the second combines.
+inputs' dot products, which are summed in float64.
 
 Notation: x_i inputs (models or task vectors), G_ij = <x_i, x_j>, n_i = sqrt(G_ii), u_i = x_i / n_i.
 Shape letters: K inputs, R rows (1 when a tensor is taken whole).
@@ -9,44 +9,41 @@ Shape letters: K inputs, R rows (1 when a tensor is taken whole).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from .._torch import Tensor, torch
 from . import coefficients
-from .averaging import deltas, refuse_zero_sum, weighted_sum
+from .averaging import deltas, refuse_zero_sum, rows_of, weighted_sum
 from .parameters import PerModel, Range
 from .registry import merge_method
-from .selection import Asking, Sum
 
-_SLICE = 1 << 17
+_SLICE = 1 << 17  # elements whose float64 copies stay in cache
 
 
-def gram(tensors: list[Tensor]) -> Tensor:
-    """Return the dot products of the inputs, in float64.
-
-    K flat blocks give (K, K), K blocks of R rows give (R, K, K).
-    """
-    flat = tensors[0].dim() == 1
-    count = len(tensors)
-    total: dict[tuple[int, int], Tensor] = {}
-    # Slices small enough to stay in cache; torch's float64 matrix product is ten times slower at
-    # this shape.
-    for part in zip(*(t.split(_SLICE) if flat else (t,) for t in tensors), strict=True):
-        wide = [p.double() for p in part]
-        for i in range(count):
-            for j in range(i, count):
-                if flat:
-                    product = torch.dot(wide[i], wide[j])
-                else:
-                    product = (wide[i] * wide[j]).sum(-1)
-                total[i, j] = total[i, j] + product if (i, j) in total else product
-    rows = [
-        torch.stack([total[min(i, j), max(i, j)] for j in range(count)], -1) for i in range(count)
-    ]
+def _gram(tensors: Sequence[Tensor], dot: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Return the dot products of all pairs of inputs as the last two dimensions."""
+    places = range(len(tensors))
+    products = {(i, j): dot(tensors[i], tensors[j]) for i in places for j in places if i <= j}
+    rows = [torch.stack([products[min(i, j), max(i, j)] for j in places], -1) for i in places]
     return torch.stack(rows, -2)
 
 
-def combine(tensors: list[Tensor], factors: Tensor) -> Tensor:
+def gram(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the dot products of whole inputs, in float64 (K, K)."""
+
+    def dot(a: Tensor, b: Tensor) -> Tensor:
+        slices = zip(a.flatten().split(_SLICE), b.flatten().split(_SLICE), strict=True)
+        return torch.stack([torch.dot(x.double(), y.double()) for x, y in slices]).sum()
+
+    return _gram(tensors, dot)
+
+
+def gram_of_rows(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the dot products of the rows of matrices, in float64 (R, K, K)."""
+    return _gram(tensors, lambda a, b: (a.double() * b.double()).sum(-1))
+
+
+def combine(tensors: Sequence[Tensor], factors: Tensor) -> Tensor:
     """Σ c_i x_i for coefficients (K,) or, one set a row, (R, K)."""
     columns = [c.to(t.dtype) for c, t in zip(factors.unbind(-1), tensors, strict=True)]
     if factors.dim() > 1:
@@ -54,10 +51,8 @@ def combine(tensors: list[Tensor], factors: Tensor) -> Tensor:
     return weighted_sum(tensors, columns)
 
 
-@merge_method(
-    "slerp", base="required", inputs=(1, 1), chunking="elements", ranges={"t": Range(0, 1)}
-)
-def slerp(tensors: list[Tensor], base: Tensor, *, t: float) -> Asking[Tensor]:
+@merge_method("slerp", base="required", inputs=(1, 1), ranges={"t": Range(0, 1)})
+def slerp(tensors: list[Tensor], base: Tensor, *, t: float) -> Tensor:
     """Interpolate on the sphere from the base (t=0) to the model (t=1).
 
     (sin((1-t)θ) B + sin(tθ) W) / sin θ.
@@ -69,25 +64,10 @@ def slerp(tensors: list[Tensor], base: Tensor, *, t: float) -> Asking[Tensor]:
     tensor([0.7071, 0.7071])
     """
     pair = [base, tensors[0]]
-    g = yield Sum(lambda: gram(pair))
-    return combine(pair, coefficients.slerp(g, t, torch))
+    return combine(pair, coefficients.slerp(gram(pair), t, torch))
 
 
-def _nuslerp_chunking(parameters: Mapping[str, object]) -> str:
-    if parameters["nuslerp_flatten"]:
-        return "elements"
-    if parameters["nuslerp_row_wise"]:
-        return "tensor"
-    return "rows"
-
-
-@merge_method(
-    "nuslerp",
-    base="optional",
-    inputs=(2, 2),
-    chunking=_nuslerp_chunking,
-    passes=lambda parameters: 2 if parameters["nuslerp_flatten"] else 1,
-)
+@merge_method("nuslerp", base="optional", inputs=(2, 2))
 def nuslerp(
     tensors: list[Tensor],
     base: Tensor | None,
@@ -95,7 +75,7 @@ def nuslerp(
     weight: PerModel,
     nuslerp_flatten: bool = True,
     nuslerp_row_wise: bool = False,
-) -> Asking[Tensor]:
+) -> Tensor:
     """Spherical interpolation of two models at t = w_2 / (w_1 + w_2).
 
     With a base, of their task vectors.
@@ -110,20 +90,15 @@ def nuslerp(
     tensor([0.7071, 0.7071])
     """
     inputs = tensors if base is None else deltas(tensors, base)
-    along_first = nuslerp_row_wise and not nuslerp_flatten
-    if along_first:
-        shape = inputs[0].movedim(0, -1).shape
-    else:
-        shape = inputs[0].shape
-    if along_first:  # the whole tensor is here
-        inputs = [x.movedim(0, -1).reshape(-1, x.shape[0]) for x in inputs]
+    along_first = nuslerp_row_wise and inputs[0].dim() > 0
     if nuslerp_flatten:
-        g = yield Sum(lambda: gram(inputs))
+        merged = combine(inputs, coefficients.nuslerp(gram(inputs), weight, torch))
     else:
-        g = gram(inputs)
-    merged = combine(inputs, coefficients.nuslerp(g, weight, torch))
-    if along_first:
-        merged = merged.reshape(shape).movedim(-1, 0)
+        turned = [x.movedim(0, -1) for x in inputs] if along_first else inputs
+        rows = [rows_of(x) for x in turned]
+        merged = combine(rows, coefficients.nuslerp(gram_of_rows(rows), weight, torch))
+        merged = merged.view(turned[0].shape)
+        merged = merged.movedim(-1, 0) if along_first else merged
     return merged if base is None else base + merged
 
 
@@ -134,7 +109,6 @@ def _multislerp_weights(parameters: Mapping[str, object]) -> None:
 @merge_method(
     "multislerp",
     base="optional",
-    chunking="elements",
     ranges={"eps": Range(0)},
     validate=_multislerp_weights,
 )
@@ -145,7 +119,7 @@ def multislerp(
     weight: PerModel,
     normalize_weights: bool = True,
     eps: float = 1e-8,
-) -> Asking[Tensor]:
+) -> Tensor:
     """Weighted mean direction of any number of models, at the weighted mean length.
 
     With a base, of task vectors.
@@ -160,15 +134,13 @@ def multislerp(
     tensor([2.1213, 2.1213])
     """
     inputs = tensors if base is None else deltas(tensors, base)
-    g = yield Sum(lambda: gram(inputs))
+    g = gram(inputs)
     merged = combine(inputs, coefficients.multislerp(g, weight, normalize_weights, eps, torch))
     return merged if base is None else base + merged
 
 
-@merge_method("karcher", chunking="elements", ranges={"max_iter": Range(0), "tol": Range(0)})
-def karcher(
-    tensors: list[Tensor], base: None, *, max_iter: int = 10, tol: float = 1e-5
-) -> Asking[Tensor]:
+@merge_method("karcher", ranges={"max_iter": Range(0), "tol": Range(0)})
+def karcher(tensors: list[Tensor], base: None, *, max_iter: int = 10, tol: float = 1e-5) -> Tensor:
     """Riemannian (Karcher) mean of the models' directions on the sphere, at their mean length.
 
     Equal weights.
@@ -180,26 +152,11 @@ def karcher(
     >>> karcher([torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])])
     tensor([0.7071, 0.7071])
     """
-    g = yield Sum(lambda: gram(tensors))
-    return combine(tensors, coefficients.karcher(g, max_iter, tol, torch))
+    return combine(tensors, coefficients.karcher(gram(tensors), max_iter, tol, torch))
 
 
-def _model_stock_chunking(parameters: Mapping[str, object]) -> str:
-    if parameters["filter_wise"]:
-        return "rows"
-    return "elements"
-
-
-@merge_method(
-    "model_stock",
-    base="required",
-    inputs=(2, None),
-    chunking=_model_stock_chunking,
-    passes=lambda parameters: 1 if parameters["filter_wise"] else 2,
-)
-def model_stock(
-    tensors: list[Tensor], base: Tensor, *, filter_wise: bool = False
-) -> Asking[Tensor]:
+@merge_method("model_stock", base="required", inputs=(2, None))
+def model_stock(tensors: list[Tensor], base: Tensor, *, filter_wise: bool = False) -> Tensor:
     """Interpolate from base to mean: t mean(W) + (1 - t) B, with t = K cos / (1 + (K - 1) cos).
 
     cos is the mean cosine between task vectors.
@@ -211,5 +168,7 @@ def model_stock(
     tensor([1.3333, 1.3333])
     """
     task = deltas(tensors, base)
-    g = gram(task) if filter_wise else (yield Sum(lambda: gram(task)))
-    return base + combine(task, coefficients.model_stock(g, torch))
+    if filter_wise:
+        task = [rows_of(change) for change in task]
+    g = gram_of_rows(task) if filter_wise else gram(task)
+    return base + combine(task, coefficients.model_stock(g, torch)).view(base.shape)

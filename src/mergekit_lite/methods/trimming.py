@@ -3,25 +3,59 @@
 They are ties, breadcrumbs, breadcrumbs_ties and sce.
 
 Trimming keeps exactly k elements; equal magnitudes at the threshold are kept lowest index first.
-``scope="tensor"`` ranks each tensor on its own; ``"global"`` ranks a model's whole task vector, as
-the TIES paper does.
 
 Notation: D_i = W_i - B, d the density, N elements of a tensor, λ the overall scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from .._torch import Tensor, torch
 from .averaging import deltas, normaliser, weighted_sum
-from .parameters import Bound, PerModel, Range
+from .parameters import PerModel, Range
 from .registry import merge_method
-from .selection import Asking, Cut, Largest, Sum
 
-SCOPES = {"scope": ("tensor", "global")}
 UNIT = Range(0, 1, open_low=True)
+
+
+def order_statistics(scores: Tensor, places: Sequence[int]) -> list[float]:
+    """Return the values at some places, from 0, of the sorted scores.
+
+    Raises:
+        ValueError: A score is NaN.
+    """
+    flat = scores.detach().flatten()
+    if bool(flat.isnan().any()):
+        raise ValueError("selecting the largest elements: the tensor holds NaN")
+    if flat.device.type == "cpu":  # where numpy's selection takes half of torch's time
+        ordered = np.partition(flat.numpy(), places)
+        return [float(ordered[place]) for place in places]
+    return [float(flat.kthvalue(place + 1).values) for place in places]
+
+
+def largest(scores: Tensor, k: int) -> Tensor:
+    """Return a mask of the k largest scores; of equal ones the first are taken.
+
+    >>> largest(torch.tensor([2.0, 1.0, 3.0, 2.0]), 2)
+    tensor([ True, False,  True, False])
+    """
+    count = scores.numel()
+    if k <= 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    (threshold,) = order_statistics(scores, [max(0, count - k)])
+    chosen = (scores > threshold).flatten()
+    equal = (scores == threshold).flatten().nonzero().flatten()
+    chosen[equal[: k - int(chosen.sum())]] = True
+    return chosen.view(scores.shape)
+
+
+def trim(change: Tensor, k: int) -> Tensor:
+    """Return a change with all but its k largest elements set to 0."""
+    return torch.where(largest(change.detach().abs(), k), change, 0.0)
 
 
 def consensus_mean(changes: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
@@ -58,24 +92,15 @@ def l1(x: Tensor) -> Tensor:
     return x.abs().sum(dtype=torch.float64)
 
 
-def rescaled(changes: list[Tensor], remaining: list[Tensor]) -> Asking[list[Tensor]]:
-    """Return the kept changes, each model's scaled to the L1 norm that it had over the tensor."""
-    pairs = list(zip(changes, remaining, strict=True))
-    norms = yield Sum(lambda: torch.stack([torch.stack([l1(c), l1(k)]) for c, k in pairs]))
-    scales = torch.where(norms[:, 1] > 0, norms[:, 0] / norms[:, 1].clamp(min=1e-300), 1.0)
-    return [k * s.to(k.dtype) for k, s in zip(remaining, scales, strict=True)]
-
-
-def largest_magnitudes(
-    changes: list[Tensor], counts: Sequence[Callable[[int], int]], scope: str
-) -> Asking[list[Cut]]:
-    """For each model, the cut that keeps its ``counts[i](N)`` largest changes."""
-    return (
-        yield [
-            Largest(lambda change=change: change.abs(), count, scope)
-            for change, count in zip(changes, counts, strict=True)
-        ]
-    )
+def rescaled(changes: list[Tensor], remaining: list[Tensor]) -> list[Tensor]:
+    """Return what remains of each model's change, scaled to the L1 norm that the change had."""
+    scaled = []
+    for change, kept in zip(changes, remaining, strict=True):
+        norm = l1(kept)
+        # nothing remains of an empty change; a division by 0 would give its gradient NaN
+        scale = torch.where(norm > 0, l1(change) / norm.clamp(min=1e-300), 1.0)
+        scaled.append(kept * scale.to(kept.dtype))
+    return scaled
 
 
 def trimmed_count(n: int, density: float) -> int:
@@ -83,42 +108,17 @@ def trimmed_count(n: int, density: float) -> int:
     return max(1, int(density * n)) if n else 0
 
 
-def middle_counts(density: Sequence[float], gamma: Sequence[float]) -> list[Callable[[int], int]]:
-    """Return for each model how many changes are left without the smallest.
+def middle_counts(n: int, density: float, gamma: float) -> tuple[int, int]:
+    """Return how many of ``n`` changes are left without the smallest, and how many are outliers.
 
-    Then for each how many of those are outliers.
+    Outliers are dropped, too.
     """
-
-    def outer(n: int, d: float, g: float) -> int:
-        return min(n, int(d * n) + int(g * n))
-
-    def inner(n: int, d: float, g: float) -> int:
-        return outer(n, d, g) - int(d * n)
-
-    pairs = list(zip(density, gamma, strict=True))
-    return [lambda n, p=p: outer(n, *p) for p in pairs] + [
-        lambda n, p=p: inner(n, *p) for p in pairs
-    ]
+    kept = int(density * n)
+    outer = min(n, kept + int(gamma * n))
+    return outer, outer - kept
 
 
-def trimming_passes(parameters: Bound) -> int:
-    """Return the reads of a method that trims.
-
-    One for thresholds, one for the norms that are restored, one for the result.
-    """
-    if min(parameters["density"]) >= 1:
-        return 1
-    return 2 + parameters["rescale"]
-
-
-@merge_method(
-    "ties",
-    base="required",
-    chunking="elements",
-    ranges={"density": UNIT},
-    choices=SCOPES,
-    passes=trimming_passes,
-)
+@merge_method("ties", base="required", ranges={"density": UNIT})
 def ties(
     tensors: list[Tensor],
     base: Tensor,
@@ -128,14 +128,12 @@ def ties(
     normalize: bool = True,
     rescale: bool = False,
     lambda_: float = 1.0,
-    scope: str = "tensor",
-) -> Asking[Tensor]:
+) -> Tensor:
     """Trim each task vector to its largest d·N changes, elect a sign, average what agrees.
 
     B + λ mean.
 
-    k = max(1, ⌊d·N⌋) for each tensor, or over all tensors with ``scope="global"``. ``rescale``
-    restores each trimmed vector's L1 norm.
+    k = max(1, ⌊d·N⌋). ``rescale`` restores each trimmed vector's L1 norm.
     Source: TIES-Merging (Yadav et al., arXiv 2306.01708).
 
     >>> ties(
@@ -148,44 +146,28 @@ def ties(
     """
     changes = deltas(tensors, base)
     if min(density) < 1:
-        counts = [lambda n, d=d: trimmed_count(n, d) for d in density]
-        cuts = yield from largest_magnitudes(changes, counts, scope)
-        remaining = [cut.trim(change) for cut, change in zip(cuts, changes, strict=True)]
-        if rescale:
-            changes = yield from rescaled(changes, remaining)
-        else:
-            changes = remaining
+        pairs = zip(changes, density, strict=True)
+        remaining = [trim(change, trimmed_count(change.numel(), d)) for change, d in pairs]
+        changes = rescaled(changes, remaining) if rescale else remaining
     return base + lambda_ * consensus_mean(changes, weight, normalize)
 
 
 def _without_outliers(
-    changes: list[Tensor],
-    density: Sequence[float],
-    gamma: Sequence[float],
-    rescale: bool,
-    scope: str,
-) -> Asking[list[Tensor]]:
+    changes: list[Tensor], density: Sequence[float], gamma: Sequence[float], rescale: bool
+) -> list[Tensor]:
     """Drop the ⌊γN⌋ largest changes of each model and then the smallest until ⌊dN⌋ are left."""
     if min(density) >= 1:
         return changes
-    cuts = yield from largest_magnitudes(changes + changes, middle_counts(density, gamma), scope)
-    # The largest are a subset of the larger set kept, so subtracting them leaves exact values or
-    # exact zeros.
-    remaining = [
-        wide.trim(c) - top.trim(c)
-        for c, wide, top in zip(changes, cuts, cuts[len(changes) :], strict=False)
-    ]
-    if rescale:
-        return (yield from rescaled(changes, remaining))
-    return remaining
+    remaining = []
+    for change, d, g in zip(changes, density, gamma, strict=True):
+        outer, outliers = middle_counts(change.numel(), d, g)
+        remaining.append(trim(change, outer) - trim(change, outliers))
+    return rescaled(changes, remaining) if rescale else remaining
 
 
 _CRUMBS: dict[str, Any] = {
     "base": "required",
-    "chunking": "elements",
     "ranges": {"density": UNIT, "gamma": Range(0, 1, open_high=True)},
-    "choices": SCOPES,
-    "passes": trimming_passes,
 }
 
 
@@ -200,8 +182,7 @@ def breadcrumbs(
     normalize: bool = False,
     rescale: bool = False,
     lambda_: float = 1.0,
-    scope: str = "tensor",
-) -> Asking[Tensor]:
+) -> Tensor:
     """Task arithmetic after dropping each vector's largest and smallest changes.
 
     ⌊γN⌋ of the largest go; ⌊dN⌋ stay.
@@ -213,7 +194,7 @@ def breadcrumbs(
     >>> breadcrumbs([w], torch.zeros(4), weight=1.0, density=0.5, gamma=0.25)
     tensor([0., 1., 2., 0.])
     """
-    remaining = yield from _without_outliers(deltas(tensors, base), density, gamma, rescale, scope)
+    remaining = _without_outliers(deltas(tensors, base), density, gamma, rescale)
     return base + weighted_sum(remaining, weight) * (lambda_ / normaliser(weight, normalize))
 
 
@@ -228,8 +209,7 @@ def breadcrumbs_ties(
     normalize: bool = False,
     rescale: bool = False,
     lambda_: float = 1.0,
-    scope: str = "tensor",
-) -> Asking[Tensor]:
+) -> Tensor:
     """`breadcrumbs` trimming followed by the sign election of `ties`.
 
     Source: Model breadcrumbs (arXiv 2312.06795) and TIES-Merging (arXiv 2306.01708).
@@ -238,24 +218,17 @@ def breadcrumbs_ties(
     >>> breadcrumbs_ties([w, -w / 2], torch.zeros(4), weight=1.0, density=0.5, gamma=0.25)
     tensor([0., 1., 2., 0.])
     """
-    remaining = yield from _without_outliers(deltas(tensors, base), density, gamma, rescale, scope)
+    remaining = _without_outliers(deltas(tensors, base), density, gamma, rescale)
     return base + lambda_ * consensus_mean(remaining, weight, normalize)
 
 
-@merge_method(
-    "sce",
-    base="required",
-    chunking="elements",
-    ranges={"select_topk": Range(0, 1)},
-    passes=lambda parameters: 4 if parameters["select_topk"] < 1 else 2,
-)
-def sce(tensors: list[Tensor], base: Tensor, *, select_topk: float = 1.0) -> Asking[Tensor]:
+@merge_method("sce", base="required", ranges={"select_topk": Range(0, 1)})
+def sce(tensors: list[Tensor], base: Tensor, *, select_topk: float = 1.0) -> Tensor:
     """Select the positions of largest variance over models, weigh by energy, erase minority signs.
 
     Kept: the ⌊select_topk · m⌋ positions of largest population variance among the m where it is not
     0. Model weights: mean D_i² over kept positions, normalised. Then a weighted mean over the
-       models whose sign agrees with
-    that of Σ D_i.
+    models whose sign agrees with that of Σ D_i.
     Source: FuseChat (Wan et al., arXiv 2408.07990).
 
     >>> sce([torch.tensor([2.0, -1.0]), torch.tensor([4.0, 1.0])], torch.zeros(2))
@@ -263,17 +236,12 @@ def sce(tensors: list[Tensor], base: Tensor, *, select_topk: float = 1.0) -> Ask
     """
     changes = deltas(tensors, base)
     if select_topk < 1:
-
-        def variance() -> Tensor:
-            mean = sum(changes[1:], changes[0]) / len(changes)
-            squares = [(change - mean).square() for change in changes]
-            return sum(squares[1:], squares[0]) / len(changes)
-
-        varied = yield Sum(lambda: torch.count_nonzero(variance()))
-        cut = yield Largest(variance, lambda n: int(select_topk * int(varied)))
-        keep = cut.mask(variance().detach()).to(base.dtype)
+        mean = sum(changes[1:], changes[0]) / len(changes)
+        squares = [(change - mean).square() for change in changes]
+        variance = sum(squares[1:], squares[0]).detach() / len(changes)
+        keep = largest(variance, int(select_topk * int(torch.count_nonzero(variance))))
         changes = [change * keep for change in changes]
-    energy = yield Sum(lambda: torch.stack([change.double().square().sum() for change in changes]))
+    energy = torch.stack([change.double().square().sum() for change in changes])
     total = energy.sum()
     if total > 0:
         weights = energy / total

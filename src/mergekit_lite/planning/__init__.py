@@ -197,10 +197,6 @@ def _plan_tensors(
             tensors.append(_tensor(slot, recipe, method, models))
         except ValueError as error:
             problems.append(str(error))
-    if recipe.slices and any(t.parameters.get("scope") == "global" for t in tensors):
-        problems.append(
-            "scope global ranks whole models; a recipe with slices can only use scope tensor"
-        )
     _stop_if(problems)
     return tensors
 
@@ -221,8 +217,6 @@ def _tensor(slot: Slot, recipe: MergeRecipe, method: MergeMethod, models: Models
             None,
             None,
             {},
-            "elements",
-            1,
             parts=_parts(slot, everything[0], models, shape, infos[0].dtype),
         )
     stored = promote(info.dtype for info in infos)
@@ -247,8 +241,6 @@ def _tensor(slot: Slot, recipe: MergeRecipe, method: MergeMethod, models: Models
         slot.base,
         method,
         bound,
-        method.chunking_for(bound),
-        method.passes_for(bound),
         parts=_parts(slot, everything[0], models, shape, dtype),
     )
 

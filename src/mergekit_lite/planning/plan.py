@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from model_components._report import Report, Table
 
-from ..dtypes import DType
+from ..dtypes import FLOAT32, DType
 from ..files import Source, TensorInfo
 from ..files.headers import Json, header_bytes
-from ..methods import MergeMethod
+from ..methods import MergeMethod, has_kernel
 from ..methods.parameters import Bound
 from ..recipe import MergeRecipe, model_label
 from ..vocabulary import Vocabulary
@@ -63,8 +63,6 @@ class TensorPlan:
     base: Input | None
     method: MergeMethod | None
     parameters: Bound
-    chunking: str
-    passes: int
     shard: int = 0
     offset: int = 0
     parts: tuple[TensorInfo, ...] = ()
@@ -90,6 +88,13 @@ class TensorPlan:
     def nbytes(self) -> int:
         """Size on disk."""
         return self.info.nbytes
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether a compiled kernel can merge it."""
+        if self.method is None or self.work != FLOAT32:
+            return False
+        return has_kernel(self.method, self.parameters, self.shape, self.info.count)
 
 
 @dataclass
@@ -120,11 +125,11 @@ class MergePlan(Report):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that all passes read together."""
-        return sum(t.passes * self.input_bytes(t) for t in self.tensors)
+        """Bytes of all inputs; some methods read them twice or more."""
+        return sum(self.input_bytes(t) for t in self.tensors)
 
     def input_bytes(self, t: TensorPlan) -> int:
-        """Bytes that one pass over a tensor reads."""
+        """Bytes of a tensor's inputs."""
         return sum(self.sources[i.source].tensors[i.name].nbytes for i in t.everything)
 
     @property
@@ -143,17 +148,15 @@ class MergePlan(Report):
         peak = 0
         for t in self.tensors:
             inputs = len(t.everything)
-            if t.chunking == "tensor":
-                peak = max(peak, t.info.count * (t.work.itemsize * inputs + 8 * (inputs + 3)))
-            else:
-                row = t.shape[-1] if t.chunking == "rows" and t.shape else 0
-                block = min(t.info.count, max(CHUNK, row))
+            if t.method is None or t.has_kernel or t.method.elementwise:
+                block = min(t.info.count, CHUNK)
                 peak = max(peak, self.threads * block * t.work.itemsize * (2 * inputs + 6))
+            else:
+                peak = max(peak, t.info.count * (t.work.itemsize * inputs + 8 * (inputs + 3)))
         return peak
 
     def table(self) -> Table:
         """Tabulate what will be read, written and held."""
-        passes = max((t.passes for t in self.tensors), default=1)
         plural = "s" if len(self.shards) > 1 else ""
         labels = dict.fromkeys(model_label(entry.model) for entry in self.recipe.entries())
         base = self.recipe.base_model
@@ -165,10 +168,7 @@ class MergePlan(Report):
             "tensors": (
                 f"{len(self.tensors)}, {self.parameters:,} parameters, {_dtypes(self.tensors)}"
             ),
-            "reads": (
-                f"{size_text(self.bytes_read)} in "
-                f"{f'up to {passes} passes' if passes > 1 else 'one pass'}"
-            ),
+            "inputs": size_text(self.bytes_read),
             "writes": f"{size_text(self.bytes_written)} in {len(self.shards)} shard{plural}",
             "peak memory": (
                 f"about {size_text(self.peak_memory)} beyond what is imported, threads: "
@@ -193,17 +193,21 @@ class MergePlan(Report):
             "parameters": self.parameters,
             "peak_memory": self.peak_memory,
             "notes": list(self.notes),
-            "tensors": [
-                {
-                    "name": t.name,
-                    "shape": list(t.shape),
-                    "dtype": t.dtype.name,
-                    "method": "copy" if t.method is None else t.method.name,
-                    "shard": self.shards[t.shard],
-                }
-                for t in self.tensors
-            ],
+            "tensors": self.described_tensors(),
         }
+
+    def described_tensors(self) -> list[dict[str, object]]:
+        """Every tensor's shape, dtype, method and file."""
+        return [
+            {
+                "name": t.name,
+                "shape": list(t.shape),
+                "dtype": t.dtype.name,
+                "method": "copy" if t.method is None else t.method.name,
+                "file": self.shards[t.shard],
+            }
+            for t in self.tensors
+        ]
 
 
 def _dtypes(tensors: Sequence[TensorPlan]) -> str:

@@ -1,0 +1,149 @@
+"""Exactly the k largest of a stream of scores, in constant memory and without sorting.
+
+A float that is not negative orders as its bit pattern does, read as an integer. So the k-th largest
+score is found by narrowing a window of integers: a pass counts the scores above the window and
+those inside it. The first window comes from a sample, a few per cent wide, so that one pass usually
+holds everything inside it and ends the search; a window that is still too full is cut by a
+histogram of 2**16 bins. A missed window is replaced by the side that the rank lies on. Elements
+that equal the threshold are kept lowest index first, until k are kept.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from ..dtypes import Array
+from .tiles import EVERY
+
+_COLLECT = 1 << 20  # scores held at once; 4 MB
+_BINS = 1 << 16
+# half-width of the first window, as a share of all scores, beside 2 standard errors of the sample
+_MARGIN = 0.0015
+_TOP = int(np.float32(np.inf).view(np.int32)) + 1  # patterns from here on are NaN
+
+
+class Selector:
+    """Finds the k-th largest of all scores, pass by pass.
+
+    A pass counts, in every block once, the scores at or above ``high`` and takes the patterns from
+    ``low`` to below it.
+
+    Args:
+        k: How many are to be kept.
+        total: Number of scores in all blocks together.
+        sample: Bit patterns of some of the scores, spread over the whole; may be empty.
+    """
+
+    top = _TOP
+
+    def __init__(self, k: int, total: int, sample: Array):
+        self._lock = threading.Lock()
+        self._ties: dict[int, int] = {}
+        self.threshold = 0.0
+        self.done = k >= total
+        self.expect(k)
+        self._open(*self._first_window(sample, total))
+
+    def _first_window(self, sample: Array, total: int) -> tuple[int, int, bool]:
+        """Return the first window, and whether all patterns inside it may be held."""
+        size = sample.size
+        if size == 0 or total == 0:
+            return 0, _TOP, total <= _COLLECT
+        rank = self._k / total
+        margin = _MARGIN + size**-0.5
+        # places in the sample, from the smallest
+        high_at = size - 1 - int((rank - margin) * size)
+        low_at = size - 2 - int((rank + margin) * size)
+        places = [place for place in (low_at, high_at) if 0 <= place < size]
+        ordered = np.partition(sample, places) if places else sample
+        low = 0
+        high = _TOP
+        if high_at < size:
+            high = min(int(ordered[high_at]) + 1, _TOP)
+        if low_at >= 0:
+            low = max(int(ordered[low_at]), 0)
+        share = ((sample >= low) & (sample < high)).mean()
+        return low, max(high, low + 1), share * total <= _COLLECT
+
+    def _open(self, low: int, high: int, collect: bool) -> None:
+        """Begin a pass with a window: hold what is inside it, or count it by a histogram."""
+        self.low = low
+        self.high = high
+        self._above = 0
+        self._inside = 0
+        self._blocks: dict[int, Array] = {}
+        self._equal: dict[int, int] = {}
+        self._shift = max(0, (high - low - 1).bit_length() - 16)
+        self._histogram = None
+        if not collect and high - low > 1:
+            self._histogram = np.zeros(_BINS, np.int64)
+
+    def take(self, block: int, above: int, inside: Array) -> None:
+        """Take what a pass found in a block, in any order and from any thread.
+
+        Args:
+            block: Its number.
+            above: How many scores lie above the window.
+            inside: The bit patterns inside it.
+        """
+        with self._lock:
+            self._above += above
+            self._inside += inside.size
+            if self._histogram is not None:
+                bins = (inside - self.low) >> self._shift
+                self._histogram += np.bincount(bins, minlength=_BINS)
+            elif self.high - self.low == 1:  # all are equal, so their number is enough
+                self._equal[block] = inside.size
+            elif self._inside <= 4 * _COLLECT:
+                self._blocks[block] = inside
+            else:  # the sample misjudged the window; the pass goes on as a count
+                self._blocks.clear()
+
+    def expect(self, k: int) -> None:
+        """Change how many are to be kept, while a pass is under way."""
+        self._k = k
+        if k <= 0:
+            self.done = True
+            self.threshold = float("inf")
+
+    def advance(self) -> None:
+        """End a pass: finish, or open the next window."""
+        if self.done:
+            return
+        if self._above >= self._k:
+            self._open(self.high, _TOP, False)
+        elif self._above + self._inside < self._k:
+            self._open(0, self.low, False)
+        elif self._histogram is not None:
+            from_top = np.cumsum(self._histogram[::-1])
+            index = _BINS - 1 - int(np.searchsorted(from_top, self._k - self._above))
+            low = self.low + (index << self._shift)
+            high = min(self.high, low + (1 << self._shift))
+            self._open(low, high, int(self._histogram[index]) <= _COLLECT)
+        elif self.high - self.low == 1:
+            self._finish(self.low, self._k - self._above)
+        elif self._inside > 4 * _COLLECT:
+            self._open(self.low, self.high, False)
+        else:
+            patterns = np.concatenate(list(self._blocks.values()))
+            place = patterns.size - (self._k - self._above)
+            value = int(np.partition(patterns, place)[place])
+            for block, held in self._blocks.items():
+                self._equal[block] = int(np.count_nonzero(held == value))
+            self._finish(value, self._k - self._above - int(np.count_nonzero(patterns > value)))
+
+    def _finish(self, pattern: int, left: int) -> None:
+        """Take a pattern as the threshold, of which ``left`` are kept, the first ones first."""
+        self.threshold = float(np.int32(pattern).view(np.float32))
+        if sum(self._equal.values()) > left:
+            for block in sorted(self._equal):
+                self._ties[block] = min(left, self._equal[block])
+                left -= self._ties[block]
+        self._blocks = {}
+        self.done = True
+
+    def budget(self, block: int) -> int:
+        """Return how many scores that equal the threshold a block keeps, the first ones first."""
+        return self._ties.get(block, 0) if self._ties else EVERY

@@ -1,0 +1,24 @@
+"""Where both engines hand the values of a tensor, and when they refuse to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..dtypes import Array
+from ..planning import TensorPlan
+
+Sink = Callable[[TensorPlan, int, Array], None]
+"""Takes stored values of a tensor, from an element on; called from any thread."""
+
+
+class NotFiniteError(ValueError):
+    """A merge that would write NaN or infinity."""
+
+
+def not_finite(t: TensorPlan) -> NotFiniteError:
+    """Return the error for a tensor whose result is not finite."""
+    method = t.method.name if t.method else "the copy"
+    return NotFiniteError(
+        f"{t.name}: the merge gives NaN or infinity in {t.dtype}: the inputs hold such values, or "
+        f"{method} overflows or divides by zero there"
+    )

@@ -1,0 +1,48 @@
+"""The methods that compiled kernels can merge by, a stretch of a tensor at a time."""
+
+from __future__ import annotations
+
+from .averaging import linear, passthrough, task_arithmetic
+from .dropping import dare_linear, dare_ties, della, della_linear
+from .parameters import Bound
+from .registry import MergeMethod
+from .spherical import karcher, model_stock, multislerp, nuslerp, slerp
+from .trimming import breadcrumbs, breadcrumbs_ties, sce, ties
+
+BY_ROWS = (della, della_linear)
+"""Methods whose kernels take whole rows; those of all others take a tensor cut anywhere."""
+
+_DRAWING = (dare_linear, dare_ties, *BY_ROWS)
+COMPILED = (
+    linear,
+    passthrough,
+    task_arithmetic,
+    slerp,
+    nuslerp,
+    multislerp,
+    karcher,
+    model_stock,
+    ties,
+    breadcrumbs,
+    breadcrumbs_ties,
+    sce,
+    *_DRAWING,
+)
+_WIDEST = 1 << 18  # elements of a row that a kernel takes
+_LARGEST = 1 << 32  # elements of a tensor after which the kernels' random words would repeat
+
+
+def has_kernel(method: MergeMethod, parameters: Bound, shape: tuple[int, ...], count: int) -> bool:
+    """Return whether a kernel merges a tensor in float32.
+
+    Args:
+        method: The method.
+        parameters: Its arguments for this tensor.
+        shape: The tensor's.
+        count: Its number of elements.
+    """
+    if method not in COMPILED or (method in _DRAWING and count >= _LARGEST):
+        return False
+    if method in BY_ROWS:
+        return shape[-1:] <= (_WIDEST,)
+    return parameters.get("nuslerp_flatten", True) and not parameters.get("filter_wise")

@@ -41,8 +41,6 @@ FLOAT64 = DType("float64", "F64", "f8", True)
 FLOAT32 = DType("float32", "F32", "f4", True)
 FLOAT16 = DType("float16", "F16", "f2", True)
 BFLOAT16 = DType("bfloat16", "BF16", "u2", True)
-FLOAT8 = DType("float8_e4m3fn", "F8_E4M3", "u1", True)
-"""Read, never written: a source lists such tensors as bfloat16."""
 
 _WHOLE = [
     DType("int64", "I64", "i8"),
@@ -55,7 +53,7 @@ _WHOLE = [
 FLOATS = {d.name: d for d in (FLOAT64, FLOAT32, FLOAT16, BFLOAT16)}
 """What an output can be in, by name."""
 
-BY_CODE = {d.code: d for d in (*FLOATS.values(), *_WHOLE, FLOAT8)}
+BY_CODE = {d.code: d for d in (*FLOATS.values(), *_WHOLE)}
 _BFLOAT16_SIZE = 0x7FFF  # all bits of bfloat16 but the sign
 _BFLOAT16_INFINITY = 0x7F80  # its pattern; those of NaN are larger
 _BY_NAME = {d.name: d for d in (*FLOATS.values(), *_WHOLE)}

@@ -25,7 +25,6 @@ from .files.headers import read_json
 from .planning import MergePlan, TensorPlan, make_plan
 from .recipe import MergeRecipe, model_label
 from .report import MergeReport
-from .rounding import rounding_notes
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -110,7 +109,7 @@ def merge_in_memory(recipe: MergeRecipe, run: Run) -> tuple[dict[str, Tensor], M
         source.tokens = stage_plan.vocabulary.tokens if stage_plan.vocabulary else None
         stages[id(stage)] = source
     plan = make_plan(recipe, threads=run.threads, stages=stages or None, **run.allowed)
-    for note in [*plan.notes, *rounding_notes(plan)]:
+    for note in plan.notes:
         warnings.warn(f"merge_models: {note}", stacklevel=4)
     merged = {t.name: torch.empty(t.shape, dtype=to_torch(t.dtype)) for t in plan.tensors}
 
@@ -151,7 +150,7 @@ def merge_to_folder(recipe: MergeRecipe, out: Path, run: Run) -> MergeReport:
             stages=stages or None,
             **run.allowed,
         )
-        plan.notes += [*notes, *code_note(plan, run.trust_remote_code), *rounding_notes(plan)]
+        plan.notes += [*notes, *code_note(plan, run.trust_remote_code)]
         with _running(plan, run) as (engine, bar):
             resumed = _write(engine, out, run, bar)
     return MergeReport(

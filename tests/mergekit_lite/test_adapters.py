@@ -2,8 +2,6 @@
 of whole models."""
 
 import json
-import re
-import statistics
 from pathlib import Path
 
 import peft
@@ -15,14 +13,10 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, T5Config, T5
 from mergekit_lite import (
     PlanError,
     extract_lora,
-    load_recipe,
-    make_plan,
     merge_adapters,
     merge_models,
 )
 from mergekit_lite.adapters.storage import truncated
-from mergekit_lite.dtypes import BFLOAT16
-from mergekit_lite.rounding import _lost, rounding_notes
 from model_components._cli import main
 from tests.support.models import save, tiny
 
@@ -105,71 +99,6 @@ def test_extraction_gives_back_the_adapter_and_peft_loads_it(kind, targets, tmp_
         torch.testing.assert_close(
             load_file(tmp_path / "again" / "model.safetensors")[name], value, atol=1e-6, rtol=0
         )
-
-
-def test_a_dtype_that_would_lose_an_adapter_is_noted(tmp_path):
-    """A thousandth of a weight is below half a bit of bfloat16; the share said is that of the
-    layers."""
-    base, wrapped = (
-        save(tiny("llama", 1), tmp_path / "base", torch.bfloat16),
-        adapter(tmp_path / "adapter"),
-    )
-    for name, parameter in wrapped.named_parameters():
-        if "lora_B" in name:
-            parameter.data *= 1e-3
-    wrapped.save_pretrained(tmp_path / "adapter")
-    name = f"{base}+{tmp_path / 'adapter'}"
-    report = merge_models([name], "passthrough", out=tmp_path / "half", progress=False)
-    note = next(note for note in report.notes if "rounding to bfloat16 loses" in note)
-    stored, exact = (
-        load_file(tmp_path / place / "model.safetensors") for place in ("half", "base")
-    )
-    lost = []
-    for module, change in updates(tmp_path / "adapter").items():
-        kept = stored[f"{module}.weight"].double() - exact[f"{module}.weight"].double()
-        lost.append(float((kept - change).norm() / change.norm()))
-    assert abs(int(re.search(r"loses (\d+)%", note)[1]) / 100 - statistics.median(lost)) < 0.15
-    report = merge_models(
-        [name], "passthrough", dtype="float32", out=tmp_path / "whole", progress=False
-    )
-    assert not any("rounding" in note for note in report.notes)
-    with pytest.warns(UserWarning, match="merge_models:.*bfloat16"):
-        merge_models([name, base], weight=1.0, progress=False)
-    staged = (
-        f"name: one\nmerge_method: passthrough\nmodels: ['{name}']\n---\nmerge_method: linear\n"
-    )
-    staged += f"models: [one, {base}]\nparameters: {{weight: 1}}\n"
-    report = merge_models(load_recipe(staged), out=tmp_path / "staged", progress=False)
-    assert any(note.startswith("one: rounding to bfloat16 loses") for note in report.notes)
-
-
-def test_what_the_rounding_of_a_weight_itself_loses_is_not_its_adapters(tmp_path):
-    """A float32 base is rounded, too; the adapter, as large as the weights, is hardly touched."""
-    torch.manual_seed(0)
-    base = {"a.weight": torch.randn(64, 32) + 100, "b.weight": torch.randn(64, 32)}
-    (tmp_path / "base").mkdir()
-    save_file(base, tmp_path / "base" / "model.safetensors")
-    (tmp_path / "adapter").mkdir()
-    factors = {name: torch.randn(shape) for name, shape in (("A", (4, 32)), ("B", (64, 4)))}
-    pairs = {
-        f"base_model.model.{m}.lora_{k}.weight": v.clone() for m in "ab" for k, v in factors.items()
-    }
-    save_file(pairs, tmp_path / "adapter" / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["a", "b"]}
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
-    plan = make_plan(
-        load_recipe(
-            f"merge_method: passthrough\nmodels: ['{tmp_path}/base+{tmp_path}/adapter']\ndtype: "
-            "bfloat16"
-        )
-    )
-    source = plan.sources[0]
-    change = factors["B"] @ factors["A"]
-    for name in ("a.weight", "b.weight"):
-        stored = (base[name] + change).bfloat16().float() - base[name].bfloat16().float()
-        expected = float((stored - change).norm() / change.norm())
-        assert _lost(source, name, BFLOAT16) == pytest.approx(expected, rel=1e-3)
-    assert rounding_notes(plan) == []
 
 
 def test_what_is_no_product_is_left_with_a_figure_or_saved_whole(tmp_path):
@@ -417,52 +346,3 @@ def test_single_files_and_diffusers_folders(tmp_path):
     for name, value in load_file(tmp_path / "one" / "diffusion_pytorch_model.safetensors").items():
         torch.testing.assert_close(value, states[0][name] / 4 + states[1][name] * 3 / 4)
         assert torch.equal(merged[name], value)
-
-
-@pytest.mark.parametrize("scale", [None, (), (1,), (5,), (5, 1), (1, 1)])
-@pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
-def test_float8_is_read_as_numbers(scale, suffix, tmp_path):
-    weight = torch.randn(5, 7).to(torch.float8_e4m3fn)
-    state, factor = {"w.weight": weight}, torch.ones(1)
-    if scale is not None:
-        factor = torch.rand(scale) + 0.5
-        state["w.weight" + suffix] = factor
-    (tmp_path / "m").mkdir()
-    save_file(state, tmp_path / "m" / "model.safetensors")
-    (tmp_path / "m" / "config.json").write_text(
-        '{"quantization_config": {"quant_method": "fp8"}, "a": 1}'
-    )
-    expected = weight.float() * (factor[:, None] if scale == (5,) else factor)
-    for dtype in ("float32", "bfloat16"):
-        merge_models(
-            [tmp_path / "m"], "passthrough", dtype=dtype, out=tmp_path / dtype, progress=False
-        )
-        merged = load_file(tmp_path / dtype / "model.safetensors")
-        assert merged.keys() == {"w.weight"}
-        assert torch.equal(merged["w.weight"], expected.to(getattr(torch, dtype)))
-        assert "quantization_config" not in json.loads(
-            (tmp_path / dtype / "config.json").read_text()
-        )
-    plain = merge_models([tmp_path / "m"], "passthrough", progress=False)["w.weight"]
-    assert plain.dtype == torch.bfloat16
-
-
-def test_float8_in_blocks_and_every_value(tmp_path):
-    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    finite = every[every.float().isfinite()]
-    weight = finite.repeat(200)[: 200 * 150].view(200, 150)
-    scale = torch.rand(2, 2) + 0.5
-    (tmp_path / "m").mkdir()
-    save_file(
-        {"w.weight": weight, "w.weight_scale_inv": scale}, tmp_path / "m" / "model.safetensors"
-    )
-    merged = merge_models([tmp_path / "m"], "passthrough", dtype="float32", progress=False)[
-        "w.weight"
-    ]
-    blocks = scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :150]
-    assert torch.equal(merged, weight.float() * blocks)
-    save_file(
-        {"w.weight": weight, "w.weight_scale": torch.ones(3)}, tmp_path / "m" / "model.safetensors"
-    )
-    with pytest.raises(PlanError, match=r"w.weight.*\[200.*150\].*\[3\]"):
-        merge_models([tmp_path / "m"], "passthrough")

@@ -12,10 +12,8 @@ from typing import Any
 from model_components import _hub
 
 from .._torch import torch
-from ..dtypes import FLOAT8
 from .adapter import CONFIG, LoraSource, more_than_lora
-from .headers import STEMS, CheckpointError, TensorInfo, read_folder, read_header, read_json
-from .quantised import METHODS
+from .headers import STEMS, CheckpointError, read_folder, read_header, read_json
 from .sources import DictSource, FolderSource, Source
 
 _PICKLES = "pytorch_model*.bin"
@@ -114,8 +112,13 @@ def open_source(
     if not tensors:
         raise CheckpointError(f"{text}: expected tensors in its .safetensors files, got none")
     source = FolderSource(folder, label or text, tensors)
-    if source.config.get("quantization_config"):
-        _drop_quantization_config(source, tensors, text)
+    kind = source.config.get("quantization_config")
+    if kind:
+        if isinstance(kind, dict):
+            kind = kind.get("quant_method", "unknown")
+        raise CheckpointError(
+            f"{text}: is quantised ({kind}); merge the original weights and quantise the result"
+        )
     return source
 
 
@@ -135,20 +138,6 @@ def _split_adapter(text: str) -> tuple[str, str]:
             return text[:place], text[place + 1 :]
     base, _, adapter = text.rpartition("+")
     return base, adapter
-
-
-def _drop_quantization_config(
-    source: FolderSource, stored: Mapping[str, TensorInfo], text: str
-) -> None:
-    """Take the quantisation out of a config whose float8 weights are read as floats."""
-    kind = source.config["quantization_config"]
-    if isinstance(kind, dict):
-        kind = kind.get("quant_method", "unknown")
-    if kind not in METHODS or all(info.dtype != FLOAT8 for info in stored.values()):
-        raise CheckpointError(
-            f"{text}: is quantised ({kind}); merge the original weights and quantise the result"
-        )
-    del source.config["quantization_config"]  # what is written is not quantised
 
 
 def _open_pickled(folder: Path, allow_pickle: str | None, text: str) -> Source:

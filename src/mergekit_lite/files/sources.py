@@ -18,7 +18,6 @@ import numpy as np
 from .._torch import Tensor
 from ..dtypes import Array, byte_view, from_torch, stored_of
 from .headers import CheckpointError, Json, TensorInfo, read_json, stem_of
-from .quantised import Float8
 
 
 @runtime_checkable
@@ -71,13 +70,12 @@ class FolderSource(Source):
         tensors: From its headers.
 
     Raises:
-        CheckpointError: A config that is no JSON object, or scales of float8 tensors that do not
-            fit them.
+        CheckpointError: A config that is no JSON object.
     """
 
     def __init__(self, folder: Path | None, label: str, tensors: dict[str, TensorInfo]):
         self.label = label
-        self._stored = tensors
+        self.tensors = tensors
         self.folder = folder
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
@@ -93,11 +91,6 @@ class FolderSource(Source):
                 )
         if folder is not None and (folder / "config.json").exists():
             self.config = read_json(folder / "config.json")
-        self._float8 = Float8(tensors, self._read_stored)
-        if self._float8.names:
-            self.tensors = self._float8.shown(tensors)
-        else:
-            self.tensors = tensors
 
     def _descriptor(self, path: Path) -> int:
         if path not in self._descriptors:
@@ -107,26 +100,14 @@ class FolderSource(Source):
         return self._descriptors[path]
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Elements ``start`` to ``stop``, in fresh memory; float32 for a float8 tensor."""
-        return (self._float8.read if name in self._float8.names else self._read_stored)(
-            name, start, stop
-        )
-
-    def _read_stored(self, name: str, start: int, stop: int) -> Array:
-        out = np.empty(stop - start, self._stored[name].dtype.storage)
-        self._fill(name, start, out)
+        """Elements ``start`` to ``stop``, in fresh memory."""
+        out = np.empty(stop - start, self.tensors[name].dtype.storage)
+        self.read_into(name, start, out)
         return out
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
-        """Elements ``start`` onwards, in an array of the stored dtype."""
-        if name in self._float8.names:
-            return False
-        self._fill(name, start, out)
-        return True
-
-    def _fill(self, name: str, start: int, out: Array) -> None:
-        """Read into ``out`` with preadv; safe from any thread."""
-        info = self._stored[name]
+        """Fill ``out``, of the stored dtype, from element ``start`` on; safe from any thread."""
+        info = self.tensors[name]
         assert info.file is not None
         view = byte_view(out)
         position = info.start + start * info.dtype.itemsize
@@ -136,10 +117,11 @@ class FolderSource(Source):
             if count == 0:
                 raise CheckpointError(f"{info.file}: became shorter while it was being read")
             done += count
+        return True
 
     def prefetch(self, name: str) -> None:
         """Ask the kernel to read ahead; at most 256 MB, so as not to push out what is in use."""
-        info = self._stored[name]
+        info = self.tensors[name]
         if hasattr(os, "posix_fadvise") and info.file is not None:
             size = min(info.nbytes, 1 << 28)
             os.posix_fadvise(self._descriptor(info.file), info.start, size, os.POSIX_FADV_WILLNEED)
@@ -148,7 +130,7 @@ class FolderSource(Source):
         """Sizes and times of the files that hold tensors."""
         return [
             stat_of(file)
-            for file in sorted({info.file for info in self._stored.values() if info.file})
+            for file in sorted({info.file for info in self.tensors.values() if info.file})
         ]
 
     def __del__(self) -> None:

@@ -78,24 +78,23 @@ def make_plan(
         PlanError: With every problem found.
     """
     if stages is None:
-        stages = {
-            id(stage): PlannedSource(
-                make_plan(
-                    stage,
-                    allow_pickle=allow_pickle,
-                    allow_incomplete=allow_incomplete,
-                    allow_mixed=allow_mixed,
-                    truncate_embeddings=truncate_embeddings,
-                )
-            )
-            for stage in recipe.stages()
+        allowed = {
+            "allow_pickle": allow_pickle,
+            "allow_incomplete": allow_incomplete,
+            "allow_mixed": allow_mixed,
+            "truncate_embeddings": truncate_embeddings,
         }
+        planned = {}
+        for stage in recipe.stages():
+            planned[id(stage)] = PlannedSource(make_plan(stage, **allowed))
+        stages = planned
     method, problems, notes = _method_of(recipe)
     problems += template_problems(recipe)
     notes = [*recipe.notes, *_stage_notes(stages), *notes]
     models, unopened = open_models(recipe, stages, allow_pickle)
     if models is None:
         raise PlanError(problems + unopened)
+    # what is allowed is noted, and else refused
     unlike, differing = compare_configs(models)
     (notes if allow_mixed else problems).extend(unlike)
     notes += differing
@@ -103,24 +102,22 @@ def make_plan(
         notes += getattr(source, "notes", [])
         (notes if allow_incomplete else problems).extend(missing_tensors(source))
     rows: int | None = None
-    if truncate_embeddings and recipe.tokenizer is not None:
-        notes.append("truncate_embeddings has no effect, as the recipe names a tokenizer")
-    elif truncate_embeddings:
-        models, rows = truncate_vocabularies(models)
-        if rows is not None:
-            notes.append(
-                f"embeddings and heads are cut to {rows} rows, the fewest of any model; rows are "
-                "matched by number, and the tokenizer may have more tokens"
-            )
+    if truncate_embeddings:
+        models, rows, note = _truncate(recipe, models)
+        notes += note
     try:
         vocabulary, aligned = _align(recipe, models)
     except (CheckpointError, RecipeError, OSError) as error:
         raise PlanError([*problems, str(error)]) from error
-    notes += compare_tokenizers(models) if vocabulary is None else vocabulary.notes
-    if method is None:
+    if vocabulary is None:
+        notes += compare_tokenizers(models)
+    else:
+        notes += vocabulary.notes
+        rows = vocabulary.rows
+    if method is None:  # without it no tensor can be planned
         raise PlanError(problems)
-    uses_base = method.base != "unused"
-    layout = (stacked_slices if recipe.slices else whole_models)(recipe, aligned, uses_base)
+    layout_of = stacked_slices if recipe.slices else whole_models
+    layout = layout_of(recipe, aligned, method.base != "unused")
     notes += layout.notes
     problems += layout.problems
     problems += tensor_problems(layout.slots, aligned, vocabulary is not None)
@@ -128,11 +125,8 @@ def make_plan(
     tensors = _plan_tensors(layout, recipe, method, aligned)
     _stop_if(check_copies(tensors, aligned))
     notes += idle_filters(recipe, [t.name for t in tensors])
-    placed, shards = shard_layout(
-        tensors, max_shard_size, getattr(models.sources[models.donor], "stem", "model")
-    )
-    if vocabulary is not None:
-        rows = vocabulary.rows
+    stem = getattr(models.sources[models.donor], "stem", "model")
+    placed, shards = shard_layout(tensors, max_shard_size, stem)
     return MergePlan(
         recipe,
         list(aligned.sources),
@@ -144,6 +138,24 @@ def make_plan(
         list(dict.fromkeys(notes)),
         threads,
     )
+
+
+def _truncate(recipe: MergeRecipe, models: Models) -> tuple[Models, int | None, list[str]]:
+    """Cut vocabularies, and return the models, the rows that are left, and a note of it."""
+    if recipe.tokenizer is not None:
+        return (
+            models,
+            None,
+            ["truncate_embeddings has no effect, as the recipe names a tokenizer"],
+        )
+    cut, rows = truncate_vocabularies(models)
+    if rows is None:  # all have as many
+        return cut, None, []
+    note = (
+        f"embeddings and heads are cut to {rows} rows, the fewest of any model; rows are matched "
+        "by number, and the tokenizer may have more tokens"
+    )
+    return cut, rows, [note]
 
 
 def _stage_notes(stages: Mapping[int, Source]) -> list[str]:
@@ -177,12 +189,12 @@ def _align(recipe: MergeRecipe, models: Models) -> tuple[Vocabulary | None, Mode
     """The output's vocabulary, where one is asked for, and the models as seen through it."""
     if recipe.tokenizer is None:
         return None, models
+    base = None
     if recipe.base_model is not None:
         base = models.of(recipe.base_model)
-    else:
-        base = None
-    vocabulary = plan_vocabulary(models.sources, recipe.tokenizer, models.donor, base, models.index)
-    aligned = [AlignedSource(models.sources, i, vocabulary) for i in range(len(models.sources))]
+    sources = models.sources
+    vocabulary = plan_vocabulary(sources, recipe.tokenizer, models.donor, base, models.index)
+    aligned = [AlignedSource(sources, place, vocabulary) for place in range(len(sources))]
     return vocabulary, replace(models, sources=aligned)
 
 
@@ -204,34 +216,27 @@ def _plan_tensors(
 def _tensor(slot: Slot, recipe: MergeRecipe, method: MergeMethod, models: Models) -> TensorPlan:
     """Plan one tensor of the output."""
     inputs = tuple(i for _, i in slot.inputs)
-    everything = (*inputs, slot.base) if slot.base else inputs
+    everything = inputs
+    if slot.base is not None:
+        everything = (*inputs, slot.base)
     infos = [models.sources[i.source].tensors[i.name] for i in everything]
     shape = infos[0].shape
-    if not infos[0].dtype.is_floating_point:
-        return TensorPlan(
-            slot.name,
-            shape,
-            infos[0].dtype,
-            infos[0].dtype,
-            everything,
-            None,
-            None,
-            {},
-            parts=_parts(slot, everything[0], models, shape, infos[0].dtype),
-        )
+    kind = infos[0].dtype
+    if not kind.is_floating_point:  # copied, if all models agree on it
+        parts = _parts(slot, everything[0], models, shape, kind)
+        return TensorPlan(slot.name, shape, kind, kind, everything, None, None, {}, parts=parts)
     stored = promote(info.dtype for info in infos)
-    asked = FLOATS[recipe.dtype] if recipe.dtype else None
-    if recipe.out_dtype:
-        dtype = FLOATS[recipe.out_dtype]
-    else:
-        dtype = asked or stored
+    asked = FLOATS.get(recipe.dtype or "")
+    dtype = FLOATS.get(recipe.out_dtype or "", asked or stored)
     method.check_inputs(len(inputs), slot.base is not None)
-    if slot.piece:
-        common: list[Mapping[str, object]] = [slot.piece.parameters]
-    else:
-        common = []
-    by_model = [(entry.parameters if entry else {}, i.name) for entry, i in slot.inputs]
-    bound = settings_for(method, slot.name, slot.depth, by_model, [*common, recipe.parameters])
+    common = [recipe.parameters]
+    if slot.piece is not None:
+        common.insert(0, slot.piece.parameters)
+    by_model: list[tuple[Mapping[str, object], str]] = []
+    for entry, i in slot.inputs:
+        own = {} if entry is None else entry.parameters  # a base without parameters has no entry
+        by_model.append((own, i.name))
+    bound = settings_for(method, slot.name, slot.depth, by_model, common)
     return TensorPlan(
         slot.name,
         shape,
@@ -253,7 +258,10 @@ def _parts(
     layer = layer_of(slot.name)
     parts = []
     for info in found:
-        name = info.name if layer is None else with_layer(info.name, layer)
+        name = info.name
+        if layer is not None:  # slices move layers
+            name = with_layer(name, layer)
+        # a tensor that is only renamed may have been cut or extended
         parts.append(TensorInfo(name, shape if len(found) == 1 else info.shape, dtype))
     if [info.name for info in parts] == [slot.name]:
         return ()

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ..dtypes import Array
-from ..files import CheckpointError, Source
+from ..files import CheckpointError, Source, TensorInfo
 from ..recipe import MergeRecipe
 from ..recipe.templates import TEMPLATES
 from ..vocabulary import EMBEDDING, HEAD, is_vocabulary_tensor, read_vocabulary, stage_tokens
@@ -28,6 +28,7 @@ _NUMBERED_LAYER = re.compile(
 )
 _SHOWN = 5  # missing layers or tensors that a message names
 _TORN = 2  # layers that lose tensors with one file
+# settings by which equal shapes mean another computation
 _MUST_AGREE = (
     "model_type",
     "hidden_size",
@@ -35,16 +36,24 @@ _MUST_AGREE = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "n_head",
+    "hidden_act",
+    "activation_function",
+    "num_experts",
+    "num_experts_per_tok",
 )
-_MUST_AGREE += ("n_head", "hidden_act", "activation_function", "num_experts", "num_experts_per_tok")
+# settings of which the output can have only one
 _MAY_DIFFER = (
     "rope_parameters",
     "rope_theta",
     "rope_scaling",
     "max_position_embeddings",
     "rms_norm_eps",
+    "sliding_window",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
 )
-_MAY_DIFFER += ("sliding_window", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def _flat(config: Mapping[str, object]) -> dict[str, object]:
@@ -52,21 +61,26 @@ def _flat(config: Mapping[str, object]) -> dict[str, object]:
     flat = dict(config)
     for key, value in config.items():
         if key.endswith("_config") and isinstance(value, dict):
-            flat |= {f"{key}.{inner}": part for inner, part in _flat(value).items()}
+            for inner, part in _flat(value).items():
+                flat[f"{key}.{inner}"] = part
     return flat
 
 
 def missing_tensors(source: Source) -> list[str]:
     """Return a message for each kind of tensor that a model should have and lacks."""
-    text = source.config.get("text_config")
-    config = text if isinstance(text, dict) else source.config
-    found = (
+    config = source.config.get("text_config")
+    if not isinstance(config, dict):  # of a model of texts and images it is the texts' part
+        config = source.config
+    problems = []
+    for problem in (
         _missing_layers(source, config),
         _missing_in_layers(source),
         _other_rows(source, config),
         _missing_head(source),
-    )
-    return [f"{source.label}: {problem}" for problem in found if problem is not None]
+    ):
+        if problem is not None:
+            problems.append(f"{source.label}: {problem}")
+    return problems
 
 
 def _names_by_layer(source: Source) -> tuple[str, dict[int, set[str]]]:
@@ -77,6 +91,7 @@ def _names_by_layer(source: Source) -> tuple[str, dict[int, set[str]]]:
         if match is not None:
             layers = stacks.setdefault(match["before"], {})
             layers.setdefault(int(match["number"]), set()).add(name[match.end() :])
+    # a model of several parts has a stack in each: the longest is the one that configs count
     return max(stacks.items(), key=lambda item: len(item[1]), default=("", {}))
 
 
@@ -91,18 +106,36 @@ def _missing_in_layers(source: Source) -> str | None:
     before, layers = _names_by_layer(source)
     if len(layers) <= 2 * _TORN:  # too few to tell a rule from an exception
         return None
-    holders = Counter(name for names in layers.values() for name in names)
-    nearly_everywhere = {n for n, count in holders.items() if 0 < len(layers) - count <= _TORN}
+    holders: Counter[str] = Counter()
+    for names in layers.values():
+        holders.update(names)
+    nearly_everywhere = set()
+    for name, count in holders.items():
+        if 0 < len(layers) - count <= _TORN:
+            nearly_everywhere.add(name)
     missing = []
     for number, names in sorted(layers.items()):
-        lacking = sorted(nearly_everywhere - names)
-        larger = (others for n, others in layers.items() if n > number and names < others)
-        if number and any(others - names <= nearly_everywhere for others in larger):
-            missing += [f"{before}{number}.{name}" for name in lacking]
+        if number and _is_torn(number, layers, nearly_everywhere):
+            for name in sorted(nearly_everywhere - names):
+                missing.append(f"{before}{number}.{name}")
     if not missing:
         return None
-    more = ", ..." if len(missing) > _SHOWN else ""
-    return f"expected {', '.join(missing[:_SHOWN])}{more} as in the other layers, got none"
+    return f"expected {_first_of(missing)} as in the other layers, got none"
+
+
+def _is_torn(number: int, layers: Mapping[int, set[str]], nearly_everywhere: set[str]) -> bool:
+    """Return whether a later layer has all tensors of this one, and more of the usual ones."""
+    names = layers[number]
+    for later, others in layers.items():
+        if later > number and names < others and others - names <= nearly_everywhere:
+            return True
+    return False
+
+
+def _first_of(names: Sequence[str]) -> str:
+    """Return the first of many names, for a message."""
+    more = ", ..." if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _missing_layers(source: Source, config: Mapping[str, object]) -> str | None:
@@ -111,19 +144,25 @@ def _missing_layers(source: Source, config: Mapping[str, object]) -> str | None:
     Layers are counted where names number them (``layers.3.``): a model that shares one layer's
     weights has no such names.
     """
-    count = next((n for key in LAYER_KEYS if isinstance(n := config.get(key), int)), 0)
+    count = 0
+    for key in LAYER_KEYS:
+        value = config.get(key)
+        if isinstance(value, int):
+            count = value
+            break
     before, present = _names_by_layer(source)
     missing = [f"{before}{number}" for number in range(count) if number not in present]
     if not present or not missing:
         return None
-    more = ", ..." if len(missing) > _SHOWN else ""
-    shown = ", ".join(missing[:_SHOWN])
-    return f"config.json says {count} layers, expected tensors of {shown}{more}, got none"
+    return f"config.json says {count} layers, expected tensors of {_first_of(missing)}, got none"
 
 
 def _embedding_rows(source: Source) -> set[int]:
-    infos = source.tensors.items()
-    return {info.shape[0] for name, info in infos if EMBEDDING.search(name) and info.shape}
+    rows = set()
+    for name, info in source.tensors.items():
+        if EMBEDDING.search(name) and info.shape:
+            rows.add(info.shape[0])
+    return rows
 
 
 def _other_rows(source: Source, config: Mapping[str, object]) -> str | None:
@@ -167,6 +206,7 @@ def compare_configs(models: Models) -> tuple[list[str], list[str]]:
             if pair[0] == pair[1]:
                 continue
             text = f"{pair[0]!r} in {first.label}, {pair[1]!r} in {other.label}"
+            # a setting that one config leaves out has a default that is not known here
             if name in _MUST_AGREE and None not in pair:
                 problems.append(f"different architectures: {key} is {text}")
             elif name in _MAY_DIFFER:
@@ -184,13 +224,13 @@ def _known_tokens(source: Source) -> dict[str, int] | None:
     planned = stage_tokens(source)
     if planned is not None:
         return dict(planned)
+    folder = source.folder
     name = source.config.get("_name_or_path")
-    folder = source.folder or (
-        Path(name) if isinstance(name, str) and name and Path(name).is_dir() else None
-    )
+    if folder is None and isinstance(name, str) and name:
+        folder = Path(name)
+    if folder is None or not folder.is_dir():
+        return None
     try:
-        if folder is None:
-            return None
         return read_vocabulary(folder, source.label)
     except CheckpointError:
         return None
@@ -202,16 +242,19 @@ def compare_tokenizers(models: Models) -> list[str]:
     Rows are merged by number where no tokenizer is asked for.
     """
     notes: list[str] = []
-    vocabularies = [
-        (source.label, tokens)
-        for source in models.sources
-        if (tokens := _known_tokens(source)) is not None
-    ]
+    vocabularies = []
+    for source in models.sources:
+        tokens = _known_tokens(source)
+        if tokens is not None:
+            vocabularies.append((source.label, tokens))
     for label, tokens in vocabularies[1:]:
         first_label, first = vocabularies[0]
-        moved = [token for token, row in tokens.items() if first.get(token, row) != row]
-        by_row = {row: token for token, row in first.items()}
-        moved += [token for token, row in tokens.items() if token not in first and row in by_row]
+        rows = set(first.values())
+        moved = []
+        for token, row in tokens.items():
+            # known with another row, or new in a row that the first model uses
+            if first.get(token, row) != row or (token not in first and row in rows):
+                moved.append(token)
         if moved:
             notes.append(
                 f"the tokenizers of {first_label} and {label} differ in {len(moved)} tokens "
@@ -232,54 +275,58 @@ def template_problems(recipe: MergeRecipe) -> list[str]:
 
 def tensor_problems(slots: Sequence[Slot], models: Models, by_token: bool) -> list[str]:
     """Return why the inputs of slots cannot be merged."""
-    problems = [_tensor_problem(slot, models, by_token) for slot in slots]
-    return [problem for problem in problems if problem is not None]
+    problems = []
+    for slot in slots:
+        inputs = [i for _, i in slot.inputs]
+        if slot.base is not None:
+            inputs.append(slot.base)
+        infos = [models.sources[i.source].tensors[i.name] for i in inputs]
+        if len({info.shape for info in infos}) > 1:
+            shown = []
+            for i, info in zip(inputs, infos, strict=True):
+                shown.append(f"{models.label(i.source)} {list(info.shape)}")
+            hint = "" if by_token else _vocabulary_hint(slot.name, infos)
+            problems.append(f"shapes differ: {slot.name}: {', '.join(shown)}{hint}")
+            continue
+        floats = [info.dtype.is_floating_point for info in infos]
+        names = [info.dtype.name for info in infos]
+        if len(set(names)) > 1 and not all(floats):
+            problems.append(f"dtypes differ: {slot.name}: {', '.join(names)}")
+    return problems
 
 
-def _tensor_problem(slot: Slot, models: Models, by_token: bool) -> str | None:
-    """Return why the inputs of a slot cannot be merged.
-
-    Shapes that differ, or dtypes of which only some are floats.
-    """
-    inputs = [*(i for _, i in slot.inputs), *([slot.base] if slot.base else [])]
-    infos = [models.sources[i.source].tensors[i.name] for i in inputs]
-    if len({info.shape for info in infos}) > 1:
-        shown = ", ".join(
-            f"{models.label(i.source)} {list(t.shape)}" for i, t in zip(inputs, infos, strict=True)
-        )
-        hint = ""
-        rows_alone = len({info.shape[1:] for info in infos}) == 1
-        if rows_alone and is_vocabulary_tensor(slot.name) and not by_token:
-            hint = (
-                " (vocabularies differ; tokenizer_source: base or union would match them by token, "
-                "truncate_embeddings=True would cut them)"
-            )
-        return f"shapes differ: {slot.name}: {shown}{hint}"
-    dtypes = [info.dtype for info in infos]
-    if len(set(dtypes)) > 1 and not all(dtype.is_floating_point for dtype in dtypes):
-        return f"dtypes differ: {slot.name}: {', '.join(dtype.name for dtype in dtypes)}"
-    return None
+def _vocabulary_hint(name: str, infos: Sequence[TensorInfo]) -> str:
+    """Return what to do about shapes that differ, if only their rows of tokens do."""
+    columns = {info.shape[1:] for info in infos}
+    if len(columns) > 1 or not is_vocabulary_tensor(name):
+        return ""
+    return (
+        " (vocabularies differ; tokenizer_source: base or union would match them by token, "
+        "truncate_embeddings=True would cut them)"
+    )
 
 
 def check_copies(tensors: Sequence[TensorPlan], models: Models) -> list[str]:
     """Integer and boolean buffers are copied when all models agree on them."""
     problems = []
     for t in tensors:
-        if t.method is None:
-            first, *others = t.inputs
-            problems += [
-                f"{t.name}: is {t.dtype} and differs between models; it cannot be merged"
-                for other in others
-                if not _equal(t, first, other, models)
-            ]
+        if t.method is not None:
+            continue
+        for other in t.inputs[1:]:
+            if not _equal(t, t.inputs[0], other, models):
+                problems.append(
+                    f"{t.name}: is {t.dtype} and differs between models; it cannot be merged"
+                )
     return problems
 
 
 def _equal(t: TensorPlan, first: Input, other: Input, models: Models) -> bool:
+    """Return whether two tensors hold the same values."""
+
     def read(i: Input, begin: int) -> Array:
         return models.sources[i.source].read(i.name, begin, min(begin + CHUNK, t.info.count))
 
-    return all(
-        np.array_equal(read(first, begin), read(other, begin))
-        for begin in range(0, t.info.count, CHUNK)
-    )
+    for begin in range(0, t.info.count, CHUNK):
+        if not np.array_equal(read(first, begin), read(other, begin)):
+            return False
+    return True

@@ -34,20 +34,19 @@ def output_config(
     config = copy.deepcopy(sources[donor].config)
     if not config:
         return config
-    if floats := {t.dtype for t in tensors if t.dtype.is_floating_point}:
-        config.pop("torch_dtype", None)
+    floats = {t.dtype for t in tensors if t.dtype.is_floating_point}
+    if floats:
+        config.pop("torch_dtype", None)  # the name before transformers 5
         config["dtype"] = promote(floats).name
     _set_tie_word_embeddings(config, sources, any(HEAD.search(t.name) for t in tensors))
-    if isinstance(config.get("text_config"), dict):
-        inner = config["text_config"]
-    else:
-        inner = config
+    # of a model of texts and images it is the texts' part that counts tokens and layers
+    inner = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     if rows is not None:
-        for part in (config, inner):
-            if part is inner or "vocab_size" in part:
-                part["vocab_size"] = rows
+        inner["vocab_size"] = rows
+        if "vocab_size" in config:
+            config["vocab_size"] = rows
     if slices:
-        _count_layers(inner, [s.sources[0].layer_range or (0, 0) for s in slices])
+        _count_layers(inner, [piece.sources[0].layer_range or (0, 0) for piece in slices])
     return config
 
 
@@ -64,11 +63,16 @@ def _set_tie_word_embeddings(
 
 
 def _count_layers(config: dict[str, object], spans: Sequence[tuple[int, int]]) -> None:
-    old = next((config[k] for k in LAYER_KEYS if k in config), None)
+    """Set the number of layers, and let lists with an entry a layer follow."""
+    layers: list[int] = []
+    for begin, end in spans:
+        layers += range(begin, end)
+    old = None
     for key in LAYER_KEYS:
         if key in config:
-            config[key] = sum(end - begin for begin, end in spans)
-    for key, value in config.items():  # layer_types and the like: one entry a layer
-        listed = isinstance(value, list) and old is not None and len(value) == old
-        if listed and ("layer" in key or key.endswith("types")):
-            config[key] = [value[i] for begin, end in spans for i in range(begin, end)]
+            old = config[key] if old is None else old
+            config[key] = len(layers)
+    for key, value in config.items():
+        listed = isinstance(value, list) and len(value) == old
+        if listed and ("layer" in key or key.endswith("types")):  # layer_types and the like
+            config[key] = [value[layer] for layer in layers]

@@ -67,9 +67,8 @@ def with_layer(name: str, layer: int) -> str:
 
 def some(items: Sequence[str], limit: int = _SHOWN) -> str:
     """The first of many, and how many more there are."""
-    return ", ".join(items[:limit]) + (
-        f" and {len(items) - limit} more" if len(items) > limit else ""
-    )
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more
 
 
 def _depth(layer: int | None, count: int) -> float:
@@ -88,44 +87,44 @@ def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout
         uses_base: Whether the method treats the base apart; else it is one more model.
     """
     layout = Layout([], [], [])
+    members: dict[int, ModelEntry | None] = {}  # by the model's place
+    for entry in recipe.models:
+        members[models.of(entry.model)] = entry
     base = None
-    entries: list[ModelEntry | None] = list(recipe.models)
-    members = [models.of(entry.model) for entry in recipe.models]
     if recipe.base_model is not None:
         base = models.of(recipe.base_model)
-        if base not in members:
-            members.append(base)
-            entries.append(None)
+        members.setdefault(base, None)
     if not uses_base:
         base = None  # one more model
-    names = list(
-        dict.fromkeys(name for m in [models.donor, *members] for name in models.sources[m].tensors)
-    )
-    count = 1 + max((layer for name in names if (layer := layer_of(name)) is not None), default=0)
+    names: dict[str, None] = {}  # in the donor's order
+    for place in [models.donor, *members]:
+        names |= dict.fromkeys(models.sources[place].tensors)
+    count = 1 + max((layer_of(name) or 0 for name in names), default=0)
     missing: dict[int, list[str]] = {}
     for name in names:
-        aliases = {m: models.alias(m, name) for m in members}
-        lacking = [m for m, alias in aliases.items() if alias is None]
-        if lacking and _COMPUTED.search(name):
+        inputs: list[tuple[ModelEntry | None, Input]] = []
+        of_base = None
+        lacking = []
+        for place, entry in members.items():
+            alias = models.alias(place, name)
+            if alias is None:
+                lacking.append(place)
+            elif place == base:
+                of_base = Input(place, alias)
+            else:
+                inputs.append((entry, Input(place, alias)))
+        if not lacking:
+            layout.slots.append(Slot(name, _depth(layer_of(name), count), tuple(inputs), of_base))
+        elif _COMPUTED.search(name):
             layout.notes.append(f"{name} is computed, and not in every model: it is left out")
-            continue
-        if lacking:
-            for m in lacking:
-                missing.setdefault(m, []).append(name)
-            continue
-        inputs = [
-            (e, Input(m, alias))
-            for e, m in zip(entries, members, strict=True)
-            if (alias := aliases[m])
-        ]
-        own = tuple(pair for pair in inputs if pair[1].source != base)
-        of_base = next((i for _, i in inputs if i.source == base), None)
-        layout.slots.append(Slot(name, _depth(layer_of(name), count), own, of_base))
-    for m, names_there in missing.items():
-        others = [models.label(o) for o in members if names_there[0] in models.sources[o].tensors]
+        else:
+            for place in lacking:
+                missing.setdefault(place, []).append(name)
+    for place, there in missing.items():
+        holders = [models.label(m) for m in members if there[0] in models.sources[m].tensors]
         layout.problems.append(
-            f"{models.label(m)} lacks {len(names_there)} tensors that {some(others)} have: "
-            f"{some(names_there)}"
+            f"{models.label(place)} lacks {len(there)} tensors that {some(holders)} have: "
+            f"{some(there)}"
         )
     return layout
 
@@ -142,29 +141,31 @@ def stacked_slices(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layo
     before: list[Slot] = []
     after: list[Slot] = []
     first = 0
+    last = len(recipe.slices) - 1
     for number, piece in enumerate(recipe.slices):
-        if piece.base_model is None:
-            base = recipe.base_model
-        else:
-            base = piece.base_model
+        base = recipe.base_model if piece.base_model is None else piece.base_model
         stack = _Piece(piece, base, models, uses_base, problems)
         layers += stack.layers(first)
         first += stack.length
         for name in stack.outside():
-            place, end = (0, before) if _is_before_layers(name) else (len(recipe.slices) - 1, after)
-            if number == place and (slot := stack.slot(name, [name] * stack.count, 0.0)):
-                end.append(slot)
+            is_before = _is_before_layers(name)
+            if number != (0 if is_before else last):
+                continue
+            slot = stack.slot(name, [name] * stack.count, 0.0)
+            if slot is not None:
+                (before if is_before else after).append(slot)
     slots = [*before, *layers, *after]
-    names = [slot.name for slot in slots]
-    if len(set(names)) < len(names):
+    names = {slot.name for slot in slots}
+    if len(names) < len(slots):
         problems.append("the slices give one tensor twice")
     return Layout(slots, problems, [])
 
 
 def _is_before_layers(name: str) -> bool:
-    return (
-        bool(EMBEDDING.search(name) or "wpe" in name or "embed" in name) and "embed_out" not in name
-    )
+    """Return whether a tensor outside the layers is read before them, as embeddings are."""
+    if "embed_out" in name:  # GPT-NeoX's head
+        return False
+    return bool(EMBEDDING.search(name)) or "wpe" in name or "embed" in name
 
 
 class _Piece:
@@ -178,11 +179,11 @@ class _Piece:
         self._problems = problems
         self._members = [models.of(source.model) for source in piece.sources]
         self._ranges = [source.layer_range or (0, 0) for source in piece.sources]
+        self._base = None
         if uses_base and base is not None:
             self._base = models.index[model_key(base)]
-        else:
-            self._base = None
-        self.count, self.length = len(self._members), self._ranges[0][1] - self._ranges[0][0]
+        self.count = len(self._members)
+        self.length = self._ranges[0][1] - self._ranges[0][0]
         self._by_layer: list[dict[int | None, list[str]]] = []
         for member, (_, stop) in zip(self._members, self._ranges, strict=True):
             layers: dict[int | None, list[str]] = {}
@@ -199,23 +200,25 @@ class _Piece:
 
     def outside(self) -> list[str]:
         """The tensors that are in no layer."""
-        return list(
-            dict.fromkeys(name for layers in self._by_layer for name in layers.get(None, ()))
-        )
+        names: dict[str, None] = {}
+        for layers in self._by_layer:
+            names |= dict.fromkeys(layers.get(None, ()))
+        return list(names)
 
     def layers(self, first: int) -> list[Slot]:
         """The slice's layers, the output's from ``first`` on."""
         slots = []
         for step in range(self.length):
             numbers = [start + step for start, _ in self._ranges]
-            by_source = zip(self._by_layer, numbers, strict=True)
-            names = dict.fromkeys(
-                with_layer(name, 0) for layers, n in by_source for name in layers.get(n, ())
-            )
+            names: dict[str, None] = {}  # as in layer 0, so that sources can be compared
+            for layers, number in zip(self._by_layer, numbers, strict=True):
+                for name in layers.get(number, ()):
+                    names[with_layer(name, 0)] = None
             for name in names:
-                there = [with_layer(name, n) for n in numbers]
+                there = [with_layer(name, number) for number in numbers]
                 slot = self.slot(with_layer(name, first + step), there, _depth(step, self.length))
-                slots += [slot] if slot else []
+                if slot is not None:
+                    slots.append(slot)
         return slots
 
     def slot(self, name: str, names: Sequence[str], depth: float) -> Slot | None:
@@ -230,17 +233,20 @@ class _Piece:
                 self._problems.append(f"{self._models.label(member)} has no {there}")
                 return None
             inputs.append((entry, Input(member, alias)))
-        base = None
-        if self._base is not None:
-            base = next((i for _, i in inputs if i.source == self._base), None)
-            # not among the sources: it gives the layers that the first source gives
-            if base is None:
-                alias = self._models.alias(self._base, names[0])
-                if alias is None:
-                    self._problems.append(
-                        f"{name}: the base model {self._models.label(self._base)} has no {names[0]}"
-                    )
-                    return None
-                base = Input(self._base, alias)
-        models = tuple(i for i in inputs if base is None or i[1].source != self._base)
-        return Slot(name, depth, models, base, self._piece)
+        if self._base is None:
+            return Slot(name, depth, tuple(inputs), None, self._piece)
+        # a base that is not among the sources gives the layers that the first source gives
+        alias = self._models.alias(self._base, names[0])
+        base = None if alias is None else Input(self._base, alias)
+        others = []
+        for entry, i in inputs:
+            if i.source == self._base:
+                base = i
+            else:
+                others.append((entry, i))
+        if base is None:
+            self._problems.append(
+                f"{name}: the base model {self._models.label(self._base)} has no {names[0]}"
+            )
+            return None
+        return Slot(name, depth, tuple(others), base, self._piece)

@@ -54,12 +54,11 @@ def truncate_vocabularies(models: Models) -> tuple[Models, int | None]:
     Returns:
         The models and the number of rows; the same models and None if all have as many.
     """
-    sizes = {
-        info.shape[0]
-        for source in models.sources
-        for name, info in source.tensors.items()
-        if is_vocabulary_tensor(name) and info.shape
-    }
+    sizes = set()
+    for source in models.sources:
+        for name, info in source.tensors.items():
+            if is_vocabulary_tensor(name) and info.shape:
+                sizes.add(info.shape[0])
     if len(sizes) < 2:
         return models, None
     rows = min(sizes)
@@ -87,11 +86,10 @@ class PlannedSource(Source):
         self.tensors = {t.name: t.info for t in plan.tensors}
         self.tokens = plan.vocabulary.tokens if plan.vocabulary else None
         self.parts = {t.name: t.parts for t in plan.tensors}
-        self.copied = {
-            t.name: (plan.sources[t.inputs[0].source], t.inputs[0].name)
-            for t in plan.tensors
-            if not t.method
-        }
+        self.copied: dict[str, tuple[Source, str]] = {}
+        for t in plan.tensors:
+            if t.method is None:
+                self.copied[t.name] = (plan.sources[t.inputs[0].source], t.inputs[0].name)
 
     def read(self, name: str, start: int, stop: int) -> Array:
         """The values of a tensor that is copied."""
@@ -128,10 +126,9 @@ def open_models(
         index[model_key(model)] = len(sources) - 1
     if problems:
         return None, problems
+    donor = 0
     if recipe.base_model is not None:
         donor = index[model_key(recipe.base_model)]
-    else:
-        donor = 0
     # a state dict, say: then the first model that has a config is the donor
     if not sources[donor].config:
         donor = next((i for i, source in enumerate(sources) if source.config), donor)

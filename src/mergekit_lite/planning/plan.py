@@ -31,8 +31,9 @@ class PlanError(ValueError):
 
     def __init__(self, problems: Sequence[str], what: str = "this merge"):
         self.problems = list(problems)
-        count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
-        lines = [f"- {p}" for p in self.problems[:_SHOWN]]
+        plural = "s" if len(self.problems) > 1 else ""
+        count = f"{len(self.problems)} problem{plural}"
+        lines = [f"- {problem}" for problem in self.problems[:_SHOWN]]
         if len(self.problems) > _SHOWN:
             lines.append(f"and {len(self.problems) - _SHOWN} more")
         super().__init__(f"{what} cannot be done ({count}):\n" + "\n".join(lines))
@@ -149,9 +150,11 @@ class MergePlan(Report):
         for t in self.tensors:
             inputs = len(t.everything)
             if t.method is None or t.has_kernel or t.method.elementwise:
+                # a thread's stretch of each input, as stored and as numbers, and some to work in
                 block = min(t.info.count, CHUNK)
                 peak = max(peak, self.threads * block * t.work.itemsize * (2 * inputs + 6))
             else:
+                # every input whole, and copies of them in the worst case in float64
                 peak = max(peak, t.info.count * (t.work.itemsize * inputs + 8 * (inputs + 3)))
         return peak
 
@@ -163,7 +166,8 @@ class MergePlan(Report):
         if base is not None:
             labels.pop(model_label(base), None)
         models = f"{self.recipe.merge_method} of {len(labels)}: {', '.join(labels)}"
-        models += "" if base is None else f"; base: {model_label(base)}"
+        if base is not None:
+            models += f"; base: {model_label(base)}"
         rows = {
             "tensors": (
                 f"{len(self.tensors)}, {self.parameters:,} parameters, {_dtypes(self.tensors)}"

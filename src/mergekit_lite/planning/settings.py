@@ -68,11 +68,12 @@ def evaluate_setting(
     if not all(isinstance(v, _SCALARS) for v in value):
         raise RecipeError(f"a parameter's gradient is {list(value)!r}, expected numbers")
     values = [check(v) for v in value]
-    place = depth * (len(values) - 1)
-    left = min(int(place), len(values) - 1)
+    last = len(values) - 1
+    place = depth * last
+    left = min(int(place), last)
     if any(isinstance(v, (bool, str)) for v in values):  # no steps between them
         return values[left]
-    right = min(left + 1, len(values) - 1)
+    right = min(left + 1, last)
     return check(values[left] + (place - left) * (values[right] - values[left]))
 
 
@@ -123,12 +124,15 @@ def settings_for(
             return parameter.check(value, method.name)
 
         if parameter.per_model:
-            values_of_models = [
-                setting([level, *common], key, tensor, depth, check) for level, tensor in models
-            ]
-            if parameter.required or any(value is not None for value in values_of_models):
+            values_of_models = []
+            for level, tensor in models:
+                values_of_models.append(setting([level, *common], key, tensor, depth, check))
+            # without any value the default is taken, or the lack of one told
+            if parameter.required or values_of_models.count(None) < len(models):
                 values[key] = values_of_models
-        elif (value := setting(common, key, name, depth, check)) is not None:
+            continue
+        value = setting(common, key, name, depth, check)
+        if value is not None:
             values[key] = value
     return method.bind(len(models), values)
 
@@ -161,7 +165,9 @@ def check_parameters(recipe: MergeRecipe, method: MergeMethod) -> tuple[list[str
     """
     problems = []
     notes = []
-    elsewhere = {name for other in METHODS.values() for name in other.parameters} | _IDLE
+    elsewhere = set(_IDLE)
+    for other in METHODS.values():
+        elsewhere |= other.parameters.keys()
     for where, parameters, of_model in _places(recipe):
         for name, value in parameters.items():
             if name not in method.parameters and (name in elsewhere or not method.near(name)):
@@ -175,19 +181,16 @@ def check_parameters(recipe: MergeRecipe, method: MergeMethod) -> tuple[list[str
                 problems.append(f"{where}: {error}")
                 continue
             if of_model and not parameter.per_model:
-                text = (
+                lost = parameter.required and not _has_it_elsewhere(recipe, name)
+                (problems if lost else notes).append(
                     f"{where}: {name} has no effect at a model; {method.name} takes one {name} for "
                     "all"
                 )
-                (
-                    problems
-                    if parameter.required and not _has_it_elsewhere(recipe, name)
-                    else notes
-                ).append(text)
     return problems, notes
 
 
 def _has_it_elsewhere(recipe: MergeRecipe, name: str) -> bool:
+    """Return whether a parameter stands at the recipe or a slice, where it has an effect."""
     return any(name in parameters for _, parameters, of_model in _places(recipe) if not of_model)
 
 
@@ -197,7 +200,9 @@ def idle_filters(recipe: MergeRecipe, names: Sequence[str]) -> list[str]:
     for _, parameters, _ in _places(recipe):
         for key, value in parameters.items():
             for entry in value if isinstance(value, (list, tuple)) else [value]:
-                wanted = entry.get("filter") if isinstance(entry, Mapping) else None
+                if not isinstance(entry, Mapping):
+                    continue
+                wanted = entry.get("filter")
                 if not any(matches(wanted, name) for name in names):
                     notes.append(f"{key}: filter {wanted!r} is in no tensor's name")
     return notes

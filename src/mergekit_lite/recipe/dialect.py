@@ -28,6 +28,7 @@ from .recipe import (
     unknown_keys,
 )
 
+# all keys of a recipe
 _RECIPE = [
     "merge_method",
     "models",
@@ -37,10 +38,14 @@ _RECIPE = [
     "parameters",
     "dtype",
     "out_dtype",
+    "tokenizer",
+    "tokenizer_source",
+    "chat_template",
+    "name",
 ]
-_RECIPE += ["tokenizer", "tokenizer_source", "chat_template", "name"]
-_TEXTS = ("dtype", "out_dtype", "chat_template")
+_TEXTS = ("dtype", "out_dtype", "chat_template")  # keys without which a recipe can be planned
 _DEPTH = 6  # deepest nesting of parameters; filter entries with gradients need 4
+_ALIKE = 0.8  # similarity of names from which one is taken for the other, misspelt
 _IDLE = {
     "random_seed": (
         "a recipe's random_seed has no effect; give the seed as merge_models(seed=...) or --seed"
@@ -88,7 +93,9 @@ def load_recipe(path_or_text: str | os.PathLike[str]) -> MergeRecipe:
         try:
             return _of_text(text)
         except RecipeError as error:
-            named = [f"recipe {path}: {p.removeprefix('recipe: ')}" for p in error.problems]
+            named = []
+            for problem in error.problems:
+                named.append(f"recipe {path}: {problem.removeprefix('recipe: ')}")
             raise RecipeError(*named, partial=error.partial) from error
     return _of_text(text)
 
@@ -126,7 +133,8 @@ def _final_stage(documents: list[dict[str, object]]) -> MergeRecipe:
         return finished[name]
 
     result = stage(None if None in by_name else names[-1])
-    if idle := [name for name in by_name if name not in finished]:
+    idle = [name for name in by_name if name not in finished]
+    if idle:
         raise RecipeError(
             f"recipe: the result does not use the stage {idle[0]!r}; merge it in a recipe of its "
             "own"
@@ -136,16 +144,18 @@ def _final_stage(documents: list[dict[str, object]]) -> MergeRecipe:
 
 def _check_names(names: Sequence[object]) -> None:
     """Refuse documents' names unless all are plain, different, and one at most is missing."""
-    given = [name for name in names if name is not None]
-    if not all(isinstance(name, str) for name in given) or len(given) < len(names) - 1:
+    if names.count(None) > 1:
         raise RecipeError(
             "recipe: of several documents each needs a name, but for the one that is the result"
         )
-    for name in map(str, given):
-        if Path(name).name != name or name.startswith("."):
+    for name in names:
+        if name is None:
+            continue
+        # a stage is written into a folder of this name
+        if not isinstance(name, str) or Path(name).name != name or name.startswith("."):
             raise RecipeError(f"recipe: a stage cannot be called {name!r}; expected a plain name")
-    if twice := [name for name in given if given.count(name) > 1]:
-        raise RecipeError(f"recipe: two documents have the name {twice[0]!r}")
+        if names.count(name) > 1:
+            raise RecipeError(f"recipe: two documents have the name {name!r}")
 
 
 def parse_recipe(data: Mapping[str, object], model_of: ModelOf = str) -> MergeRecipe:
@@ -224,7 +234,9 @@ class _Parser:
         except RecipeError as error:
             self.problems += error.problems
         # without these it may be a recipe that can be planned, which finds further problems
-        return MergeRecipe(**{key: v for key, v in settings.items() if key not in _TEXTS})
+        for key in _TEXTS:
+            settings.pop(key, None)
+        return MergeRecipe(**settings)
 
     def _settings(self, data: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of the recipe, `_LOST` in place of models that cannot be read."""
@@ -233,10 +245,11 @@ class _Parser:
                 "recipe: builds a mixture of experts, as mergekit-moe does, which is not "
                 "supported; expected merge_method, and models or slices"
             )
-        self.notes += [_IDLE[key] for key in data if key in _IDLE]
-        self._known(
-            "recipe", {key: value for key, value in data.items() if key not in _IDLE}, _RECIPE
-        )
+        for key, note in _IDLE.items():
+            if key in data:
+                self.notes.append(note)
+                del data[key]
+        self._known("recipe", data, _RECIPE)
         data = {key: value for key, value in data.items() if key in _RECIPE}
         if data.get("merge_method") is None:
             raise RecipeError("recipe: has no merge_method")
@@ -290,31 +303,31 @@ class _Parser:
         known = ["model", "parameters"]
         if in_slice:
             known.append("layer_range")
-        misplaced = self._misplaced(where, data)
-        self._known(where, {key: v for key, v in data.items() if key not in misplaced}, known)
+        self._take_misplaced(where, data)
+        self._known(where, data, known)
         if "model" not in data:
             raise RecipeError(f"{where}: an entry has no model")
-        layers = data.get("layer_range") if in_slice else None
-        if layers is not None and (not isinstance(layers, (list, tuple)) or len(layers) != 2):
-            raise RecipeError(f"{where}: layer_range is {layers!r}, expected [start, end]")
+        layers = None
+        if in_slice and data.get("layer_range") is not None:
+            layers = _layers(where, data["layer_range"])
         return ModelEntry(
             model=self._model(f"{where} model", data["model"]),
-            layer_range=None if layers is None else (_whole(layers[0]), _whole(layers[1])),
+            layer_range=layers,
             parameters=self._parameters(f"{where} parameters", data.get("parameters")),
         )
 
-    def _misplaced(self, where: str, data: Mapping[str, object]) -> set[str]:
-        """Return the keys beside a model that are parameters, or are spelt much like one."""
-        parameters = {name for method in METHODS.values() for name in method.parameters}
-        misplaced = set()
+    def _take_misplaced(self, where: str, data: dict[str, object]) -> None:
+        """Take out the keys beside a model that are parameters, or are spelt much like one."""
+        parameters: set[str] = set()
+        for method in METHODS.values():
+            parameters |= method.parameters.keys()
         for key in data.keys() - {"model", "parameters", "layer_range"}:
-            near = difflib.get_close_matches(key, parameters, n=1, cutoff=0.8)
+            near = difflib.get_close_matches(key, parameters, n=1, cutoff=_ALIKE)
             if near:
-                misplaced.add(key)
+                del data[key]
                 self.problems.append(
                     f"{where}: {key} stands beside model, expected {near[0]} under parameters"
                 )
-        return misplaced
 
     def _slice(self, value: object) -> Slice:
         data = as_mapping("slices", value)
@@ -322,12 +335,14 @@ class _Parser:
         if data.get("residual_weight") is not None:
             self.notes.append("slices: residual_weight has no effect")
         base = data.get("base_model")
-        sources = as_list("slices sources", data.get("sources"))
+        if base is not None:
+            base = self._model("slices base_model", base)
+        sources = []
+        for source in as_list("slices sources", data.get("sources")):
+            sources.append(self._entry("slices sources", source, in_slice=True))
         return Slice(
-            sources=tuple(
-                self._entry("slices sources", source, in_slice=True) for source in sources
-            ),
-            base_model=None if base is None else self._model("slices base_model", base),
+            sources=tuple(sources),
+            base_model=base,
             parameters=self._parameters("slices parameters", data.get("parameters")),
         )
 
@@ -340,14 +355,13 @@ class _Parser:
             return None
         data = as_mapping("tokenizer", tokenizer)
         self._known("tokenizer", data, ["source", "tokens", "pad_to_multiple_of"])
-        tokens = as_mapping("tokenizer tokens", data.get("tokens") or {})
+        rules = {}
+        for token, rule in as_mapping("tokenizer tokens", data.get("tokens") or {}).items():
+            rules[token] = self._token_rule(f"tokenizer tokens {token!r}", rule)
         multiple: Any = data.get("pad_to_multiple_of")  # which `TokenizerSpec` checks
         return TokenizerSpec(
             source=self._tokenizer_source("tokenizer source", data.get("source") or "union"),
-            tokens={
-                token: self._token_rule(f"tokenizer tokens {token!r}", rule)
-                for token, rule in tokens.items()
-            },
+            tokens=rules,
             pad_to_multiple_of=multiple,
         )
 
@@ -361,11 +375,11 @@ class _Parser:
         self._known(where, data, ["source", "force"])
         source = data.get("source")
         force = bool(data.get("force"))
-        kind = source.get("kind") if isinstance(source, Mapping) else None
         if source is None:
             return TokenRule(force=force)
-        if not isinstance(source, Mapping) or kind is None:
+        if not isinstance(source, Mapping) or source.get("kind") is None:
             return TokenRule(model=self._model(f"{where} source", source), force=force)
+        kind = source["kind"]
         if kind == "zero":
             return TokenRule(zero=True, force=force)
         if kind != "model_token":
@@ -397,6 +411,13 @@ def _is_alone(base: object, entries: Sequence[ModelEntry], method: object) -> bo
     return all(model_key(entry.model) == model_key(base) for entry in entries)
 
 
+def _layers(where: str, value: object) -> tuple[Any, Any]:
+    """Read a layer_range; what is no whole number is left to `ModelEntry`."""
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise RecipeError(f"{where}: layer_range is {value!r}, expected [start, end]")
+    return _whole(value[0]), _whole(value[1])
+
+
 def _whole(value: Any) -> Any:
     """The whole number in ``"3"`` or ``3.0``.
 
@@ -421,12 +442,13 @@ def _parameters(where: str, value: object) -> dict[str, object]:
             raise RecipeError(
                 f"{where}: has {part!r}, expected numbers, texts, gradients and filter entries"
             )
-        for inner in (
-            part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ()
-        ):
-            check(inner, depth + 1)
+        if isinstance(part, Mapping):
+            part = list(part.values())
+        if isinstance(part, list):
+            for inner in part:
+                check(inner, depth + 1)
 
-    parameters = as_mapping(where, value if value is not None else {})
+    parameters = as_mapping(where, {} if value is None else value)
     check(parameters, 0)
     return parameters
 

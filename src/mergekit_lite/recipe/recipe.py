@@ -103,7 +103,9 @@ class ModelEntry:
         data: dict[str, object] = {"model": model_label(self.model)}
         if self.layer_range is not None:
             data["layer_range"] = list(self.layer_range)
-        return data | ({"parameters": _plain(self.parameters)} if self.parameters else {})
+        if self.parameters:
+            data["parameters"] = _plain(self.parameters)
+        return data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,20 +130,25 @@ class Slice:
     def __post_init__(self) -> None:
         if not self.sources:
             raise RecipeError("slice: it has no sources, expected one or more")
-        lengths = {s.layer_range[1] - s.layer_range[0] for s in self.sources if s.layer_range}
+        lengths = set()
+        for source in self.sources:
+            if source.layer_range is None:
+                raise RecipeError("slice: every source needs a layer_range: [start, end]")
+            first, end = source.layer_range
+            lengths.add(end - first)
         if len(lengths) > 1:
             raise RecipeError(
                 f"slice: its sources span {sorted(lengths)} layers, expected one length"
             )
-        if any(s.layer_range is None for s in self.sources):
-            raise RecipeError("slice: every source needs a layer_range: [start, end]")
 
     def to_dict(self) -> dict[str, object]:
         """Return what its YAML would hold."""
         data: dict[str, object] = {"sources": [source.to_dict() for source in self.sources]}
         if self.base_model is not None:
             data["base_model"] = model_label(self.base_model)
-        return data | ({"parameters": _plain(self.parameters)} if self.parameters else {})
+        if self.parameters:
+            data["parameters"] = _plain(self.parameters)
+        return data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,21 +171,19 @@ class TokenRule:
 
     def to_dict(self) -> dict[str, object]:
         """Return what its YAML would hold."""
-        if self.model is None:
-            source: object = None
-        else:
-            source = model_label(self.model)
+        data: dict[str, object] = {}
         if self.zero:
-            source = {"kind": "zero"}
-        elif self.token is not None or self.token_id is not None:
+            data["source"] = {"kind": "zero"}
+        elif self.model is not None:
+            label = model_label(self.model)
+            data["source"] = label
             if self.token is not None:
-                place = {"token": self.token}
-            else:
-                place = {"token_id": self.token_id}
-            source = {"kind": "model_token", "model": source, **place}
-        return ({"source": source} if source is not None else {}) | (
-            {"force": True} if self.force else {}
-        )
+                data["source"] = {"kind": "model_token", "model": label, "token": self.token}
+            if self.token_id is not None:
+                data["source"] = {"kind": "model_token", "model": label, "token_id": self.token_id}
+        if self.force:
+            data["force"] = True
+        return data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,9 +220,9 @@ class TokenizerSpec:
         data: dict[str, object] = {"source": model_label(self.source)}
         if self.tokens:
             data["tokens"] = {token: rule.to_dict() for token, rule in self.tokens.items()}
-        return data | (
-            {"pad_to_multiple_of": self.pad_to_multiple_of} if self.pad_to_multiple_of else {}
-        )
+        if self.pad_to_multiple_of is not None:
+            data["pad_to_multiple_of"] = self.pad_to_multiple_of
+        return data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,36 +293,44 @@ class MergeRecipe:
 
     def _repeated_names(self) -> list[str]:
         """Return a problem for each stage or model that is there twice."""
+        problems = []
         labels = [model_label(stage) for stage in self.stages()]
-        problems = [
-            f"recipe: two stages are called {label!r}; give each a name of its own"
-            for label in dict.fromkeys(labels)
-            if labels.count(label) > 1
-        ]
+        for label in dict.fromkeys(labels):
+            if labels.count(label) > 1:
+                problems.append(
+                    f"recipe: two stages are called {label!r}; give each a name of its own"
+                )
         for models in [self.models, *(piece.sources for piece in self.slices)]:
-            keys = [model_key(entry.model) for entry in models]
-            problems += [
-                f"models: {model_label(entry.model)} is listed twice; give each model once"
-                for place, entry in enumerate(models)
-                if keys[place] in keys[:place]
-            ]
+            seen: set[str | int] = set()
+            for entry in models:
+                key = model_key(entry.model)
+                if key in seen:
+                    problems.append(
+                        f"models: {model_label(entry.model)} is listed twice; give each model once"
+                    )
+                seen.add(key)
         return problems
 
     def entries(self) -> list[ModelEntry]:
         """Every model entry, in order of first mention."""
-        return [*self.models, *(source for piece in self.slices for source in piece.sources)]
+        entries = list(self.models)
+        for piece in self.slices:
+            entries += piece.sources
+        return entries
 
     def mentions(self) -> list[object]:
         """Return every model that the recipe names, bases included, each once.
 
         They are in the order of first mention.
         """
-        bases = [self.base_model, *(piece.base_model for piece in self.slices)]
-        everyone = [
-            *(entry.model for entry in self.entries()),
-            *(base for base in bases if base is not None),
-        ]
-        return list({model_key(model): model for model in everyone}.values())
+        everyone = [entry.model for entry in self.entries()]
+        everyone.append(self.base_model)
+        everyone += [piece.base_model for piece in self.slices]
+        models: dict[str | int, object] = {}
+        for model in everyone:
+            if model is not None:
+                models.setdefault(model_key(model), model)
+        return list(models.values())
 
     def stages(self) -> list[MergeRecipe]:
         """The recipes whose results this one merges."""
@@ -325,10 +338,9 @@ class MergeRecipe:
 
     def to_dict(self) -> dict[str, object]:
         """Return what its YAML would hold; models in memory, and stages, appear by label."""
-        if self.name is None:
-            data: dict[str, object] = {}
-        else:
-            data = {"name": self.name}
+        data: dict[str, object] = {}
+        if self.name is not None:
+            data["name"] = self.name
         data["merge_method"] = self.merge_method
         if self.models:
             data["models"] = [entry.to_dict() for entry in self.models]
@@ -340,11 +352,11 @@ class MergeRecipe:
             data["parameters"] = _plain(self.parameters)
         if self.tokenizer is not None:
             data["tokenizer"] = self.tokenizer.to_dict()
-        return data | {
-            k: v
-            for k in ("dtype", "out_dtype", "chat_template")
-            if (v := getattr(self, k)) is not None
-        }
+        for key in ("dtype", "out_dtype", "chat_template"):
+            value = getattr(self, key)
+            if value is not None:
+                data[key] = value
+        return data
 
     def to_yaml(self) -> str:
         """The recipe as YAML text: one document for each stage, its own last."""
@@ -354,10 +366,11 @@ class MergeRecipe:
 
 
 def _plain(value: object) -> object:
+    """Return a parameter in the types that YAML has."""
     if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
+        return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [_plain(inner) for inner in value]
     for kind in (bool, int, float, str):  # numpy's numbers are subclasses that YAML does not know
         if isinstance(value, kind):
             return kind(value)

@@ -104,9 +104,8 @@ def read_adapter_config(adapter: Path) -> Json:
                 "name"
             )
     values = [settings["r"], settings["lora_alpha"]]
-    values += [
-        v for key in ("rank_pattern", "alpha_pattern") for v in (settings.get(key) or {}).values()
-    ]
+    for key in ("rank_pattern", "alpha_pattern"):
+        values += (settings.get(key) or {}).values()
     for value in values:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= MOST:
             raise CheckpointError(
@@ -181,32 +180,30 @@ class Adapter:
         self.replaced: dict[str, tuple[TensorInfo, Array]] = {}
         stored = FolderSource(folder, str(folder), read_header(folder / WEIGHTS))
         self.tensors = stored.tensors
+        if not stored.tensors:
+            raise CheckpointError(f"adapter {folder}: {WEIGHTS} has no tensors")
         factors: dict[str, dict[str, Array]] = {}
         for key, info in stored.tensors.items():
             value = stored.read(key, 0, info.count).reshape(info.shape)
-            if match := _LORA_KEY.match(key):
-                if len(info.shape) != 2 or not info.dtype.is_floating_point:
-                    raise CheckpointError(
-                        f"adapter {folder}: {key} is {info.dtype} {list(info.shape)}, not a matrix"
-                    )
-                factors.setdefault(match["module"], {})[match["part"]] = numbers(value).astype(
-                    np.float32
-                )
-            else:
+            match = _LORA_KEY.match(key)
+            if match is None:
                 # modules_to_save, biases that were trained, embeddings saved beside their adapters
-                plain = (
-                    key.removeprefix(PREFIX)
-                    .replace(".modules_to_save", "")
-                    .replace(".base_layer", "")
-                )
+                plain = key.removeprefix(PREFIX)
+                plain = plain.replace(".modules_to_save", "").replace(".base_layer", "")
                 self.replaced[plain] = info, value
-        patterns = [
-            p for key in ("rank_pattern", "alpha_pattern") for p in self.settings.get(key) or ()
-        ]
-        if why := pattern_problem(patterns, factors):
+                continue
+            if len(info.shape) != 2 or not info.dtype.is_floating_point:
+                raise CheckpointError(
+                    f"adapter {folder}: {key} is {info.dtype} {list(info.shape)}, not a matrix"
+                )
+            parts = factors.setdefault(match["module"], {})
+            parts[match["part"]] = numbers(value).astype(np.float32)
+        patterns = []
+        for key in ("rank_pattern", "alpha_pattern"):
+            patterns += self.settings.get(key) or ()
+        why = pattern_problem(patterns, factors)
+        if why:
             raise CheckpointError(f"adapter {folder}: {why}")
-        if not stored.tensors:
-            raise CheckpointError(f"adapter {folder}: {WEIGHTS} has no tensors")
         for module, parts in factors.items():
             self.pairs[module] = self._pair(module, parts)
 
@@ -285,10 +282,9 @@ class LoraSource(AdapterSource):
     def __init__(self, base: Source, folder: Path):
         super().__init__(base, folder)
         self.adapter = adapter = Adapter(folder)
-        self._pairs = {
-            f"{module}.weight": self._turned(f"{module}.weight", p)
-            for module, p in adapter.pairs.items()
-        }
+        self._pairs: dict[str, Pair] = {}
+        for module, pair in adapter.pairs.items():
+            self._pairs[f"{module}.weight"] = self._turned(f"{module}.weight", pair)
         for name, (info, value) in adapter.replaced.items():
             self._replace(name, info.shape, info.dtype, value)
 
@@ -336,18 +332,17 @@ class LoraSource(AdapterSource):
 
         They are float32 where an adapter changes it, as stored elsewhere.
         """
-        replaced = self._replaced.get(name)
-        if replaced is None:
-            stored = self.model.read(name, start, stop)
+        if name in self._replaced:
+            stored = self._replaced[name][start:stop]
         else:
-            stored = replaced[start:stop]
+            stored = self.model.read(name, start, stop)
         if name not in self._pairs or start == stop:
             return stored
         pair = self._pairs[name]
         columns = pair.down.shape[1]
+        # the rows that the stretch lies in, the first and last of them in part
         first = start // columns
         last = -(-stop // columns)
-        change = (pair.up[first:last] @ pair.down).reshape(-1)[
-            start - first * columns : stop - first * columns
-        ]
+        rows = (pair.up[first:last] @ pair.down).reshape(-1)
+        change = rows[start - first * columns : stop - first * columns]
         return numbers(stored) + change * np.float32(pair.scale)

@@ -11,6 +11,7 @@ that would not be read anyway.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -80,8 +81,10 @@ _EXPERT = re.compile(r"^(?P<before>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+
 
 def family_of(source: Source) -> Family | None:
     """Return the family of a model with experts, or None."""
-    model_type = source.config.get("model_type")
-    return next((family for family in FAMILIES if model_type in family.model_types), None)
+    for family in FAMILIES:
+        if source.config.get("model_type") in family.model_types:
+            return family
+    return None
 
 
 def stacked(source: Source) -> Source:
@@ -97,28 +100,35 @@ def stacked(source: Source) -> Source:
 
 def _parts(source: Source, family: Family) -> dict[str, tuple[TensorInfo, ...]]:
     """Return a model's tensors by the names that they are merged under, several for a stack."""
-    stacks: dict[str, dict[int, dict[str, TensorInfo]]] = {}
+    members_of: dict[str, tuple[str, ...]] = {}  # by matrix, those that share its stack, in order
+    for members in family.stacks:
+        members_of |= dict.fromkeys(members, members)
     found: dict[str, tuple[TensorInfo, ...]] = {}
+    stacks: dict[str, tuple[str, ...]] = {}  # the matrices of each
+    experts: dict[str, dict[tuple[int, str], TensorInfo]] = {}  # by stack, number and matrix
     for name, info in source.tensors.items():
         match = _EXPERT.match(name)
-        members = next((m for m in family.stacks if match and match["matrix"] in m), None)
-        if match is None or members is None:
+        if match is None or match["matrix"] not in members_of:
             found[_renamed(name, family)] = (info,)
             continue
+        members = members_of[match["matrix"]]
         stack = f"{_renamed(match['before'] + '.', family)}{family.stacks[members]}"
+        stacks[stack] = members
         found.setdefault(stack, ())  # in the place of its first part
-        expert = stacks.setdefault(stack, {}).setdefault(int(match["number"]), {})
-        expert[match["matrix"]] = info
-    for stack, experts in stacks.items():
-        members = next(m for m, name in family.stacks.items() if stack.endswith(f".{name}"))
-        parts = [experts.get(k, {}).get(m) for k in range(len(experts)) for m in members]
-        whole = [info for info in parts if info is not None]
-        if len(whole) < len(parts) or len({(i.shape, i.dtype) for i in whole}) > 1:
-            # incomplete or uneven: what is missing is then told by the names in the files
-            del found[stack]
-            found |= {i.name: (i,) for expert in experts.values() for i in expert.values()}
-        else:
-            found[stack] = tuple(whole)
+        place = (int(match["number"]), match["matrix"])
+        experts.setdefault(stack, {})[place] = info
+    for stack, members in stacks.items():
+        parts = experts[stack]
+        count = len({number for number, _ in parts})
+        places = list(itertools.product(range(count), members))
+        kinds = {(info.shape, info.dtype) for info in parts.values()}
+        if parts.keys() == set(places) and len(kinds) == 1:
+            found[stack] = tuple(parts[place] for place in places)
+            continue
+        # incomplete or uneven: what is missing is then told by the names in the files
+        del found[stack]
+        for info in parts.values():
+            found[info.name] = (info,)
     return found
 
 
@@ -163,9 +173,9 @@ class StackedSource(View):
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
         """Fill ``out`` from element ``start`` on, if all parts can."""
-        nothing = out[:0]
-        if not all(self.model.read_into(info.name, 0, nothing) for info in self.parts[name]):
-            return False
+        for info in self.parts[name]:
+            if not self.model.read_into(info.name, 0, out[:0]):
+                return False
         done = 0
         for part, low, high in self._stretches(name, start, start + len(out)):
             self.model.read_into(part, low, out[done : done + high - low])
@@ -184,5 +194,7 @@ def _whole(name: str, parts: tuple[TensorInfo, ...]) -> TensorInfo:
     if name.endswith(".weight") or not _EXPERT.match(first.name):  # no stack has this ending
         return TensorInfo(name, first.shape, first.dtype)
     rows, columns = first.shape
-    experts = 1 + max(int(match["number"]) for p in parts if (match := _EXPERT.match(p.name)))
+    last = _EXPERT.match(parts[-1].name)
+    assert last is not None  # parts are in the order of experts
+    experts = 1 + int(last["number"])
     return TensorInfo(name, (experts, rows * len(parts) // experts, columns), first.dtype)

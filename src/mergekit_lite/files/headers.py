@@ -15,7 +15,7 @@ from typing import Any
 
 from ..dtypes import BY_CODE, DType
 
-_MAX_HEADER = 100_000_000
+_MAX_HEADER = 100_000_000  # bytes, as safetensors itself has it
 STEMS = ("model", "diffusion_pytorch_model")
 """How a folder's weight files begin: transformers' name, and diffusers'."""
 
@@ -74,11 +74,11 @@ def parse_object(path: Path, text: bytes) -> dict[str, object]:
     """`read_json` on what was read of a file; a key that stands twice is an error too."""
 
     def unique(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
-        entries = dict(pairs)
-        if len(entries) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise CheckpointError(f"{path}: has {twice!r} twice")
+        entries: dict[str, object] = {}
+        for key, value in pairs:
+            if key in entries:
+                raise CheckpointError(f"{path}: has {key!r} twice")
+            entries[key] = value
         return entries
 
     try:
@@ -97,9 +97,9 @@ def _described(path: Path, name: str, entry: Any) -> tuple[DType, tuple[int, ...
 
     def sizes(key: str) -> list[int]:
         value = entry.get(key)
-        if not isinstance(value, list) or not all(
-            type(n) is int and 0 <= n < 1 << 63 for n in value
-        ):
+        # bool is an int in Python, and no size
+        sound = isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+        if not sound:
             raise CheckpointError(
                 f"{path}: {name} has {key} {value!r}, expected a list of whole numbers from 0"
             )
@@ -139,17 +139,20 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raw = file.read(length)
     entries = parse_object(path, raw)
     metadata = entries.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(
-        isinstance(text, str) for text in metadata.values()
-    ):
+    texts = metadata.values() if isinstance(metadata, dict) else [None]
+    if not all(isinstance(text, str) for text in texts):
         raise CheckpointError(
             f"{path}: __metadata__ is {str(metadata)[:60]}, expected texts by name"
         )
-    described = [(name, *_described(path, name, entry)) for name, entry in entries.items()]
+    described = []
+    for name, entry in entries.items():
+        dtype, shape, start, stop = _described(path, name, entry)
+        described.append((start, stop, name, dtype, shape))
     tensors: dict[str, TensorInfo] = {}
     end = 0
     body = size - 8 - length
-    for name, dtype, shape, start, stop in sorted(described, key=lambda d: (d[3], d[4])):
+    # in the order of bytes, every one of which belongs to exactly one tensor
+    for start, stop, name, dtype, shape in sorted(described, key=lambda d: d[:2]):
         info = TensorInfo(name, shape, dtype, path, 8 + length + start)
         if stop - start != info.nbytes:
             raise CheckpointError(
@@ -191,10 +194,11 @@ def header_bytes(tensors: Sequence[tuple[TensorInfo, int]]) -> bytes:
 
 def stem_of(folder: Path) -> str | None:
     """Return how the weight files of a folder begin; None when it holds no safetensors model."""
-    ends = (".safetensors.index.json", ".safetensors")
-    return next(
-        (stem for stem in STEMS if any((folder / f"{stem}{end}").exists() for end in ends)), None
-    )
+    for stem in STEMS:
+        for end in (".safetensors.index.json", ".safetensors"):
+            if (folder / f"{stem}{end}").exists():
+                return stem
+    return None
 
 
 def read_folder(folder: Path) -> dict[str, TensorInfo] | None:
@@ -214,20 +218,19 @@ def read_folder(folder: Path) -> dict[str, TensorInfo] | None:
     for name, file_name in weight_map.items():
         # A hub cache links its files to a store outside the folder, so the name is judged and not
         # where it leads.
-        if (
-            not isinstance(file_name, str)
-            or Path(file_name).name != file_name
-            or file_name in ("", ".", "..")
-        ):
+        plain = isinstance(file_name, str) and Path(file_name).name == file_name
+        if not plain or file_name in ("", ".", ".."):
             raise CheckpointError(f"{index}: {file_name!r} is not a file of this folder")
         by_file.setdefault(file_name, set()).add(name)
     for file_name, wanted in by_file.items():
         if not (folder / file_name).is_file():
             raise CheckpointError(f"{index}: names {file_name}, which is not there")
         header = read_header(folder / file_name)
-        if missing := sorted(wanted - header.keys()):
+        missing = sorted(wanted - header.keys())
+        if missing:
             raise CheckpointError(f"{index}: {missing[0]} should be in {file_name} and is not")
-        if extra := sorted(header.keys() - wanted):
+        extra = sorted(header.keys() - wanted)
+        if extra:
             raise CheckpointError(
                 f"{index}: {file_name} holds {extra[0]}, which the index does not place there"
             )

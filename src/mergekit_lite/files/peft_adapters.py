@@ -144,7 +144,8 @@ class PeftSource(AdapterSource):
 
     @torch.no_grad()
     def _merge(self, layer: nn.Module) -> dict[str, Tensor]:
-        names = {own: n for n, (of, own) in self._layers.items() if of is layer}
+        """Return the tensors of a layer as peft merges them, by their own names there."""
+        names = {own: name for name, (of, own) in self._layers.items() if of is layer}
         layer = copy.deepcopy(layer).float()
         for own, name in names.items():
             before = nn.Parameter(self._before(name), requires_grad=False)
@@ -225,8 +226,9 @@ def _adapted(model: Any, base: Source, folder: Path) -> Any:
         raise CheckpointError(
             f"adapter {folder}: {loaded.unexpected_keys[0]} fits no parameter of {base.label}"
         )
-    if absent := [name for name, p in model.named_parameters() if p.device.type == "meta"]:
-        raise CheckpointError(f"adapter {folder}: {WEIGHTS} has no {absent[0]}")
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":
+            raise CheckpointError(f"adapter {folder}: {WEIGHTS} has no {name}")
     return model
 
 

@@ -17,6 +17,7 @@ from .headers import STEMS, CheckpointError, read_folder, read_header, read_json
 from .sources import DictSource, FolderSource, Source
 
 _PICKLES = "pytorch_model*.bin"
+# the files of a hub repository that a merge may read
 _PATTERNS = (
     *(f"{stem}*.safetensors" for stem in STEMS),
     "adapter_*.safetensors",
@@ -50,11 +51,8 @@ def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | Non
         if not isinstance(loaded, Mapping):
             raise CheckpointError(f"{file}: holds a {type(loaded).__name__}, expected a state dict")
         state |= loaded
-    if (folder / "config.json").exists():
-        config = read_json(folder / "config.json")
-    else:
-        config = {}
-    source = _from_state(state, label, config)
+    config = folder / "config.json"
+    source = _from_state(state, label, read_json(config) if config.exists() else {})
     source.folder = folder
     return source
 
@@ -62,15 +60,13 @@ def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | Non
 def _from_state(
     state: Mapping[str, Any], label: str, config: dict[str, object] | None = None
 ) -> DictSource:
-    bad = [
-        key
-        for key, value in state.items()
-        if not isinstance(value, torch.Tensor) or not isinstance(key, str)
-    ]
-    if bad or not state:
-        raise CheckpointError(
-            f"{label}: a state dict maps names to tensors; {bad[0] if bad else 'this one'} does not"
-        )
+    if not state:
+        raise CheckpointError(f"{label}: expected a state dict with tensors, got an empty one")
+    for key, value in state.items():
+        if not isinstance(key, str) or not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{label}: a state dict maps names to tensors; {key!r} is {type(value).__name__}"
+            )
     return DictSource(state, label, config)
 
 
@@ -105,13 +101,18 @@ def open_source(
         return _with_adapter(open_source(base, allow_pickle=allow_pickle), find_folder(adapter))
     if text.endswith(".safetensors") and _hub.user_path(text).is_file():
         return FolderSource(None, label or text, read_header(_hub.user_path(text)))
+    return _open_folder(text, allow_pickle, label or text)
+
+
+def _open_folder(text: str, allow_pickle: str | None, label: str) -> Source:
+    """Return the source of a folder or hub id."""
     folder = find_folder(text)
     tensors = read_folder(folder)
     if tensors is None:
         return _open_pickled(folder, allow_pickle, text)
     if not tensors:
         raise CheckpointError(f"{text}: expected tensors in its .safetensors files, got none")
-    source = FolderSource(folder, label or text, tensors)
+    source = FolderSource(folder, label, tensors)
     kind = source.config.get("quantization_config")
     if kind:
         if isinstance(kind, dict):
@@ -133,8 +134,8 @@ def _with_adapter(base: Source, folder: Path) -> Source:
 
 def _split_adapter(text: str) -> tuple[str, str]:
     """Split ``"model+adapter"`` at the last + after which a folder stands, else at the last."""
-    for place in (i for i in range(len(text) - 1, -1, -1) if text[i] == "+"):
-        if _hub.user_path(text[place + 1 :]).is_dir():
+    for place in range(len(text) - 1, -1, -1):
+        if text[place] == "+" and _hub.user_path(text[place + 1 :]).is_dir():
             return text[:place], text[place + 1 :]
     base, _, adapter = text.rpartition("+")
     return base, adapter
@@ -158,6 +159,7 @@ def _open_pickled(folder: Path, allow_pickle: str | None, text: str) -> Source:
 
 
 def _from_module(model: torch.nn.Module, label: str) -> DictSource:
+    """Return the source of a module: its state dict, and its config if it is transformers'."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     config = to_dict() if callable(to_dict) else {}
     tied = set(getattr(model, "_tied_weights_keys", None) or ())

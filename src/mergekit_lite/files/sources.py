@@ -19,6 +19,8 @@ from .._torch import Tensor
 from ..dtypes import Array, byte_view, from_torch, stored_of
 from .headers import CheckpointError, Json, TensorInfo, read_json, stem_of
 
+_AHEAD = 1 << 28  # bytes read ahead; more could push out what is in use
+
 
 @runtime_checkable
 class Source(Protocol):
@@ -120,18 +122,16 @@ class FolderSource(Source):
         return True
 
     def prefetch(self, name: str) -> None:
-        """Ask the kernel to read ahead; at most 256 MB, so as not to push out what is in use."""
+        """Ask the kernel to read ahead."""
         info = self.tensors[name]
         if hasattr(os, "posix_fadvise") and info.file is not None:
-            size = min(info.nbytes, 1 << 28)
+            size = min(info.nbytes, _AHEAD)
             os.posix_fadvise(self._descriptor(info.file), info.start, size, os.POSIX_FADV_WILLNEED)
 
     def fingerprint(self) -> object:
         """Sizes and times of the files that hold tensors."""
-        return [
-            stat_of(file)
-            for file in sorted({info.file for info in self.tensors.values() if info.file})
-        ]
+        files = {info.file for info in self.tensors.values() if info.file}
+        return [stat_of(file) for file in sorted(files)]
 
     def __del__(self) -> None:
         for descriptor in self._descriptors.values():

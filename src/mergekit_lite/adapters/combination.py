@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from model_components._checks import MaybeWhole, check_choice, check_value
 from model_components._folders import NewFolder, check_new
 from model_components._model_folders import shown_name
 
-from .._torch import torch
+from .._torch import Tensor, torch
 from ..dtypes import FLOATS, Array, promote
 from ..files import CheckpointError
 from ..files.adapter import Adapter, Pair
@@ -94,8 +93,10 @@ def merge_adapters(
     chosen = dtype or stored.name
     factors: dict[str, tuple[Array, Array]] = {}
     modules: list[AdapterModule] = []
-    names = list(dict.fromkeys(chain.from_iterable(adapter.pairs for adapter in opened)))
-    for name in with_bar(names, "merge_adapters", "module", progress=progress):
+    names: dict[str, None] = {}  # in the first adapter's order
+    for adapter in opened:
+        names |= dict.fromkeys(adapter.pairs)
+    for name in with_bar(list(names), "merge_adapters", "module", progress=progress):
         pairs = [adapter.pairs.get(name) for adapter in opened]
         if merged is None:
             factors[name] = _side_by_side(pairs, bound["weight"])
@@ -121,7 +122,8 @@ def merge_adapters(
             task_type=first.get("task_type"),
             fan_in_fan_out=bool(first.get("fan_in_fan_out")),
         )
-    if (missed := max(m.error for m in modules)) > _MUCH:
+    missed = max(module.error for module in modules)
+    if missed > _MUCH:
         notes.append(
             f"up to {missed:.0%} of a change is missed at rank {rank or largest}; a higher rank "
             "misses less"
@@ -153,11 +155,12 @@ def _method(name: str) -> MergeMethod | None:
     """The method, or None for "cat"."""
     if name == "cat":
         return None
-    fitting = [
-        m.name for m in METHODS.values() if m.base == "required" and m.name not in _NEEDS_WEIGHTS
-    ]
-    if name in METHODS and name not in (*fitting, "linear"):
-        choices = ", ".join(sorted(["cat", "linear", *fitting]))
+    fitting = ["linear"]
+    for method in METHODS.values():
+        if method.base == "required" and method.name not in _NEEDS_WEIGHTS:
+            fitting.append(method.name)
+    if name in METHODS and name not in fitting:
+        choices = ", ".join(sorted(["cat", *fitting]))
         raise ValueError(
             f"merge_adapters: {name} needs the base's weights; expected one of {choices}"
         )
@@ -165,16 +168,14 @@ def _method(name: str) -> MergeMethod | None:
 
 
 def _cat_weights(count: int, parameters: Bound) -> Bound:
-    if unknown := sorted(parameters.keys() - {"weight"}):
+    """Return one weight for each adapter."""
+    unknown = sorted(parameters.keys() - {"weight"})
+    if unknown:
         raise ValueError(f"merge_adapters: cat has no parameter {unknown[0]!r}; it takes weight")
     weight = parameters.get("weight", 1.0)
-    if isinstance(weight, (list, tuple)):
-        weights = list(weight)
-    else:
-        weights = [weight] * count
-    if len(weights) != count or not all(
-        isinstance(w, (int, float)) and np.isfinite(w) for w in weights
-    ):
+    weights = list(weight) if isinstance(weight, (list, tuple)) else [weight] * count
+    numbers = [w for w in weights if isinstance(w, (int, float)) and np.isfinite(w)]
+    if len(weights) != count or len(numbers) != count:
         raise ValueError(
             f"merge_adapters: weight is {weight!r}, expected a number, or one for each of {count} "
             "adapters"
@@ -192,18 +193,7 @@ def _open(adapters: Sequence[str | os.PathLike[str]]) -> tuple[list[Adapter], li
         except (CheckpointError, OSError) as error:
             problems.append(str(error))
     for adapter in opened:
-        if adapter.replaced:
-            name = next(iter(adapter.replaced))
-            problems.append(
-                f"adapter {adapter.folder}: replaces {name}, which has no factors; merge the whole "
-                "models"
-            )
-        if not adapter.pairs:
-            problems.append(f"adapter {adapter.folder}: changes no module")
-        if any(pair.embedding for pair in adapter.pairs.values()):
-            problems.append(
-                f"adapter {adapter.folder}: changes an embedding; merge the whole models"
-            )
+        problems += _problems_of(adapter)
     shapes: dict[str, tuple[int, int]] = {}
     for adapter in opened:
         for name, pair in adapter.pairs.items():
@@ -215,27 +205,43 @@ def _open(adapters: Sequence[str | os.PathLike[str]]) -> tuple[list[Adapter], li
                 )
     if problems:
         raise PlanError(problems)
-    bases = sorted(
-        {str(adapter.settings.get("base_model_name_or_path") or "") for adapter in opened} - {""}
-    )
-    if len(bases) > 1:
-        notes = [f"the adapters name different bases: {', '.join(bases)}"]
-    else:
-        notes = []
-    strange = [a.folder for a in opened[1:] if not a.pairs.keys() & opened[0].pairs.keys()]
-    if notes and strange:
-        raise PlanError(
-            [f"{notes[0]}, and {opened[0].folder} and {strange[0]} have no module in common"]
+    bases = {str(adapter.settings.get("base_model_name_or_path") or "") for adapter in opened}
+    bases.discard("")
+    if len(bases) < 2:
+        return opened, []
+    note = f"the adapters name different bases: {', '.join(sorted(bases))}"
+    for adapter in opened[1:]:
+        if not adapter.pairs.keys() & opened[0].pairs.keys():
+            folders = f"{opened[0].folder} and {adapter.folder}"
+            raise PlanError([f"{note}, and {folders} have no module in common"])
+    return opened, [note]
+
+
+def _problems_of(adapter: Adapter) -> list[str]:
+    """Return why an adapter cannot be merged without its base."""
+    problems = []
+    if adapter.replaced:
+        name = next(iter(adapter.replaced))
+        problems.append(
+            f"adapter {adapter.folder}: replaces {name}, which has no factors; merge the whole "
+            "models"
         )
-    return opened, notes
+    if not adapter.pairs:
+        problems.append(f"adapter {adapter.folder}: changes no module")
+    if any(pair.embedding for pair in adapter.pairs.values()):
+        problems.append(f"adapter {adapter.folder}: changes an embedding; merge the whole models")
+    return problems
 
 
 def _side_by_side(pairs: Sequence[Pair | None], weights: Sequence[float]) -> tuple[Array, Array]:
-    there = [
-        (pair, weight) for pair, weight in zip(pairs, weights, strict=True) if pair is not None
-    ]
-    ups = [pair.up * np.float32(pair.scale * weight) for pair, weight in there]
-    return np.concatenate(ups, 1), np.concatenate([pair.down for pair, _ in there], 0)
+    """Return B (out, Σ r) and A (Σ r, in) whose product is the weighted sum of the changes."""
+    ups = []
+    downs = []
+    for pair, weight in zip(pairs, weights, strict=True):
+        if pair is not None:
+            ups.append(pair.up * np.float32(pair.scale * weight))
+            downs.append(pair.down)
+    return np.concatenate(ups, 1), np.concatenate(downs, 0)
 
 
 def _merged_change(
@@ -246,12 +252,13 @@ def _merged_change(
     name: str,
 ) -> Array:
     """The method on the changes themselves; an adapter without the module changes nothing there."""
-    shape = next((pair.up.shape[0], pair.down.shape[1]) for pair in pairs if pair is not None)
-    changes = [
-        torch.zeros(shape)
-        if pair is None
-        else torch.from_numpy(pair.up @ pair.down * np.float32(pair.scale))
-        for pair in pairs
-    ]
-    base = torch.zeros(shape) if method.base == "required" else None
-    return method(changes, base, seed=seed, name=name, **bound).numpy()
+    changes: list[Tensor | None] = []
+    for pair in pairs:
+        if pair is None:
+            changes.append(None)
+        else:
+            changes.append(torch.from_numpy(pair.up @ pair.down * np.float32(pair.scale)))
+    nothing = torch.zeros(next(change.shape for change in changes if change is not None))
+    changed = [nothing if change is None else change for change in changes]
+    base = nothing if method.base == "required" else None
+    return method(changed, base, seed=seed, name=name, **bound).numpy()

@@ -85,12 +85,8 @@ def extract_lora(
     check_new(out, "extract_lora")
     base, tuned = (open_source(m, allow_pickle=allow_pickle) for m in (base_model, model))
     names = _common_tensors(base, tuned)
-    chosen = (
-        dtype
-        or promote(
-            tuned.tensors[n].dtype for n in names if tuned.tensors[n].dtype.is_floating_point
-        ).name
-    )
+    kinds = [tuned.tensors[name].dtype for name in names]
+    chosen = dtype or promote(kind for kind in kinds if kind.is_floating_point).name
     extraction = _Extraction(base, tuned, rank, energy, chosen, save_others)
     for name in with_bar(names, "extract_lora", "tensor", progress=progress):
         extraction.take(name)
@@ -122,21 +118,21 @@ def extract_lora(
 
 def _common_tensors(base: Source, tuned: Source) -> list[str]:
     """The base's tensors, all of which the tuned model must have in the same shape."""
-    problems = [
-        f"{tuned.label} has no {name}" for name in base.tensors if name not in tuned.tensors
-    ]
+    problems = []
     for name, info in base.tensors.items():
         other = tuned.tensors.get(name)
-        if other is not None and other.shape != info.shape:
+        if other is None:
+            problems.append(f"{tuned.label} has no {name}")
+        elif other.shape != info.shape:
             rows_alone = is_vocabulary_tensor(name) and other.shape[1:] == info.shape[1:]
             why = "the vocabularies differ" if rows_alone else "the shapes differ"
             problems.append(
                 f"{why}: {name} is {list(info.shape)} in {base.label}, {list(other.shape)} in "
                 f"{tuned.label}"
             )
-    problems += [
-        f"{base.label} has no {name}" for name in tuned.tensors if name not in base.tensors
-    ]
+    for name in tuned.tensors:
+        if name not in base.tensors:
+            problems.append(f"{base.label} has no {name}")
     if problems:
         raise PlanError(problems, _WHAT)
     return list(base.tensors)
@@ -178,23 +174,23 @@ class _Extraction:
             module = name.removesuffix(".weight")
             if stores_transposed(self._base.config, module):
                 change = change.T
-            else:
-                change = change
             up, down = truncated(change, self._rank, self._energy)
             self.factors[module] = up, down
             self.modules.append(module_of(module, change, up, down, self._dtype))
-        elif (
-            self._save_others
-            and name.endswith(".weight")
-            and not (self._tied and is_vocabulary_tensor(name))
-        ):
+        elif self._may_be_saved(name):
             self.saved[name] = stored.reshape(info.shape)
         else:
             size = float(np.linalg.norm(before.astype(np.float64)))
             self.left[name] = float(np.linalg.norm(change.astype(np.float64))) / max(size, 1e-300)
 
+    def _may_be_saved(self, name: str) -> bool:
+        """Return whether a changed tensor is saved whole."""
+        is_tied = self._tied and is_vocabulary_tensor(name)  # peft would change one of the two
+        return self._save_others and name.endswith(".weight") and not is_tied
+
     @staticmethod
     def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
+        """Return whether a tensor is the weight of a layer that multiplies."""
         module = name.removesuffix(".weight")
         return (
             len(shape) == 2

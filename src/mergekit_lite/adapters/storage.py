@@ -20,8 +20,9 @@ _TASKS = {
     "ForCausalLM": "CAUSAL_LM",
     "ForSequenceClassification": "SEQ_CLS",
     "ForTokenClassification": "TOKEN_CLS",
+    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+    "ForQuestionAnswering": "QUESTION_ANS",
 }
-_TASKS |= {"ForConditionalGeneration": "SEQ_2_SEQ_LM", "ForQuestionAnswering": "QUESTION_ANS"}
 _NOTHING = 1e-14  # of the largest eigenvalue: what float64 leaves of a zero
 
 
@@ -37,11 +38,12 @@ def with_bar(names: Sequence[str], operation: str, unit: str, *, progress: bool)
 def task_of(config: Mapping[str, object]) -> str | None:
     """Peft's name of what a model of this config is for; None where it has none."""
     architectures = config.get("architectures")
-    if isinstance(architectures, list) and architectures:
-        name = str(architectures[0])
-    else:
-        name = ""
-    return next((task for end, task in _TASKS.items() if name.endswith(end)), None)
+    if not isinstance(architectures, list) or not architectures:
+        return None
+    for end, task in _TASKS.items():
+        if str(architectures[0]).endswith(end):
+            return task
+    return None
 
 
 def truncated(
@@ -65,30 +67,29 @@ def truncated(
     values, vectors = np.linalg.eigh(wide.T @ wide if tall else wide @ wide.T)
     values = values[::-1].clip(0)
     vectors = vectors[:, ::-1]
-    enough = 1 + int(
-        np.searchsorted(np.cumsum(values) / max(values.sum(), 1e-300), energy * (1 - 1e-12))
-    )
+    shares = np.cumsum(values) / max(values.sum(), 1e-300)
+    # a sum in another order may be one last bit less
+    enough = 1 + int(np.searchsorted(shares, energy * (1 - 1e-12)))
     r = max(1, min(rank, enough, int((values > values[0] * _NOTHING).sum())))
     root = np.sqrt(np.sqrt(values[:r]))
     root = np.where(root > 0, root, 1.0)
     vectors = vectors[:, :r]
     if tall:
-        return (wide @ vectors / root).astype(np.float32), (vectors * root).T.astype(np.float32)
-    return (vectors * root).astype(np.float32), ((vectors.T @ wide) / root[:, None]).astype(
-        np.float32
-    )
+        up = wide @ vectors / root
+        down = (vectors * root).T
+    else:
+        up = vectors * root
+        down = (vectors.T @ wide) / root[:, None]
+    return up.astype(np.float32), down.astype(np.float32)
 
 
 def module_of(name: str, change: Array, up: Array, down: Array, dtype: DType) -> AdapterModule:
     """Report a module whose factors are rounded to a dtype."""
-    rounded = numbers(stored_as(up, dtype)).astype(np.float32) @ numbers(
-        stored_as(down, dtype)
-    ).astype(np.float32)
+    stored = [numbers(stored_as(factor, dtype)).astype(np.float32) for factor in (up, down)]
     size = float(np.linalg.norm(change))
+    error = 0.0
     if size > 0:
-        error = float(np.linalg.norm(change - rounded)) / size
-    else:
-        error = 0.0
+        error = float(np.linalg.norm(change - stored[0] @ stored[1])) / size
     return AdapterModule(name, (change.shape[0], change.shape[1]), down.shape[0], error)
 
 

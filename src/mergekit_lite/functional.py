@@ -159,9 +159,8 @@ def merge_models(
             ``auto_map`` that has transformers run them. Without it they are left out, and the
             report says so.
         calibration: For each model its data, for the data-driven methods ``"regmean"`` and
-            ``"regmean++"``: a text or JSON file, rows (`mergekit_lite.masks.TextExamples`),
-            examples of ``input_ids``, or batches of them. Their parameters:
-            `mergekit_lite.layerwise.CalibratedMerge`.
+            ``"regmean++"``: a text or JSON file, rows (`mergekit_lite.masks.TextExamples`), or
+            examples of ``input_ids``. Their parameters: `mergekit_lite.layerwise.CalibratedMerge`.
         **parameters: The method's: a number for all models, or for a per-model parameter a list
             with one value for each of ``models`` (the base not counted). Gradients and filters as
             in recipes.

@@ -78,15 +78,19 @@ class Skeleton:
         for module in self.model.modules():  # parameters have no values yet, which `to` refuses
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.device))
-        lists = {
-            n: m for n, m in self.model.named_modules() if isinstance(m, nn.ModuleList) and len(m)
-        }
-        if not lists:
+        # the blocks are in the list of most parameters
+        most = 0
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.ModuleList):
+                size = sum(parameter.numel() for parameter in module.parameters())
+                if size > most:
+                    most = size
+                    self.path = name
+                    self.blocks = module
+        if not most:
             raise CheckpointError(
                 f"{source.label}: {type(self.model).__name__} has no list of blocks"
             )
-        self.path = max(lists, key=lambda n: sum(p.numel() for p in lists[n].parameters()))
-        self.blocks = lists[self.path]
 
     def prefix(self, number: int) -> str:
         """Return what the names of a block's tensors begin with."""
@@ -98,14 +102,13 @@ class Skeleton:
 
     def load_outside(self, weights: Weights) -> None:
         """Load the weights of everything that is in no block."""
-        tied = {
-            id(p): n for n, p in reversed(list(self.model.named_parameters(remove_duplicate=False)))
-        }
-        loaded = {n: self.parameter(weights, n) for n in self.outside()}
+        loaded: dict[int, nn.Parameter] = {}  # by what they replace, so that tied ones stay tied
         for name, parameter in list(self.model.named_parameters(remove_duplicate=False)):
             if not name.startswith(f"{self.path}."):
+                if id(parameter) not in loaded:
+                    loaded[id(parameter)] = self.parameter(weights, name)
                 owner, _, own = name.rpartition(".")
-                self.model.get_submodule(owner)._parameters[own] = loaded[tied[id(parameter)]]
+                self.model.get_submodule(owner)._parameters[own] = loaded[id(parameter)]
         for name in self.stored_buffers():
             if not name.startswith(f"{self.path}."):
                 owner, _, own = name.rpartition(".")
@@ -134,9 +137,10 @@ class Skeleton:
                 weights, self.prefix(number) + name
             )
         prefix = self.prefix(number)
-        for name in (n.removeprefix(prefix) for n in self.stored_buffers() if n.startswith(prefix)):
-            owner, _, own = name.rpartition(".")
-            self._fill(block.get_submodule(owner), own, weights, prefix + name)
+        for name in self.stored_buffers():
+            if name.startswith(prefix):
+                owner, _, own = name.removeprefix(prefix).rpartition(".")
+                self._fill(block.get_submodule(owner), own, weights, name)
         return block.eval()
 
     def stored_buffers(self) -> list[str]:
@@ -146,14 +150,13 @@ class Skeleton:
 
     def _fill(self, module: nn.Module, own: str, weights: Weights, name: str) -> None:
         """Give a buffer a source's value; merged weights have none."""
-        if not isinstance(weights, Mapping):
-            stored = self.stored_name(weights, name)
-            buffer = module.get_buffer(own)
-            value = tensor_of(weights.read(stored, 0, weights.tensors[stored].count)).view(
-                buffer.shape
-            )
-            dtype = self.dtype if buffer.is_floating_point() else buffer.dtype
-            module.register_buffer(own, value.to(self.device, dtype))
+        if isinstance(weights, Mapping):
+            return
+        stored = self.stored_name(weights, name)
+        value = tensor_of(weights.read(stored, 0, weights.tensors[stored].count))
+        buffer = module.get_buffer(own)
+        dtype = self.dtype if buffer.is_floating_point() else buffer.dtype
+        module.register_buffer(own, value.view(buffer.shape).to(self.device, dtype))
 
     def stored_name(self, source: Source, name: str) -> str:
         """Return what a source calls a parameter.
@@ -257,11 +260,12 @@ class Skeleton:
 
 def linear_layers(block: nn.Module) -> dict[str, nn.Module]:
     """The layers of a block that are one product, by name."""
-    return {
-        n: m
-        for n, m in block.named_modules()
-        if type(m).forward is nn.Linear.forward or is_conv1d(m)
-    }
+    layers = {}
+    for name, module in block.named_modules():
+        # a subclass with a forward of its own may do more than multiply
+        if type(module).forward is nn.Linear.forward or is_conv1d(module):
+            layers[name] = module
+    return layers
 
 
 @contextmanager
@@ -269,10 +273,13 @@ def inputs_seen(
     layers: Mapping[str, nn.Module], see: Callable[[str, Tensor], None]
 ) -> Iterator[None]:
     """Call ``see(name, input)`` whenever one of the layers runs."""
-    handles = [
-        m.register_forward_pre_hook(lambda _, inputs, n=n: see(n, inputs[0]))
-        for n, m in layers.items()
-    ]
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda _, inputs: see(name, inputs[0])
+
+    handles = []
+    for name, layer in layers.items():
+        handles.append(layer.register_forward_pre_hook(hook(name)))
     try:
         yield
     finally:

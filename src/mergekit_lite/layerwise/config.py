@@ -60,15 +60,15 @@ class CalibratedMerge:
     def shares(self, count: int) -> list[float]:
         """Each model's share; together they are 1."""
         given: Any = 1.0 if self.weight is None else self.weight
+        if np.ndim(given) == 0:
+            given = [given] * count
         try:
-            weights = [float(w) for w in ([given] * count if np.ndim(given) == 0 else given)]
+            weights = [float(weight) for weight in given if not isinstance(weight, str)]
         except (TypeError, ValueError):
             weights = []
-        sound = (
-            len(weights) == count and all(0 <= w < math.inf for w in weights) and sum(weights) > 0
-        )
-        if not sound or isinstance(given, str):
+        in_range = all(0 <= weight < math.inf for weight in weights)
+        if len(weights) != count or not in_range or not sum(weights):
             raise ValueError(
                 f"merge_models: weight is {self.weight}, expected {count} numbers from 0, not all 0"
             )
-        return [w / sum(weights) for w in weights]
+        return [weight / sum(weights) for weight in weights]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ from ..files import Source
 def calibration_batches(
     data: Any, source: Source, *, batch_size: int, max_length: int
 ) -> list[Batch]:
-    """Padded batches of token ids, long examples beside long ones.
+    """Return padded batches of token ids, long examples beside long ones.
 
     Args:
-        data: A file or rows for `TextExamples`, examples, or batches, which stay as they are.
+        data: A file or rows for `TextExamples`, or examples with ``input_ids``.
         source: Whose data, and whose tokenizer text needs.
         batch_size: Examples of a batch.
         max_length: Tokens of an example; more are cut off.
@@ -32,30 +32,42 @@ def calibration_batches(
     Raises:
         ValueError: None of these, or nothing in it; a token that the model does not have.
     """
-    batches = _batched(data, source, batch_size, max_length)
+    examples: Any = data
+    has_ids = False
+    if not isinstance(data, (str, Path)):
+        examples = _rows_of(data, source)
+        has_ids = isinstance(examples[0], Mapping) and "input_ids" in examples[0]
+    if not has_ids:
+        tokenizer = AutoTokenizer.from_pretrained(source.folder)
+        texts = TextExamples(examples, tokenizer, max_length=max_length, train_on_inputs=True)
+        examples = [texts[place] for place in range(len(texts))]
     size = (source.config.get("text_config") or source.config).get("vocab_size", math.inf)
-    for ids in (batch["input_ids"] for batch in batches):
-        if (bad := ids[(ids < 0) | (ids >= size)]).numel():
+    ids = []
+    for example in examples:
+        tokens = _without_padding(example, source)[:max_length]
+        strange = tokens[(tokens < 0) | (tokens >= size)]
+        if strange.numel():
             raise ValueError(
-                f"calibration of {source.label}: a token is {int(bad[0])}; expected 0 or more, "
+                f"calibration of {source.label}: a token is {int(strange[0])}; expected 0 or more, "
                 f"below {size}"
             )
-    return batches
+        ids.append(tokens)
+    ids.sort(key=len)
+    if not len(ids[0]):
+        raise ValueError(
+            f"calibration of {source.label}: an example has no token; expected one or more"
+        )
+    return [_pad_batch(ids[first : first + batch_size]) for first in range(0, len(ids), batch_size)]
 
 
 def _rows_of(data: Any, source: Source) -> list[Any]:
-    """Return batches, examples or rows as a list; refuse what is none of these."""
-    if isinstance(data, Tensor) or (isinstance(data, Mapping) and "input_ids" in data):
-        return [data]  # one batch
+    """Return examples or rows as a list; refuse what is none of these."""
     if isinstance(data, Mapping):
         names = ", ".join(map(str, data))
-        raise ValueError(
-            f"calibration of {source.label} is a mapping of {names}; expected rows, or input_ids"
-        )
+        raise ValueError(f"calibration of {source.label} is a mapping of {names}; expected rows")
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         raise ValueError(
-            f"calibration of {source.label}: is {data!r}; expected a file, rows, examples or "
-            "batches"
+            f"calibration of {source.label}: is {data!r}; expected a file, rows or examples"
         )
     rows = list(data)
     if not rows:
@@ -63,42 +75,18 @@ def _rows_of(data: Any, source: Source) -> list[Any]:
     return rows
 
 
-def _batched(data: Any, source: Source, batch_size: int, max_length: int) -> list[Batch]:
-    """Return calibration data of any admitted form as batches of ids and attention masks."""
-    rows: list[Any] = []
-    first: Any = None
-    if not isinstance(data, (str, Path)):
-        rows = _rows_of(data, source)
-        first = rows[0]
-    if isinstance(first, Tensor):
-        return _batches_from_tensors(rows)
-    has_ids = isinstance(first, Mapping) and "input_ids" in first
-    if has_ids and isinstance(first["input_ids"], Tensor) and first["input_ids"].dim() == 2:
-        return [
-            {k: v for k, v in batch.items() if k in ("input_ids", "attention_mask")}
-            for batch in rows
-        ]
-    if not has_ids:
-        tokenizer = AutoTokenizer.from_pretrained(source.folder)
-        examples = TextExamples(
-            rows or data, tokenizer, max_length=max_length, train_on_inputs=True
-        )
-        rows = [examples[i] for i in range(len(examples))]
-    ids = sorted((_without_padding(row)[:max_length] for row in rows), key=len)
-    if not len(ids[0]):
+def _without_padding(example: Mapping[str, object], source: Source) -> Tensor:
+    """Return an example's tokens (L,) without those that its attention mask leaves out."""
+    ids = torch.as_tensor(example["input_ids"], dtype=torch.long)
+    if ids.dim() != 1:
         raise ValueError(
-            f"calibration of {source.label}: an example has no token; expected one or more"
+            f"calibration of {source.label}: input_ids are {list(ids.shape)}, expected one "
+            "example's (L,)"
         )
-    return [_pad_batch(ids[i : i + batch_size]) for i in range(0, len(ids), batch_size)]
-
-
-def _batches_from_tensors(batches: Sequence[Tensor]) -> list[Batch]:
-    for batch in batches:
-        if batch.dim() != 2:
-            raise ValueError(
-                f"calibration: a tensor is {list(batch.shape)}; expected token ids (B, L)"
-            )
-    return [{"input_ids": batch} for batch in batches]
+    mask = example.get("attention_mask")
+    if mask is None:
+        return ids
+    return ids[torch.as_tensor(mask).bool()]
 
 
 def _pad_batch(rows: list[Tensor]) -> Batch:
@@ -107,11 +95,3 @@ def _pad_batch(rows: list[Tensor]) -> Batch:
         "input_ids": pad_sequence(rows, batch_first=True),
         "attention_mask": pad_sequence(masks, batch_first=True),
     }
-
-
-def _without_padding(row: Mapping[str, object]) -> Tensor:
-    ids = torch.as_tensor(row["input_ids"], dtype=torch.long)
-    mask = row.get("attention_mask")
-    if mask is None:
-        return ids
-    return ids[torch.as_tensor(mask).bool()]

@@ -16,7 +16,7 @@ from model_components._loading import read_config
 
 from ..computing import settings_of
 from ..dtypes import Array
-from ..files import CheckpointError, Source, TensorInfo, open_source
+from ..files import CheckpointError, Source, open_source
 from .blocks import Skeleton
 from .config import CalibratedMerge
 from .data import calibration_batches
@@ -41,8 +41,7 @@ def merged_source(
 
     Args:
         models: What `open_source` takes, of one architecture.
-        calibration: For each model its data: a file or rows for `TextExamples`, examples, or
-            batches.
+        calibration: For each model its data: a file or rows for `TextExamples`, or examples.
         merge: How.
         stage: Where; what an interrupted run of the same merge left there is taken up.
         device: Where blocks run and weights are solved for.
@@ -65,10 +64,10 @@ def merged_source(
     sources = [open_source(model) for model in models]
     check_alike(sources)
     skeleton = Skeleton(sources[0], merge.auto_class, torch.float32, device)
-    data = [
-        calibration_batches(c, s, batch_size=merge.batch_size, max_length=merge.max_length)
-        for c, s in zip(calibration, sources, strict=True)
-    ]
+    sizes = {"batch_size": merge.batch_size, "max_length": merge.max_length}
+    data = []
+    for given, source in zip(calibration, sources, strict=True):
+        data.append(calibration_batches(given, source, **sizes))
     run = BlockMerge(skeleton, sources, data, shares, merge, stage.folder)
     first = run.resumed()
     if not first:
@@ -95,18 +94,25 @@ def check_alike(sources: Sequence[Source]) -> None:
     Raises:
         CheckpointError: With the first difference.
     """
-    shapes = [{n: i.shape for n, i in s.tensors.items()} for s in sources]
-    for source, other in zip(sources[1:], shapes[1:], strict=True):
-        if unlike := sorted(
-            n for n in shapes[0].keys() | other.keys() if shapes[0].get(n) != other.get(n)
-        ):
-            name = unlike[0]
+    first = sources[0]
+    for other in sources[1:]:
+        unlike = []
+        for name in sorted(first.tensors.keys() | other.tensors.keys()):
+            shapes = _shape_of(other, name), _shape_of(first, name)
+            if shapes[0] != shapes[1]:
+                unlike.append((name, *shapes))
+        if unlike:
+            name, theirs, ours = unlike[0]
             raise CheckpointError(
-                f"{source.label} and {sources[0].label}: {name} is {other.get(name)} and "
-                f"{shapes[0].get(name)} ({len(unlike)} such); data-driven merges need models of "
-                "one architecture"
+                f"{other.label} and {first.label}: {name} is {theirs} and {ours} ({len(unlike)} "
+                "such); data-driven merges need models of one architecture"
             )
     check_computing(sources)
+
+
+def _shape_of(source: Source, name: str) -> tuple[int, ...] | None:
+    info = source.tensors.get(name)
+    return None if info is None else info.shape
 
 
 def check_computing(sources: Sequence[Source]) -> None:
@@ -136,11 +142,11 @@ class _Joined(Source):
         self.config = first.config
         self.folder = first.folder
         self._first = first
-        self._of = {name: part for part in parts for name in part.tensors}
-        self.tensors: dict[str, TensorInfo] = {
-            n: self._of[n].tensors[n] if n in self._of else info
-            for n, info in first.tensors.items()
-        }
+        self.tensors = dict(first.tensors)
+        self._of: dict[str, Source] = {}
+        for part in parts:
+            self.tensors |= part.tensors
+            self._of |= dict.fromkeys(part.tensors, part)
 
     def _source(self, name: str) -> Source:
         return self._of.get(name, self._first)

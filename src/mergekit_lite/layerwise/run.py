@@ -34,10 +34,12 @@ class BlockMerge:
     ):
         self.skeleton = skeleton
         self.sources = sources
-        self.data = [
-            [{name: values.to(skeleton.device) for name, values in batch.items()} for batch in part]
-            for part in data
-        ]
+        self.data: list[list[Batch]] = []
+        for batches in data:
+            placed: list[Batch] = []
+            for batch in batches:
+                placed.append({name: ids.to(skeleton.device) for name, ids in batch.items()})
+            self.data.append(placed)
         self.shares = shares
         self.merge = merge
         self.calls: list[list[list[Call]]] = []  # of each model, block and batch
@@ -64,10 +66,9 @@ class BlockMerge:
         """
         if self.merge.method != "regmean++":
             return self.sources
-        average = {
-            n: self._average([self.skeleton.parameter(s, n) for s in self.sources], n)
-            for n in self.skeleton.outside()
-        }
+        average = {}
+        for name in self.skeleton.outside():
+            average[name] = self._average(self._values(name)).to(self._dtype(name))
         return [average] * len(self.sources)
 
     @torch.no_grad()
@@ -87,10 +88,11 @@ class BlockMerge:
         layers = linear_layers(skeleton.blocks[number])
         merged: dict[str, Tensor] = {}
         for name in blocks[0]:
-            weights = [b[name] for b in blocks]
+            weights = [parameters[name] for parameters in blocks]
             owner = name.rpartition(".")[0]
             if name.endswith("weight") and owner in layers:
-                value = self._solved(layers[owner], weights, [s[owner] for s in seen])
+                inputs = [statistics[owner] for statistics in seen]
+                value = self._solved(layers[owner], weights, inputs)
             else:
                 value = self._average(weights)
             full = skeleton.prefix(number) + name
@@ -104,18 +106,18 @@ class BlockMerge:
     @torch.no_grad()
     def merge_outside(self) -> None:
         """Write what is in no block: a head of its own by its inputs, all else averaged."""
-        head = self.skeleton.model.get_output_embeddings()
+        model = self.skeleton.model
+        head = model.get_output_embeddings()
+        solved = None
+        # a tied head is the embedding, which is no product
+        if isinstance(head, nn.Linear) and head.weight is not model.get_input_embeddings().weight:
+            solved = next(name for name, p in model.named_parameters() if p is head.weight)
         merged = {}
-        tied = head is not None and head.weight is self.skeleton.model.get_input_embeddings().weight
-        solved = (
-            next((n for n, m in self.skeleton.model.named_modules() if m is head), "") + ".weight"
-        )
         for name in self.skeleton.outside():
-            values = [self.skeleton.parameter(s, name) for s in self.sources]
-            if name == solved and not tied and isinstance(head, nn.Linear):
-                value = self._solved(head, values, self._of_head())
+            if name == solved and head is not None:
+                value = self._solved(head, self._values(name), self._of_head())
             else:
-                value = self._average(values)
+                value = self._average(self._values(name))
             merged[name] = value.to(self._dtype(name))
         self._write(len(self.skeleton.blocks), merged)
 
@@ -146,11 +148,14 @@ class BlockMerge:
             def see(
                 name: str, x: Tensor, call: Call = call, read: dict[str, Tensor] = read
             ) -> None:
-                owner = owners.setdefault(
-                    name, next((n for n, other in read.items() if other is x), name)
-                )
+                if name not in owners:
+                    owners[name] = name
+                    for earlier, other in read.items():
+                        if other is x:
+                            owners[name] = earlier
+                            break
                 read[name] = x
-                if owner == name:
+                if owners[name] == name:
                     statistics.setdefault(name, InputStatistics(x.shape[-1], self.products))
                     statistics[name].add(tokens(x, call.keep))
 
@@ -161,36 +166,42 @@ class BlockMerge:
     def _solved(
         self, layer: nn.Module, weights: Sequence[Tensor], seen: Sequence[InputStatistics]
     ) -> Tensor:
-        turned = is_conv1d(layer)
-        matrices = [w.T if turned else w for w in weights]
-        solution = merge_by_inputs(matrices, seen, reduce=self.merge.reduce, shares=self.shares)
-        return (solution.T if turned else solution).contiguous()
+        """Return the merged weight of a layer, as the layer stores it."""
+        options = {"reduce": self.merge.reduce, "shares": self.shares}
+        if is_conv1d(layer):  # which stores (in, out)
+            turned = merge_by_inputs([weight.T for weight in weights], seen, **options)
+            return turned.T.contiguous()
+        return merge_by_inputs(weights, seen, **options).contiguous()
 
-    def _average(self, values: Sequence[Tensor], name: str | None = None) -> Tensor:
-        """By shares; rounded as it is stored where it has a name."""
-        mean = sum(
-            share * v.detach().double() for share, v in zip(self.shares, values, strict=True)
-        )
-        return torch.as_tensor(mean).to(torch.float64 if name is None else self._dtype(name))
+    def _values(self, name: str) -> list[Tensor]:
+        """Return a parameter of every model."""
+        return [self.skeleton.parameter(source, name) for source in self.sources]
+
+    def _average(self, values: Sequence[Tensor]) -> Tensor:
+        """Return the mean by shares, in float64."""
+        mean = torch.zeros_like(values[0], dtype=torch.float64)
+        for share, value in zip(self.shares, values, strict=True):
+            mean += share * value.detach().double()
+        return mean
 
     def _dtype(self, name: str) -> torch.dtype:
-        return to_torch(
-            self.sources[0].tensors[self.skeleton.stored_name(self.sources[0], name)].dtype
-        )
+        """Return the dtype that the first model's files have a parameter in."""
+        first = self.sources[0]
+        return to_torch(first.tensors[self.skeleton.stored_name(first, name)].dtype)
 
     def _write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         """A part, under the names that the first model's files have."""
-        named = {
-            self.skeleton.stored_name(self.sources[0], n): v.contiguous()
-            for n, v in tensors.items()
-        }
+        named = {}
+        for name, value in tensors.items():
+            named[self.skeleton.stored_name(self.sources[0], name)] = value.contiguous()
         self.stage.store(_part(number), named)
 
     def save(self, done: int) -> None:
         """Save where an interrupted run goes on."""
-        states = {
-            f"{k}.{i}": h for k, batches in enumerate(self.hidden) for i, h in enumerate(batches)
-        }
+        states = {}
+        for model, batches in enumerate(self.hidden):
+            for place, hidden in enumerate(batches):
+                states[f"{model}.{place}"] = hidden
         self.stage.store("states", states, done)
 
     def resumed(self) -> int:
@@ -202,14 +213,13 @@ class BlockMerge:
         if stored is None:
             return 0
         states, done = stored
-        if any(self.stage.load(_part(number)) is None for number in range(done)):
-            return 0
+        for number in range(done):
+            if self.stage.load(_part(number)) is None:
+                return 0
         self.begin()
-        device = self.skeleton.device
-        self.hidden = [
-            [states[f"{k}.{i}"].to(device) for i in range(len(batches))]
-            for k, batches in enumerate(self.data)
-        ]
+        for model, batches in enumerate(self.hidden):
+            for place in range(len(batches)):
+                batches[place] = states[f"{model}.{place}"].to(self.skeleton.device)
         return done
 
     def parts(self) -> list[Path]:

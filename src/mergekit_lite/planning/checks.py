@@ -17,7 +17,13 @@ from ..dtypes import Array
 from ..files import CheckpointError, Source, TensorInfo
 from ..recipe import MergeRecipe
 from ..recipe.templates import TEMPLATES
-from ..vocabulary import EMBEDDING, HEAD, is_vocabulary_tensor, read_vocabulary, stage_tokens
+from ..vocabulary import (
+    HEAD,
+    embedding_rows,
+    is_vocabulary_tensor,
+    read_vocabulary,
+    stage_tokens,
+)
 from .configs import LAYER_KEYS
 from .layout import Slot
 from .models import Models
@@ -157,17 +163,9 @@ def _missing_layers(source: Source, config: Mapping[str, object]) -> str | None:
     return f"config.json says {count} layers, expected tensors of {_first_of(missing)}, got none"
 
 
-def _embedding_rows(source: Source) -> set[int]:
-    rows = set()
-    for name, info in source.tensors.items():
-        if EMBEDDING.search(name) and info.shape:
-            rows.add(info.shape[0])
-    return rows
-
-
 def _other_rows(source: Source, config: Mapping[str, object]) -> str | None:
     """Compare ``vocab_size`` with the rows of the token embedding, if there is one."""
-    rows = _embedding_rows(source)
+    rows = embedding_rows(source)
     size = config.get("vocab_size")
     if not isinstance(size, int) or len(rows) != 1 or size in rows:
         return None
@@ -183,7 +181,7 @@ def _missing_head(source: Source) -> str | None:
     causal = any("ForCausalLM" in str(name) for name in config.get("architectures") or ())
     has_head = any(HEAD.search(name) for name in source.tensors)
     untied = config.get("tie_word_embeddings") is False
-    if not causal or not untied or has_head or not _embedding_rows(source):
+    if not causal or not untied or has_head or not embedding_rows(source):
         return None
     return (
         "config.json says that the head is not tied to the embedding, expected a head such as "

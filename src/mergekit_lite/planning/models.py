@@ -12,7 +12,7 @@ from ..dtypes import Array
 from ..files import CheckpointError, Source, TensorInfo, View, open_source
 from ..files.experts import stacked
 from ..recipe import MergeRecipe, model_key, model_label
-from ..vocabulary import EMBEDDING, HEAD, is_vocabulary_tensor
+from ..vocabulary import is_vocabulary_tensor, stored_name
 from .plan import MergePlan
 
 
@@ -40,12 +40,7 @@ class Models:
 
     def alias(self, place: int, name: str) -> str | None:
         """The tensor of a model that stands for ``name``: itself, or a tied head's embedding."""
-        source = self.sources[place]
-        if name in source.tensors:
-            return name
-        if HEAD.search(name) and source.config.get("tie_word_embeddings", True):
-            return next((n for n in source.tensors if EMBEDDING.search(n)), None)
-        return None
+        return stored_name(self.sources[place], name)
 
 
 def truncate_vocabularies(models: Models) -> tuple[Models, int | None]:

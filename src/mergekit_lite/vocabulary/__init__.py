@@ -8,9 +8,11 @@ from .alignment import (
     HEAD,
     AlignedSource,
     Vocabulary,
+    embedding_rows,
     is_vocabulary_tensor,
     plan_vocabulary,
     stage_tokens,
+    stored_name,
 )
 from .tokenizers import copy_tokenizer, has_tokenizer, read_vocabulary
 
@@ -20,9 +22,11 @@ __all__ = [
     "AlignedSource",
     "Vocabulary",
     "copy_tokenizer",
+    "embedding_rows",
     "has_tokenizer",
     "is_vocabulary_tensor",
     "plan_vocabulary",
     "read_vocabulary",
     "stage_tokens",
+    "stored_name",
 ]

@@ -23,6 +23,7 @@ from ..files.resolve import find_folder
 from ..recipe import MergeRecipe, RecipeError, TokenizerSpec, TokenRule, model_key, model_label
 from .tokenizers import copy_tokenizer, extend_tokenizer, has_tokenizer, read_vocabulary
 
+# names of token embeddings and heads in the families of transformers
 EMBEDDING = re.compile(
     r"(^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|shared)\.weight$"
 )
@@ -35,12 +36,29 @@ def is_vocabulary_tensor(name: str) -> bool:
     return bool(EMBEDDING.search(name) or HEAD.search(name) or _HEAD_BIAS.search(name))
 
 
+def stored_name(source: Source, name: str) -> str | None:
+    """Return what a model calls a tensor: a tied head is its embedding, None is none it has."""
+    if name in source.tensors:
+        return name
+    if HEAD.search(name) and source.config.get("tie_word_embeddings", True):
+        for other in source.tensors:
+            if EMBEDDING.search(other):
+                return other
+    return None
+
+
+def embedding_rows(source: Source) -> set[int]:
+    """Return the sizes of a model's token embeddings."""
+    rows = set()
+    for name, info in source.tensors.items():
+        if EMBEDDING.search(name) and info.shape:
+            rows.add(info.shape[0])
+    return rows
+
+
 def _rows(source: Source) -> int:
-    rows = {
-        info.shape[0]
-        for name, info in source.tensors.items()
-        if EMBEDDING.search(name) and info.shape
-    }
+    """Return the rows of a model's token embedding, of which there must be one."""
+    rows = embedding_rows(source)
     if len(rows) != 1:
         raise CheckpointError(
             f"{source.label}: found {len(rows)} sizes of token embedding, expected one"
@@ -93,11 +111,13 @@ class Vocabulary:
             (out / "tokenizer.json").write_text(self.tokenizer_json, encoding="utf-8")
 
 
-def _with_new(tokens: dict[str, int], new: Sequence[str]) -> None:
+def _add_new(tokens: dict[str, int], new: Sequence[str]) -> None:
+    """Give tokens that are new the rows after the last."""
     free = max(tokens.values(), default=-1) + 1
     for token in new:
         if token not in tokens:
-            tokens[token], free = free, free + 1
+            tokens[token] = free
+            free += 1
 
 
 def _with_rows(vocabulary: Mapping[str, int], rows: int) -> dict[str, int]:
@@ -116,9 +136,10 @@ def _rowless_notes(
         missing = [token for token in vocabulary if token not in tokens]
         if missing:
             shown = ", ".join(missing[:_SHOWN])
+            more = ", ..." if len(missing) > _SHOWN else ""
             notes.append(
                 f"{source.label}: {len(missing)} tokens of its tokenizer have no row in any model "
-                f"and are left out: {shown}{', ...' if len(missing) > _SHOWN else ''}"
+                f"and are left out: {shown}{more}"
             )
     return notes
 
@@ -180,15 +201,15 @@ def plan_vocabulary(
         tokens = dict(stored[donor])
         before = len(tokens)
         for vocabulary in stored:
-            _with_new(tokens, sorted(vocabulary, key=vocabulary.__getitem__))
+            _add_new(tokens, sorted(vocabulary, key=vocabulary.__getitem__))
         notes += _rowless_notes(tokens, vocabularies, sources)
-    _with_new(tokens, list(spec.tokens))
+    _add_new(tokens, list(spec.tokens))
     extended = None
     if len(tokens) > before:
         extended = _extend_tokenizer_of(folder, tokens, sources)
     rows = max(rows, max(tokens.values(), default=-1) + 1)
     multiple = spec.pad_to_multiple_of or 1
-    rows = -(-rows // multiple) * multiple
+    rows = -(-rows // multiple) * multiple  # rounded up
     has = np.full((len(sources), rows), -1, np.int64)
     padding = np.setdiff1d(np.arange(rows), np.fromiter(tokens.values(), np.int64, len(tokens)))
     for rows_here, vocabulary, source in zip(has, vocabularies, sources, strict=True):
@@ -197,13 +218,15 @@ def plan_vocabulary(
             rows_here[row] = vocabulary.get(token, -1)
         # these keep their place, where the model has one
         rows_here[padding] = np.where(padding < size, padding, -1)
-        rows_here[rows_here >= size] = -1
+        rows_here[rows_here >= size] = -1  # a tokenizer may have more tokens than the model rows
     model_of = np.repeat(np.arange(len(sources))[:, None], rows, 1)
     row_of = has.copy()
     if base is not None:
+        # whoever lacks a token that the base has takes the base's row
         lacking = (row_of < 0) & (has[base] >= 0)
         model_of[lacking] = base
         row_of = np.where(lacking, has[base], row_of)
+    # padding that no model has
     row_of[:, padding] = np.where((has[:, padding] < 0).all(0), AVERAGE, row_of[:, padding])
     for token, rule in spec.tokens.items():
         row = tokens[token]
@@ -266,16 +289,13 @@ def _given_row(
     if model_key(rule.model) not in index:
         raise RecipeError(f"{where}: source must name one of the recipe's models")
     place = index[model_key(rule.model)]
-    theirs = rule.token if rule.token is not None else token
-    if rule.token_id is not None:
-        row = rule.token_id
-    else:
+    row = rule.token_id
+    wanted = f"row {row}"
+    if row is None:
+        theirs = token if rule.token is None else rule.token
         row = vocabularies[place].get(theirs, -1)
+        wanted = "such token"
     if not 0 <= row < _rows(sources[place]):
-        if rule.token_id is not None:
-            wanted = f"row {rule.token_id}"
-        else:
-            wanted = "such token"
         raise RecipeError(f"{where}: {model_label(rule.model)} has no {wanted}")
     return place, row
 
@@ -298,21 +318,15 @@ class AlignedSource(View):
         self._row_of = vocabulary.row_of[index]
         self._averages: dict[str, Array] = {}
         named = dict(source.tensors)
-        embedding = next((info for name, info in named.items() if EMBEDDING.search(name)), None)
-        for head in {
-            name for other in sources for name in other.tensors if HEAD.search(name)
-        } - named.keys():
-            if embedding is not None and source.config.get("tie_word_embeddings", True):
-                named[head] = (
-                    # another model has an untied head: here the tied embedding stands for it
-                    embedding
-                )
-        self.tensors = {
-            name: TensorInfo(name, (vocabulary.rows, *info.shape[1:]), info.dtype)
-            if is_vocabulary_tensor(name)
-            else info
-            for name, info in named.items()
-        }
+        for other in sources:
+            for head in other.tensors:  # one that is untied there may be tied here
+                stored = stored_name(source, head) if HEAD.search(head) else None
+                if stored is not None:
+                    named[head] = source.tensors[stored]
+        for name, info in named.items():
+            if is_vocabulary_tensor(name):
+                info = TensorInfo(name, (vocabulary.rows, *info.shape[1:]), info.dtype)
+            self.tensors[name] = info
 
     def read(self, name: str, start: int, stop: int) -> Array:
         """Return elements of the aligned tensor.
@@ -327,6 +341,7 @@ class AlignedSource(View):
         last = -(-stop // width)
         model = self._model_of[first:last]
         row = self._row_of[first:last]
+        # where another run of rows begins that lie side by side in one model
         breaks = np.flatnonzero((np.diff(model) != 0) | (np.diff(row) != 1) | (row[1:] < 0)) + 1
         pieces = []
         for left, right in pairwise([0, *breaks.tolist(), last - first]):
@@ -345,29 +360,14 @@ class AlignedSource(View):
         return np.concatenate(pieces)[start - first * width : stop - first * width]
 
     def _rows(self, model: int, name: str, first: int, count: int, width: int) -> Array:
-        stored = self._stored_name(model, name)
+        stored = stored_name(self._sources[model], name)
         assert stored is not None
         return self._sources[model].read(stored, first * width, (first + count) * width)
-
-    def _stored_name(self, model: int, name: str) -> str | None:
-        """Under which a model stores a tensor of rows: that of its embedding for a tied head."""
-        source = self._sources[model]
-        if (
-            name in source.tensors
-            or not HEAD.search(name)
-            or not source.config.get("tie_word_embeddings", True)
-        ):
-            return name if name in source.tensors else None
-        return next((n for n in source.tensors if EMBEDDING.search(n)), None)
 
     def _average_row(self, name: str, width: int) -> Array:
         """The mean of this model's rows for all tokens, in float64 until the end."""
         if name not in self._averages:
-            rows = np.unique(
-                np.fromiter(
-                    self._vocabulary.tokens.values(), np.int64, len(self._vocabulary.tokens)
-                )
-            )
+            rows = np.array(sorted(set(self._vocabulary.tokens.values())), np.int64)
             step = max(1, _AVERAGED // width)
             total = np.zeros(width)
             # padding may lie between
@@ -375,19 +375,18 @@ class AlignedSource(View):
                 for begin in range(0, len(run), step):
                     first = int(run[begin])
                     last = int(run[begin : begin + step][-1]) + 1
-                    stretch = numbers(self.read(name, first * width, last * width)).reshape(
-                        -1, width
-                    )
-                    total += stretch.sum(0, dtype=np.float64)
+                    stretch = numbers(self.read(name, first * width, last * width))
+                    total += stretch.reshape(-1, width).sum(0, dtype=np.float64)
             self._averages[name] = (total / max(1, len(rows))).astype(np.float32)
         return self._averages[name]
 
     def _mean_row(self, name: str, row: int, width: int) -> Array:
-        rows_of_models = [
-            numbers(self._rows(model, name, int(rows[row]), 1, width))
-            for model, rows in enumerate(self._vocabulary.has)
-            if rows[row] >= 0 and self._stored_name(model, name) is not None
-        ]
+        """The mean over the models that have a token."""
+        rows_of_models = []
+        for model, rows in enumerate(self._vocabulary.has):
+            if rows[row] >= 0 and stored_name(self._sources[model], name) is not None:
+                stored = self._rows(model, name, int(rows[row]), 1, width)
+                rows_of_models.append(numbers(stored))
         if rows_of_models:
             return np.mean(rows_of_models, 0)
         return np.zeros(width, np.float32)

@@ -16,18 +16,21 @@ from ..files.headers import read_json
 
 def has_tokenizer(folder: Path | None) -> bool:
     """Return whether a folder has a tokenizer that `read_vocabulary` reads."""
-    return folder is not None and any(
-        (folder / name).exists() for name in ("tokenizer.json", "vocab.json", "vocab.txt")
-    )
+    if folder is None:
+        return False
+    names = ("tokenizer.json", "vocab.json", "vocab.txt")
+    return any((folder / name).exists() for name in names)
 
 
 def copy_tokenizer(folders: Iterable[Path | None], out: Path) -> None:
     """Copy the tokenizer's files of the first folder that has any; if none has, nothing."""
     for folder in folders:
-        files = [folder / name for name in TOKENIZER_FILES] if folder is not None else []
-        if existing := [path for path in files if path.is_file()]:
-            for path in existing:
-                shutil.copyfile(path, out / path.name)
+        if folder is None:
+            continue
+        existing = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+        for path in existing:
+            shutil.copyfile(path, out / path.name)
+        if existing:
             return
 
 
@@ -37,23 +40,23 @@ def read_vocabulary(folder: Path | None, label: str) -> dict[str, int]:
     Raises:
         CheckpointError: The model has no tokenizer that can be read.
     """
-    if folder is not None and (folder / "tokenizer.json").exists():
-        return _fast_vocabulary(folder / "tokenizer.json")
-    if folder is not None and (folder / "vocab.json").exists():
-        added = folder / "added_tokens.json"
-        return _whole_numbers(folder / "vocab.json") | (
-            _whole_numbers(added) if added.exists() else {}
+    if folder is None or not has_tokenizer(folder):
+        raise CheckpointError(
+            f"{label}: has no tokenizer.json (or vocab.json, vocab.txt) to match its vocabulary by"
         )
-    if folder is not None and (folder / "vocab.txt").exists():
-        lines = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
-        return {line: i for i, line in enumerate(lines)}
-    raise CheckpointError(
-        f"{label}: has no tokenizer.json (or vocab.json, vocab.txt) to match its vocabulary by"
-    )
+    if (folder / "tokenizer.json").exists():
+        return _fast_vocabulary(folder / "tokenizer.json")
+    if (folder / "vocab.json").exists():
+        ids = read_json(folder / "vocab.json")
+        if (folder / "added_tokens.json").exists():
+            ids |= read_json(folder / "added_tokens.json")
+        return _whole_numbers(folder / "vocab.json", ids)
+    lines = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
+    return {line: row for row, line in enumerate(lines)}
 
 
-def _whole_numbers(path: Path, ids: Any = None) -> dict[str, int]:
-    ids = read_json(path) if ids is None else ids
+def _whole_numbers(path: Path, ids: dict[str, Any]) -> dict[str, int]:
+    """Return ids, all of which must be rows."""
     if not all(type(row) is int and 0 <= row < 1 << 31 for row in ids.values()):
         raise CheckpointError(f"{path}: gives a token a row that is no whole number from 0")
     return ids
@@ -63,11 +66,12 @@ def _fast_vocabulary(path: Path) -> dict[str, int]:
     data = read_json(path)
     try:
         vocab = data["model"]["vocab"]
-        if isinstance(vocab, list):
-            ids = {piece[0]: i for i, piece in enumerate(vocab)}
+        if isinstance(vocab, list):  # of pieces with their scores
+            ids = {piece[0]: row for row, piece in enumerate(vocab)}
         else:
             ids = dict(vocab)
-        ids |= {token["content"]: token["id"] for token in data.get("added_tokens") or []}
+        for token in data.get("added_tokens") or []:
+            ids[token["content"]] = token["id"]
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise CheckpointError(
             f"{path}: is not a tokenizer as the tokenizers library writes it ({error!r})"
@@ -100,9 +104,11 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
         raise CheckpointError(
             f"{path}: a {model.get('type')} tokenizer cannot be extended; use base or a path"
         )
-    # a token without a row in any model is none of ``tokens``
-    added = {t["content"]: t for t in data.get("added_tokens", []) if t["content"] in tokens}
-    merges = {json.dumps(m) for m in model.get("merges", [])}
+    added = {}
+    for token in data.get("added_tokens", []):
+        if token["content"] in tokens:  # else no model has a row for it
+            added[token["content"]] = token
+    merges = {json.dumps(merge) for merge in model.get("merges", [])}
     known = set(model["vocab"]) | set(added)
     for other in others:
         theirs = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
@@ -113,10 +119,8 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
         if "merges" not in model:
             continue
         for merge in theirs["model"].get("merges", []):
-            if (
-                _makes_missing_token(merge, model["vocab"], tokens)
-                and json.dumps(merge) not in merges
-            ):
+            is_new = json.dumps(merge) not in merges
+            if is_new and _makes_missing_token(merge, model["vocab"], tokens):
                 model["merges"].append(merge)
                 merges.add(json.dumps(merge))
     plain = {
@@ -138,8 +142,9 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
         raise CheckpointError(
             f"{path}: extended, the tokenizers library does not read it ({error})"
         ) from error
-    if wrong := [t for t, row in tokens.items() if loaded.get(t) != row]:
-        raise CheckpointError(
-            f"{path}: extended, token {wrong[0]!r} would lose its row; use base or a path"
-        )
+    for token, row in tokens.items():
+        if loaded.get(token) != row:
+            raise CheckpointError(
+                f"{path}: extended, token {token!r} would lose its row; use base or a path"
+            )
     return text

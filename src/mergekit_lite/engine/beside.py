@@ -25,7 +25,9 @@ from ..recipe.templates import TEMPLATES
 from ..vocabulary import copy_tokenizer
 
 MANIFEST = "merge_manifest.json"
+# files of a model's folder that describe it and run nothing
 _COPIED = ("generation_config.json", *PROCESSOR_FILES)
+# files of a model's folder that transformers may run
 _CODE = ("modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py")
 
 
@@ -36,9 +38,11 @@ def _donor_folder(plan: MergePlan) -> Path | None:
 def foreign_code(plan: MergePlan) -> list[str]:
     """Python files of the donor's folder, which its config may have transformers run."""
     folder = _donor_folder(plan)
-    if folder is None:
-        return []
-    return sorted({path.name for pattern in _CODE for path in folder.glob(pattern)})
+    names: set[str] = set()
+    if folder is not None:
+        for pattern in _CODE:
+            names |= {path.name for path in folder.glob(pattern)}
+    return sorted(names)
 
 
 def code_note(plan: MergePlan, trust_remote_code: bool) -> list[str]:
@@ -67,8 +71,9 @@ def write_beside(plan: MergePlan, folder: Path, trust_remote_code: bool) -> None
     if config:
         write_json(folder / "config.json", config)
     donor = _donor_folder(plan)
+    patterns = (*_COPIED, *_CODE) if trust_remote_code else _COPIED
     if donor is not None:
-        for pattern in (*_COPIED, *(_CODE if trust_remote_code else ())):
+        for pattern in patterns:
             for path in donor.glob(pattern):
                 shutil.copyfile(path, folder / path.name)
     _write_tokenizer(plan, folder, trust_remote_code)
@@ -77,6 +82,7 @@ def write_beside(plan: MergePlan, folder: Path, trust_remote_code: bool) -> None
 
 
 def _write_tokenizer(plan: MergePlan, folder: Path, trust_remote_code: bool) -> None:
+    """Write the tokenizer, and the chat template that the recipe asks for."""
     if plan.vocabulary is not None:
         plan.vocabulary.write_tokenizer(folder)
     else:
@@ -93,24 +99,23 @@ def _write_tokenizer(plan: MergePlan, folder: Path, trust_remote_code: bool) -> 
 
 
 def _without(path: Path, key: str) -> None:
+    """Take a key out of a JSON file."""
     data = read_json(path)
     if data.pop(key, None) is not None:
         write_json(path, data)
 
 
 def _template_of(folder: Path | None) -> str | None:
+    """Return the chat template of a model's tokenizer, which may stand in one of two files."""
     if folder is None:
         return None
     if (folder / "chat_template.jinja").exists():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8").strip()
     settings = folder / "tokenizer_config.json"
-    if settings.exists():
-        template = read_json(settings).get("chat_template")
-    else:
-        template = None
-    if isinstance(template, str):
-        return template.strip()
-    return None
+    if not settings.exists():
+        return None
+    template = read_json(settings).get("chat_template")
+    return template.strip() if isinstance(template, str) else None
 
 
 def chosen_template(plan: MergePlan) -> str | None:
@@ -119,34 +124,32 @@ def chosen_template(plan: MergePlan) -> str | None:
     if asked is None:
         return None
     if asked == "auto":
-        templates = [t for s in plan.sources if (t := _template_of(s.folder)) is not None]
-        if templates:
-            return max(templates, key=templates.count)
-        return None
+        templates = [_template_of(source.folder) for source in plan.sources]
+        there = [template for template in templates if template is not None]
+        return max(there, key=there.count, default=None)
     if asked in TEMPLATES:
         return TEMPLATES[asked]
-    if "{" in asked:
+    if "{" in asked:  # Jinja text
         return asked
     return Path(asked).read_text(encoding="utf-8")
 
 
 def _id_of(source: Source) -> str | None:
     """The id under which the hub knows a model, where the cache's folder or the recipe says it."""
-    if source.folder is None:
-        cached = None
-    else:
+    if source.folder is not None:
         cached = cached_commit(source.folder)
-    if cached:
-        return cached[0]
+        if cached is not None:
+            return cached[0]
     return hub_id(source.label.partition("+")[0])
 
 
 def _labels(recipe: MergeRecipe) -> list[str]:
     """Every model that a recipe and its stages name, once."""
-    labels: list[str] = []
+    labels: dict[str, None] = {}
     for model in recipe.mentions():
-        labels += _labels(model) if isinstance(model, MergeRecipe) else [model_label(model)]
-    return list(dict.fromkeys(labels))
+        names = _labels(model) if isinstance(model, MergeRecipe) else [model_label(model)]
+        labels |= dict.fromkeys(names)
+    return list(labels)
 
 
 def _renamed(recipe: object, names: Callable[[str], str], key: str = "") -> object:
@@ -155,9 +158,9 @@ def _renamed(recipe: object, names: Callable[[str], str], key: str = "") -> obje
     Its models are called by other names and its chat template by its file's.
     """
     if isinstance(recipe, dict):
-        return {k: _renamed(v, names, k) for k, v in recipe.items()}
+        return {name: _renamed(value, names, name) for name, value in recipe.items()}
     if isinstance(recipe, list):
-        return [_renamed(v, names, key) for v in recipe]
+        return [_renamed(value, names, key) for value in recipe]
     if isinstance(recipe, str) and key in ("model", "base_model", "source"):
         return names(recipe)
     if isinstance(recipe, str) and key == "chat_template" and "{" not in recipe:
@@ -174,17 +177,20 @@ def model_card(plan: MergePlan) -> str:
     def names(label: str) -> str:
         if label in stages:
             return label
-        parts = [
-            Path(part).name if "/" in part and hub_id(part) is None else part
-            for part in label.split("+")
-        ]
-        return ids_by_label.get(label) or "+".join(parts)
+        known = ids_by_label.get(label)
+        if known:
+            return known
+        parts = []
+        for part in label.split("+"):
+            is_path = "/" in part and hub_id(part) is None
+            parts.append(Path(part).name if is_path else part)
+        return "+".join(parts)
 
-    recipe = yaml.safe_dump_all(
-        [_renamed(d, names) for d in documents], sort_keys=False, allow_unicode=True
-    )
+    renamed = [_renamed(document, names) for document in documents]
+    recipe = yaml.safe_dump_all(renamed, sort_keys=False, allow_unicode=True)
     listed = "".join(f"- {names(label)}\n" for label in _labels(plan.recipe))
-    bases = [ids_by_label[s.label] or str(s.folder or "") for s in plan.sources]
+    # `card_of` leaves out what is no id of the hub
+    bases = [ids_by_label[source.label] or str(source.folder or "") for source in plan.sources]
     parts = [f"Made by `mergekit_lite` from\n\n{listed}\nwith this recipe:\n\n```yaml\n{recipe}```"]
     title = f"{plan.recipe.merge_method} merge"
     return card_of(title, parts, bases=bases, tags=["merge", "mergekit-lite"], relation="merge")
@@ -192,14 +198,11 @@ def model_card(plan: MergePlan) -> str:
 
 def manifest(plan: MergePlan, seed: int, hashes: Mapping[str, str]) -> dict[str, object]:
     """Describe what was merged, how, and hashes of what came out; equal after a resume."""
-    return {
-        **stamp(1),
-        "recipe": plan.recipe.to_dict(),
-        **(
-            {"stages": [stage.to_dict() for stage in plan.recipe.stages()]}
-            if plan.recipe.stages()
-            else {}
-        ),
+    described: dict[str, object] = {**stamp(1), "recipe": plan.recipe.to_dict()}
+    stages = [stage.to_dict() for stage in plan.recipe.stages()]
+    if stages:
+        described["stages"] = stages
+    return described | {
         "seed": seed,
         "inputs": [_described(source) for source in plan.sources],
         "files": dict(hashes),

@@ -24,27 +24,25 @@ from .hashing import hash_file
 
 
 def plan_fingerprint(plan: MergePlan, seed: int, version: str) -> str:
-    """Equal for two runs that would write the same bytes.
+    """Return a text that is equal for two runs that would write the same bytes.
 
-    Where a method is a user's own, unlike every other run's.
+    Where a method is a user's own, it is unlike every other run's.
     """
-    modules = {
-        str(getattr(t.method.function, "__module__", ""))
-        for t in plan.tensors
-        if t.method is not None
-    }
+    methods = "own"
+    tensors = []
+    for t in plan.tensors:
+        module = "mergekit_lite." if t.method is None else t.method.function.__module__
+        if not module.startswith("mergekit_lite."):
+            methods = os.urandom(16).hex()  # a user may have edited the function since
+        parts = [info.name for info in t.parts]
+        tensors.append([t.name, t.dtype.name, list(t.shape), t.shard, t.offset, parts])
     described = {
         "version": version,
         "recipe": plan.recipe.to_yaml(),
-        "methods": "own"
-        if all(m.startswith("mergekit_lite.") for m in modules)
-        else os.urandom(16).hex(),
+        "methods": methods,
         "seed": seed,
-        "sources": [[s.label, s.fingerprint()] for s in plan.sources],
-        "tensors": [
-            [t.name, t.dtype.name, list(t.shape), t.shard, t.offset, [i.name for i in t.parts]]
-            for t in plan.tensors
-        ],
+        "sources": [[source.label, source.fingerprint()] for source in plan.sources],
+        "tensors": tensors,
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
@@ -89,11 +87,10 @@ class OutputFolder(NewFolder):
             self._keep_finished()
             self.clear(keep=self.finished)
             self._save_progress()
-            left = sum(
-                t.nbytes
-                for t in self._plan.tensors
-                if self._plan.shards[t.shard] not in self.finished
-            )
+            left = 0
+            for name, members in zip(self._plan.shards, self.members, strict=True):
+                if name not in self.finished:
+                    left += sum(t.nbytes for t in members)
             free = shutil.disk_usage(self.folder).free
             if left > free:
                 if not self.finished:
@@ -177,12 +174,12 @@ class OutputFolder(NewFolder):
         plan = self._plan
         folder = self.folder
         if len(plan.shards) > 1:
-            index = {
-                "metadata": {"total_size": plan.bytes_written, "total_parameters": plan.parameters},
-                "weight_map": {
-                    info.name: plan.shards[t.shard] for t in plan.tensors for info in t.stored
-                },
-            }
+            weight_map = {}
+            for t in plan.tensors:
+                for info in t.stored:
+                    weight_map[info.name] = plan.shards[t.shard]
+            sizes = {"total_size": plan.bytes_written, "total_parameters": plan.parameters}
+            index = {"metadata": sizes, "weight_map": weight_map}
             stem = plan.shards[0].rsplit("-", 3)[0]
             write_json(folder / f"{stem}.safetensors.index.json", index)
         write_beside(plan, folder, trust_remote_code)

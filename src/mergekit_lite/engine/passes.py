@@ -31,7 +31,7 @@ T = TypeVar("T")
 BLOCK = 1 << 18
 """Elements of each input that a thread holds at a time."""
 
-# the sample that thresholds start from
+# the sample that thresholds start from: so many stretches of so many elements
 _STRETCHES = 32
 _STRETCH = 2048
 _LINE = 64  # bytes of a line of the cache
@@ -130,15 +130,20 @@ class FusedTensor:
             self._span = max(1, BLOCK // self._columns) * self._columns
         else:
             self._span = BLOCK
-        infos = [sources[i.source].tensors[i.name] for i in t.everything]
+        # Inputs that are all bfloat16 are read as they are, into patterns; of others only float32
+        # can be read into a buffer, and the rest is converted.
         empty = np.empty(0, np.uint8)
-        self._direct = [sources[i.source].read_into(i.name, 0, empty) for i in t.everything]
-        narrow = all(self._direct) and all(info.dtype == BFLOAT16 for info in infos)
+        dtypes = []
+        direct = []
+        for i in t.everything:
+            source = sources[i.source]
+            dtypes.append(source.tensors[i.name].dtype)
+            direct.append(source.read_into(i.name, 0, empty))
+        narrow = all(direct) and set(dtypes) == {BFLOAT16}
         self._dtype = np.uint16 if narrow else np.float32
-        self._readable = [
-            direct and (narrow or info.dtype == FLOAT32)
-            for direct, info in zip(self._direct, infos, strict=True)
-        ]
+        self._readable = []
+        for can, dtype in zip(direct, dtypes, strict=True):
+            self._readable.append(can and (narrow or dtype == FLOAT32))
 
     def work(self) -> Array:
         """Return memory for a kernel to work in."""
@@ -200,12 +205,13 @@ class FusedTensor:
         """Stretches of every input, spread over the tensor."""
         step = max(_STRETCH, self.size // _STRETCHES)
         places = range(0, self.size, step)
-        raw = np.empty((len(self.plan.everything), len(places), _STRETCH), self._dtype)
-        counts = [min(_STRETCH, self.size - place) for place in places]
-        for n, (place, count) in enumerate(zip(places, counts, strict=True)):
-            self._read(place, count, raw[:, n])
-        parts = [raw[:, n, :count] for n, count in enumerate(counts)]
-        return numbers(np.ascontiguousarray(np.concatenate(parts, 1)))
+        parts = []
+        for place in places:
+            count = min(_STRETCH, self.size - place)
+            part = np.empty((len(self.plan.everything), count), self._dtype)
+            self._read(place, count, part)
+            parts.append(part)
+        return numbers(np.concatenate(parts, 1))
 
     def trimmed(self, counts: Sequence[int]) -> Kept:
         """The cuts that keep each model's k largest changes.
@@ -213,20 +219,20 @@ class FusedTensor:
         Twice as many counts keep those less a second k.
         """
         sample = self._sample()
-        bits = [np.abs(model - sample[-1]).view(np.int32) for model in sample[:-1]]
-        selectors = [Selector(k, self.size, bits[j % self.models]) for j, k in enumerate(counts)]
+        selectors = []
+        for place, k in enumerate(counts):
+            change = sample[place % self.models] - sample[-1]
+            selectors.append(Selector(k, self.size, np.abs(change).view(np.int32)))
         self._search(selectors)  # once at least, which finds NaN
         while not all(selector.done for selector in selectors):
             self._search(selectors)
-        if len(selectors) == self.models:
-            kind = TRIM
-        else:
-            kind = MIDDLE
+        kind = TRIM if len(selectors) == self.models else MIDDLE
         return Kept(kind, float32([selector.threshold for selector in selectors]), selectors)
 
     def _search(self, selectors: Sequence[Selector]) -> None:
-        lows = np.array([s.low for s in selectors], np.uint32)
-        highs = np.array([s.high for s in selectors], np.uint32)
+        """Make one pass for all selectors."""
+        lows = np.array([selector.low for selector in selectors], np.uint32)
+        highs = np.array([selector.high for selector in selectors], np.uint32)
         top = np.uint32(selectors[0].top)
 
         def work(raw: Array, count: int, place: int, block: int) -> None:
@@ -253,7 +259,7 @@ class FusedTensor:
             stream = f"{self._seed}|{self.plan.name}|{model}"
             keys.append([*stream_keys(stream), *stream_keys(f"{stream}|own")])
             whole, rest = divmod(probability * (1 << 8) - (1 << 7), 1)
-            wholes.append(128 if probability >= 1 else int(whole))
+            wholes.append(128 if probability >= 1 else int(whole))  # no int8 is 128: all are kept
             limits.append(rest * (1 << 31) if rest else -1.0)
         return Kept(
             DRAW,
@@ -275,7 +281,9 @@ class FusedTensor:
         stream = f"{self._seed}|{self.plan.name}"
         keys = [stream_keys(f"{stream}|{model}|each") for model in range(self.models)]
         steps = np.arange(self._columns, dtype=np.float32) / np.float32(max(1, self._columns - 1))
-        chances = [(d - e) + steps * (2 * e) for d, e in zip(density, epsilon, strict=True)]
+        chances = []  # of each model, by rank
+        for d, e in zip(density, epsilon, strict=True):
+            chances.append((d - e) + steps * (2 * e))
         # random words are int32, so that a chance p is the limit p * 2**32 - 2**31
         exact = np.rint(np.array(chances, np.float64) * 2**32 - 2**31)
         limits = exact.clip(max=2**31 - 1).astype(np.int32)

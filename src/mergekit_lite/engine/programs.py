@@ -14,15 +14,14 @@ import numpy as np
 from .. import methods
 from ..dtypes import Array
 from ..methods import MergeMethod, coefficients
-from ..methods.averaging import normaliser
+from ..methods.averaging import normalised, normaliser
 from ..methods.trimming import middle_counts, trimmed_count
 from . import native
 from .passes import Finish, FusedTensor, Kept, float32, summed
 
 
 def _linear(x: FusedTensor, weight: list[float], normalize: bool) -> Finish:
-    scale = 1 / sum(weight) if normalize else 1.0
-    return x.combined([w * scale for w in weight])
+    return x.combined(normalised(weight, normalize))
 
 
 def _passthrough(x: FusedTensor, scale: list[float | None]) -> Finish:
@@ -89,12 +88,16 @@ def _keeping(keep: Callable[..., Kept], *, vote: bool) -> Callable[..., Finish]:
         lambda_: float,
         gamma: list[float] | None = None,
     ) -> Finish:
-        shares = [density] if gamma is None else [density, gamma]
-        kept = Kept() if min(density) >= 1 else keep(x, *shares)
-        scale = lambda_ if vote else lambda_ / normaliser(weight, normalize)
-        return x.shifted(
-            weight, scale, kept, x.restoring(kept, rescale), normalize if vote else None
-        )
+        if min(density) >= 1:
+            kept = Kept()
+        elif gamma is None:
+            kept = keep(x, density)
+        else:
+            kept = keep(x, density, gamma)
+        scales = x.restoring(kept, rescale)
+        if vote:
+            return x.shifted(weight, lambda_, kept, scales, normalize)
+        return x.shifted(weight, lambda_ / normaliser(weight, normalize), kept, scales)
 
     return program
 
@@ -111,8 +114,11 @@ def _by_rank(*, vote: bool) -> Callable[..., Finish]:
         rescale: bool,
         lambda_: float,
     ) -> Finish:
-        scale = lambda_ if vote else lambda_ / normaliser(weight, normalize)
-        normalized = normalize if vote else None
+        scale = lambda_
+        normalized: bool | None = normalize
+        if not vote:
+            scale = lambda_ / normaliser(weight, normalize)
+            normalized = None
         if min(density) >= 1:
             return x.shifted(weight, scale, normalize=normalized)
         kept, scales, choose = x.chosen(density, epsilon, rescale)
@@ -142,7 +148,10 @@ def _sce(x: FusedTensor, select_topk: float) -> Finish:
 
     energy = summed(x.each(work))
     total = energy.sum()
-    weights = float32(energy / total if total > 0 else np.full_like(energy, 1 / x.models))
+    weights = np.full_like(energy, 1 / x.models)
+    if total > 0:
+        weights = energy / total
+    weights = float32(weights)
 
     def finish(raw: Array, count: int, place: int, block: int, out: Array) -> bool:
         arguments = (selecting, cut, selector.budget(block), weights, x.work(), out)

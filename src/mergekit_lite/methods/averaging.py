@@ -23,6 +23,12 @@ def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float] | Sequence[
     return total
 
 
+def sum_of_products(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> Tensor:
+    """Return Σ T_i F_i, element by element."""
+    products = [tensor * factor for tensor, factor in zip(tensors, factors, strict=True)]
+    return sum(products[1:], products[0])
+
+
 def deltas(tensors: Sequence[Tensor], base: Tensor) -> list[Tensor]:
     """The task vectors D_i = W_i - B."""
     return [tensor - base for tensor in tensors]
@@ -36,9 +42,8 @@ def rows_of(tensor: Tensor) -> Tensor:
 def refuse_zero_sum(parameters: dict) -> None:
     """A normalised sum divides by Σ w_i, which must not be 0."""
     weights = parameters["weight"]
-    if parameters["normalize"] and abs(sum(weights)) < 1e-8 * max(
-        1e-30, *(abs(w) for w in weights), 0.0
-    ):
+    largest = max(1e-30, *(abs(weight) for weight in weights), 0.0)
+    if parameters["normalize"] and abs(sum(weights)) < 1e-8 * largest:  # nothing but rounding
         raise ValueError(
             f"weights {weights} sum to 0 and normalize is on: every result would be NaN or infinite"
         )
@@ -55,8 +60,15 @@ def linear(
     >>> linear([torch.tensor([0.0, 2.0]), torch.tensor([4.0, 4.0])], weight=[3.0, 1.0])
     tensor([1.0000, 2.5000])
     """
-    scale = 1 / sum(weight) if normalize else 1.0
-    return weighted_sum(tensors, [w * scale for w in weight])
+    return weighted_sum(tensors, normalised(weight, normalize))
+
+
+def normalised(weights: Sequence[float], normalize: bool) -> list[float]:
+    """Return weights as they are, or divided by their sum."""
+    scale = 1.0
+    if normalize:
+        scale = 1 / sum(weights)
+    return [weight * scale for weight in weights]
 
 
 @merge_method("passthrough", inputs=(1, 1), elementwise=True)

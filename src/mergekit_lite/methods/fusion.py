@@ -6,7 +6,7 @@ Notation: D_i = W_i - B; a model is active where |D_i| > ε.
 from __future__ import annotations
 
 from .._torch import Tensor, torch
-from .averaging import deltas, rows_of
+from .averaging import deltas, rows_of, sum_of_products
 from .parameters import Range
 from .registry import merge_method
 from .trimming import order_statistics
@@ -54,10 +54,7 @@ def ram(tensors: list[Tensor], base: Tensor, *, epsilon: float = 1e-5) -> Tensor
     changes = deltas(tensors, base)
     active = [(change.abs() > epsilon).to(base.dtype) for change in changes]
     count = sum(active[1:], active[0])
-    total = sum(
-        (c * a for c, a in zip(changes[1:], active[1:], strict=True)), changes[0] * active[0]
-    )
-    return base + total / count.clamp(min=1)
+    return base + sum_of_products(changes, active) / count.clamp(min=1)
 
 
 @merge_method(
@@ -91,10 +88,7 @@ def ramplus_tl(
     alone = torch.stack([(a * (1 - shared)).sum(dtype=torch.float64) for a in active])
     ratios = torch.where(alone > 0, together / alone.clamp(min=1), 0.0)
     scales = 1 + r * ratios.clamp(0, alpha)
-    factors = [
-        a * (shared + (1 - shared) * s.to(base.dtype)) for a, s in zip(active, scales, strict=True)
-    ]
-    total = sum(
-        (c * f for c, f in zip(changes[1:], factors[1:], strict=True)), changes[0] * factors[0]
-    )
-    return base + total / count.clamp(min=1)
+    factors = []
+    for own, scale in zip(active, scales, strict=True):
+        factors.append(own * (shared + (1 - shared) * scale.to(base.dtype)))
+    return base + sum_of_products(changes, factors) / count.clamp(min=1)

@@ -87,9 +87,11 @@ class MergeMethod:
             ValueError: An unknown name, a missing required one, a wrong type, number of values or
                 range.
         """
-        parameters = {("lambda" if k == "lambda_" else k): v for k, v in values.items()}
-        for name in parameters:
-            self.parameter(name)
+        parameters: dict[str, object] = {}
+        for argument, value in values.items():
+            name = "lambda" if argument == "lambda_" else argument
+            self.parameter(name)  # refuses an unknown one
+            parameters[name] = value
         bound: Bound = {}
         for name, parameter in self.parameters.items():
             if name not in parameters and parameter.required:
@@ -109,22 +111,23 @@ class MergeMethod:
         self, parameter: Parameter, value: object, number_of_models: int
     ) -> list[Value]:
         """Return a per-model parameter's checked value for each model."""
+        many = [value] * number_of_models
         if isinstance(value, (list, tuple)):
             many = list(value)
-        else:
-            many = [value] * number_of_models
         if len(many) != number_of_models:
             raise ValueError(
                 f"{self.name}: {parameter.name} has {len(many)} values, expected one for each of "
                 f"{number_of_models} models"
             )
+        checked = []
         for number, one in enumerate(many, 1):
             if one is None and parameter.required:
                 raise ValueError(
                     f"{self.name}: parameter {parameter.name!r} is required and model number "
                     f"{number} has none"
                 )
-        return [parameter.check(parameter.default if v is None else v, self.name) for v in many]
+            checked.append(parameter.check(parameter.default if one is None else one, self.name))
+        return checked
 
     def check_inputs(self, number_of_models: int, has_base: bool) -> None:
         """Refuse a wrong number of models or a base where it does not belong."""

@@ -22,9 +22,12 @@ _SLICE = 1 << 17  # elements whose float64 copies stay in cache
 
 def _gram(tensors: Sequence[Tensor], dot: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Return the dot products of all pairs of inputs as the last two dimensions."""
+    products: dict[tuple[int, int], Tensor] = {}
+    for i, first in enumerate(tensors):
+        for j, second in enumerate(tensors[: i + 1]):
+            products[i, j] = products[j, i] = dot(first, second)
     places = range(len(tensors))
-    products = {(i, j): dot(tensors[i], tensors[j]) for i in places for j in places if i <= j}
-    rows = [torch.stack([products[min(i, j), max(i, j)] for j in places], -1) for i in places]
+    rows = [torch.stack([products[i, j] for j in places], -1) for i in places]
     return torch.stack(rows, -2)
 
 
@@ -93,12 +96,14 @@ def nuslerp(
     along_first = nuslerp_row_wise and inputs[0].dim() > 0
     if nuslerp_flatten:
         merged = combine(inputs, coefficients.nuslerp(gram(inputs), weight, torch))
-    else:
-        turned = [x.movedim(0, -1) for x in inputs] if along_first else inputs
-        rows = [rows_of(x) for x in turned]
-        merged = combine(rows, coefficients.nuslerp(gram_of_rows(rows), weight, torch))
-        merged = merged.view(turned[0].shape)
-        merged = merged.movedim(-1, 0) if along_first else merged
+        return merged if base is None else base + merged
+    if along_first:
+        inputs = [x.movedim(0, -1) for x in inputs]
+    rows = [rows_of(x) for x in inputs]
+    merged = combine(rows, coefficients.nuslerp(gram_of_rows(rows), weight, torch))
+    merged = merged.view(inputs[0].shape)
+    if along_first:
+        merged = merged.movedim(-1, 0)
     return merged if base is None else base + merged
 
 
@@ -170,5 +175,7 @@ def model_stock(tensors: list[Tensor], base: Tensor, *, filter_wise: bool = Fals
     task = deltas(tensors, base)
     if filter_wise:
         task = [rows_of(change) for change in task]
-    g = gram_of_rows(task) if filter_wise else gram(task)
+        g = gram_of_rows(task)
+    else:
+        g = gram(task)
     return base + combine(task, coefficients.model_stock(g, torch)).view(base.shape)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .._torch import Tensor, torch
-from .averaging import deltas, normaliser, weighted_sum
+from .averaging import deltas, normaliser, sum_of_products, weighted_sum
 from .parameters import PerModel, Range
 from .registry import merge_method
 
@@ -248,12 +248,8 @@ def sce(tensors: list[Tensor], base: Tensor, *, select_topk: float = 1.0) -> Ten
     else:
         weights = torch.full_like(energy, 1 / len(changes))
     elected = torch.copysign(torch.ones((), dtype=base.dtype), sum(changes[1:], changes[0] + 0.0))
-    agrees = [
-        (change * elected > 0).to(base.dtype) * w.to(base.dtype)
-        for change, w in zip(changes, weights, strict=True)
-    ]
-    share = sum(agrees[1:], agrees[0])
-    merged = sum(
-        (c * a for c, a in zip(changes[1:], agrees[1:], strict=True)), changes[0] * agrees[0]
-    )
-    return base + merged / share.clamp(min=1e-6)
+    shares = []
+    for change, weight in zip(changes, weights, strict=True):
+        shares.append((change * elected > 0).to(base.dtype) * weight.to(base.dtype))
+    total_share = sum(shares[1:], shares[0])
+    return base + sum_of_products(changes, shares) / total_share.clamp(min=1e-6)

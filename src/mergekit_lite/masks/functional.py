@@ -163,13 +163,7 @@ def masked_linear(
         masks = rule(masks)
         rule = None
     autocast = autocast_dtype(x)
-    if autocast is not None:
-        x = x.to(autocast)
-    elif x.dtype != weights[0].dtype:
-        raise ValueError(
-            f"masked_linear: x is {x.dtype} and the weights are {weights[0].dtype}, expected one "
-            "dtype"
-        )
+    x = _in_working_dtype(x, weights[0], autocast)
     if bias is not None:
         bias = bias.to(x.dtype)
     if impl == "reference":
@@ -191,6 +185,17 @@ def masked_linear(
         else:
             y = AccurateLinear.apply(flat, masks, bias, rule, transposed, fused, *weights)
     return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _in_working_dtype(x: Tensor, weight: Tensor, autocast: torch.dtype | None) -> Tensor:
+    """Return an input in autocast's dtype; without autocast it must have the weights'."""
+    if autocast is not None:
+        return x.to(autocast)
+    if x.dtype != weight.dtype:
+        raise ValueError(
+            f"masked_linear: x is {x.dtype} and the weights are {weight.dtype}, expected one dtype"
+        )
+    return x
 
 
 def _check_linear(x: Tensor, weights: Sequence[Tensor], impl: str, transposed: bool) -> int:
@@ -218,12 +223,9 @@ def _linear_mode(mode: str, impl: str, x: Tensor, masks: Tensor, in_features: in
     if impl == "fused" and mode == "auto":
         return "accurate"
     element = masks.shape[1] > 1 and masks.shape[2] > 1
-    if mode == "auto" and needs_plain(x):
-        return "accurate"  # one graph serves any number of tokens
     if mode == "auto":
-        training = torch.is_grad_enabled() and (x.requires_grad or masks.requires_grad)
-        few = x.numel() <= (FEW_TOKENS_TRAINING if training else FEW_TOKENS) * in_features
-        if few and not element:
+        # one graph serves any number of tokens
+        if not element and not needs_plain(x) and _is_few(x, masks, in_features):
             return "efficient"
         return "accurate"
     if mode not in ("accurate", "efficient"):
@@ -233,6 +235,13 @@ def _linear_mode(mode: str, impl: str, x: Tensor, masks: Tensor, in_features: in
             "masked_linear: mode 'efficient' cannot do element masks; expected mode 'accurate'"
         )
     return mode
+
+
+def _is_few(x: Tensor, masks: Tensor, in_features: int) -> bool:
+    """Return whether an input has so few tokens that several products are faster than a blend."""
+    training = torch.is_grad_enabled() and (x.requires_grad or masks.requires_grad)
+    most = FEW_TOKENS_TRAINING if training else FEW_TOKENS
+    return x.numel() <= most * in_features
 
 
 def masked_embedding(

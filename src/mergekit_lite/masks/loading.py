@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import AutoConfig, PreTrainedModel
@@ -23,6 +24,7 @@ from ..vocabulary import has_tokenizer, read_vocabulary
 from .components import refuse_different, say_or_refuse
 from .low_rank import with_adapter
 
+# options of from_pretrained that say where a model is
 _WHERE = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir", "local_files_only")
 _TOKENS = 0.01  # of a vocabulary that may be called differently: fine-tunes rename reserved tokens
 
@@ -60,29 +62,64 @@ def load_components(
         raise ValueError(
             f"Merger: got {paths!r}, expected a list of at least two models, or of one and a base"
         )
-    names = [_with_base(os.fspath(path)) for path in [*paths, *([] if base is None else [base])]]
-    bases = [own for own, _ in names]
-    where = {k: v for k, v in options.items() if k in _WHERE}
-    configs, unused = zip(*(_config(base, {**options, **where}) for base in bases), strict=True)
-    making = {} if dtype == "auto" else {"dtype": dtype}
-    making |= {"trust_remote_code": True} if options.get("trust_remote_code") else {}
-    labels = [own if adapter is None else f"{own}+{adapter}" for own, adapter in names]
-    refuse_unlike(configs, bases, labels, auto_class, making, strict=strict)
+    given = [os.fspath(path) for path in paths]
+    if base is not None:
+        given.append(os.fspath(base))
+    named = [_Named.of(path, options) for path in given]
+    making: dict[str, object] = {}
+    if dtype != "auto":
+        making["dtype"] = dtype
+    if options.get("trust_remote_code"):
+        making["trust_remote_code"] = True
+    labels = [name.label for name in named]
+    configs = [name.config for name in named]
+    folders = [name.path for name in named]
+    refuse_unlike(configs, folders, labels, auto_class, making, strict=strict)
     models: list[PreTrainedModel] = []
-    # the base first
-    for (own, adapter), config, rest in reversed(list(zip(names, configs, unused, strict=True))):
+    last = named[-1]
+    # the base first, whose weights others may share
+    for name in reversed(named):
         model = None
-        if low_rank and models and adapter is not None:
-            shares_base = names[-1][1] is None and _are_one(own, bases[-1])
-            folder = find_folder(adapter)
-            if shares_base and more_than_lora(folder) is None:
+        shares_base = low_rank and bool(models) and last.adapter is None
+        if shares_base and name.adapter is not None and _are_one(name.path, last.path):
+            folder = find_folder(name.adapter)
+            if more_than_lora(folder) is None:
                 model = with_adapter(models[-1], Adapter(folder))
         if model is None:
-            model = _load_complete_model(auto_class, own, config, dtype, where | rest)
-            if adapter is not None:
-                _fold_in(model, f"{own}+{adapter}")
+            model = _load_model(auto_class, name, dtype)
         models.insert(0, model)
     return models, labels
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A model that is to be loaded: its own path, its adapter's, and what transformers takes."""
+
+    path: str
+    adapter: str | None
+    config: object
+    options: Mapping[str, object]
+
+    @classmethod
+    def of(cls, given: str, options: Mapping[str, object]) -> Self:
+        """Read the config of a model, with what the options say of it."""
+        path, adapter = _with_base(given)
+        config, rest = _config(path, options)
+        where = {name: value for name, value in options.items() if name in _WHERE}
+        return cls(path, adapter, config, where | rest)
+
+    @property
+    def label(self) -> str:
+        """What to call it."""
+        return self.path if self.adapter is None else f"{self.path}+{self.adapter}"
+
+
+def _load_model(auto_class: Any, name: _Named, dtype: object) -> PreTrainedModel:
+    """Load a model and fold its adapter in."""
+    model = _load_complete_model(auto_class, name.path, name.config, dtype, name.options)
+    if name.adapter is not None:
+        _fold_in(model, name.label)
+    return model
 
 
 def _load_complete_model(
@@ -93,7 +130,8 @@ def _load_complete_model(
         path, config=config, dtype=dtype, output_loading_info=True, **options
     )
     model.eval()
-    if lost := sorted(loading_info["missing_keys"]):
+    lost = sorted(loading_info["missing_keys"])
+    if lost:
         raise ValueError(
             f"Merger: {path} lacks {lost[0]} ({len(lost)} such), which {type(model).__name__} "
             "would initialize at random; expected a complete checkpoint"
@@ -169,30 +207,29 @@ def _config(path: str, options: Mapping[str, object]) -> tuple[object, dict[str,
 def _vocabularies(bases: Sequence[str | os.PathLike[str]], labels: Sequence[str]) -> list[str]:
     """Describe how the tokenizers of folders differ, where there are some."""
     try:
-        folders = [find_folder(os.fspath(base)) for base in bases]
-        known = [
-            (label, folder)
-            for label, folder in zip(labels, folders, strict=True)
-            if has_tokenizer(folder)
-        ]
-        if len({folder.resolve() for _, folder in known}) < 2:
-            return []
-        first, *others = [(label, read_vocabulary(folder, label)) for label, folder in known]
-    except (
-        CheckpointError
-    ):  # not there, or of a kind that no merge reads: sizes are compared in any case
+        known = {}
+        for base, label in zip(bases, labels, strict=True):
+            folder = find_folder(os.fspath(base))
+            if has_tokenizer(folder):
+                known[folder.resolve()] = (label, read_vocabulary(folder, label))
+    except CheckpointError:
+        # not there, or of a kind that no merge reads: sizes are compared in any case
         return []
+    if len(known) < 2:
+        return []
+    (first, first_ids), *others = known.values()
     differences = []
     for label, ids in others:
-        moved = next((t for t in first[1].keys() & ids.keys() if first[1][t] != ids[t]), None)
+        both = first_ids.keys() & ids.keys()
+        moved = next((token for token in both if first_ids[token] != ids[token]), None)
         if moved is not None:
             differences.append(
-                f"their tokenizers differ: {moved!r} is {first[1][moved]} ({first[0]}) and "
+                f"their tokenizers differ: {moved!r} is {first_ids[moved]} ({first}) and "
                 f"{ids[moved]} ({label}); align the vocabularies first: merge_models with a recipe "
                 "whose tokenizer source is union"
             )
-        elif len(first[1].keys() ^ ids.keys()) > 2 * _TOKENS * max(len(first[1]), len(ids)):
-            differences.append(f"their tokenizers differ: {label} has other tokens than {first[0]}")
+        elif len(first_ids.keys() ^ ids.keys()) > 2 * _TOKENS * max(len(first_ids), len(ids)):
+            differences.append(f"their tokenizers differ: {label} has other tokens than {first}")
     return differences
 
 
@@ -204,10 +241,9 @@ def _fold_in(model: PreTrainedModel, name: str) -> None:
     state = model.state_dict()
     prefix = f"{model.base_model_prefix}."
     for tensor in source.changed:
-        target = next(
-            (n for n in (tensor, f"{prefix}{tensor}", tensor.removeprefix(prefix)) if n in state),
-            None,
-        )
+        # files may add or leave out the prefix of the model below the head
+        names = (tensor, f"{prefix}{tensor}", tensor.removeprefix(prefix))
+        target = next((name for name in names if name in state), None)
         if target is None:
             raise ValueError(
                 f"Merger: {name}: the adapter changes {tensor}, which {type(model).__name__} does "

@@ -100,7 +100,7 @@ def masked_kl(
             raise ValueError("masked_kl: cross_entropy needs labels")
         check_labels(labels, student.shape[1] if heads is None else heads[0].shape[0])
     if positions == 0:
-        return student.float().sum() + sum(0 * t.sum() for t in (masks, bias) if t is not None)
+        return _zero(student, masks, bias)
     numbers: dict[str, Any] = {
         "confidence_temperature": confidence_temperature,
         "temperature": temperature,
@@ -108,20 +108,15 @@ def masked_kl(
         "cross_entropy": cross_entropy,
     }
     if impl == "reference":
-        plain = [t for t in teachers if t is not None]
-        if len(plain) < len(teachers) or bias is not None or normalizer is not None:
-            raise ValueError(
-                "masked_kl: impl 'reference' needs every teacher and supports neither bias nor "
-                "normalizer; expected impl='eager'"
-            )
+        plain = _plain_teachers(teachers, bias, normalizer)
         return reference.masked_kl(
             student, plain, heads, masks, coefficients=coefficients, labels=labels, **numbers
         )
-    fixed = [None if t is None else t.detach() for t in teachers]
-    if heads is not None and student.dtype != heads[0].dtype:
-        # under autocast hidden states have another dtype than the heads
+    if heads is not None:  # under autocast hidden states have another dtype than the heads
         student = student.to(heads[0].dtype)
-        fixed = [None if t is None else t.to(heads[0].dtype) for t in fixed]
+    fixed = []
+    for teacher in teachers:
+        fixed.append(None if teacher is None else teacher.detach().to(student.dtype))
     arguments = {
         "teachers": fixed,
         "heads": heads,
@@ -134,6 +129,28 @@ def masked_kl(
     }
     with torch.autocast(student.device.type, enabled=False):
         return Distillation.apply(student, masks, bias, arguments)
+
+
+def _zero(student: Tensor, *others: Tensor | None) -> Tensor:
+    """Return the loss of no position: 0, with a graph to all that is trained."""
+    total = student.float().sum()
+    for other in others:
+        if other is not None:
+            total = total + 0 * other.sum()
+    return total
+
+
+def _plain_teachers(
+    teachers: Sequence[Tensor | None], bias: Tensor | None, normalizer: object
+) -> list[Tensor]:
+    """Return the teachers of the definition, which has to have all of them and nothing else."""
+    plain = [teacher for teacher in teachers if teacher is not None]
+    if len(plain) < len(teachers) or bias is not None or normalizer is not None:
+        raise ValueError(
+            "masked_kl: impl 'reference' needs every teacher and supports neither bias nor "
+            "normalizer; expected impl='eager'"
+        )
+    return plain
 
 
 def _check_biases(
@@ -181,20 +198,23 @@ def _check_states(
     heads: Sequence[Tensor] | None,
     masks: Tensor | None,
 ) -> None:
-    if student.dim() != 2 or any(t is not None and t.shape != student.shape for t in teachers):
-        shapes = [None if t is None else list(t.shape) for t in teachers]
+    """Refuse hidden states, heads and masks whose shapes do not fit each other."""
+    shapes = [list(teacher.shape) for teacher in teachers if teacher is not None]
+    if student.dim() != 2 or any(shape != list(student.shape) for shape in shapes):
         raise ValueError(
             f"masked_kl: student is {list(student.shape)}, teachers {shapes}; expected one (N, H)"
         )
+    count = None
     if heads is not None:
-        shapes = {tuple(h.shape) for h in heads}
-        if len(heads) < len(teachers) or len(shapes) > 1 or heads[0].shape[1] != student.shape[1]:
+        count = len(heads)
+        sizes = [list(head.shape) for head in heads]
+        alike = all(size == sizes[0] for size in sizes)
+        if count < len(teachers) or not alike or sizes[0][1] != student.shape[1]:
             raise ValueError(
-                f"masked_kl: heads are {[list(h.shape) for h in heads]}, expected {len(teachers)} "
-                f"or more of one (V, {student.shape[1]})"
+                f"masked_kl: heads are {sizes}, expected {len(teachers)} or more of one (V, "
+                f"{student.shape[1]})"
             )
-    if masks is not None and (heads is None or masks.dim() != 3 or masks.shape[0] != len(heads)):
-        count = None if heads is None else len(heads)
+    if masks is not None and (masks.dim() != 3 or masks.shape[0] != count):
         raise ValueError(
             f"masked_kl: masks are {list(masks.shape)}, expected heads and one for each ({count}, "
             "., .)"

@@ -38,6 +38,18 @@ class StoredAs(NamedTuple):
     fingerprint: object
 
 
+def _labels_of(models: Sequence[PreTrainedModel], labels: Sequence[str] | None) -> list[str]:
+    """Return what to call models in messages: the labels, or where they were loaded from."""
+    if labels is None:
+        return [m.config.name_or_path or f"model {place}" for place, m in enumerate(models)]
+    if len(labels) != len(models):
+        raise ValueError(
+            f"Merger: {len(labels)} labels for {len(models)} models, expected one for each, a "
+            "base's last"
+        )
+    return list(labels)
+
+
 class MaskedModel(nn.Module):
     """The part of `Merger` that distillation and storage work on.
 
@@ -59,34 +71,25 @@ class MaskedModel(nn.Module):
         self.count = len(models)
         self.over_base = base is not None
         self.mask_config = (config or MaskConfig()).resolved(over_base=self.over_base)
-        models = [without_adapter(model) for model in (models if base is None else [*models, base])]
-        labels = labels or [m.config.name_or_path or f"model {k}" for k, m in enumerate(models)]
-        if len(labels) != len(models):
-            raise ValueError(
-                f"Merger: {len(labels)} labels for {len(models)} models, expected one for each, a "
-                "base's last"
-            )
-        self.labels = list(labels)
-        # the others are copies of the base
-        whole = [k for k, model in enumerate(models) if not has_factors(model)]
-        if len(whole) > 1 or base is None:
-            whose = "first component's" if base is None else "base's"
-            refuse_different(
-                [models[k] for k in whole], [labels[k] for k in whole], strict=strict, whose=whose
-            )
-        refuse_not_finite(models, labels)
+        models = [without_adapter(model) for model in models]
+        if base is not None:
+            models.append(without_adapter(base))
+        self.labels = _labels_of(models, labels)
+        self._refuse_different(models, strict=strict)
+        refuse_not_finite(models, self.labels)
         self.selection = Selection()
         shared = share_frozen(models, over_base=self.over_base)
         model = shared.pop(-1 if self.over_base else 0)
-        if loose := [name for name, _ in model.named_parameters(recurse=False)]:
+        for name, _ in model.named_parameters(recurse=False):
             raise ValueError(
-                f"Merger: {type(model).__name__} itself owns {loose[0]}; expected parameters of "
-                "its modules"
+                f"Merger: {type(model).__name__} itself owns {name}; expected parameters of its "
+                "modules"
             )
         stored = model.state_dict()
-        self._stored_buffers = {
-            name: value for name, value in model.named_buffers() if name in stored
-        }
+        self._stored_buffers = {}
+        for name, value in model.named_buffers():
+            if name in stored:
+                self._stored_buffers[name] = value
         surgeon = Surgeon(self.mask_config, self.selection, over_base=self.over_base)
         surgeon.replace(model, shared)
         if not any(mask.requires_grad for mask in surgeon.raw.values()):
@@ -99,6 +102,18 @@ class MaskedModel(nn.Module):
         # where the components are stored, if that is known for sure
         self.sources: list[StoredAs] | None = None
         self.eval()
+
+    def _refuse_different(self, models: Sequence[PreTrainedModel], *, strict: bool) -> None:
+        """Refuse models that cannot be merged; those with factors are copies of the base."""
+        whole = []
+        labels = []
+        for model, label in zip(models, self.labels, strict=True):
+            if not has_factors(model):
+                whole.append(model)
+                labels.append(label)
+        if len(whole) > 1 or not self.over_base:
+            whose = "base's" if self.over_base else "first component's"
+            refuse_different(whole, labels, strict=strict, whose=whose)
 
     def _no_mask_message(self, example: str) -> str:
         """Return why no mask is trained, with the name of a module as an example."""

@@ -22,8 +22,9 @@ from model_components._autograd import Context, differentiable_gradients, wants_
 from .blend import blend_any, blend_plain, part_of, pieces, reduce_any, work_dtype
 
 Rule = Callable[[Tensor], Tensor]
-_COLUMNS = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of a weight that a step of backward builds,
-_NARROWEST = 128  # and at least so many columns, or products lose their speed
+# elements of a weight that a step of backward builds
+_COLUMNS = {"cpu": 1 << 20, "cuda": 1 << 24}
+_NARROWEST = 128  # columns of a step; products of fewer are slow
 
 
 def _column_blocks(weights: Sequence[Tensor], transposed: bool) -> Iterator[slice]:
@@ -31,7 +32,9 @@ def _column_blocks(weights: Sequence[Tensor], transposed: bool) -> Iterator[slic
 
     Each is a complete part of dX, so nothing is summed.
     """
-    out_features, in_features = weights[0].shape if not transposed else weights[0].shape[::-1]
+    out_features, in_features = weights[0].shape
+    if transposed:
+        out_features, in_features = in_features, out_features
     budget = _COLUMNS.get(weights[0].device.type, 1 << 24)
     return pieces(in_features, max(_NARROWEST, budget // max(1, out_features)))
 
@@ -51,7 +54,9 @@ def accurate_plain(
     weights: Sequence[Tensor],
 ) -> Tensor:
     """Compute `AccurateLinear` by plain operations, to trace and transform."""
-    weight = blend_plain(weights, masks if rule is None else rule(masks)).to(x.dtype)
+    if rule is not None:
+        masks = rule(masks)
+    weight = blend_plain(weights, masks).to(x.dtype)
     return F.linear(x, weight.T if transposed else weight, bias)
 
 
@@ -97,7 +102,9 @@ class AccurateLinear(torch.autograd.Function):
         ctx.transposed = transposed
         ctx.fused = fused
         ctx.save_for_backward(x, masks, *weights)
-        weight = blend_any(weights, masks if rule is None else rule(masks), fused).to(x.dtype)
+        if rule is not None:
+            masks = rule(masks)
+        weight = blend_any(weights, masks, fused).to(x.dtype)
         return linear(x, weight, bias, transposed)
 
     @staticmethod
@@ -120,38 +127,46 @@ class AccurateLinear(torch.autograd.Function):
             with torch.enable_grad():
                 leaf = trained.detach().requires_grad_()
                 masks = ctx.rule(leaf)
-        acting = masks.detach()
-        dx = None
-        dm = None
-        dim = 0 if ctx.transposed else 1  # of a weight, where input columns are
-        for columns in _column_blocks(weights, ctx.transposed):
-            index = (slice(None),) * dim + (columns,)
-            parts = [w[index] for w in weights]
-            mask = part_of(acting, columns, dim + 1)
-            if need_x:
-                weight = blend_any(parts, mask, ctx.fused).to(grad.dtype)
-                product = grad @ (weight.T if ctx.transposed else weight)
-                if product.shape == x.shape:
-                    dx = product
-                else:
-                    dx = torch.empty_like(x) if dx is None else dx
-                    dx[:, columns] = product
-            if need_masks:
-                if ctx.transposed:
-                    dw = x[:, columns].T @ grad
-                else:
-                    dw = grad.T @ x[:, columns]
-                part = reduce_any(dw, parts, mask.shape, ctx.fused)
-                if dm is None:
-                    dm = torch.zeros(acting.shape, dtype=part.dtype, device=part.device)
-                dm_part = part_of(dm, columns, dim + 1)
-                dm_part += part
+        dx, dm = _accurate_gradients(ctx, x, masks.detach(), weights, grad)
         if dm is not None:
             dm = dm.to(trained.dtype)
             if ctx.rule is not None:
                 (dm,) = torch.autograd.grad(masks, leaf, dm)
         db = grad.sum(0) if need_bias else None
         return dx, dm, db, None, None, None, *[None] * len(weights)
+
+
+def _accurate_gradients(
+    ctx: _WeightsContext, x: Tensor, masks: Tensor, weights: Sequence[Tensor], grad: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of x and of the masks that multiply, by blocks of input columns."""
+    need_x, need_masks = ctx.needs_input_grad[:2]
+    dx = None
+    dm = None
+    dim = 0 if ctx.transposed else 1  # of a weight, where input columns are
+    for columns in _column_blocks(weights, ctx.transposed):
+        index = (slice(None),) * dim + (columns,)
+        parts = [weight[index] for weight in weights]
+        mask = part_of(masks, columns, dim + 1)
+        if need_x:
+            weight = blend_any(parts, mask, ctx.fused).to(grad.dtype)
+            product = grad @ (weight.T if ctx.transposed else weight)
+            if product.shape == x.shape:  # one block is all: no copy
+                dx = product
+            else:
+                dx = torch.empty_like(x) if dx is None else dx
+                dx[:, columns] = product
+        if need_masks:
+            if ctx.transposed:
+                dw = x[:, columns].T @ grad
+            else:
+                dw = grad.T @ x[:, columns]
+            part = reduce_any(dw, parts, mask.shape, ctx.fused)
+            if dm is None:
+                dm = torch.zeros(masks.shape, dtype=part.dtype, device=part.device)
+            dm_part = part_of(dm, columns, dim + 1)
+            dm_part += part
+    return dx, dm
 
 
 class EfficientLinear(torch.autograd.Function):
@@ -199,28 +214,31 @@ class EfficientLinear(torch.autograd.Function):
             needs = (need_x, need_masks)
             dx, dm = differentiable_gradients(formula, (x, masks), needs, grad)
             return dx, dm, db, None, *[None] * len(weights)
-        work = work_dtype(masks.dtype)
+        dx, dm = _efficient_gradients(ctx, x, masks, weights, grad)
+        return dx, dm, db, None, *[None] * len(weights)
+
+
+def _efficient_gradients(
+    ctx: _WeightsContext, x: Tensor, masks: Tensor, weights: Sequence[Tensor], grad: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of x and the masks, component by component."""
+    need_x, need_masks = ctx.needs_input_grad[:2]
+    shape = masks.shape[1:]
+    work = work_dtype(masks.dtype)
+    dx = torch.zeros(x.shape, dtype=work_dtype(x.dtype), device=x.device)
+    dm = torch.zeros(masks.shape, dtype=work, device=masks.device)
+    for k, (weight, mask, output) in enumerate(_matrices(weights, masks, ctx.transposed, x.dtype)):
+        # a mask of outputs multiplies after the weight, one of inputs before it
+        product = torch.mm(grad * mask.to(grad.dtype) if output else grad, weight)
         if need_x:
-            dx = torch.zeros(x.shape, dtype=work_dtype(x.dtype), device=x.device)
-        else:
-            dx = None
-        mask_gradients: list[Tensor] = []
-        for weight, mask, output in _matrices(weights, masks, ctx.transposed, x.dtype):
-            product = torch.mm(grad * mask.to(grad.dtype) if output else grad, weight)
-            if dx is not None:
-                dx += product if output else product * mask
-            if need_masks:
-                pair = (grad, torch.mm(x, weight.T)) if output else (x, product)
-                column = (pair[0].to(work) * pair[1]).sum(0)
-                shape = masks.shape[1:]
-                mask_gradients.append((column.sum() if max(shape) == 1 else column).view(shape))
-        return (
-            None if dx is None else dx.to(x.dtype),
-            torch.stack(mask_gradients).to(masks.dtype) if need_masks else None,
-            db,
-            None,
-            *[None] * len(weights),
-        )
+            dx += product if output else product * mask
+        if need_masks:
+            if output:
+                column = (grad.to(work) * torch.mm(x, weight.T)).sum(0)
+            else:
+                column = (x.to(work) * product).sum(0)
+            dm[k] = column.sum() if max(shape) == 1 else column.view(shape)
+    return dx.to(x.dtype) if need_x else None, dm.to(masks.dtype) if need_masks else None
 
 
 def _matrices(

@@ -73,31 +73,39 @@ class MaskCollator:
         """
         if not features:
             raise ValueError("MaskCollator: no example came; expected one or more")
-        examples = [self._example(f) for f in features]
-        tasks = sum("task" in e for e in examples)
+        examples = [self._example(feature) for feature in features]
+        tasks = sum("task" in example for example in examples)
         if tasks not in (0, len(examples)):
             raise ValueError(
                 f"MaskCollator: {tasks} of {len(examples)} examples have a task; expected all, or "
                 "none"
             )
         rows = self._group_into_rows(examples)
-        # in the order of the rows from here on
-        examples = [example for row in rows for example in row]
-        empty = {"input_ids": self.pad_token_id, "labels": -100}
-        empty["position_ids" if self.pack else "attention_mask"] = 0
+        examples = []  # in the order of the rows from here on
+        for row in rows:
+            examples += row
+        padding = {"input_ids": self.pad_token_id, "labels": -100}
+        padding["position_ids" if self.pack else "attention_mask"] = 0
         if "token_type_ids" in examples[0]:
-            empty["token_type_ids"] = 0
-        batch = {key: _concatenate_and_pad(rows, key, value) for key, value in empty.items()}
+            padding["token_type_ids"] = 0
+        batch = {}
+        for key, value in padding.items():
+            batch[key] = _concatenate_and_pad(rows, key, value)
         if tasks:
-            batch["task"] = torch.tensor([row[0]["task"] for row in rows])
-            if self.pack:
-                length = batch["input_ids"].shape[1]
-                batch["task"] = batch["task"][:, None].expand(-1, length).contiguous()
+            batch["task"] = self._tasks_of(rows, batch["input_ids"].shape[1])
         if "label" in examples[0]:  # a classifier's, one an example
-            batch["labels"] = torch.tensor([e["label"] for e in examples])
+            batch["labels"] = torch.tensor([example["label"] for example in examples])
         if "teacher_hidden" in examples[0]:
-            batch["teacher_hidden"] = torch.cat([e["teacher_hidden"] for e in examples])
+            states = [example["teacher_hidden"] for example in examples]
+            batch["teacher_hidden"] = torch.cat(states)
         return batch
+
+    def _tasks_of(self, rows: Sequence[Sequence[Example]], length: int) -> Tensor:
+        """Return the task of every row (B,), or of every token (B, L) if rows are packed."""
+        tasks = torch.tensor([row[0]["task"] for row in rows])
+        if self.pack:
+            return tasks[:, None].expand(-1, length).contiguous()
+        return tasks
 
     def _group_into_rows(self, examples: Sequence[Example]) -> list[list[Example]]:
         """Group examples into rows: one a row, or all of one task if rows are packed."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 
 from .collator import Examples
@@ -55,29 +56,34 @@ class TaskMixture(Dataset):
         if isinstance(weights, str) and weights != "tokens":
             raise ValueError(f"TaskMixture: weights are {weights!r}, expected numbers, or 'tokens'")
         self.datasets = _of_components("TaskMixture", datasets)
-        if not all(hasattr(d, "__len__") for parts in self.datasets for d in parts):
-            raise ValueError(
-                "TaskMixture: expected data sets that have a length, got one that is streamed"
-            )
-        places = [
-            [(k, d, i) for d in range(len(parts)) for i in range(len(parts[d]))]
-            for k, parts in enumerate(self.datasets)
-        ]
+        for parts in self.datasets:
+            if not all(hasattr(part, "__len__") for part in parts):
+                raise ValueError(
+                    "TaskMixture: expected data sets that have a length, got one that is streamed"
+                )
+        places: list[list[_Place]] = []
+        for task, parts in enumerate(self.datasets):
+            places.append([])
+            for number, part in enumerate(parts):
+                places[task] += [(task, number, place) for place in range(len(part))]
         if temperature is not None and (weights is not None or not temperature > 0):
             raise ValueError(
                 f"TaskMixture: temperature {temperature}, weights {weights}; expected one of "
                 "them, the first above 0"
             )
+        sizes = [len(own) for own in places]
         if temperature is not None:
-            weights = [len(p) ** (1 / temperature) for p in places]
+            weights = [size ** (1 / temperature) for size in sizes]
         elif isinstance(weights, str):
             weights = [_by_tokens(parts) for parts in self.datasets]
+        self._places: list[_Place] = []
+        counts = sizes
         if weights is not None:
-            _check_weights("TaskMixture", weights, [len(p) for p in places])
-            rng = random.Random(seed)
-            counts = _shares(sum(map(len, places)), weights)
-            places = [_drawn(rng, p, count) for p, count in zip(places, counts, strict=True)]
-        self._places = [place for own in places for place in own]
+            _check_weights("TaskMixture", weights, sizes)
+            counts = _shares(sum(sizes), weights)
+        rng = random.Random(seed)
+        for own, count in zip(places, counts, strict=True):
+            self._places += own if weights is None else _drawn(rng, own, count)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -93,15 +99,19 @@ def _of_components(operation: str, datasets: Sequence[object]) -> list[list[Any]
         raise ValueError(
             f"{operation}: datasets is a mapping, expected a list in the order of the components"
         )
-    if odd := [d for d in datasets if isinstance(d, (str, Path))]:
-        raise ValueError(
-            f"{operation}: {str(odd[0])!r} is no data set; expected examples, as "
-            "TextExamples(file, tokenizer)"
-        )
-    return [
-        list(d) if isinstance(d, (list, tuple)) and d and not isinstance(d[0], Mapping) else [d]
-        for d in datasets
-    ]
+    components = []
+    for given in datasets:
+        parts: list[Any] = [given]
+        if isinstance(given, (str, Path)):
+            raise ValueError(
+                f"{operation}: {str(given)!r} is no data set; expected examples, as "
+                "TextExamples(file, tokenizer)"
+            )
+        # a list of examples is one data set, a list of anything else several
+        if isinstance(given, (list, tuple)) and given and not isinstance(given[0], Mapping):
+            parts = list(given)
+        components.append(parts)
+    return components
 
 
 def _by_tokens(parts: Sequence[Examples]) -> float:
@@ -111,38 +121,39 @@ def _by_tokens(parts: Sequence[Examples]) -> float:
     """
     count = 0
     tokens = 0
-    for example in (part[i] for part in parts for i in range(len(part))):
-        labels = example.get("labels")
-        labels = example["input_ids"] if labels is None else labels
-        tokens += sum(
-            label != -100
-            for label in (labels.tolist() if hasattr(labels, "tolist") else labels)[1:]
-        )
-        count += 1
+    for part in parts:
+        for place in range(len(part)):
+            labels = part[place].get("labels")
+            if labels is None:
+                labels = part[place]["input_ids"]
+            # no logit tells of the first token
+            supervised = torch.as_tensor(labels)[1:] != -100
+            tokens += int(supervised.sum())
+            count += 1
     return count / tokens if tokens else 0.0
 
 
 def _check_weights(operation: str, weights: Sequence[float], sizes: Sequence[int]) -> None:
-    fits = len(weights) == len(sizes) and all(
-        isinstance(w, (int, float)) and 0 <= w < math.inf for w in weights
-    )
+    numbers = [w for w in weights if isinstance(w, (int, float)) and 0 <= w < math.inf]
+    fits = len(numbers) == len(weights) == len(sizes)
     if not fits or not sum(weights) > 0:
         raise ValueError(
             f"{operation}: weights are {list(weights)}, expected {len(sizes)} numbers from 0, not "
             "all 0"
         )
-    if empty := [k for k, size in enumerate(sizes) if weights[k] and not size]:
-        raise ValueError(
-            f"{operation}: component {empty[0]} has weight {weights[empty[0]]} and no examples"
-        )
+    for number, (weight, size) in enumerate(zip(weights, sizes, strict=True)):
+        if weight and not size:
+            raise ValueError(f"{operation}: component {number} has weight {weight} and no examples")
 
 
 def _shares(total: int, weights: Sequence[float]) -> list[int]:
     """Whole numbers that add up to ``total``, as near to the weights as they can be."""
-    exact = [total * w / sum(weights) for w in weights]
-    counts = [int(x) for x in exact]
-    for k in sorted(range(len(exact)), key=lambda k: counts[k] - exact[k])[: total - sum(counts)]:
-        counts[k] += 1
+    exact = [total * weight / sum(weights) for weight in weights]
+    counts = [int(share) for share in exact]
+    # what is left goes to those that lost most
+    by_loss = sorted(range(len(exact)), key=lambda place: counts[place] - exact[place])
+    for place in by_loss[: total - sum(counts)]:
+        counts[place] += 1
     return counts
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -95,22 +96,21 @@ class LoraReport(Report):
             "  trainable": f"{self.trainable:,}",
             "  in adapters": f"{self.lora:,}",
         }
-        sizes = {name: f"{size / 2**20:,.2f} MB" for name, size in self.bytes().items()}
-        return Table(("", "in all"), list((counts | sizes).items()))
+        rows = list(counts.items())
+        for name, size in self.bytes().items():
+            rows.append((name, f"{size / 2**20:,.2f} MB"))
+        return Table(("", "in all"), rows)
 
     def remarks(self) -> list[str]:
         """List what trains, the adapters' first step, and warnings."""
         lines = [f"{self.trainable / max(1, self.parameters):.2%} of the parameters train"]
-        for (rank, scaling), count in Counter(
-            (row.rank, row.scaling) for row in self.adapters
-        ).items():
-            layers = Counter(
-                r.name.rpartition(".")[2]
-                for r in self.adapters
-                if (r.rank, r.scaling) == (rank, scaling)
-            )
-            names = ", ".join(f"{number} {name}" for name, number in layers.items())
-            lines.append(f"{count} adapters of rank {rank}, scaling {scaling:g}: {names}")
+        alike: dict[tuple[int, float], Counter[str]] = {}  # layers by the end of their names
+        for row in self.adapters:
+            ends = alike.setdefault((row.rank, row.scaling), Counter())
+            ends[row.name.rpartition(".")[2]] += 1
+        for (rank, scaling), ends in alike.items():
+            names = ", ".join(f"{number} {name}" for name, number in ends.items())
+            lines.append(f"{ends.total()} adapters of rank {rank}, scaling {scaling:g}: {names}")
         # not on the meta device
         filled = [row for row in self.adapters if math.isfinite(row.update)]
         if any(row.update for row in filled):
@@ -118,7 +118,8 @@ class LoraReport(Report):
         elif filled:
             steps = _spread([row.first_step for row in filled])
             lines.append(f"Adam's first step moves an output by {steps} learning rates")
-        return lines + [f"warning: {text}" for text in self.warnings]
+        lines += [f"warning: {text}" for text in self.warnings]
+        return lines
 
     def plot(self, ax: Axes | None = None) -> Figure:
         """The bytes of a training step (extra ``plot``), on ``ax`` or in a new figure.
@@ -126,9 +127,8 @@ class LoraReport(Report):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        return bars(
-            ax, "LoraReport.plot", {n: size / 2**20 for n, size in self.bytes().items()}, "MB"
-        )
+        megabytes = {name: size / 2**20 for name, size in self.bytes().items()}
+        return bars(ax, "LoraReport.plot", megabytes, "MB")
 
 
 def saved_activation_bytes(model: nn.Module, batch: int, context: int) -> int:
@@ -139,11 +139,11 @@ def saved_activation_bytes(model: nn.Module, batch: int, context: int) -> int:
     """
     storages: dict[int, torch.UntypedStorage] = {}
     with in_mode(model, training=True), FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        fake_tensors: dict[str, Tensor] = {
-            name: fake.from_tensor(t)
-            for name, t in (*model.named_parameters(), *model.named_buffers())
-        }
-        resident = {t.untyped_storage()._cdata for t in fake_tensors.values()}
+        fake_tensors: dict[str, Tensor] = {}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            fake_tensors[name] = fake.from_tensor(tensor)
+        # what is there anyway is not saved for backward
+        resident = {tensor.untyped_storage()._cdata for tensor in fake_tensors.values()}
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
@@ -151,9 +151,8 @@ def saved_activation_bytes(model: nn.Module, batch: int, context: int) -> int:
                 storages[storage._cdata] = storage
             return tensor
 
-        ids = torch.zeros(
-            batch, context, dtype=torch.int64, device=next(iter(fake_tensors.values())).device
-        )
+        device = next(iter(fake_tensors.values())).device
+        ids = torch.zeros(batch, context, dtype=torch.int64, device=device)
         inputs: dict[str, object] = {"input_ids": ids, "use_cache": False}
         can_generate = getattr(model, "can_generate", None)
         if can_generate is not None and can_generate():
@@ -201,43 +200,70 @@ def lora_report(
         raise ValueError(
             f"lora_report: batch is {batch} and context {context}, expected both or neither"
         )
-    layers = {name.removeprefix(PREFIX): layer for name, layer in lora_layers(model).items()}
-    rows: list[AdapterRow] = []
-    zero: list[str] = []
-    broken: list[str] = []
-    copied: list[str] = []
-    for name, layer in layers.items():
+    findings = _Findings([], [], [], [])
+    names = []
+    for full_name, layer in lora_layers(model).items():
+        names.append(full_name.removeprefix(PREFIX))
         for adapter in layer.active_adapters:
-            if adapter not in layer.r:
-                continue
-            a, b = _factors_of(layer, adapter)
-            rows.append(_measure_adapter(name, layer, adapter))
-            if a.device.type != "meta":
-                if not b.detach().any():
-                    zero.append(name)
-                if not (a.isfinite().all() and b.isfinite().all()):
-                    broken.append(name)
-            if _casts_input(layer, a):
-                copied.append(name)
-    zero = zero if trained or len(zero) < len(rows) else []
-    warnings = _warnings(model, layers, rows, zero, broken, copied, base_vocab_size)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    size = sum(p.nbytes for p in trainable)
-    if batch is None or context is None:
-        activations = None
-    else:
+            if adapter in layer.r:
+                findings.add(names[-1], layer, adapter)
+    if not trained and len(findings.zero) == len(findings.rows):
+        findings.zero.clear()  # B begins as zero
+    warnings = _warnings(findings)
+    warnings += _unused_targets(model, names)
+    if base_vocab_size is not None:
+        warnings += _untrained_tables(model, base_vocab_size)
+    count = trainable = weight_bytes = gradient_bytes = 0
+    for parameter in model.parameters():
+        count += parameter.numel()
+        weight_bytes += parameter.nbytes
+        if parameter.requires_grad:
+            trainable += parameter.numel()
+            gradient_bytes += parameter.nbytes
+    activations = None
+    if batch is not None and context is not None:
         activations = saved_activation_bytes(model, batch, context)
     return LoraReport(
-        parameters=sum(p.numel() for p in model.parameters()),
-        lora=sum(row.parameters for row in rows),
-        trainable=sum(p.numel() for p in trainable),
-        weight_bytes=sum(p.nbytes for p in model.parameters()),
-        gradient_bytes=size,
-        optimizer_bytes=2 * size,
+        parameters=count,
+        lora=sum(row.parameters for row in findings.rows),
+        trainable=trainable,
+        weight_bytes=weight_bytes,
+        gradient_bytes=gradient_bytes,
+        optimizer_bytes=2 * gradient_bytes,
         activation_bytes=activations,
-        adapters=tuple(rows),
+        adapters=tuple(findings.rows),
         warnings=tuple(warnings),
     )
+
+
+@dataclass(frozen=True)
+class _Findings:
+    """The figures of all adapters, and the names of the layers in which something looks wrong.
+
+    Attributes:
+        rows: The figures.
+        zero: Layers whose B is zero.
+        broken: Layers with numbers that are not finite.
+        copied: Layers whose input peft copies into float32.
+    """
+
+    rows: list[AdapterRow]
+    zero: list[str]
+    broken: list[str]
+    copied: list[str]
+
+    def add(self, name: str, layer: LoraLayer, adapter: str) -> None:
+        """Look at one adapter of a layer."""
+        a, b = _factors_of(layer, adapter)
+        self.rows.append(_measure_adapter(name, layer, adapter))
+        if _casts_input(layer, a):
+            self.copied.append(name)
+        if a.device.type == "meta":  # which has no numbers
+            return
+        if not b.detach().any():
+            self.zero.append(name)
+        if not (a.isfinite().all() and b.isfinite().all()):
+            self.broken.append(name)
 
 
 def _measure_adapter(name: str, layer: LoraLayer, adapter: str) -> AdapterRow:
@@ -265,12 +291,12 @@ def _factors_of(layer: LoraLayer, adapter: str) -> tuple[Tensor, Tensor]:
     """A and B of a linear layer's adapter, or of an embedding's."""
     if adapter in layer.lora_embedding_A:
         return layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
-    return layer.lora_A[adapter].get_parameter("weight"), layer.lora_B[adapter].get_parameter(
-        "weight"
-    )
+    a = layer.lora_A[adapter].get_parameter("weight")
+    return a, layer.lora_B[adapter].get_parameter("weight")
 
 
 def _gram(a: Tensor) -> Tensor:  # (r, r)
+    # |B A|² is the sum of the product of two small matrices, so B A is never built
     rows = a.detach().float().flatten(1)
     return rows @ rows.T
 
@@ -284,65 +310,64 @@ def _some(names: list[str]) -> str:
     return f"{len(names)} adapters ({names[0]}, ...)"
 
 
-def _warnings(
-    model: nn.Module,
-    layers: Mapping[str, object],
-    rows: list[AdapterRow],
-    zero: list[str],
-    broken: list[str],
-    copied: list[str],
-    base_vocab_size: int | None,
-) -> list[str]:
+def _warnings(findings: _Findings) -> list[str]:
+    """Return what looks wrong in the adapters."""
     warnings = []
     low, high = USUAL_SCALING
-    for scaling in sorted({row.scaling for row in rows if not low <= row.scaling <= high}):
-        names = [row.name for row in rows if row.scaling == scaling]
+    strange: dict[float, list[str]] = {}
+    for row in findings.rows:
+        if not low <= row.scaling <= high:
+            strange.setdefault(row.scaling, []).append(row.name)
+    for scaling, names in sorted(strange.items()):
         usual = f"usual is {low:g} to {high:g}, lora_alpha / r of 1 or 2"
         warnings.append(f"scaling is {scaling:g} in {_some(names)}: {usual}")
-    if zero:
+    if findings.zero:
         warnings.append(
-            f"lora_B is still zero in {_some(zero)}: they were not trained, or got no gradient"
+            f"lora_B is still zero in {_some(findings.zero)}: they were not trained, or got no "
+            "gradient"
         )
-    if broken:
-        warnings.append(f"{_some(broken)} have numbers that are not finite")
-    if copied:
+    if findings.broken:
+        warnings.append(f"{_some(findings.broken)} have numbers that are not finite")
+    if findings.copied:
         warnings.append(
-            f"{_some(copied)} are float32 on a half-precision model and go through peft's forward, "
-            "which copies their input: call accelerate_lora_, or pass autocast_adapter_dtype=False"
+            f"{_some(findings.copied)} are float32 on a half-precision model and go through peft's "
+            "forward, which copies their input: call accelerate_lora_, or pass "
+            "autocast_adapter_dtype=False"
         )
+    return warnings
+
+
+def _unused_targets(model: object, layers: Sequence[str]) -> list[str]:
+    """Return a warning for each target of an adapter that matched no layer."""
+    warnings = []
     for name, config in getattr(model, "peft_config", {}).items():
-        if not isinstance(config.target_modules, str):
-            targets = config.target_modules
-        else:
-            targets = ()
-        unused = [
-            t for t in targets or () if not any(n == t or n.endswith(f".{t}") for n in layers)
-        ]
-        warnings += [
-            f"adapter {name!r} has the target {t!r}, which matched no layer" for t in sorted(unused)
-        ]
-    return warnings + ([] if base_vocab_size is None else _untrained_tables(model, base_vocab_size))
+        if isinstance(config.target_modules, str):  # a pattern, which peft has checked
+            continue
+        for target in sorted(config.target_modules or ()):
+            if not any(f".{layer}".endswith(f".{target}") for layer in layers):
+                warnings.append(
+                    f"adapter {name!r} has the target {target!r}, which matched no layer"
+                )
+    return warnings
 
 
 def _untrained_tables(model: object, base_vocab_size: int) -> list[str]:
-    """Warnings of tables that grew and do not learn."""
-    if hasattr(model, "get_base_model"):
-        base = model.get_base_model()
-    else:
-        base = model
+    """Return a warning for each table of tokens that grew and does not learn."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(base, "get_input_embeddings"):
         return []
+    tables = {"embedding": base.get_input_embeddings()}
     if hasattr(base, "get_output_embeddings"):
-        head = base.get_output_embeddings()
-    else:
-        head = None
-    tables = {"embedding": base.get_input_embeddings(), "head": head}
+        tables["head"] = base.get_output_embeddings()
     size = tables["embedding"].weight.shape[0]
-    return [
-        f"the vocabulary grew from {base_vocab_size} to {size} and the {kind} is not trained: its "
-        "new rows stay as they were made; add it to modules_to_save or to the targets"
-        for kind, table in tables.items()
-        if size > base_vocab_size
-        and table is not None
-        and not any(p.requires_grad for p in table.parameters())
-    ]
+    warnings = []
+    for kind, table in tables.items():
+        if size <= base_vocab_size or table is None:
+            continue
+        if not any(parameter.requires_grad for parameter in table.parameters()):
+            warnings.append(
+                f"the vocabulary grew from {base_vocab_size} to {size} and the {kind} is not "
+                "trained: its new rows stay as they were made; add it to modules_to_save or to the "
+                "targets"
+            )
+    return warnings

@@ -161,17 +161,11 @@ class TuningReport(Report):
             (self.held_out, "held-out rows", "o-"),
         ):
             if looks:
-                axes.plot(
-                    *zip(*looks, strict=True), style, label=label, linewidth=1.2, markersize=3
-                )
+                steps, losses = zip(*looks, strict=True)
+                axes.plot(steps, losses, style, label=label, linewidth=1.2, markersize=3)
         if self.spikes:
-            axes.plot(
-                [s.step for s in self.spikes],
-                [s.loss for s in self.spikes],
-                "v",
-                color="tab:red",
-                label="spikes",
-            )
+            steps, losses = zip(*(spike[:2] for spike in self.spikes), strict=True)
+            axes.plot(steps, losses, "v", color="tab:red", label="spikes")
         ends = {
             "overfits": self.overfits_from,
             "diverges": self.diverges_from,
@@ -282,35 +276,34 @@ def _losses_of(
         raise ValueError(
             f"tuning_report: log is a {type(log).__name__}; expected trainer.state.log_history"
         )
-    looks = [_look(entry) for entry in log if "loss" in entry]
-    held_out_losses = tuple(
-        (_step(entry), _number(entry, held_out)) for entry in log if held_out in entry
-    )
-    others = sorted(
-        {key for entry in log for key in entry if key.startswith("eval_") and key.endswith("_loss")}
-    )
+    looks = []
+    held_out_losses = []
+    others = set()
+    for entry in log:
+        if "loss" in entry:
+            looks.append(_look(entry))
+        if held_out in entry:
+            held_out_losses.append((_step(entry), _number(entry, held_out)))
+        # of several evaluation sets each has a name of its own
+        others |= {key for key in entry if key.startswith("eval_") and key.endswith("_loss")}
     if not held_out_losses and others:
         raise ValueError(
             f"tuning_report: the log has no {held_out}; expected held_out= one of "
-            f"{', '.join(others)}"
+            f"{', '.join(sorted(others))}"
         )
     if not looks and not held_out_losses:
         raise ValueError(
             "tuning_report: the log has neither loss nor eval_loss; expected "
             "trainer.state.log_history"
         )
-    return looks, held_out_losses
+    return looks, tuple(held_out_losses)
 
 
 def _look(entry: Mapping[str, float]) -> _Look:
-    rate = entry.get("learning_rate")
-    norm = entry.get("grad_norm")
-    return _Look(
-        _step(entry),
-        _number(entry, "loss"),
-        None if rate is None else _number(entry, "learning_rate"),
-        None if norm is None else _number(entry, "grad_norm"),
-    )
+    others = []
+    for name in ("learning_rate", "grad_norm"):  # which not every trainer logs
+        others.append(None if entry.get(name) is None else _number(entry, name))
+    return _Look(_step(entry), _number(entry, "loss"), *others)
 
 
 def _number(entry: Mapping[str, object], name: str) -> float:
@@ -426,10 +419,9 @@ def _turn(held_out: LossLog, tolerance: float) -> int | None:
 
 def _bending(losses: Sequence[float]) -> float:
     """Return the noise of losses along a smooth curve; 0 if there are few."""
-    bends = [
-        abs(d - 3 * c + 3 * b - a)
-        for a, b, c, d in zip(*(losses[k:] for k in range(4)), strict=False)
-    ]
+    bends = []
+    for a, b, c, d in zip(losses, losses[1:], losses[2:], losses[3:], strict=False):
+        bends.append(abs(d - 3 * c + 3 * b - a))  # 0 along a parabola
     if len(bends) < _ENOUGH:
         return 0.0
     # of independent noise, third differences have 20 times the variance (1 + 9 + 9 + 1)
@@ -441,10 +433,14 @@ def _rises(looks: LossLog) -> bool:
     # of logs that were put together one step may have several
     if len({step for step, _ in looks}) < 3:
         return False
-    line = statistics.linear_regression(*zip(*looks, strict=True))
-    middle = statistics.fmean(step for step, _ in looks)
-    left = sum((loss - line.slope * step - line.intercept) ** 2 for step, loss in looks)
-    spread = sum((step - middle) ** 2 for step, _ in looks)
+    steps, losses = zip(*looks, strict=True)
+    line = statistics.linear_regression(steps, losses)
+    middle = statistics.fmean(steps)
+    left = 0.0
+    spread = 0.0
+    for step, loss in looks:
+        left += (loss - line.slope * step - line.intercept) ** 2
+        spread += (step - middle) ** 2
     return line.slope > 3 * (left / (len(looks) - 2) / spread) ** 0.5
 
 
@@ -452,10 +448,9 @@ def _spikes(looks: Sequence[_Look]) -> list[Spike]:
     """Find what is above the usual and comes back; of overlapping finds the clearest one."""
     losses = [look.loss for look in looks]
     noise = _noise(losses)
-    usual = [
-        statistics.median(losses[max(0, place - _WINDOW) : place]) if place >= _FEWEST else math.inf
-        for place in range(len(losses))
-    ]
+    usual = [math.inf] * min(_FEWEST, len(losses))
+    for place in range(_FEWEST, len(losses)):
+        usual.append(statistics.median(losses[max(0, place - _WINDOW) : place]))
     above = [(loss - level) / noise for loss, level in zip(losses, usual, strict=True)]
     found = [(above[place], place, 1) for place in _steep(looks, above, noise)]
     found += _humps(losses, usual, noise)
@@ -484,9 +479,9 @@ def _steep(looks: Sequence[_Look], above: Sequence[float], noise: float) -> list
         noise: The deviation, in nats.
     """
     # an entry that is a mean of many batches has no heavy tails
-    batches = (
-        statistics.median(b.step - a.step for a, b in pairwise(looks)) if len(looks) > 1 else 1
-    )
+    batches = 1.0
+    if len(looks) > 1:
+        batches = statistics.median(after.step - before.step for before, after in pairwise(looks))
     single = max(_CERTAIN, _SINGLE / max(1, batches) ** 0.5)
     places = []
     for place, height in enumerate(above):

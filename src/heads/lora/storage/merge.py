@@ -77,22 +77,22 @@ class MergeReport(Report):
 
     def table(self) -> Table:
         """The layers that lost most to rounding."""
-        worst = sorted((one for one in self.layers if one.update), key=lambda one: -one.lost)[
-            :_SHOWN
-        ]
-        rows = [
-            (one.name, f"{one.update:.2e}", f"{one.lost:.2%}", f"{one.noise:.2%}") for one in worst
-        ]
+        changed = [layer for layer in self.layers if layer.update]
+        rows = []
+        for one in sorted(changed, key=lambda layer: -layer.lost)[:_SHOWN]:
+            rows.append((one.name, f"{one.update:.2e}", f"{one.lost:.2%}", f"{one.noise:.2%}"))
         return Table(("layer", "|dW| / |W|", "dW lost", "noise"), rows)
 
     def remarks(self) -> list[str]:
         """List what the table leaves out."""
         idle = sum(not layer.update for layer in self.layers)
         more = len(self.layers) - idle - _SHOWN
-        lines = [f"and {more} more, which lost less"] if more > 0 else []
-        return lines + (
-            [f"{idle} of them were not changed: their B is zero, untrained"] if idle else []
-        )
+        lines = []
+        if more > 0:
+            lines.append(f"and {more} more, which lost less")
+        if idle:
+            lines.append(f"{idle} of them were not changed: their B is zero, untrained")
+        return lines
 
     def plot(self, ax: Axes | None = None) -> Figure:
         """Plot the share of each layer's update that rounding lost (extra ``plot``).
@@ -102,9 +102,8 @@ class MergeReport(Report):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        return bars(
-            ax, "MergeReport.plot", {one.name: one.lost for one in self.layers}, "share of dW lost"
-        )
+        lost = {layer.name: layer.lost for layer in self.layers}
+        return bars(ax, "MergeReport.plot", lost, "share of dW lost")
 
 
 def merge_lora(
@@ -166,9 +165,8 @@ def merge_lora(
     stored = chosen or next(base.parameters()).dtype
     adapted = lora_layers(base)
     for name, wrapper in base.named_modules():
-        if isinstance(wrapper, AuxiliaryTrainingWrapper) and not isinstance(
-            wrapper, ModulesToSaveWrapper
-        ):
+        saved = isinstance(wrapper, ModulesToSaveWrapper)
+        if isinstance(wrapper, AuxiliaryTrainingWrapper) and not saved:
             raise ValueError(
                 f"{operation}: {name} is a {type(wrapper).__name__}; expected peft's own "
                 "merge_and_unload"
@@ -183,11 +181,9 @@ def merge_lora(
         measured, size = _measured(operation, name, layer, parts["weight"], chosen)
         layers.append(measured)
         sizes.append(size)
-        base_layer = layer.base_layer
-        merged |= {
-            f"{name}.{w}": part.to(chosen or base_layer.get_parameter(w).dtype)
-            for w, part in parts.items()
-        }
+        for which, part in parts.items():
+            kind = chosen or layer.base_layer.get_parameter(which).dtype
+            merged[f"{name}.{which}"] = part.to(kind)
     lost = _lost_of_all(layers, sizes)
     if max_lost is not None and lost > max_lost:
         worst = max(layers, key=lambda one: one.lost)
@@ -271,10 +267,8 @@ def _parts_of(layer: Any, names: Sequence[str]) -> dict[str, Tensor]:
     """Weight and bias of one layer with its adapters, in float32 or better."""
     copied = copy.deepcopy(layer).to(_wide(layer.base_layer.weight).dtype)
     copied.merge(adapter_names=[name for name in names if name in layer.r])
-    return {
-        which: parameter.detach()
-        for which, parameter in copied.base_layer.named_parameters(recurse=False)
-    }
+    own = copied.base_layer.named_parameters(recurse=False)
+    return {which: parameter.detach() for which, parameter in own}
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -316,7 +310,10 @@ def _state(
     base: nn.Module, merged: dict[str, Tensor], names: Sequence[str], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """All that the checkpoint will hold, under the base model's own names."""
-    wrappers = {n: m for n, m in base.named_modules() if isinstance(m, ModulesToSaveWrapper)}
+    wrappers = {}
+    for name, module in base.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            wrappers[name] = module
     state: dict[str, Tensor] = {}
     cast: dict[tuple, Tensor] = {}
     adapted = lora_layers(base)
@@ -331,10 +328,7 @@ def _state(
         elif wrapper is not None:
             saved = wrappers[wrapper].modules_to_save
             active = next((n for n in names if n in saved), None)
-            if active is None:
-                inside = "original_module."
-            else:
-                inside = f"modules_to_save.{active}."
+            inside = "original_module." if active is None else f"modules_to_save.{active}."
             rest = key.removeprefix(f"{wrapper}.")
             if not rest.startswith(inside):
                 continue

@@ -100,9 +100,9 @@ class HeldOut:
         answers = [one for one in answers if 0 < len(one.prompt) <= room]
         self._ids = [answer.prompt for answer in answers]
         self.prompts = [tokenizer.decode(answer.prompt) for answer in answers]
-        self.references = [
-            tokenizer.decode(answer.reference, skip_special_tokens=True) for answer in answers
-        ]
+        self.references = []
+        for answer in answers:
+            self.references.append(tokenizer.decode(answer.reference, skip_special_tokens=True))
         self.ends = self._end_tokens([first_answer(example).reference for example in examples])
         self._judge: Judge | None = None
 
@@ -111,7 +111,9 @@ class HeldOut:
         own = self._model.generation_config.eos_token_id
         ends = [own] if isinstance(own, int) else list(own or [])
         special = set(self._tokenizer.all_special_ids)
-        trained = {token for reference in references for token in reference if token in special}
+        trained: set[int] = set()
+        for reference in references:
+            trained |= special.intersection(reference)
         ends += sorted(trained.difference(ends))
         return ends or [self._tokenizer.eos_token_id or 0]
 
@@ -172,7 +174,9 @@ class HeldOut:
         """Write prompts, references and answers to ``answers.json``."""
         columns = (self.prompts, self.references, before.answers, after.answers)
         names = ("prompt", "reference", "before", "after")
-        rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+        rows = []
+        for row in zip(*columns, strict=True):
+            rows.append(dict(zip(names, row, strict=True)))
         write_json(out / ANSWERS, rows, "tune")
 
 

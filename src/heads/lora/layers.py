@@ -219,9 +219,11 @@ def can_be_lean(kind: type) -> bool:
 
 def lora_layers(model: nn.Module) -> dict[str, lora.LoraLayer]:
     """All of peft's LoRA layers, by name."""
-    return {
-        name: module for name, module in model.named_modules() if isinstance(module, lora.LoraLayer)
-    }
+    layers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, lora.LoraLayer):
+            layers[name] = module
+    return layers
 
 
 @cache
@@ -258,7 +260,9 @@ def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
     modules = layer._modules
     base = modules["base_layer"]
     active = (layer._active_adapter if spans is None else spans) or ()
-    a_of, b_of, drop_of = (modules[n]._modules for n in ("lora_A", "lora_B", "lora_dropout"))
+    a_of = modules["lora_A"]._modules
+    b_of = modules["lora_B"]._modules
+    drop_of = modules["lora_dropout"]._modules
     factors: list[Any] = []
     adapters = []
     for name in (active,) if isinstance(active, str) else active:
@@ -277,11 +281,12 @@ def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
         factors += [a._parameters["weight"], b._parameters["weight"]]
         p = drop.p if drop.training and type(drop) is nn.Dropout else 0.0
         adapters.append(Adapter(layer.scaling[name], p, None if spans is None else spans[name]))
+    weight = None
     if type(base) in STOCK and not _is_touched(base):
         weight = base._parameters.get("weight")
-    else:
+    if not _is_plain(weight):
         weight = None
-    return Route(base, weight if _is_plain(weight) else None, factors, adapters)
+    return Route(base, weight, factors, adapters)
 
 
 def _hooks_on_all_modules() -> bool:
@@ -371,18 +376,12 @@ def _merges(
 
     Half precision would round the update away.
     """
-    if (
-        torch.is_grad_enabled()
-        or x.dtype.itemsize < 4
-        or x.is_cuda
-        or torch.compiler.is_compiling()
-        or not adapters
-    ):
+    # on a GPU a launch costs more than the products that it saves
+    if x.is_cuda or x.dtype.itemsize < 4 or not adapters:
         return False
-    if (
-        any(one.dropout_p or one.spans is not None for one in adapters)
-        or autocast_dtype(x) is not None
-    ):
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or autocast_dtype(x) is not None:
+        return False
+    if any(one.dropout_p or one.spans is not None for one in adapters):
         return False
     rank = sum(b.shape[1] for b in factors[1::2])
     written = weight.numel() * (rank + len(adapters))

@@ -117,7 +117,12 @@ def _logits_of(base: Any) -> Callable[[Tensor], Tensor]:
     """Return the head with what the config says of its logits."""
     head = base.get_output_embeddings()
     config = base.config.get_text_config()
-    factor = next((f for f in (getattr(config, n, None) for n in _FACTORS) if f is not None), 1.0)
+    factor = 1.0
+    for name in _FACTORS:  # families call it differently
+        value = getattr(config, name, None)
+        if value is not None:
+            factor = value
+            break
     divisor = getattr(config, "logits_scaling", None) or 1.0
     cap = getattr(config, "final_logit_softcapping", None)
 
@@ -201,15 +206,15 @@ def answer_loss(
     device = next(model.parameters()).device
     total = 0.0
     count = 0
+    starts = range(0, len(dataset), batch_size)
     with evaluating(model):
-        for start in tqdm(
-            range(0, len(dataset), batch_size), "evaluating", disable=not progress, leave=False
-        ):
-            batch = collator(
-                [dataset[i] for i in range(start, min(start + batch_size, len(dataset)))]
-            )
-            batch = {k: v.to(device) for k, v in batch.items() if isinstance(v, Tensor)}
-            loss, tokens = _summed_loss(base, batch.pop("labels"), **batch)
+        for start in tqdm(starts, "evaluating", disable=not progress, leave=False):
+            stop = min(start + batch_size, len(dataset))
+            inputs = {}
+            for name, value in collator([dataset[i] for i in range(start, stop)]).items():
+                if isinstance(value, Tensor):
+                    inputs[name] = value.to(device)
+            loss, tokens = _summed_loss(base, inputs.pop("labels"), **inputs)
             total += float(loss)
             count += int(tokens)
     if not count:

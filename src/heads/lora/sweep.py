@@ -68,7 +68,9 @@ def sweep(
     # each run reads the rows anew
     rows = list(rows) if isinstance(rows, Iterator) else rows
     eval_rows = list(eval_rows) if isinstance(eval_rows, Iterator) else eval_rows
-    shown = {name: _columns(str(model), {**shared, **one}) for name, one in runs.items()}
+    shown = {}
+    for name, one in runs.items():
+        shown[name] = _columns(str(model), {**shared, **one})
     finished: dict[str, TuneReport] = {}
     failures: dict[str, str] = {}
     out = Path(out)
@@ -106,7 +108,9 @@ def _runs_of(grids: Sequence[Grid], shared: Mapping[str, Any]) -> dict[str, dict
     for grid in grids:
         if not isinstance(grid, Mapping) or not grid:
             raise ValueError(f"sweep: expected a grid of settings with values, got {grid!r:.60}")
-        lists = {k: v if isinstance(v, list) else [v] for k, v in grid.items()}
+        lists = {}
+        for setting, values in grid.items():
+            lists[setting] = values if isinstance(values, list) else [values]
         for values in itertools.product(*lists.values()):
             run = dict(zip(lists, values, strict=True))
             config = TuneConfig.from_dict({**shared, **run})
@@ -128,7 +132,7 @@ def _columns(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     usual = {
         "model": Path(model).name,
         "batch_size": config.batch_size,
-        "epochs": config.epochs if config.max_steps is None else None,
+        "epochs": config.epochs if config.max_steps is None else None,  # as `tune` takes one
         "max_steps": config.max_steps,
         "learning_rate": config.learning_rate,
         "lr_scheduler_type": config.lr_scheduler_type,

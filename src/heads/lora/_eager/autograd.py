@@ -120,9 +120,8 @@ def _added(
     if a.dtype != dtype:
         small = not dynamic and x.shape[0] * (a.numel() + b.numel()) <= _SMALL
         if small and a.dtype.itemsize > dtype.itemsize:
-            return torch.addmm(y.to(a.dtype), F.linear(x.to(a.dtype), a), b.T, alpha=scaling).to(
-                dtype
-            )
+            h = F.linear(x.to(a.dtype), a)
+            return torch.addmm(y.to(a.dtype), h, b.T, alpha=scaling).to(dtype)
         a = a.to(dtype)
         b = b.to(dtype)
     h = F.linear(x.to(dtype), a)
@@ -142,9 +141,10 @@ class _Tensors(NamedTuple):
 
     @classmethod
     def of(cls, dtype: torch.dtype, tensors: Sequence[Tensor | None]) -> _Tensors:
-        weight, bias, *factors = [None if t is None else t.to(dtype) for t in tensors]
+        weight, bias, *factors = tensors
         assert weight is not None
-        return cls(weight, bias, [factor for factor in factors if factor is not None])
+        cast = [factor.to(dtype) for factor in factors if factor is not None]
+        return cls(weight.to(dtype), None if bias is None else bias.to(dtype), cast)
 
 
 class _Piece(NamedTuple):
@@ -236,11 +236,11 @@ class _Lora(torch.autograd.Function):
                     continue
                 before = gradients[place]
                 gradients[place] = part if before is None else before + part
-        cast = [
-            None if f is None or t is None else f.to(t.dtype)
-            for f, t in zip(gradients, tensors, strict=True)
-        ]
-        return dx, None, None, *cast
+        for place, tensor in enumerate(tensors):
+            part = gradients[place]
+            if part is not None and tensor is not None:  # under autocast x has another dtype
+                gradients[place] = part.to(tensor.dtype)
+        return dx, None, None, *gradients
 
 
 def _differentiable(
@@ -256,12 +256,11 @@ def _differentiable(
     It is autograd's own, of plain products, with everything they keep.
     """
     masks: list[Tensor | None] = [None] * len(plan.adapters)
-    for k, p in enumerate(one.dropout_p for one in plan.adapters):
-        if p:
+    for k, one in enumerate(plan.adapters):
+        if one.dropout_p:
             assert seeds is not None
-            masks[k] = (reference.keep_mask(seeds[k], x.shape[0], x.shape[1], p) / (1 - p)).to(
-                x.dtype
-            )
+            kept = reference.keep_mask(seeds[k], x.shape[0], x.shape[1], one.dropout_p)
+            masks[k] = (kept / (1 - one.dropout_p)).to(x.dtype)
 
     def formula(x: Tensor, *tensors: Tensor | None) -> Tensor:
         t = _Tensors.of(x.dtype, tensors)
@@ -292,9 +291,8 @@ def run(
     if autocast is not None:
         x = x.to(autocast)
     if seeds is None and any(one.dropout_p for one in adapters):
-        seeds = torch.randint(
-            -(2**63), 2**63 - 1, (len(adapters),), device=x.device, dtype=torch.int64
-        )
+        count = (len(adapters),)
+        seeds = torch.randint(-(2**63), 2**63 - 1, count, device=x.device, dtype=torch.int64)
     plan = _Plan(adapters, transposed)
     with nullcontext() if autocast is None else torch.autocast(x.device.type, enabled=False):
         return _Lora.apply(x, plan, seeds, weight, bias, *factors)

@@ -77,10 +77,12 @@ def load_lora(
             f"{operation}: the model has an adapter {adapter_name!r} already; expected another "
             "adapter_name"
         )
-    hub = {k: options.pop(k) for k in ("revision", "token") if k in options}
-    path = find_folder(folder, patterns=["*adapter_*"], operation=operation, **hub) / options.pop(
-        "subfolder", ""
-    )
+    hub = {}
+    for name in ("revision", "token"):  # peft then reads a folder, and needs neither
+        if name in options:
+            hub[name] = options.pop(name)
+    path = find_folder(folder, patterns=["*adapter_*"], operation=operation, **hub)
+    path /= options.pop("subfolder", "")
     shapes = read_shapes(operation, path)
     with reading(path / "adapter_config.json", operation):
         config = PeftConfig.from_pretrained(str(path))
@@ -91,15 +93,11 @@ def load_lora(
     with reading(path / "adapter_config.json", operation):
         check_numbers(f"{operation}: {path / 'adapter_config.json'}", config)
         _check_patterns(operation, path, config, model)
-    if isinstance(model, PeftModel):
-        base = model.get_base_model()
-    else:
-        base = model
-    if not is_quantised(base):
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not is_quantised(base):  # whose layers have no twin on the meta device
+        trial = skeleton(model)
         if isinstance(model, PeftModel):
-            trial = skeleton(model).unload()
-        else:
-            trial = skeleton(model)
+            trial = trial.unload()
         with reading(path / "adapter_config.json", operation):
             _compare(operation, path, shapes, trial, config)
     with quiet(), reading(path, operation):
@@ -138,11 +136,10 @@ def read_shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
     Each is read once to see that its numbers are finite.
     """
     if not (path / WEIGHTS).exists():
-        file_names = sorted(p.name for p in path.iterdir())
+        file_names = sorted(file.name for file in path.iterdir())
+        why = ""
         if "adapter_model.bin" in file_names:
             why = " (a pickle can run code: save it again with safetensors)"
-        else:
-            why = ""
         raise ValueError(f"{operation}: {path} has no {WEIGHTS}{why}; it holds {file_names}")
     shapes = {}
     with reading(path / WEIGHTS, operation), safe_open(path / WEIGHTS, "pt") as file:
@@ -174,45 +171,45 @@ def _compare(
     """
     of = f"{operation}: {path}, trained on {config.base_model_name_or_path},"
     modules = {name for name, _ in base.named_modules()}
-    places = {
-        re.sub(r"\.(lora_.*|base_layer.*|token_adapter.*|[^.]*)$", "", name) for name in shapes
-    }
-    places = {place.removeprefix(PREFIX) for place in places}
-    strange = sorted(places - modules)
+    adapted = set()
+    for name in shapes:
+        module = re.sub(r"\.(lora_.*|base_layer.*|token_adapter.*|[^.]*)$", "", name)
+        adapted.add(module.removeprefix(PREFIX))
+    strange = sorted(adapted - modules)
     if strange:
         raise ValueError(
-            f"{of} is of another base model: of its {len(places)} modules this "
+            f"{of} is of another base model: of its {len(adapted)} modules this "
             f"{type(base).__name__} does not have {strange[0]} and {len(strange) - 1} more"
         )
-    expected = {name: tuple(p.shape) for name, p in base.named_parameters()}
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, parameter in base.named_parameters():
+        expected[PREFIX + name] = tuple(parameter.shape)
     trial = copy.deepcopy(config)
     trial.init_lora_weights = False
     trial.inference_mode = False
     injected = inject(base, trial, "default")
     tensors = get_peft_model_state_dict(injected, save_embedding_layers=False)
-    needed = {name: tuple(t.shape) for name, t in tensors.items()}
     # base layers that peft saves, too
-    parameters = injected.named_parameters(remove_duplicate=False)
-    adapted = {name: tuple(p.shape) for name, p in parameters}
-    expected = {PREFIX + name: shape for name, shape in expected.items()} | adapted | needed
-    wrong = [
-        f"{n} is {list(s)}, expected {list(expected[n])}"
-        for n, s in shapes.items()
-        if expected.get(n, s) != s
-    ]
+    for name, parameter in injected.named_parameters(remove_duplicate=False):
+        expected[name] = tuple(parameter.shape)
+    for name, tensor in tensors.items():
+        expected[name] = tuple(tensor.shape)
+    wrong = []
+    for name, shape in shapes.items():
+        if expected.get(name, shape) != shape:
+            wrong.append(f"{name} is {list(shape)}, expected {list(expected[name])}")
     if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise ValueError(f"{of} does not fit: {wrong[0]}{more}")
-    left = sorted(set(shapes) - set(expected))
+    left = sorted(shapes.keys() - expected.keys())
     if left:
-        if isinstance(config.target_modules, str):
-            named = config.target_modules
-        else:
-            named = sorted(config.target_modules or ())
+        named = config.target_modules
+        if not isinstance(named, str):
+            named = sorted(named or ())
         raise ValueError(
             f"{of} holds {left[0]} and {len(left) - 1} more that its config does not name ({named})"
         )
-    absent = sorted(set(needed) - set(shapes))
+    absent = sorted(tensors.keys() - shapes.keys())
     if absent:
         raise ValueError(
             f"{of} lacks {absent[0]} and {len(absent) - 1} more of what its config names"

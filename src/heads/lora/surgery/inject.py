@@ -81,9 +81,9 @@ def inject_lora_(
             "LoraLinear.from_linear(module)"
         )
     if not names:
+        accepted = "" if filter_fn is None else " that filter_fn accepts"
         raise ValueError(
-            f"{OPERATION}: expected at least one nn.Linear or Conv1D"
-            f"{'' if filter_fn is None else ' that filter_fn accepts'}, got none in "
+            f"{OPERATION}: expected at least one nn.Linear or Conv1D{accepted}, got none in "
             f"{type(module).__name__}"
         )
     layers = inject_(OPERATION, module, names, r, alpha, dropout, impl)
@@ -95,6 +95,6 @@ def inject_lora_(
         if isinstance(child, nn.TransformerEncoderLayer):
             # else torch's fast path reads the frozen weights and leaves the updates out
             child.activation_relu_or_gelu = 0
-    counts = [(p.numel(), p.requires_grad) for p in module.parameters()]
-    trained = sum(count for count, trains in counts if trains)
-    return InjectionReport(tuple(names), trained, sum(count for count, _ in counts))
+    total = sum(parameter.numel() for parameter in module.parameters())
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    return InjectionReport(tuple(names), trained, total)

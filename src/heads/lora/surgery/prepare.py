@@ -98,7 +98,9 @@ def check_numbers(operation: str, config: LoraConfig) -> None:
         if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"{operation}: {field} is {wanted!r}, expected names of modules")
     loftq = config.loftq_config
-    rounds = loftq.get("loftq_iter", 1) if isinstance(loftq, dict) else 1
+    rounds = 1
+    if isinstance(loftq, dict):
+        rounds = loftq.get("loftq_iter", 1)
     if not is_whole(rounds, 1):
         raise ValueError(
             f"{operation}: loftq_iter is {rounds!r}, expected a whole number, 1 or more"
@@ -107,28 +109,31 @@ def check_numbers(operation: str, config: LoraConfig) -> None:
 
 def _values(config: LoraConfig, field: str, pattern: str) -> list[tuple[str, object]]:
     """Return a setting and its exceptions by module, each with its name."""
-    exceptions = getattr(config, pattern) or {}
-    named = [(f"{pattern}[{module!r}]", value) for module, value in exceptions.items()]
-    return [(field, getattr(config, field)), *named]
+    named = [(field, getattr(config, field))]
+    for module, value in (getattr(config, pattern) or {}).items():
+        named.append((f"{pattern}[{module!r}]", value))
+    return named
 
 
 def _check_targets(operation: str, model: nn.Module, config: LoraConfig) -> None:
     """Refuse names and patterns that fit no module."""
     names = [name for name, _ in model.named_modules()]
-    last = {name.rpartition(".")[2] for name, m in model.named_modules() if not list(m.children())}
+    last = set()  # the ends of names that a message may suggest
+    for name, module in model.named_modules():
+        if not list(module.children()):
+            last.add(name.rpartition(".")[2])
     targets = config.target_modules
     for field, wanted in (("target_modules", targets), ("modules_to_save", config.modules_to_save)):
-        for target in sorted(wanted) if isinstance(wanted, (list, set, tuple)) else ():
-            if not any(name == target or name.endswith(f".{target}") for name in names):
+        if not isinstance(wanted, (list, set, tuple)):
+            continue
+        for target in sorted(wanted):
+            if not any(f".{name}".endswith(f".{target}") for name in names):
                 raise ValueError(
                     f"{operation}: {field} has {target!r}, which no module is "
                     f"called{_near(target, last)}"
                 )
-    if (
-        isinstance(targets, str)
-        and targets != "all-linear"
-        and not any(re.fullmatch(targets, name) for name in names)
-    ):
+    is_pattern = isinstance(targets, str) and targets != "all-linear"
+    if is_pattern and not any(re.fullmatch(targets, name) for name in names):
         raise ValueError(
             f"{operation}: target_modules is the pattern {targets!r}, which matches none of "
             f"{len(names)} names"

@@ -24,14 +24,14 @@ def _dropped(
     tensors: list[Tensor], base: Tensor, density: Sequence[float], rescale: bool, noise: Noise
 ) -> list[Tensor]:
     """Return the task vectors with elements dropped at random."""
-    changes = deltas(tensors, base)
     if min(density) >= 1:
-        return changes
-    remaining = [
-        change * noise.keep(i, change, p)
-        for i, (change, p) in enumerate(zip(changes, density, strict=True))
-    ]
-    return rescaled(changes, remaining) if rescale else remaining
+        return deltas(tensors, base)
+    remaining = []
+    for i, tensor in enumerate(tensors):
+        change = tensor - base
+        kept = change * noise.keep(i, change, density[i])
+        remaining.append(rescaled(change, kept) if rescale else kept)
+    return remaining
 
 
 _DARE: dict[str, Any] = {"base": "required", "ranges": {"density": UNIT}}
@@ -112,16 +112,17 @@ def _sampled_by_magnitude(
     noise: Noise,
 ) -> list[Tensor]:
     """Return the task vectors with elements dropped at random, by their rank in their row."""
-    changes = deltas(tensors, base)
     if min(density) >= 1:
-        return changes
+        return deltas(tensors, base)
     remaining = []
-    for i, change in enumerate(changes):
+    for i, tensor in enumerate(tensors):
+        change = tensor - base
+        kept = change
         if density[i] < 1:
             chances = keep_probabilities(rows_of(change), density[i], epsilon[i])
-            change = change * noise.keep_each(i, chances).view(change.shape)
-        remaining.append(change)
-    return rescaled(changes, remaining) if rescale else remaining
+            kept = change * noise.keep_each(i, chances).view(change.shape)
+        remaining.append(rescaled(change, kept) if rescale else kept)
+    return remaining
 
 
 def _check_spread(parameters: Bound) -> None:

@@ -71,17 +71,23 @@ def consensus_mean(changes: Sequence[Tensor], weights: Sequence[float], normaliz
     ... )
     tensor([ 2., -2.])
     """
-    weighted = [change * weight for change, weight in zip(changes, weights, strict=True)]
-    # Adding 0.0 turns -0.0 into 0.0. Products, relu and sign run several times faster than boolean
-    # masks on CPU.
-    elected = torch.copysign(
-        torch.ones((), dtype=weighted[0].dtype), sum(weighted[1:], weighted[0] + 0.0)
-    )
-    agreeing = [torch.relu(elected * w + 0.0) for w in weighted]
-    merged = sum(agreeing[1:], agreeing[0]) * elected
+    pairs = list(zip(changes, weights, strict=True))
+    # One change at a time, so that few temporaries are in memory. Starting from 0.0 turns -0.0 into
+    # 0.0. Products, relu and sign run several times faster than boolean masks on CPU.
+    total = torch.zeros_like(changes[0])
+    for change, weight in pairs:
+        total = total + change * weight
+    elected = torch.copysign(torch.ones((), dtype=total.dtype, device=total.device), total)
+    merged = torch.zeros_like(total)
+    share = torch.zeros_like(total)
+    for change, weight in pairs:
+        agreeing = torch.relu(elected * (change * weight) + 0.0)
+        merged = merged + agreeing
+        if normalize:
+            share += torch.sign(agreeing.detach()) * weight
+    merged = merged * elected
     if not normalize:
         return merged
-    share = weighted_sum([torch.sign(a.detach()) for a in agreeing], weights)
     if min(weights) > 0:
         return merged / share.clamp_(min=min(weights))
     return merged / torch.where(share.abs() < 1e-8, 1.0, share)
@@ -92,15 +98,12 @@ def l1(x: Tensor) -> Tensor:
     return x.abs().sum(dtype=torch.float64)
 
 
-def rescaled(changes: list[Tensor], remaining: list[Tensor]) -> list[Tensor]:
-    """Return what remains of each model's change, scaled to the L1 norm that the change had."""
-    scaled = []
-    for change, kept in zip(changes, remaining, strict=True):
-        norm = l1(kept)
-        # nothing remains of an empty change; a division by 0 would give its gradient NaN
-        scale = torch.where(norm > 0, l1(change) / norm.clamp(min=1e-300), 1.0)
-        scaled.append(kept * scale.to(kept.dtype))
-    return scaled
+def rescaled(change: Tensor, kept: Tensor) -> Tensor:
+    """Return what is kept of a change, scaled to the L1 norm that the change had."""
+    norm = l1(kept)
+    # nothing is kept of an empty change; a division by 0 would give its gradient NaN
+    scale = torch.where(norm > 0, l1(change) / norm.clamp(min=1e-300), 1.0)
+    return kept * scale.to(kept.dtype)
 
 
 def trimmed_count(n: int, density: float) -> int:
@@ -144,25 +147,33 @@ def ties(
     ... )
     tensor([ 3., -2.])
     """
-    changes = deltas(tensors, base)
-    if min(density) < 1:
-        pairs = zip(changes, density, strict=True)
-        remaining = [trim(change, trimmed_count(change.numel(), d)) for change, d in pairs]
-        changes = rescaled(changes, remaining) if rescale else remaining
-    return base + lambda_ * consensus_mean(changes, weight, normalize)
+    if min(density) >= 1:
+        return base + lambda_ * consensus_mean(deltas(tensors, base), weight, normalize)
+    remaining = []
+    for tensor, d in zip(tensors, density, strict=True):
+        change = tensor - base
+        kept = trim(change, trimmed_count(change.numel(), d))
+        remaining.append(rescaled(change, kept) if rescale else kept)
+    return base + lambda_ * consensus_mean(remaining, weight, normalize)
 
 
 def _without_outliers(
-    changes: list[Tensor], density: Sequence[float], gamma: Sequence[float], rescale: bool
+    tensors: list[Tensor],
+    base: Tensor,
+    density: Sequence[float],
+    gamma: Sequence[float],
+    rescale: bool,
 ) -> list[Tensor]:
     """Drop the ⌊γN⌋ largest changes of each model and then the smallest until ⌊dN⌋ are left."""
     if min(density) >= 1:
-        return changes
+        return deltas(tensors, base)
     remaining = []
-    for change, d, g in zip(changes, density, gamma, strict=True):
+    for tensor, d, g in zip(tensors, density, gamma, strict=True):
+        change = tensor - base
         outer, outliers = middle_counts(change.numel(), d, g)
-        remaining.append(trim(change, outer) - trim(change, outliers))
-    return rescaled(changes, remaining) if rescale else remaining
+        kept = trim(change, outer) - trim(change, outliers)
+        remaining.append(rescaled(change, kept) if rescale else kept)
+    return remaining
 
 
 _CRUMBS: dict[str, Any] = {
@@ -194,7 +205,7 @@ def breadcrumbs(
     >>> breadcrumbs([w], torch.zeros(4), weight=1.0, density=0.5, gamma=0.25)
     tensor([0., 1., 2., 0.])
     """
-    remaining = _without_outliers(deltas(tensors, base), density, gamma, rescale)
+    remaining = _without_outliers(tensors, base, density, gamma, rescale)
     return base + weighted_sum(remaining, weight) * (lambda_ / normaliser(weight, normalize))
 
 
@@ -218,7 +229,7 @@ def breadcrumbs_ties(
     >>> breadcrumbs_ties([w, -w / 2], torch.zeros(4), weight=1.0, density=0.5, gamma=0.25)
     tensor([0., 1., 2., 0.])
     """
-    remaining = _without_outliers(deltas(tensors, base), density, gamma, rescale)
+    remaining = _without_outliers(tensors, base, density, gamma, rescale)
     return base + lambda_ * consensus_mean(remaining, weight, normalize)
 
 

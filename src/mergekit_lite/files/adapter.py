@@ -17,6 +17,7 @@ from ..dtypes import Array, DType, numbers
 from .headers import CheckpointError, Json, TensorInfo, read_header, read_json
 from .sources import FolderSource, Source, View, stat_of
 
+# an embedding's factors are parameters, not layers, and have no .weight in their names
 _LORA_KEY = re.compile(
     r"^(?:base_model\.model\.)?(?P<module>.+?)"
     r"\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(?:\.weight)?$"
@@ -41,6 +42,7 @@ _NO_PRODUCT = (
     "use_qalora",
 )
 MOST = 1_000_000  # rank or alpha: far above every adapter, so more is a damaged file
+# families of transformers with Conv1D, which stores its weight as (in, out)
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 _CONV1D_LAYERS = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)$")
 
@@ -67,6 +69,7 @@ def more_than_lora(adapter: Path) -> str | None:
 
 def refuse_residual(adapter: Path, settings: Mapping[str, object]) -> None:
     """Refuse an adapter whose initialization changed the base, too (PiSSA, OLoRA, CorDA, LoftQ)."""
+    # mostly true or false; of PiSSA it may say its steps, as in pissa_niter_16
     if str(settings.get("init_lora_weights", "")).lower().startswith(_RESIDUAL):
         raise CheckpointError(
             f"adapter {adapter}: was initialized by {settings['init_lora_weights']}, which also "
@@ -107,6 +110,7 @@ def read_adapter_config(adapter: Path) -> Json:
     for key in ("rank_pattern", "alpha_pattern"):
         values += (settings.get(key) or {}).values()
     for value in values:
+        # `not <=` refuses NaN, which JSON may hold and `>` would let pass
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= MOST:
             raise CheckpointError(
                 f"adapter {adapter}: its config has {value!r} as a rank or alpha, expected a "
@@ -131,6 +135,7 @@ def stores_transposed(config: Mapping[str, object], module: str, otherwise: bool
 
 
 def _pattern(settings: Json, key: str, module: str, default: float) -> float:
+    # peft's own expression: the first pattern that fits counts, not the longest
     for pattern, value in (settings.get(key) or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
@@ -201,6 +206,7 @@ class Adapter:
         patterns = []
         for key in ("rank_pattern", "alpha_pattern"):
             patterns += self.settings.get(key) or ()
+        # before any pattern is matched here: a hostile one may never end
         why = pattern_problem(patterns, factors)
         if why:
             raise CheckpointError(f"adapter {folder}: {why}")
@@ -307,6 +313,7 @@ class LoraSource(AdapterSource):
         down = pair.down
         up = pair.up
         if pair.embedding or self._is_transposed(name, (up.shape[0], down.shape[1])):
+            # (B A)ᵀ = Aᵀ Bᵀ; copied once, as each stretch multiplies rows of the first factor
             up, down = np.ascontiguousarray(down.T), np.ascontiguousarray(up.T)
         if (up.shape[0], down.shape[1]) != shape:
             raise CheckpointError(

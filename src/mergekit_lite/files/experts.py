@@ -41,6 +41,7 @@ class Family:
 
 
 _GATED: Stacks = {("gate_proj", "up_proj"): "gate_up_proj", ("down_proj",): "down_proj"}
+# Mixtral's names: w1 is the gate, w3 up, w2 down
 _NUMBERED: Stacks = {("w1", "w3"): "gate_up_proj", ("w2",): "down_proj"}
 _MIXTRAL = (".block_sparse_moe.", ".mlp.")
 
@@ -167,12 +168,14 @@ class StackedSource(View):
             return pieces[0]
         if not pieces:
             return self.model.read(self.parts[name][0].name, 0, 0)
+        # a part that an adapter changed comes in float32, its neighbours as they are stored
         if len({piece.dtype for piece in pieces}) > 1:
             pieces = [numbers(piece) for piece in pieces]
         return np.concatenate(pieces)
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
         """Fill ``out`` from element ``start`` on, if all parts can."""
+        # all parts are asked first, with nothing to read: after False `out` is as it was
         for info in self.parts[name]:
             if not self.model.read_into(info.name, 0, out[:0]):
                 return False
@@ -197,4 +200,5 @@ def _whole(name: str, parts: tuple[TensorInfo, ...]) -> TensorInfo:
     last = _EXPERT.match(parts[-1].name)
     assert last is not None  # parts are in the order of experts
     experts = 1 + int(last["number"])
+    # len(parts) / experts matrices lie below each other: 2 of gate and up, else 1
     return TensorInfo(name, (experts, rows * len(parts) // experts, columns), first.dtype)

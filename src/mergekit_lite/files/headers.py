@@ -76,6 +76,7 @@ def parse_object(path: Path, text: bytes) -> dict[str, object]:
     def unique(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
         entries: dict[str, object] = {}
         for key, value in pairs:
+            # Python's json would keep the second and not tell
             if key in entries:
                 raise CheckpointError(f"{path}: has {key!r} twice")
             entries[key] = value
@@ -84,6 +85,7 @@ def parse_object(path: Path, text: bytes) -> dict[str, object]:
     try:
         data = json.loads(text, object_pairs_hook=unique)
     except CheckpointError:
+        # the next branch would take it for bad JSON, as a CheckpointError is a ValueError
         raise
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from error
@@ -134,6 +136,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         size = path.stat().st_size
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
+        # judged before it is read: 8 bytes of noise would ask for more than any memory
         if len(prefix) < 8 or length > min(_MAX_HEADER, size - 8):
             raise CheckpointError(f"{path}: not a safetensors file, or cut short ({size} bytes)")
         raw = file.read(length)
@@ -152,6 +155,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     end = 0
     body = size - 8 - length
     # in the order of bytes, every one of which belongs to exactly one tensor
+    # by end, too: an empty tensor begins where the next one does, and comes before it
     for start, stop, name, dtype, shape in sorted(described, key=lambda d: d[:2]):
         info = TensorInfo(name, shape, dtype, path, 8 + length + start)
         if stop - start != info.nbytes:
@@ -179,6 +183,7 @@ def header_bytes(tensors: Sequence[tuple[TensorInfo, int]]) -> bytes:
 
     The length prefix is included; it is padded to 8 bytes.
     """
+    # transformers 4 refuses files that do not say their format
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for info, offset in tensors:
         place = [offset, offset + info.nbytes]
@@ -188,6 +193,7 @@ def header_bytes(tensors: Sequence[tuple[TensorInfo, int]]) -> bytes:
             "data_offsets": place,
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # as safetensors pads: tensors then begin at a multiple of 8, and may be mapped
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

@@ -65,8 +65,10 @@ class PeftSource(AdapterSource):
     """
 
     def __init__(self, base: Source, folder: Path):
+        # transformers 5 holds experts as stacks, and peft names what transformers holds
         base = stacked(base)
         super().__init__(base, folder)
+        # several threads read stretches of one tensor: the first merges its layer for all
         self._lock = threading.Lock()
         self._last: tuple[nn.Module | None, dict[str, Tensor]] = (None, {})
         _check_settings(folder)
@@ -146,6 +148,7 @@ class PeftSource(AdapterSource):
     def _merge(self, layer: nn.Module) -> dict[str, Tensor]:
         """Return the tensors of a layer as peft merges them, by their own names there."""
         names = {own: name for name, (of, own) in self._layers.items() if of is layer}
+        # peft merges in place, and the layer without values must stay for the next reading
         layer = copy.deepcopy(layer).float()
         for own, name in names.items():
             before = nn.Parameter(self._before(name), requires_grad=False)
@@ -153,6 +156,7 @@ class PeftSource(AdapterSource):
         try:
             for wrapper in list(layer.modules()):
                 if isinstance(wrapper, BaseTunerLayer):
+                    # safe: peft raises where the result has NaN
                     wrapper.merge(safe_merge=True)
         except (NotImplementedError, RuntimeError, ValueError) as error:
             raise CheckpointError(
@@ -203,11 +207,13 @@ def _skeleton(base: Source) -> Any:
             model = transformers.AutoModelForCausalLM.from_config(config)
         else:
             model = kind(config)
+    # off the meta device: what is there after loading is not in the adapter's file
     for layer in model.modules():
         for own, parameter in layer.named_parameters(recurse=False):
             setattr(
                 layer, own, nn.Parameter(_PLACEHOLDER.expand(parameter.shape), requires_grad=False)
             )
+    # a tied weight has got two new parameters, which must be one again
     model.tie_weights()
     return model
 
@@ -216,10 +222,12 @@ def _adapted(model: Any, base: Source, folder: Path) -> Any:
     """Return peft's model of an adapter over a model without values."""
     settings = PeftConfig.from_pretrained(str(folder))
     model = get_peft_model(model, settings, low_cpu_mem_usage=True)
+    # without a device peft would take a GPU, if there is one
     weights = load_peft_weights(str(folder), device="cpu")
     try:
         loaded = set_peft_model_state_dict(model, weights, low_cpu_mem_usage=True)
     except RuntimeError as error:
+        # torch's first line only says that loading failed
         reason = str(error).strip().splitlines()[-1].strip()
         raise CheckpointError(f"adapter {folder}: does not fit {base.label} ({reason})") from error
     if loaded.unexpected_keys:

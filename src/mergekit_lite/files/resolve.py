@@ -25,6 +25,7 @@ _PATTERNS = (
     "*.model",
     "*.txt",
     "*.jinja",
+    # a model's own code, which trust_remote_code=True copies
     "*.py",
 )
 
@@ -89,6 +90,7 @@ def open_source(
         return model
     if isinstance(model, Mapping):
         return _from_state(model, label or "state dict")
+    # without torch imported nobody can have made a module, and naming it imports torch
     if "torch" in sys.modules and isinstance(model, torch.nn.Module):
         return _from_module(model, label or type(model).__name__)
     if not isinstance(model, (str, os.PathLike)):
@@ -96,6 +98,7 @@ def open_source(
             f"a model is a path, a hub id, a module or a state dict, not {type(model).__name__}"
         )
     text = os.fspath(model)
+    # a folder or file may have a + in its own name
     if "+" in text and not _hub.user_path(text).exists():
         base, adapter = _split_adapter(text)
         return _with_adapter(open_source(base, allow_pickle=allow_pickle), find_folder(adapter))
@@ -127,6 +130,7 @@ def _with_adapter(base: Source, folder: Path) -> Source:
     """Return a model with an adapter folded in, by peft's own code unless it is a plain LoRA."""
     if more_than_lora(folder) is None:
         return LoraSource(base, folder)
+    # it imports torch, transformers and peft, which a plain LoRA does without
     from .peft_adapters import PeftSource
 
     return PeftSource(base, folder)
@@ -151,6 +155,7 @@ def _open_pickled(folder: Path, allow_pickle: str | None, text: str) -> Source:
     pickled = _pickled(folder, allow_pickle, text)
     if pickled is not None:
         return pickled
+    # of a hub id no pickles were fetched, so there may be some
     where = ' (allow_pickle="weights_only" asks for more)'
     if _hub.user_path(text).is_dir() or allow_pickle:
         where = ""
@@ -167,6 +172,7 @@ def _from_module(model: torch.nn.Module, label: str) -> DictSource:
     first_names: dict[int, str] = {}
     # a tied tensor is one tensor, under the name a checkpoint has
     for name, value in list(state.items()):
+        # these have no memory: the address of all is 0, and would make them one
         if value.device.type == "meta" or not value.numel():
             continue
         if first_names.setdefault(value.data_ptr(), name) != name and (not tied or name in tied):

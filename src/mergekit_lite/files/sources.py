@@ -96,6 +96,7 @@ class FolderSource(Source):
 
     def _descriptor(self, path: Path) -> int:
         if path not in self._descriptors:
+            # asked again inside: two threads must not open one file and lose a descriptor
             with self._lock:
                 if path not in self._descriptors:
                     self._descriptors[path] = os.open(path, os.O_RDONLY)
@@ -115,6 +116,7 @@ class FolderSource(Source):
         position = info.start + start * info.dtype.itemsize
         done = 0
         while done < len(view):
+            # one call reads 2 GiB at most on Linux; the position is given, so threads share a file
             count = os.preadv(self._descriptor(info.file), [view[done:]], position + done)
             if count == 0:
                 raise CheckpointError(f"{info.file}: became shorter while it was being read")
@@ -124,6 +126,7 @@ class FolderSource(Source):
     def prefetch(self, name: str) -> None:
         """Ask the kernel to read ahead."""
         info = self.tensors[name]
+        # macOS has no posix_fadvise
         if hasattr(os, "posix_fadvise") and info.file is not None:
             size = min(info.nbytes, _AHEAD)
             os.posix_fadvise(self._descriptor(info.file), info.start, size, os.POSIX_FADV_WILLNEED)
@@ -156,6 +159,7 @@ class View(Source):
         self.folder = model.folder
         self.config = model.config
         self.tensors = tensors
+        # a user's own Source has only what the protocol names
         self.stem = getattr(model, "stem", "model")
         self.notes = getattr(model, "notes", [])
         self.parts = getattr(model, "parts", {})
@@ -206,6 +210,7 @@ class DictSource(Source):
                 raise CheckpointError(
                     f"{label}: {name} is {value.dtype}, which no merge reads; expected real numbers"
                 )
+            # numpy takes no tensor that requires a gradient, such as a parameter
             self._state[name] = value.detach()
             self.tensors[name] = TensorInfo(name, tuple(value.shape), dtype)
 

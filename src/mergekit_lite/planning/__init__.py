@@ -86,6 +86,7 @@ def make_plan(
         }
         planned = {}
         for stage in recipe.stages():
+            # by id, since a recipe holds dicts and cannot be hashed
             planned[id(stage)] = PlannedSource(make_plan(stage, **allowed))
         stages = planned
     method, problems, notes = _method_of(recipe)
@@ -123,8 +124,10 @@ def make_plan(
     problems += tensor_problems(layout.slots, aligned, vocabulary is not None)
     _stop_if(problems)
     tensors = _plan_tensors(layout, recipe, method, aligned)
+    # the last check, as it alone reads values
     _stop_if(check_copies(tensors, aligned))
     notes += idle_filters(recipe, [t.name for t in tensors])
+    # the donor's, so that a folder of diffusers stays one
     stem = getattr(models.sources[models.donor], "stem", "model")
     placed, shards = shard_layout(tensors, max_shard_size, stem)
     return MergePlan(
@@ -226,11 +229,13 @@ def _tensor(slot: Slot, recipe: MergeRecipe, method: MergeMethod, models: Models
         parts = _parts(slot, everything[0], models, shape, kind)
         return TensorPlan(slot.name, shape, kind, kind, everything, None, None, {}, parts=parts)
     stored = promote(info.dtype for info in infos)
+    # `dtype` changes the arithmetic only if it is float64; half precision is for the output
     asked = FLOATS.get(recipe.dtype or "")
     dtype = FLOATS.get(recipe.out_dtype or "", asked or stored)
     method.check_inputs(len(inputs), slot.base is not None)
     common = [recipe.parameters]
     if slot.piece is not None:
+        # the first place that has a value counts, and the slice is nearer than the recipe
         common.insert(0, slot.piece.parameters)
     by_model: list[tuple[Mapping[str, object], str]] = []
     for entry, i in slot.inputs:
@@ -263,6 +268,7 @@ def _parts(
             name = with_layer(name, layer)
         # a tensor that is only renamed may have been cut or extended
         parts.append(TensorInfo(name, shape if len(found) == 1 else info.shape, dtype))
+    # no parts: the file has the tensor under this very name
     if [info.name for info in parts] == [slot.name]:
         return ()
     return tuple(parts)

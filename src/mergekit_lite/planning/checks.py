@@ -29,6 +29,7 @@ from .layout import Slot
 from .models import Models
 from .plan import CHUNK, Input, TensorPlan
 
+# h is GPT-2's, layer BERT's, block T5's
 _NUMBERED_LAYER = re.compile(
     r"^(?P<before>(.*\.)?(layers|layer|h|blocks|block)\.)(?P<number>\d+)\."
 )
@@ -117,6 +118,7 @@ def _missing_in_layers(source: Source) -> str | None:
         holders.update(names)
     nearly_everywhere = set()
     for name, count in holders.items():
+        # what many layers lack is missing by design
         if 0 < len(layers) - count <= _TORN:
             nearly_everywhere.add(name)
     missing = []
@@ -167,6 +169,7 @@ def _other_rows(source: Source, config: Mapping[str, object]) -> str | None:
     """Compare ``vocab_size`` with the rows of the token embedding, if there is one."""
     rows = embedding_rows(source)
     size = config.get("vocab_size")
+    # of several embeddings it is not known which one the config counts
     if not isinstance(size, int) or len(rows) != 1 or size in rows:
         return None
     return (
@@ -180,6 +183,7 @@ def _missing_head(source: Source) -> str | None:
     config = source.config
     causal = any("ForCausalLM" in str(name) for name in config.get("architectures") or ())
     has_head = any(HEAD.search(name) for name in source.tensors)
+    # the default differs between families, so only an explicit false counts
     untied = config.get("tie_word_embeddings") is False
     if not causal or not untied or has_head or not embedding_rows(source):
         return None
@@ -265,6 +269,7 @@ def compare_tokenizers(models: Models) -> list[str]:
 def template_problems(recipe: MergeRecipe) -> list[str]:
     """Return what is wrong with the chat template that a recipe asks for."""
     asked = recipe.chat_template
+    # no Jinja template does without a brace
     if asked is None or asked in ("auto", *TEMPLATES) or "{" in asked or Path(asked).is_file():
         return []
     names = ", ".join(["auto", *TEMPLATES])
@@ -324,6 +329,7 @@ def _equal(t: TensorPlan, first: Input, other: Input, models: Models) -> bool:
     def read(i: Input, begin: int) -> Array:
         return models.sources[i.source].read(i.name, begin, min(begin + CHUNK, t.info.count))
 
+    # in stretches, as a causal mask among the buffers can be large
     for begin in range(0, t.info.count, CHUNK):
         if not np.array_equal(read(first, begin), read(other, begin)):
             return False

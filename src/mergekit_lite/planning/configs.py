@@ -31,6 +31,7 @@ def output_config(
         rows: Its vocabulary size, where that was planned.
         slices: The recipe's, which layers are counted from.
     """
+    # deep, as text_config inside it is changed below
     config = copy.deepcopy(sources[donor].config)
     if not config:
         return config
@@ -43,6 +44,7 @@ def output_config(
     inner = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     if rows is not None:
         inner["vocab_size"] = rows
+        # beside text_config some models repeat it at the top
         if "vocab_size" in config:
             config["vocab_size"] = rows
     if slices:

@@ -75,6 +75,7 @@ def _depth(layer: int | None, count: int) -> float:
     """The place of a layer among ``count``: a layer that is alone is the last."""
     if layer is None:
         return 0.0
+    # mergekit's rule; else one layer would divide by 0
     return layer / (count - 1) if count > 1 else 1.0
 
 
@@ -99,6 +100,7 @@ def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout
     names: dict[str, None] = {}  # in the donor's order
     for place in [models.donor, *members]:
         names |= dict.fromkeys(models.sources[place].tensors)
+    # counted in the names, as a state dict has no config
     count = 1 + max((layer_of(name) or 0 for name in names), default=0)
     missing: dict[int, list[str]] = {}
     for name in names:
@@ -149,6 +151,7 @@ def stacked_slices(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layo
         first += stack.length
         for name in stack.outside():
             is_before = _is_before_layers(name)
+            # every slice has these tensors, and the output needs them once
             if number != (0 if is_before else last):
                 continue
             slot = stack.slot(name, [name] * stack.count, 0.0)
@@ -178,6 +181,7 @@ class _Piece:
         self._models = models
         self._problems = problems
         self._members = [models.of(source.model) for source in piece.sources]
+        # `Slice` has checked that none is missing and all are of one length
         self._ranges = [source.layer_range or (0, 0) for source in piece.sources]
         self._base = None
         if uses_base and base is not None:
@@ -240,6 +244,7 @@ class _Piece:
         base = None if alias is None else Input(self._base, alias)
         others = []
         for entry, i in inputs:
+            # a base among the sources gives its own layers, not those of the first source's number
             if i.source == self._base:
                 base = i
             else:

@@ -81,6 +81,7 @@ class PlannedSource(Source):
         self.tensors = {t.name: t.info for t in plan.tensors}
         self.tokens = plan.vocabulary.tokens if plan.vocabulary else None
         self.parts = {t.name: t.parts for t in plan.tensors}
+        # buffers of integers: the next stage must agree on their values before any merge
         self.copied: dict[str, tuple[Source, str]] = {}
         for t in plan.tensors:
             if t.method is None:
@@ -114,6 +115,7 @@ def open_models(
     for model in recipe.mentions():
         try:
             source = stages.get(id(model)) or open_source(model, allow_pickle=allow_pickle)
+            # every model, so that files with experts apart merge with files that have stacks
             sources.append(stacked(source))
         except (CheckpointError, OSError) as error:
             problems.append(str(error))

@@ -15,6 +15,7 @@ from ..methods.parameters import Bound
 from ..recipe import MergeRecipe, model_label
 from ..vocabulary import Vocabulary
 
+# 1 MiB in float32
 CHUNK = 1 << 18
 """Elements that one thread holds of each input at a time."""
 
@@ -93,6 +94,7 @@ class TensorPlan:
     @property
     def has_kernel(self) -> bool:
         """Whether a compiled kernel can merge it."""
+        # kernels compute in float32 alone
         if self.method is None or self.work != FLOAT32:
             return False
         return has_kernel(self.method, self.parameters, self.shape, self.info.count)
@@ -245,6 +247,7 @@ def shard_layout(
     shard = 0
     offset = 0
     for t in tensors:
+        # offset 0 is an empty shard, which takes any tensor
         if offset and offset + t.nbytes > limit:
             shard = shard + 1
             offset = 0

@@ -59,6 +59,7 @@ def evaluate_setting(
         return _MISSING
     if isinstance(value[0], Mapping):
         for entry in value:
+            # for what it raises: a misspelt filter would match every tensor
             unknown_keys("parameter", as_mapping("parameter", entry), ["filter", "value"])
             if "value" not in entry:
                 raise RecipeError(f"a parameter's filter entry {dict(entry)!r} has no value")
@@ -67,6 +68,7 @@ def evaluate_setting(
         return _MISSING
     if not all(isinstance(v, _SCALARS) for v in value):
         raise RecipeError(f"a parameter's gradient is {list(value)!r}, expected numbers")
+    # before steps are taken between them: YAML reads 1e-5 as text
     values = [check(v) for v in value]
     last = len(values) - 1
     place = depth * last
@@ -93,6 +95,7 @@ def setting(
     for level in levels:
         if name in level:
             value = evaluate_setting(level[name], tensor_name, depth, check)
+            # null is as if it were not there: the next place is asked
             if value is not _MISSING and value is not None:
                 return value
     return None
@@ -126,6 +129,7 @@ def settings_for(
         if parameter.per_model:
             values_of_models = []
             for level, tensor in models:
+                # filters look at the model's own name of the tensor: slices give it another number
                 values_of_models.append(setting([level, *common], key, tensor, depth, check))
             # without any value the default is taken, or the lack of one told
             if parameter.required or values_of_models.count(None) < len(models):
@@ -170,6 +174,7 @@ def check_parameters(recipe: MergeRecipe, method: MergeMethod) -> tuple[list[str
         elsewhere |= other.parameters.keys()
     for where, parameters, of_model in _places(recipe):
         for name, value in parameters.items():
+            # published recipes carry other methods' parameters along; only a near miss is an error
             if name not in method.parameters and (name in elsewhere or not method.near(name)):
                 notes.append(f"{where}: {name} has no effect on {method.name}")
                 continue

@@ -83,6 +83,7 @@ def load_recipe(path_or_text: str | os.PathLike[str]) -> MergeRecipe:
     'linear'
     """
     text = path = os.fspath(path_or_text)
+    # a path has one line; JSON on one line is a recipe, too, and begins with a brace
     if "\n" not in text and not text.lstrip().startswith("{"):
         if not Path(text).is_file():
             raise RecipeError(f"recipe {text}: there is no such file")
@@ -129,6 +130,7 @@ def _final_stage(documents: list[dict[str, object]]) -> MergeRecipe:
                     by_name[name], lambda text: stage(text) if text in by_name else text
                 )
             finally:
+                # after an error, too: a second mention of the stage must not look like a circle
                 under_way.pop()
         return finished[name]
 
@@ -152,6 +154,7 @@ def _check_names(names: Sequence[object]) -> None:
         if name is None:
             continue
         # a stage is written into a folder of this name
+        # no leading dot: Path("..").name is "..", and hidden folders hold unfinished work
         if not isinstance(name, str) or Path(name).name != name or name.startswith("."):
             raise RecipeError(f"recipe: a stage cannot be called {name!r}; expected a plain name")
         if names.count(name) > 1:
@@ -202,10 +205,12 @@ class _Parser:
     def _read_all(
         self, where: str, values: object, read: Callable[[object], Any]
     ) -> tuple[Any, ...]:
+        # a recipe that only adds an adapter to its base may list no models: models: []
         if values is None or values == []:
             return ()
         listed = self._read(as_list, where, values, otherwise=None)
         if listed is None:
+            # one, or else the recipe would also be told that it lists nothing
             return (_LOST,)
         return tuple(self._read(read, value) for value in listed)
 
@@ -253,6 +258,7 @@ class _Parser:
         data = {key: value for key, value in data.items() if key in _RECIPE}
         if data.get("merge_method") is None:
             raise RecipeError("recipe: has no merge_method")
+        # before the modules are opened, as theirs are put on top of these
         data["parameters"] = self._parameters("parameters", data.get("parameters"))
         if data.get("modules") is not None:
             self._open_modules(data)
@@ -261,7 +267,9 @@ class _Parser:
         data.pop("modules", None)
         for key in ("dtype", "out_dtype"):
             if isinstance(data.get(key), str):
+                # mergekit takes both spellings, bfloat16 and torch.bfloat16
                 data[key] = data[key].removeprefix("torch.")
+        # a key without a value is null in YAML: as if it were not there
         settings = {key: value for key, value in data.items() if value is not None}
         models = data.get("models")
         settings["models"] = self._read_all("models", models, lambda m: self._entry("models", m))
@@ -322,6 +330,7 @@ class _Parser:
         for method in METHODS.values():
             parameters |= method.parameters.keys()
         for key in data.keys() - {"model", "parameters", "layer_range"}:
+            # mergekit ignores such a key, and merges with another value than was meant
             near = difflib.get_close_matches(key, parameters, n=1, cutoff=_ALIKE)
             if near:
                 del data[key]
@@ -333,6 +342,7 @@ class _Parser:
         data = as_mapping("slices", value)
         self._known("slices", data, ["sources", "base_model", "parameters", "residual_weight"])
         if data.get("residual_weight") is not None:
+            # mergekit's schema has it too, and nothing in mergekit reads it
             self.notes.append("slices: residual_weight has no effect")
         base = data.get("base_model")
         if base is not None:
@@ -424,6 +434,7 @@ def _whole(value: Any) -> Any:
     Anything else as it is, for `ModelEntry` to refuse.
     """
     try:
+        # what pydantic takes for mergekit; but true would be layer 1
         if not isinstance(value, bool) and float(value) == int(float(value)):
             return int(value)
         return value

@@ -44,6 +44,7 @@ def unknown_keys(where: str, data: Mapping[str, object], known: Sequence[str]) -
     for key in data:
         if key in known:
             continue
+        # keys unlike all known ones are on purpose, such as x: &anchor, and are only noted
         near = difflib.get_close_matches(str(key), known, n=3, cutoff=0.7)
         if near:
             problems.append(f"{where}: unknown key {key!r}; did you mean {' or '.join(near)}?")
@@ -58,6 +59,7 @@ def as_mapping(where: str, value: object) -> dict[str, object]:
     """A mapping with text keys, as a dict."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise RecipeError(
+            # shortened: a text file that is no recipe may come as one long value
             f"{where}: is {reprlib.repr(value)}, expected a mapping of names to values"
         )
     return dict(value)
@@ -92,6 +94,7 @@ class ModelEntry:
     def __post_init__(self) -> None:
         if self.layer_range is not None:
             first, last = self.layer_range
+            # `type`, as true is an int to isinstance, and would be layer 1
             if not (type(first) is int and type(last) is int and 0 <= first < last):
                 raise RecipeError(
                     f"layer_range of {model_label(self.model)}: is {list(self.layer_range)}, "
@@ -268,10 +271,12 @@ class MergeRecipe:
     out_dtype: str | None = None
     tokenizer: TokenizerSpec | None = None
     chat_template: str | None = None
+    # a recipe that went to YAML and back has no notes, and is the same
     notes: tuple[str, ...] = field(default=(), compare=False)
     name: str | None = None
 
     def __post_init__(self) -> None:
+        # callers give lists; the class is frozen, and lets no plain assignment pass
         object.__setattr__(self, "models", tuple(self.models))
         object.__setattr__(self, "slices", tuple(self.slices))
         problems = []
@@ -283,6 +288,7 @@ class MergeRecipe:
             problems.append("recipe: needs either models or slices, and not both")
         for key in ("dtype", "out_dtype"):
             value = getattr(self, key)
+            # the kind comes first, as a list cannot be looked up
             if value is not None and (not isinstance(value, str) or value not in FLOATS):
                 problems.append(f"recipe {key}: is {value!r}, expected one of {', '.join(FLOATS)}")
         if self.chat_template is not None and not isinstance(self.chat_template, str):
@@ -294,6 +300,7 @@ class MergeRecipe:
     def _repeated_names(self) -> list[str]:
         """Return a problem for each stage or model that is there twice."""
         problems = []
+        # a stage is written into a folder of this name
         labels = [model_label(stage) for stage in self.stages()]
         for label in dict.fromkeys(labels):
             if labels.count(label) > 1:
@@ -389,8 +396,10 @@ def model_label(model: object) -> str:
 def model_key(model: object) -> str | int:
     """Return a key that is equal for two references to the same model."""
     if not isinstance(model, (str, os.PathLike)):
+        # the object itself: state dicts cannot be compared by ==, nor hashed
         return id(model)
     text = os.fspath(model)
+    # a folder has many spellings; a hub id has one
     if os.path.isdir(text):
         return os.path.realpath(text)
     return text

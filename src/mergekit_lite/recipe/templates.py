@@ -40,6 +40,7 @@ _LLAMA3 = """\
 {%- endif -%}
 """
 
+# the format has no system turn: its text begins the next user's
 _MISTRAL = """\
 {{- bos_token -}}
 {%- set system = namespace(text='') -%}

@@ -24,6 +24,7 @@ from ..recipe import MergeRecipe, RecipeError, TokenizerSpec, TokenRule, model_k
 from .tokenizers import copy_tokenizer, extend_tokenizer, has_tokenizer, read_vocabulary
 
 # names of token embeddings and heads in the families of transformers
+# wte is GPT-2's, word_embeddings BERT's, embed_in GPT-NeoX's, shared T5's
 EMBEDDING = re.compile(
     r"(^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|shared)\.weight$"
 )
@@ -40,6 +41,7 @@ def stored_name(source: Source, name: str) -> str | None:
     """Return what a model calls a tensor: a tied head is its embedding, None is none it has."""
     if name in source.tensors:
         return name
+    # GPT-2's config.json is silent on it and its head is tied; a state dict has no config
     if HEAD.search(name) and source.config.get("tie_word_embeddings", True):
         for other in source.tensors:
             if EMBEDDING.search(other):
@@ -153,6 +155,7 @@ def _tokens_of(source: Source) -> dict[str, int]:
     tokens = stage_tokens(source)
     if tokens is None:
         return read_vocabulary(source.folder, source.label)
+    # a copy, to which new tokens are added: the stage keeps its own
     return dict(tokens)
 
 
@@ -197,16 +200,20 @@ def plan_vocabulary(
     folder, tokens, rows = _source_of_tokens(sources, spec, donor, index)
     before = len(tokens)
     if spec.source == "union":
+        # a tokenizer may reserve tokens beyond the model's rows, and they would get a made-up row
         stored = [_with_rows(v, _rows(s)) for v, s in zip(vocabularies, sources, strict=True)]
         tokens = dict(stored[donor])
         before = len(tokens)
         for vocabulary in stored:
+            # in the order of rows: that of a file says nothing
             _add_new(tokens, sorted(vocabulary, key=vocabulary.__getitem__))
         notes += _rowless_notes(tokens, vocabularies, sources)
+    # a rule may place a token that no model has
     _add_new(tokens, list(spec.tokens))
     extended = None
     if len(tokens) > before:
         extended = _extend_tokenizer_of(folder, tokens, sources)
+    # new tokens fill the padding first; only then does the embedding grow
     rows = max(rows, max(tokens.values(), default=-1) + 1)
     multiple = spec.pad_to_multiple_of or 1
     rows = -(-rows // multiple) * multiple  # rounded up
@@ -220,6 +227,7 @@ def plan_vocabulary(
         rows_here[padding] = np.where(padding < size, padding, -1)
         rows_here[rows_here >= size] = -1  # a tokenizer may have more tokens than the model rows
     model_of = np.repeat(np.arange(len(sources))[:, None], rows, 1)
+    # -1, a token that the model lacks, is `MEAN` here
     row_of = has.copy()
     if base is not None:
         # whoever lacks a token that the base has takes the base's row
@@ -232,6 +240,7 @@ def plan_vocabulary(
         row = tokens[token]
         takers = np.ones(len(sources), bool) if rule.force else has[:, row] < 0
         place, theirs = _given_row(token, rule, index, sources, vocabularies)
+        # else the rule names no source, and what was planned stays
         if place is not None or theirs == ZERO:
             model_of[takers, row] = place or 0  # a row of zeros is read of no model
             row_of[takers, row] = theirs
@@ -255,6 +264,7 @@ def _source_of_tokens(
             "recipe's models"
         )
     folder = find_folder(spec.source)
+    # 0: a tokenizer alone brings no padding, so its tokens decide
     return folder, read_vocabulary(folder, spec.source), 0
 
 
@@ -367,6 +377,7 @@ class AlignedSource(View):
     def _average_row(self, name: str, width: int) -> Array:
         """The mean of this model's rows for all tokens, in float64 until the end."""
         if name not in self._averages:
+            # rows of tokens are never AVERAGE, so that `read` does not come back here
             rows = np.array(sorted(set(self._vocabulary.tokens.values())), np.int64)
             step = max(1, _AVERAGED // width)
             total = np.zeros(width)

@@ -57,6 +57,7 @@ def read_vocabulary(folder: Path | None, label: str) -> dict[str, int]:
 
 def _whole_numbers(path: Path, ids: dict[str, Any]) -> dict[str, int]:
     """Return ids, all of which must be rows."""
+    # `type`, as true and false are ints to isinstance
     if not all(type(row) is int and 0 <= row < 1 << 31 for row in ids.values()):
         raise CheckpointError(f"{path}: gives a token a row that is no whole number from 0")
     return ids
@@ -83,6 +84,7 @@ def _makes_missing_token(
     merge: list[str] | str, vocabulary: Mapping[str, int], tokens: Mapping[str, int]
 ) -> bool:
     """Return whether a BPE merge joins two known tokens into one that ``vocabulary`` lacks."""
+    # older tokenizer.json files write a merge as one text, "a b"
     pair = merge if isinstance(merge, list) else merge.split(" ")
     built = "".join(pair)
     return built not in vocabulary and all(token in tokens for token in (*pair, built))
@@ -108,6 +110,7 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
     for token in data.get("added_tokens", []):
         if token["content"] in tokens:  # else no model has a row for it
             added[token["content"]] = token
+    # a merge may be a list, which has no hash
     merges = {json.dumps(merge) for merge in model.get("merges", [])}
     known = set(model["vocab"]) | set(added)
     for other in others:
@@ -115,14 +118,17 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
         known |= set(theirs["model"]["vocab"])
         for token in theirs.get("added_tokens", []):
             if token["content"] in tokens:
+                # another model's special token stays special, with the id it has in the output
                 added.setdefault(token["content"], token | {"id": tokens[token["content"]]})
         if "merges" not in model:
             continue
         for merge in theirs["model"].get("merges", []):
             is_new = json.dumps(merge) not in merges
             if is_new and _makes_missing_token(merge, model["vocab"], tokens):
+                # at the end, of lowest rank: its own merges still come first
                 model["merges"].append(merge)
                 merges.add(json.dumps(merge))
+    # the tokenizers library reads no added token that lacks one of these
     plain = {
         "single_word": False,
         "lstrip": False,

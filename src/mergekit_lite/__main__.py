@@ -15,6 +15,7 @@ _COMMANDS = {"merge": "mergekit_lite._cli:merge", "plan": "mergekit_lite._cli:pl
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    # a slice, since there may be no word at all
     if words[:1] in (["merge"], ["plan"]):
         rest, notes = translate(words[1:], plan=words[0] == "plan")
         words = [words[0], *rest]

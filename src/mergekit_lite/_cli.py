@@ -82,6 +82,7 @@ def merge(
         fresh: Begin anew instead of continuing an interrupted run of the same merge.
         run_flags: Where to compute, and whether to show progress.
     """
+    # imports stand inside the commands, so that --help need not wait for them
     from .functional import merge_models
 
     report = merge_models(

@@ -94,6 +94,7 @@ def translate(words: Sequence[str], *, plan: bool = False) -> tuple[list[str], l
         short = _SHORT.fullmatch(word)
         if short is not None:
             name = short["flag"]
+            # -j2 has its value in the same word, as --num-threads=2 has
             value = equals = short["count"]
         flag = FLAGS.get(name)
         positive = name.replace("--no-", "--", 1)
@@ -105,6 +106,7 @@ def translate(words: Sequence[str], *, plan: bool = False) -> tuple[list[str], l
         if flag.takes_value and not equals:
             value = next(rest, "")
         made = flag.ours(value)
+        # a plan has few of these flags, and its parser would refuse the others
         if not plan or made[:1] in ([known] for known in _PLANNED):
             ours += made
         if flag.note is not None and not plan:

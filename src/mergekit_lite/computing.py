@@ -17,6 +17,7 @@ _COSMETIC = re.compile(
 )
 LENGTHS = ("max_position_embeddings", "max_seq_len_cached", "original_max_seq_len")
 """Fields that say only how long an input may be, if positions are of any length."""
+# dynamic, yarn and longrope scale by max_position_embeddings
 _ANY_LENGTH = {"default", "linear", "llama3"}  # kinds of rotary positions that do not depend on it
 
 
@@ -33,6 +34,7 @@ def settings_of(config: Any) -> dict[str, object]:
 def is_of_any_length(config: object) -> bool:
     """Return whether positions are rotary, and the same however long the longest input may be."""
     rope = getattr(config, "rope_parameters", None)
+    # learned positions, as GPT-2's, are a table with a row for each place
     if not isinstance(rope, Mapping) or not rope:
         return False
     # a kind for each kind of layer

@@ -69,6 +69,7 @@ def promote(dtypes: Iterable[DType]) -> DType:
     def wider(a: DType, b: DType) -> DType:
         if a == b:
             return a
+        # bfloat16 has more range, float16 more digits: float32 is the smallest to hold both
         return FLOAT64 if FLOAT64 in (a, b) else FLOAT32
 
     return reduce(wider, dtypes)
@@ -76,6 +77,7 @@ def promote(dtypes: Iterable[DType]) -> DType:
 
 def from_numpy(stored: Array) -> DType:
     """The dtype of a stored array."""
+    # uint16 can only be bfloat16, as no whole dtype here is stored so
     return next(d for d in _BY_NAME.values() if np.dtype(d.storage) == stored.dtype)
 
 
@@ -97,6 +99,7 @@ def numbers(stored: Array) -> Array:
     array([1.5], dtype=float32)
     """
     if stored.dtype == np.uint16:
+        # bfloat16 is the upper half of a float32
         return (stored.astype(np.uint32) << 16).view(np.float32)
     if stored.dtype == np.float16:
         return stored.astype(np.float32)
@@ -111,6 +114,7 @@ def all_finite(stored: Array) -> bool:
     """
     if stored.dtype != np.uint16:
         return bool(np.isfinite(stored).all())
+    # patterns without their sign sort as the sizes of their numbers do
     sizes = stored & np.uint16(_BFLOAT16_SIZE)
     return not sizes.size or int(sizes.max()) < _BFLOAT16_INFINITY
 
@@ -124,12 +128,14 @@ def stored_as(values: Array, dtype: DType) -> Array:
     if dtype != BFLOAT16:
         return values.astype(dtype.storage)
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    # 0x7FFF plus the lowest kept bit carries exactly where nearest-even rounds up
     return ((bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16).astype(np.uint16)
 
 
 def tensor_of(stored: Array) -> Tensor:
     """A stored array as a tensor that shares its memory."""
     if stored.dtype == np.uint16:
+        # by way of int16, since numpy has no bfloat16 to hand over
         return torch.from_numpy(stored.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(stored)
 

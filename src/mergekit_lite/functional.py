@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import device as Device
     from torch import dtype as TorchDType
 
+# memory grows with threads: each holds a stretch of every input
 _MOST_THREADS = 8
 _IMPLS = ("auto", "eager", "fused")
 
@@ -41,6 +42,7 @@ def parse_size(size: int | str) -> int:
         raise ValueError(
             f"max_shard_size: is {size!r}, expected a number of bytes or text like '5GB'"
         )
+    # a letter's place is the power of 1000; the blank stands for bytes
     return int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
 
 
@@ -65,9 +67,11 @@ def build_recipe(
     own_parameters: list[dict[str, object]] = [{} for _ in models]
     general: dict[str, object] = {}
     for key, value in parameters.items():
+        # lambda is a keyword of Python, so that callers have to write lambda_
         name = "lambda" if key == "lambda_" else key
         parameter = chosen.parameters.get(name)
         per_model = parameter is not None and parameter.per_model
+        # a list with mappings is one value with filters, for all models
         if (
             per_model
             and isinstance(value, (list, tuple))
@@ -254,11 +258,13 @@ def _resolve_recipe(
     dtypes: Mapping[str, object],
 ) -> MergeRecipe:
     """Return ``models`` if it is a recipe; otherwise build a recipe from the arguments."""
+    # torch.float16 becomes "float16" without an import of torch
     named = {name: str(v).removeprefix("torch.") for name, v in dtypes.items() if v is not None}
     if not isinstance(models, MergeRecipe):
         _check_list(models)
         return build_recipe(models, method or "linear", base_model, parameters, **named)
     beside = {"method": method, "base_model": base_model, **dtypes, **parameters}
+    # a parameter came from the caller even if it is 0; for the others None says not given
     if extra := [name for name, value in beside.items() if name in parameters or value]:
         raise ValueError(
             f"merge_models: {extra[0]} was given with a MergeRecipe, which already defines it; "
@@ -342,6 +348,7 @@ def _merge_calibrated(
 
     Then let a ``passthrough`` merge make a checkpoint of them.
     """
+    # this imports transformers, which most merges do not need
     from .layerwise import CalibratedMerge, merged_source
 
     started = time.perf_counter()
@@ -352,6 +359,7 @@ def _merge_calibrated(
     try:
         merge = CalibratedMerge(method=method, **parameters)
     except TypeError as error:
+        # the message begins with CalibratedMerge.__init__(), which no caller wrote
         raise ValueError(f"merge_models: {method}: {str(error).partition(' ')[2]}") from error
     blocks = path.with_name(f"{path.name}.blocks")
     with NewFolder(blocks, "merge", resumable=True, fresh=run.fresh) as stage:
@@ -360,15 +368,19 @@ def _merge_calibrated(
         )
         recipe = _resolve_recipe([source], "passthrough", None, {}, dtypes)
         report = merge_to_folder(recipe, path, run)
+        # without this the parts would be published as a folder of their own
         stage.discard()
+    # the report has the times of the passthrough merge alone
     seconds = time.perf_counter() - started
     cpu_seconds = time.process_time() - cpu_started
     return replace(report, seconds=seconds, cpu_seconds=cpu_seconds)
 
 
 def _default_threads() -> int:
+    # cores that this process may use, which can be fewer; macOS does not tell
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
+    # torchrun's processes on one machine share its cores
     return max(1, min(cores, _MOST_THREADS) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

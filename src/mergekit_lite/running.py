@@ -105,6 +105,7 @@ def merge_in_memory(recipe: MergeRecipe, run: Run) -> tuple[dict[str, Tensor], M
     for stage in recipe.stages():
         state, stage_plan = merge_in_memory(stage, run)
         source = DictSource(state, model_label(stage), stage_plan.config)
+        # a state dict has no tokenizer: the stage's is that of the model it took the config from
         source.folder = stage_plan.sources[stage_plan.donor].folder
         source.tokens = stage_plan.vocabulary.tokens if stage_plan.vocabulary else None
         stages[id(stage)] = source
@@ -128,6 +129,7 @@ def _as_stored(merged: dict[str, Tensor], plan: MergePlan) -> dict[str, Tensor]:
     """Return merged tensors under the names and with the shapes of the first model."""
     state: dict[str, Tensor] = {}
     for t in plan.tensors:
+        # experts that were merged as one stack become matrices again
         sizes = [info.count for info in t.stored]
         pieces = merged[t.name].view(-1).split(sizes)
         for info, piece in zip(t.stored, pieces, strict=True):
@@ -156,6 +158,7 @@ def merge_to_folder(recipe: MergeRecipe, out: Path, run: Run) -> MergeReport:
     return MergeReport(
         out=out,
         paths=[out / name for name in plan.shards],
+        # inputs of files that an earlier run finished were not read
         bytes_read=sum(
             plan.input_bytes(t) for t in plan.tensors if plan.shards[t.shard] not in resumed
         ),
@@ -197,9 +200,11 @@ def _stages_beside(
             place = folder.folder / name
             if not _is_whole(place, stage, run):
                 merged = [model_label(s) for s in recipe.stages() if id(s) in stages]
+                # this stage may have been stopped half way, and goes on; all else is stale
                 folder.clear(keep=[*merged, f".{name}.partial"])
                 report = merge_to_folder(replace(stage, name=name), place, run)
                 notes += [f"{name}: {note}" for note in report.notes]
+                # last: a stage without this file is merged again
                 write_json(place / _STAGE, {"fingerprint": _stage_mark(stage, run)})
             stages[id(stage)] = open_source(place, label=name)
         yield stages, notes
@@ -241,14 +246,17 @@ def _write(engine: Engine, out: Path, run: Run, bar: Bar) -> list[str]:
     folder.prepare()
     resumed = sorted(folder.finished)
     try:
+        # one thread, as each finished file is recorded in the same progress.json
         with ThreadPoolExecutor(1) as hasher:
             _write_shards(engine, folder, bar, hasher)
         folder.complete(run.seed, run.trust_remote_code)
     except BaseException as error:
+        # nothing may write once the folder is let go
         engine.stop()
         failed_write = write_error(f"merge to {out}", error)
         if isinstance(error, OutputError):  # of a file that is written by its new name
             failed_write = error
+        # NaN would come again when the run goes on; a full disk gets its space back
         if failed_write or isinstance(error, NotFiniteError):
             with contextlib.suppress(OSError):  # the error of the merge is the one to tell
                 folder.discard()
@@ -272,6 +280,7 @@ def _write_shards(
         for t in engine.run_all(folder.members[shard], folder.write):
             bar.update(t.nbytes)
         folder.close_shard()
+        # at most one hash is under way, and an error of it stops the merge here
         if hashing is not None:
             hashing.result()
         hashing = hasher.submit(folder.finish, name)

@@ -100,8 +100,10 @@ def merge_adapters(
         pairs = [adapter.pairs.get(name) for adapter in opened]
         if merged is None:
             factors[name] = _side_by_side(pairs, bound["weight"])
+            # the exact change: the error in the report is then that of rounding alone
             change = factors[name][0] @ factors[name][1]
         else:
+            # random streams are keyed by this name, so that they are those of `merge_models`
             change = _merged_change(merged, pairs, bound, seed, f"{name}.weight")
             factors[name] = truncated(change, rank or largest)
         modules.append(module_of(name, change, *factors[name], FLOATS[chosen]))
@@ -112,6 +114,7 @@ def merge_adapters(
     shown = [shown_name(os.fspath(adapter)) for adapter in adapters]
     with NewFolder(out, "merge_adapters") as folder:
         folders = [adapter.folder for adapter in opened]
+        # a tokenizer saved with an adapter comes first: it may have tokens that the base lacks
         copy_tokenizer([*folders, _local_folder(base)], folder.folder)
         nbytes = write_adapter(
             folder.folder,
@@ -147,6 +150,7 @@ def _check_arguments(adapters: object, rank: object, dtype: str | None) -> None:
 def _local_folder(base: str | None) -> Path | None:
     """Return the folder of a base model that is on this machine, or None."""
     with contextlib.suppress(ValueError):
+        # a base is not downloaded for the sake of its tokenizer
         return _hub.find_folder(base or "", local_files_only=True)
     return None
 
@@ -155,6 +159,7 @@ def _method(name: str) -> MergeMethod | None:
     """The method, or None for "cat"."""
     if name == "cat":
         return None
+    # with weights that sum to 1 the base drops out of linear, too
     fitting = ["linear"]
     for method in METHODS.values():
         if method.base == "required" and method.name not in _NEEDS_WEIGHTS:
@@ -211,6 +216,7 @@ def _open(adapters: Sequence[str | os.PathLike[str]]) -> tuple[list[Adapter], li
         return opened, []
     note = f"the adapters name different bases: {', '.join(sorted(bases))}"
     for adapter in opened[1:]:
+        # one base may have two names, as a copy has; modules in common speak for that
         if not adapter.pairs.keys() & opened[0].pairs.keys():
             folders = f"{opened[0].folder} and {adapter.folder}"
             raise PlanError([f"{note}, and {folders} have no module in common"])
@@ -239,6 +245,7 @@ def _side_by_side(pairs: Sequence[Pair | None], weights: Sequence[float]) -> tup
     downs = []
     for pair, weight in zip(pairs, weights, strict=True):
         if pair is not None:
+            # scale and weight go into B, because the config that is written has alpha = r
             ups.append(pair.up * np.float32(pair.scale * weight))
             downs.append(pair.down)
     return np.concatenate(ups, 1), np.concatenate(downs, 0)
@@ -260,5 +267,6 @@ def _merged_change(
             changes.append(torch.from_numpy(pair.up @ pair.down * np.float32(pair.scale)))
     nothing = torch.zeros(next(change.shape for change in changes if change is not None))
     changed = [nothing if change is None else change for change in changes]
+    # changes are relative to the base, so the base itself is all zero
     base = nothing if method.base == "required" else None
     return method(changed, base, seed=seed, name=name, **bound).numpy()

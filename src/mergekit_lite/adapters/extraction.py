@@ -150,6 +150,7 @@ class _Extraction:
         self._energy = energy
         self._dtype = FLOATS[dtype]
         self._save_others = save_others
+        # a state dict has no config; without a head among its tensors, the embedding is the head
         self._tied = base.config.get(
             "tie_word_embeddings", not any(HEAD.search(n) for n in base.tensors)
         )
@@ -161,6 +162,7 @@ class _Extraction:
     def take(self, name: str) -> None:
         """Look at one tensor."""
         info = self._base.tensors[name]
+        # integer buffers, such as position ids, are not tuned
         if not info.dtype.is_floating_point:
             return
         stored = self._tuned.read(name, 0, info.count)
@@ -173,6 +175,7 @@ class _Extraction:
         if self._is_linear(name, info.shape):
             module = name.removesuffix(".weight")
             if stores_transposed(self._base.config, module):
+                # GPT-2's Conv1D stores (in, out), peft's factors are of (out, in)
                 change = change.T
             up, down = truncated(change, self._rank, self._energy)
             self.factors[module] = up, down
@@ -181,6 +184,7 @@ class _Extraction:
             self.saved[name] = stored.reshape(info.shape)
         else:
             size = float(np.linalg.norm(before.astype(np.float64)))
+            # 1e-300: a bias that was all zero has no norm to divide by
             self.left[name] = float(np.linalg.norm(change.astype(np.float64))) / max(size, 1e-300)
 
     def _may_be_saved(self, name: str) -> bool:
@@ -192,6 +196,7 @@ class _Extraction:
     def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
         """Return whether a tensor is the weight of a layer that multiplies."""
         module = name.removesuffix(".weight")
+        # norms and biases have one dimension, convolutions and stacks of experts three or more
         return (
             len(shape) == 2
             and module != name

@@ -23,6 +23,7 @@ _TASKS = {
     "ForConditionalGeneration": "SEQ_2_SEQ_LM",
     "ForQuestionAnswering": "QUESTION_ANS",
 }
+# eigenvalues are squares: 1e-14 of the largest is 1e-7 of the largest singular value
 _NOTHING = 1e-14  # of the largest eigenvalue: what float64 leaves of a zero
 
 
@@ -65,12 +66,16 @@ def truncated(
     wide = change.astype(np.float64)
     tall = wide.shape[0] > wide.shape[1]
     values, vectors = np.linalg.eigh(wide.T @ wide if tall else wide @ wide.T)
+    # eigh sorts upwards; a zero may come out below 0 by rounding
     values = values[::-1].clip(0)
     vectors = vectors[:, ::-1]
     shares = np.cumsum(values) / max(values.sum(), 1e-300)
     # a sum in another order may be one last bit less
     enough = 1 + int(np.searchsorted(shares, energy * (1 - 1e-12)))
+    # at least 1, as peft refuses rank 0: merged changes may cancel to zero
     r = max(1, min(rank, enough, int((values > values[0] * _NOTHING).sum())))
+    # fourth roots of eigenvalues are roots of singular values: B and A get equal norms,
+    # so that neither loses more to rounding
     root = np.sqrt(np.sqrt(values[:r]))
     root = np.where(root > 0, root, 1.0)
     vectors = vectors[:, :r]
@@ -132,8 +137,10 @@ def write_adapter(
         for value in arrays.values():
             file.write(byte_view(np.ascontiguousarray(value)))
     ranks = {module: down.shape[0] for module, (_, down) in factors.items()}
+    # there may be tensors saved whole and no factors, and peft refuses rank 0
     largest = max(ranks.values(), default=1)
     smaller = {module: r for module, r in ranks.items() if r != largest}
+    # alpha is the rank in every module: peft then adds B A without a factor
     settings = {
         "peft_type": "LORA",
         "task_type": task_type,

@@ -68,9 +68,11 @@ class Skeleton:
         config = read_config(source.folder, "merge")
         with (
             reading(f"config.json of {source.label}", "merge"),
+            # rotary frequencies are in no checkpoint: the constructor has to compute them
             init_empty_weights(include_buffers=False),
         ):
             self.model: PreTrainedModel = auto_class.from_config(config)
+        # on the meta device every assignment made a new parameter, which broke the ties
         self.model.tie_weights()
         self.model.eval()
         self.dtype = dtype
@@ -117,6 +119,7 @@ class Skeleton:
     def without_blocks(self, weights: Weights) -> PreTrainedModel:
         """A copy that has weights of its own, and no blocks."""
         self.load_outside(weights)
+        # deepcopy takes what the memo holds for a block, so no block is copied
         memo = {id(block): nn.Identity() for block in self.blocks}
         return copy.deepcopy(self.model, memo)
 
@@ -130,6 +133,7 @@ class Skeleton:
 
     def block(self, number: int, weights: Weights) -> nn.Module:
         """A block with weights of its own."""
+        # its parameters are on the meta device, so the copy takes next to no memory
         block = copy.deepcopy(self.blocks[number])
         for name, _ in list(block.named_parameters()):
             owner, _, own = name.rpartition(".")
@@ -145,6 +149,7 @@ class Skeleton:
 
     def stored_buffers(self) -> list[str]:
         """The buffers that a checkpoint has."""
+        # state_dict leaves out buffers that are not persistent, such as rotary frequencies
         stored = self.model.state_dict().keys()
         return [name for name, _ in self.model.named_buffers() if name in stored]
 
@@ -215,14 +220,17 @@ class Skeleton:
                 batch: Batch = batch,
                 index: int = index,
             ) -> object:
+                # T5's blocks hand on position biases, which exist only once a block has run
                 if any(one is _OTHER for one in (*arguments, *named.values())):
                     self._refuse("has blocks that hand on more than hidden states")
                 hidden, call = split_arguments(arguments, named, not_padding(batch))
+                # ALBERT runs one block again for each of its layers
                 if len(calls[number]) > index:
                     self._refuse("runs a block more than once, each time on other states")
                 if number == 0:
                     first.append(hidden)
                 calls[number].append(call)
+                # blocks are skipped: only what they are called with is wanted
                 return shaped_as(form, hidden, _OTHER)
 
             with forwards_replaced([*self.blocks], record):
@@ -237,6 +245,7 @@ class Skeleton:
         form = self._form(batches[0], block)
         for batch, states in zip(batches, hidden, strict=True):
             out = shaped_as(form, states)
+            # every block returns the last states, for the norm after the blocks to read
             with forwards_replaced([*self.blocks], lambda *_, out=out: out):
                 yield self.model.base_model(**batch)[0]
 
@@ -274,6 +283,7 @@ def inputs_seen(
 ) -> Iterator[None]:
     """Call ``see(name, input)`` whenever one of the layers runs."""
 
+    # a function, so that each hook keeps its own name: a loop's lambdas share the last one
     def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         return lambda _, inputs: see(name, inputs[0])
 

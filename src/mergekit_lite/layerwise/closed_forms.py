@@ -65,9 +65,11 @@ def merge_by_inputs(
     right = torch.zeros_like(means[0])
     left = right.new_zeros(weights[0].shape)
     for w, gram in zip(weights, means, strict=True):
+        # the diagonal stays whole; the ridge enters both sums, so it pulls to the average
         gram = reduce * gram + torch.diag((1 - reduce) * gram.diagonal() + ridge)
         left.addmm_(w.double(), gram)
         right += gram
+    # right is symmetric, so W right = left is solved as right Wᵀ = leftᵀ
     factor, failed = torch.linalg.cholesky_ex(right)
     if int(failed):  # rounding made it indefinite
         # the CPU alone solves what is not of full rank

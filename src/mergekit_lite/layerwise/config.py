@@ -63,6 +63,7 @@ class CalibratedMerge:
         if np.ndim(given) == 0:
             given = [given] * count
         try:
+            # float would read the text "2" as a number
             weights = [float(weight) for weight in given if not isinstance(weight, str)]
         except (TypeError, ValueError):
             weights = []

@@ -39,8 +39,10 @@ def calibration_batches(
         has_ids = isinstance(examples[0], Mapping) and "input_ids" in examples[0]
     if not has_ids:
         tokenizer = AutoTokenizer.from_pretrained(source.folder)
+        # labels are not used; with all supervised no row is left out for a late answer
         texts = TextExamples(examples, tokenizer, max_length=max_length, train_on_inputs=True)
         examples = [texts[place] for place in range(len(texts))]
+    # models of images and text keep the language model's settings under text_config
     size = (source.config.get("text_config") or source.config).get("vocab_size", math.inf)
     ids = []
     for example in examples:
@@ -52,6 +54,7 @@ def calibration_batches(
                 f"below {size}"
             )
         ids.append(tokens)
+    # batches of like lengths need little padding; the shortest example is then ids[0]
     ids.sort(key=len)
     if not len(ids[0]):
         raise ValueError(
@@ -65,6 +68,7 @@ def _rows_of(data: Any, source: Source) -> list[Any]:
     if isinstance(data, Mapping):
         names = ", ".join(map(str, data))
         raise ValueError(f"calibration of {source.label} is a mapping of {names}; expected rows")
+    # torch's data sets have __getitem__ and no __iter__
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         raise ValueError(
             f"calibration of {source.label}: is {data!r}; expected a file, rows or examples"
@@ -90,6 +94,7 @@ def _without_padding(example: Mapping[str, object], source: Source) -> Tensor:
 
 
 def _pad_batch(rows: list[Tensor]) -> Batch:
+    # padding is token 0 on the right: the mask hides it, and positions need no shift
     masks = [torch.ones_like(row) for row in rows]
     return {
         "input_ids": pad_sequence(rows, batch_first=True),

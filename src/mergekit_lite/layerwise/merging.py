@@ -63,6 +63,7 @@ def merged_source(
     shares = merge.shares(len(models))
     sources = [open_source(model) for model in models]
     check_alike(sources)
+    # float32 whatever the files hold: merged weights are rounded once, when they are written
     skeleton = Skeleton(sources[0], merge.auto_class, torch.float32, device)
     sizes = {"batch_size": merge.batch_size, "max_length": merge.max_length}
     data = []
@@ -71,6 +72,7 @@ def merged_source(
     run = BlockMerge(skeleton, sources, data, shares, merge, stage.folder)
     first = run.resumed()
     if not first:
+        # what lies there belongs to other models, settings or data, or is damaged
         stage.clear()
         run.begin()
     count = len(skeleton.blocks)

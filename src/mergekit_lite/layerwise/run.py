@@ -64,6 +64,7 @@ class BlockMerge:
 
         They are its own, or averages.
         """
+        # regmean++ looks at what reaches a layer in the merged model, embeddings included
         if self.merge.method != "regmean++":
             return self.sources
         average = {}
@@ -85,11 +86,13 @@ class BlockMerge:
                 self.hidden[k] = outputs
             blocks.append(dict(block.named_parameters()))
             seen.append(statistics)
+        # names and kinds are enough here: the skeleton's block has them without weights
         layers = linear_layers(skeleton.blocks[number])
         merged: dict[str, Tensor] = {}
         for name in blocks[0]:
             weights = [parameters[name] for parameters in blocks]
             owner = name.rpartition(".")[0]
+            # a layer's bias is averaged: the closed form is of the product alone
             if name.endswith("weight") and owner in layers:
                 inputs = [statistics[owner] for statistics in seen]
                 value = self._solved(layers[owner], weights, inputs)
@@ -99,6 +102,7 @@ class BlockMerge:
             merged[full] = value.to(self._dtype(full))
         self._write(number, merged)
         if merged_inputs:
+            # the weights as they are written: the next block's inputs see their rounding, too
             block = skeleton.block(number, merged)
             for k in range(len(self.sources)):
                 self.hidden[k] = outputs_of(block, self.calls[k][number], self.hidden[k])
@@ -129,7 +133,9 @@ class BlockMerge:
         ):
             self.skeleton.load_outside(outside)
             statistics = InputStatistics(hidden[0].shape[-1], self.products)
+            # the first block only shows in which form blocks return their states
             read = self.skeleton.after(batches, hidden, self.skeleton.block(0, source))
+            # padding is the same in all blocks, so the first block's calls tell it
             for call, states in zip(calls[0], read, strict=True):
                 statistics.add(tokens(states, call.keep))
             statistics_of_parts.append(statistics)
@@ -202,6 +208,7 @@ class BlockMerge:
         for model, batches in enumerate(self.hidden):
             for place, hidden in enumerate(batches):
                 states[f"{model}.{place}"] = hidden
+        # after the block's part is written: a stop in between repeats that block
         self.stage.store("states", states, done)
 
     def resumed(self) -> int:
@@ -216,6 +223,7 @@ class BlockMerge:
         for number in range(done):
             if self.stage.load(_part(number)) is None:
                 return 0
+        # calls, with their masks and positions, are not stored: to record them again is cheap
         self.begin()
         for model, batches in enumerate(self.hidden):
             for place in range(len(batches)):

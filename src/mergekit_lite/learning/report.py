@@ -38,6 +38,7 @@ class LearnReport(Report):
 
     def mean(self, name: str) -> float:
         """Return the mean loss of a model over the tasks."""
+        # tasks count alike, however many held-out tokens each has
         return sum(self.losses[name]) / len(self.losses[name])
 
     def summary(self) -> list[str]:

@@ -104,6 +104,7 @@ def learn_merge(
         out=path,
         training=training,
         key=xxhash.xxh3_64(json.dumps([facts, contents]).encode()).hexdigest(),
+        # any token can pad: the mask hides it, and its label is ignored
         collator=MaskCollator(
             pad_token_id=tokenizer.pad_token_id or 0, max_length=config.max_length
         ),
@@ -141,6 +142,7 @@ def _merges(
     for field, names in methods.items():
         for name in names:
             _check_method(field, name, len(components), base)
+    # average is linear with equal weights: the table has it once
     start = "linear" if config.start == "average" else config.start
     return [name for name in compared if name != start]
 
@@ -160,6 +162,7 @@ def _check_method(field: str, name: str, count: int, base: str | None) -> None:
         raise ValueError(f"{OPERATION}: {field}: {error}") from error
     if method.base == "required" and base is None:
         raise ValueError(f"{OPERATION}: {field} has {name}, expected a base with it")
+    # weight may be required: `_merge` gives every model 1
     required = [p.name for p in method.parameters.values() if p.required and p.name != "weight"]
     if required:
         raise ValueError(
@@ -244,6 +247,7 @@ class _Run:
                 losses[name] = self._measured(name, lambda: self.teachers)
         components = tuple(losses)
         for name in [config.start, *self.merges]:
+            # a function, so that a run that goes on makes no merge that it has measured already
             losses[name] = self._measured(name, lambda name=name: self._load(self._merged(name)))
         for name in self.merges:
             self._discard(name)
@@ -263,6 +267,7 @@ class _Run:
             seconds=self.seconds,
         )
         if report.delivered != name:
+            # made anew, as merges of the table were removed once they were measured
             self._merge(report.delivered, self.out)
         elif config.train == "masks":
             student.unfold_().bake(self.out, progress=self.progress)
@@ -311,6 +316,7 @@ class _Run:
             models = [name]
             method = "passthrough"
         elif method in CALIBRATED:
+            # training examples alone: held-out ones must stay unseen by every merge
             options["calibration"] = [task.train[:_CALIBRATION] for task in self.tasks]
             options["max_length"] = self.config.max_length
             options["device"] = self.device
@@ -336,6 +342,7 @@ class _Run:
             max_steps=config.max_steps,
             per_device_train_batch_size=config.batch_size,
             learning_rate=config.learning_rate or RATES[config.train],
+            # a number of steps below 1 is a share of max_steps
             warmup_steps=0.05,
             lr_scheduler_type="cosine",
             weight_decay=0.0,
@@ -345,6 +352,7 @@ class _Run:
             seed=config.seed,
             report_to="none",
             disable_tqdm=not self.progress,
+            # transformers refuses bf16 without a GPU unless it is told to use the CPU
             use_cpu=self.device.type == "cpu",
             train_sampling_strategy="group_by_length",  # less padding
             dataloader_pin_memory=self.device.type == "cuda",
@@ -363,6 +371,7 @@ class _Run:
 
     def _cached(self) -> Any:
         """Return the examples with the teachers' final hidden states, if those tell the logits."""
+        # the loss is a mean over tokens: without weights long answers would outweigh short ones
         mixture = TaskMixture([task.train for task in self.tasks], weights="tokens")
         if self.teachers.output_head() is None:
             return mixture
@@ -382,6 +391,7 @@ class _Run:
                 base=self._merged(self.config.start),
                 dtype=self.config.dtype,
                 granularity=self.config.granularity,
+                # masks of 0 take nothing from any component, so that training begins at the start
                 initial=0.0,
             )
         self._train(MaskTrainer, merger, cached)
@@ -394,8 +404,10 @@ class _Run:
         heads = [head.clone() for head in self.teachers.output_head().frozen("weight")]
         dtype = self.teachers.dtype
         trains_all = self.config.train == "all"
+        # float32 where all weights learn: bfloat16 would round small steps away
         start = self._load(self._merged(self.config.start), torch.float32 if trains_all else dtype)
         self.teachers = None  # their hidden states are cached
+        # peft draws the adapters at random, and the same call must draw the same
         set_seed(self.config.seed)
         student = Student(
             start, heads[: len(self.components)], None if trains_all else self.config.rank
@@ -403,6 +415,7 @@ class _Run:
         is_half = trains_all and dtype == torch.bfloat16
         self._train(StudentTrainer, student, cached, bf16=is_half)
         model: Any = student.finished()
+        # rounded before it is measured: the table is of what is saved
         return model.to(dtype).eval()
 
     def _save(self, model: Any) -> None:
@@ -428,6 +441,7 @@ class _Run:
 def _component_names(labels: Sequence[str], config: LearnConfig) -> list[str]:
     """Name the components in the table by their folders, if those differ."""
     names = [Path(label).name for label in labels]
+    # a component's folder may be called regmean, as a merge of the table is
     taken = {config.start, *(config.compare or ())}
     return [
         f"component {k}" if names.count(name) > 1 or name in taken else name
@@ -436,6 +450,7 @@ def _component_names(labels: Sequence[str], config: LearnConfig) -> list[str]:
 
 
 def _supervised_tokens(examples: Sequence[Mapping[str, Any]]) -> int:
+    # nothing predicts the first token
     return sum(label != IGNORED for example in examples for label in example["labels"][1:])
 
 
@@ -463,10 +478,12 @@ def held_out_losses(
             ordered = sorted(examples, key=lambda example: len(example["input_ids"]))
             for start in range(0, len(ordered), batch_size):
                 batch = collator(ordered[start : start + batch_size])
+                # logits at t predict token t + 1; given labels, the model would compute a loss
                 labels = batch.pop("labels")[:, 1:]
                 inputs = {name: values.to(model.device) for name, values in batch.items()}
                 logits: Tensor = model(**inputs).logits[:, :-1]
                 chosen = labels != IGNORED
+                # a sum, since batches differ in their numbers of supervised tokens
                 loss = F.cross_entropy(
                     logits[chosen].float(), labels[chosen].to(logits.device), reduction="sum"
                 )

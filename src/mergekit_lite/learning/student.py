@@ -42,13 +42,16 @@ class Student(nn.Module):
         self._adapted: Any = None
         if rank is None:
             tables: Any = (model.get_input_embeddings(), model.get_output_embeddings())
+            # by identity, as a tied head is the embedding itself
             frozen = {id(p) for table in tables for p in table.parameters()}
             for parameter in model.parameters():
                 parameter.requires_grad_(id(parameter) not in frozen)
         else:
+            # alpha = 2 r: the factor of an adapter's change is 2 whatever the rank
             config = LoraConfig(
                 r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
             )
+            # peft puts its layers into `model` itself; the wrapper is kept to merge them at the end
             self._adapted = get_peft_model(model, config)
         self.model = model
 
@@ -67,6 +70,7 @@ class Student(nn.Module):
     def output_head(self) -> _StudentHead:
         """Return the student's head with the teachers', as `distill` reads them."""
         head: Any = self.model.get_output_embeddings()
+        # detached: no student trains its head
         return _StudentHead([*self._heads, head.weight.detach()])
 
     def trained(self) -> dict[str, nn.Parameter]:
@@ -102,6 +106,7 @@ class _StudentHead:
 
     def mask(self, name: str) -> Tensor:
         """Return the mask, 1 for the student's head and 0 for the others."""
+        # (heads, 1, 1), to be broadcast over the heads' (V, H)
         chosen = torch.zeros(len(self._heads), 1, 1, device=self._heads[0].device)
         chosen[-1] = 1
         return chosen

@@ -75,6 +75,7 @@ class Engine:
     ) -> None:
         self.stop()
         if self._torch_threads is not None:
+            # the setting is the whole process's: code after the merge gets its own back
             torch.set_num_threads(self._torch_threads)
 
     def stop(self) -> None:
@@ -83,6 +84,7 @@ class Engine:
 
     def _compiled(self, impl: str) -> FusedEngine | None:
         """The engine of kernels, where it can run and there is something for it to do."""
+        # a merge that only copies must not wait for kernels to load
         wanted = any(t.has_kernel and not self._moves(t) for t in self.plan.tensors)
         if impl == "auto" and (self._device != "cpu" or not wanted):
             return None
@@ -101,6 +103,7 @@ class Engine:
 
     def _torch_engine(self) -> EagerEngine:
         if self._eager is None:
+            # this imports torch, which merges by kernels alone never do
             self._torch_threads = torch.get_num_threads()
             torch.set_num_threads(self._threads)
             self._eager = EagerEngine(self.plan, self._seed, self._device)
@@ -117,12 +120,14 @@ class Engine:
                     self.plan.sources[i.source].prefetch(i.name)
             self.run(t, sink)
             yield t
+            # the first tensor is done, so its kernels are loaded and the bar's text can go
             if self._said:
                 self._progress("")
                 self._said = False
 
     def run(self, t: TensorPlan, sink: Sink) -> None:
         """Make one tensor and hand its blocks to ``sink(plan, start, values)``."""
+        # its entry in the header is all there is to write; methods need an element at least
         if t.info.count == 0:
             return
         if self._moves(t):

@@ -33,6 +33,7 @@ _GROUP = 16  # elements that are compared in one vector
 _WORDS = TILE // 4  # random words of a tile: an element has 8 bits
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _MINUS_ZERO = np.float32(-0.0)  # to which any number can be added, -0 included, and be what it was
+# a sum of weights below the first counts as 0; sce divides by no less than the second
 _SMALL, _LEAST = np.float32(1e-8), np.float32(1e-6)
 # all of a pattern but its sign; and infinity's
 _SIZE, _INFINITE = (np.uint32(0x7FFFFFFF), np.uint32(0x7F800000))
@@ -61,6 +62,7 @@ def _load_typed(source, row):
     if source.dtype == types.uint16:
 
         def bfloat16(source, row):
+            # a bfloat16 is the upper half of the float32 of equal value
             bits = row.view(np.uint32)
             for i in range(bits.size):
                 bits[i] = np.uint32(source[i]) << np.uint32(16)
@@ -87,6 +89,8 @@ def _store_typed(row, out):
             bits, worst = row.view(np.uint32), np.uint32(0)
             for i in range(bits.size):
                 word = bits[i]
+                # what is above one half carries; at one half an odd last bit makes it carry,
+                # so that ties go to even
                 odd = np.uint32(np.uint32(word >> np.uint32(16)) & np.uint32(1))
                 rounded = np.uint32(word + np.uint32(odd + np.uint32(0x7FFF)))
                 # NaN may round to anything, so its own pattern counts too.
@@ -206,6 +210,7 @@ def _trim(row, threshold, budget):
 
     Answers what is left of the budget.
     """
+    # the first two cases run in vectors; only a block that keeps some of the ties counts
     if budget == EVERY:
         _at_least(row, threshold)
     elif budget == 0:
@@ -229,6 +234,7 @@ def _middle(row, top):
 @_kernel
 def _hash(counter, first, second):
     """`mergekit_lite.methods.noise`'s word of a counter."""
+    # numba widens sums of uint32 to uint64, so each result is cut back to wrap at 32 bits
     x = np.uint32(counter + first)
     x = np.uint32(x ^ np.uint32(x >> np.uint32(16)))
     x = np.uint32(np.uint32(x * np.uint32(0x7FEB352D)) ^ second)
@@ -256,12 +262,14 @@ def _draw(row, place, words, keys, whole, limit):
     Its byte of a word is below ``whole``, or equal and a word of its own is below ``limit``
     (negative: never). ``place``, a multiple of 4, is the first element's in the tensor.
     """
+    # a word serves four elements; its number is the first one's place over 4
     _draw_words(words[: (row.size + 3) // 4], np.uint32(place // 4), keys[0], keys[1])
     lanes = words.view(np.int8)[: row.size]
     if limit >= 0:
         for i in range(row.size):
             if lanes[i] == whole:
                 word = np.uint32(_hash(np.uint32(place + i), keys[2], keys[3]) & _SIZE)
+                # in float32, as torch compares an int32 with a Python number
                 lanes[i] = -128 if np.float32(word) < limit else 127
     # nothing lies below the first byte, so the mark for "kept" needs a step up
     if limit >= 0 and whole == -128:
@@ -330,6 +338,7 @@ def _collect(bits, low, high, patterns, count):
 
     How many there are then.
     """
+    # below `low` a difference wraps and is large, so one comparison tests both ends
     span, whole = np.uint32(high - low), bits.size // _GROUP * _GROUP
     for start in range(0, whole, _GROUP):  # most groups have none, which a vector sees at once
         inside = np.uint32(0)
@@ -366,6 +375,7 @@ def combine(raw, n, coefficients, work, out):
         row = work[0, : stop - start]
         sums = work[1, : stop - start]
         _load(raw[0, start:stop], row)
+        # the first product is not added to 0, which would turn -0 into 0
         _product(row, coefficients[0], sums)
         for k in range(1, coefficients.size):
             _load(raw[k, start:stop], row)
@@ -390,6 +400,7 @@ def gram(raw, n, rows, shifted, work, sums):
         for i in range(rows):
             for j in range(i, rows):
                 sums[i, j] += _dot(values[i, :count], values[j, :count])
+    # only half of the products were summed, as each is the same both ways
     for i in range(rows):
         for j in range(i):
             sums[i, j] = sums[j, i]
@@ -409,12 +420,15 @@ def _keep(kept, deltas, count, start, place, second, words):
         if kind == TRIM:
             budgets[k] = _trim(row, cuts[k], budgets[k])
         elif kind == MIDDLE:
+            # the tops' cuts stand behind those of all models; a top is a part of what the other
+            # cut keeps, so the difference is exact: the value or 0
             top, other = deltas.shape[0] + k, second[:count]
             _product(row, _ONE, other)
             budgets[k] = _trim(row, cuts[k], budgets[k])
             budgets[top] = _trim(other, cuts[top], budgets[top])
             _middle(row, other)
         elif kind == DRAW and wholes[k] < 128:
+            # a model with 128 keeps everything and draws nothing, as in `Noise.keep`
             _draw(row, place, words, keys[k], wholes[k], limits[k])
         elif kind == CHOSEN:
             _apply(row, mask[k], start)
@@ -451,6 +465,7 @@ def _limits_of_bins(bits, largest, shift, limits, counts, surely, perhaps):
     first = np.int64(0)
     for b in range(counts.size):
         count = np.int64(counts[b])
+        # limits grow with the rank, so the first and the last bound all of a bin
         if count:
             surely[b] = limits[first]
             perhaps[b] = limits[first + count - 1]
@@ -465,6 +480,7 @@ def _mark_by_rank(bits, words, largest, shift, limits, surely, perhaps, start, m
     by the limits of their bin. Words become the magnitudes that are kept, and 0.
     """
     last = np.int64(surely.size - 1)
+    # a row may begin inside a byte, behind the last bits of the row before
     byte = mask[start >> 3]
     for i in range(bits.size):
         b = max(last - np.int64((largest - bits[i]) >> shift), 0)
@@ -472,6 +488,7 @@ def _mark_by_rank(bits, words, largest, shift, limits, surely, perhaps, start, m
         keep = word < surely[b]
         # a 0 stays one, whatever is decided
         if keep != (word < perhaps[b]) and bits[i] != 0:
+            # counted anew for each: so few are undecided that sorting the row costs more
             rank = _count_below(bits, bits[i]) + _count_equal(bits[:i], bits[i])
             keep = word < limits[rank]
         words[i] = bits[i] * np.uint32(keep)
@@ -481,6 +498,7 @@ def _mark_by_rank(bits, words, largest, shift, limits, surely, perhaps, start, m
             mask[at >> 3] = byte
             byte = np.uint8(0)
     end = start + bits.size
+    # the row ends inside a byte; the next row reads it and goes on
     if end & 7:
         mask[end >> 3] = byte
 
@@ -561,6 +579,7 @@ def _consensus(deltas, weights, normalize, floor, elected, merged, share):
     for k in range(deltas.shape[0]):
         _times(deltas[k, :count], weights[k])
         _add(deltas[k, :count], elected)
+    # this also sets `share` to 0, in the same loop
     _signs(elected, share)
     _fill(merged, _ZERO)
     for k in range(deltas.shape[0]):
@@ -651,6 +670,7 @@ def window(raw, n, models, lows, highs, top, patterns, above, inside, work):
             for w in range(k, lows.size, models):
                 above[w] += _count_above(bits, highs[w])
                 inside[w] = _collect(bits, lows[w], highs[w], patterns[w], inside[w])
+    # patterns of NaN lie above infinity's, so the largest one tells of any
     return largest >= top
 
 
@@ -658,6 +678,7 @@ def window(raw, n, models, lows, highs, top, patterns, above, inside, work):
 def _variance(deltas, mean, scores):
     """The population variance of every column of a tile."""
     count, number = scores.size, np.float32(deltas.shape[0])
+    # times 1 is a copy
     _product(deltas[0, :count], _ONE, mean)
     for k in range(1, deltas.shape[0]):
         _add(deltas[k, :count], mean)
@@ -687,6 +708,7 @@ def variance_window(raw, n, models, low, high, top, patterns, counts, work):
         _variance(deltas, mean[:count], scores)
         bits = scores.view(np.uint32)
         largest = max(largest, _sizes(bits))
+        # from pattern 1 on a variance is not 0
         counts[2] += _count_above(bits, np.uint32(1))
         counts[0] += _count_above(bits, high)
         counts[1] = _collect(bits, low, high, patterns, counts[1])
@@ -762,6 +784,7 @@ def erase_minority(raw, n, models, selecting, cut, budget, weights, work, out):
         merged = work[3, :count]
         _load_deltas(raw, start, stop, origin, deltas)
         if selecting:
+            # mean and variance borrow two rows that are filled anew below
             budget = _select(deltas, cut, budget, elected, share)
         _fill(elected, _ZERO)
         _fill(merged, _MINUS_ZERO)
@@ -804,6 +827,7 @@ def compile_kernel(name: str, kinds: tuple[Kind, ...], machine: Any) -> tuple[st
     text = f"def entry({', '.join(names)}):\n    return kernel({', '.join(arguments)})\n"
     space = {"carray": carray, "kernel": globals()[name]}
     exec(text, space)
+    # a C function is code that ctypes can call later without numba
     function = cfunc(types.boolean(*signature), error_model="numpy")(space["entry"])
     module = binding.parse_assembly(function.inspect_llvm())
     return function.native_name, machine.emit_object(module)

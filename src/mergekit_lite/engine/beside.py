@@ -67,6 +67,7 @@ def write_beside(plan: MergePlan, folder: Path, trust_remote_code: bool) -> None
     """Everything but weights, index and manifest."""
     config = dict(plan.config)
     if not trust_remote_code:
+        # it names classes of files that stay behind
         config.pop("auto_map", None)
     if config:
         write_json(folder / "config.json", config)
@@ -75,6 +76,7 @@ def write_beside(plan: MergePlan, folder: Path, trust_remote_code: bool) -> None
     if donor is not None:
         for pattern in patterns:
             for path in donor.glob(pattern):
+                # a hub cache links its files; the output gets the files themselves
                 shutil.copyfile(path, folder / path.name)
     _write_tokenizer(plan, folder, trust_remote_code)
     (folder / "mergekit_config.yml").write_text(plan.recipe.to_yaml(), encoding="utf-8")
@@ -95,6 +97,7 @@ def _write_tokenizer(plan: MergePlan, folder: Path, trust_remote_code: bool) -> 
     if template is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
         if settings.exists():
+            # older versions of transformers look only here and would take the old template
             _without(settings, "chat_template")
 
 
@@ -109,12 +112,14 @@ def _template_of(folder: Path | None) -> str | None:
     """Return the chat template of a model's tokenizer, which may stand in one of two files."""
     if folder is None:
         return None
+    # where a folder has both, transformers takes this one
     if (folder / "chat_template.jinja").exists():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8").strip()
     settings = folder / "tokenizer_config.json"
     if not settings.exists():
         return None
     template = read_json(settings).get("chat_template")
+    # some tokenizers have a list of named templates here, which is no text
     return template.strip() if isinstance(template, str) else None
 
 
@@ -126,6 +131,7 @@ def chosen_template(plan: MergePlan) -> str | None:
     if asked == "auto":
         templates = [_template_of(source.folder) for source in plan.sources]
         there = [template for template in templates if template is not None]
+        # the most frequent one; of equally frequent ones max takes the first model's
         return max(there, key=there.count, default=None)
     if asked in TEMPLATES:
         return TEMPLATES[asked]
@@ -140,6 +146,7 @@ def _id_of(source: Source) -> str | None:
         cached = cached_commit(source.folder)
         if cached is not None:
             return cached[0]
+    # an adapter stands behind the + of a label; the id is its model's
     return hub_id(source.label.partition("+")[0])
 
 
@@ -219,6 +226,7 @@ def _described(source: Source) -> dict[str, object]:
     if cached is not None:
         entry |= {"hub_id": cached[0], "commit": cached[1]}
     if (source.folder / MANIFEST).is_file():
+        # a damaged record beside an input is no reason to refuse the merge
         with contextlib.suppress(CheckpointError):
             entry["merged_from"] = read_json(source.folder / MANIFEST).get("inputs")
     return entry

@@ -26,6 +26,7 @@ class EagerEngine:
     def run(self, t: TensorPlan, sink: Sink) -> None:
         """Compute one tensor and hand it, rounded, to ``sink(plan, start, values)``."""
         assert t.method is not None
+        # random words count from the tensor's first element, so what draws needs it whole
         cut = t.method.elementwise and not t.method.noisy
         stretch = _STRETCH if cut else t.info.count
         for start in range(0, t.info.count, stretch):
@@ -37,6 +38,7 @@ class EagerEngine:
             except ValueError as error:  # of a method, which does not know what tensor it merges
                 raise ValueError(f"{t.name}: {error}") from error
             rounded = merged.reshape(-1).to(to_torch(t.dtype))
+            # looked at after rounding: float16 ends at 65504, so a finite sum may overflow
             if not bool(torch.isfinite(rounded).all()):
                 raise not_finite(t)
             sink(t, start, stored_of(rounded.contiguous().cpu()))

@@ -54,6 +54,7 @@ def why_unavailable() -> str | None:
     if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
         return "numba is told not to compile (NUMBA_DISABLE_JIT)"
     try:
+        # looked for, not imported: numba takes half a second to start
         missing = [name for name in ("llvmlite", "numba") if importlib.util.find_spec(name) is None]
     except ImportError as error:
         return str(error)
@@ -85,6 +86,7 @@ def run(name: str, *arguments: Array | float | np.generic) -> bool:
     function = _loaded.get(key)
     if function is None:
         with _lock:
+            # another thread may have loaded it while this one waited for the lock
             function = _loaded.get(key) or _load_kernel(*key)
             _loaded[key] = function
     return function(*values)
@@ -95,6 +97,7 @@ def _load_kernel(name: str, kinds: tuple[Kind, ...]) -> Callable[..., bool]:
     from llvmlite import binding
 
     symbol, code = _object_code(name, kinds)
+    # an engine needs a module to begin with; the code is added to it as an object
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _target_machine())
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
@@ -145,6 +148,7 @@ def _object_code(name: str, kinds: tuple[Kind, ...]) -> tuple[str, bytes]:
     if path is None:
         return symbol, code
     try:
+        # two processes may compile a kernel at once; by the rename none reads half a file
         with new_file(path, "merge_models") as temporary:
             digest = hashlib.sha256(code).hexdigest()
             temporary.write_bytes(f"{symbol} {digest}\n".encode() + code)
@@ -166,6 +170,7 @@ def _build_environment() -> str:
     for source in _SOURCES:
         sources.update(Path(__file__).with_name(source).read_bytes())
     versions = [importlib.metadata.version(package) for package in ("numba", "llvmlite")]
+    # a home folder may be shared by machines with other processors
     processor = [binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()]
     parts = [sources.hexdigest(), *versions, binding.get_default_triple(), *processor]
     return " ".join(parts)

@@ -91,8 +91,10 @@ class OutputFolder(NewFolder):
             for name, members in zip(self._plan.shards, self.members, strict=True):
                 if name not in self.finished:
                     left += sum(t.nbytes for t in members)
+            # asked after the clearing, so that the space it freed counts
             free = shutil.disk_usage(self.folder).free
             if left > free:
+                # finished shards wait for a larger disk; without any the folder is of no use
                 if not self.finished:
                     self.discard()
                 text = (
@@ -118,6 +120,7 @@ class OutputFolder(NewFolder):
         shards = record.get("shards")
         for name, digest in shards.items() if isinstance(shards, dict) else ():
             path = self.folder / name
+            # a record may have been edited: its names are paths only where the plan has them
             if name in self._plan.shards and path.is_file() and digest == hash_file(path):
                 self.finished[name] = digest
 
@@ -143,6 +146,7 @@ class OutputFolder(NewFolder):
         data = byte_view(values)
         done = 0
         while done < len(data):
+            # pwrite shares no file offset between threads, and may write less than it is given
             done += os.pwrite(self._descriptor, data[done:], position + done)
 
     def close_shard(self) -> None:
@@ -180,9 +184,11 @@ class OutputFolder(NewFolder):
                     weight_map[info.name] = plan.shards[t.shard]
             sizes = {"total_size": plan.bytes_written, "total_parameters": plan.parameters}
             index = {"metadata": sizes, "weight_map": weight_map}
+            # from STEM-00001-of-00002.safetensors, where the stem may have dashes of its own
             stem = plan.shards[0].rsplit("-", 3)[0]
             write_json(folder / f"{stem}.safetensors.index.json", index)
         write_beside(plan, folder, trust_remote_code)
         hashes = {name: self.finished[name] for name in plan.shards}
         write_json(folder / MANIFEST, manifest(plan, seed, hashes))
+        # last of all, as from here on the folder counts as whole
         self.publish()

@@ -60,6 +60,7 @@ class Buffers(threading.local):
     """One thread's arrays, allocated when first asked for and used again."""
 
     def __init__(self) -> None:
+        # threading.local calls __init__ once in every thread, so each has a table of its own
         self._arrays: dict[tuple[str, str], Array] = {}
 
     def get(self, name: str, rows: int, columns: int, dtype: npt.DTypeLike) -> Array:
@@ -138,6 +139,7 @@ class FusedTensor:
         for i in t.everything:
             source = sources[i.source]
             dtypes.append(source.tensors[i.name].dtype)
+            # this reads nothing; the answer tells whether the source can fill a buffer
             direct.append(source.read_into(i.name, 0, empty))
         narrow = all(direct) and set(dtypes) == {BFLOAT16}
         self._dtype = np.uint16 if narrow else np.float32
@@ -171,6 +173,7 @@ class FusedTensor:
 
         if self._executor is None or len(places) == 1:
             return [one(block) for block in range(len(places))]
+        # in block order, whichever is done first: `summed` relies on it
         return list(self._executor.map(one, range(len(places))))
 
     def gram(self, *, shifted: bool) -> Array:
@@ -203,6 +206,7 @@ class FusedTensor:
 
     def _sample(self) -> Array:
         """Stretches of every input, spread over the tensor."""
+        # stretches never overlap: a small tensor is its own sample
         step = max(_STRETCH, self.size // _STRETCHES)
         places = range(0, self.size, step)
         parts = []
@@ -244,6 +248,7 @@ class FusedTensor:
                 raise _nan(self.plan)
             for k, selector in enumerate(selectors):
                 if not selector.done:
+                    # astype copies, as the thread's next block writes over the buffer
                     selector.take(block, int(above[k]), patterns[k, : inside[k]].astype(np.int32))
 
         self.each(work)
@@ -280,6 +285,7 @@ class FusedTensor:
         """
         stream = f"{self._seed}|{self.plan.name}"
         keys = [stream_keys(f"{stream}|{model}|each") for model in range(self.models)]
+        # in float32, as `keep_probabilities` has them: both engines must draw alike
         steps = np.arange(self._columns, dtype=np.float32) / np.float32(max(1, self._columns - 1))
         chances = []  # of each model, by rank
         for d, e in zip(density, epsilon, strict=True):
@@ -333,6 +339,7 @@ class FusedTensor:
         kept = kept or Kept()
         scales = np.empty(0, np.float32) if scales is None else scales
         w = float32(weights)
+        # 0 tells the kernel that weights may cancel, as not all are positive
         lowest = float(min(weights))
         voting = (
             normalize is not None,
@@ -357,6 +364,7 @@ class FusedTensor:
         sample = self._sample()
         deltas = sample[:-1] - sample[-1]
         bits = deltas.var(0, dtype=np.float32).view(np.int32)
+        # how many variances are above 0 is known after a pass; until then all count
         selector = Selector(max(1, int(share * self.size)), self.size, bits)
         varied = self._search_variance(selector)
         selector.expect(int(share * varied))
@@ -386,6 +394,7 @@ class FusedTensor:
 def _factors(norms: Array) -> Array:
     """Return what gives each model's L1 norms back, from those before and after (K, 2)."""
     before, after = norms.T
+    # np.where computes both branches; 1e-300 keeps 0 / 0 out of the one that is not taken
     return np.where(after > 0, before / np.maximum(after, 1e-300), 1.0).astype(np.float32)
 
 

@@ -25,6 +25,7 @@ def _linear(x: FusedTensor, weight: list[float], normalize: bool) -> Finish:
 
 
 def _passthrough(x: FusedTensor, scale: list[float | None]) -> Finish:
+    # without a scale only a change of dtype comes here, and times 1 leaves just the rounding
     return x.combined([1.0 if scale[0] is None else scale[0]])
 
 
@@ -47,6 +48,7 @@ def _along_angles(x: FusedTensor, factors: Callable[[Array], Array]) -> Finish:
 
 
 def _nuslerp(x: FusedTensor, weight: list[float], **_: object) -> Finish:
+    # the parameters left out ask for angles by rows, which no kernel has
     return _along_angles(x, lambda g: coefficients.nuslerp(g, weight, np))
 
 
@@ -70,6 +72,7 @@ def _largest(x: FusedTensor, density: Sequence[float]) -> Kept:
 
 def _middling(x: FusedTensor, density: Sequence[float], gamma: Sequence[float]) -> Kept:
     pairs = [middle_counts(x.size, d, g) for d, g in zip(density, gamma, strict=True)]
+    # a top's cut stands K places after its model's, where the kernel looks for it
     return x.trimmed([*(outer for outer, _ in pairs), *(inner for _, inner in pairs)])
 
 
@@ -123,6 +126,7 @@ def _by_rank(*, vote: bool) -> Callable[..., Finish]:
             return x.shifted(weight, scale, normalize=normalized)
         kept, scales, choose = x.chosen(density, epsilon, rescale)
         finish = x.shifted(weight, scale, kept, scales, normalized)
+        # the norms were taken of all masks, so every block is chosen already
         if rescale:
             return finish
 
@@ -148,6 +152,7 @@ def _sce(x: FusedTensor, select_topk: float) -> Finish:
 
     energy = summed(x.each(work))
     total = energy.sum()
+    # nothing differs from the base in what is selected; any weights give the base back
     weights = np.full_like(energy, 1 / x.models)
     if total > 0:
         weights = energy / total

@@ -52,6 +52,7 @@ class Selector:
         if size == 0 or total == 0:
             return 0, _TOP, total <= _COLLECT
         rank = self._k / total
+        # two standard errors of a share are at most size**-0.5
         margin = _MARGIN + size**-0.5
         # places in the sample, from the smallest
         high_at = size - 1 - int((rank - margin) * size)
@@ -75,6 +76,7 @@ class Selector:
         self._inside = 0
         self._blocks: dict[int, Array] = {}
         self._equal: dict[int, int] = {}
+        # a bin's number has 16 bits, as there are 2**16; lower bits of an offset are shifted out
         self._shift = max(0, (high - low - 1).bit_length() - 16)
         self._histogram = None
         if not collect and high - low > 1:
@@ -118,6 +120,7 @@ class Selector:
             self._open(0, self.low, False)
         elif self._histogram is not None:
             from_top = np.cumsum(self._histogram[::-1])
+            # sums run from the top bin down, as k counts the largest
             index = _BINS - 1 - int(np.searchsorted(from_top, self._k - self._above))
             low = self.low + (index << self._shift)
             high = min(self.high, low + (1 << self._shift))
@@ -137,6 +140,7 @@ class Selector:
     def _finish(self, pattern: int, left: int) -> None:
         """Take a pattern as the threshold, of which ``left`` are kept, the first ones first."""
         self.threshold = float(np.int32(pattern).view(np.float32))
+        # else all of them are kept, and `budget` needs no table to say so
         if sum(self._equal.values()) > left:
             for block in sorted(self._equal):
                 self._ties[block] = min(left, self._equal[block])

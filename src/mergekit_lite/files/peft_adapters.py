@@ -149,7 +149,8 @@ class PeftSource(AdapterSource):
         """Return the tensors of a layer as peft merges them, by their own names there."""
         names = {own: name for name, (of, own) in self._layers.items() if of is layer}
         # peft merges in place, and the layer without values must stay for the next reading
-        layer = copy.deepcopy(layer).float()
+        placeholders = {id(p): p for p in layer.parameters() if _is_placeholder(p)}
+        layer = copy.deepcopy(layer, placeholders).float()
         for own, name in names.items():
             before = nn.Parameter(self._before(name), requires_grad=False)
             setattr(_innermost(layer), own, before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,9 @@ def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | Non
         )
     state: dict[str, object] = {}
     for file in files:
+        is_zip = zipfile.is_zipfile(file)  # torch maps no file from before 1.6
         try:
-            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
         except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
             reason = str(error).strip().split("\n")[0]
             raise CheckpointError(

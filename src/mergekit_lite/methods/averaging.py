@@ -42,6 +42,7 @@ def rows_of(tensor: Tensor) -> Tensor:
 def refuse_zero_sum(parameters: dict) -> None:
     """A normalised sum divides by Σ w_i, which must not be 0."""
     weights = parameters["weight"]
+    # above 0, so that weights that are all 0 are refused, too
     largest = max(1e-30, *(abs(weight) for weight in weights), 0.0)
     if parameters["normalize"] and abs(sum(weights)) < 1e-8 * largest:  # nothing but rounding
         raise ValueError(
@@ -79,6 +80,7 @@ def passthrough(tensors: list[Tensor], base: None, *, scale: PerModel = None) ->
     tensor([0.5000, 1.0000])
     """
     if scale[0] is None:
+        # the result must not share memory with the caller's tensor
         return tensors[0].clone()
     return tensors[0] * scale[0]
 
@@ -108,6 +110,7 @@ def task_arithmetic(
 def normaliser(weights: Sequence[float], normalize: bool) -> float:
     """Σ w_i, or 1 when the sum is 0 or not wanted."""
     total = sum(weights)
+    # mergekit's bound
     if normalize and abs(total) >= 1e-8:
         return total
     return 1.0

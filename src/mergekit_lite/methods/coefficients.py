@@ -22,6 +22,7 @@ A = TypeVar("A", Tensor, Array)
 
 _COLINEAR = 1e-8  # on sin θ
 _CANCELLED = 1e-6  # a sum of unit vectors this short is what rounding leaves of nothing
+# the least divisor; its inverse is still finite in float64
 _TINY = 1e-300
 
 
@@ -49,6 +50,7 @@ def cosines(g: A, xp: ModuleType) -> A:
     0, a right angle, where one of them is zero, as in mergekit.
     """
     squared = g[..., 0, 0] * g[..., 1, 1]
+    # where computes both branches: a root of 0 in the other would make its gradient NaN
     defined = squared > 0
     return xp.where(defined, g[..., 0, 1] / xp.sqrt(xp.where(defined, squared, 1.0)), 0.0)
 
@@ -56,13 +58,16 @@ def cosines(g: A, xp: ModuleType) -> A:
 def slerp(g: A, t: float, xp: ModuleType) -> A:
     """Coefficients of the base and the model."""
     cosine = cosines(g, xp)
+    # mergekit's bound: angles below 1.8 degrees count as straight
     return great_circle(cosine, t, abs(cosine) > 0.9995, xp)
 
 
 def nuslerp(g: A, weight: Sequence[float], xp: ModuleType) -> A:
     """Coefficients of the two models, or of their task vectors."""
+    # mergekit's bound, and its answer where the weights cancel
     t = 0.5 if abs(sum(weight)) < 1e-6 else weight[1] / sum(weight)
     cosine = cosines(g, xp)
+    # 1 - cos² is sin², so the bound is squared, too
     return great_circle(cosine, t, 1 - cosine * cosine <= _COLINEAR**2, xp)
 
 
@@ -91,6 +96,7 @@ def multislerp(
     else:
         shares = list(weight)
     w = xp.stack([xp.full_like(norms[0], share) for share in shares], -1)
+    # w U w is the squared length of Σ w_i u_i; rounding may leave it below 0
     length = xp.sqrt((w @ units @ w).clip(min=0))
     least = max(eps, _CANCELLED * sum(abs(share) for share in shares))
     direction = w * xp.where(norms > 0, 1 / (norms + eps).clip(min=_TINY), 0.0)

@@ -44,5 +44,7 @@ def has_kernel(method: MergeMethod, parameters: Bound, shape: tuple[int, ...], c
     if method not in COMPILED or (method in _DRAWING and count >= _LARGEST):
         return False
     if method in BY_ROWS:
+        # a slice, as a scalar has no last size; () is below any tuple
         return shape[-1:] <= (_WIDEST,)
+    # angles by rows need a dot product for each row; kernels sum over whole tensors
     return parameters.get("nuslerp_flatten", True) and not parameters.get("filter_wise")

@@ -97,7 +97,9 @@ def keep_probabilities(change: Tensor, density: float, epsilon: float) -> Tensor
         epsilon: Half the spread.
     """
     columns = change.shape[-1]
+    # an unstable sort would rank equal magnitudes otherwise on each device
     order = change.detach().abs().argsort(dim=-1, stable=True)
+    # a row of one element has no steps, and 0 / 0 would be NaN
     steps = torch.arange(columns, dtype=change.dtype, device=change.device) / max(1, columns - 1)
     ranks = torch.empty_like(change).scatter_(-1, order, steps.expand_as(change))
     return (density - epsilon) + ranks * (2 * epsilon)
@@ -118,6 +120,7 @@ def _sampled_by_magnitude(
     for i, tensor in enumerate(tensors):
         change = tensor - base
         kept = change
+        # with density 1 epsilon would still drop some of the smallest
         if density[i] < 1:
             chances = keep_probabilities(rows_of(change), density[i], epsilon[i])
             kept = change * noise.keep_each(i, chances).view(change.shape)
@@ -127,6 +130,7 @@ def _sampled_by_magnitude(
 
 def _check_spread(parameters: Bound) -> None:
     for density, epsilon in zip(parameters["density"], parameters["epsilon"], strict=True):
+        # mergekit's rule; density 1 keeps all, so epsilon does not matter
         if density < 1 and not (density - epsilon > 0 and density + epsilon < 1):
             raise ValueError(
                 f"della: density {density:g} with epsilon {epsilon:g} gives chances from "

@@ -33,6 +33,7 @@ def arcee_fusion(tensors: list[Tensor], base: Tensor) -> Tensor:
     for changed, origin in zip(*(rows.split(count) for rows in pairs), strict=True):
         log_p = changed.log_softmax(-1)
         log_q = origin.log_softmax(-1)
+        # of rows that are nearly equal, rounding may leave it below 0
         divergence = (log_p.exp() * (log_p - log_q)).sum(-1, keepdim=True).clamp(min=0)
         parts.append((changed - origin).abs() * divergence)
     importance = torch.cat(parts).view(base.shape)
@@ -84,8 +85,10 @@ def ramplus_tl(
     active = [(change.abs() > epsilon).to(base.dtype) for change in changes]
     count = sum(active[1:], active[0])
     shared = (count > 1).to(base.dtype)
+    # in float64, as float32 counts exactly only to 2**24
     together = torch.stack([(a * shared).sum(dtype=torch.float64) for a in active])
     alone = torch.stack([(a * (1 - shared)).sum(dtype=torch.float64) for a in active])
+    # a model without unique changes has none to scale
     ratios = torch.where(alone > 0, together / alone.clamp(min=1), 0.0)
     scales = 1 + r * ratios.clamp(0, alpha)
     factors = []

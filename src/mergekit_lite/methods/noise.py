@@ -18,6 +18,7 @@ from .._torch import Tensor, torch
 def stream_keys(stream: str) -> tuple[int, int]:
     """Return the two 32-bit keys of a stream."""
     digest = hashlib.sha256(stream.encode()).digest()
+    # a fixed byte order, so that all machines draw alike
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
 
 
@@ -44,6 +45,7 @@ def random_words(stream: str, places: Tensor) -> Tensor:
     first, second = (_signed(key) for key in stream_keys(stream))
     words = places.to(torch.int32).add_(first)
     _xor_shift_(words, 16)
+    # lowbias32's multipliers, and its shifts 16, 15 and 16
     words.mul_(0x7FEB352D).bitwise_xor_(second)
     _xor_shift_(words, 15)
     words.mul_(_signed(0x846CA68B))
@@ -84,6 +86,7 @@ class Noise:
         count = like.numel()
         words = random_words(stream, torch.arange((count + 3) // 4, device=like.device))
         lanes = words.view(torch.int8)[:count]
+        # bytes are int8, so that a probability p is the limit p * 2**8 - 2**7
         whole, rest = divmod(probability * (1 << 8) - (1 << 7), 1)
         decisions = lanes < whole
         if rest:

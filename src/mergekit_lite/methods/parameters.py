@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# YAML reads these words as truth values, unless a recipe has them in quotes
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _LARGEST = 3.4028236e38  # of float32, in which methods compute
 
@@ -69,6 +70,7 @@ class Parameter:
     def argument(self) -> str:
         """The Python argument's name."""
         if self.name == "lambda":
+            # lambda is a keyword of Python, so no argument can be called that
             return "lambda_"
         return self.name
 
@@ -88,6 +90,7 @@ class Parameter:
         if isinstance(value, str):
             with contextlib.suppress(ValueError):
                 value = float(value)  # YAML reads 1e-5 as text
+        # a bool is an int in Python, but no weight; `not <` refuses NaN, too
         if (
             isinstance(value, bool)
             or not isinstance(value, (int, float))

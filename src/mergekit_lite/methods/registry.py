@@ -26,6 +26,7 @@ from .noise import Noise
 from .parameters import Bound, Parameter, PerModel, Range, Value, value_type
 
 
+# equal to itself only, as methods are keys of tables
 @dataclass(eq=False)
 class MergeMethod:
     """A merge method: call it on tensors, or name it to `merge_models`.
@@ -52,6 +53,7 @@ class MergeMethod:
     noisy: bool = False
 
     def __post_init__(self) -> None:
+        # help() and inspect.signature show what the function says
         functools.update_wrapper(self, self.function)
 
     def near(self, name: str) -> list[str]:
@@ -121,6 +123,7 @@ class MergeMethod:
             )
         checked = []
         for number, one in enumerate(many, 1):
+            # a recipe may give a value for some models only
             if one is None and parameter.required:
                 raise ValueError(
                     f"{self.name}: parameter {parameter.name!r} is required and model number "
@@ -188,6 +191,7 @@ class MergeMethod:
         bound = self.bind(len(tensors), parameters)
         dtype = functools.reduce(torch.promote_types, (t.dtype for t in operands))
         work = torch.float64 if dtype == torch.float64 else torch.float32
+        # order statistics of no elements would fail
         if not tensors[0].numel():
             return torch.zeros_like(tensors[0], dtype=dtype)
         widened = [t.to(work) for t in tensors]
@@ -242,6 +246,7 @@ def merge_method(
     def decorate(function: Callable[..., object]) -> MergeMethod:
         if name in METHODS:
             raise ValueError(f"merge_method: a method called {name!r} is registered already")
+        # under `from __future__ import annotations` a signature has texts in place of types
         hints = typing.get_type_hints(function)
         signature = inspect.signature(function)
         parameters = {}
@@ -300,6 +305,7 @@ def get_method(name: str) -> MergeMethod:
             "merge RECIPE OUT --calibration with a file for each model, or in Python "
             f"merge_models([...], {name!r}, calibration=[...], out=...)"
         )
+    # 0.4 finds task_arithmetic for task, which the default of 0.6 does not
     near = difflib.get_close_matches(name.lower(), METHODS, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(f"merge method {name!r} is unknown; {hint}All: {', '.join(sorted(METHODS))}")

@@ -20,6 +20,7 @@ def svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         ValueError: The matrix holds NaN or infinity.
     """
+    # torch's own error is no ValueError, and only to those is the tensor's name added
     if not bool(torch.isfinite(matrix).all()):
         raise ValueError("singular values: the matrix holds NaN or infinity")
     return torch.linalg.svd(matrix.double(), full_matrices=False)
@@ -59,6 +60,7 @@ def tsv(
     changes = weighted_changes(tensors, base, weight)
     if base.dim() != 2:
         return base + alpha * sum(changes) / len(changes)
+    # no more than the rank in all, but one of each model where models are many
     keep = max(1, min(base.shape) // len(changes))
     factors = [svd(change) for change in changes]
     u = orthogonalised(torch.cat([u[:, :keep] for u, _, _ in factors], 1))

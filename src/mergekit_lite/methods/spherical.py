@@ -24,6 +24,7 @@ def _gram(tensors: Sequence[Tensor], dot: Callable[[Tensor, Tensor], Tensor]) ->
     """Return the dot products of all pairs of inputs as the last two dimensions."""
     products: dict[tuple[int, int], Tensor] = {}
     for i, first in enumerate(tensors):
+        # a dot product is the same both ways, so half of the pairs are enough
         for j, second in enumerate(tensors[: i + 1]):
             products[i, j] = products[j, i] = dot(first, second)
     places = range(len(tensors))
@@ -93,6 +94,7 @@ def nuslerp(
     tensor([0.7071, 0.7071])
     """
     inputs = tensors if base is None else deltas(tensors, base)
+    # a scalar has no dimension to turn
     along_first = nuslerp_row_wise and inputs[0].dim() > 0
     if nuslerp_flatten:
         merged = combine(inputs, coefficients.nuslerp(gram(inputs), weight, torch))

@@ -89,7 +89,9 @@ def consensus_mean(changes: Sequence[Tensor], weights: Sequence[float], normaliz
     if not normalize:
         return merged
     if min(weights) > 0:
+        # one that agrees makes the share this large; where none does, 0 / 0 would be NaN
         return merged / share.clamp_(min=min(weights))
+    # weights of both signs may cancel
     return merged / torch.where(share.abs() < 1e-8, 1.0, share)
 
 
@@ -171,6 +173,7 @@ def _without_outliers(
     for tensor, d, g in zip(tensors, density, gamma, strict=True):
         change = tensor - base
         outer, outliers = middle_counts(change.numel(), d, g)
+        # the outliers are among the outer ones, so the difference is exact: the value or 0
         kept = trim(change, outer) - trim(change, outliers)
         remaining.append(rescaled(change, kept) if rescale else kept)
     return remaining
@@ -249,9 +252,11 @@ def sce(tensors: list[Tensor], base: Tensor, *, select_topk: float = 1.0) -> Ten
     if select_topk < 1:
         mean = sum(changes[1:], changes[0]) / len(changes)
         squares = [(change - mean).square() for change in changes]
+        # which positions are kept has no gradient
         variance = sum(squares[1:], squares[0]).detach() / len(changes)
         keep = largest(variance, int(select_topk * int(torch.count_nonzero(variance))))
         changes = [change * keep for change in changes]
+    # in float64, where squares of tiny changes do not underflow
     energy = torch.stack([change.double().square().sum() for change in changes])
     total = energy.sum()
     if total > 0:

@@ -126,7 +126,15 @@ def make_plan(
     tensors = _plan_tensors(layout, recipe, method, aligned)
     # the last check, as it alone reads values
     _stop_if(check_copies(tensors, aligned))
-    notes += idle_filters(recipe, [t.name for t in tensors])
+    names = {t.name for t in tensors}
+    for t in tensors:
+        names |= {i.name for i in t.everything}
+    notes += idle_filters(recipe, names)
+    spans = []
+    for piece in recipe.slices:
+        first = piece.sources[0]
+        assert first.layer_range is not None  # as `Slice` checks
+        spans.append((models.of(first.model), *first.layer_range))
     # the donor's, so that a folder of diffusers stays one
     stem = getattr(models.sources[models.donor], "stem", "model")
     placed, shards = shard_layout(tensors, max_shard_size, stem)
@@ -135,7 +143,7 @@ def make_plan(
         list(aligned.sources),
         placed,
         shards,
-        output_config(aligned.sources, models.donor, placed, rows, recipe.slices),
+        output_config(aligned.sources, models.donor, placed, rows, spans),
         models.donor,
         vocabulary,
         list(dict.fromkeys(notes)),

@@ -6,6 +6,7 @@ must be equal.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ from .plan import CHUNK, Input, TensorPlan
 
 # h is GPT-2's, layer BERT's, block T5's
 _NUMBERED_LAYER = re.compile(
-    r"^(?P<before>(.*\.)?(layers|layer|h|blocks|block)\.)(?P<number>\d+)\."
+    r"^(?P<before>(.*?\.)?(layers|layer|h|blocks|block)\.)(?P<number>\d+)\."
 )
 _SHOWN = 5  # missing layers or tensors that a message names
 _TORN = 2  # layers that lose tensors with one file
@@ -270,7 +271,7 @@ def template_problems(recipe: MergeRecipe) -> list[str]:
     """Return what is wrong with the chat template that a recipe asks for."""
     asked = recipe.chat_template
     # no Jinja template does without a brace
-    if asked is None or asked in ("auto", *TEMPLATES) or "{" in asked or Path(asked).is_file():
+    if asked is None or asked in ("auto", *TEMPLATES) or "{" in asked or os.path.isfile(asked):
         return []
     names = ", ".join(["auto", *TEMPLATES])
     return [f"chat_template: is {asked!r}, expected one of {names}, Jinja text or a file"]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from ..dtypes import promote
 from ..files import Source
-from ..recipe import Slice
+from ..files.headers import Json
 from ..vocabulary import HEAD
-from .plan import TensorPlan
+from .plan import PlanError, TensorPlan
 
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Names of the number of layers in config.json."""
@@ -20,7 +20,7 @@ def output_config(
     donor: int,
     tensors: Sequence[TensorPlan],
     rows: int | None,
-    slices: Sequence[Slice],
+    spans: Sequence[tuple[int, int, int]],
 ) -> dict[str, object]:
     """The donor's config with the dtype, tie flag, vocabulary size and layers of the output.
 
@@ -29,7 +29,11 @@ def output_config(
         donor: Index of the model whose config is taken.
         tensors: The output's.
         rows: Its vocabulary size, where that was planned.
-        slices: The recipe's, which layers are counted from.
+        spans: Of each slice its first model, its first layer and the one after the last; empty for
+            whole models.
+
+    Raises:
+        PlanError: A list with an entry for each layer has none for a layer of a slice.
     """
     # deep, as text_config inside it is changed below
     config = copy.deepcopy(sources[donor].config)
@@ -40,16 +44,21 @@ def output_config(
         config.pop("torch_dtype", None)  # the name before transformers 5
         config["dtype"] = promote(floats).name
     _set_tie_word_embeddings(config, sources, any(HEAD.search(t.name) for t in tensors))
-    # of a model of texts and images it is the texts' part that counts tokens and layers
-    inner = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    inner = _text_part(config)
     if rows is not None:
         inner["vocab_size"] = rows
         # beside text_config some models repeat it at the top
         if "vocab_size" in config:
             config["vocab_size"] = rows
-    if slices:
-        _count_layers(inner, [piece.sources[0].layer_range or (0, 0) for piece in slices])
+    if spans:
+        _count_layers(inner, [_text_part(source.config) for source in sources], spans)
     return config
+
+
+def _text_part(config: Json) -> Json:
+    """Return the part that counts tokens and layers: of a model of texts and images, the texts'."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
 
 
 def _set_tie_word_embeddings(
@@ -64,17 +73,26 @@ def _set_tie_word_embeddings(
         config["tie_word_embeddings"] = True  # the head came from a tied model, as its embedding
 
 
-def _count_layers(config: dict[str, object], spans: Sequence[tuple[int, int]]) -> None:
-    """Set the number of layers, and let lists with an entry a layer follow."""
-    layers: list[int] = []
-    for begin, end in spans:
-        layers += range(begin, end)
+def _count_layers(
+    config: Json, configs: Sequence[Json], spans: Sequence[tuple[int, int, int]]
+) -> None:
+    """Set the number of layers, and take the entries of lists with one a layer from the slices."""
     old = None
     for key in LAYER_KEYS:
         if key in config:
             old = config[key] if old is None else old
-            config[key] = len(layers)
+            config[key] = sum(end - begin for _, begin, end in spans)
     for key, value in config.items():
         listed = isinstance(value, list) and len(value) == old
-        if listed and ("layer" in key or key.endswith("types")):  # layer_types and the like
-            config[key] = [value[layer] for layer in layers]
+        if not listed or not ("layer" in key or key.endswith("types")):
+            continue  # layer_types and the like
+        entries = []
+        for place, begin, end in spans:
+            own = configs[place].get(key)
+            # a model that has no such list has the donor's kinds of layers
+            entries += (own if isinstance(own, list) else value)[begin:end]
+        if len(entries) < sum(end - begin for _, begin, end in spans):
+            raise PlanError(
+                [f"config.json: {key} has {old} entries, and a slice takes a later one"]
+            )
+        config[key] = entries

@@ -9,7 +9,7 @@ mergekit, it has no effect there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..methods import METHODS, MergeMethod, Parameter
@@ -72,7 +72,7 @@ def evaluate_setting(
     values = [check(v) for v in value]
     last = len(values) - 1
     place = depth * last
-    left = min(int(place), last)
+    left = int(place)
     if any(isinstance(v, (bool, str)) for v in values):  # no steps between them
         return values[left]
     right = min(left + 1, last)
@@ -199,8 +199,8 @@ def _has_it_elsewhere(recipe: MergeRecipe, name: str) -> bool:
     return any(name in parameters for _, parameters, of_model in _places(recipe) if not of_model)
 
 
-def idle_filters(recipe: MergeRecipe, names: Sequence[str]) -> list[str]:
-    """Notes on filters that are in no tensor's name."""
+def idle_filters(recipe: MergeRecipe, names: Collection[str]) -> list[str]:
+    """Return notes on filters that are in no tensor's name, neither the output's nor a model's."""
     notes = []
     for _, parameters, _ in _places(recipe):
         for key, value in parameters.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def load_recipe(path_or_text: str | os.PathLike[str]) -> MergeRecipe:
     text = path = os.fspath(path_or_text)
     # a path has one line; JSON on one line is a recipe, too, and begins with a brace
     if "\n" not in text and not text.lstrip().startswith("{"):
-        if not Path(text).is_file():
+        if not os.path.isfile(text):  # unlike Path's, it takes a text of any length
             raise RecipeError(f"recipe {text}: there is no such file")
         try:
             text = Path(text).read_text(encoding="utf-8")
@@ -444,7 +445,7 @@ def _whole(value: Any) -> Any:
 
 def _parameters(where: str, value: object) -> dict[str, object]:
     def check(part: object, depth: int) -> None:
-        if depth > _DEPTH:  # a YAML alias may contain itself
+        if depth > _DEPTH:  # a mapping from Python may contain itself
             raise RecipeError(
                 f"{where}: a value is nested too deep, expected numbers, gradients and filter "
                 "entries"
@@ -464,19 +465,23 @@ def _parameters(where: str, value: object) -> dict[str, object]:
     return parameters
 
 
-def _reference(where: str, value: object) -> str:
-    """The text that names a model: ``PATH``, ``PATH@REVISION``, either with ``+ADAPTER``."""
+def _reference(where: str, value: object, *, plain: bool = False) -> str:
+    """The text that names a model: ``PATH``, ``PATH@REVISION``, either with ``+ADAPTER``.
+
+    A ``plain`` one has no adapter.
+    """
     if isinstance(value, str) and value:
         return value
-    if isinstance(value, Mapping) and "model" in value:
-        base = _reference(where, value["model"])
+    if isinstance(value, Mapping) and "model" in value and not plain:
+        base = _reference(where, value["model"], plain=True)
         if value.get("lora") is None:
             return base
-        return f"{base}+{_reference(where, value['lora'])}"
+        return f"{base}+{_reference(where, value['lora'], plain=True)}"
     if isinstance(value, Mapping) and isinstance(value.get("path"), str):
         if value.get("revision") is None:
             return value["path"]
         return f"{value['path']}@{value['revision']}"
     raise RecipeError(
-        f"{where}: is {value!r}, expected a path or hub id, or MODEL+ADAPTER, as one text"
+        f"{where}: is {reprlib.repr(value)}, expected a path or hub id, or MODEL+ADAPTER, as one "
+        "text"
     )

@@ -398,7 +398,7 @@ def model_key(model: object) -> str | int:
     if not isinstance(model, (str, os.PathLike)):
         # the object itself: state dicts cannot be compared by ==, nor hashed
         return id(model)
-    text = os.fspath(model)
+    text = os.path.expanduser(os.fspath(model))  # as files are opened
     # a folder has many spellings; a hub id has one
     if os.path.isdir(text):
         return os.path.realpath(text)

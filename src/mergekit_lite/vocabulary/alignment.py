@@ -352,7 +352,9 @@ class AlignedSource(View):
         model = self._model_of[first:last]
         row = self._row_of[first:last]
         # where another run of rows begins that lie side by side in one model
-        breaks = np.flatnonzero((np.diff(model) != 0) | (np.diff(row) != 1) | (row[1:] < 0)) + 1
+        apart = (np.diff(model) != 0) | (np.diff(row) != 1)
+        # a code such as `MEAN` (-1) is no neighbor of row 0
+        breaks = np.flatnonzero(apart | (row[1:] < 0) | (row[:-1] < 0)) + 1
         pieces = []
         for left, right in pairwise([0, *breaks.tolist(), last - first]):
             if row[left] == AVERAGE:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-_SIZE = re.compile(r"(?P<count>[\d.]+)\s*(?P<unit>[KMBkmb]?)$")
+_SIZE = re.compile(r"(?P<count>\d+(\.\d*)?)\s*(?P<unit>[KMBkmb]?)$")
 _SHORT = re.compile(r"(?P<flag>-[vj])(?P<count>v*|\d+)")  # -vv, -j2
 # its help says parameters, and it counts bytes
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}

@@ -56,6 +56,7 @@ FLOATS = {d.name: d for d in (FLOAT64, FLOAT32, FLOAT16, BFLOAT16)}
 BY_CODE = {d.code: d for d in (*FLOATS.values(), *_WHOLE)}
 _BFLOAT16_SIZE = 0x7FFF  # all bits of bfloat16 but the sign
 _BFLOAT16_INFINITY = 0x7F80  # its pattern; those of NaN are larger
+_BFLOAT16_NAN = 0x7FC0
 _BY_NAME = {d.name: d for d in (*FLOATS.values(), *_WHOLE)}
 
 
@@ -129,7 +130,9 @@ def stored_as(values: Array, dtype: DType) -> Array:
         return values.astype(dtype.storage)
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     # 0x7FFF plus the lowest kept bit carries exactly where nearest-even rounds up
-    return ((bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16).astype(np.uint16)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16
+    # the carry could turn NaN into a number
+    return np.where(np.isnan(values), _BFLOAT16_NAN, rounded).astype(np.uint16)
 
 
 def tensor_of(stored: Array) -> Tensor:

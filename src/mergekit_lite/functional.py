@@ -68,7 +68,7 @@ def build_recipe(
     general: dict[str, object] = {}
     for key, value in parameters.items():
         # lambda is a keyword of Python, so that callers have to write lambda_
-        name = "lambda" if key == "lambda_" else key
+        name = key.rstrip("_")
         parameter = chosen.parameters.get(name)
         per_model = parameter is not None and parameter.per_model
         # a list with mappings is one value with filters, for all models
@@ -182,13 +182,9 @@ def merge_models(
     >>> merge_models([a, b], weight=[0.25, 0.75], progress=False)
     {'w': tensor([3.0000, 3.5000])}
     """
-    if (
-        isinstance(models, MergeRecipe)
-        and calibration is not None
-        and method is None
-        and not parameters
-    ):
-        dtype = dtype or models.dtype
+    if isinstance(models, MergeRecipe) and calibration is not None:
+        _check_alone({"method": method, "dtype": dtype}, parameters)
+        dtype = models.dtype
         models, method, parameters = _calibrated_recipe(models)
     calibrated = calibration is not None or method in CALIBRATED
     if calibrated:
@@ -216,7 +212,7 @@ def merge_models(
         trust_remote_code=trust_remote_code,
     )
     if calibrated:
-        assert calibration is not None  # it has seen that
+        assert calibration is not None  # `_check_calibrated` refuses None
         assert out is not None
         return _merge_calibrated(
             # pyrefly: ignore[bad-argument-type]: _check_calibrated refuses recipes
@@ -263,14 +259,18 @@ def _resolve_recipe(
     if not isinstance(models, MergeRecipe):
         _check_list(models)
         return build_recipe(models, method or "linear", base_model, parameters, **named)
-    beside = {"method": method, "base_model": base_model, **dtypes, **parameters}
-    # a parameter came from the caller even if it is 0; for the others None says not given
-    if extra := [name for name, value in beside.items() if name in parameters or value]:
+    _check_alone({"method": method, "base_model": base_model, **dtypes}, parameters)
+    return models
+
+
+def _check_alone(settings: Mapping[str, object], parameters: Mapping[str, object]) -> None:
+    """Refuse what was given beside a recipe; a setting that is None was not given."""
+    extra = [*parameters, *(name for name, value in settings.items() if value is not None)]
+    if extra:
         raise ValueError(
             f"merge_models: {extra[0]} was given with a MergeRecipe, which already defines it; "
             "expected it in the recipe"
         )
-    return models
 
 
 def _check_calibrated(

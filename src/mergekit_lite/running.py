@@ -99,11 +99,19 @@ def _running(plan: MergePlan, run: Run) -> Iterator[tuple[Engine, Bar]]:
         yield engine, bar
 
 
-def merge_in_memory(recipe: MergeRecipe, run: Run) -> tuple[dict[str, Tensor], MergePlan]:
-    """The merged state dict and its plan; the plan's notes become warnings."""
+def merge_in_memory(
+    recipe: MergeRecipe, run: Run, *, depth: int = 0
+) -> tuple[dict[str, Tensor], MergePlan]:
+    """The merged state dict and its plan; the plan's notes become warnings.
+
+    Args:
+        recipe: What to merge.
+        run: Its settings.
+        depth: How many recipes this one is a stage of, one inside the other.
+    """
     stages: dict[int, Source] = {}
     for stage in recipe.stages():
-        state, stage_plan = merge_in_memory(stage, run)
+        state, stage_plan = merge_in_memory(stage, run, depth=depth + 1)
         source = DictSource(state, model_label(stage), stage_plan.config)
         # a state dict has no tokenizer: the stage's is that of the model it took the config from
         source.folder = stage_plan.sources[stage_plan.donor].folder
@@ -111,7 +119,8 @@ def merge_in_memory(recipe: MergeRecipe, run: Run) -> tuple[dict[str, Tensor], M
         stages[id(stage)] = source
     plan = make_plan(recipe, threads=run.threads, stages=stages or None, **run.allowed)
     for note in plan.notes:
-        warnings.warn(f"merge_models: {note}", stacklevel=4)
+        # the line that called `merge_models`
+        warnings.warn(f"merge_models: {note}", stacklevel=3 + depth)
     merged = {t.name: torch.empty(t.shape, dtype=to_torch(t.dtype)) for t in plan.tensors}
 
     def sink(t: TensorPlan, start: int, values: Array) -> None:

@@ -346,3 +346,32 @@ def test_single_files_and_diffusers_folders(tmp_path):
     for name, value in load_file(tmp_path / "one" / "diffusion_pytorch_model.safetensors").items():
         torch.testing.assert_close(value, states[0][name] / 4 + states[1][name] * 3 / 4)
         assert torch.equal(merged[name], value)
+
+
+def test_an_adapter_without_a_base_takes_no_tokenizer_of_the_current_folder(tmp_path, monkeypatch):
+    for name in ("x", "y"):
+        adapter(tmp_path / name)
+        config = tmp_path / name / "adapter_config.json"
+        settings = json.loads(config.read_text()) | {"base_model_name_or_path": None}
+        config.write_text(json.dumps(settings))
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path / "here")
+    merge_adapters([tmp_path / "x", tmp_path / "y"], weight=1, out=tmp_path / "out", progress=False)
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    with pytest.raises(ValueError, match="expected task_arithmetic"):
+        merge_adapters(
+            [tmp_path / "x", tmp_path / "y"], weight=1, normalize=False, out=tmp_path / "other"
+        )
+
+
+def test_a_bias_that_was_zero_and_states_without_numbers(tmp_path):
+    base = {"l.weight": torch.zeros(4, 3), "l.bias": torch.zeros(4)}
+    tuned = {"l.weight": torch.ones(4, 3), "l.bias": torch.ones(4)}
+    report = extract_lora(tuned, base, tmp_path / "out", rank=1, progress=False)
+    assert "l.bias was all zero and is not in the adapter" in str(report)
+    settings = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] is None
+    whole = {"n": torch.ones(2, dtype=torch.int64)}
+    with pytest.raises(PlanError, match="nothing to extract"):
+        extract_lora(whole, whole, tmp_path / "none", progress=False)

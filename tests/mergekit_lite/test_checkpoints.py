@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import mergekit_lite.engine.fused
 import mergekit_lite.engine.passes
 from mergekit_lite import MergeRecipe, ModelEntry, PlanError, load_recipe, make_plan, merge_models
+from mergekit_lite.dtypes import BFLOAT16, numbers, stored_as
 from mergekit_lite.engine.hashing import hash_file
 from mergekit_lite.files import DictSource
 from mergekit_lite.methods import slerp
@@ -644,3 +646,66 @@ def test_a_single_file_beside_an_index_is_read_as_by_transformers(tmp_path):
     with pytest.warns(UserWarning, match=r"holds model\.safetensors and an index"):
         merged = merge_models([path], "passthrough", progress=False)
     assert set(merged) == set(load_file(tmp_path / "m" / "model.safetensors"))
+
+
+def test_a_whole_t5_is_whole(tmp_path):
+    """Its blocks have layers inside, which are numbered, too."""
+    config = {"num_layers": 6, "num_decoder_layers": 6, "d_model": 16, "d_ff": 16, "d_kv": 4}
+    model = transformers.T5Model(transformers.T5Config(vocab_size=96, num_heads=4, **config))
+    model.save_pretrained(tmp_path / "t5")
+    merged = merge_models([tmp_path / "t5"], "passthrough", progress=False)
+    assert "decoder.block.5.layer.2.layer_norm.weight" in merged
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_lists_of_layers_follow_slices_of_a_deeper_model(listed, tmp_path):
+    for name, count in (("a", 2), ("b", 4)):
+        (tmp_path / name).mkdir()
+        state = {f"model.layers.{i}.w": torch.full((2,), float(i)) for i in range(count)}
+        save_file(state, tmp_path / name / "model.safetensors")
+        config = {"num_hidden_layers": count}
+        if listed or name == "a":
+            config["layer_types"] = [f"{name}{i}" for i in range(count)]
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    text = f"""
+merge_method: passthrough
+slices:
+- sources: [{{model: {tmp_path}/a, layer_range: [0, 2]}}]
+- sources: [{{model: {tmp_path}/b, layer_range: [2, 4], parameters: {{scale: [{{filter: layers.3, value: 2}}, {{value: 1}}]}}}}]
+"""
+    if not listed:
+        with pytest.raises(PlanError, match="layer_types has 2 entries"):
+            make_plan(load_recipe(text))
+        return
+    plan = make_plan(load_recipe(text))
+    assert plan.config["layer_types"] == ["a0", "a1", "b2", "b3"]
+    # layers.3 is that of the model; in the output it is layers.3, too, and layers.2 before it
+    assert not [note for note in plan.notes if "filter" in note]
+
+
+def test_a_view_of_another_tensor_is_no_tied_tensor():
+    model = torch.nn.Linear(4, 3)
+    model.register_buffer("first_row", model.weight.data[0])
+    assert merge_models([model], "passthrough", progress=False).keys() == {
+        "weight",
+        "bias",
+        "first_row",
+    }
+
+
+def test_a_file_of_torch_before_1_6_is_read(tmp_path):
+    (tmp_path / "m").mkdir()
+    torch.save(
+        {"w": torch.ones(2)},
+        tmp_path / "m" / "pytorch_model.bin",
+        _use_new_zipfile_serialization=False,
+    )
+    merged = merge_models(
+        [tmp_path / "m"], "passthrough", allow_pickle="weights_only", progress=False
+    )
+    assert merged["w"].tolist() == [1.0, 1.0]
+
+
+def test_nan_stays_nan_in_bfloat16():
+    values = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], np.uint32).view(np.float32)
+    assert np.isnan(numbers(stored_as(values, BFLOAT16))).all()

@@ -86,8 +86,9 @@ def test_mergekit_s_flags_are_taken(recipe, tmp_path, capsys):
     assert main(["merge", str(recipe), str(tmp_path / "ours"), *ours]) == 0
     for file in (tmp_path / "ours").glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "theirs" / file.name).read_bytes()
-    assert main(["merge", str(recipe), str(tmp_path / "out"), "--out-shard-size", "large"]) != 0
-    assert "large" in capsys.readouterr().err
+    for size in ("large", "1.2.3", "."):
+        assert main(["merge", str(recipe), str(tmp_path / "out"), "--out-shard-size", size]) != 0
+        assert size in capsys.readouterr().err
 
 
 def test_different_architectures_merge_if_they_are_allowed(recipe, tmp_path, capsys):

@@ -62,7 +62,7 @@ def small_blocks(monkeypatch):
 def has_kernel(case):
     method = get_method(case.method)
     bound = method.bind(case.models, case.parameters)
-    return mergekit_lite.methods.compiled.has_kernel(method, bound, (3, 5), 15)
+    return mergekit_lite.methods.compiled.has_kernel(method, bound, (3, 5))
 
 
 def test_every_kernel_has_a_row():
@@ -332,3 +332,33 @@ def test_trimming_refuses_nan_wherever_it_would_rank(bits, impl, tmp_path):
                 density=density,
                 progress=False,
             )
+
+
+def test_a_parameter_may_be_called_like_a_keyword():
+    @merge_method("keyword", elementwise=True)
+    def keyword(tensors, base, *, class_: float = 1.0):
+        """A multiple."""
+        return tensors[0] * class_
+
+    try:
+        assert keyword([torch.ones(2)]).tolist() == [1.0, 1.0]
+        assert keyword([torch.ones(2)], class_=2.0).tolist() == [2.0, 2.0]
+        merged = merge_models([{"w": torch.ones(2)}], "keyword", class_=3.0, progress=False)
+        assert merged["w"].tolist() == [3.0, 3.0]
+    finally:
+        METHODS.pop("keyword")
+
+
+def test_weights_that_vanish_in_float32_leave_the_base(tmp_path):
+    states = [{"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 1.0])}]
+    for impl in ("eager", "fused"):
+        merge_models(
+            states,
+            "ties",
+            base_model={"w": torch.tensor([1.0, 1.0])},
+            weight=1e-50,
+            out=tmp_path / impl,
+            impl=impl,
+            progress=False,
+        )
+        assert load_file(tmp_path / impl / "model.safetensors")["w"].tolist() == [1.0, 1.0]

@@ -329,6 +329,20 @@ def test_a_base_alone_is_written(three):
     recipe = load_recipe(f"merge_method: task_arithmetic\nbase_model: {three[0]}\nmodels: []")
     assert recipe.merge_method == "passthrough"
     assert "the base" in recipe.notes[0]
-    merged = merge_models(recipe, progress=False)
+    with pytest.warns(UserWarning, match="is a copy of it") as warned:
+        merged = merge_models(recipe, progress=False)
+    assert warned[0].filename == __file__  # the caller's line is blamed
     stored = load_file(f"{three[0]}/model.safetensors")
     assert all(torch.equal(value, stored[name]) for name, value in merged.items())
+
+
+def test_long_texts_and_mappings_that_hold_themselves_are_refused():
+    with pytest.raises(RecipeError, match="there is no such file"):
+        load_recipe("merge_method: linear " * 50)
+    model: dict = {}
+    model["model"] = model
+    with pytest.raises(RecipeError, match="expected a path or hub id"):
+        parse_recipe({"merge_method": "linear", "models": [{"model": model}]})
+    text = "merge_method: linear\nmodels: [a, b]\nparameters: {weight: 1}\nchat_template: "
+    with pytest.raises(PlanError, match="chat_template: is 'xxxx"):
+        make_plan(load_recipe(text + "x" * 300))

@@ -278,3 +278,24 @@ def test_truncated_vocabularies_have_the_fewest_rows(folders, tmp_path):
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         torch.testing.assert_close(merged[name], sum(state[name][:22] for state in inputs) / 3)
     transformers.AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_a_mean_before_a_models_first_row(tmp_path):
+    """The code of a mean, -1, is no row that row 0 could follow."""
+    for name, tokens, rows in (
+        ("p", {"<pad>": 0, "a": 1, "b": 2}, [100.0, 1.0, 1.0]),
+        ("q", {"a": 0, "b": 1}, [3.0, 3.0]),
+    ):
+        (tmp_path / name).mkdir()
+        Tokenizer(models.WordLevel(tokens, unk_token="a")).save(
+            str(tmp_path / name / "tokenizer.json")
+        )
+        state = {"model.embed_tokens.weight": torch.tensor(rows)[:, None]}
+        save_file(state, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text('{"tie_word_embeddings": true}')
+    recipe = load_recipe(
+        f"merge_method: linear\nmodels: [{tmp_path}/p, {tmp_path}/q]\nparameters: {{weight: 1}}\n"
+        "tokenizer_source: base"
+    )
+    merged = merge_models(recipe, progress=False)["model.embed_tokens.weight"]
+    assert merged.flatten().tolist() == [100.0, 2.0, 2.0]

@@ -45,6 +45,7 @@ def tune(
         tune_config: Settings of the run.
         progress: Show progress bars; default: only on a terminal.
     """
+    # here, as torch takes seconds to import and --help needs none of it
     from .training import tune as run
 
     return run(
@@ -140,6 +141,7 @@ def _load(base: Path, adapter: str, **options: Any) -> PeftModel:
     from .storage.adapters import load_lora, read_shapes
 
     folder = find_folder(adapter, patterns=["*adapter_*"], operation="load_lora")
+    # before the base is loaded, which may take minutes
     read_shapes("load_lora", folder)
     with reading(base, "load_lora"):
         model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
@@ -155,6 +157,7 @@ def show(model: str, adapter: str, /) -> Report:
     """
     from .report.adapters import lora_report
 
+    # loaded as for training, else the report would count no trainable parameter
     return lora_report(_load(find_folder(model), adapter, is_trainable=True), trained=True)
 
 

@@ -81,6 +81,7 @@ class TuneConfig(CheckedConfig):
     max_steps: MaybeWhole = None
     batch_size: Whole = 8
     accumulation: Whole = 1
+    # nothing predicts a first token, so an example of 1 token has no loss
     max_length: Annotated[int, Range(least=2)] = 512
     pack: bool = False
     gradient_checkpointing: bool = False

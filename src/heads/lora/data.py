@@ -40,6 +40,7 @@ def check_packed_examples(model: PreTrainedModel | PeftModel) -> None:
     first = torch.arange(2 * length, device=device).remainder(vocabulary)[None]
     other = first.clone()
     other[:, :length] = (other[:, :length] + vocabulary // 2).remainder(vocabulary)
+    # a position of 0 in the middle is all that tells where the second example begins
     positions = torch.arange(length, device=device).repeat(2)[None]
     with evaluating(model):
         runs = [

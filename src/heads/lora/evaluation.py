@@ -110,6 +110,7 @@ class HeldOut:
         """Return the model's own end tokens, and special tokens that the references have."""
         own = self._model.generation_config.eos_token_id
         ends = [own] if isinstance(own, int) else list(own or [])
+        # a chat template's end of turn is often no end token of a base model
         special = set(self._tokenizer.all_special_ids)
         trained: set[int] = set()
         for reference in references:
@@ -149,6 +150,7 @@ class HeldOut:
     @torch.no_grad()
     def _answers(self) -> list[str]:
         """Return greedy answers."""
+        # not the model's own, which may sample and end at other tokens
         settings = GenerationConfig(
             max_new_tokens=self._config.answer_length,
             do_sample=False,
@@ -162,6 +164,7 @@ class HeldOut:
             for start in bar:
                 batch = self._tokenizer.pad(
                     {"input_ids": self._ids[start : start + _GENERATED]},
+                    # generate goes on from the last position, where there must be no padding
                     padding_side="left",
                     return_tensors="pt",
                 ).to(self._model.device)
@@ -183,8 +186,10 @@ class HeldOut:
 def _likelihood_gain_judge(model: Any, folder: Path, tokenizer: Any) -> Judge:
     """Return the likelihood gain by the model before tuning."""
     if not isinstance(model, PeftModel):
+        # the weights themselves are trained, so the model before tuning is loaded once more
         base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
         return LikelihoodGain(base.to(model.device), tokenizer)
+    # without its adapters it is the model before tuning, and no second copy is needed
     tuned = LikelihoodGain(model, tokenizer)
 
     def gain(prompt: str, answer: str) -> float:

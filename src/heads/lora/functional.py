@@ -50,6 +50,7 @@ def check(
         )
     if bias is not None and tuple(bias.shape) != (outs,):
         raise ValueError(f"{operation}: bias has shape {list(bias.shape)}, expected ({outs},)")
+    # autocast casts both; the factors are cast to x's dtype and need not match
     if autocast_dtype(x) is None and x.dtype != weight.dtype:
         raise ValueError(
             f"{operation}: x is {x.dtype} and the weight is {weight.dtype}, expected one dtype"
@@ -119,6 +120,7 @@ def lora_linear(
     operation = "lora_linear"
     check(operation, x, weight, lora_a, lora_b, bias, transposed)
     _check_options(operation, dropout_p, seed, impl)
+    # the autograd function of `run` has no rules for vmap and jvp
     if impl == "reference" or transforming():
         if dropout_p and seed is None:
             seed = torch.randint(-(2**63), 2**63 - 1, (), device=x.device)

@@ -36,6 +36,7 @@ class LikelihoodGain:
 
     def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase):
         if tokenizer.bos_token_id is None:
+            # Qwen's tokenizers have no beginning token
             start = tokenizer.eos_token_id
         else:
             start = tokenizer.bos_token_id
@@ -53,8 +54,11 @@ class LikelihoodGain:
         """Log-likelihood of an answer's tokens after those of ``before``, in nats.
 
         Raises:
-            ValueError: Together they are more than the model has positions.
+            ValueError: ``before`` is empty, or together they are more than the model has
+                positions.
         """
+        if not before:
+            raise ValueError("LikelihoodGain: expected a token before the answer, got none")
         most = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
         if most is not None and len(before) + len(answer) > most:
             raise ValueError(
@@ -68,6 +72,7 @@ class LikelihoodGain:
 
     def __call__(self, prompt: str, answer: str) -> float:
         """A score in nats; an empty answer scores 0."""
+        # a chat template has written its special tokens into the prompt as text
         asked, said = (
             list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
             for text in (prompt, answer)
@@ -75,10 +80,8 @@ class LikelihoodGain:
         if not said:
             return 0.0
         # as chat templates write it
-        if asked[:1] == [self._start]:
-            asked = asked
-        else:
-            asked = [self._start, *asked]
+        if asked[:1] != [self._start]:
+            asked.insert(0, self._start)
         return self.log_likelihood(asked, said) - self.log_likelihood([self._start], said)
 
 

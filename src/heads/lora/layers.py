@@ -37,6 +37,8 @@ _DROPS_AGAIN = ("cpu",)
 _FEW = 256  # tokens up to which keeping a dropout's mask is cheaper than computing it again
 # times the break-even in flops, since a merged weight also has to be written to memory
 _MERGE_ABOVE = 2
+# exact classes, since weights of quantisers and of FSDP2 are subclasses; functional_call
+# puts in a Tensor, and lora_report a FakeTensor
 _PLAIN = (nn.Parameter, Tensor, FakeTensor)
 
 
@@ -188,6 +190,7 @@ def inject_(
         layer: Any = module.get_submodule(name)
         layer.__class__ = LoraLinear
         layer.impl = impl
+        # peft's new dropout is in training mode: a model in evaluation would drop
         layer.train(training[name])
         for factor in (layer.lora_A, layer.lora_B):
             # as peft's own models do: half precision would lose small steps
@@ -257,6 +260,7 @@ def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
     """
     if _hooks_on_all_modules():
         return "there are hooks on all modules"
+    # read from the dictionaries: attributes of modules are slow, and this runs in every call
     modules = layer._modules
     base = modules["base_layer"]
     active = (layer._active_adapter if spans is None else spans) or ()
@@ -267,6 +271,7 @@ def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
     adapters = []
     for name in (active,) if isinstance(active, str) else active:
         a = a_of.get(name)
+        # an active adapter may have its targets in other layers
         if a is None:
             continue
         b = b_of[name]
@@ -282,6 +287,7 @@ def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
         p = drop.p if drop.training and type(drop) is nn.Dropout else 0.0
         adapters.append(Adapter(layer.scaling[name], p, None if spans is None else spans[name]))
     weight = None
+    # not isinstance: a subclass may compute more than the product with its weight
     if type(base) in STOCK and not _is_touched(base):
         weight = base._parameters.get("weight")
     if not _is_plain(weight):
@@ -358,6 +364,7 @@ def compute(chosen_path: Route, x: Tensor) -> Tensor:
     bias = base._parameters.get("bias")
     in_transform = transforming()
     recomputes = x.device.type in _DROPS_AGAIN and not torch.compiler.is_compiling()
+    # at 1, where `run` would divide by 0, torch's own dropout gives zeros
     drops = recomputes and any(0 < one.dropout_p < 1 for one in adapters)
     if not in_transform and drops and flat.shape[0] > _FEW:
         y = run(flat, weight, bias, factors, adapters, transposed=transposed)
@@ -379,12 +386,16 @@ def _merges(
     # on a GPU a launch costs more than the products that it saves
     if x.is_cuda or x.dtype.itemsize < 4 or not adapters:
         return False
+    # backward would keep the merged weight and make its dense gradient; a compiled graph must
+    # not depend on the number of tokens
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or autocast_dtype(x) is not None:
         return False
+    # tokens then have different updates, which no single weight holds
     if any(one.dropout_p or one.spans is not None for one in adapters):
         return False
     rank = sum(b.shape[1] for b in factors[1::2])
     written = weight.numel() * (rank + len(adapters))
+    # multiplications of x Aᵀ and of the product with Bᵀ; the sum is I + O in both layouts
     return x.shape[0] * rank * sum(weight.shape) > _MERGE_ABOVE * written
 
 
@@ -393,6 +404,7 @@ def merged(
 ) -> Tensor:
     """W + Σ s B A."""
     for a, b, one in zip(factors[::2], factors[1::2], adapters, strict=True):
+        # a Conv1D's weight is (I, O), so that its update is (B A)ᵀ = Aᵀ Bᵀ
         left, right = (a.T, b.T) if transposed else (b, a)
         weight = torch.addmm(
             weight, left.to(weight.dtype), right.to(weight.dtype), alpha=one.scaling

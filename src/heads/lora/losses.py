@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,10 +17,13 @@ from transformers.modeling_outputs import CausalLMOutput
 from model_components._head_loss import IGNORED, head_loss
 from model_components._modes import evaluating, in_mode
 
+from .report.training import perplexity
+
 _PROBED = 8  # tokens by which our loss is compared with the model's
 _NEAR = 1e-3  # of the loss: more than rounding makes of it, and less than another formula
 _MORE = ("shift_labels", "return_dict", "output_hidden_states", "output_attentions")
 _MARK = "is_fused_cross_entropy"
+# what multiplies the logits in the configs of Cohere, Muse and Falcon-H1
 _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 
@@ -86,8 +88,10 @@ def fuse_cross_entropy_(model: nn.Module) -> None:
             options |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
             return self.forward_with_logits(*arguments, **options)
         total, count = _summed_loss(self, labels, *arguments, **options)
+        # a trainer's count is of the whole step: all accumulated batches, all processes
         if num_items_in_batch is not None:
             count = torch.as_tensor(num_items_in_batch, device=total.device)
+        # a batch without trained tokens gives 0 and not NaN
         return CausalLMOutput(loss=total / count.clamp(min=1))
 
     setattr(forward, _MARK, True)
@@ -123,6 +127,7 @@ def _logits_of(base: Any) -> Callable[[Tensor], Tensor]:
         if value is not None:
             factor = value
             break
+    # Granite divides its logits, and Gemma 2 caps them
     divisor = getattr(config, "logits_scaling", None) or 1.0
     cap = getattr(config, "final_logit_softcapping", None)
 
@@ -220,4 +225,5 @@ def answer_loss(
     if not count:
         raise ValueError("answer_loss: no token of the data set is trained")
     loss = total / count
-    return loss, math.exp(min(loss, 700.0))
+    # from 710 on e to it is more than a float holds, and math.exp raises
+    return loss, perplexity(loss)

@@ -29,6 +29,7 @@ def dropout_codes(seed: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor
     """A 32-bit word for each row and each column, in int64, from a 64-bit seed."""
     low = seed & _WORD
     high = (seed >> 32) & _WORD
+    # the high half is mixed first: else seeds of one low ^ high would share a mask
     key = _mix(low ^ _mix(high))
     at_row, at_column = (
         torch.arange(n, device=seed.device, dtype=torch.int64) for n in (rows, columns)
@@ -42,6 +43,8 @@ def keep_mask(seed: Tensor, rows: int, columns: int, dropout_p: float) -> Tensor
     They depend on the seed and the place alone.
     """
     row, column = dropout_codes(seed, rows, columns)
+    # row and column are mixed already, but after a mere xor the four corners of any
+    # rectangle would depend on each other
     word = ((row[:, None] ^ column[None, :]) * 0x7FEB352D) & _WORD
     word = ((word ^ (word >> 15)) * 0x846CA68B) & _WORD
     return (word ^ 0x80000000) >= round(dropout_p * 2**32)  # the order of signed words
@@ -63,6 +66,7 @@ def lora_linear(
 
     The drop is `keep_mask`, a row of it for each token.
     """
+    # before x is dropped: the base layer sees all of it
     y = F.linear(x, weight.T if transposed else weight, bias)
     if dropout_p:
         assert seed is not None

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import xxhash
 
 from model_components._runs import RunFolder
-from model_components._trainer import DeadRunError
 
 from .config import TuneConfig
 from .evaluation import JudgeMaker
@@ -88,7 +87,8 @@ def sweep(
                     progress=progress,
                     **{**shared, **one},
                 )
-            except (DeadRunError, RuntimeError, ValueError) as error:
+            except (RuntimeError, ValueError) as error:
+                # running out of memory is a RuntimeError, too, and the next run may be smaller
                 failures[name] = str(error)
                 if number == len(failures) == len(runs):  # a reason that all runs share
                     raise
@@ -115,6 +115,7 @@ def _runs_of(grids: Sequence[Grid], shared: Mapping[str, Any]) -> dict[str, dict
             run = dict(zip(lists, values, strict=True))
             config = TuneConfig.from_dict({**shared, **run})
             name = _name_of(run)
+            # names do not tell: the order of settings, or 1 and 1.0, changes a name
             if config in configs:
                 raise ValueError(f"sweep: expected different runs, got two of {name}")
             configs.append(config)

@@ -107,6 +107,7 @@ def tune(
         "tune",
         contents={"rows": data.digest, "model": _fingerprint(folder)},
         checkpoints="checkpoints",
+        # no weight depends on it: where a judge failed, another one may take over
         may_change=("judge",),
         results=_RESULTS,
         fresh=None,
@@ -124,6 +125,7 @@ def tune(
     evaluation.set_judge(judge, folder)
     with run:
         trainer = _trainer(tuned, arguments, data, evaluation.collator)
+        # of a continued run, too: its checkpoint is loaded only by train
         before = evaluation.measure()
         _reset_peak()
         start = time.perf_counter()
@@ -133,6 +135,7 @@ def tune(
         notes = list(data.notes)
         if checkpoint is not None:
             notes.append(f"continued from {checkpoint.name}; the time is of the steps since then")
+        # so that the written model stops where the trained answers end
         tuned.generation_config.eos_token_id = evaluation.ends
         notes += _save(tuned, folder, out, config, progress=progress)
         after = evaluation.measure()  # last, as a judge may fail
@@ -155,6 +158,7 @@ def tune(
             notes=tuple(notes),
             log=tuple(trainer.state.log_history),
         )
+        # the judge of this call, before the report that marks the run as finished
         run.update()
         report.write()
         return report
@@ -231,9 +235,13 @@ def _read_data(
 def _fingerprint(folder: Path) -> str:
     """Return a hash of the config and of the size, beginning and end of each weight file."""
     digest = xxhash.xxh3_128()
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("config.json")]):
+    paths: list[Path] = []
+    for pattern in ("*.safetensors", "*.bin", "config.json"):
+        paths += folder.glob(pattern)
+    for path in sorted(paths):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
+        # reading gigabytes whole would delay every call
         with path.open("rb") as file:
             digest.update(file.read(_FINGERPRINT))
             file.seek(max(0, size - _FINGERPRINT))
@@ -313,12 +321,14 @@ def _count_steps(data: _Data, config: TuneConfig) -> int:
     if config.max_steps is not None:
         return config.max_steps
     batches = math.ceil(len(data.train) / config.batch_size)
-    return max(1, math.ceil(config.epochs * max(1, batches // config.accumulation)))
+    # transformers steps after the last batches of an epoch, too, though they are fewer
+    return math.ceil(config.epochs * math.ceil(batches / config.accumulation))
 
 
 def _arguments(
     model: nn.Module, out: Path, config: TuneConfig, steps: int, *, is_new: bool, progress: bool
 ) -> TrainingArguments:
+    # most other schedules refuse min_lr_rate
     has_floor = config.lr_scheduler_type == "cosine_with_min_lr"
     return TrainingArguments(
         output_dir=str(out / "checkpoints"),
@@ -393,6 +403,7 @@ def _save(model: Any, folder: Path, out: Path, config: TuneConfig, *, progress: 
         try:
             merge_lora(model, out / "model", tokenizer=tokenizer, progress=progress)
         except OutputError:
+            # a ValueError, too, but of a full disk or a taken folder, and not of a refused merge
             raise
         except ValueError as error:
             return [f"not merged, see adapter: {error}"]

@@ -82,10 +82,7 @@ def merge_adapters(
     """
     _check_arguments(adapters, rank, dtype)
     merged = _method(method)
-    if merged is None:
-        bound = _cat_weights(len(adapters), parameters)
-    else:
-        bound = merged.bind(len(adapters), parameters)
+    bound = _bound(merged, len(adapters), parameters)
     check_new(out, "merge_adapters")
     opened, notes = _open(adapters)
     largest = max(_largest_rank(adapter) for adapter in opened)
@@ -149,9 +146,11 @@ def _check_arguments(adapters: object, rank: object, dtype: str | None) -> None:
 
 def _local_folder(base: str | None) -> Path | None:
     """Return the folder of a base model that is on this machine, or None."""
+    if not base:  # an empty path would be the current folder
+        return None
     with contextlib.suppress(ValueError):
         # a base is not downloaded for the sake of its tokenizer
-        return _hub.find_folder(base or "", local_files_only=True)
+        return _hub.find_folder(base, local_files_only=True)
     return None
 
 
@@ -170,6 +169,19 @@ def _method(name: str) -> MergeMethod | None:
             f"merge_adapters: {name} needs the base's weights; expected one of {choices}"
         )
     return get_method(name)
+
+
+def _bound(method: MergeMethod | None, count: int, parameters: Bound) -> Bound:
+    """Return a method's checked parameters, "cat" being None."""
+    if method is None:
+        return _cat_weights(count, parameters)
+    bound = method.bind(count, parameters)
+    if method.base == "unused" and not bound["normalize"]:
+        raise ValueError(
+            f"merge_adapters: {method.name} without normalize multiplies the base, too; expected "
+            "task_arithmetic"
+        )
+    return bound
 
 
 def _cat_weights(count: int, parameters: Bound) -> Bound:

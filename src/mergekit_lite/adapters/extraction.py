@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -13,11 +14,10 @@ from model_components._checks import Range, Whole, check_choice, check_value
 from model_components._folders import NewFolder, check_new
 from model_components._model_folders import shown_name
 
-from ..dtypes import FLOATS, Array, numbers, promote
+from ..dtypes import FLOAT32, FLOATS, Array, numbers, promote
 from ..files import Source, open_source
 from ..files.adapter import stores_transposed
 from ..planning import PlanError
-from ..recipe import model_label
 from ..vocabulary import HEAD, copy_tokenizer, is_vocabulary_tensor
 from .report import AdapterModule, AdapterReport
 from .storage import module_of, task_of, truncated, with_bar, write_adapter
@@ -86,7 +86,8 @@ def extract_lora(
     base, tuned = (open_source(m, allow_pickle=allow_pickle) for m in (base_model, model))
     names = _common_tensors(base, tuned)
     kinds = [tuned.tensors[name].dtype for name in names]
-    chosen = dtype or promote(kind for kind in kinds if kind.is_floating_point).name
+    floats = [kind for kind in kinds if kind.is_floating_point]
+    chosen = dtype or promote(floats or [FLOAT32]).name
     extraction = _Extraction(base, tuned, rank, energy, chosen, save_others)
     for name in with_bar(names, "extract_lora", "tensor", progress=progress):
         extraction.take(name)
@@ -103,7 +104,7 @@ def extract_lora(
             folder.folder,
             extraction.factors,
             dtype=chosen,
-            base_model=model_label(base_model),
+            base_model=base.label if isinstance(base_model, (str, os.PathLike)) else None,
             call=f"extract_lora({models}, {options})",
             task_type=task_of(base.config),
             saved=extraction.saved,
@@ -184,8 +185,8 @@ class _Extraction:
             self.saved[name] = stored.reshape(info.shape)
         else:
             size = float(np.linalg.norm(before.astype(np.float64)))
-            # 1e-300: a bias that was all zero has no norm to divide by
-            self.left[name] = float(np.linalg.norm(change.astype(np.float64))) / max(size, 1e-300)
+            moved = float(np.linalg.norm(change.astype(np.float64)))
+            self.left[name] = moved / size if size else math.inf  # a bias may have been all zero
 
     def _may_be_saved(self, name: str) -> bool:
         """Return whether a changed tensor is saved whole."""

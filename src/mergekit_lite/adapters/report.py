@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,8 +70,8 @@ class AdapterReport(Report):
 
     def remarks(self) -> list[str]:
         """List what is not in it."""
-        left = [
-            f"{name} changed by {share:.2%} and is not in the adapter"
-            for name, share in self.left.items()
-        ]
-        return [*(f"note: {text}" for text in self.notes), *left]
+        lines = [f"note: {text}" for text in self.notes]
+        for name, share in self.left.items():
+            change = f"changed by {share:.2%}" if math.isfinite(share) else "was all zero"
+            lines.append(f"{name} {change} and is not in the adapter")
+        return lines

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ..dtypes import BFLOAT16, FLOAT32, Array, numbers
 from ..files import Source
-from ..methods import BY_ROWS
+from ..methods import BY_ROWS, STRETCH
 from ..methods.noise import stream_keys
 from ..planning import TensorPlan
 from . import native
@@ -28,8 +28,7 @@ from .tiles import ALL, CHOSEN, DRAW, MIDDLE, TILE, TRIM
 
 T = TypeVar("T")
 
-BLOCK = 1 << 18
-"""Elements of each input that a thread holds at a time."""
+BLOCK = STRETCH
 
 # the sample that thresholds start from: so many stretches of so many elements
 _STRETCHES = 32

@@ -1,4 +1,4 @@
-"""Where both engines hand the values of a tensor, and when they refuse to."""
+"""The type that both engines hand a tensor's values to, and their refusal of NaN."""
 
 from __future__ import annotations
 

@@ -171,13 +171,15 @@ def _from_module(model: torch.nn.Module, label: str) -> DictSource:
     config = to_dict() if callable(to_dict) else {}
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     state = model.state_dict()
-    first_names: dict[int, str] = {}
+    first_names: dict[tuple[int, torch.Size], str] = {}
     # a tied tensor is one tensor, under the name a checkpoint has
     for name, value in list(state.items()):
         # these have no memory: the address of all is 0, and would make them one
         if value.device.type == "meta" or not value.numel():
             continue
-        if first_names.setdefault(value.data_ptr(), name) != name and (not tied or name in tied):
+        # a view that begins where another tensor does has another shape
+        first = first_names.setdefault((value.data_ptr(), value.shape), name)
+        if first != name and (not tied or name in tied):
             del state[name]
     return DictSource(state, label, config)
 

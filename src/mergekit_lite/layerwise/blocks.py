@@ -116,21 +116,6 @@ class Skeleton:
                 owner, _, own = name.rpartition(".")
                 self._fill(self.model.get_submodule(owner), own, weights, name)
 
-    def without_blocks(self, weights: Weights) -> PreTrainedModel:
-        """A copy that has weights of its own, and no blocks."""
-        self.load_outside(weights)
-        # deepcopy takes what the memo holds for a block, so no block is copied
-        memo = {id(block): nn.Identity() for block in self.blocks}
-        return copy.deepcopy(self.model, memo)
-
-    def whole(self, weights: Weights) -> PreTrainedModel:
-        """A model with all its weights; tied ones stay tied."""
-        model = self.without_blocks(weights)
-        parent, _, own = self.path.rpartition(".")
-        blocks = nn.ModuleList([self.block(number, weights) for number in range(len(self.blocks))])
-        setattr(model.get_submodule(parent), own, blocks)
-        return model.eval()
-
     def block(self, number: int, weights: Weights) -> nn.Module:
         """A block with weights of its own."""
         # its parameters are on the meta device, so the copy takes next to no memory

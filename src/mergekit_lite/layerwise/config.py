@@ -6,10 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from transformers import AutoModelForCausalLM
+
+from model_components._checks import Range, Whole, check_value
 
 from ..methods import CALIBRATED
 
@@ -51,11 +53,8 @@ class CalibratedMerge:
                 f"merge_models: auto_class is {self.auto_class!r}, expected one of transformers' "
                 "AutoModels"
             )
-        if self.batch_size < 1 or self.max_length < 2:
-            raise ValueError(
-                f"merge_models: batch_size {self.batch_size}, max_length {self.max_length}; "
-                "expected 1 and 2 or more"
-            )
+        check_value("merge_models", "batch_size", self.batch_size, Whole)
+        check_value("merge_models", "max_length", self.max_length, Annotated[int, Range(least=2)])
 
     def shares(self, count: int) -> list[float]:
         """Each model's share; together they are 1."""

@@ -123,13 +123,20 @@ def check_computing(sources: Sequence[Source]) -> None:
     Raises:
         CheckpointError: With the first difference.
     """
-    configs = [settings_of(read_config(s.folder, "merge")) for s in sources if s.folder]
-    for source, other in zip(sources[1:], configs[1:], strict=True):
-        for name in dict.fromkeys([*configs[0], *other]):
-            if configs[0].get(name) != other.get(name):
+    first, ours = None, {}
+    for source in sources:
+        if source.folder is None:
+            raise CheckpointError(
+                f"{source.label}: is no folder; data-driven merges need a model's config.json"
+            )
+        settings = settings_of(read_config(source.folder, "merge"))
+        if first is None:
+            first, ours = source, settings
+        for name in dict.fromkeys([*ours, *settings]):
+            if ours.get(name) != settings.get(name):
                 raise CheckpointError(
-                    f"{source.label} and {sources[0].label}: {name} is {other.get(name)!r} and "
-                    f"{configs[0].get(name)!r}; data-driven merges need models that compute alike"
+                    f"{source.label} and {first.label}: {name} is {settings.get(name)!r} and "
+                    f"{ours.get(name)!r}; data-driven merges need models that compute alike"
                 )
 
 

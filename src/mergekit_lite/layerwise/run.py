@@ -46,9 +46,9 @@ class BlockMerge:
         self.hidden: list[list[Tensor]] = []
         # whole Gram matrices are too near to singular for float32
         self.products = torch.float64 if merge.reduce == 1 else torch.float32
-        settings = [merge.method, shares, merge.reduce]
         # what was computed on another device is computed again
-        settings.append(skeleton.device.type)
+        settings = [merge.method, shares, merge.reduce, skeleton.device.type]
+        settings += [type(skeleton.model).__name__, [len(batches) for batches in data]]
         self.stage = Stage(folder, run_fingerprint(sources, data, settings), "merge")
 
     def begin(self) -> None:
@@ -93,7 +93,8 @@ class BlockMerge:
             weights = [parameters[name] for parameters in blocks]
             owner = name.rpartition(".")[0]
             # a layer's bias is averaged: the closed form is of the product alone
-            if name.endswith("weight") and owner in layers:
+            was_called = all(owner in statistics for statistics in seen)
+            if name.endswith("weight") and owner in layers and was_called:
                 inputs = [statistics[owner] for statistics in seen]
                 value = self._solved(layers[owner], weights, inputs)
             else:

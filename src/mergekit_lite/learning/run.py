@@ -38,6 +38,7 @@ from .student import Student, StudentTrainer
 OPERATION = "learn"
 _CALIBRATION = 256  # examples of a task
 _MOST_HELD_OUT = 200  # examples of a task
+_COMPARED = ("linear", "regmean")  # merges of the table, if a caller names none
 _SAVED = 0.1  # of the steps, after which a checkpoint is written
 
 
@@ -95,6 +96,7 @@ def learn_merge(
     training = path.with_name(f"{path.name}.training")
     facts = {"components": list(components), "base": base, **config.to_dict()}
     contents = {task.name: task.hash for task in tasks}
+    files = [open_source(component).fingerprint() for component in components]
     run = _Run(
         components=components,
         base=base,
@@ -103,7 +105,8 @@ def learn_merge(
         merges=merges,
         out=path,
         training=training,
-        key=xxhash.xxh3_64(json.dumps([facts, contents]).encode()).hexdigest(),
+        # a component that was tuned again in its place is another one
+        key=xxhash.xxh3_64(json.dumps([facts, contents, files]).encode()).hexdigest(),
         # any token can pad: the mask hides it, and its label is ignored
         collator=MaskCollator(
             pad_token_id=tokenizer.pad_token_id or 0, max_length=config.max_length
@@ -135,7 +138,7 @@ def _merges(
         )
     compared = config.compare
     if compared is None:
-        compared = ("linear", "regmean", *(() if base is None else ("task_arithmetic",)))
+        compared = _COMPARED if base is None else (*_COMPARED, "task_arithmetic")
     methods = {"compare": list(compared)}
     if config.start != "average" and not _is_folder(config.start):
         methods["start"] = [config.start]
@@ -383,9 +386,10 @@ class _Run:
     def _train_masks(self) -> Merger:
         """Return the components with trained masks, over the start unless that is the average."""
         cached = self._cached()
-        merger = self.teachers
-        if self.config.start != "average":
-            self.teachers = None
+        if self.config.start == "average":
+            merger = self.teachers
+        else:
+            self.teachers = None  # freed before the components are loaded again
             merger = Merger.from_pretrained(
                 self.components,
                 base=self._merged(self.config.start),
@@ -409,9 +413,7 @@ class _Run:
         self.teachers = None  # their hidden states are cached
         # peft draws the adapters at random, and the same call must draw the same
         set_seed(self.config.seed)
-        student = Student(
-            start, heads[: len(self.components)], None if trains_all else self.config.rank
-        )
+        student = Student(start, heads, None if trains_all else self.config.rank)
         is_half = trains_all and dtype == torch.bfloat16
         self._train(StudentTrainer, student, cached, bf16=is_half)
         model: Any = student.finished()
@@ -442,16 +444,20 @@ def _component_names(labels: Sequence[str], config: LearnConfig) -> list[str]:
     """Name the components in the table by their folders, if those differ."""
     names = [Path(label).name for label in labels]
     # a component's folder may be called regmean, as a merge of the table is
-    taken = {config.start, *(config.compare or ())}
-    return [
-        f"component {k}" if names.count(name) > 1 or name in taken else name
-        for k, name in enumerate(names)
-    ]
+    taken = {config.start, *(config.compare or _COMPARED), "task_arithmetic"}
+    unique = []
+    for number, name in enumerate(names):
+        ambiguous = names.count(name) > 1 or name in taken
+        unique.append(f"component {number}" if ambiguous else name)
+    return unique
 
 
 def _supervised_tokens(examples: Sequence[Mapping[str, Any]]) -> int:
-    # nothing predicts the first token
-    return sum(label != IGNORED for example in examples for label in example["labels"][1:])
+    count = 0
+    for example in examples:
+        # nothing predicts the first token
+        count += sum(label != IGNORED for label in example["labels"][1:])
+    return count
 
 
 @torch.no_grad()

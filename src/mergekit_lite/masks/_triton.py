@@ -20,6 +20,7 @@ from triton import knobs
 
 from model_components._fused import on_device_of
 
+# a kernel has an argument for each weight, so their number is fixed
 MOST = 4
 """Components that a kernel takes; eager takes any number."""
 _ROWS, _COLUMNS = 4, 256  # a tile: 8 elements a thread; 16 spill on sm_90
@@ -32,6 +33,7 @@ _INTERPRETED = knobs.runtime.interpret  # when kernels are made, which is now
 def _tile(rows, columns, r, c, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     i = r * ROWS + tl.arange(0, ROWS)[:, None]
     j = c * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    # row times stride passes 32 bits in a table of 262,144 rows of 8,192
     return i.to(tl.int64), j, (i < rows) & (j < columns)
 
 
@@ -193,8 +195,10 @@ def _matrix(weight: Tensor) -> Tensor:
 
 def _four(weights: list[Tensor]) -> tuple[list[Tensor], int]:
     matrices = [_matrix(w) for w in weights]
+    # a kernel takes one row stride for all weights
     if len({w.stride(0) for w in matrices}) > 1:
         matrices = [w.contiguous() for w in matrices]
+    # absent weights repeat the last one, and are never read
     return [matrices[min(k, len(matrices) - 1)] for k in range(MOST)], matrices[0].stride(0)
 
 
@@ -252,7 +256,9 @@ def launch_reduce(grad: Tensor, weights: list[Tensor], shape: list[int]) -> Tens
     g = _matrix(grad)
     rows, columns = g.shape
     count, m_rows, m_columns = _shape(shape)
+    # whether masks are as high, and as wide, as the weight
     kind = {(1, 1): 0, (0, 1): 1, (1, 0): 2, (0, 0): 3}[m_rows == rows, m_columns == columns]
+    # a tile is 4 high but 256 wide: along columns 4 tiles sum 1,024 elements already
     steps = {0: 1, 1: _STEPS, 2: _STEPS // 8, 3: _STEPS}[kind]
     down, along = (steps if kind in (1, 3) else 1), (steps if kind == 2 else 1)
     bands = triton.cdiv(rows, _ROWS * down), triton.cdiv(columns, _COLUMNS * along)

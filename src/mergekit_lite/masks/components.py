@@ -20,13 +20,13 @@ from ..dtypes import byte_view, stored_of
 
 Module = TypeVar("Module", bound=nn.Module)
 
+# attributes that say nothing of what a module computes in evaluation
 _IGNORED = (
     "training",
     "name_or_path",
     "p",
     "_is_hf_initialized",
     "gradient_checkpointing",
-    "warnings_issued",
 )
 _HASHED = 1 << 22  # elements at a time
 
@@ -43,9 +43,11 @@ def share_frozen(models: Sequence[Module], *, over_base: bool = False) -> list[M
     """
     memo: dict[int, object] = {}
     base = dict(models[-1].named_parameters()) if over_base else {}
+    # the base first: tensors that others take from it have to be in the memo
     for model in reversed(models):
         for name, own in model.named_parameters():
             twin = base.get(name, own)
+            # a fine-tune of a few layers has all other weights as the base has them
             if twin is not own and own.device == twin.device and torch.equal(own, twin):
                 memo[id(own)] = memo[id(twin)]
             elif id(own) not in memo:
@@ -57,6 +59,7 @@ def share_frozen(models: Sequence[Module], *, over_base: bool = False) -> list[M
 def without_adapter(model: nn.Module) -> PreTrainedModel:
     """A model in memory; of a `PeftModel` a copy with the adapter folded in."""
     fold = getattr(model, "merge_and_unload", None)
+    # peft folds in place, and the caller's model must not change
     if callable(fold):
         # pyrefly: ignore[not-callable]: peft's method, though nn.Module says Tensor
         return copy.deepcopy(model).merge_and_unload()
@@ -67,10 +70,12 @@ def without_adapter(model: nn.Module) -> PreTrainedModel:
 def _attributes(module: nn.Module) -> dict[str, object]:
     """The settings that a module keeps: plain values among its attributes."""
     if isinstance(module, nn.Dropout):
+        # a fine-tune may have another rate, which evaluation does not use
         return {}
     scalars = {
         k: v for k, v in vars(module).items() if v is None or isinstance(v, (bool, int, float, str))
     }
+    # rotary positions turn alike however long inputs may be, so limits may differ
     ignored = _IGNORED + LENGTHS * is_of_any_length(getattr(module, "config", None))
     return {k: v for k, v in scalars.items() if k not in ignored and "drop" not in k}
 
@@ -116,6 +121,7 @@ def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str]) -> I
     theirs = dict(other.named_parameters())
     for name, parameter in own.items():
         if name not in theirs:
+            # it is tied otherwise in the other model, as was told above
             continue
         if parameter.shape != theirs[name].shape:
             shapes = (
@@ -220,6 +226,8 @@ def refuse_not_finite(models: Sequence[nn.Module], labels: Sequence[str]) -> Non
     problems = []
     for model, label in zip(models, labels, strict=True):
         for name, value in model.named_parameters():
+            # a finite sum proves finite terms, without a tensor of bools; large terms alone may
+            # overflow it, so else every element is looked at
             if not torch.isfinite(value.sum(dtype=torch.float64)) and not bool(
                 torch.isfinite(value).all()
             ):

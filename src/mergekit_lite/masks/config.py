@@ -49,6 +49,7 @@ class MaskConfig(CheckedConfig):
     'input'
     """
 
+    # the default, since a baked model has its very bits
     mode: Mode = "accurate"
     granularity: Granularity = "output"
     constraint: Constraint = "auto"
@@ -68,6 +69,7 @@ class MaskConfig(CheckedConfig):
 
     def problems(self) -> Iterator[str]:
         """Yield problems of patterns and initial values, and masks that inputs cannot have."""
+        # no pattern would train nothing, while None trains everything
         if self.modules == ():
             yield problem(self, "modules", "one pattern or more, or None")
         if self.granularity == "element" and self.mode == "efficient":

@@ -19,6 +19,7 @@ class _Clamp(torch.autograd.Function):
     So a mask may begin at exactly 0 or 1, where torch's clamp would keep it.
     """
 
+    # both methods are elementwise, so torch.func.vmap can batch them as they are
     generate_vmap_rule = True
 
     @staticmethod
@@ -34,6 +35,7 @@ class _Clamp(torch.autograd.Function):
     # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
     def backward(ctx: Context, grad: Tensor) -> Tensor:
         (values,) = ctx.saved_tensors
+        # a step goes against the gradient: above 1 a negative one leads away
         outwards = ((values < 0) & (grad > 0)) | ((values > 1) & (grad < 0))
         return grad.masked_fill(outwards, 0)
 
@@ -114,6 +116,7 @@ def unconstrain(masks: Tensor, constraint: str) -> Tensor:
     """
     if constraint == "sum_to_one":
         sums = masks.sum(0)
+        # K float32 numbers like 1 / 3 miss 1 by a few roundings
         if bool(((sums - 1).abs() > 1e-4).any()):
             raise ValueError(
                 f"MaskConfig: masks begin with sums of {float(sums.min()):g} to "
@@ -186,7 +189,9 @@ def initial_masks(
     tensor([0., 1.])
     """
     if initial == "random":
+        # on the CPU, so that a seed means the same masks on every device
         drawn = torch.rand(count, *shape, generator=generator)
+        # all draws of a place may be 0
         return drawn / drawn.sum(0, keepdim=True).clamp_min(1e-6)
     if initial == "average":
         values = [1 / count] * count

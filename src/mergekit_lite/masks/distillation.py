@@ -56,11 +56,16 @@ def distill(
     ids = _main_input(inputs)
     _refuse_leaks(merger, inputs)
     where, targets = positions(merger, ids, labels, inputs.get("attention_mask"))
+    # row by row, the order that cached states of teachers have, too
     places = where.nonzero(as_tuple=True)
     count = places[0].numel()
     if count == 0:  # shown once, as warnings are
         warnings.warn(
             "Merger.distill: a batch has no supervised position; its loss is 0", stacklevel=2
+        )
+    if kl.cross_entropy and targets is None:
+        raise ValueError(
+            f"Merger.distill: cross_entropy is {kl.cross_entropy:g}, expected labels in the batch"
         )
     answers = None if targets is None else targets[places]
     head = merger.output_head()
@@ -70,19 +75,14 @@ def distill(
     else:
         teachers = _cached(merger, kl, count, teacher_hidden)
     if kl.coefficients == "evidence" and shares is None:
+        # a classifier has one position a row: there each row is an example
         if where.dim() > 1:
             examples = _examples(ids, inputs.get("position_ids"))[places]
         else:
             examples = places[0]
         shares = _evidence(teachers, head, answers, examples)
     student = _outputs(merger, head is not None, inputs)[places]
-    options: dict[str, Any] = {}
-    if head is not None:
-        masks = None if head.is_same("weight") else head.mask("weight")
-        options: dict[str, Any] = {"heads": head.frozen("weight"), "masks": masks}
-        if "bias" in head.masks:
-            options["bias"] = head.current("bias")
-            options["teacher_biases"] = head.frozen("bias")
+    options = {} if head is None else _head_options(head)
     loss = masked_kl(
         student,
         teachers,
@@ -99,6 +99,17 @@ def distill(
         part = 1.0 if normalizer is None else count / normalizer  # this batch's share of the step
         loss = loss + part * mask_penalty(merger.trained_masks(), kl)
     return loss
+
+
+def _head_options(head: MaskedLayer) -> dict[str, Any]:
+    """Return the arguments of `masked_kl` that are of the merged head."""
+    masks = None if head.is_same("weight") else head.mask("weight")
+    options: dict[str, Any] = {"heads": head.frozen("weight"), "masks": masks}
+    # heads of Phi and GPT-J have one
+    if "bias" in head.masks:
+        options["bias"] = head.current("bias")
+        options["teacher_biases"] = head.frozen("bias")
+    return options
 
 
 def _main_input(inputs: Mapping[str, object]) -> Tensor:
@@ -131,6 +142,7 @@ def positions(
             labels = ids
         else:
             labels = ids.masked_fill(attention == 0, -100)
+    # these have one output a row, not one a token
     if labels is None and type(merger.model).__name__.endswith("ForSequenceClassification"):
         return torch.ones(ids.shape[:1], dtype=torch.bool, device=ids.device), None
     if labels is None:  # an encoder's every token
@@ -143,6 +155,7 @@ def positions(
             f"{list(ids.shape)}; expected a whole number for each"
         )
     if labels.dim() > 1 and causal:
+        # -100 stays at the last position, which predicts nothing that the row holds
         shifted = torch.full_like(labels, -100)
         shifted[:, :-1] = labels[:, 1:]
         return shifted != -100, shifted
@@ -158,6 +171,7 @@ def _refuse_leaks(merger: MaskedModel, inputs: Mapping[str, Any]) -> None:
     if position_ids is None or not bool((position_ids[:, 1:] <= position_ids[:, :-1]).any()):
         return
     attention = str(getattr(merger.model.config, "_attn_implementation", ""))
+    # transformers parts examples in causal masks, and with flash attention in one row only
     if not merger.model.can_generate() or ("flash" in attention and position_ids.shape[0] > 1):
         raise ValueError(
             f"Merger.distill: packed rows, but {type(merger.model).__name__} with "
@@ -175,8 +189,8 @@ def _shares(
 ) -> Tensor | None:
     """The teachers' coefficients (N, K); None if they depend on the teachers' outputs."""
     count = merger.count
-    if kl.direction == "entropy" or not places[0].numel():  # no teacher runs
-        return torch.zeros(places[0].numel(), count, device=where.device)
+    if not places[0].numel():  # no teacher runs
+        return torch.zeros(0, count, device=where.device)
     if kl.coefficients in ("evidence", "confidence"):
         return None
     if kl.shares is not None:
@@ -218,7 +232,9 @@ def _examples(ids: Tensor, position_ids: Tensor | None) -> Tensor:  # (B, L)
     starts = torch.zeros_like(ids)
     starts[:, 0] = 1
     if position_ids is not None:
+        # padding, with position 0 everywhere, is an example of its own at each token
         starts[:, 1:] = position_ids[:, 1:] <= position_ids[:, :-1]
+    # counted on from row to row: evidence needs numbers that ascend
     return (starts.flatten().cumsum(0) - 1).view_as(ids)
 
 
@@ -234,6 +250,7 @@ def _evidence(
         raise ValueError(
             "Merger.distill: coefficients by evidence need labels, and this model's inputs are none"
         )
+    # without a plain head, teachers came as logits already
     heads = Heads(None, None, [None] * len(teachers))
     if head is not None:
         if "bias" not in head.masks:
@@ -263,6 +280,7 @@ def _cached(merger: MaskedModel, kl: KLConfig, count: int, cached: Tensor) -> li
             f"H) for this batch and coefficients {kl.coefficients!r}; the cache was made from "
             "other batches or settings (its kl)"
         )
+    # where one state is kept, it belongs to the teacher with the share, whichever it is
     return [cached[:, min(k, teachers - 1)] for k in range(merger.count)]
 
 
@@ -301,6 +319,7 @@ def _run_teachers(
             with merger.component(k):
                 outputs = _outputs(merger, hidden, part)
             chosen = outputs[(row, *(p[used] for p in places[1:]))]
+            # positions without a share stay 0 and are never read
             full = chosen.new_zeros(count, chosen.shape[-1])
             full[used] = chosen
             logits_of_teachers.append(full)

@@ -31,6 +31,7 @@ BLEND = "masks.blend"
 LINEAR = "masks.masked_linear"
 EMBEDDING = "masks.masked_embedding"
 IMPLS = ("reference", "eager", "fused", "auto")
+# a blend costs the same for any number of tokens, K products grow with it
 FEW_TOKENS = 16
 FEW_TOKENS_TRAINING = 128
 """``mode="auto"`` is efficient up to so many tokens, without and with gradients
@@ -47,6 +48,7 @@ def _check_weights(operation: str, weights: Sequence[Tensor], impl: str) -> None
             f"{operation}: weights have shapes {sorted(shapes)} and dtypes {dtypes}, expected one "
             "of each"
         )
+    # backward has no gradient for weights, so one that asks would stay untrained
     if any(w.requires_grad for w in weights):
         raise ValueError(
             f"{operation}: expected frozen weights, since only masks are trained, but one requires "
@@ -156,9 +158,11 @@ def masked_linear(
     tensor([[1., 3.]])
     """
     in_features = _check_linear(x, weights, impl, transposed)
+    # with a rule these are the trained values, K - 1 of them for sum_to_one
     if rule is None:
         _check_masks("masked_linear", weights, masks)
     mode = _linear_mode(mode, impl, x, masks, in_features)
+    # masks of efficient mode are vectors, which are cheap to keep until backward
     if rule is not None and (mode == "efficient" or impl == "reference"):
         masks = rule(masks)
         rule = None
@@ -174,6 +178,7 @@ def masked_linear(
     if fused and rule is not None and torch.compiler.is_compiling():
         masks = rule(masks)  # which a graph keeps, since it cannot run a rule again in backward
         rule = None
+    # x is cast already, and autocast must not cast inside the float32 sums
     with nullcontext() if autocast is None else torch.autocast(x.device.type, enabled=False):
         if not fused and needs_plain(x):
             if mode == "efficient":

@@ -27,6 +27,7 @@ def _problem(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -
 
 def _weights(shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
     """Return two frozen weights on the CPU."""
+    # a shape always gives the same numbers; k makes the components differ
     return [(random_tensor(*shape) + k).to(dtype) for k in range(2)]
 
 

@@ -33,6 +33,7 @@ Output = Any
 Initial = float | str | Sequence[float]
 
 # elements of a parameter from which its blend is made again in backward, not kept
+# norms and biases are smaller: a second forward would cost more than they take
 _WORTH_REPEATING = 1 << 16
 
 
@@ -52,6 +53,7 @@ class _Components(nn.ModuleList):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; refuse a component with new parameters."""
+        # other names are the list's own attributes, such as training
         present = self._modules.get(name) if name.isdecimal() else None
         known = {id(p) for p in present.parameters()} if present is not None else set()
         if known and any(id(p) not in known for p in value.parameters()):
@@ -77,8 +79,7 @@ class MaskedLayer(nn.Module):
         constraint: Condition on the K mask values of one element, see `constrain`. ``"auto"`` is
             ``"sum_to_one"``, or ``"none"`` with a base.
         initial: Start value of the masks: a number, one number per component, ``"average"``
-            (1 / K), ``"component:1"`` (only component 1, counted from 0), ``"random"``, or a
-            mapping from parameter names to these.
+            (1 / K), ``"component:1"`` (only component 1, counted from 0), or ``"random"``.
         base: Optional base layer. The layer then computes
             ``base + Σ mask_k * (component_k - base)``.
         generator: Source of ``"random"``; default: torch's own.
@@ -112,6 +113,7 @@ class MaskedLayer(nn.Module):
     ):
         super().__init__()
         name = type(self).__name__
+        # a Sequential can be iterated, so its layers would pass for components
         if isinstance(components, nn.Module):
             raise ValueError(f"{name}: expected a list of layers, got {type(components).__name__}")
         check_choice(name, "impl", impl, self.impls)
@@ -136,6 +138,7 @@ class MaskedLayer(nn.Module):
         self.selection = Selection()
         self.over_base = base is not None
         self.components = _Components([*components] if base is None else [*components, base])
+        # GPT-2's Conv1D and the experts of GPT-OSS store (in, out)
         self.transposed = is_conv1d(self.plain) or bool(getattr(self.plain, "is_transposed", False))
         self.folded: dict[str, Tensor] | None = None
         self._folded_at: list[tuple[int, int]] = []
@@ -155,6 +158,7 @@ class MaskedLayer(nn.Module):
         """Refuse components whose parameters differ in name, shape or dtype."""
         names: dict[str, None] = {}
         for component in self.components:
+            # factors of a low-rank component have no counterpart in the base
             if type(component) is type(self.plain):
                 names |= dict.fromkeys(n for n, _ in component.named_parameters(recurse=False))
         for name in names:
@@ -194,6 +198,7 @@ class MaskedLayer(nn.Module):
         parameters = self.frozen(name)
         for parameter in parameters:
             parameter.requires_grad_(False)
+        # share_frozen made equal parameters one tensor, so values need not be compared
         return self.over_base and all(p is parameters[0] for p in parameters)
 
     def _initial_masks(self, name: str, generator: torch.Generator | None) -> Tensor:
@@ -240,6 +245,7 @@ class MaskedLayer(nn.Module):
 
     def _constraint(self, name: str) -> str:
         if name in self._same:
+            # the 0 that these masks have would break sum_to_one, and no sigmoid gives it
             return "none"
         return self.constraint
 
@@ -250,6 +256,7 @@ class MaskedLayer(nn.Module):
     def merged(self, name: str) -> Tensor:
         """The merged parameter, differentiable in its mask."""
         if name in self._same:
+            # the very tensor: a blend of equal values may round to others
             return getattr(self.plain, name)
         return blend(self.frozen(name), self.mask(name))
 
@@ -281,6 +288,7 @@ class MaskedLayer(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # plain asks for these two, and would come back here without end
             if name in ("components", "over_base"):
                 raise
             return getattr(self.plain, name)  # in_features, padding_idx, ...
@@ -290,6 +298,7 @@ class MaskedLayer(nn.Module):
         """Return an ordinary layer of the components' kind with the merged parameters."""
         layer = copy.deepcopy(self.plain)
         for name in self.masks:
+            # cloned: where no component changes it, this is the base's own tensor
             layer.register_parameter(name, nn.Parameter(self.merged(name).clone()))
         return layer.train(self.training)
 
@@ -318,6 +327,7 @@ class MaskedLayer(nn.Module):
         """
         if not self.is_folded:
             self.folded = None
+        # a fold passes no gradient on to the masks
         if self.training or transforming():
             return None
         return self.folded
@@ -357,6 +367,7 @@ class MaskedLayer(nn.Module):
         traced = any(needs_plain(mask) for mask in self.masks.values())
         if not large or traced or not torch.is_grad_enabled():
             return blended()
+        # autograd watches what it saves itself, but not what a closure holds
         versions = [tensor._version for tensor in used]
 
         def unchanged() -> Output:

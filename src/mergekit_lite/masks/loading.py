@@ -66,29 +66,43 @@ def load_components(
     if base is not None:
         given.append(os.fspath(base))
     named = [_Named.of(path, options) for path in given]
-    making: dict[str, object] = {}
-    if dtype != "auto":
-        making["dtype"] = dtype
-    if options.get("trust_remote_code"):
-        making["trust_remote_code"] = True
+    making = _making(dtype, options)
     labels = [name.label for name in named]
     configs = [name.config for name in named]
     folders = [name.path for name in named]
     refuse_unlike(configs, folders, labels, auto_class, making, strict=strict)
     models: list[PreTrainedModel] = []
-    last = named[-1]
     # the base first, whose weights others may share
     for name in reversed(named):
         model = None
-        shares_base = low_rank and bool(models) and last.adapter is None
-        if shares_base and name.adapter is not None and _are_one(name.path, last.path):
-            folder = find_folder(name.adapter)
-            if more_than_lora(folder) is None:
-                model = with_adapter(models[-1], Adapter(folder))
+        if low_rank and models:
+            model = _adapted(name, named[-1], models[-1])
         if model is None:
             model = _load_model(auto_class, name, dtype)
         models.insert(0, model)
     return models, labels
+
+
+def _making(dtype: object, options: Mapping[str, object]) -> dict[str, object]:
+    """Return the arguments of ``from_config`` that loading has, too."""
+    making: dict[str, object] = {}
+    if dtype != "auto":
+        making["dtype"] = dtype
+    if options.get("trust_remote_code"):
+        making["trust_remote_code"] = True
+    return making
+
+
+def _adapted(name: _Named, base: _Named, model: PreTrainedModel) -> PreTrainedModel | None:
+    """Return the base's model with an adapter as factors, if that is what a name stands for."""
+    # a base with its own adapter folded in is not what other adapters were made for
+    if base.adapter is not None or name.adapter is None or not _are_one(name.path, base.path):
+        return None
+    folder = find_folder(name.adapter)
+    # DoRA and its like are no product of two factors, and are folded in
+    if more_than_lora(folder) is not None:
+        return None
+    return with_adapter(model, Adapter(folder))
 
 
 @dataclass(frozen=True)
@@ -105,12 +119,13 @@ class _Named:
         """Read the config of a model, with what the options say of it."""
         path, adapter = _with_base(given)
         config, rest = _config(path, options)
+        # reading the config uses these up, and loading the weights needs them again
         where = {name: value for name, value in options.items() if name in _WHERE}
         return cls(path, adapter, config, where | rest)
 
     @property
     def label(self) -> str:
-        """What to call it."""
+        """Return the name for messages and merges."""
         return self.path if self.adapter is None else f"{self.path}+{self.adapter}"
 
 
@@ -169,6 +184,7 @@ def refuse_unlike(
 def _are_one(one: str, other: str) -> bool:
     """Return whether two names lead to one folder."""
     try:
+        # a relative path, or a hub id and its cached folder, may mean one model
         return one == other or find_folder(one).resolve() == find_folder(other).resolve()
     except CheckpointError:
         return False
@@ -181,6 +197,7 @@ def _with_base(path: str) -> tuple[str, str | None]:
         base, _, adapter = path.rpartition("+")
         return base, adapter
     settings = folder / "adapter_config.json"
+    # a whole model that still has its adapter's config beside it is that model
     if not settings.is_file() or (folder / "config.json").is_file():
         return path, None
     with reading(settings, "Merger"):
@@ -211,6 +228,7 @@ def _vocabularies(bases: Sequence[str | os.PathLike[str]], labels: Sequence[str]
         for base, label in zip(bases, labels, strict=True):
             folder = find_folder(os.fspath(base))
             if has_tokenizer(folder):
+                # by folder, so that adapters of one base are read and compared once
                 known[folder.resolve()] = (label, read_vocabulary(folder, label))
     except CheckpointError:
         # not there, or of a kind that no merge reads: sizes are compared in any case
@@ -229,6 +247,7 @@ def _vocabularies(bases: Sequence[str | os.PathLike[str]], labels: Sequence[str]
                 "whose tokenizer source is union"
             )
         elif len(first_ids.keys() ^ ids.keys()) > 2 * _TOKENS * max(len(first_ids), len(ids)):
+            # the factor 2: a renamed token is missing on both sides
             differences.append(f"their tokenizers differ: {label} has other tokens than {first}")
     return differences
 

@@ -98,6 +98,7 @@ def masked_kl(
     if cross_entropy:
         if labels is None:
             raise ValueError("masked_kl: cross_entropy needs labels")
+        # on a GPU a label out of range would end all further work of the process
         check_labels(labels, student.shape[1] if heads is None else heads[0].shape[0])
     if positions == 0:
         return _zero(student, masks, bias)
@@ -127,6 +128,7 @@ def masked_kl(
             coefficients=coefficients if isinstance(coefficients, Tensor) else None, **numbers
         ),
     }
+    # dtypes are chosen above, and autocast would cast once more
     with torch.autocast(student.device.type, enabled=False):
         return Distillation.apply(student, masks, bias, arguments)
 
@@ -228,6 +230,7 @@ def _check_numbers(
     check_choice("masked_kl", "impl", impl, ("auto", "eager", "reference"))
     if not 0 < temperature < float("inf"):
         raise ValueError(f"masked_kl: temperature is {temperature}, expected a number above 0")
+    # entropies are divided by it, and float32 ends at 3e38
     if confidence_temperature and not 1e-30 <= confidence_temperature < float("inf"):
         raise ValueError(
             f"masked_kl: confidence_temperature is {confidence_temperature}, expected 0 or at "
@@ -250,6 +253,7 @@ def _checked_shares(
         return coefficients
     low = coefficients.amin()
     sums = coefficients.sum(1)
+    # negated, so that NaN is refused, too
     if not (bool(low >= 0) and bool(((sums - 1).abs() <= 1e-2).all())):
         raise ValueError(
             f"masked_kl: coefficients go down to {float(low):.3g}, rows sum to "
@@ -289,10 +293,13 @@ def mask_penalty(masks: Sequence[Tensor], config: KLConfig) -> Tensor:
         total = total + config.l1 * sum(m.abs().sum() for m in masks) / (count * places)
     if config.l2:
         total = total + config.l2 * energy.sum() / (count * places)
+    # above the diagonal: each pair once, and none of a component with itself
     pairs = torch.triu_indices(count, count, 1, device=energy.device)
     own = energy[pairs[0]]
     other = energy[pairs[1]]
     both = products[pairs[0], pairs[1]]
     if config.similarity and count > 1:
-        total = total + config.similarity * (both / (own * other).sqrt().clamp_min(1e-12)).mean()
+        # before the root, whose derivative at 0 is infinite: masks may all be 0
+        sizes = (own * other).clamp_min(1e-24).sqrt()
+        total = total + config.similarity * (both / sizes).mean()
     return total

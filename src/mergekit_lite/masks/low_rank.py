@@ -68,7 +68,8 @@ class LowRankMaskedLinear(MaskedLayer):
 
     ``x @ W.T + Σ change_k(m_k x)``.
 
-    Output and scalar masks multiply what a change gives. Equal to `MaskedLinear` but for rounding.
+    Output masks multiply what a change gives, all others its input. Equal to `MaskedLinear` but for
+    rounding.
 
     >>> base = nn.Linear(4, 3)
     >>> adapted = LowRankLinear(base, torch.ones(1, 4), torch.ones(3, 1), 0.5)
@@ -104,6 +105,7 @@ class LowRankMaskedLinear(MaskedLayer):
         total = self.plain.get_parameter(name)
         rounded = total.dtype
         total = total.to(torch.promote_types(total.dtype, torch.float32))
+        # masks are one more than components: the last is the base's
         for mask, component in zip(masks, self.components[:-1], strict=False):
             if isinstance(component, LowRankLinear):
                 total = total + mask * component.weight_delta()
@@ -141,6 +143,7 @@ def adapted_layers(model: PreTrainedModel, adapter: Adapter) -> dict[str, Pair] 
         id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
     )
     for name, pair in adapter.pairs.items():
+        # peft's names have the prefix only where it wrapped the model with its head
         target = next(
             (n for n in (name, f"{prefix}{name}", name.removeprefix(prefix)) if n in modules), None
         )
@@ -149,11 +152,13 @@ def adapted_layers(model: PreTrainedModel, adapter: Adapter) -> dict[str, Pair] 
             target is None
             or type(layer) is not nn.Linear
             or pair.embedding
+            # factors beside a tied head would not reach the embedding
             or owners[id(layer.weight)] > 1
         ):
             return None
         if (pair.up.shape[0], pair.down.shape[1]) != tuple(layer.weight.shape):
             return None  # who folds it in says so
+        # B begins at 0, so an adapter that never reached a layer leaves it the base's
         if pair.up.any() and pair.down.any():
             found[target] = pair
     return None if adapter.replaced else found
@@ -171,6 +176,7 @@ def with_adapter(base: PreTrainedModel, adapter: Adapter) -> PreTrainedModel | N
     pairs = adapted_layers(base, adapter)
     if pairs is None:
         return None
+    # with all tensors in the memo, deepcopy copies modules alone
     model = copy.deepcopy(base, {id(t): t for t in chain(base.parameters(), base.buffers())})
     for name, pair in pairs.items():
         parent, _, last = name.rpartition(".")

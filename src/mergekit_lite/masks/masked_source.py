@@ -48,6 +48,7 @@ class MaskedSource(Source):
         self.config = inner.config
         self.folder = inner.folder
         self._dtypes = dtypes
+        # in the merger's dtypes, since the dtype of the result follows from these
         self.tensors = {
             name: TensorInfo(name, info.shape, dtype, info.file, info.start)
             for name, info in inner.tensors.items()
@@ -72,6 +73,7 @@ class MaskedSource(Source):
         if name in self._masks:
             values = values * stretch(self._masks[name][self._k], info.shape, start, stop)
         elif not self._lone:
+            # a buffer is the plain model's alone, and the merge adds up all sources
             values = torch.zeros_like(values)
         return stored_of(values.contiguous())
 
@@ -81,6 +83,7 @@ class MaskedSource(Source):
 
     def fingerprint(self) -> object:
         """The component's, and the masks' values."""
+        # an interrupted bake must not go on with other masks
         digest = hashlib.sha256()
         for name in sorted(self._masks):
             digest.update(
@@ -103,6 +106,7 @@ def stretch(mask: Tensor, shape: Sequence[int], start: int, stop: int) -> Tensor
     index = []
     rows = torch.arange(first, last)
     for size, own in zip(reversed(shape[:-1]), reversed(mask.shape[:-1]), strict=True):
+        # a row's number, taken apart like digits, is its index in the leading dimensions
         index.insert(0, rows % size if own > 1 else torch.zeros_like(rows))
         rows = rows // size
     mask_rows = (mask[tuple(index)] if index else mask[None]).expand(last - first, columns)

@@ -98,6 +98,7 @@ class Merger(MaskedModel):
                 f"Merger.from_pretrained: {next(iter(config))} was given beside masks, which say "
                 "it already"
             )
+        # a dataclass's own TypeError would not say which fields there are
         known = [field.name for field in fields(MaskConfig)]
         if unknown := [name for name in config if name not in known]:
             raise ValueError(
@@ -119,7 +120,7 @@ class Merger(MaskedModel):
         )
         base_model = None if base is None else models.pop()
         merger = cls(models, settings, base=base_model, labels=labels, strict=strict)
-        merger.mask_config = settings.resolved(over_base=base is not None)
+        # only here: models that were handed over may differ from every file
         merger.sources = [stored_as(label) for label in labels]
         if masks is not None:
             merger.load_masks(masks)
@@ -132,6 +133,7 @@ class Merger(MaskedModel):
         """
         if kl is None:
             return super().forward(*args, **inputs)
+        # through forward, since DDP sees no other call
         return CausalLMOutput(loss=self.distill(kl, **inputs))
 
     def save_pretrained(self, *ignored: object, **named: object) -> None:
@@ -158,6 +160,7 @@ class Merger(MaskedModel):
         loaded = load_masks(self, Path(path))
         with torch.no_grad():
             for name, values in loaded.items():
+                # in place, since an optimizer and tied layers hold these very parameters
                 self._raw[name].copy_(values)
         self.unfold_()
 
@@ -170,7 +173,8 @@ class Merger(MaskedModel):
 
         Args:
             out: Folder to write; it must not exist or be empty.
-            **options: ``max_shard_size``, ``progress``, ``threads``, ``fresh`` of `merge_models`.
+            **options: ``max_shard_size``, ``progress``, ``threads``, ``fresh`` of `merge_models`,
+                and ``dtype``, which rounds the logits, too, if it is not the components'.
 
         Raises:
             ValueError: A mask that is not finite; and what `merge_models` raises.

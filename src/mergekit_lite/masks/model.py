@@ -25,6 +25,7 @@ from .layers import MaskedLayer, Output, Selection
 from .low_rank import LowRankLinear, has_factors
 from .surgery import Surgeon
 
+# what Gemma 2, Cohere, Granite and Falcon-H1 do to logits after the head's product
 _HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
@@ -71,21 +72,26 @@ class MaskedModel(nn.Module):
         self.count = len(models)
         self.over_base = base is not None
         self.mask_config = (config or MaskConfig()).resolved(over_base=self.over_base)
+        # a PeftModel is of another class, with other names, than what it is compared with
         models = [without_adapter(model) for model in models]
         if base is not None:
             models.append(without_adapter(base))
         self.labels = _labels_of(models, labels)
         self._refuse_different(models, strict=strict)
+        # 0 * NaN is NaN: no mask could keep such a weight out
         refuse_not_finite(models, self.labels)
         self.selection = Selection()
         shared = share_frozen(models, over_base=self.over_base)
+        # this one gets the masked layers; its settings and buffers are the merged model's
         model = shared.pop(-1 if self.over_base else 0)
+        # children alone are replaced, so a parameter of the root would stay unmerged
         for name, _ in model.named_parameters(recurse=False):
             raise ValueError(
                 f"Merger: {type(model).__name__} itself owns {name}; expected parameters of its "
                 "modules"
             )
         stored = model.state_dict()
+        # for bakes and hashes; rotary frequencies are buffers that no checkpoint stores
         self._stored_buffers = {}
         for name, value in model.named_buffers():
             if name in stored:
@@ -111,6 +117,7 @@ class MaskedModel(nn.Module):
             if not has_factors(model):
                 whole.append(model)
                 labels.append(label)
+        # where all others are adapters, the base is alone and nothing is left to compare
         if len(whole) > 1 or not self.over_base:
             whose = "base's" if self.over_base else "first component's"
             refuse_different(whole, labels, strict=strict, whose=whose)
@@ -170,6 +177,7 @@ class MaskedModel(nn.Module):
             *args: Of transformers' ``generate``.
             **options: Of transformers' ``generate``.
         """
+        # a fold of the caller's own stays afterwards; a component has nothing to blend
         fold = not self.training and self.selection.component is None and not self.is_folded
         if fold:
             self.fold_()
@@ -230,16 +238,14 @@ class MaskedModel(nn.Module):
 
     def _apply(self, fn: object, recurse: bool = True) -> Self:
         before = self.model.dtype
+        # kept from before the cast: a mask that went through bfloat16 has lost digits
         masks = {name: mask.data for name, mask in self._raw.items()}
         super()._apply(fn, recurse)
-        for (
-            name,
-            mask,
-        ) in (
-            self._raw.items()
-        ):  # masks stay float32: half precision would round training steps away
+        # masks stay float32: half precision would round training steps away
+        for name, mask in self._raw.items():
             if mask.dtype != masks[name].dtype:
                 mask.data = masks[name].to(mask.device)
+        # layers folded again with rounded masks, and setting .data changes no version
         self.unfold_()
         if self.model.dtype != before:
             self._hashes = None
@@ -341,6 +347,7 @@ class MaskedModel(nn.Module):
         with evaluating(self), self.component(0):
             logits = self.model(**self.uncached({"input_ids": ids})).logits
             logits_again = head(self.final_hidden(input_ids=ids))
+        # by name as well: a soft cap of small logits rounds away in the trial
         changed = [
             key
             for key in _HEAD_SETTINGS
@@ -364,6 +371,7 @@ class MaskedModel(nn.Module):
 
     def uncached(self, inputs: Mapping[str, object]) -> dict[str, object]:
         """A model's inputs, and that it need not keep keys and values."""
+        # the forward of an encoder takes no use_cache
         if self.model.can_generate():
             return {**inputs, "use_cache": False}
         return dict(inputs)
@@ -373,6 +381,7 @@ def _change(layer: MaskedLayer, k: int, name: str) -> Tensor:
     """Return what a component changes of a parameter of the base, in its dtype."""
     module = layer.components[k]
     base = getattr(layer.plain, name)
+    # a difference of rounded weights would lose small changes
     if name == "weight" and isinstance(module, LowRankLinear):
         return module.weight_delta().to(base.dtype).detach()
     return (getattr(module, name) - base).detach()

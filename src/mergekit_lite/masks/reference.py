@@ -83,9 +83,11 @@ def masked_kl(
         target = (shares[..., None] * logs.exp()).sum(1)
     log_s = torch.log_softmax(student / temperature, -1)
     if direction == "forward":
+        # xlogy is 0 where the target underflows to 0; 0 * log 0 would be NaN
         loss = torch.xlogy(target, target) - target * log_s
     else:
         loss = log_s.exp() * (log_s - target.log())
+    # gradients of softened targets shrink as 1 / T²; this keeps their size
     loss = temperature**2 * loss.sum(-1).mean()
     if cross_entropy:
         assert labels is not None

@@ -68,6 +68,7 @@ class MaskReport(Report):
             flat = mask.detach().float().flatten(1).cpu()
             top = flat == flat.amax(0)  # a tie is shared
             wins = (top / top.sum(0)).mean(1)
+            # correction 0: a scalar mask is one value, with spread 0 and not NaN
             spread = flat.std(1, correction=0)
             values = (tuple(round(float(v), 6) for v in t) for t in (flat.mean(1), spread, wins))
             rows.append(MaskRow(name, tuple(mask.shape[1:]), *values))
@@ -110,10 +111,12 @@ class MaskReport(Report):
         for row, (layer, kind) in zip(self.rows, cells, strict=True):
             for start, mean in zip(starts, row.mean, strict=True):
                 grid[layers.index(layer), start + kinds.index(kind)] = mean
+        # inches: names and color bar, then so much for each cell
         width = 2.5 + 0.32 * grid.shape[1]
         height = 2.4 + 0.26 * len(layers)
         figure, axes = axes_for(ax, "MaskReport.plot", width=width, height=height)
         even = 1 / count  # where all components count alike: the middle of the scale
+        # at least 0.05, or masks that hardly moved would have the strongest colors
         reach = max(0.05, float((grid[~grid.isnan()] - even).abs().max()))
         image = axes.imshow(
             grid.numpy(), vmin=even - reach, vmax=even + reach, cmap="RdBu_r", aspect="auto"
@@ -128,6 +131,7 @@ class MaskReport(Report):
         for start, label in zip(starts, self.labels, strict=True):
             axes.text(
                 start + (len(kinds) - 1) / 2,
+                # above the top row: its cells end at -0.5
                 -0.7,
                 Path(label).name,
                 ha="center",

@@ -85,6 +85,7 @@ def _check_made_for(merger: MaskedModel, path: Path, metadata: Mapping[str, str]
             f"models{of[json.loads(metadata['over_base'])]}; this merger has "
             f"{len(merger.labels)}{of[merger.over_base]}"
         )
+    # told before the hashes, which depend on it and read every weight
     if metadata["dtype"] != dtype:
         raise ValueError(
             f"load_masks: {path} is for components in {metadata['dtype']}, here they are in {dtype}"
@@ -97,6 +98,7 @@ def _check_made_for(merger: MaskedModel, path: Path, metadata: Mapping[str, str]
             )
     saved = MaskConfig.from_json(metadata["config"])
     config = merger.mask_config
+    # mode, modules and initial do not change what stored values mean
     if (saved.granularity, saved.constraint) != (config.granularity, config.constraint):
         raise ValueError(
             f"load_masks: {path} has {saved.granularity} masks with constraint {saved.constraint}, "
@@ -144,6 +146,7 @@ def bake(merger: MaskedModel, out: Path, options: Mapping[str, Any]) -> MergeRep
     if len(sources) < count:
         sources = [_resident(merger, k) for k in range(count)]
     dtypes = {name: value.dtype for name, value in merger.state(0).items()}
+    # these layers add changes before they round, so the bake must not round first
     factored = {
         name
         for name, (layer, _) in merger.places().items()
@@ -157,7 +160,9 @@ def bake(merger: MaskedModel, out: Path, options: Mapping[str, Any]) -> MergeRep
         )
         for k, source in enumerate(sources)
     ]
+    # a merge takes its first model's config, and a base is last here
     models[0].config = sources[plain].config
+    # every source is multiplied by its mask already, hence weights of 1
     report = merge_models(
         models, "linear", weight=[1.0] * len(models), normalize=False, out=out, **options
     )
@@ -187,6 +192,7 @@ def _stored(merger: MaskedModel, k: int) -> Source | None:
         n in source.tensors and source.tensors[n].shape == tuple(v.shape) for n, v in state.items()
     ):
         return None
+    # a file that was touched, or copied back, may still hold the same values
     if source.fingerprint() != merger.sources[k].fingerprint:
         for name, value in state.items():
             if not _is_stored(source, name, merger.places().get(name), k, value):
@@ -206,6 +212,7 @@ def _is_stored(
         pair = source.pair(name) if isinstance(source, LoraSource) else None
         return (
             pair is not None
+            # alpha is in the adapter's config, and can change where no factor does
             and pair.scale == module.scale
             and all(
                 torch.equal(torch.from_numpy(factor).to(own), own)
@@ -222,6 +229,7 @@ def _is_stored(
 
 def _resident(merger: MaskedModel, k: int) -> Source:
     """The component's weights in memory; tokenizer files still come from its folder."""
+    # a model that was made from a config has no architectures in it
     config = {**merger.model.config.to_dict(), "architectures": [type(merger.model).__name__]}
     source = DictSource(merger.state(k), merger.labels[k], config)
     if Path(merger.labels[k]).is_dir():

@@ -30,10 +30,13 @@ _LINEAR: dict[Mode, type[MaskedLinear]] = {
 
 def masked_class(module: nn.Module, mode: Mode = "accurate") -> type[MaskedLayer]:
     """Return the class of masked layers for a stock layer that owns parameters."""
+    # by its forward: a subclass that computes something else keeps its own
     if type(module).forward is nn.Linear.forward or is_conv1d(module):
         return _LINEAR[mode]
     if isinstance(module, nn.Embedding):
+        # OPT's positions add an offset in forward, so they need the stock one
         plain = type(module).forward is nn.Embedding.forward or hasattr(module, "embed_scale")
+        # max_norm rewrites rows in forward, and a gather would leave that out
         if plain and module.max_norm is None and not module.scale_grad_by_freq:
             return MaskedEmbedding
     if isinstance(module, nn.RNNBase):
@@ -63,6 +66,7 @@ class Surgeon:
         self.config = config
         self.selection = selection
         self.over_base = over_base
+        # one for all layers, or layers of one shape would begin with the same masks
         self.generator = torch.Generator().manual_seed(config.seed)
         self.layers: dict[str, tuple[MaskedLayer, str]] = {}
         self.raw: dict[str, nn.Parameter] = {}
@@ -72,7 +76,10 @@ class Surgeon:
 
     def replace(self, module: nn.Module, others: Sequence[nn.Module], prefix: str = "") -> None:
         """Replace the children of ``module``, whose counterparts are the children of ``others``."""
-        for name, child in list(module.named_children()):
+        # `named_children` would leave out the second name of a module that has two
+        for name, child in list(module._modules.items()):
+            if child is None:
+                continue
             pairs = [getattr(o, name) for o in others]
             if id(child) in self._replacements:
                 setattr(module, name, self._replacements[id(child)])
@@ -86,6 +93,7 @@ class Surgeon:
     def trains(self, module: str) -> bool:
         """Return whether the masks over a module are trained."""
         patterns = self.config.modules
+        # fnmatch would ignore case on some systems
         return patterns is None or any(fnmatchcase(module, pattern) for pattern in patterns)
 
     def layer(self, first: nn.Module, others: Sequence[nn.Module], prefix: str) -> MaskedLayer:

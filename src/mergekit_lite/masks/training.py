@@ -56,6 +56,7 @@ class DistillTrainer(StepTrainer):
         """Return the loss over the positions of all micro-batches and ranks of a step."""
         loss = model(kl=self.kl, normalizer=num_items_in_batch, **inputs).loss
         if num_items_in_batch is not None:
+            # DDP takes the mean of gradients, and the normalizer counts all processes already
             loss = loss * self.processes_of_mean()
         return (loss, {}) if return_outputs else loss
 
@@ -122,6 +123,7 @@ class MaskTrainer(DistillTrainer):
     ):
         if not isinstance(model, Merger):
             raise ValueError(f"MaskTrainer: model is {type(model).__name__}, expected a Merger")
+        # nn.DataParallel would copy all frozen components to each card in every step
         if args.n_gpu > 1:
             raise ValueError(
                 f"MaskTrainer: {args.n_gpu} GPUs in one process; start one for each with torchrun"
@@ -136,6 +138,7 @@ class MaskTrainer(DistillTrainer):
             raise ValueError("MaskTrainer: train_dataset is empty; expected examples")
         if isinstance(data, TaskMixture) and (kl or KLConfig()).coefficients == "task":
             _check_mixture(data, model)
+        # no loss reaches the masks of an encoder's pooler, so DDP has to look for them there
         if args.ddp_find_unused_parameters is None and model.model.can_generate():
             args.ddp_find_unused_parameters = False  # every mask takes part in every step
         super().__init__(model, args, kl=kl, train_dataset=train_dataset, **options)
@@ -220,7 +223,9 @@ def shard_frozen_(merger: Merger, mesh: DeviceMesh | None = None) -> list[str]:
     blocks = {
         f"{name}.{i}": block
         for name, modules in lists.items()
+        # experts are a list inside a block, and are sharded with it
         if not any(name.startswith(f"{other}.") for other in lists)
+        # a masked embedding or head holds a list, too: its components
         and not name.endswith("components")
         for i, block in enumerate(modules)
     }
@@ -230,6 +235,7 @@ def shard_frozen_(merger: Merger, mesh: DeviceMesh | None = None) -> list[str]:
     masks = set(merger.masks().values())
     for block in blocks.values():
         fully_shard(block, mesh=mesh, ignored_params=masks)
+    # DDP would spread the first rank's values at its start, and shards differ by rank
     frozen = [n for n, p in merger.named_parameters() if not p.requires_grad]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(merger, frozen)
     return list(blocks)

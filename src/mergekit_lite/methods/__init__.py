@@ -1,7 +1,7 @@
 """Merge methods: pure, differentiable functions of tensors, and the table of their names."""
 
 from .averaging import linear, nearswap, passthrough, task_arithmetic
-from .compiled import BY_ROWS, COMPILED, has_kernel
+from .compiled import BY_ROWS, COMPILED, STRETCH, has_kernel
 from .dropping import dare_linear, dare_ties, della, della_linear
 from .fusion import arcee_fusion, ram, ramplus_tl
 from .noise import Noise
@@ -16,6 +16,7 @@ __all__ = [
     "CALIBRATED",
     "COMPILED",
     "METHODS",
+    "STRETCH",
     "MergeMethod",
     "Noise",
     "Parameter",

@@ -43,7 +43,7 @@ def refuse_zero_sum(parameters: dict) -> None:
     """A normalised sum divides by Σ w_i, which must not be 0."""
     weights = parameters["weight"]
     # above 0, so that weights that are all 0 are refused, too
-    largest = max(1e-30, *(abs(weight) for weight in weights), 0.0)
+    largest = max([1e-30, *(abs(weight) for weight in weights)])
     if parameters["normalize"] and abs(sum(weights)) < 1e-8 * largest:  # nothing but rounding
         raise ValueError(
             f"weights {weights} sum to 0 and normalize is on: every result would be NaN or infinite"

@@ -12,7 +12,6 @@ from .trimming import breadcrumbs, breadcrumbs_ties, sce, ties
 BY_ROWS = (della, della_linear)
 """Methods whose kernels take whole rows; those of all others take a tensor cut anywhere."""
 
-_DRAWING = (dare_linear, dare_ties, *BY_ROWS)
 COMPILED = (
     linear,
     passthrough,
@@ -26,25 +25,26 @@ COMPILED = (
     breadcrumbs,
     breadcrumbs_ties,
     sce,
-    *_DRAWING,
+    dare_linear,
+    dare_ties,
+    *BY_ROWS,
 )
-_WIDEST = 1 << 18  # elements of a row that a kernel takes
-_LARGEST = 1 << 32  # elements of a tensor after which the kernels' random words would repeat
+STRETCH = 1 << 18
+"""Elements of each input that a thread holds at a time, which bounds the rows that kernels take."""
 
 
-def has_kernel(method: MergeMethod, parameters: Bound, shape: tuple[int, ...], count: int) -> bool:
+def has_kernel(method: MergeMethod, parameters: Bound, shape: tuple[int, ...]) -> bool:
     """Return whether a kernel merges a tensor in float32.
 
     Args:
         method: The method.
         parameters: Its arguments for this tensor.
         shape: The tensor's.
-        count: Its number of elements.
     """
-    if method not in COMPILED or (method in _DRAWING and count >= _LARGEST):
+    if method not in COMPILED:
         return False
     if method in BY_ROWS:
         # a slice, as a scalar has no last size; () is below any tuple
-        return shape[-1:] <= (_WIDEST,)
+        return shape[-1:] <= (STRETCH,)
     # angles by rows need a dot product for each row; kernels sum over whole tensors
     return parameters.get("nuslerp_flatten", True) and not parameters.get("filter_wise")

@@ -75,7 +75,7 @@ class Noise:
         Args:
             model: Index of the model, which has a stream of its own.
             like: The tensor (any shape); its shape, dtype and device are the result's.
-            probability: Chance of keeping, exact to 2**-39.
+            probability: Chance of keeping, exact to 2**-32.
 
         Returns:
             A tensor of 0 and 1.

@@ -53,9 +53,13 @@ class Range:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a method: public name, type, default, and whether each model has its own."""
+    """One parameter of a method: public name, the Python argument's, type, default.
+
+    ``per_model``: Whether each model has a value of its own.
+    """
 
     name: str
+    argument: str
     type: type
     default: object = inspect.Parameter.empty
     per_model: bool = False
@@ -65,14 +69,6 @@ class Parameter:
     def required(self) -> bool:
         """True when there is no default."""
         return self.default is inspect.Parameter.empty
-
-    @property
-    def argument(self) -> str:
-        """The Python argument's name."""
-        if self.name == "lambda":
-            # lambda is a keyword of Python, so no argument can be called that
-            return "lambda_"
-        return self.name
 
     def check(self, value: object, method: str) -> Value:
         """``value`` in the parameter's type, or a ValueError that says what was needed."""

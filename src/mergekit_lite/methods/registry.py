@@ -91,7 +91,7 @@ class MergeMethod:
         """
         parameters: dict[str, object] = {}
         for argument, value in values.items():
-            name = "lambda" if argument == "lambda_" else argument
+            name = argument.rstrip("_")
             self.parameter(name)  # refuses an unknown one
             parameters[name] = value
         bound: Bound = {}
@@ -258,6 +258,7 @@ def merge_method(
             per_model = hint == PerModel
             parameters[public] = Parameter(
                 name=public,
+                argument=key,
                 type=float if per_model else value_type(hint),
                 default=argument.default,
                 per_model=per_model,

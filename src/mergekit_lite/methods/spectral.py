@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from .._torch import Tensor, torch
 from .averaging import deltas
-from .parameters import PerModel, Range
+from .parameters import PerModel
 from .registry import merge_method
 
 
@@ -40,7 +40,7 @@ def weighted_changes(tensors: list[Tensor], base: Tensor, weight: PerModel) -> l
     return [change * w for change, w in zip(deltas(tensors, base), weight, strict=True)]
 
 
-@merge_method("tsv", base="required", ranges={"alpha": Range()})
+@merge_method("tsv", base="required")
 def tsv(
     tensors: list[Tensor], base: Tensor, *, weight: PerModel = 1.0, alpha: float = 1.0
 ) -> Tensor:

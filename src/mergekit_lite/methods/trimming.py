@@ -88,9 +88,11 @@ def consensus_mean(changes: Sequence[Tensor], weights: Sequence[float], normaliz
     merged = merged * elected
     if not normalize:
         return merged
-    if min(weights) > 0:
+    # in the dtype of the sums, in which the least of them may be 0
+    least = float(torch.tensor(min(weights), dtype=share.dtype))
+    if least > 0:
         # one that agrees makes the share this large; where none does, 0 / 0 would be NaN
-        return merged / share.clamp_(min=min(weights))
+        return merged / share.clamp_(min=least)
     # weights of both signs may cancel
     return merged / torch.where(share.abs() < 1e-8, 1.0, share)
 

@@ -10,13 +10,12 @@ from model_components._report import Report, Table
 from ..dtypes import FLOAT32, DType
 from ..files import Source, TensorInfo
 from ..files.headers import Json, header_bytes
-from ..methods import MergeMethod, has_kernel
+from ..methods import STRETCH, MergeMethod, has_kernel
 from ..methods.parameters import Bound
 from ..recipe import MergeRecipe, model_label
 from ..vocabulary import Vocabulary
 
-# 1 MiB in float32
-CHUNK = 1 << 18
+CHUNK = STRETCH
 """Elements that one thread holds of each input at a time."""
 
 _SHOWN = 20  # problems of a message
@@ -93,11 +92,11 @@ class TensorPlan:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a compiled kernel can merge it."""
+        """Return whether a compiled kernel can merge it."""
         # kernels compute in float32 alone
         if self.method is None or self.work != FLOAT32:
             return False
-        return has_kernel(self.method, self.parameters, self.shape, self.info.count)
+        return has_kernel(self.method, self.parameters, self.shape)
 
 
 @dataclass

@@ -142,3 +142,12 @@ def test_warnings():
     assert "is not trained" not in told(own, base_vocab_size=5)
     unmatched = get_peft_model(tiny("llama"), LoraConfig(target_modules=["q_proj", "wq"], r=2))
     assert "has the target 'wq', which matched no layer" in told(unmatched)
+
+
+def test_the_update_of_a_convolution_is_that_of_its_product():
+    model = nn.Sequential(nn.Conv2d(3, 5, 3))
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
+    (row,) = lora_report(wrapped).adapters
+    layer = wrapped.base_model.model[0]
+    expected = layer.get_delta_weight("default").detach().norm()
+    assert row.update == pytest.approx(float(expected), rel=1e-4)

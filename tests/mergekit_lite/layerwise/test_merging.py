@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 import mergekit_lite.layerwise
 from mergekit_lite import merge_models
 from mergekit_lite.__main__ import main
-from mergekit_lite.files import open_source
 from mergekit_lite.layerwise import CalibratedMerge, InputStatistics, merge_by_inputs
-from mergekit_lite.layerwise.blocks import Skeleton, linear_layers
+from mergekit_lite.layerwise.blocks import linear_layers
 from tests.mergekit_lite.layerwise import reference
 from tests.support import equivalence
 from tests.support.models import auto_class, save, save_tokenizer, tiny
@@ -402,6 +401,8 @@ def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
         ({"calibration": DATA, "weight": [1.0]}, r"merge_models:.*\[1.0\].*2"),
         ({"calibration": DATA, "weight": float("nan")}, r"merge_models:.*2.*numbers"),
         ({"calibration": DATA, "reduce": "0.9"}, r"merge_models:.*'0.9'.*0.*1"),
+        ({"calibration": DATA, "batch_size": "8"}, r"merge_models:.*batch_size.*'8'"),
+        ({"calibration": DATA, "batch_size": 1.5}, r"merge_models:.*batch_size.*1.5"),
         ({"calibration": DATA, "weight": "half"}, r"merge_models:.*2.*numbers"),
         (
             {"calibration": DATA, "auto_class": "x"},
@@ -487,34 +488,6 @@ def test_models_that_differ_are_refused(tmp_path):
     merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
     with pytest.raises(ValueError, match=r"merge_models:.*'linear'"):
         merge_models(paths, "linear", calibration=DATA, out=tmp_path / "out", progress=False)
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "llama-tied", "gemma2", "qwen3"])
-def test_a_skeleton_made_whole_is_the_model(kind, tmp_path):
-    path = save(tiny(kind, 3), tmp_path / "0")
-    whole = Skeleton(open_source(path), auto_class(kind), torch.float32).whole(open_source(path))
-    with torch.no_grad():
-        assert torch.equal(
-            whole(IDS).logits, auto_class(kind).from_pretrained(path).eval()(IDS).logits
-        )
-
-
-def slow_information(model, rows, seed=0):
-    """An example after the other, in float64, with the gradient of each drawn token's log
-    probability by itself."""
-    model, generator = model.double(), torch.Generator().manual_seed(seed)
-    found = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    for row in rows:
-        logits = model(torch.tensor([row["input_ids"]])).logits[0]
-        drawn = torch.multinomial(
-            torch.softmax(logits.detach().float(), -1), 1, generator=generator
-        )
-        model.zero_grad()
-        for position, token in enumerate(drawn[:, 0].tolist()):
-            torch.log_softmax(logits[position], -1)[token].backward(retain_graph=True)
-        for name, parameter in model.named_parameters():
-            found[name] += parameter.grad**2 / len(rows)
-    return found
 
 
 @pytest.mark.parametrize(

@@ -86,3 +86,10 @@ def test_a_temperature_makes_sizes_more_alike():
 def test_bad_data_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_mixture_by_tokens_counts_a_classifiers_one_label():
+    short = [{"input_ids": [1, 2], "labels": 1}] * 4
+    long = [{"input_ids": [1, 2, 3, 4, 5], "labels": 0}] * 4
+    tasks = [example["task"] for example in TaskMixture([short, long], weights="tokens")]
+    assert tasks == [0] * 4 + [1] * 4

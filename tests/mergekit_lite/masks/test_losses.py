@@ -345,6 +345,12 @@ def test_penalties():
     assert mask_penalty(masks, KLConfig()) == 0
 
 
+def test_masks_that_are_all_zero_get_no_nan_from_a_penalty():
+    masks = [torch.tensor([[1.0, 1.0], [0.0, 0.0]], requires_grad=True)]
+    mask_penalty(masks, KLConfig(similarity=1.0)).backward()
+    assert masks[0].grad.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -524,6 +524,19 @@ def test_nested_owners_of_parameters():
         assert torch.equal(roots[0](torch.ones(1, 4)), stock[k])
 
 
+def test_a_module_with_two_names_is_masked_under_both():
+    from mergekit_lite.masks.layers import Selection
+    from mergekit_lite.masks.surgery import Surgeon
+
+    roots = [torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(2)]
+    for root in roots:
+        root.append(root[0])
+    selection = Selection()
+    Surgeon(MaskConfig(), selection).replace(roots[0], [roots[1]])
+    assert roots[0][0] is roots[0][1]
+    assert type(roots[0][1]) is not torch.nn.Linear
+
+
 def spoiled(change):
     model = tiny("llama", 1)
     change(model)

@@ -38,6 +38,7 @@ class Dropout(NamedTuple):
         """
         word = self.rows[rows, None] ^ self.columns[None, :]
         word *= _FIRST
+        # int32 shifts copy the sign: only the low 32 - 15 = 17 bits are those of the word
         word ^= (word >> 15) & 0x1FFFF
         word *= _SECOND
         return word.ge_(self.threshold)
@@ -58,7 +59,9 @@ def dropout(seed: Tensor, rows: int, columns: int, dropout_p: float) -> Dropout:
     at_row, at_column = (
         torch.arange(n, device=seed.device, dtype=torch.int32) for n in (rows, columns)
     )
-    return Dropout(_mixed(key + at_row), _mixed(at_column), round(dropout_p * 2**32) - (1 << 31))
+    # the unsigned threshold less 2³¹, since signed words begin at -2³¹; 2³¹ would wrap
+    threshold = min(round(dropout_p * 2**32), (1 << 32) - 1) - (1 << 31)
+    return Dropout(_mixed(key + at_row), _mixed(at_column), threshold)
 
 
 def _blocks(x: Tensor, drop: Dropout | None) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
@@ -74,6 +77,7 @@ def _blocks(x: Tensor, drop: Dropout | None) -> Iterator[tuple[slice, Tensor, Te
         keep = drop.keep(whole)
         yield whole, x * keep, keep
         return
+    # without tokens there is one empty block, so that the gradients of A and B are zeros
     tokens = max(1, x.shape[0])
     step = tokens
     if x.device.type in _BLOCK:
@@ -110,6 +114,7 @@ def gradients(
         g = (b.T.contiguous() @ grad.T).mul_(scale)
     else:
         g = x.new_empty(0)
+    # added at the end: a running sum in half precision would soon stand still
     das = []
     hs = []
     for rows, seen, keep in _blocks(x, drop):

@@ -148,6 +148,7 @@ def saved_activation_bytes(model: nn.Module, batch: int, context: int) -> int:
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if storage._cdata not in resident:
+                # the object is held, too: another storage could get the address of a freed one
                 storages[storage._cdata] = storage
             return tensor
 
@@ -273,7 +274,7 @@ def _measure_adapter(name: str, layer: LoraLayer, adapter: str) -> AdapterRow:
     step = update = math.nan
     if a.device.type != "meta":
         step = scaling * float(a.detach().float().flatten(1).norm(dim=1).sum())
-        update = scaling * float((_gram(a) * _gram(b.T)).sum().clamp(min=0).sqrt())
+        update = scaling * float((_gram(a) * _gram(b.flatten(1).T)).sum().clamp(min=0).sqrt())
     return AdapterRow(name, int(layer.r[adapter]), scaling, a.numel() + b.numel(), step, update)
 
 
@@ -344,6 +345,7 @@ def _unused_targets(model: object, layers: Sequence[str]) -> list[str]:
         if isinstance(config.target_modules, str):  # a pattern, which peft has checked
             continue
         for target in sorted(config.target_modules or ()):
+            # as peft matches: the end of a name from a dot on, so that proj is not q_proj
             if not any(f".{layer}".endswith(f".{target}") for layer in layers):
                 warnings.append(
                     f"adapter {name!r} has the target {target!r}, which matched no layer"

@@ -147,6 +147,7 @@ def save_plot(report: Any, path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         return
     with new_file(path, "tune") as temporary:
+        # the temporary name ends in .partial, which tells matplotlib no format
         report.plot().savefig(temporary, format="png")
 
 
@@ -171,6 +172,7 @@ class SweepReport(Report):
             row: dict[str, Any] = {"run": name, **settings}
             report = self.runs.get(name)
             if report is not None:
+                # the setting is None where the rate is a default of the model's size
                 row["learning_rate"] = report.learning_rate
                 row |= {
                     "loss": round(report.loss, 4),
@@ -182,7 +184,7 @@ class SweepReport(Report):
                     "peak_mb": round(report.peak_mb),
                 }
             elif name in self.failures:
-                row["verdict"] = "breaks"
+                row["verdict"] = "stopped"
             rows.append(row)
         return rows
 

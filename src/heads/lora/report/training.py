@@ -183,6 +183,7 @@ class TuningReport(Report):
 
 
 def _exponential(losses: object) -> np.ndarray:
+    # a secondary axis may ask for any loss; e to 710 is more than a float64 holds
     return torch.as_tensor(losses).double().clamp(max=700.0).exp().numpy()
 
 
@@ -253,6 +254,7 @@ def tuning_report(
     if not broken:  # Trainer logs what is not finite as 0
         diverges = _diverging(looks)
         spikes = _spikes(looks)
+    # both losses rise: that is no overfitting, but a rate that is too high
     if turn is not None and _rises([look for look in _finite(train) if look[0] > turn]):
         diverges = turn
     improves = _improves(held_out_losses, tolerance) if held_out_losses else _falls(looks)

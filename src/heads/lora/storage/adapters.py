@@ -97,6 +97,7 @@ def load_lora(
     if not is_quantised(base):  # whose layers have no twin on the meta device
         trial = skeleton(model)
         if isinstance(model, PeftModel):
+            # `_compare` injects the new adapter, which needs the base without the others
             trial = trial.unload()
         with reading(path / "adapter_config.json", operation):
             _compare(operation, path, shapes, trial, config)
@@ -185,9 +186,11 @@ def _compare(
     for name, parameter in base.named_parameters():
         expected[PREFIX + name] = tuple(parameter.shape)
     trial = copy.deepcopy(config)
+    # starts such as PiSSA compute with the weights, and the meta device has none
     trial.init_lora_weights = False
     trial.inference_mode = False
     injected = inject(base, trial, "default")
+    # by default, "auto", peft asks the hub for the base model's config
     tensors = get_peft_model_state_dict(injected, save_embedding_layers=False)
     # base layers that peft saves, too
     for name, parameter in injected.named_parameters(remove_duplicate=False):

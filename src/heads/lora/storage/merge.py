@@ -160,6 +160,7 @@ def merge_lora(
     check_value(operation, "max_lost", max_lost, Annotated[float | None, Range(least=0)])
     chosen = _resolve_dtype(dtype, operation)
     names = _adapter_names(model, adapters, operation)
+    # before the work: NewFolder looks only after all layers are merged
     check_new(out, operation)
     base = model.get_base_model()
     stored = chosen or next(base.parameters()).dtype
@@ -265,6 +266,7 @@ def _check_layer(operation: str, name: str, layer: LoraLayer) -> None:
 
 def _parts_of(layer: Any, names: Sequence[str]) -> dict[str, Tensor]:
     """Weight and bias of one layer with its adapters, in float32 or better."""
+    # peft merges in place, so a copy is merged, and only one layer is copied at a time
     copied = copy.deepcopy(layer).to(_wide(layer.base_layer.weight).dtype)
     copied.merge(adapter_names=[name for name in names if name in layer.r])
     own = copied.base_layer.named_parameters(recurse=False)
@@ -292,6 +294,7 @@ def _measured(
     if not size:
         return MergedLayer(name, 0.0, 0.0, 0.0), 0.0
     before = float(weight.float().norm())
+    # against the rounded W: what W itself loses in another dtype is no loss of the update
     change = rounded.to(exact.dtype) - weight.to(rounded.dtype).to(exact.dtype)
     kept = float((change * update).sum(dtype=torch.float64)) / size**2
     noise = float((change - kept * update).norm()) / size
@@ -331,9 +334,11 @@ def _state(
             inside = "original_module." if active is None else f"modules_to_save.{active}."
             rest = key.removeprefix(f"{wrapper}.")
             if not rest.startswith(inside):
+                # other adapters' copies, or the original that a trained copy replaces
                 continue
             place = f"{wrapper}.{rest.removeprefix(inside)}"
         elif key.partition(".lora_")[0] in adapted:
+            # factors of an adapter; a user's own module may have .lora_ in its name, too
             continue
         if dtype is not None and value.is_floating_point():
             # what was one tensor stays one
@@ -353,6 +358,7 @@ def _write(
         stock = _stock(base, state)
         stock.save_pretrained(folder, max_shard_size=max_shard_size)
     else:
+        # of names that share a tensor the hub's function would write only one
         alone = {name: tensor.cpu().clone() for name, tensor in state.items()}
         save_torch_state_dict(alone, folder, max_shard_size=max_shard_size)
 
@@ -379,6 +385,7 @@ def _stock(base: PreTrainedModel, state: dict[str, Tensor]) -> PreTrainedModel:
             (state.get(one), state.get(other)) for one, other in base.all_tied_weights_keys.items()
         ]
         tied = all(a is None or b is None or a.data_ptr() == b.data_ptr() for a, b in pairs)
+        # Switch Transformers scale the hidden states where head and embedding are tied
         if not tied and "tie_word_embeddings" in inspect.getsource(type(base).forward):
             raise ValueError(
                 f"merge_lora: a {type(base).__name__} whose head is no longer its embedding "

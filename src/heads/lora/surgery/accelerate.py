@@ -81,6 +81,7 @@ def accelerate_lora_(model: nn.Module) -> AccelerationReport:
         else:
             chosen_path = route(layer)
         if isinstance(chosen_path, str):
+            # it keeps the lean class, since every call looks anew: a hook may be gone by then
             skipped[name] = chosen_path
         else:
             done.append(name)
@@ -111,11 +112,13 @@ def restore_lora_(model: nn.Module) -> int:
     }
     for name, layer in layers.items():
         _forget_own_forward(layer)
+        # FSDP2 exchanges the class for a subclass, and LeanForward is then one step further up
         if LeanForward not in type(layer).__bases__ or "forward" in vars(layer):
             raise ValueError(
                 f"restore_lora_: {name} is a {type(layer).__name__}, whose class or forward was "
                 "changed since; expected that undone before"
             )
+    # after all checks: no model is left half restored
     for layer in layers.values():
         layer.__class__ = lean(type(layer))
     return len(layers)

@@ -72,6 +72,7 @@ def inject_lora_(
     # a layer may have several names
     places: dict[int, list[str]] = {}
     for name, child in module.named_modules(remove_duplicate=False):
+        # no subclasses: MultiheadAttention reads the weight of its out_proj and never calls it
         if type(child) in STOCK and (filter_fn is None or filter_fn(child, name)):
             places.setdefault(id(child), []).append(name)
     names = [same[0] for same in places.values()]
@@ -88,6 +89,7 @@ def inject_lora_(
         )
     layers = inject_(OPERATION, module, names, r, alpha, dropout, impl)
     for layer, same in zip(layers, places.values(), strict=True):
+        # peft has replaced the layer under its first name only
         for name in same[1:]:
             parent, _, last = name.rpartition(".")
             setattr(module.get_submodule(parent), last, layer)

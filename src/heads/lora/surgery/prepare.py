@@ -25,6 +25,7 @@ PREFIX = "base_model.model."
 
 def skeleton(model: nn.Module) -> Any:
     """A copy of a model on the meta device: its modules and names, no memory."""
+    # deepcopy's memo: it takes what is listed here as copied already; ties stay ties
     meta: dict[int, object] = {id(t): t.to("meta") for t in model.buffers()}
     for p in model.parameters():
         meta[id(p)] = nn.Parameter(
@@ -49,6 +50,7 @@ def inject(model: nn.Module, config: LoraConfig, adapter_name: str, **options: A
 
 def check_adapter_name(operation: str, adapter_name: str) -> None:
     """Refuse a name that peft cannot tell apart from its own words."""
+    # the name becomes a key of a ModuleDict, which takes no dots
     if adapter_name == "lora" or "." in adapter_name or not adapter_name:
         raise ValueError(
             f"{operation}: adapter_name is {adapter_name!r}; expected a name without dots, and not "
@@ -145,6 +147,7 @@ def _rehearse(operation: str, model: nn.Module, config: LoraConfig, adapter_name
     if is_quantised(model):
         return
     trial = copy.deepcopy(config)
+    # starts such as PiSSA compute with the weights, and the meta device has none
     trial.init_lora_weights = False
     # this draw of initial values must not change the user's
     with torch.random.fork_rng(devices=[]):

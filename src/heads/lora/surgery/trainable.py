@@ -49,8 +49,10 @@ def load_trainable(folder: Path, config: TuneConfig) -> Any:
         model = prepare_lora(base, adapters)
     elif config.last_blocks:
         for name, parameter in base.named_parameters():
+            # embeddings and head are in no block, and are frozen
             parameter.requires_grad_(_block_of(name) in chosen)
     if config.gradient_checkpointing:
+        # the reentrant kind gives no gradients where a block's input needs none
         options = {"use_reentrant": False}
         if hasattr(base, "activation_checkpointing_enable"):  # transformers 5.23 and later
             base.activation_checkpointing_enable(options)
@@ -68,6 +70,7 @@ def _block_of(name: str) -> int | None:
     >>> _block_of("model.layers.3.mlp.experts.0.up_proj.weight")
     3
     """
+    # the first number in a name is the block's; later ones are those of experts
     found = re.search(r"\.(\d+)\.", name)
     return None if found is None else int(found[1])
 

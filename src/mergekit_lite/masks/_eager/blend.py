@@ -79,9 +79,11 @@ def blend_eager(weights: Sequence[Tensor], masks: Tensor) -> Tensor:
     first = weights[0]
     stretch = _STRETCH.get(first.device.type, 1 << 24)
     if first.numel() <= stretch:
+        # weights may be transposed views; a merged one has a stock layer's strides
         return _blend_piece(weights, list(masks)).to(first.dtype).contiguous()
     out = torch.empty_like(first, memory_format=torch.contiguous_format)
     rows = first.shape[0]
+    # in rows, of which even one may be longer than a stretch
     step = max(1, stretch * rows // first.numel())
     for piece in pieces(rows, step):
         out[piece] = _blend_piece([w[piece] for w in weights], [part_of(m, piece) for m in masks])
@@ -105,6 +107,7 @@ def reduce_eager(grad: Tensor, weights: Sequence[Tensor], shape: Sequence[int]) 
         g = grad[piece].to(work)
         for total, weight in zip(out, weights, strict=True):
             part = part_of(total, piece)
+            # part is a view: pieces add up in masks that broadcast over rows
             part += torch.mul(g, weight[piece]).sum_to_size(part.shape)
     return out
 

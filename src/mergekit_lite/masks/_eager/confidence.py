@@ -43,7 +43,9 @@ class ByConfidence:
             torch.logaddexp(self.total, weight, out=self.total)
             logaddexp_(self.target, logs.add_(weight), slice(None))
         else:
+            # NaN wins and stays, since no entropy is less: a broken teacher must be seen
             surer = ((entropy < self.least) | entropy.isnan())[:, 0].nonzero()[:, 0]
+            # cut only for its number of rows, by which pieces are sized
             for piece in stretches(self.target[: surer.numel()]):
                 self.target[surer[piece]] = logs[surer[piece]]
         self.least = least

@@ -123,6 +123,7 @@ class _Work:
                 assert counts is not None
                 if not counts[k]:
                     continue
+                # an index waits for the device, so where all rows count none is made
                 if counts[k] < target.shape[0]:
                     rows = (shares[chunk, k] > 0).nonzero()[:, 0]
             assert teacher is not None
@@ -149,6 +150,7 @@ class _Work:
             chosen = log_probs.gather(1, labels[:, None])
             self.loss -= weight * chosen.sum(dtype=torch.float64)
             if self.wants_gradient:
+                # the gradient of a cross-entropy: softmax, less 1 at the label
                 extra = log_probs.exp_().mul_(weight)
                 extra.scatter_add_(1, labels[:, None], torch.full_like(chosen, -weight))
         if t != 1:
@@ -156,6 +158,7 @@ class _Work:
         log_softmax_(logits)
         self.loss += t * t * _DIVERGENCES[self.objective.direction](target, logits)
         if self.wants_gradient:
+            # T² of the loss, times 1 / T of logits / T
             logits *= t
             if extra is not None:
                 logits += extra
@@ -172,11 +175,13 @@ class _Work:
         for rows, weight in self.heads.blocks():
             g = gradient[:, rows].to(hidden.dtype)
             if self.d_student is not None:
+                # addmm_ spares a temporary, but mixes no dtypes
                 if self.work == hidden.dtype:
                     total.addmm_(g, weight)
                 else:
                     total += torch.mm(g, weight)
             if self.d_masks is not None:
+                # a view: blocks add up in masks that broadcast over rows
                 part = part_of(self.d_masks, rows, 1)
                 weights = [h[rows] for h in self.heads.heads]
                 part += reduce_any(torch.mm(g.T, hidden), weights, part.shape, False)
@@ -192,6 +197,7 @@ class _Work:
 def _forward(target: Tensor, logs: Tensor) -> Tensor:
     p = target.exp()
     loss = sum_of(torch.where(p == 0, 0, p * (target - logs)))
+    # softmax less target is the gradient of forward KL
     logs.exp_().sub_(p)
     return loss
 
@@ -200,6 +206,7 @@ def _reverse(target: Tensor, logs: Tensor) -> Tensor:
     p = logs.exp()
     difference = torch.where(p == 0, 0, logs - target)
     rows = (p * difference).sum(-1, keepdim=True)
+    # the gradient through softmax: each difference, less its mean under p
     torch.mul(p, difference - rows, out=logs)
     return rows.sum(dtype=torch.float64)
 
@@ -255,4 +262,5 @@ class Distillation(torch.autograd.Function):
     # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
     def backward(ctx: _DistillationContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        # a scaler's factor first: in float16 small gradients would round to 0
         return *(None if d is None else (d * grad).to(dtype) for d, dtype in gradients), None

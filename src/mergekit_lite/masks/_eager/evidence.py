@@ -43,6 +43,7 @@ def evidence(
 
     c_k ∝ Π_t p_k(x_t) over the positions of its example.
     """
+    # sums over thousands of tokens, and a difference of a few nats decides
     log_probs = log_probs.double().clamp_min(_LEAST)
     _, sizes = example.unique_consecutive(return_counts=True)
     parts = log_probs.split(sizes.tolist())

@@ -23,6 +23,7 @@ from .blend import blend_any, blend_plain, part_of, pieces, reduce_any, work_dty
 
 Rule = Callable[[Tensor], Tensor]
 # elements of a weight that a step of backward builds
+# 4 and 64 MiB of float32: on a GPU fewer launches count more than memory
 _COLUMNS = {"cpu": 1 << 20, "cuda": 1 << 24}
 _NARROWEST = 128  # columns of a step; products of fewer are slow
 
@@ -124,6 +125,7 @@ class AccurateLinear(torch.autograd.Function):
         leaf = trained
         masks = trained
         if ctx.rule is not None:
+            # backward runs without gradients, and the rule's derivative is needed
             with torch.enable_grad():
                 leaf = trained.detach().requires_grad_()
                 masks = ctx.rule(leaf)
@@ -147,6 +149,7 @@ def _accurate_gradients(
     for columns in _column_blocks(weights, ctx.transposed):
         index = (slice(None),) * dim + (columns,)
         parts = [weight[index] for weight in weights]
+        # one dimension on: a mask has the components first
         mask = part_of(masks, columns, dim + 1)
         if need_x:
             weight = blend_any(parts, mask, ctx.fused).to(grad.dtype)
@@ -164,6 +167,7 @@ def _accurate_gradients(
             part = reduce_any(dw, parts, mask.shape, ctx.fused)
             if dm is None:
                 dm = torch.zeros(masks.shape, dtype=part.dtype, device=part.device)
+            # a view: blocks add up in masks that broadcast over columns
             dm_part = part_of(dm, columns, dim + 1)
             dm_part += part
     return dx, dm
@@ -225,6 +229,7 @@ def _efficient_gradients(
     need_x, need_masks = ctx.needs_input_grad[:2]
     shape = masks.shape[1:]
     work = work_dtype(masks.dtype)
+    # K products add up here, where half precision would round each time
     dx = torch.zeros(x.shape, dtype=work_dtype(x.dtype), device=x.device)
     dm = torch.zeros(masks.shape, dtype=work, device=masks.device)
     for k, (weight, mask, output) in enumerate(_matrices(weights, masks, ctx.transposed, x.dtype)):
@@ -237,6 +242,7 @@ def _efficient_gradients(
                 column = (grad.to(work) * torch.mm(x, weight.T)).sum(0)
             else:
                 column = (x.to(work) * product).sum(0)
+            # a scalar mask is treated as an input mask with one value for all
             dm[k] = column.sum() if max(shape) == 1 else column.view(shape)
     return dx.to(x.dtype) if need_x else None, dm.to(masks.dtype) if need_masks else None
 
@@ -313,6 +319,7 @@ class Embedding(torch.autograd.Function):
         shape = (masks.shape[0], ids.numel() if rows else 1, masks.shape[2])
         mask_gradient = reduce_any(grad, [w[ids] for w in weights], shape, ctx.fused)
         if rows:
+            # a token may come more than once: its gradients add up
             mask_gradient = torch.zeros(
                 masks.shape, dtype=mask_gradient.dtype, device=mask_gradient.device
             ).index_add_(1, ids, mask_gradient)

@@ -15,8 +15,10 @@ from .blend import blend_any, part_of, pieces
 _ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}  # of a chunk that one elementwise step touches
 # positions in a chunk: a sixteenth of all, between these
 _SMALLEST = 16
+# two buffers of a sixteenth are an eighth of whole logits
 _SHARE = 16
 _LARGEST = 512
+# a whole blended head can be as large as the logits that chunks avoid
 _BLOCK = {"cpu": 2048, "cuda": 16384}  # vocabulary rows of the head that are blended at a time
 
 
@@ -48,6 +50,7 @@ class Heads:
         """Logits of component k into ``out``."""
         if self.heads is None:
             return out.copy_(hidden)
+        # mm writes into its own dtype alone; half precision needs a copy
         if out.dtype == hidden.dtype:
             torch.mm(hidden, self.heads[k].T, out=out)
         else:
@@ -88,6 +91,7 @@ def entropies(logs: Tensor) -> Tensor:  # (N, 1)
     entropy = logs.new_zeros(logs.shape[0], 1)
     for piece in stretches(logs):
         p = logs[piece].exp()
+        # an impossible token has log -inf, and 0 * -inf is NaN
         entropy[piece] = -torch.where(p == 0, 0, p * logs[piece]).sum(-1, keepdim=True)
     return entropy
 

@@ -85,6 +85,7 @@ class MaskCollator:
         for row in rows:
             examples += row
         padding = {"input_ids": self.pad_token_id, "labels": -100}
+        # position 0 makes a padding token an example of its own, so packed rows need no mask
         padding["position_ids" if self.pack else "attention_mask"] = 0
         if "token_type_ids" in examples[0]:
             padding["token_type_ids"] = 0
@@ -137,6 +138,7 @@ class MaskCollator:
                     f"MaskCollator: an example has {len(given_ids)} tokens and {len(labels)} labels"
                 )
             example["labels"] = own(given_ids if labels is None else labels).clone()
+            # a slice, since an example may be empty
             example["labels"][:1] = -100
         if "token_type_ids" in feature:
             example["token_type_ids"] = own(feature["token_type_ids"])
@@ -158,6 +160,7 @@ def _concatenate_and_pad(rows: Sequence[Sequence[Example]], key: str, empty: int
 def _component(task: SupportsIndex) -> int:
     """A task as a component's index, whatever kind of whole number it is."""
     try:
+        # numpy's and torch's integers have an index, 1.0 has none; True would be 1
         index = -1 if isinstance(task, bool) else operator.index(task)
     except (TypeError, ValueError):
         index = -1

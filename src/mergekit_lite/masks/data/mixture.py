@@ -55,22 +55,13 @@ class TaskMixture(Dataset):
     ):
         if isinstance(weights, str) and weights != "tokens":
             raise ValueError(f"TaskMixture: weights are {weights!r}, expected numbers, or 'tokens'")
-        self.datasets = _of_components("TaskMixture", datasets)
-        for parts in self.datasets:
-            if not all(hasattr(part, "__len__") for part in parts):
-                raise ValueError(
-                    "TaskMixture: expected data sets that have a length, got one that is streamed"
-                )
-        places: list[list[_Place]] = []
-        for task, parts in enumerate(self.datasets):
-            places.append([])
-            for number, part in enumerate(parts):
-                places[task] += [(task, number, place) for place in range(len(part))]
         if temperature is not None and (weights is not None or not temperature > 0):
             raise ValueError(
                 f"TaskMixture: temperature {temperature}, weights {weights}; expected one of "
                 "them, the first above 0"
             )
+        self.datasets = _of_components("TaskMixture", datasets)
+        places = [_places(task, parts) for task, parts in enumerate(self.datasets)]
         sizes = [len(own) for own in places]
         if temperature is not None:
             weights = [size ** (1 / temperature) for size in sizes]
@@ -83,6 +74,7 @@ class TaskMixture(Dataset):
             counts = _shares(sum(sizes), weights)
         rng = random.Random(seed)
         for own, count in zip(places, counts, strict=True):
+            # nothing is drawn without weights, so that examples keep their order
             self._places += own if weights is None else _drawn(rng, own, count)
 
     def __len__(self) -> int:
@@ -90,7 +82,20 @@ class TaskMixture(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, object]:
         task, dataset, place = self._places[index]
+        # last, so that it replaces a task that the example brings
         return {**self.datasets[task][dataset][place], "task": task}
+
+
+def _places(task: int, parts: Sequence[Any]) -> list[_Place]:
+    """Return the place of every example of a component, in order."""
+    places: list[_Place] = []
+    for number, part in enumerate(parts):
+        if not hasattr(part, "__len__"):
+            raise ValueError(
+                "TaskMixture: expected data sets that have a length, got one that is streamed"
+            )
+        places += [(task, number, place) for place in range(len(part))]
+    return places
 
 
 def _of_components(operation: str, datasets: Sequence[object]) -> list[list[Any]]:
@@ -123,12 +128,11 @@ def _by_tokens(parts: Sequence[Examples]) -> float:
     tokens = 0
     for part in parts:
         for place in range(len(part)):
-            labels = part[place].get("labels")
-            if labels is None:
-                labels = part[place]["input_ids"]
-            # no logit tells of the first token
-            supervised = torch.as_tensor(labels)[1:] != -100
-            tokens += int(supervised.sum())
+            example = part[place]
+            labels = torch.as_tensor(example.get("labels", example["input_ids"]))
+            if labels.dim():
+                labels = labels[1:]  # no logit tells of the first token
+            tokens += int((labels != -100).sum())  # of a classifier the one label
             count += 1
     return count / tokens if tokens else 0.0
 

@@ -23,6 +23,7 @@ from ..distillation import positions
 from ..merger import Merger
 from .collator import Examples, MaskCollator
 
+# so many are in memory at once, and are run again after an interruption
 _SHARD = 512  # examples in a file
 # what the collator reads
 _SEEN = ("input_ids", "attention_mask", "token_type_ids", "labels", "label", "task")
@@ -42,6 +43,7 @@ class CachedTeachers(Dataset):
         self._open: dict[int, safe_open] = {}  # each process of a loader opens its own
 
     def __getstate__(self) -> dict[str, object]:
+        # open files cannot be pickled for the processes of a loader
         return {**self.__dict__, "_open": {}}
 
     def __len__(self) -> int:
@@ -115,6 +117,7 @@ def cache_teachers(
             "cache_teachers: this model's logits are not one product of its hidden states; cannot "
             "cache"
         )
+    # padded, so that states belong to examples, however training packs them
     plain = MaskCollator(**{**asdict(collator), "pack": False})
     settings = {
         "components": merger.hashes(),
@@ -132,6 +135,7 @@ def cache_teachers(
             for example in examples:
                 seen = [k for k in _SEEN if k in example]
                 described.update(
+                    # as lists: a tensor of the same numbers is the same example
                     repr([(k, torch.as_tensor(example[k]).tolist()) for k in seen]).encode()
                 )
             if path.exists():
@@ -168,6 +172,7 @@ def _hidden(merger: Merger, batch: dict[str, Tensor], by_task: bool) -> list[Ten
             "teacher"
         )
     if task is None:
+        # every teacher runs on every row then, so any task will do
         task = torch.zeros(len(labels), dtype=torch.long, device=labels.device)
     if by_task and int(task.max()) >= merger.count:
         raise ValueError(

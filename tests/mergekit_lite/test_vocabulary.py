@@ -48,7 +48,7 @@ def row(folders, name, token, tensor="model.embed_tokens.weight"):
 @pytest.mark.parametrize("tensor", ["model.embed_tokens.weight", "lm_head.weight"])
 @pytest.mark.parametrize("chunk", [1 << 18, 24])
 def test_a_union_matches_rows_by_token(folders, tmp_path, tensor, chunk, monkeypatch):
-    monkeypatch.setattr(mergekit_lite.engine.eager, "_STRETCH", chunk)
+    monkeypatch.setattr(mergekit_lite.engine.eager, "EAGER_STRETCH", chunk)
     merged = merge(folders, tmp_path / "out", "tokenizer_source: union")[tensor]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     at = tokenizer.get_vocab()

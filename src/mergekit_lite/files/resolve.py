@@ -123,7 +123,8 @@ def _open_folder(text: str, allow_pickle: str | None, label: str) -> Source:
         if isinstance(kind, dict):
             kind = kind.get("quant_method", "unknown")
         raise CheckpointError(
-            f"{text}: is quantised ({kind}); merge the original weights and quantise the result"
+            f"{text}: expected weights that are not quantized, got {kind}; merge the originals and "
+            "quantize the result"
         )
     return source
 

@@ -97,7 +97,7 @@ def keep_probabilities(change: Tensor, density: float, epsilon: float) -> Tensor
         epsilon: Half the spread.
     """
     columns = change.shape[-1]
-    # an unstable sort would rank equal magnitudes otherwise on each device
+    # with an unstable sort, ranks of equal magnitudes would depend on the device
     order = change.detach().abs().argsort(dim=-1, stable=True)
     # a row of one element has no steps, and 0 / 0 would be NaN
     steps = torch.arange(columns, dtype=change.dtype, device=change.device) / max(1, columns - 1)

@@ -88,10 +88,10 @@ def consensus_mean(changes: Sequence[Tensor], weights: Sequence[float], normaliz
     merged = merged * elected
     if not normalize:
         return merged
-    # in the dtype of the sums, in which the least of them may be 0
+    # rounded as the sums are: a tiny weight becomes 0 in float32
     least = float(torch.tensor(min(weights), dtype=share.dtype))
     if least > 0:
-        # one that agrees makes the share this large; where none does, 0 / 0 would be NaN
+        # where a model agrees the share is at least this; elsewhere the clamp avoids 0 / 0
         return merged / share.clamp_(min=least)
     # weights of both signs may cancel
     return merged / torch.where(share.abs() < 1e-8, 1.0, share)
@@ -105,7 +105,8 @@ def l1(x: Tensor) -> Tensor:
 def rescaled(change: Tensor, kept: Tensor) -> Tensor:
     """Return what is kept of a change, scaled to the L1 norm that the change had."""
     norm = l1(kept)
-    # nothing is kept of an empty change; a division by 0 would give its gradient NaN
+    # a change may be dropped whole; `where` computes both branches, and 0 / 0 in the branch that
+    # is not taken would make the gradient NaN
     scale = torch.where(norm > 0, l1(change) / norm.clamp(min=1e-300), 1.0)
     return kept * scale.to(kept.dtype)
 

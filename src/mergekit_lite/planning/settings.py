@@ -131,7 +131,8 @@ def settings_for(
             for level, tensor in models:
                 # filters look at the model's own name of the tensor: slices give it another number
                 values_of_models.append(setting([level, *common], key, tensor, depth, check))
-            # without any value the default is taken, or the lack of one told
+            # a required parameter is passed without values, too, so that `bind` names the model;
+            # any other takes its default
             if parameter.required or values_of_models.count(None) < len(models):
                 values[key] = values_of_models
             continue

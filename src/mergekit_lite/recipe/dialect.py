@@ -211,7 +211,7 @@ class _Parser:
             return ()
         listed = self._read(as_list, where, values, otherwise=None)
         if listed is None:
-            # one, or else the recipe would also be told that it lists nothing
+            # a placeholder: without an entry the recipe would also be told to list models
             return (_LOST,)
         return tuple(self._read(read, value) for value in listed)
 
@@ -435,7 +435,7 @@ def _whole(value: Any) -> Any:
     Anything else as it is, for `ModelEntry` to refuse.
     """
     try:
-        # what pydantic takes for mergekit; but true would be layer 1
+        # mergekit accepts "3" and 3.0; without the first test true would become layer 1
         if not isinstance(value, bool) and float(value) == int(float(value)):
             return int(value)
         return value

@@ -173,7 +173,7 @@ class TokenRule:
     force: bool = False
 
     def to_dict(self) -> dict[str, object]:
-        """Return what its YAML would hold."""
+        """Return the source as a YAML recipe writes it."""
         data: dict[str, object] = {}
         if self.zero:
             data["source"] = {"kind": "zero"}

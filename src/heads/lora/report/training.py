@@ -193,7 +193,7 @@ def _logarithm(perplexities: object) -> np.ndarray:
 
 def perplexity(loss: float) -> float:
     """Return e to a loss, which is kept below the largest float."""
-    return math.exp(min(loss, 700.0))
+    return math.exp(min(loss, 700.0))  # math.exp raises from 710 on
 
 
 def _finite(looks: LossLog) -> list[tuple[int, float]]:

@@ -358,7 +358,7 @@ def _write(
         stock = _stock(base, state)
         stock.save_pretrained(folder, max_shard_size=max_shard_size)
     else:
-        # of names that share a tensor the hub's function would write only one
+        # where several names share one tensor, the hub's function writes only one of them
         alone = {name: tensor.cpu().clone() for name, tensor in state.items()}
         save_torch_state_dict(alone, folder, max_shard_size=max_shard_size)
 

@@ -94,7 +94,7 @@ def test_bad_token_rules(folders, tmp_path):
     for spec, message in [
         ("tokens: {w2: {force: true}}", "force needs a source"),
         ("tokens: {w2: {source: elsewhere}}", "source must name one of the recipe's models"),
-        (f"tokens: {{only-x: {{source: {folders['y']}}}}}", "has no such token"),
+        (f"tokens: {{only-x: {{source: {folders['y']}}}}}", "has no token 'only-x'"),
     ]:
         with pytest.raises(PlanError, match=message):
             merge(folders, tmp_path / "out", f"tokenizer: {{source: union, {spec}}}")

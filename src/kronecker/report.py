@@ -63,7 +63,10 @@ class Comparison(Report):
         rows = []
         for m in self.models:
             quality = [
-                text for p in m.perplexities.values() for text in (f"{math.log(p):.3f}", f"{p:.2f}")
+                # losses in nats can be subtracted, perplexities cannot
+                text
+                for p in m.perplexities.values()
+                for text in (f"{math.log(p):.3f}", f"{p:.2f}")
             ]
             quality += [f"{cosine:.4f}" for cosine in m.cosines.values()]
             speeds = [f"{m.forward_tokens_per_second:,.0f}"]
@@ -128,6 +131,7 @@ def perplexity(model: nn.Module, batches: Batches) -> float:
         ids, labels = (
             (batch["input_ids"], batch["labels"]) if isinstance(batch, Mapping) else (batch, batch)
         )
+        # without labels: the model's own loss is a mean, and batches differ in size
         logits = model(input_ids=ids.to(device)).logits[:, :-1].float()
         labels = labels[:, 1:].reshape(-1).to(device)
         loss += float(nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum"))
@@ -203,6 +207,7 @@ def compare(
         raise ValueError(f"compare: runs is {runs}, expected 1 or more")
     generates = _all_generate(models)
     positions = [p for p in map(positions_of, models.values()) if p]
+    # all models generate as many tokens, so that their speeds are of the same work
     new = min([new, *(p - _PROMPT for p in positions)])
     if generates and new < 1:
         raise ValueError(
@@ -238,6 +243,7 @@ def _median_seconds(
 ) -> dict[str, tuple[float, float]]:
     """Return each model's median time of a forward and of generating, timed in turn."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+    # models take turns, so that a slow spell of the machine meets all of them
     for run in range(runs + 1):
         for name, model in models.items():
             seconds = _seconds(model, ids, new)
@@ -290,10 +296,12 @@ def _seconds(model: Any, ids: Tensor, new: int) -> tuple[float, float]:
     """Return the seconds of one forward pass, and of generating ``new`` tokens."""
     begin = time.perf_counter()
     model(input_ids=ids)
+    # a GPU works on after the call has returned
     _finish(ids.device)
     middle = time.perf_counter()
     if new:
         prompt = ids[:1, :_PROMPT]
+        # a model that ends early would look fast
         length = {"min_new_tokens": new, "max_new_tokens": new}
         model.generate(
             prompt,

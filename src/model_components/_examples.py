@@ -23,6 +23,7 @@ _EXPECTED = (
     "messages, conversations, prompt and completion, instruction and output (and perhaps input), "
     "or text"
 )
+# as plain text they would fail with an error about their encoding
 _NO_TEXT = (".arrow", ".xlsx", ".zip", ".safetensors", ".bin", ".pt")
 _ROWS_NAMED = 5  # in an error
 Example = dict[str, list[int]]
@@ -95,6 +96,7 @@ class TextExamples:
         self.cut = 0
         name, rows = _read(source)
         self.digest = _digest(rows)
+        # by reason, since one fault of a file often concerns thousands of rows
         bad: dict[str, list[int]] = {}
         for number, row in rows:
             try:
@@ -165,6 +167,7 @@ class TextExamples:
 
     def _tokens(self, layout: Layout) -> Example:
         """Return the tokens of a text, with labels where it is supervised."""
+        # a chat template has written the special tokens; else the first one is added below
         encoded = self.tokenizer(layout.text, add_special_tokens=False, return_offsets_mapping=True)
         ids = list(encoded["input_ids"])
         labels = []
@@ -202,6 +205,7 @@ def _check_settings(tokenizer: object, max_length: object, train_on_inputs: obje
 
 def _beginning(tokenizer: Any) -> list[int]:
     """Return the token that a tokenizer puts before a text, if there is one."""
+    # tried out, since GPT-2's tokenizer, for one, has such a token and does not put it there
     first = tokenizer("a")["input_ids"][:1]
     return first if first == [tokenizer.bos_token_id] else []
 
@@ -275,6 +279,7 @@ def first_answer(example: Example) -> Answer:
     ids = example["input_ids"]
     supervised = [label != IGNORED for label in example["labels"]]
     start = supervised.index(True)
+    # the False stands for the end of the example, where nothing follows the answer
     length = [*supervised[start:], False].index(False)
     return Answer(ids[:start], ids[start : start + length])
 
@@ -296,6 +301,7 @@ def split_examples(
     Returns:
         The examples to train, and the held-out examples, at least one.
     """
+    # each piece of a plain text has a number of its own, so that one text can be split
     by_row: dict[int, list[Example]] = {}
     for row, example in zip(texts.rows, texts.examples, strict=True):
         by_row.setdefault(row, []).append(example)
@@ -303,6 +309,7 @@ def split_examples(
     random.Random(0).shuffle(shuffled)
     count = max(1, min(most, round(share * len(shuffled))))
     held_out = [example for row in shuffled[:count] for example in row]
+    # the first example of a conversation has its shortest prompt; the others begin with it
     keys = {_key(row[0]) for row in shuffled[:count]}
     train = [example for row in shuffled[count:] if _key(row[0]) not in keys for example in row]
     return train, held_out

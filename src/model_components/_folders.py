@@ -60,6 +60,8 @@ def check_new(out: str | os.PathLike[str], operation: str) -> Path:
         if path.is_symlink():
             raise OutputError(f"{to}: a symbolic link is there; name the folder that it leads to")
         if path.is_dir():
+            # the result takes the place of an empty folder: a mount cannot be replaced, and a shell
+            # that stands in the current folder would stay in the old one
             if path.samefile(os.curdir) or os.path.ismount(path):
                 raise OutputError(
                     f"{to}: this is the current folder or a mount; name a folder inside it"
@@ -68,6 +70,7 @@ def check_new(out: str | os.PathLike[str], operation: str) -> Path:
                 raise OutputError(f"{to}: the folder is not empty; name a new one")
         elif os.path.lexists(path):
             raise OutputError(f"{to}: a file is there; name a new folder")
+        # the nearest one that is there, a link to nowhere included; those below it will be made
         parent = next(p for p in path.parents if os.path.lexists(p))
         if not parent.is_dir():
             raise OutputError(f"{to}: {parent} is a file, expected a folder")
@@ -136,6 +139,7 @@ def is_begun(out: str | os.PathLike[str]) -> bool:
         for place in path.parent.glob(f".{glob.escape(path.name)}.*partial")
         for part in place.rglob("*")
     )
+    # the marker and an empty result are there before any work is done
     return any(part.is_file() and part.name != _MARKER for part in hidden)
 
 
@@ -232,6 +236,7 @@ class NewFolder:
         except BlockingIOError:
             holder = holder_of(self.place / _MARKER)
             raise OutputError(f"{self._to}: another run is writing it now{holder}") from None
+        # the run that had it may have finished and removed it before this one got the lock
         if not self._has_its_name():
             self.close()
             return False
@@ -267,12 +272,14 @@ class NewFolder:
             OutputError: Something was put there meanwhile. It stays, and so does the result: no
                 later run clears it.
         """
+        # somebody may have moved it, and what is there now is not ours
         if not self._has_its_name():
             raise self._foreign()
         self._check_result()
         try:
             _rename(self.folder, self.out)
         except OSError as error:
+            # a folder without a marker is nobody's to clear, so the result is safe in it
             (self.place / _MARKER).unlink(missing_ok=True)
             self.close()
             if os.path.lexists(self.out):
@@ -289,6 +296,7 @@ class NewFolder:
         try:
             if self._lock is not None and self._has_its_name():
                 _empty(self.place, keep=[_MARKER])
+                # an open file cannot be removed on Windows, so the lock goes first
                 if self._lock.holds_marker:
                     self.close()
                 (self.place / _MARKER).unlink(missing_ok=True)
@@ -384,6 +392,7 @@ def new_file(path: str | os.PathLike[str], operation: str) -> Iterator[Path]:
     """
     path, to = Path(os.path.abspath(path)), f"{operation} to {os.fspath(path)}"
     make_folder(path.parent, operation)
+    # beside it, as a rename does not cross file systems, under a name of this process alone
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         if os.path.lexists(path):

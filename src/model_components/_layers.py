@@ -63,6 +63,7 @@ class ReadOnlyWeight(Tensor):
         name = getattr(func, "__name__", "")
         uses_data = getattr(func, "__self__", None) is _DATA
         assigns = name == "__setitem__" or (uses_data and name == "__set__")
+        # torch's names for changes in place end in _; `requires_grad_` changes no values
         in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
         # the first argument is the one that is written into; of torch's foreach functions, a list
         first = next(iter((*args, *kwargs.values())), None)
@@ -84,11 +85,13 @@ class ReadOnlyWeight(Tensor):
 
 def _is_view_of(result: object, sources: Sequence[object]) -> bool:
     """Return whether a tensor lies in the memory of one of the sources."""
+    # empty tensors have no place in memory to compare
     if not isinstance(result, Tensor) or not result.numel():
         return False
     place = result.untyped_storage().data_ptr()
     for source in sources:
         if isinstance(source, ReadOnlyWeight):
+            # else asking for its storage would end up here again
             with torch._C.DisableTorchFunctionSubclass():
                 if source.untyped_storage().data_ptr() == place:
                     return True

@@ -31,6 +31,7 @@ def read_config(place: str | Path, operation: str, **options: Any) -> PreTrained
     """
     with reading(f"config.json of {place}", operation):
         file = Path(place, "config.json")
+        # of a hub id nothing is here yet; transformers fetches it below
         values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         for name, value in dict(values).items():
             if "layer" in name and isinstance(value, int) and value > _MOST_LAYERS:
@@ -71,6 +72,7 @@ class CompleteModel(PreTrainedModel):
                 integers or not finite.
         """
         place = pretrained_model_name_or_path
+        # a path that leads nowhere: transformers would ask the hub for it
         if place is not None and is_path(str(place)):
             place = find_folder(place, operation="from_pretrained")
         if place is not None and "config" not in kwargs and Path(place).is_dir():
@@ -112,6 +114,7 @@ def _stored_as_integers(model: PreTrainedModel, place: object) -> list[str]:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118, not a mapping
                 stored = file.get_slice(name).get_dtype()
+                # the header has I8 to I64 and U8 to U64; no tensor is read for this
                 if stored[0] in "IU" and name in state and state[name].is_floating_point():
                     found.append(name)
     return found
@@ -124,6 +127,7 @@ def _check_loaded(
     damaged = [
         name
         for name, tensor in model.state_dict().items()
+        # a device map may leave tensors on the disk; here they are on meta, without values
         if tensor.is_floating_point() and tensor.device.type != "meta" and not _is_finite(tensor)
     ]
     for problem, names in (

@@ -245,6 +245,7 @@ def push_to_hub(
         folder_path=path,
         revision=revision,
         create_pr=create_pr,
+        # the hub matches whole paths, so files in subfolders need a pattern of their own
         ignore_patterns=[f"{start}{name}" for name in _RECORDS for start in ("", "*/")],
         commit_message=commit_message or "Upload by model-components",
     )
@@ -257,6 +258,7 @@ def _check_base(adapter: Path) -> None:
         base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (ValueError, AttributeError) as error:
         raise ValueError(f"push_to_hub: expected a JSON object in {adapter}: {error}") from error
+    # models/mine looks like an id, so whether it is a folder decides
     if base and (is_path(base) or Path(base).exists()):
         raise ValueError(
             f"push_to_hub: expected a hub id as base_model_name_or_path in {adapter}, got {base!r}"

@@ -97,6 +97,7 @@ def read_text(path: Path, operation: str) -> str:
 @contextlib.contextmanager
 def _open_text(path: Path, newline: str | None = "") -> Iterator[IO[str]]:
     opened: Any = gzip.open if path.suffix.lower() == ".gz" else open
+    # as bytes first, since the first two tell the encoding
     with opened(path, "rb") as raw:
         encoding = "utf-16" if raw.peek(2)[:2] in _UTF16 else "utf-8-sig"
         # JSON and CSV may hold line ends of their own, so that by default none is translated

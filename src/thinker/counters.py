@@ -15,6 +15,7 @@ def mix(*words: int) -> int:
     """
     state = 0
     for word in words:
+        # SplitMix64's step, 2^64 over the golden ratio; its multipliers follow
         state = (state + (word & _WORD) + 0x9E3779B97F4A7C15) & _WORD
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _WORD

@@ -39,6 +39,7 @@ def encoder_layers(
     """
     config = encoder.config
     wanted = config.num_hidden_layers
+    # ALBERT with one group runs the same parameters again and again: no layer stands alone
     for name, module in encoder.named_modules():
         if (
             isinstance(module, nn.ModuleList)
@@ -106,6 +107,7 @@ def freeze_(model: Judge, what: str) -> FreezeReport:
             "without"
         )
     parts = encoder_parts(model.encoder, what)
+    # what an earlier call froze trains again, so that the last call alone counts
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     for _, module in parts:
@@ -123,6 +125,7 @@ def encoder_parts(encoder: PreTrainedModel, what: str) -> list[tuple[str, nn.Mod
         return []
     if what == "all":
         return [("encoder", encoder)]
+    # BERT's module holds positions and a norm beside the tokens; decoders have a bare table
     embeddings = getattr(encoder, "embeddings", None) or encoder.get_input_embeddings()
     parts = [("embeddings", embeddings)]
     if getattr(encoder, "embeddings_project", None) is not None:  # ELECTRA's

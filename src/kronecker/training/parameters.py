@@ -61,6 +61,7 @@ def parameter_groups(
         if isinstance(module, KroneckerLayer):
             times = module.learning_rate_multipliers()
         else:
+            # the rule of arXiv 2406.06248 is for Kronecker factors; low rank keeps one rate
             times = {}
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in factors:
@@ -68,6 +69,7 @@ def parameter_groups(
             if name.endswith("scales"):
                 key = "scales"
                 rate = learning_rate
+                # a scale is a size: decay would pull the whole term towards zero
                 decay = 0.0
             else:
                 many = times.get(name, 1.0) if structure_aware else 1.0
@@ -77,6 +79,7 @@ def parameter_groups(
             group = groups.setdefault(
                 key, {"name": key, "params": [], "lr": rate, "weight_decay": decay}
             )
+            # tied factors come twice; `in` would compare values
             if not any(parameter is p for p in group["params"]):
                 group["params"].append(parameter)
     filled = list(groups.values())
@@ -92,4 +95,5 @@ def parameter_groups(
 
 def group_kind(group: Group) -> str:
     """``factors``, ``scales`` or ``pretrained``."""
+    # an optimizer that a user passes has groups without names
     return group.get("name", "pretrained").split(" ")[0]

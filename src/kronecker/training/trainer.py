@@ -94,8 +94,10 @@ class KroneckerTrainer(StepTrainer):
             args.ddp_find_unused_parameters = True  # what learns changes on the way
         self._gradients: dict[str, float] = {}
         super().__init__(model=model, args=args, train_dataset=train_dataset, **options)
+        # after super, which chooses the device; a teacher is no part of the model that it moves
         if self.teacher is not None:
             self.teacher.to(self.args.device)
+        # kept for evaluation, where the model's own loss runs
         self._accepts = self.model_accepts_loss_kwargs
         if self.distill is not None:
             self.model_accepts_loss_kwargs = True  # losses are over the tokens of a whole step
@@ -116,6 +118,7 @@ class KroneckerTrainer(StepTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Loss:
         """The weighted sum of `DistillConfig`; without a teacher the model's own loss."""
+        # evaluation is without the teacher, so that its loss can be compared with other runs
         if self.distill is None or self.teacher is None or not model.training:
             return self._own_loss(model, inputs, return_outputs, num_items_in_batch)
         config = self.distill
@@ -130,7 +133,9 @@ class KroneckerTrainer(StepTrainer):
         keep, labels = targets_of(
             (states.shape[0], states.shape[1]),
             inputs.get("labels"),
+            # logits are the decoder's, so the encoder's padding says nothing about them
             inputs.get("decoder_attention_mask" if two_sides else "attention_mask"),
+            # a decoder's labels are already those of its own positions
             shifted=self.unwrapped().can_generate() and not two_sides,
             device=states.device,
         )
@@ -252,6 +257,7 @@ def _states_that_count(
     inside = [x for x, _ in seen.values()] + list(getattr(outputs, "hidden_states", None) or ())
     if inside:
         return inside[0]
+    # pictures with one answer a row: only the shape of this is read
     return torch.empty(len(outputs[0]), 1, device=outputs[0].device)
 
 
@@ -307,6 +313,7 @@ class _GradientNorms(TrainerCallback):
         **kwargs: object,
     ) -> None:
         every = max(1, int(state.logging_steps or 1))
+        # the step is counted after this hook, hence + 1; the first one is always measured
         if (state.global_step + 1) % every and state.global_step:
             return
         self.norms.clear()
@@ -318,4 +325,5 @@ class _GradientNorms(TrainerCallback):
 
 def _norm(tensors: list[Tensor], before: float | None) -> float:
     total = sum(float(t.float().square().sum()) for t in tensors)
+    # groups of one kind, such as factors of several rates, make one norm
     return (total + (before or 0.0) ** 2) ** 0.5

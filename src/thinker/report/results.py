@@ -84,6 +84,7 @@ class Grid(Report):
         for i, row in enumerate(values.tolist()):
             for j, value in enumerate(row):
                 shown = f"{value:.3f}".removeprefix("0")
+                # viridis is dark in its lower half
                 colour = "white" if value < (low + 1) / 2 else "black"
                 axes.text(j, i, shown, ha="center", va="center", fontsize=7, color=colour)
         axes.set_xticks(range(len(self.n_steps)), [str(n) for n in self.n_steps])
@@ -156,6 +157,7 @@ def _step_curves(
         axes.plot(steps, shares, marker="o", ms=3, color=colour, label=name)
     axes.set(xlabel="steps", ylabel="right symbols", xscale="log")
     powers = [2**k for k in range(16) if 2**k <= max(map(max, n_steps))]
+    # at most eight labels have room
     ticks = powers[:: 1 + len(powers) // 8]
     axes.minorticks_off()
     axes.set_xticks(ticks, [str(t) for t in ticks])

@@ -128,6 +128,7 @@ class PairwiseDataset(Dataset):
         flat: list[Tokens] = []
         sizes: list[int] = []
         begins: list[int] = []
+        # concatenate takes no empty list, and there may be no pairs
         looks = [np.zeros((0, 0), np.float32)]
         prompts_cut = answers_cut = tokens_cut = 0
         for start in tqdm(
@@ -141,6 +142,7 @@ class PairwiseDataset(Dataset):
             sequences: list[Tokens] = []
             for both in template.sequences([(p.prompt, (p.a, p.b)) for p in chunk]):
                 sequences += [tokens for tokens, _, _ in both]
+                # once a pair, as both answers follow one prompt
                 prompts_cut += any(of_prompt for _, of_prompt, _ in both)
                 answers_cut += sum(of_answer > 0 for _, _, of_answer in both)
                 tokens_cut += sum(of_prompt + of_answer for _, of_prompt, of_answer in both)
@@ -158,6 +160,7 @@ class PairwiseDataset(Dataset):
             )
         self._ids = np.concatenate([np.zeros(0, np.int32), *(one.ids for one in flat)])
         self._types = np.concatenate([np.zeros(0, np.int8), *(one.types for one in flat)])
+        # without pairs cumsum gives floats, which are no indices
         self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self._begins = begins
         self._surface = np.concatenate(looks[1:] or looks)
@@ -177,6 +180,7 @@ class PairwiseDataset(Dataset):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> dict[str, object]:
+        # range counts from the end, too, and raises the IndexError that ends an iteration
         index = range(len(self))[index]
         return {
             "answers": [self.answer(2 * index + k) for k in (0, 1)],

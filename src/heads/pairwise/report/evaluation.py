@@ -169,6 +169,7 @@ class PairwiseReport(Report):
             ("this model", self.predictions.probabilities.double()),
         ):
             won = torch.where(longer, found[:, :1], found[:, 1:2])[:, 0] + found[:, 2:].sum(1) / 2
+            # about 20 pairs or more in a part, as the share of a few is noise
             parts = order.tensor_split(min(8, max(1, len(order) // 20)))
             middles = [float((logs[p, 0] - logs[p, 1]).abs().mean().exp()) for p in parts]
             axes.plot(
@@ -290,6 +291,7 @@ class CalibrationReport(Report):
 
     def remarks(self) -> list[str]:
         """Return how far the temperature is held back."""
+        # the error of a single prompt is infinite, and exp raises from 710 on; e⁹ says enough
         lines = [
             f"best on these pairs {self.best:.3g}, times or over {math.exp(min(self.error, 9)):.2g}"
         ]
@@ -325,6 +327,7 @@ def calibrate_(
     ).log_probabilities
     old_temperature = float(model.head.temperature)
     labels = _labels(data)
+    # verdicts are divided by the old one: a second call would fit the ratio of both
     logits = log_probs.double() * old_temperature
     found = cautious_temperature(logits, labels, [str(pair.prompt) for pair in data.pairs])
     before = pairwise_metrics(log_probs, labels).log_loss

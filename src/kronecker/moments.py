@@ -26,7 +26,7 @@ class Moments:
     sum_y: Tensor  # Σ y, (O,)
     count: int = 0
     # one token, or tokens that are all alike, have no variance: the ridge needs a size then
-    size: float = 0.0  # of the inputs before they were centred: the mean of Σ x²
+    size: float = 0.0  # of the inputs before they were centered: the mean of Σ x²
 
     @classmethod
     def zeros(
@@ -65,7 +65,7 @@ class Moments:
         moments.add(x, torch.nn.functional.linear(x, weight, bias))
         return moments
 
-    def centred(self) -> Moments:
+    def centered(self) -> Moments:
         """Around the means: what is left for a weight when a bias takes care of them."""
         n = max(1, self.count)
         energy = self.energy - self.sum_y.square().sum() / n

@@ -81,7 +81,7 @@ class ThinkerConfig(CheckedModelConfig):
         causal: Nothing looks ahead; needs ``latent_init="tokens"``. With fewer latents than tokens
             these are the last ones (Perceiver AR, Hawthorne et al. 2022).
         window: With ``"tokens"``, each latent looks at those less than ``window`` places away,
-            itself included: with 2 at its neighbours, in a grid (``"rotary_2d"``) at the eight
+            itself included: with 2 at its neighbors, in a grid (``"rotary_2d"``) at the eight
             around it. What a latent knows then travels one place a step, as in a scan; default
             everywhere.
         initializer_range: Standard deviation of the initial embeddings, positions, latents and

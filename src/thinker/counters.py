@@ -8,7 +8,7 @@ _WORD = (1 << 64) - 1
 def mix(*words: int) -> int:
     """Return 64 bits that depend on all of ``words`` and their order.
 
-    SplitMix64's finaliser (Steele et al. 2014).
+    SplitMix64's finalizer (Steele et al. 2014).
 
     >>> mix(1, 2) == mix(1, 2), mix(1, 2) == mix(2, 1)
     (True, False)

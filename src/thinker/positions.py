@@ -196,7 +196,7 @@ class Positions(nn.Module):
 
         Each axis of `index` turns an equal share of a head.
 
-        In two dimensions a neighbour is a quarter turn away in the fastest pair, and the base is
+        In two dimensions a neighbor is a quarter turn away in the fastest pair, and the base is
         30: a grid's sides are short (on axes, Heo et al. 2024, section 3.1).
         """
         if not self.config.positions.startswith("rotary"):

@@ -222,13 +222,13 @@ def test_an_encoder_decoder_learns_from_its_decoders_tokens(tmp_path):
     torch.testing.assert_close(
         loss.detach(), 4 * (log_p.exp() * (log_p - log_q)).sum(-1).mean(), rtol=1e-4, atol=1e-6
     )
-    unlabelled = {"input_ids": batch["input_ids"], "decoder_input_ids": shifted}
-    unlabelled["decoder_attention_mask"] = (batch["labels"] != -100).long()
+    unlabeled = {"input_ids": batch["input_ids"], "decoder_input_ids": shifted}
+    unlabeled["decoder_attention_mask"] = (batch["labels"] != -100).long()
     # what counts is what the mask says, on either side alone
-    masked = trainer.compute_loss(model, unlabelled)
+    masked = trainer.compute_loss(model, unlabeled)
     with torch.no_grad():
         ours, theirs = (
-            m(**unlabelled).logits[unlabelled["decoder_attention_mask"].bool()]
+            m(**unlabeled).logits[unlabeled["decoder_attention_mask"].bool()]
             for m in (model, teacher)
         )
     log_p, log_q = (F.log_softmax(z / 2, -1) for z in (theirs, ours))
@@ -407,12 +407,12 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("labeled", [True, False])
 @pytest.mark.parametrize("config", PARTS)
-def test_accumulation_gives_the_same_step(config, labelled, tmp_path):
-    if not labelled:
+def test_accumulation_gives_the_same_step(config, labeled, tmp_path):
+    if not labeled:
         config = replace(config, labels=0.0)
-    data = [{k: v for k, v in r.items() if labelled or k != "labels"} for r in rows()]
+    data = [{k: v for k, v in r.items() if labeled or k != "labels"} for r in rows()]
     teacher, models = tiny("gpt2", **SMALL), []
     for batch, steps in ((8, 1), (2, 4)):
         models.append(student())

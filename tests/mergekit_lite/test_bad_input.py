@@ -194,7 +194,7 @@ def test_unsound_indexes(tmp_path, out):
     refused("not valid JSON", [folder], "passthrough", out=out)
 
 
-def test_quantised_and_adapter_only_folders(paths, tmp_path, out):
+def test_quantized_and_adapter_only_folders(paths, tmp_path, out):
     shutil.copytree(paths[0], tmp_path / "q")
     config = json.loads((tmp_path / "q" / "config.json").read_text())
     (tmp_path / "q" / "config.json").write_text(

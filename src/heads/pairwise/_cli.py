@@ -143,7 +143,7 @@ def _checked_device(out: Path | None, device: str, operation: str) -> str:
 def _load(model: str, device: str, operation: str) -> PairwiseModel:
     """Load a judge onto a device."""
     folder = find_folder(model, operation=operation)
-    # transformers takes seconds to import, too long for a misspelt folder
+    # transformers takes seconds to import, too long for a misspelled folder
     from .model import PairwiseModel
 
     return PairwiseModel.from_pretrained(folder).eval().to(device)

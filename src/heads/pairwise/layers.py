@@ -94,7 +94,7 @@ class PairwiseHead(nn.Module):
                 self.beside = _network(looks, hidden_features or _INNER, 1, dropout)
             else:
                 self.beside = None
-        concat = link == "concat"  # in the other links a bias would cancel, or favour a side
+        concat = link == "concat"  # in the other links a bias would cancel, or favor a side
         self.outer = nn.Linear(width, 2 + ties if concat else 1, bias=concat)
         if ties and link != "concat":
             self.tie = nn.Parameter(torch.zeros(1))  # FSDP2 shards no scalars

@@ -151,7 +151,7 @@ class PairwiseModel(SavedJudge):
             ValueError: A tokenizer that is not the encoder's, an encoder without hidden states, an
                 unknown option, more layers than there are.
         """
-        # first of all: a misspelt option must not cost a download
+        # first of all: a misspelled option must not cost a download
         _check_options(options)
         if isinstance(encoder, (str, Path)):
             place, at = split_revision(encoder)

@@ -25,7 +25,7 @@ def packed_attention(
     They are at most ``window`` apart.
     """
     tokens, heads, width = query.shape
-    # each head of the key serves a run of neighbouring query heads, as in torch's enable_gqa
+    # each head of the key serves a run of neighboring query heads, as in torch's enable_gqa
     key, value = (part.repeat_interleave(heads // part.shape[1], 1) for part in (key, value))
     place = torch.arange(tokens, device=query.device)
     # right: the token at a sequence's end belongs to the next one, and empty ones own none

@@ -148,7 +148,7 @@ def judge_card(config: PairwiseConfig, report: Any = None) -> str:
             "calibration_error": judged.calibration_error,
         }
         metrics = [{"type": name, "value": round(float(value), 4)} for name, value in named.items()]
-        where = {"name": f"{len(report.labels)} labelled pairs", "type": "pairs"}
+        where = {"name": f"{len(report.labels)} labeled pairs", "type": "pairs"}
         results = {"task": {"type": "text-ranking"}, "dataset": where, "metrics": metrics}
         head["model-index"] = [{"name": "judge", "results": [results]}]
         parts += ["## What its verdicts are worth", f"```text\n{report}\n```"]

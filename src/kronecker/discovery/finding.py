@@ -36,7 +36,7 @@ def _refuse_own_forward(name: str, module: nn.Module) -> None:
     if isinstance(module, (nn.Linear, nn.Embedding)) and not convertible(module):
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         raise ValueError(
-            f"convert_: {name} is a {kind}, quantised or with a forward of its own; expected a "
+            f"convert_: {name} is a {kind}, quantized or with a forward of its own; expected a "
             "plain layer"
         )
 

@@ -79,8 +79,8 @@ def _started(
     def begin(
         name: str, weight: Tensor, bias: Tensor | None, moments: Moments
     ) -> tuple[Matrix, Tensor | None]:
-        centred = moments if bias is None else moments.centred()
-        matrix = _factors(configs[name], weight, centred, sorted_neurons=sorted_neurons)
+        centered = moments if bias is None else moments.centered()
+        matrix = _factors(configs[name], weight, centered, sorted_neurons=sorted_neurons)
         return matrix, None if bias is None else init.correct_bias(
             moments, small.build(*matrix)
         ).float()

@@ -167,7 +167,7 @@ def _fitted_alone(
         kind = LowRankLinear
     # pyrefly: ignore[bad-argument-type]: the kind is the config's
     layer = kind.from_config(module, config, moments)
-    seen = moments.centred() if layer.bias is not None else moments
+    seen = moments.centered() if layer.bias is not None else moments
     tensors = {f"{part.name}.{n}": t for n, t in layer.state_dict().items()}
     return Fitted(tensors, seen.error(layer.dense_weight()) ** 2)
 

@@ -31,7 +31,7 @@ def normal_equations(weights: MlpWeights, moments: Moments, ridge: float) -> tup
     # by the raw size of inputs, before centring; 1.0 where no token was seen
     ridge = ridge * (float(moments.inputs.diagonal().mean()) / n or 1.0)
     if weights.down_bias is not None:  # it takes care of means
-        moments = moments.centred()
+        moments = moments.centered()
     eye = torch.eye(len(moments.inputs), dtype=moments.inputs.dtype, device=moments.inputs.device)
     return (
         moments.inputs / n + ridge * eye,

@@ -116,7 +116,7 @@ class SmallerLinear(SmallerWeight):
     def fade_in_(self, original: nn.Module | None, share: float = 0.0) -> None:
         """Run (1 - share) of the original layer and share of the smaller weights; None ends it."""
         if original is not None:
-            # it goes away at the end: what it learnt would be lost
+            # it goes away at the end: what it learned would be lost
             original.requires_grad_(False)
         object.__setattr__(self, "original", original)  # not a child: it is not saved
         self.share = share if original is not None else 1.0
@@ -285,10 +285,10 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
         layer = cls.like(linear, config)
         if moments is not None and layer.bias is not None:
             # the bias takes care of means, so the weight is fitted to what varies
-            centred = moments.centred()
+            centered = moments.centered()
         else:
-            centred = moments
-        factors = start(dense(linear), layer.b_shape, config, centred)
+            centered = moments
+        factors = start(dense(linear), layer.b_shape, config, centered)
         layer.set_factors_(factors)
         if moments is not None and layer.bias is not None:
             layer.bias.data.copy_(init.correct_bias(moments, factors.weight()))
@@ -379,13 +379,13 @@ class LowRankLinear(SmallerLinear, LowRankLayer):
         layer = cls.like(linear, config)
         seen = None if moments is None or config.init == "svd" else moments
         if seen is not None and layer.bias is not None:
-            centred = seen.centred()
+            centered = seen.centered()
         else:
-            centred = seen
-        a, b = init.low_rank(dense(linear), len(layer.a), centred)
+            centered = seen
+        a, b = init.low_rank(dense(linear), len(layer.a), centered)
         layer.set_factors_(init.Factors(a, b, 0.0))
         if moments is not None and layer.bias is not None:
-            # with the moments as they came: centred ones have lost the means
+            # with the moments as they came: centered ones have lost the means
             layer.bias.data.copy_(init.correct_bias(moments, b @ a))
         return layer
 

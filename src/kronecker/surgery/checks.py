@@ -40,13 +40,13 @@ def check_layer(operation: str, name: str, module: nn.Module) -> None:
         raise ValueError(f"{operation}: {name} is on the meta device, expected loaded weights")
     if (
         not all(p.is_floating_point() for p in parameters)
-        # by names, since the packages that quantise are not imported here
+        # by names, since the packages that quantize are not imported here
         or hasattr(module, "quant_state")
         or "quant" in type(module).__module__
         or "bnb" in type(module).__module__
     ):
         raise ValueError(
-            f"{operation}: {name} is a quantised {type(module).__name__}, expected float weights"
+            f"{operation}: {name} is a quantized {type(module).__name__}, expected float weights"
         )
     for p in parameters:
         # a bias may be zero; a matrix of zeros has no best approximation

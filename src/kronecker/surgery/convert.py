@@ -178,7 +178,7 @@ def convert_(
 
     Raises:
         ValueError: A pattern or filter that fits nothing, shapes that do not divide, a rank out of
-            range, missing calibration data, weights that are zero, not finite, quantised or on the
+            range, missing calibration data, weights that are zero, not finite, quantized or on the
             meta device, a layer that is compressed already. Nothing has changed then.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel

@@ -146,7 +146,7 @@ def prune_(
         What was dropped, with each layer's error.
 
     Raises:
-        ValueError: No MLP, weights that are shared by several, quantised, zero, not finite or on
+        ValueError: No MLP, weights that are shared by several, quantized, zero, not finite or on
             the meta device; a family whose config has no field for the size; bad calibration.
             Nothing has changed then.
 

@@ -39,7 +39,7 @@ class KroneckerTrainer(StepTrainer):
         model: With compressed layers; with a teacher any model of its vocabulary, such as a pruned
             one.
         args: `TrainingArguments`.
-        train_dataset: Rows with ``input_ids``, and ``labels`` where they are to be learnt from.
+        train_dataset: Rows with ``input_ids``, and ``labels`` where they are to be learned from.
         teacher: The original model; frozen, in evaluation mode.
         distill: What to learn from; default with a teacher: its logits at temperature 2.
         pretrained_learning_rate: Of everything but factors; default: the same.
@@ -124,12 +124,12 @@ class KroneckerTrainer(StepTrainer):
         config = self.distill
         watch = self._mlps.watched() if self._mlps else nullcontext({})
         named = {"output_hidden_states": config.hidden > 0}
-        unlabelled = self._without_labels(inputs)
+        unlabeled = self._without_labels(inputs)
         two_sides = _has_two_sides(self.unwrapped())
         with torch.no_grad(), watch as seen:
-            theirs = self.teacher(**unlabelled, **named)
-        ours = model(**unlabelled, **named)
-        states = _states_that_count(unlabelled, ours, seen, two_sides)
+            theirs = self.teacher(**unlabeled, **named)
+        ours = model(**unlabeled, **named)
+        states = _states_that_count(unlabeled, ours, seen, two_sides)
         keep, labels = targets_of(
             (states.shape[0], states.shape[1]),
             inputs.get("labels"),
@@ -164,14 +164,14 @@ class KroneckerTrainer(StepTrainer):
 
     def _without_labels(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the inputs without labels; a decoder's input is derived from the labels."""
-        unlabelled = {k: v for k, v in inputs.items() if k not in ("labels", "label")}
-        has_decoder_input = any(name.startswith("decoder_input") for name in unlabelled)
+        unlabeled = {k: v for k, v in inputs.items() if k not in ("labels", "label")}
+        has_decoder_input = any(name.startswith("decoder_input") for name in unlabeled)
         if "labels" in inputs and not has_decoder_input:
             # only some model families define this method
             prepare = getattr(self.unwrapped(), "prepare_decoder_input_ids_from_labels", None)
             if prepare:
-                unlabelled["decoder_input_ids"] = prepare(inputs["labels"])
-        return unlabelled
+                unlabeled["decoder_input_ids"] = prepare(inputs["labels"])
+        return unlabeled
 
     def _logits(self, outputs: object) -> Tensor:
         logits = getattr(outputs, "logits", None)

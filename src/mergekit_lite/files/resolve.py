@@ -86,7 +86,7 @@ def open_source(
         label: What to call it in messages.
 
     Raises:
-        CheckpointError: It is not there, is quantised or pickled, or its files are unsound.
+        CheckpointError: It is not there, is quantized or pickled, or its files are unsound.
     """
     if isinstance(model, Source):
         return model

@@ -95,7 +95,7 @@ def distill(
         normalizer=normalizer,
         **options,
     )
-    if count and kl.penalises:
+    if count and kl.penalizes:
         part = 1.0 if normalizer is None else count / normalizer  # this batch's share of the step
         loss = loss + part * mask_penalty(merger.trained_masks(), kl)
     return loss

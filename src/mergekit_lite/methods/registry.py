@@ -57,7 +57,7 @@ class MergeMethod:
         functools.update_wrapper(self, self.function)
 
     def near(self, name: str) -> list[str]:
-        """Parameters that a misspelt name may mean."""
+        """Parameters that a misspelled name may mean."""
         return difflib.get_close_matches(name, self.parameters, n=3)
 
     def parameter(self, name: str) -> Parameter:

@@ -27,7 +27,7 @@ def svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.linalg.svd(matrix.double(), full_matrices=False)
 
 
-def orthogonalised(matrix: Tensor) -> Tensor:
+def orthogonalized(matrix: Tensor) -> Tensor:
     """Return the orthogonal matrix nearest to ``matrix`` (Procrustes).
 
     It is U V of its singular value decomposition.
@@ -64,8 +64,8 @@ def tsv(
     # no more than the rank in all, but one of each model where models are many
     keep = max(1, min(base.shape) // len(changes))
     factors = [svd(change) for change in changes]
-    u = orthogonalised(torch.cat([u[:, :keep] for u, _, _ in factors], 1))
-    v = orthogonalised(torch.cat([v[:keep] for _, _, v in factors], 0))
+    u = orthogonalized(torch.cat([u[:, :keep] for u, _, _ in factors], 1))
+    v = orthogonalized(torch.cat([v[:keep] for _, _, v in factors], 0))
     s = torch.cat([s[:keep] for _, s, _ in factors])
     return base + (alpha * (u * s) @ v).to(base.dtype)
 

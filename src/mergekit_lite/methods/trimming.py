@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .._torch import Tensor, torch
-from .averaging import deltas, normaliser, sum_of_products, weighted_sum
+from .averaging import deltas, normalizer, sum_of_products, weighted_sum
 from .parameters import PerModel, Range
 from .registry import merge_method
 
@@ -212,7 +212,7 @@ def breadcrumbs(
     tensor([0., 1., 2., 0.])
     """
     remaining = _without_outliers(tensors, base, density, gamma, rescale)
-    return base + weighted_sum(remaining, weight) * (lambda_ / normaliser(weight, normalize))
+    return base + weighted_sum(remaining, weight) * (lambda_ / normalizer(weight, normalize))
 
 
 @merge_method("breadcrumbs_ties", **_CRUMBS)
@@ -244,7 +244,7 @@ def sce(tensors: list[Tensor], base: Tensor, *, select_topk: float = 1.0) -> Ten
     """Select the positions of largest variance over models, weigh by energy, erase minority signs.
 
     Kept: the ⌊select_topk · m⌋ positions of largest population variance among the m where it is not
-    0. Model weights: mean D_i² over kept positions, normalised. Then a weighted mean over the
+    0. Model weights: mean D_i² over kept positions, normalized. Then a weighted mean over the
     models whose sign agrees with that of Σ D_i.
     Source: FuseChat (Wan et al., arXiv 2408.07990).
 

@@ -59,7 +59,7 @@ def evaluate_setting(
         return _MISSING
     if isinstance(value[0], Mapping):
         for entry in value:
-            # for what it raises: a misspelt filter would match every tensor
+            # for what it raises: a misspelled filter would match every tensor
             unknown_keys("parameter", as_mapping("parameter", entry), ["filter", "value"])
             if "value" not in entry:
                 raise RecipeError(f"a parameter's filter entry {dict(entry)!r} has no value")

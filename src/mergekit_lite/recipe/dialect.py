@@ -46,7 +46,7 @@ _RECIPE = [
 ]
 _TEXTS = ("dtype", "out_dtype", "chat_template")  # keys without which a recipe can be planned
 _DEPTH = 6  # deepest nesting of parameters; filter entries with gradients need 4
-_ALIKE = 0.8  # similarity of names from which one is taken for the other, misspelt
+_ALIKE = 0.8  # similarity of names from which one is taken for the other, misspelled
 _IDLE = {
     "random_seed": (
         "a recipe's random_seed has no effect; give the seed as merge_models(seed=...) or --seed"
@@ -326,7 +326,7 @@ class _Parser:
         )
 
     def _take_misplaced(self, where: str, data: dict[str, object]) -> None:
-        """Take out the keys beside a model that are parameters, or are spelt much like one."""
+        """Take out the keys beside a model that are parameters, or are spelled much like one."""
         parameters: set[str] = set()
         for method in METHODS.values():
             parameters |= method.parameters.keys()

@@ -37,7 +37,7 @@ def unknown_keys(where: str, data: Mapping[str, object], known: Sequence[str]) -
     """Return notes on keys that mean nothing.
 
     Raises:
-        RecipeError: Keys that look like misspelt ones.
+        RecipeError: Keys that look like misspelled ones.
     """
     notes = []
     problems = []

@@ -71,7 +71,7 @@ class LearnedWeights(AllSteps):
     """Every step that outputs, by learned weights that never fall from one step to the next.
 
     Weights are cumulative sums of a softmax, scaled to add up to 1, so that no step can be silenced
-    in favour of an earlier one.
+    in favor of an earlier one.
 
     Args:
         max_steps: Most that there will be.
@@ -103,7 +103,7 @@ class Reach(StepLoss):
     After t steps they need tokens at most t (window - 1) away.
 
     The last step and the one before are supervised. A row's answers in reach share the weight of
-    all its answers. (A latent could know of one more, for it looks at what its neighbours have read
+    all its answers. (A latent could know of one more, for it looks at what its neighbors have read
     in the same step.)
 
     Args:

@@ -74,7 +74,7 @@ class Copy(SequenceTask):
 
 @dataclass(frozen=True, kw_only=True)
 class _Rearranged(SequenceTask):
-    """The input in another order, which neighbours can bring about by exchanging symbols.
+    """The input in another order, which neighbors can bring about by exchanging symbols.
 
     Args:
         by_step: Each step's answer is how far the exchanges have come: at odd steps of the first
@@ -94,7 +94,7 @@ class _Rearranged(SequenceTask):
 
     @abstractmethod
     def exchanged(self, left: Tensor, right: Tensor) -> Tensor:
-        """(B, L - 1), whether neighbours exchange their symbols."""
+        """(B, L - 1), whether neighbors exchange their symbols."""
 
     def rounds(self, tokens: Tensor, lengths: Tensor) -> Tensor:  # (B, T, L)
         """The symbols after each step; of a row that is in order, the same."""

@@ -215,11 +215,11 @@ def test_the_report_says_everything_and_draws(tmp_path):
         assert (tmp_path / f"{link}.png").stat().st_size > 5_000
         assert sum(map(sum, report.metrics.confusion)) == 50
         assert (report.metrics.flip_rate == 0) == (link == "davidson")
-    with pytest.raises(ValueError, match=r"pairwise_report:.*50.*labelled"):
+    with pytest.raises(ValueError, match=r"pairwise_report:.*50.*labeled"):
         pairwise_report(model, model.dataset([p[:3] for p in pairs_of(50)], progress=False))
     with pytest.raises(ValueError, match=r"calibrate_:.*PairwiseDataset"):
         calibrate_(model, [])
-    with pytest.raises(ValueError, match=r"calibrate_:.*0.*labelled"):
+    with pytest.raises(ValueError, match=r"calibrate_:.*0.*labeled"):
         calibrate_(model, model.dataset([], progress=False))
 
 

@@ -173,7 +173,7 @@ class TuningReport(Report):
         }
         for label, step in ends.items():
             if step is not None:
-                axes.axvline(step, color="grey", linestyle=":", label=f"{label} from step {step}")
+                axes.axvline(step, color="gray", linestyle=":", label=f"{label} from step {step}")
         axes.set(xlabel="step", ylabel="loss, nats a token")
         if self.train or self.held_out:
             right = axes.secondary_yaxis("right", functions=(_exponential, _logarithm))

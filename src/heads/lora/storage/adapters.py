@@ -22,7 +22,7 @@ from ..surgery.prepare import (
     check_adapter_name,
     check_numbers,
     inject,
-    is_quantised,
+    is_quantized,
     quiet,
     skeleton,
 )
@@ -94,7 +94,7 @@ def load_lora(
         check_numbers(f"{operation}: {path / 'adapter_config.json'}", config)
         _check_patterns(operation, path, config, model)
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    if not is_quantised(base):  # quantized layers cannot be copied to the meta device
+    if not is_quantized(base):  # quantized layers cannot be copied to the meta device
         trial = skeleton(model)
         if isinstance(model, PeftModel):
             # `_compare` injects the new adapter into a base without adapters

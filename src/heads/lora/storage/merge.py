@@ -140,7 +140,7 @@ def merge_lora(
         What was written, and how much of each update was lost.
 
     Raises:
-        ValueError: An adapter that the model does not have, a quantised base, another tuner's layer
+        ValueError: An adapter that the model does not have, a quantized base, another tuner's layer
             beneath, numbers that are not finite (in ``dtype``, too), a folder with something in it,
             or more lost than allowed. Nothing has been written then.
 
@@ -260,7 +260,7 @@ def _check_layer(operation: str, name: str, layer: LoraLayer) -> None:
         )
     if not weight.is_floating_point() or weight.dtype.itemsize < 2:
         raise ValueError(
-            f"{operation}: {name} is quantised ({weight.dtype}); expected a float base model"
+            f"{operation}: {name} is quantized ({weight.dtype}); expected a float base model"
         )
 
 

@@ -115,10 +115,10 @@ class PairwiseDataset(Dataset):
     ):
         self.pairs = as_pairs("PairwiseDataset", pairs, config.num_classes)
         self.labels = [pair.label for pair in self.pairs]
-        labelled = sum(label is not None for label in self.labels)
-        if labelled not in (0, len(self.labels)):
+        labeled = sum(label is not None for label in self.labels)
+        if labeled not in (0, len(self.labels)):
             raise ValueError(
-                f"PairwiseDataset: {labelled} of {len(self.labels)} pairs have a label; expected "
+                f"PairwiseDataset: {labeled} of {len(self.labels)} pairs have a label; expected "
                 "all or none"
             )
         self.soft = any(isinstance(label, tuple) for label in self.labels)

@@ -66,7 +66,7 @@ def needs_scikit_learn(operation: str) -> None:
 def baseline_verdicts(
     train: Sequence[Pair], test: Sequence[Pair], *, classes: int = 3
 ) -> dict[str, Tensor]:
-    """Return log-probabilities of test pairs, by baselines fitted on labelled training pairs.
+    """Return log-probabilities of test pairs, by baselines fitted on labeled training pairs.
 
     All are fitted on both orders of each pair and give the mean of both, so that they are as fair
     as our links: the labels' own shares; the log-odds of a spline of the log-length's difference; a
@@ -74,7 +74,7 @@ def baseline_verdicts(
     the surface features of both answers.
 
     Args:
-        train: Labelled pairs.
+        train: Labeled pairs.
         test: Pairs.
         classes: 3, or 2 for data without ties.
 
@@ -102,7 +102,7 @@ def baseline_verdicts(
 
     labels = _shares(train, classes)
     (a, b), (test_a, test_b) = surfaces_of(train), surfaces_of(test)
-    # a word of a single answer would be learnt by heart;
+    # a word of a single answer would be learned by heart;
     # scikit-learn's own pattern leaves out words of one letter, such as I
     words = TfidfVectorizer(sublinear_tf=True, min_df=2, max_features=20_000, token_pattern=r"\w+")
     texts = [
@@ -110,7 +110,7 @@ def baseline_verdicts(
     ]
     tfidf: list[object]
     try:
-        # training answers alone: nothing may be learnt from the pairs to judge
+        # training answers alone: nothing may be learned from the pairs to judge
         words.fit(texts[0] + texts[1])
         tfidf = [words.transform(side) for side in texts]
     except ValueError:  # answers without a word that comes twice

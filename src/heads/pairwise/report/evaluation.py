@@ -1,4 +1,4 @@
-"""`pairwise_report`: everything that verdicts on labelled pairs are worth, printed and plotted.
+"""`pairwise_report`: everything that verdicts on labeled pairs are worth, printed and plotted.
 
 `calibrate_` sets a model's temperature.
 """
@@ -199,7 +199,7 @@ def pairwise_report(
     batch_size: int = 32,
     progress: bool = True,
 ) -> PairwiseReport:
-    """A model's metrics on labelled pairs, and what verdicts are worth that need no encoder.
+    """A model's metrics on labeled pairs, and what verdicts are worth that need no encoder.
 
     Args:
         model: A `PairwiseModel`.
@@ -218,7 +218,7 @@ def pairwise_report(
         ValueError: No pairs, or pairs without labels.
         ImportError: Baselines are asked for, and scikit-learn is not installed.
     """
-    _check_labelled("pairwise_report", data)
+    _check_labeled("pairwise_report", data)
     if train is not None:
         needs_scikit_learn("pairwise_report")
         train = as_pairs("pairwise_report", train, model.config.num_classes)
@@ -321,7 +321,7 @@ def calibrate_(
     Raises:
         ValueError: No pairs, or pairs without labels.
     """
-    _check_labelled("calibrate_", data)
+    _check_labeled("calibrate_", data)
     log_probs = predict_pairs(
         model, data, batch_size=batch_size, progress=progress
     ).log_probabilities
@@ -336,7 +336,7 @@ def calibrate_(
     return CalibrationReport(len(data), *found, before, after)
 
 
-def _check_labelled(operation: str, data: PairwiseDataset) -> None:
+def _check_labeled(operation: str, data: PairwiseDataset) -> None:
     if not isinstance(data, PairwiseDataset):
         raise ValueError(
             f"{operation}: data is a {type(data).__name__}, expected a PairwiseDataset "
@@ -345,7 +345,7 @@ def _check_labelled(operation: str, data: PairwiseDataset) -> None:
     if not len(data) or data.labels[0] is None:
         raise ValueError(
             f"{operation}: {len(data)} pairs{' without labels' if len(data) else ''}; expected "
-            "labelled pairs"
+            "labeled pairs"
         )
 
 

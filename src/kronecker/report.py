@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,25 +63,23 @@ class Comparison(Report):
         """A row for each model."""
         rows = []
         for m in self.models:
-            quality = [
+            quality = []
+            for p in m.perplexities.values():
                 # losses in nats can be subtracted, perplexities cannot
-                text
-                for p in m.perplexities.values()
-                for text in (f"{math.log(p):.3f}", f"{p:.2f}")
-            ]
+                quality += [f"{math.log(p):.3f}", f"{p:.2f}"]
             quality += [f"{cosine:.4f}" for cosine in m.cosines.values()]
             speeds = [f"{m.forward_tokens_per_second:,.0f}"]
             if m.generated_tokens_per_second is not None:
                 speeds.append(f"{m.generated_tokens_per_second:,.1f}")
             rows.append((m.name, f"{m.parameters:,}", *quality, *speeds))
         first = self.models[0]
-        names = [
-            f"{figure} {text}".strip()
-            for text in first.perplexities
-            for figure in ("loss", "perplexity")
-        ]
+        names = []
+        for text in first.perplexities:
+            names += [f"loss {text}".strip(), f"perplexity {text}".strip()]
         names += [f"cosine {text}".strip() for text in first.cosines]
-        speeds = ["forward tok/s", *(["generate tok/s"] if first.perplexities else [])]
+        speeds = ["forward tok/s"]
+        if first.perplexities:
+            speeds.append("generate tok/s")
         return Table(("model", "parameters", *names, *speeds), rows)
 
     def plot(self, ax: Axes | None = None) -> Figure:
@@ -249,11 +248,11 @@ def _median_seconds(
             seconds = _seconds(model, ids, new)
             if run:  # the first run warms up
                 times[name].append(seconds)
-    middle = runs // 2
-    return {
-        name: (sorted(f for f, _ in pairs)[middle], sorted(g for _, g in pairs)[middle])
-        for name, pairs in times.items()
-    }
+    medians = {}
+    for name, pairs in times.items():
+        forward, generating = zip(*pairs, strict=True)
+        medians[name] = statistics.median_high(forward), statistics.median_high(generating)
+    return medians
 
 
 def _all_generate(models: Mapping[str, nn.Module]) -> bool:

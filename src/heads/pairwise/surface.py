@@ -108,17 +108,13 @@ def surface_of(prompt: str, answer: str) -> np.ndarray:
 
 def surfaces_of(pairs: Sequence[Pair]) -> tuple[np.ndarray, np.ndarray]:
     """(N, F) features of the answers called A, and of those called B."""
-    # the user's words alone: to repeat a system's instructions is no overlap
-    sides = [
-        np.stack(
-            [
-                surface_of(said_by("user", p.prompt), said_by("assistant", answer))
-                for p, answer in side
-            ]
-        )
-        for side in ([(p, p.a) for p in pairs], [(p, p.b) for p in pairs])
-    ]
-    return sides[0], sides[1]
+    first, second = [], []
+    for pair in pairs:
+        # the user's words alone: to repeat a system's instructions is no overlap
+        asked = said_by("user", pair.prompt)
+        first.append(surface_of(asked, said_by("assistant", pair.a)))
+        second.append(surface_of(asked, said_by("assistant", pair.b)))
+    return np.stack(first), np.stack(second)
 
 
 def columns_of(kinds: Sequence[str]) -> list[int]:

@@ -112,11 +112,13 @@ def freeze_(model: Judge, what: str) -> FreezeReport:
         parameter.requires_grad_(True)
     for _, module in parts:
         module.requires_grad_(False)
-    counts = {
-        grad: sum(p.numel() for p in model.parameters() if p.requires_grad == grad)
-        for grad in (True, False)
-    }
-    return FreezeReport(tuple(name for name, _ in parts), counts[False], counts[True])
+    trained = frozen = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            trained += parameter.numel()
+        else:
+            frozen += parameter.numel()
+    return FreezeReport(tuple(name for name, _ in parts), frozen, trained)
 
 
 def encoder_parts(encoder: PreTrainedModel, what: str) -> list[tuple[str, nn.Module]]:

@@ -164,10 +164,11 @@ def blocks_of(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Modu
         if all(n.startswith(f"{name}.") for n in names):
             blocks = model.get_submodule(name)
             assert isinstance(blocks, nn.ModuleList)
-            numbered = [(f"{name}.{i}", block) for i, block in enumerate(blocks)]
-            return [
-                (n, block, [t for t in names if t.startswith(f"{n}.")]) for n, block in numbered
-            ]
+            found = []
+            for i, block in enumerate(blocks):
+                own = [n for n in names if n.startswith(f"{name}.{i}.")]
+                found.append((f"{name}.{i}", block, own))
+            return found
     return [("", model, names)]
 
 

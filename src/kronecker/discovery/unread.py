@@ -93,11 +93,9 @@ def smallest_stock(
     smaller = {before: keep for before, keep in sizes.items() if keep < before}
     config = copy.deepcopy(model.config)
     if smaller:
-        new = {
-            n: t
-            for part in hidden
-            for n, t in part.resized(state, sizes[part.count(stock)]).items()
-        }
+        new = {}
+        for part in hidden:
+            new |= part.resized(state, sizes[part.count(stock)])
         try:
             config = stock_config(
                 type(model), model.config, stock | {n: t.shape for n, t in new.items()}, smaller

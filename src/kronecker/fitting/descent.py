@@ -48,11 +48,11 @@ def _moved(weights: MlpWeights, x: Tensor, target: Tensor, epochs: int) -> MlpWe
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
     generator = torch.Generator().manual_seed(0)
     batch = min(_BATCH, len(x))
-    orders = [torch.randperm(len(x), generator=generator) for _ in range(epochs)]
-    # a short last batch is left out: its few tokens would count more than the others
-    chunks = [
-        rows.to(x.device) for order in orders for rows in order.split(batch) if len(rows) == batch
-    ]
+    chunks: list[Tensor] = []
+    for _ in range(epochs):
+        order = torch.randperm(len(x), generator=generator).to(x.device)
+        # a short last batch is left out: its few tokens would count more than the others
+        chunks += order[: len(x) // batch * batch].split(batch)
     for step, rows in enumerate(chunks):
         loss = (weights(x[rows]) - target[rows]).square().mean()
         for group in optimizer.param_groups:

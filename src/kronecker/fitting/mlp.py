@@ -100,15 +100,9 @@ class MlpWeights:
         A bias has that of what it is added to.
         """
         said = [F.linear(x, self.build(*m)) for m in self.ups]
-        outputs = [
-            *said,
-            *([] if self.down_bias is None else [F.linear(self.hidden(x), self.down_weight)]),
-        ]
-        biases = [
-            y
-            for y, b in zip(outputs, (*self.up_biases, self.down_bias), strict=False)
-            if b is not None
-        ]
+        biases = [y for y, b in zip(said, self.up_biases, strict=True) if b is not None]
+        if self.down_bias is not None:
+            biases.append(F.linear(self.hidden(x), self.down_weight))
         matrices = [t for m in (*self.ups, self.down) for t in m]
         # correction=0, as a factor may be one number; 1e-8, so that what is all zero moves, too
         return [float(t.std(correction=0).clamp_min(1e-8)) for t in (*matrices, *biases)]

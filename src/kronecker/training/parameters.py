@@ -15,13 +15,12 @@ Group = dict[str, Any]
 
 def factor_parameters(model: nn.Module) -> set[int]:
     """The ids of all factors and scales."""
-    return {
-        id(p)
-        for module in model.modules()
-        if isinstance(module, COMPRESSED)
-        for name, p in module.named_parameters(recurse=False)
-        if name != "bias"
-    }
+    ids = set()
+    for module in model.modules():
+        if isinstance(module, COMPRESSED):
+            own = module.named_parameters(recurse=False)
+            ids.update(id(p) for name, p in own if name != "bias")
+    return ids
 
 
 def parameter_groups(

@@ -58,11 +58,10 @@ def encoded(
         stages = _stages(model, Path(cache))
     keys = [_key(one) for one in sequences]
     rows = {kind: _stored(stages.get(kind)) for kind in kinds}
-    missing = {
-        key: one
-        for key, one in zip(keys, sequences, strict=True)
-        if any(key not in rows[kind] for kind in kinds)
-    }
+    missing = {}
+    for key, one in zip(keys, sequences, strict=True):
+        if any(key not in rows[kind] for kind in kinds):
+            missing[key] = one
     # like lengths share a batch; the key breaks ties, so that every run makes the same files
     order = sorted(missing, key=lambda key: (len(missing[key].ids), key))
     bar = tqdm(
@@ -79,11 +78,8 @@ def encoded(
             feature_parts = []
             for batch in batches:
                 inputs = sequence_batch([missing[key] for key in batch])
-                feature_parts.append(
-                    model.features(
-                        **{name: value.to(model.device) for name, value in inputs.items()}
-                    ).cpu()
-                )
+                moved = {name: value.to(model.device) for name, value in inputs.items()}
+                feature_parts.append(model.features(**moved).cpu())
                 bar.update(len(inputs["input_ids"]))
             chunk = [key for batch in batches for key in batch]
             features = torch.cat(feature_parts)
@@ -94,7 +90,10 @@ def encoded(
                     _store(stages[kind], chunk, pooled)
     if not keys:
         return np.zeros((0, 0), np.float32)
-    return np.concatenate([np.stack([rows[kind][key] for key in keys]) for kind in kinds], 1)
+    columns = []
+    for kind in kinds:
+        columns.append(np.stack([rows[kind][key] for key in keys]))
+    return np.concatenate(columns, 1)
 
 
 def _store(stage: Stage, keys: Sequence[bytes], features: Tensor) -> None:

@@ -61,21 +61,22 @@ def _texts(row: Mapping[str, object], one: str, other: str) -> tuple[Words, Word
         # lists of different lengths are no rounds of one conversation: each is joined to a text
         if not len(prompts) == len(a) == len(b) > 0:
             return _text(asked, prompts), _text(one, a), _text(other, b)
-        # null, as the Arena has it, is a turn in which nothing was said
-        sides = [
-            [
-                Turn(role, sound(one, text or ""))
-                for both in zip(prompts, side, strict=True)
-                for role, text in zip(("user", "assistant"), both, strict=True)
-            ]
-            for side in (a, b)
-        ]
-        return _parted(*sides)
+        return _parted(_rounds(one, prompts, a), _rounds(one, prompts, b))
     if isinstance(values[0], list) and all(isinstance(turn, Mapping) for turn in values[0]):
         shared: Words = _messages(asked, values[0])
     else:
         shared = _text(asked, values[0])
     return shared, _text(one, values[1]), _text(other, values[2])
+
+
+def _rounds(name: str, prompts: Sequence[object], answers: Sequence[object]) -> list[Turn]:
+    """Return the turns of a conversation, a prompt and its answer by turns."""
+    turns = []
+    for asked, answer in zip(prompts, answers, strict=True):
+        # null, as the Arena has it, is a turn in which nothing was said
+        turns.append(Turn("user", sound(name, asked or "")))
+        turns.append(Turn("assistant", sound(name, answer or "")))
+    return turns
 
 
 def _conversations(row: Mapping[str, object], one: str, other: str) -> tuple[Words, Words, Words]:

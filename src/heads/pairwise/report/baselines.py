@@ -105,9 +105,9 @@ def baseline_verdicts(
     # a word of a single answer would be learned by heart;
     # scikit-learn's own pattern leaves out words of one letter, such as I
     words = TfidfVectorizer(sublinear_tf=True, min_df=2, max_features=20_000, token_pattern=r"\w+")
-    texts = [
-        [said_by("assistant", answer) for answer in side] for side in _sides(train) + _sides(test)
-    ]
+    texts = []
+    for side in _sides(train) + _sides(test):
+        texts.append([said_by("assistant", answer) for answer in side])
     tfidf: list[object]
     try:
         # training answers alone: nothing may be learned from the pairs to judge
@@ -237,12 +237,13 @@ _Sides = tuple[Any, Any]  # features of A over B and of B over A, dense or spars
 
 
 def _shares(pairs: Sequence[Pair], classes: int) -> np.ndarray:
-    labels: list[object] = [pair.label for pair in pairs]
-    hard = [
-        label if isinstance(label, tuple) else tuple(float(k == label) for k in range(classes))
-        for label in labels
-    ]
-    return np.array(hard)
+    shares = np.zeros((len(pairs), classes))
+    for row, pair in zip(shares, pairs, strict=True):
+        if isinstance(pair.label, tuple):
+            row[:] = pair.label
+        elif pair.label is not None:
+            row[pair.label] = 1
+    return shares
 
 
 def _fitted(model: Any, seen: _Sides, labels: np.ndarray, new: _Sides) -> Tensor:

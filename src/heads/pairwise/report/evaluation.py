@@ -253,15 +253,21 @@ def pairwise_report(
 
 def _seen(train: Sequence[Pair], test: Sequence[Pair]) -> tuple[str, ...]:
     """Tell how many of the test pairs' prompts and writers are known from training."""
-    known, asked = ({str(pair.prompt) for pair in part} for part in (train, test))
-    told = [f"{len(asked & known)} of {len(asked)} prompts were trained on"]
-    wrote, writers = (
-        {name for pair in part for name in pair.writers if name} for part in (train, test)
-    )
-    told += [f"{len(writers & wrote)} of {len(writers)} models that answer were trained on"] * bool(
-        writers
-    )
-    return ("; ".join(told),)
+    known = {str(pair.prompt) for pair in train}
+    asked = {str(pair.prompt) for pair in test}
+    told = f"{len(asked & known)} of {len(asked)} prompts were trained on"
+    wrote, writers = _writers(train), _writers(test)
+    if writers:
+        told += f"; {len(writers & wrote)} of {len(writers)} models that answer were trained on"
+    return (told,)
+
+
+def _writers(pairs: Sequence[Pair]) -> set[str]:
+    """Return the names of the models that wrote the answers, as far as rows name them."""
+    names: set[str] = set()
+    for pair in pairs:
+        names.update(name for name in pair.writers if name)
+    return names
 
 
 @dataclass(frozen=True)

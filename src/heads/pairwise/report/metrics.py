@@ -67,10 +67,9 @@ class PairwiseMetrics(Report):
     def table(self) -> Table:
         """The confusion matrix."""
         names = CLASSES[: len(self.confusion)]
-        rows = [
-            (name, *(f"{n:g}" for n in row))
-            for name, row in zip(names, self.confusion, strict=True)
-        ]
+        rows = []
+        for name, counts in zip(names, self.confusion, strict=True):
+            rows.append((name, *(f"{count:g}" for count in counts)))
         return Table(("label \\ verdict", *names), rows)
 
 

@@ -257,7 +257,7 @@ class _AFirst(torch.autograd.Function):
         for block in _blocks(x, i2):
             rows = _split(x[block], i1, i2)
             if rows.shape[0] <= _FEW:
-                s = torch.bmm(a, rows.T.expand(r, -1, -1)).view(r, o1, i2, n).permute(2, 3, 0, 1)
+                s = torch.bmm(a, rows.T.expand(r, -1, -1)).view(r, o1, i2, -1).permute(2, 3, 0, 1)
             else:
                 s = torch.mm(rows, flat.T).view(i2, len(rows) // i2, r, o1)
             if _needs(ctx)[2]:

@@ -104,9 +104,10 @@ def _command_of(
     words: list[str], program: str, commands: Mapping[str, str]
 ) -> tuple[str, list[str]]:
     """Split the words into a command's name and its arguments; without one, print help and exit."""
-    name = ""
+    name, asked = "", False
     for number, word in enumerate(words, 1):
         if word in ("-h", "--help"):
+            asked = True
             break
         name = f"{name}.{word}" if name else word
         if name in commands:
@@ -119,7 +120,7 @@ def _command_of(
             print(f"{program}: {problem}; {advice}", file=sys.stderr)
             sys.exit(2)
     _print_commands(name, program, commands)
-    sys.exit(0 if words[-1:] in (["-h"], ["--help"]) else 2)
+    sys.exit(0 if asked else 2)
 
 
 def _print_commands(group: str, program: str, commands: Mapping[str, str]) -> None:
@@ -286,7 +287,7 @@ def _print(result: object, as_json: bool) -> None:
     if isinstance(result, Iterator):
         for row in result:
             # each at once, for a program that waits for the next one
-            print(json_line(row), flush=True)
+            print(json_line(plain(row)), flush=True)
     elif as_json:
         print(json_line(plain(result)))
     else:

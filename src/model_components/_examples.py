@@ -148,9 +148,17 @@ class TextExamples:
             self.cut += len(pieces) > 1
             examples = pieces[:1]
         else:
-            examples = [self._tokens(layout) for layout in layouts_of(row, self.tokenizer)]
-        # nothing predicts the first token
-        usable = [one for one in examples if any(x != IGNORED for x in one["labels"][1:])]
+            whole = [self._tokens(layout) for layout in layouts_of(row, self.tokenizer)]
+            examples = []
+            for one in whole:
+                cut: Example = {
+                    "input_ids": one["input_ids"][: self.max_length],
+                    "labels": one["labels"][: self.max_length],
+                }
+                examples.append(cut)
+                if _is_usable(cut) and len(one["input_ids"]) > self.max_length:
+                    self.cut += 1
+        usable = [one for one in examples if _is_usable(one)]
         self.examples += usable
         # pieces of a text have negative numbers, which no row has
         count = len(self.rows)
@@ -181,10 +189,12 @@ class TextExamples:
             labels.append(token if is_answer or self.train_on_inputs else IGNORED)
         beginning = [] if layout.has_special_tokens else _beginning(self.tokenizer)
         ids = beginning + ids
-        labels = [IGNORED] * len(beginning) + labels
-        if len(ids) > self.max_length:
-            self.cut += 1
-        return {"input_ids": ids[: self.max_length], "labels": labels[: self.max_length]}
+        return {"input_ids": ids, "labels": [IGNORED] * len(beginning) + labels}
+
+
+def _is_usable(example: Example) -> bool:
+    # nothing predicts the first token
+    return any(label != IGNORED for label in example["labels"][1:])
 
 
 def _check_settings(tokenizer: object, max_length: object, train_on_inputs: object) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import glob
 import json
 import os
 import re
@@ -134,13 +133,9 @@ def writing(to: str) -> Iterator[None]:
 def is_begun(out: str | os.PathLike[str]) -> bool:
     """Return whether an interrupted run left work beside ``out`` that the same run takes up."""
     path = Path(os.path.abspath(out))
-    hidden = (
-        part
-        for place in path.parent.glob(f".{glob.escape(path.name)}.*partial")
-        for part in place.rglob("*")
-    )
+    hidden = path.with_name(f".{path.name}.partial")
     # the marker and an empty result are there before any work is done
-    return any(part.is_file() and part.name != _MARKER for part in hidden)
+    return any(part.is_file() and part.name != _MARKER for part in hidden.rglob("*"))
 
 
 def make_folder(path: str | os.PathLike[str], operation: str) -> Path:
@@ -322,7 +317,10 @@ class NewFolder:
         if self._lock is None:  # published or discarded in between
             return
         if kind is None:
-            self.publish()
+            try:
+                self.publish()
+            finally:
+                self.close()
             return
         with contextlib.suppress(OSError):  # the error of the work is the one to tell
             nothing = sorted(os.listdir(self.place)) == [

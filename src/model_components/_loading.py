@@ -84,7 +84,7 @@ class CompleteModel(PreTrainedModel):
             loaded: Any = super().from_pretrained(place, *args, **kwargs)
         model, info = loaded
         mismatched = () if excused else info["mismatched_keys"]
-        integers = _stored_as_integers(model, place)
+        integers = _stored_as_integers(model, place, kwargs.get("subfolder", ""))
         _check_loaded(model, {**info, "mismatched_keys": mismatched}, integers, place)
         return (model, info) if output_loading_info else model
 
@@ -102,15 +102,16 @@ def _check_kind(cls: Any, folder: Path) -> None:
         raise ValueError(f"from_pretrained: expected model_type {expected!r} in {file}, got {what}")
 
 
-def _stored_as_integers(model: PreTrainedModel, place: object) -> list[str]:
+def _stored_as_integers(model: PreTrainedModel, place: object, subfolder: str) -> list[str]:
     """Return the names of tensors that a folder has as integers, and the model as floats.
 
     transformers would turn the ones into the others.
     """
     state = model.state_dict()
     found = []
-    files = Path(place).glob("*.safetensors") if isinstance(place, (str, Path)) else []
-    for path in files:
+    if not isinstance(place, (str, Path)):
+        return found
+    for path in Path(place, subfolder).glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118, not a mapping
                 stored = file.get_slice(name).get_dtype()

@@ -68,7 +68,8 @@ def load_tokenizer(source: str | Path, *, local: bool = False) -> PreTrainedToke
             return None
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # a damaged file gives KeyError, TypeError and many others
-        damaged = isinstance(error, json.JSONDecodeError)  # which is a ValueError
+        # both are ValueErrors
+        damaged = isinstance(error, (json.JSONDecodeError, UnicodeDecodeError))
         if isinstance(error, (OSError, ValueError)) and not damaged:
             return None
         warnings.warn(
@@ -97,8 +98,12 @@ def license_of(base: str) -> str | None:
     repo_id = hub_id(base)
     if repo_id is not None:
         import huggingface_hub
+        from huggingface_hub.utils import HFValidationError
 
-        card = huggingface_hub.try_to_load_from_cache(repo_id, CARD)
+        try:
+            card = huggingface_hub.try_to_load_from_cache(repo_id, CARD)
+        except HFValidationError:  # such as run--1/last
+            return None
     if not isinstance(card, (str, Path)) or not Path(card).is_file():
         return None
     # the YAML header stands between two lines of ---

@@ -60,7 +60,8 @@ def each_row(source: Any, operation: str) -> Iterator[tuple[int, Any]]:
     [(1, {'a': 1}), (2, {'a': 2})]
     """
     if hasattr(source, "iterrows"):  # a pandas data frame
-        source = source.to_dict("records")
+        # an empty cell is NaN there, and None in rows
+        source = source.astype(object).where(source.notna(), None).to_dict("records")
     if isinstance(source, Mapping) or not isinstance(source, (str, Path, Iterable)):
         raise ValueError(
             f"{operation}: expected a file, a hub id or rows, got a {type(source).__name__}"

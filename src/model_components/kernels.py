@@ -222,10 +222,15 @@ def _measure(
         )
     except AssertionError as error:
         return KernelRow(path.name, shape, problem=f"wrong: {error}")
+    except RuntimeError as error:
+        return KernelRow(path.name, shape, problem=f"failed: {error}")
     if not _is_timed(device):
         return KernelRow(path.name, shape, judgment.worst, problem="tested, not timed on a CPU")
     trial = path.make(shape, tokens, device, dtype)
-    eager_ms, fused_ms = _times(trial, device, dtype)
+    try:
+        eager_ms, fused_ms = _times(trial, device, dtype)
+    except RuntimeError as error:  # out of memory, for one; the other paths are measured
+        return KernelRow(path.name, shape, judgment.worst, problem=f"not timed: {error}")
     return KernelRow(path.name, shape, judgment.worst, eager_ms, fused_ms)
 
 

@@ -303,9 +303,9 @@ def evaluate(
             f"think evaluate: lengths must be at most {max([run.length, *run.lengths])}, got "
             f"{max(lengths)}; train with think train --lengths {max(lengths)}"
         )
-    return evaluate_steps(
-        model, run.data(), lengths, n_steps=list(n_steps), samples=samples, seed=seed
-    )
+    # a plan may need more steps, or have a number of its own
+    steps = sorted({model.config.plan.num_steps(n) for n in n_steps})
+    return evaluate_steps(model, run.data(), lengths, n_steps=steps, samples=samples, seed=seed)
 
 
 def draw(folder: Path) -> str:

@@ -567,3 +567,48 @@ def test_what_a_pruned_model_cannot_learn_from_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="FreezePretrained: GPT2LMHeadModel"):
         trainer.train()
+
+
+def test_what_an_interrupted_run_froze_learns_in_the_next(tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                raise KeyboardInterrupt
+
+    model = student()
+    rest = model.transformer.wpe.weight
+    before = rest.clone()
+    with pytest.raises(KeyboardInterrupt):
+        train(model, tmp_path / "a", [FreezePretrained(2), Stop()])
+    assert not rest.requires_grad
+    train(model, tmp_path / "b", [FreezePretrained(2)], max_steps=4)
+    assert rest.requires_grad
+    assert not torch.equal(rest, before)
+
+
+def test_hidden_states_of_a_classifier_count_rows_where_labels_do(tmp_path):
+    losses = []
+    for labeled in (True, False):
+        torch.manual_seed(0)
+        teacher = transformers.BertForSequenceClassification(tiny("bert").config)
+        model = transformers.BertForSequenceClassification(tiny("bert").config)
+        data = []
+        for number, ids in enumerate(torch.randint(3, 90, (8, 12)).tolist()):
+            row = {"input_ids": ids, "attention_mask": [1] * 12}
+            data.append(row | ({"labels": number % 2} if labeled else {}))
+        trainer = KroneckerTrainer(
+            model,
+            arguments(tmp_path / str(labeled), max_steps=1, logging_steps=1),
+            train_dataset=data,
+            teacher=teacher,
+            distill=DistillConfig(logits=0, hidden=1.0),
+        )
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_gradients_of_every_step_are_known_where_epochs_are_logged(tmp_path):
+    trainer = train(student(), tmp_path, max_steps=-1, num_train_epochs=2, logging_strategy="epoch")
+    logged = [log["gradient/factors"] for log in trainer.state.log_history if "loss" in log]
+    assert len(set(logged)) == 2

@@ -41,8 +41,10 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, encoder: PreTrainedModel
         theirs, ours = (
             getattr(side, f"{name}_token_id", None) for side in (encoder.config, tokenizer)
         )
+        # some configs list several ids that end a text, as Llama 3's
+        known = theirs if isinstance(theirs, list) else [theirs]
         # many configs and tokenizers leave some of these ids out
-        if theirs is not None and ours is not None and theirs != ours:
+        if theirs is not None and ours is not None and ours not in known:
             raise ValueError(
                 f"from_encoder: the tokenizer's {name}_token_id is {ours}, the encoder's {theirs}; "
                 "is it another's?"

@@ -160,12 +160,16 @@ class PairwiseModel(SavedJudge):
                 "token": token,
                 "trust_remote_code": trust_remote_code,
             }
-            hub = {name: value for name, value in hub.items() if value}
+            # token=False means to send none, not even the one that is stored
+            hub = {name: value for name, value in hub.items() if value is not None}
             encoder = _load_encoder(place, dtype, hub)
             if tokenizer is None:
                 tokenizer = AutoTokenizer.from_pretrained(place, **hub)
         if isinstance(tokenizer, (str, Path)):
-            tokenizer = AutoTokenizer.from_pretrained(str(tokenizer))
+            name, at = split_revision(tokenizer)
+            tokenizer = AutoTokenizer.from_pretrained(
+                name, revision=at or "main", token=token, trust_remote_code=trust_remote_code
+            )
         if not isinstance(encoder, PreTrainedModel):
             raise ValueError(
                 f"from_encoder: encoder is a {type(encoder).__name__}; expected a transformers "

@@ -101,7 +101,8 @@ def freeze_(model: Judge, what: str) -> FreezeReport:
         ValueError: Another word, more layers than there are, layers that share parameters, a model
             with adapters.
     """
-    if any("lora_" in name for name, _ in model.named_parameters()):
+    # every layer of peft's has it, whatever kind of adapter
+    if any(hasattr(module, "adapter_layer_names") for module in model.modules()):
         raise ValueError(
             "freeze_: the model has adapters, and peft has frozen the rest; expected a model "
             "without"

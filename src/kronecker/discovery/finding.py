@@ -175,7 +175,7 @@ def blocks_of(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Modu
 HOOKS = [
     n
     for n in vars(nn.Module())
-    if "hooks" in n and not n.startswith(("_state_dict", "_load_state_dict"))
+    if "hook" in n and not n.startswith(("_state_dict", "_load_state_dict"))
 ]
 
 

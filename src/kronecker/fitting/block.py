@@ -196,6 +196,9 @@ class Block:
             if name in first:
                 inputs[first[name]] = tokens(x, call.keep)
                 return
+            # a layer that runs again is fitted to its first run
+            if name in seen and name in singles:
+                return
             if name not in self.ran:
                 self.ran.append(name)
             flat = tokens(x, call.keep)

@@ -58,8 +58,10 @@ def calls_of(
     if any(not torch.equal(read, before) for read, before in zip(inputs[1:], states, strict=False)):
         return None
     rest = data[1:]
-    # a block that also returns attentions or a position bias hands them on, so it has to run
-    if rest and outputs and _is_one_tensor(outputs[-1]):
+    # a block that also returns attentions or a position bias hands them on, so it has to run;
+    # so has one that runs several times, as ALBERT's, since it reads what it said
+    once = len(outputs) == len(blocks)
+    if rest and once and _is_one_tensor(outputs[-1]):
         with _passed_by(blocks, outputs[-1]):
             if _same_arguments(_captured(body, blocks, data[0])[0], first[0]):
                 return _joined([first, *(_captured(body, blocks, batch) for batch in rest)])

@@ -10,6 +10,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ..layers.linear import SmallerLinear
 from .parameters import factor_parameters
 
+_MARK = "_frozen_by_callback"  # an attribute of parameters
+
 
 def _model_in(arguments: Mapping[str, object]) -> nn.Module:
     """The model among the arguments that a trainer passes to its callbacks."""
@@ -63,7 +65,11 @@ class FreezePretrained(TrainerCallback):
                 f"FreezePretrained: {kind} has no factors, so that nothing would learn; leave it "
                 "out"
             )
-        self._kept = {id(p) for p in model.parameters() if not p.requires_grad}
+        self._kept = set()
+        for parameter in model.parameters():
+            # an interrupted run left what it froze itself
+            if not parameter.requires_grad and not getattr(parameter, _MARK, False):
+                self._kept.add(id(parameter))
 
     def on_step_begin(
         self,
@@ -91,6 +97,7 @@ class FreezePretrained(TrainerCallback):
         for parameter in model.parameters():
             if id(parameter) not in left:
                 parameter.requires_grad_(not frozen)
+                setattr(parameter, _MARK, frozen)
 
 
 class FadeIn(TrainerCallback):

@@ -141,13 +141,16 @@ class KroneckerTrainer(StepTrainer):
         )
         loss = torch.zeros((), device=self.args.device)
         answers = keep.sum()
+        given = inputs.get("labels")
+        if given is not None and given.shape != keep.shape:
+            answers = len(given)  # one a row
         if config.logits or config.labels:
             student, teacher = (self._logits(o) for o in (ours, theirs))
             if student.dim() == 3:
                 student = student[keep]
                 teacher = teacher[keep]
             else:
-                answers = len(student)  # one a row
+                answers = len(student)
             loss = loss + token_loss(config, student, teacher, labels)
         if config.hidden:
             pairs = zip(ours.hidden_states, theirs.hidden_states, strict=True)
@@ -312,7 +315,9 @@ class _GradientNorms(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        every = max(1, int(state.logging_steps or 1))
+        every = 1
+        if args.logging_strategy == "steps":
+            every = max(1, int(state.logging_steps or 1))
         # the step is counted after this hook, hence + 1; the first one is always measured
         if (state.global_step + 1) % every and state.global_step:
             return

@@ -219,10 +219,11 @@ def _trim(row, threshold, budget):
     else:
         for i in range(row.size):
             size = abs(row[i])
+            keep = size > threshold
             if size == threshold and budget > 0:
+                keep = True
                 budget -= 1
-            elif size <= threshold:
-                row[i] = _ZERO
+            row[i] = row[i] if keep else _ZERO
     return budget
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 # Last bits that the rounding of the result itself may cost: at one element, and on average
 _MAX_ULPS = 2.0
 _RMS_ULPS = 0.25
-# Share of the largest input that may remain where terms cancel to 0 in float32
+# Share of the largest input that may remain where terms cancel to 0; a finer eps takes its place
 _FLOOR = 2.0**-22
 
 
@@ -26,7 +26,7 @@ class Judgment:
 
     Attributes:
         worst: The largest error divided by its budget, at most 1.
-        what: The tensor and the measure that it was actual in.
+        what: The tensor and the measure of the largest error.
     """
 
     worst: float

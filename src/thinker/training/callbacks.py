@@ -23,6 +23,7 @@ class ThinkerRun(Protocol):
 
     tally: Tally
     data: CurriculumDataset
+    state: TrainerState
 
     @property
     def thinker(self) -> LatentThinker:
@@ -259,6 +260,8 @@ class RewindOnPeak(ThinkerCallback):
     def on_rewind(self) -> None:
         """Count from here; another of its kind may have gone back."""
         self.before = self.trainer.tally.mark()
+        # the point at the window's beginning is on the path that was left
+        self.newest = self._point(self.trainer.state.global_step)
 
     def _is_peak(self, loss: float) -> bool:
         return (

@@ -141,14 +141,17 @@ class ThinkerTrainer(StepTrainer):
         self._carry: ThinkerState | None = None  # of the segment before
         if not any(isinstance(c, CurriculumCallback) for c in self.callback_handler.callbacks):
             self.add_callback(CurriculumCallback())
-        self.add_callback(_Housekeeping(self))  # last: it loads what the others know
+        self.add_callback(_Housekeeping(self))
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """A callback, or a class of one, that may be a `ThinkerCallback`."""
         super().add_callback(callback)
-        for known in self.callback_handler.callbacks:
+        callbacks = self.callback_handler.callbacks
+        for known in callbacks:
             if isinstance(known, ThinkerCallback):
                 known.trainer = self
+        # last, for it loads what the others know
+        callbacks.sort(key=lambda known: isinstance(known, _Housekeeping))
 
     @property
     def ema_model(self) -> LatentThinker:

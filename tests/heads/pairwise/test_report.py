@@ -266,3 +266,16 @@ def test_whose_prompts_were_trained_on_is_said():
     assert report.seen == (
         "5 of 10 prompts were trained on; 1 of 2 models that answer were trained on",
     )
+
+
+def test_pairs_without_a_prompt_are_calibrated():
+    model = model_of()
+    pairs = [("", a, b) for _, a, b, *_ in pairs_of(200)]
+    true = predict_pairs(model, model.dataset(pairs, progress=False), progress=False).probabilities
+    drawn = torch.multinomial(true, 1, generator=torch.Generator().manual_seed(2))[:, 0].tolist()
+    with torch.no_grad():
+        model.head.outer.weight.mul_(3)
+        model.head.tie.mul_(3)
+    labeled = [(*pair, label) for pair, label in zip(pairs, drawn, strict=True)]
+    report = calibrate_(model, model.dataset(labeled, progress=False), progress=False)
+    assert report.temperature > 1.5

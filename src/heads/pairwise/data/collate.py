@@ -75,7 +75,8 @@ class Answer(NamedTuple):
 
     def key(self) -> tuple[bytes, ...]:
         """Equal for answers that a model cannot tell apart."""
-        return self.tokens.ids.tobytes(), self.tokens.types.tobytes(), self.surface.tobytes()
+        begin = str(self.tokens.begin).encode()  # pooling depends on where the answer begins
+        return self.tokens.ids.tobytes(), self.tokens.types.tobytes(), begin, self.surface.tobytes()
 
 
 class PairwiseDataset(Dataset):

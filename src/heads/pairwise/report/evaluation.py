@@ -335,7 +335,9 @@ def calibrate_(
     labels = _labels(data)
     # verdicts are divided by the old one: a second call would fit the ratio of both
     logits = log_probs.double() * old_temperature
-    found = cautious_temperature(logits, labels, [str(pair.prompt) for pair in data.pairs])
+    # pairs without a prompt are not of one prompt
+    prompts = [str(pair.prompt or number) for number, pair in enumerate(data.pairs)]
+    found = cautious_temperature(logits, labels, prompts)
     before = pairwise_metrics(log_probs, labels).log_loss
     after = pairwise_metrics((logits / found.value).log_softmax(-1), labels).log_loss
     model.head.temperature.fill_(found.value)

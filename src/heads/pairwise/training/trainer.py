@@ -115,6 +115,11 @@ class PairwiseTrainer(StepTrainer):
         if data is None:
             return
         _check_training_data(data, judge)
+        if self.eval_dataset is not None:
+            held_out = self.eval_dataset
+            named = held_out if isinstance(held_out, dict) else {"eval_dataset": held_out}
+            for name, one in named.items():
+                _check_features(name, one, judge)
         # weights of a trained head are made for the scales that it has
         if not judge.head.untrained:
             return
@@ -204,15 +209,20 @@ def _check_labeled(name: str, data: object) -> None:
             )
 
 
-def _check_training_data(data: PairwiseDataset, judge: Judge) -> None:
-    """Check that the data can teach the model more than which side (A or B) wins."""
+def _check_features(name: str, data: PairwiseDataset, judge: Judge) -> None:
+    """Check that features that a data set holds are those of this encoder, and stay so."""
     encoder = [*judge.encoder.parameters(), *judge.pool.parameters()]
     if data.encoded and any(p.requires_grad for p in encoder):
         raise ValueError(
-            "PairwiseTrainer: train_dataset holds features of a frozen encoder, and the "
-            "encoder trains; expected freeze_(model, 'all'), or a dataset without encode_"
+            f"PairwiseTrainer: {name} holds features of a frozen encoder, and the encoder trains; "
+            "expected freeze_(model, 'all'), or a dataset without encode_"
         )
     data.check_encoded("PairwiseTrainer", judge)
+
+
+def _check_training_data(data: PairwiseDataset, judge: Judge) -> None:
+    """Check that the data can teach the model more than which side (A or B) wins."""
+    _check_features("train_dataset", data, judge)
     if not data.encoded:
         warn_if_slow("PairwiseTrainer", judge.encoder)
     if all(

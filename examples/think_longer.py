@@ -4,7 +4,7 @@ python examples/think_longer.py --task parity --train-length 5 --seed 11
 
 trains for a quarter of a minute on sequences of up to five bits; then every symbol is right at
 lengths 10, 20, 40 and 100 once there were somewhat more steps than symbols, and stays right after
-ten times as many. Each token has a latent that looks at its neighbours: what is known travels one
+ten times as many. Each token has a latent that looks at its neighbors: what is known travels one
 token a step. ``--out`` takes a picture of it (extra ``plot``), ``--json`` the figures: a list of
 {length, steps, symbols, rows}, the last two shares of right ones.
 """
@@ -29,7 +29,7 @@ EXCHANGE = {
     "latent_init": "tokens",
     "window": 2,
     "positions": "cyclic",
-}  # between neighbours, both ways
+}  # between neighbors, both ways
 POINTER = {"num_latents": 4}  # a few latents look things up
 
 TASKS: dict[str, dict[str, Any]] = {  # longest in training, iterations, the task and its options

@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="further labelled pairs to be judged in the end",
+        help="further labeled pairs to be judged in the end",
     )
     add(
         "--submit",

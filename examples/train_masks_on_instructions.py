@@ -122,7 +122,7 @@ def formulas(trial: Trial) -> None:
         )
 
 
-def learnt(trial: Trial) -> None:
+def learned(trial: Trial) -> None:
     """Rows of what learns, and their means over seeds."""
     ways: dict[str, Callable[[int], Any]] = {
         "masks, evidence": lambda s: masks(trial, s, 1e-1),
@@ -227,7 +227,7 @@ def main() -> None:
     if len(made) == len(KINDS) and not given.smoke:
         trial.check_specialists(made)
     formulas(trial)
-    learnt(trial)
+    learned(trial)
     answers(trial)
 
 

@@ -72,6 +72,7 @@ class Conversion:
             raise ValueError(
                 f"convert: expected one of {', '.join(kinds)}, got {' and '.join(given) or 'none'}"
             )
+        # they would be ignored without a word
         if self.b_shape is None and (self.rank != 1 or self.init != "sequential"):
             raise ValueError(f"convert: --rank and --init belong to --b-shape, got {given[0]}")
         if self.preset is not None:
@@ -127,6 +128,7 @@ def prune(
         fresh: Begin anew instead of continuing an interrupted run.
         run_flags: Where to compute, and whether to show progress.
     """
+    # here, so that --help loads no torch
     import torch
 
     from .data.text import text_batches, text_of
@@ -136,6 +138,7 @@ def prune(
 
     if tokens is None:
         tokens = 12_000 if config.chosen_method == "fast" else 50_000
+    # what can be refused comes before weights are loaded: device, folder, text, model
     where = find_device(run_flags.device, "prune")
     new = NewFolder(out, "prune", resumable=True, fresh=fresh)
     text = text_of(calibration)
@@ -149,6 +152,7 @@ def prune(
     encode = encoder_of(source)
     loaded = load(found, where)
     rows = text_batches(text, encode, tokens=tokens, context=context_of([loaded], reading.context))
+    # mixtures keep routers in float32 beside bfloat16: each tensor gets its own dtype back
     dtypes = _dtypes_of(loaded)
     model_dtype = loaded.dtype
     with new, torch.no_grad():
@@ -156,9 +160,11 @@ def prune(
             loaded.float(),  # in which prune_ computes
             config,
             calibration=calibration_of(rows, loaded),
+            # kept between runs: an interrupted command goes on from the parts in it
             cache=new.place / "fitted",
             progress=run_flags.progress,
         )
+        # an interrupted run may have left half of its result there
         new.clear()
         for name, tensor in _tensors_of(loaded):
             tensor.data = tensor.data.to(dtypes.get(name, model_dtype))

@@ -51,6 +51,7 @@ def order_of(a_shape: tuple[int, int], b_shape: tuple[int, int], rank: int, toke
         "b_first": rank * (i1 * i2 * o2 + i1 * o1 * o2),
         "a_first": rank * (i1 * i2 * o1 + i2 * o1 * o2),
     }
+    # on a tie B first: it keeps less for backward
     if costs["b_first"] <= costs["a_first"]:
         order = "b_first"
     else:
@@ -65,6 +66,7 @@ def build(a: Tensor, b: Tensor) -> Tensor:
     """The dense weight Σ_r A_r ⊗ B_r, (O, I): one product of rank r, then one copy into place."""
     (r, o1, i1), (_, o2, i2) = a.shape, b.shape
     flat = torch.mm(b.reshape(r, -1).T, a.reshape(r, -1))
+    # row p O2 + q and column u I2 + v of the weight, as torch.kron orders them
     return flat.view(o2, i2, o1, i1).permute(2, 0, 3, 1).reshape(o1 * o2, i1 * i2)
 
 
@@ -130,6 +132,7 @@ def small_gradients(db: Tensor, b: Tensor, scales: Tensor | None) -> tuple[Tenso
     """
     if scales is None:
         return db.to(b.dtype).contiguous(), None
+    # the scales' gradients are sums over whole factors, so they are made in float64
     db = db.double()
     d_scales = (db * b).sum((1, 2)).to(scales.dtype)
     return (db * scales.view(-1, 1, 1)).to(b.dtype).contiguous(), d_scales
@@ -254,7 +257,7 @@ class _AFirst(torch.autograd.Function):
         for block in _blocks(x, i2):
             rows = _split(x[block], i1, i2)
             if rows.shape[0] <= _FEW:
-                s = torch.bmm(a, rows.T.expand(r, -1, -1)).view(r, o1, i2, n).permute(2, 3, 0, 1)
+                s = torch.bmm(a, rows.T.expand(r, -1, -1)).view(r, o1, i2, -1).permute(2, 3, 0, 1)
             else:
                 s = torch.mm(rows, flat.T).view(i2, len(rows) // i2, r, o1)
             if _needs(ctx)[2]:
@@ -323,6 +326,7 @@ class _Rebuild(torch.autograd.Function):
         da = None
         db = (None, None)
         if need_a or need_b:
+            # R(dW), (O2 I2, O1 I1): the gradient in the layout where terms are outer products
             dw = (
                 torch.mm(grad.T, x)
                 .view(o1, o2, i1, i2)
@@ -410,6 +414,7 @@ def _put(out: Tensor | None, block: slice, rows: Tensor, n: int) -> Tensor:
     if out is None:
         if len(rows) == n:
             return rows
+        # every block fills its own rows, so nothing has to be zero before
         out = rows.new_empty(n, *rows.shape[1:])
     out[block] = rows
     return out

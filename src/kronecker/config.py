@@ -99,6 +99,7 @@ class KroneckerConfig(CheckedConfig):
         a_shape, b_shape = (
             None if s is None else (s[1], s[0]) for s in (self.a_shape, self.b_shape)
         )
+        # both layers of an MLP then keep the same hidden neurons
         keep = self.keep if isinstance(self.keep, str) else self.keep[::-1]
         return replace(self, a_shape=a_shape, b_shape=b_shape, keep=keep)
 
@@ -159,6 +160,7 @@ class LowRankConfig(CheckedConfig):
         self, out_features: int, in_features: int, *, operation: str = "LowRankConfig"
     ) -> int:
         """R for a weight of (out_features, in_features)."""
+        # one rank costs O + I numbers; at least 1, as a tiny share of a small weight gives 0
         rank = self.rank or max(
             1, int(self.share * out_features * in_features / (out_features + in_features))
         )
@@ -221,6 +223,7 @@ class PruneConfig(CheckedConfig):
         """Return the method, or the one that is the default for the size."""
         if self.method is not None:
             return self.method
+        # only size says how much of the whole model goes; keep is a share of the MLPs alone
         return "fast" if self.size is not None and self.size >= _LIGHT else "best"
 
     @property
@@ -244,6 +247,7 @@ class PruneConfig(CheckedConfig):
         512
         """
         unit = multiple_of or self.multiple_of
+        # at least one unit, so that no layer is empty; a unit may be above count in a small layer
         return min(count, max(1, round(self.share * count / unit)) * unit)
 
 
@@ -278,6 +282,7 @@ def kronecker_sizes(
     ((48, 24), 368)
     """
     if a_shape is None and b_shape is None:
+        # near the roots one term is smallest, and a share is met with many small steps
         a_shape = (_divisor(out_features), _divisor(in_features))
     terms = rank if isinstance(rank, int) else 1
     config = KroneckerConfig(a_shape=a_shape, b_shape=b_shape, rank=terms, **options)
@@ -286,6 +291,7 @@ def kronecker_sizes(
     share = _checked_share("kronecker", rank)
     each = config.count(out_features, in_features)
     terms = int(share * out_features * in_features / each)
+    # two prime sizes leave only the shapes (1, 1) and (O, I): nothing becomes smaller
     if terms < 1 and each >= out_features * in_features:
         raise ValueError(
             f"kronecker: expected sizes with divisors, got a weight of {out_features} x "

@@ -117,6 +117,7 @@ def kron_linear(
         raise ValueError(
             f"kron_linear: x is {x.dtype} and the factors are {a.dtype}, expected one dtype"
         )
+    # a float32 bias would promote the output of half-precision products to float32
     bias, scales = (None if t is None else t.to(x.dtype) for t in (bias, scales))
     with nullcontext() if autocast is None else torch.autocast(x.device.type, enabled=False):
         if impl == "reference":

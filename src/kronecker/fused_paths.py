@@ -13,6 +13,7 @@ from .functional import BALANCED, kron_linear
 
 def paths() -> list[FusedPath]:
     """Return the fused path of balanced factors."""
+    # A is then (17, 30) and B (33, 32): three sides that the kernel fills up with zeros
     return [FusedPath(BALANCED, _problem, _trial, odd=(33 * 17, 48 * 20))]
 
 
@@ -25,6 +26,7 @@ def _sides(shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def _problem(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why the kernel cannot run for a weight of such a shape."""
+    # asked before `_triton` is imported: without triton that would be an ImportError
     problem = kernel_problem(device, dtype)
     if problem is not None:
         return problem

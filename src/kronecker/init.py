@@ -116,6 +116,7 @@ def van_loan(
     rows = (
         weight.detach().double().view(o1, o2, i1, i2).permute(0, 2, 1, 3).reshape(o1 * i1, o2 * i2)
     )
+    # eigh sorts upwards, so flip(1) puts the largest first; the other factor carries the size
     if o2 * i2 <= o1 * i1:
         b = torch.linalg.eigh(rows.T @ rows).eigenvectors.flip(1)[:, :rank]
         a = rows @ b
@@ -124,6 +125,7 @@ def van_loan(
         b = rows.T @ a
     a = a.T.reshape(rank, o1, i1)
     b = b.T.reshape(rank, o2, i2)
+    # an eigenvector's sign is arbitrary: B's largest entry is made positive, on every machine
     sign = torch.where(
         b.flatten(1).gather(1, b.flatten(1).abs().argmax(1, True)) < 0, -1.0, 1.0
     ).view(-1, 1, 1)
@@ -156,6 +158,7 @@ def prune(
     """
     o1, i1, o2, i2 = _blocks(weight, b_shape)
     _check("prune", weight, 1, 1)
+    # row p O2 + q and column u I2 + v: q and v are the position within B
     parts = weight.detach().view(o1, o2, i1, i2)
     if keep == "energy":
         q, v = divmod(int(parts.double().square().sum((0, 2)).argmax()), i2)
@@ -212,6 +215,7 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
     ridge = damped - moments.inputs
     # the ridge pulls towards the start, not towards nothing
     wanted = (moments.cross + begin.weight() @ ridge).view(o1, o2, i1, i2)
+    # [u, v, x, w]: the second moments of input columns u I2 + v and x I2 + w
     seen = damped.view(i1, i2, i1, i2)
     solved = None
     if i2 == 1:  # the solve for A is the same in every round
@@ -232,6 +236,7 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
         normal = torch.einsum("rusx,uvxw->rvsw", large, seen).reshape(r * i2, r * i2)
         right = torch.einsum("rpu,pquv->rvq", a, wanted).reshape(r * i2, o2)
         b = _solve(normal, right).view(r, i2, o2).transpose(1, 2)
+        # a term's size could drift between A and B without end; B keeps norm 1
         norm = b.flatten(1).norm(dim=1).clamp_min(1e-30).view(-1, 1, 1)
         a = a * norm
         b = b / norm
@@ -249,6 +254,7 @@ def _solve(normal: Tensor, right: Tensor) -> Tensor:
         normal + 1e-10 * scale * torch.eye(len(normal), dtype=normal.dtype, device=normal.device)
     )
     if int(info):
+        # gelsd solves what is singular, too, but on a GPU torch has only gels
         return torch.linalg.lstsq(
             normal, right, driver="gelsd" if normal.device.type == "cpu" else "gels"
         ).solution

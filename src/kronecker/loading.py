@@ -77,6 +77,7 @@ def load(found: ModelFolder, device: str = "cpu") -> PreTrainedModel:
         raise ValueError(
             f"kronecker: {name} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
+    # transformers draws such weights at random and only warns
     for what in ("missing_keys", "mismatched_keys"):
         if loading_info[what]:
             names = sorted(map(str, loading_info[what]))
@@ -84,6 +85,7 @@ def load(found: ModelFolder, device: str = "cpu") -> PreTrainedModel:
                 f"kronecker: {name} has no {names[0]} that fits its config "
                 f"({len(names)} weights, which would be random)"
             )
+    # an old checkpoint may carry a buffer or a head that its class no longer has
     if unexpected := loading_info["unexpected_keys"]:
         print(
             f"kronecker: {len(unexpected)} weights in {name} are not used by the model",
@@ -104,6 +106,7 @@ def encoder_of(tokenizer: str) -> Callable[[str], list[int]]:
     found: Any = load_tokenizer(tokenizer)
     if found is None:
         raise ValueError(f"kronecker: {tokenizer} has no tokenizer, expected --tokenizer FOLDER")
+    # verbose=False: a whole text is longer than the context, and the tokenizer would warn
     return lambda text: found(text, verbose=False)["input_ids"]
 
 
@@ -117,6 +120,7 @@ def calibration_of(rows: list[Tensor], model: PreTrainedModel) -> list[object]:
 def context_of(models: Sequence[PreTrainedModel], context: int) -> int:
     """Return ``context``, but at most the maximum length of each model."""
     for model in models:
+        # one context for all models, so that they are compared on the same rows
         limit = positions_of(model)
         if limit:
             context = min(context, limit)

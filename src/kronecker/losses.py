@@ -81,11 +81,13 @@ def targets_of(
     """
     if labels is not None and tuple(labels.shape) == shape:
         if shifted:
+            # the last token predicts nothing, so it gets -100
             labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
         keep = labels != -100
         return keep, labels[keep]
     if mask is not None and tuple(mask.shape) == shape:
         return mask.bool(), labels
+    # labels of another shape are answers of whole rows: every token counts for hidden states
     return torch.ones(shape, dtype=torch.bool, device=device), labels
 
 
@@ -93,12 +95,14 @@ def token_loss(
     config: DistillConfig, student: Tensor, teacher: Tensor, labels: Tensor | None
 ) -> Tensor:
     """Mean over rows of logits * T² KL + labels * cross-entropy, for logits (N, V)."""
+    # a micro-batch of prompts alone has no token that counts
     student, count = student.float(), max(1, len(student))
     total = torch.zeros((), device=student.device)
     if config.logits:
         t = config.temperature
         log_p = F.log_softmax(teacher.float() / t, -1)
         log_q = F.log_softmax(student / t, -1)
+        # gradients of softened logits shrink as 1 / T²; the factor keeps their size
         total = total + config.logits * t * t * F.kl_div(
             log_q, log_p, log_target=True, reduction="sum"
         )
@@ -117,6 +121,7 @@ def token_errors(student: Tensor, teacher: Tensor, keep: Tensor) -> Tensor:
     """Mean over kept tokens of ‖s - t‖² / ‖t‖², for activations (*B, F)."""
     rows = keep.reshape(-1)
     s, t = (x.reshape(-1, x.shape[-1])[rows].float() for x in (student, teacher))
+    # each token by its own size: a few tokens have states many times as large as the others
     errors = (s - t).square().sum(-1) / t.square().sum(-1).clamp_min(1e-12)
     return errors.sum() / max(1, len(errors))
 

@@ -25,7 +25,8 @@ class Moments:
     sum_x: Tensor  # Σ x, (I,)
     sum_y: Tensor  # Σ y, (O,)
     count: int = 0
-    size: float = 0.0  # of the inputs before they were centred: the mean of Σ x²
+    # one token, or tokens that are all alike, have no variance: the ridge needs a size then
+    size: float = 0.0  # of the inputs before they were centered: the mean of Σ x²
 
     @classmethod
     def zeros(
@@ -64,13 +65,14 @@ class Moments:
         moments.add(x, torch.nn.functional.linear(x, weight, bias))
         return moments
 
-    def centred(self) -> Moments:
+    def centered(self) -> Moments:
         """Around the means: what is left for a weight when a bias takes care of them."""
         n = max(1, self.count)
         energy = self.energy - self.sum_y.square().sum() / n
         return Moments(
             self.inputs - torch.outer(self.sum_x, self.sum_x) / n,
             self.cross - torch.outer(self.sum_y, self.sum_x) / n,
+            # what is left of equal outputs is rounding, and an error relative to it means nothing
             energy if energy > 1e-12 * self.energy else torch.zeros_like(energy),
             torch.zeros_like(self.sum_x),
             torch.zeros_like(self.sum_y),
@@ -99,6 +101,7 @@ class Moments:
         if not float(self.energy):
             return 0.0
         w = weight.double()
+        # |W x - y|² multiplied out; it may come out below 0 by rounding where the fit is exact
         left = ((w @ self.inputs) * w).sum() - 2 * (w * self.cross).sum() + self.energy
         if bias is not None:
             b = bias.double()

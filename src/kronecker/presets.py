@@ -23,6 +23,7 @@ PRESETS: Mapping[str, Mapping[str, Config]] = {
     "gpt2-96m": _neurons(1536),
     "gpt2-96m-model-dim": _kronecker((3072, 384)),
     "gpt2-85m": _neurons(933),
+    # for c_fc, a weight of (3072, 768), this is B (4, 1); c_proj has B (1, 4)
     "gpt2-82m": _kronecker((768, 768)),
     "gpt2-80m": _kronecker((1024, 256), 2),
     "gpt2-68m": _kronecker((256, 64)),

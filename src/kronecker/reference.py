@@ -50,6 +50,7 @@ def van_loan(
     """
     (o2, i2), (o, i) = b_shape, weight.shape
     u, s, v = torch.linalg.svd(rearranged(weight, b_shape), full_matrices=False)
+    # a singular pair of R(W) is one term: its left vector is A, its right one is B
     a = (u[:, :rank] * s[:rank]).T.reshape(rank, o // o2, i // i2)
     nearest = kron_weight(a, v[:rank].reshape(rank, o2, i2))
     if normalize:

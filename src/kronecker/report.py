@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,22 +63,23 @@ class Comparison(Report):
         """A row for each model."""
         rows = []
         for m in self.models:
-            quality = [
-                text for p in m.perplexities.values() for text in (f"{math.log(p):.3f}", f"{p:.2f}")
-            ]
+            quality = []
+            for p in m.perplexities.values():
+                # losses in nats can be subtracted, perplexities cannot
+                quality += [f"{math.log(p):.3f}", f"{p:.2f}"]
             quality += [f"{cosine:.4f}" for cosine in m.cosines.values()]
             speeds = [f"{m.forward_tokens_per_second:,.0f}"]
             if m.generated_tokens_per_second is not None:
                 speeds.append(f"{m.generated_tokens_per_second:,.1f}")
             rows.append((m.name, f"{m.parameters:,}", *quality, *speeds))
         first = self.models[0]
-        names = [
-            f"{figure} {text}".strip()
-            for text in first.perplexities
-            for figure in ("loss", "perplexity")
-        ]
+        names = []
+        for text in first.perplexities:
+            names += [f"loss {text}".strip(), f"perplexity {text}".strip()]
         names += [f"cosine {text}".strip() for text in first.cosines]
-        speeds = ["forward tok/s", *(["generate tok/s"] if first.perplexities else [])]
+        speeds = ["forward tok/s"]
+        if first.perplexities:
+            speeds.append("generate tok/s")
         return Table(("model", "parameters", *names, *speeds), rows)
 
     def plot(self, ax: Axes | None = None) -> Figure:
@@ -128,6 +130,7 @@ def perplexity(model: nn.Module, batches: Batches) -> float:
         ids, labels = (
             (batch["input_ids"], batch["labels"]) if isinstance(batch, Mapping) else (batch, batch)
         )
+        # without labels: the model's own loss is a mean, and batches differ in size
         logits = model(input_ids=ids.to(device)).logits[:, :-1].float()
         labels = labels[:, 1:].reshape(-1).to(device)
         loss += float(nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum"))
@@ -203,6 +206,7 @@ def compare(
         raise ValueError(f"compare: runs is {runs}, expected 1 or more")
     generates = _all_generate(models)
     positions = [p for p in map(positions_of, models.values()) if p]
+    # all models generate as many tokens, so that their speeds are of the same work
     new = min([new, *(p - _PROMPT for p in positions)])
     if generates and new < 1:
         raise ValueError(
@@ -238,16 +242,17 @@ def _median_seconds(
 ) -> dict[str, tuple[float, float]]:
     """Return each model's median time of a forward and of generating, timed in turn."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+    # models take turns, so that a slow spell of the machine meets all of them
     for run in range(runs + 1):
         for name, model in models.items():
             seconds = _seconds(model, ids, new)
             if run:  # the first run warms up
                 times[name].append(seconds)
-    middle = runs // 2
-    return {
-        name: (sorted(f for f, _ in pairs)[middle], sorted(g for _, g in pairs)[middle])
-        for name, pairs in times.items()
-    }
+    medians = {}
+    for name, pairs in times.items():
+        forward, generating = zip(*pairs, strict=True)
+        medians[name] = statistics.median_high(forward), statistics.median_high(generating)
+    return medians
 
 
 def _all_generate(models: Mapping[str, nn.Module]) -> bool:
@@ -290,10 +295,12 @@ def _seconds(model: Any, ids: Tensor, new: int) -> tuple[float, float]:
     """Return the seconds of one forward pass, and of generating ``new`` tokens."""
     begin = time.perf_counter()
     model(input_ids=ids)
+    # a GPU works on after the call has returned
     _finish(ids.device)
     middle = time.perf_counter()
     if new:
         prompt = ids[:1, :_PROMPT]
+        # a model that ends early would look fast
         length = {"min_new_tokens": new, "max_new_tokens": new}
         model.generate(
             prompt,

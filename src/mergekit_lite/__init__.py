@@ -1,4 +1,4 @@
-"""Merge several checkpoints into one: by formula, streaming, in constant memory.
+"""Merge several checkpoints into one, by formula, one tensor at a time.
 
 >>> import torch, mergekit_lite
 >>> models = [{"w": torch.zeros(2)}, {"w": torch.ones(2)}]

@@ -76,7 +76,8 @@ def merge(
             recipe's order.
         impl: fused: compiled kernels. eager: torch functions. auto: fused where there is a kernel.
         seed: Random seed of methods that use random numbers.
-        threads: Number of blocks computed at the same time; default: one per core, at most 8.
+        threads: Blocks that kernels compute at once, and torch's threads; default: one per core, at
+            most 8.
         files: Flags for checkpoints.
         trust_remote_code: Also copy the model's own Python files.
         fresh: Begin anew instead of continuing an interrupted run of the same merge.

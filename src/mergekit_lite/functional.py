@@ -128,8 +128,9 @@ def merge_models(
 ) -> MergeReport | dict[str, Tensor]:
     """Merge several models into one.
 
-    With ``out`` tensors stream from the inputs' files to the output's in stretches, so memory does
-    not grow with the model. Arithmetic is float32 or better, from the stored values, rounded once.
+    With ``out`` one tensor at a time is read, merged and written. Kernels hold blocks of it, torch
+    functions may hold it whole, from every model. Arithmetic is float32 or better, from the stored
+    values, rounded once.
 
     Args:
         models: Folders, hub ids (``org/name@revision``), ``"model+adapter"``, modules or state
@@ -147,8 +148,8 @@ def merge_models(
             written, runs kernels where it can; both write the same bytes.
         max_shard_size: Largest weight file, bytes or ``"5GB"``.
         seed: Of methods that draw.
-        threads: Blocks in work at once; default: one a core, at most 8. Results do not depend on
-            it.
+        threads: Blocks that kernels compute at once, and torch's threads; default: one a core, at
+            most 8. The results of kernels do not depend on it.
         progress: Show a progress bar.
         fresh: Begin anew instead of going on from an interrupted run of the same merge.
         allow_pickle: ``"weights_only"`` admits pickled checkpoints.
@@ -382,5 +383,4 @@ def _default_threads() -> int:
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    # torchrun's processes on one machine share its cores
-    return max(1, min(cores, _MOST_THREADS) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return min(cores, _MOST_THREADS)

@@ -279,7 +279,7 @@ def _write(engine: Engine, out: Path, run: Run, bar: Bar) -> list[str]:
 def _write_shards(
     engine: Engine, folder: OutputFolder, bar: Bar, hasher: ThreadPoolExecutor
 ) -> None:
-    """Write shard by shard; the last one is hashed while the next is computed."""
+    """Write shard by shard; each is hashed while the next is computed."""
     hashing: Future[None] | None = None
     for shard, name in enumerate(engine.plan.shards):
         if name in folder.finished:

@@ -44,7 +44,9 @@ def launches_directly(x: Tensor) -> bool:
 
     Calling an operator costs more than the launch. Tracers need one, and tensors without data.
     """
+    # a dispatch mode, as of fake tensors or of a counter, sees operators only
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    # subclasses, such as DTensor, act on operators, too
     return not traced and not x.is_meta and type(x) in (Tensor, torch.nn.Parameter)
 
 

@@ -81,8 +81,10 @@ def problem_of(checkpoint: Path, needed: Sequence[str] = ()) -> str:
         if not (checkpoint / name).is_file():
             return f"it has no {name}"
     contents = sorted(checkpoint.iterdir())
+    # their folders hold weights and optimizers under names of their own
     if not any(path.is_dir() and _SHARDED.match(path.name) for path in contents):
         weights = [path for path in contents if path.suffix in (".safetensors", ".bin")]
+        # the trainer's settings are a .bin, too
         if not [path for path in weights if path.name != "training_args.bin"]:
             return "it has no weights"
         for name in _OPTIMIZER:
@@ -112,6 +114,7 @@ def _problem_of_state(checkpoint: Path) -> str:
             return f"{_STATE} is damaged ({name} is {state.get(name)!r})"
     if any(isinstance(value, float) and not math.isfinite(value) for value in state.values()):
         return f"{_STATE} is damaged (it has NaN or infinity)"
+    # a folder that was renamed would pass for a newer one
     step = checkpoint.name.removeprefix(_PREFIX)
     if step.isdecimal() and int(step) != state["global_step"]:
         return f"{_STATE} has global_step {state['global_step']}"

@@ -65,6 +65,7 @@ class Range:
                 raise ValueError(str(self))
 
     def _holds(self, number: float) -> bool:
+        # `isfinite` cannot take whole numbers beyond the range of floats
         return (
             (isinstance(number, int) or math.isfinite(number))
             and (self.least is None or number >= self.least)
@@ -89,6 +90,7 @@ class Range:
         return " and ".join(words)
 
 
+# for types without a range of their own: no field takes NaN or infinity
 _FINITE = Range()
 Whole = Annotated[int, Range(least=1)]
 """The type of a field that holds a whole number, 1 or more."""
@@ -154,6 +156,7 @@ def check_config(config: Any, base: type) -> None:
         for name, hint in hints.items()
         if not _fits(getattr(config, name), hint)
     ]
+    # these may compute with fields, so each field has to be right first
     problems = problems or list(config.problems())
     if problems:
         raise ValueError(f"{type(config).__name__}: {'; '.join(problems)}")
@@ -219,7 +222,9 @@ def declared_fields(cls: type, base: type) -> dict[str, Any]:
     """Return name and type of each field of a class, without those of ``base`` and beneath."""
     found: dict[str, Any] = {}
     above = cls.__mro__[: cls.__mro__.index(base)]
+    # a subclass may declare a field again, and its type is the one that counts
     for one in reversed(above):
+        # types are text in modules that postpone annotations
         found |= inspect.get_annotations(one, eval_str=True)
     return {name: hint for name, hint in found.items() if get_origin(hint) is not ClassVar}
 
@@ -246,6 +251,7 @@ def _is_plain(value: object, hint: Any) -> bool:
     """
     plain, limit = get_args(hint) if get_origin(hint) is Annotated else (hint, _FINITE)
     classes = get_args(plain) if get_origin(plain) in (Union, UnionType) else (plain,)
+    # the very class: True is an int, too, and the full check refuses it
     if type(value) not in classes:
         return False
     try:

@@ -96,6 +96,7 @@ def _flushed() -> Iterator[None]:
     try:
         yield
     finally:
+        # a pipe that was closed shows here, where `main` can still catch it
         sys.stdout.flush()
 
 
@@ -103,9 +104,10 @@ def _command_of(
     words: list[str], program: str, commands: Mapping[str, str]
 ) -> tuple[str, list[str]]:
     """Split the words into a command's name and its arguments; without one, print help and exit."""
-    name = ""
+    name, asked = "", False
     for number, word in enumerate(words, 1):
         if word in ("-h", "--help"):
+            asked = True
             break
         name = f"{name}.{word}" if name else word
         if name in commands:
@@ -118,7 +120,7 @@ def _command_of(
             print(f"{program}: {problem}; {advice}", file=sys.stderr)
             sys.exit(2)
     _print_commands(name, program, commands)
-    sys.exit(0 if words[-1:] in (["-h"], ["--help"]) else 2)
+    sys.exit(0 if asked else 2)
 
 
 def _print_commands(group: str, program: str, commands: Mapping[str, str]) -> None:
@@ -202,6 +204,7 @@ def _run(
     program: str, name: str, command: str, shared: argparse.Namespace, words: list[str]
 ) -> int:
     """Parse the words, do the work and print its result; return the exit status."""
+    # still None if Ctrl-C comes while modules are imported or words parsed
     work: functools.partial[object] | None = None
     try:
         called = f"{program} {name.replace('.', ' ')}"
@@ -211,6 +214,7 @@ def _run(
         if result is not None:
             _print(result, shared.json)
     except BrokenPipeError:
+        # an OSError, but no failure of the command: `main` ends it without a message
         raise
     except FlagFileError as error:
         print(f"{program}: {error}", file=sys.stderr)
@@ -238,6 +242,7 @@ def _parsed(
 
     for path in files:
         known = [flag.name for flag in _flags_of(function) if flag.kind is flag.KEYWORD_ONLY]
+        # after the words: a list of the file would take positional ones that follow it
         words = [*words, *flags_of_file(path, known, words)]
     purpose = (inspect.getdoc(function) or "").split("Args:")[0].strip()
     description = f"{purpose}\n\n{_SHARED_HELP}"
@@ -272,6 +277,7 @@ def _continue_hint(work: functools.partial[object]) -> str:
 
 def _has_checkpoints(out: Path) -> bool:
     """Return whether a training left checkpoints, in the folder or beside it."""
+    # the second is where `learn` trains
     places = (out / "checkpoints", out.with_name(f"{out.name}.training"))
     return any(any(place.glob("checkpoint-*")) for place in places)
 
@@ -280,7 +286,8 @@ def _print(result: object, as_json: bool) -> None:
     """Print a report, or rows one by one as they come."""
     if isinstance(result, Iterator):
         for row in result:
-            print(json_line(row), flush=True)
+            # each at once, for a program that waits for the next one
+            print(json_line(plain(row)), flush=True)
     elif as_json:
         print(json_line(plain(result)))
     else:

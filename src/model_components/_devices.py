@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -34,6 +35,7 @@ def find_device(name: str, operation: str) -> str:
             raise RuntimeError("it holds no values")
         if device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ:
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        # torch takes the name of a card that is not there, until something is put on it
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"{operation}: device {name} cannot be used here ({error})") from error
@@ -69,11 +71,17 @@ def warn_if_slow(operation: str, module: nn.Module) -> None:
 def reset_peak_memory() -> None:
     """Let `peak_memory` count from now on. Only Linux can; elsewhere it counts from the start."""
     with contextlib.suppress(OSError):
+        # 5 stands for the largest resident size (man proc)
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def peak_memory() -> int:
     """Return the largest resident size of this process so far, in bytes."""
+    # not by getrusage where there is a choice: its figure is inherited from the parent
+    with contextlib.suppress(OSError):
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        if found := re.search(r"^VmHWM:\s*(\d+) kB", status, re.M):
+            return 1024 * int(found[1])
     try:
         import resource
     except ImportError:  # Windows
@@ -82,4 +90,5 @@ def peak_memory() -> int:
         used = psutil.Process().memory_info()
         return getattr(used, "peak_wset", used.rss)
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # macOS counts bytes, other systems KiB
     return largest if sys.platform == "darwin" else 1024 * largest

@@ -23,6 +23,7 @@ _EXPECTED = (
     "messages, conversations, prompt and completion, instruction and output (and perhaps input), "
     "or text"
 )
+# as plain text they would fail with an error about their encoding
 _NO_TEXT = (".arrow", ".xlsx", ".zip", ".safetensors", ".bin", ".pt")
 _ROWS_NAMED = 5  # in an error
 Example = dict[str, list[int]]
@@ -95,6 +96,7 @@ class TextExamples:
         self.cut = 0
         name, rows = _read(source)
         self.digest = _digest(rows)
+        # by reason, since one fault of a file often concerns thousands of rows
         bad: dict[str, list[int]] = {}
         for number, row in rows:
             try:
@@ -146,9 +148,17 @@ class TextExamples:
             self.cut += len(pieces) > 1
             examples = pieces[:1]
         else:
-            examples = [self._tokens(layout) for layout in layouts_of(row, self.tokenizer)]
-        # nothing predicts the first token
-        usable = [one for one in examples if any(x != IGNORED for x in one["labels"][1:])]
+            whole = [self._tokens(layout) for layout in layouts_of(row, self.tokenizer)]
+            examples = []
+            for one in whole:
+                cut: Example = {
+                    "input_ids": one["input_ids"][: self.max_length],
+                    "labels": one["labels"][: self.max_length],
+                }
+                examples.append(cut)
+                if _is_usable(cut) and len(one["input_ids"]) > self.max_length:
+                    self.cut += 1
+        usable = [one for one in examples if _is_usable(one)]
         self.examples += usable
         # pieces of a text have negative numbers, which no row has
         count = len(self.rows)
@@ -165,6 +175,7 @@ class TextExamples:
 
     def _tokens(self, layout: Layout) -> Example:
         """Return the tokens of a text, with labels where it is supervised."""
+        # a chat template has written the special tokens; else the first one is added below
         encoded = self.tokenizer(layout.text, add_special_tokens=False, return_offsets_mapping=True)
         ids = list(encoded["input_ids"])
         labels = []
@@ -178,10 +189,12 @@ class TextExamples:
             labels.append(token if is_answer or self.train_on_inputs else IGNORED)
         beginning = [] if layout.has_special_tokens else _beginning(self.tokenizer)
         ids = beginning + ids
-        labels = [IGNORED] * len(beginning) + labels
-        if len(ids) > self.max_length:
-            self.cut += 1
-        return {"input_ids": ids[: self.max_length], "labels": labels[: self.max_length]}
+        return {"input_ids": ids, "labels": [IGNORED] * len(beginning) + labels}
+
+
+def _is_usable(example: Example) -> bool:
+    # nothing predicts the first token
+    return any(label != IGNORED for label in example["labels"][1:])
 
 
 def _check_settings(tokenizer: object, max_length: object, train_on_inputs: object) -> None:
@@ -202,6 +215,7 @@ def _check_settings(tokenizer: object, max_length: object, train_on_inputs: obje
 
 def _beginning(tokenizer: Any) -> list[int]:
     """Return the token that a tokenizer puts before a text, if there is one."""
+    # tried out, since GPT-2's tokenizer, for one, has such a token and does not put it there
     first = tokenizer("a")["input_ids"][:1]
     return first if first == [tokenizer.bos_token_id] else []
 
@@ -275,6 +289,7 @@ def first_answer(example: Example) -> Answer:
     ids = example["input_ids"]
     supervised = [label != IGNORED for label in example["labels"]]
     start = supervised.index(True)
+    # the False stands for the end of the example, where nothing follows the answer
     length = [*supervised[start:], False].index(False)
     return Answer(ids[:start], ids[start : start + length])
 
@@ -296,6 +311,7 @@ def split_examples(
     Returns:
         The examples to train, and the held-out examples, at least one.
     """
+    # each piece of a plain text has a number of its own, so that one text can be split
     by_row: dict[int, list[Example]] = {}
     for row, example in zip(texts.rows, texts.examples, strict=True):
         by_row.setdefault(row, []).append(example)
@@ -303,6 +319,7 @@ def split_examples(
     random.Random(0).shuffle(shuffled)
     count = max(1, min(most, round(share * len(shuffled))))
     held_out = [example for row in shuffled[:count] for example in row]
+    # the first example of a conversation has its shortest prompt; the others begin with it
     keys = {_key(row[0]) for row in shuffled[:count]}
     train = [example for row in shuffled[count:] if _key(row[0]) not in keys for example in row]
     return train, held_out

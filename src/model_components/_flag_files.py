@@ -50,6 +50,7 @@ def read_flags(path: Path) -> Mapping[object, object]:
     class Loader(_yaml.Loader):
         """Reads true, false and null, and every other word as it stands, as a command line."""
 
+    # none of YAML's own, which make numbers of 1:30 and dates of 2024-12-13
     Loader.yaml_implicit_resolvers = {}
     for kind, words in _YAML_WORDS.items():
         Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", words, None)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import glob
 import json
 import os
 import re
@@ -60,6 +59,8 @@ def check_new(out: str | os.PathLike[str], operation: str) -> Path:
         if path.is_symlink():
             raise OutputError(f"{to}: a symbolic link is there; name the folder that it leads to")
         if path.is_dir():
+            # the result takes the place of an empty folder: a mount cannot be replaced, and a shell
+            # that stands in the current folder would stay in the old one
             if path.samefile(os.curdir) or os.path.ismount(path):
                 raise OutputError(
                     f"{to}: this is the current folder or a mount; name a folder inside it"
@@ -68,6 +69,7 @@ def check_new(out: str | os.PathLike[str], operation: str) -> Path:
                 raise OutputError(f"{to}: the folder is not empty; name a new one")
         elif os.path.lexists(path):
             raise OutputError(f"{to}: a file is there; name a new folder")
+        # the nearest one that is there, a link to nowhere included; those below it will be made
         parent = next(p for p in path.parents if os.path.lexists(p))
         if not parent.is_dir():
             raise OutputError(f"{to}: {parent} is a file, expected a folder")
@@ -131,12 +133,9 @@ def writing(to: str) -> Iterator[None]:
 def is_begun(out: str | os.PathLike[str]) -> bool:
     """Return whether an interrupted run left work beside ``out`` that the same run takes up."""
     path = Path(os.path.abspath(out))
-    hidden = (
-        part
-        for place in path.parent.glob(f".{glob.escape(path.name)}.*partial")
-        for part in place.rglob("*")
-    )
-    return any(part.is_file() and part.name != _MARKER for part in hidden)
+    hidden = path.with_name(f".{path.name}.partial")
+    # the marker and an empty result are there before any work is done
+    return any(part.is_file() and part.name != _MARKER for part in hidden.rglob("*"))
 
 
 def make_folder(path: str | os.PathLike[str], operation: str) -> Path:
@@ -232,6 +231,7 @@ class NewFolder:
         except BlockingIOError:
             holder = holder_of(self.place / _MARKER)
             raise OutputError(f"{self._to}: another run is writing it now{holder}") from None
+        # the run that had it may have finished and removed it before this one got the lock
         if not self._has_its_name():
             self.close()
             return False
@@ -267,12 +267,14 @@ class NewFolder:
             OutputError: Something was put there meanwhile. It stays, and so does the result: no
                 later run clears it.
         """
+        # somebody may have moved it, and what is there now is not ours
         if not self._has_its_name():
             raise self._foreign()
         self._check_result()
         try:
             _rename(self.folder, self.out)
         except OSError as error:
+            # a folder without a marker is nobody's to clear, so the result is safe in it
             (self.place / _MARKER).unlink(missing_ok=True)
             self.close()
             if os.path.lexists(self.out):
@@ -289,6 +291,7 @@ class NewFolder:
         try:
             if self._lock is not None and self._has_its_name():
                 _empty(self.place, keep=[_MARKER])
+                # an open file cannot be removed on Windows, so the lock goes first
                 if self._lock.holds_marker:
                     self.close()
                 (self.place / _MARKER).unlink(missing_ok=True)
@@ -314,7 +317,10 @@ class NewFolder:
         if self._lock is None:  # published or discarded in between
             return
         if kind is None:
-            self.publish()
+            try:
+                self.publish()
+            finally:
+                self.close()
             return
         with contextlib.suppress(OSError):  # the error of the work is the one to tell
             nothing = sorted(os.listdir(self.place)) == [
@@ -384,6 +390,7 @@ def new_file(path: str | os.PathLike[str], operation: str) -> Iterator[Path]:
     """
     path, to = Path(os.path.abspath(path)), f"{operation} to {os.fspath(path)}"
     make_folder(path.parent, operation)
+    # beside it, as a rename does not cross file systems, under a name of this process alone
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         if os.path.lexists(path):

@@ -39,11 +39,14 @@ def check_format(found: Mapping[str, Any], newest: int, operation: str) -> None:
     """
     if not isinstance(found, Mapping):
         raise ValueError(f"{operation}: expected a JSON object, got a {type(found).__name__}")
+    # a number in JSON; the metadata of safetensors hold only text
     version = str(found.get("format_version", 1))
+    # nine digits at most, since `int` has an error of its own for thousands of them
     if not re.fullmatch("[1-9][0-9]{0,8}", version) or int(version) > newest:
         expected = "1" if newest == 1 else f"1 to {newest}"
         made_with = found.get("made_with")
         advice = "the file needs a newer model-components, or is damaged"
+        # a file of this very version needs no newer one: it is damaged
         if made_with not in (None, __version__):
             advice = f'pip install "model-components>={made_with}"'
         raise ValueError(f"{operation}: expected format {expected}, got {version}; {advice}")

@@ -86,6 +86,7 @@ def random_tensor(*shape: int) -> Tensor:
     """Return normal numbers on the CPU, the same for the same shape."""
     import torch
 
+    # with one seed for all, tensors of two shapes would begin with the same numbers
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
@@ -131,6 +132,7 @@ def read_measurements() -> dict[str, Any]:
     return devices if isinstance(devices, dict) else {}
 
 
+# asked in every forward, so the file is read once
 @functools.cache
 def _paying(device: str) -> frozenset[str]:
     """Return the names of the fused paths that are right and faster on a card."""
@@ -142,6 +144,7 @@ def _paying(device: str) -> frozenset[str]:
         return frozenset()
     paying = set()
     for name, path in paths.items():
+        # somebody may have edited the file: what is not clearly true is not taken
         if isinstance(path, dict) and path.get("fused") is True:
             paying.add(name)
     return frozenset(paying)

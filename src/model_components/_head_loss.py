@@ -60,6 +60,7 @@ def head_loss(
     if len(trained) < len(labels):
         hidden = hidden[trained]
         labels = labels[trained]
+    # `needs_input_grad` does not know of no_grad, and gradients would be made for nothing
     if not torch.is_grad_enabled():
         parameters = ()
         hidden = hidden.detach()
@@ -94,6 +95,7 @@ class _HeadLoss(torch.autograd.Function):
         size = max(_FEWEST, most // vocabulary)
         for start in range(0, len(labels), size):
             rows = slice(start, start + size)
+            # within a custom forward torch has switched gradients off
             with torch.set_grad_enabled(any(wanted)):
                 states = hidden[rows].detach().requires_grad_(wanted[0])
                 logits = head(states)

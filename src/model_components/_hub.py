@@ -11,6 +11,7 @@ from typing import Any
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
 PATTERNS = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py")  # and no pickles
+# the layout of the hub's cache: models--OWNER--NAME/snapshots/COMMIT
 _CACHED = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})")
 
 
@@ -76,6 +77,7 @@ def find_folder(
         Exception
     ) as error:  # huggingface_hub raises many unrelated classes for "not there" and "no network"
         reason = str(error).strip().split("\n")[0]
+        # the name of a folder with a slip in it looks like an id, too
         if near := _nearest(folder):
             raise ValueError(f"{missing}{near}") from error
         raise ValueError(f"{missing}, and the hub did not give it ({reason})") from error
@@ -126,6 +128,7 @@ def split_revision(place: str | Path) -> tuple[str, str | None]:
     Of a folder, or a name without one, itself and None.
     """
     name, at, revision = str(place).rpartition("@")
+    # a folder may have an @ in its own name
     is_folder = user_path(str(place)).exists() or user_path(name).exists()
     if at and not is_folder and _NAME.fullmatch(str(place)):
         return (name, revision)

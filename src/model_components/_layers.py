@@ -63,32 +63,48 @@ class ReadOnlyWeight(Tensor):
         name = getattr(func, "__name__", "")
         uses_data = getattr(func, "__self__", None) is _DATA
         assigns = name == "__setitem__" or (uses_data and name == "__set__")
+        # torch's names for changes in place end in _; `requires_grad_` changes no values
         in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
         # the first argument is the one that is written into; of torch's foreach functions, a list
-        first = next(iter((*args, *kwargs.values())), None)
-        targets = list(first) if isinstance(first, (list, tuple)) else [first]
-        written = assigns or in_place or kwargs.get("inplace") is True
-        into_it = written and any(isinstance(target, cls) for target in targets)
-        if into_it or isinstance(kwargs.get("out"), cls):
+        targets = _listed(next(iter((*args, *kwargs.values())), None))
+        written = _listed(kwargs.get("out"))
+        if assigns or in_place or kwargs.get("inplace") is True:
+            written += targets
+        if any(isinstance(target, cls) for target in written):
             raise RuntimeError(
                 f"{name}: a computed weight cannot be changed in place, because the change would "
                 "be lost; change the layer's parameters instead"
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        # views of it, as `weight[0]` and `weight.data`, are read-only, too
-        if uses_data or (name != "detach" and _is_view_of(result, targets)):
-            return result.as_subclass(cls)
-        return result.as_subclass(Tensor) if type(result) is cls else result
+
+        def guarded(value: Any) -> Any:
+            # views of it, as `weight[0]` and `weight.data`, are read-only, too
+            if uses_data or (name != "detach" and _is_view_of(value, targets)):
+                return value.as_subclass(cls)
+            return value.as_subclass(Tensor) if type(value) is cls else value
+
+        if name == "__iter__":
+            return map(guarded, result)
+        # as `weight.chunk(2)`; named tuples, as of `max`, hold no views
+        if type(result) in (tuple, list):
+            return type(result)(map(guarded, result))
+        return guarded(result)
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _is_view_of(result: object, sources: Sequence[object]) -> bool:
     """Return whether a tensor lies in the memory of one of the sources."""
+    # empty tensors have no place in memory to compare
     if not isinstance(result, Tensor) or not result.numel():
         return False
     place = result.untyped_storage().data_ptr()
     for source in sources:
         if isinstance(source, ReadOnlyWeight):
+            # else asking for its storage would end up here again
             with torch._C.DisableTorchFunctionSubclass():
                 if source.untyped_storage().data_ptr() == place:
                     return True

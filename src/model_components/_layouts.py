@@ -60,6 +60,7 @@ def layouts_of(row: object, tokenizer: Any) -> list[Layout]:
 
 def kind_of_row(row: Mapping[str, Any]) -> str:
     """Return the name of the layout that matches the fields of a row, or an empty string."""
+    # a table of rows of several kinds has None where a row lacks a column
     fields = {name for name, value in row.items() if value is not None}
     if "messages" in fields:
         return "messages"
@@ -123,7 +124,9 @@ def _alpaca_prompt(instruction: str, more: str) -> str:
 def _prompt_and_answer(tokenizer: Any, prompt: str, answer: str) -> Layout:
     """Return a prompt and a supervised answer, with the token that ends a text."""
     if not answer.strip():
+        # without a span, which `TextExamples` counts as a row without an answer
         return Layout(check_unicode(prompt), [], has_special_tokens=False)
+    # its end is part of the answer: a model that never sees one would not learn to stop
     text = check_unicode(prompt + answer) + (tokenizer.eos_token or "")
     return Layout(text, [(len(prompt), len(text))], has_special_tokens=False)
 
@@ -150,6 +153,7 @@ def _messages(given: object, role: str, content: str, *, of_prompt: bool = False
         text = message.get(content)
         if not isinstance(text, str) and not (text is None and message.get("tool_calls")):
             raise BadRowError(f"a message whose {content} is not text")
+        # a row of `from` and `value` may have other fields of these names, which must not win
         named = (role, content, "role", "content")
         others = {k: v for k, v in message.items() if k not in named}
         messages.append({"role": _ROLES[name], "content": text, **others})
@@ -179,6 +183,7 @@ def _conversation(
     has_special_tokens = bool(tokenizer.chat_template)
     layouts = []
     for number in answers:
+        # one text for each answer, which it ends: a template does not tell where its parts begin
         text = _render(tokenizer, messages[: number + 1], tools)
         if number:
             before = _render(tokenizer, messages[:number], tools, is_prompt=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import lazy_loader
 
+# one for all packages; reentrant, as importing one name may load others
 _LOCK = threading.RLock()
 
 

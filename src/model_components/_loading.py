@@ -31,6 +31,7 @@ def read_config(place: str | Path, operation: str, **options: Any) -> PreTrained
     """
     with reading(f"config.json of {place}", operation):
         file = Path(place, "config.json")
+        # of a hub id nothing is here yet; transformers fetches it below
         values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         for name, value in dict(values).items():
             if "layer" in name and isinstance(value, int) and value > _MOST_LAYERS:
@@ -71,6 +72,7 @@ class CompleteModel(PreTrainedModel):
                 integers or not finite.
         """
         place = pretrained_model_name_or_path
+        # a path that leads nowhere: transformers would ask the hub for it
         if place is not None and is_path(str(place)):
             place = find_folder(place, operation="from_pretrained")
         if place is not None and "config" not in kwargs and Path(place).is_dir():
@@ -82,7 +84,7 @@ class CompleteModel(PreTrainedModel):
             loaded: Any = super().from_pretrained(place, *args, **kwargs)
         model, info = loaded
         mismatched = () if excused else info["mismatched_keys"]
-        integers = _stored_as_integers(model, place)
+        integers = _stored_as_integers(model, place, kwargs.get("subfolder", ""))
         _check_loaded(model, {**info, "mismatched_keys": mismatched}, integers, place)
         return (model, info) if output_loading_info else model
 
@@ -100,18 +102,20 @@ def _check_kind(cls: Any, folder: Path) -> None:
         raise ValueError(f"from_pretrained: expected model_type {expected!r} in {file}, got {what}")
 
 
-def _stored_as_integers(model: PreTrainedModel, place: object) -> list[str]:
+def _stored_as_integers(model: PreTrainedModel, place: object, subfolder: str) -> list[str]:
     """Return the names of tensors that a folder has as integers, and the model as floats.
 
     transformers would turn the ones into the others.
     """
     state = model.state_dict()
     found = []
-    files = Path(place).glob("*.safetensors") if isinstance(place, (str, Path)) else []
-    for path in files:
+    if not isinstance(place, (str, Path)):
+        return found
+    for path in Path(place, subfolder).glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118, not a mapping
                 stored = file.get_slice(name).get_dtype()
+                # the header has I8 to I64 and U8 to U64; no tensor is read for this
                 if stored[0] in "IU" and name in state and state[name].is_floating_point():
                     found.append(name)
     return found
@@ -124,6 +128,7 @@ def _check_loaded(
     damaged = [
         name
         for name, tensor in model.state_dict().items()
+        # a device map may leave tensors on the disk; here they are on meta, without values
         if tensor.is_floating_point() and tensor.device.type != "meta" and not _is_finite(tensor)
     ]
     for problem, names in (

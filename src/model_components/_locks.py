@@ -44,11 +44,14 @@ class PosixLock:
         try:
             self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError as error:
+            # a file or a link is there; for a link, systems differ in the error
             if error.errno in (errno.ENOTDIR, errno.ELOOP):
                 raise NotOursError from None
             raise
         try:
             self._lock()
+            # a network drive may say that a folder made just now is another user's; one that is no
+            # longer at its path is looked at by the caller
             if not created and self.is_at(folder) and not self._is_marked(folder, marker):
                 raise NotOursError
         except BaseException:
@@ -69,6 +72,7 @@ class PosixLock:
         owner = os.fstat(self._descriptor).st_uid
         if owner != os.geteuid():
             return False
+        # empty: a run was killed between making the folder and marking it
         return not os.listdir(folder) or is_file(folder / marker, owner)
 
     def is_at(self, folder: Path) -> bool:
@@ -129,6 +133,7 @@ FolderLock = WindowsLock if importlib.util.find_spec("fcntl") is None else Posix
 
 def write_holder(path: Path) -> None:
     """Write this process's number and machine into a lock's file."""
+    # through a planted link this would overwrite a file of the user
     flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     with open(os.open(path, flags, 0o666), "w", encoding="utf-8") as file:
         file.truncate()  # which opening a descriptor does not do
@@ -141,6 +146,7 @@ def holder_of(path: Path) -> str:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
+    # anybody may have written it; nothing that steers a terminal is shown
     return f" ({text[:100]})" if text.isprintable() and text else ""
 
 

@@ -68,7 +68,8 @@ def load_tokenizer(source: str | Path, *, local: bool = False) -> PreTrainedToke
             return None
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # a damaged file gives KeyError, TypeError and many others
-        damaged = isinstance(error, json.JSONDecodeError)  # which is a ValueError
+        # both are ValueErrors
+        damaged = isinstance(error, (json.JSONDecodeError, UnicodeDecodeError))
         if isinstance(error, (OSError, ValueError)) and not damaged:
             return None
         warnings.warn(
@@ -97,8 +98,12 @@ def license_of(base: str) -> str | None:
     repo_id = hub_id(base)
     if repo_id is not None:
         import huggingface_hub
+        from huggingface_hub.utils import HFValidationError
 
-        card = huggingface_hub.try_to_load_from_cache(repo_id, CARD)
+        try:
+            card = huggingface_hub.try_to_load_from_cache(repo_id, CARD)
+        except HFValidationError:  # such as run--1/last
+            return None
     if not isinstance(card, (str, Path)) or not Path(card).is_file():
         return None
     # the YAML header stands between two lines of ---
@@ -245,6 +250,7 @@ def push_to_hub(
         folder_path=path,
         revision=revision,
         create_pr=create_pr,
+        # the hub matches whole paths, so files in subfolders need a pattern of their own
         ignore_patterns=[f"{start}{name}" for name in _RECORDS for start in ("", "*/")],
         commit_message=commit_message or "Upload by model-components",
     )
@@ -257,6 +263,7 @@ def _check_base(adapter: Path) -> None:
         base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (ValueError, AttributeError) as error:
         raise ValueError(f"push_to_hub: expected a JSON object in {adapter}: {error}") from error
+    # models/mine looks like an id, so whether it is a folder decides
     if base and (is_path(base) or Path(base).exists()):
         raise ValueError(
             f"push_to_hub: expected a hub id as base_model_name_or_path in {adapter}, got {base!r}"

@@ -22,6 +22,7 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
         yield
     finally:
         for module, mode in before:
+            # not `module.train(mode)`, which would set the modules inside it, too
             module.training = mode
 
 

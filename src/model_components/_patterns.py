@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Collection
 
+# names as most people write them; without repeats, matching them cannot take long
 _PLAIN = re.compile(r"[\w.-]*")
 _SECONDS = 5
 """Real patterns take milliseconds for all names of a model; hostile ones take years for one."""
@@ -48,6 +49,7 @@ def pattern_problem(patterns: Collection[str], names: Collection[str]) -> str:
         return ""
     try:
         done = subprocess.run(
+            # -I: a json.py in the current folder must not be imported
             [sys.executable, "-I", "-c", _MATCH_ALL],
             input=json.dumps([special, list(names)]),
             capture_output=True,
@@ -57,4 +59,5 @@ def pattern_problem(patterns: Collection[str], names: Collection[str]) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"matching {', '.join(special)[:200]!r} takes longer than {_SECONDS} seconds"
+    # the last line is the text of sys.exit, or the error that ended the process
     return done.stderr.strip().split("\n")[-1] if done.returncode else ""

@@ -26,6 +26,7 @@ class CheckedModelConfig(PreTrainedConfig):
 
     def __post_init__(self, **rest: Any) -> None:
         """Derive fields that are not given, check all, and hand the rest to transformers."""
+        # before the check, which looks at derived fields as well
         self.derive()
         check_config(self, CheckedModelConfig)
         refuse_unknown(type(self).__name__, _unknown(type(self), rest), _fields(type(self)))
@@ -84,6 +85,7 @@ def _unknown(cls: type, names: Iterable[str]) -> list[str]:
         for name in names
         if name not in known
         and not hasattr(PreTrainedConfig, name)
+        # private ones of transformers, such as _name_or_path
         and not name.startswith("_")
         and not _OF_TRANSFORMERS.fullmatch(name)
     ]

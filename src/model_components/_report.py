@@ -121,12 +121,14 @@ def plain(value: object) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    # first, as it may say more than the fields do; a class has it, too, and cannot be asked
     if hasattr(value, "to_dict") and not isinstance(value, type):
         return plain(value.to_dict())
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
+    # tensors and NumPy's arrays, without importing either library
     if hasattr(value, "tolist"):
         return plain(value.tolist())
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -142,6 +144,7 @@ def needs_matplotlib(operation: str) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
+    # not imported yet, as that takes long and the plot comes last
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError(
             f"{operation}: a plot needs matplotlib; pip install 'model-components[plot]'"
@@ -172,6 +175,7 @@ def axes_for(
     if ax is not None:
         # pyrefly: ignore[bad-return]: no report draws on a subfigure
         return ax.figure, ax
+    # pyplot would keep every figure in memory until someone closes it
     figure = Figure((width, height), layout="constrained", dpi=150)
     # pyrefly: ignore[missing-attribute]: notebooks call it
     figure._repr_png_ = partial(_png, figure)
@@ -186,9 +190,11 @@ def _png(figure: Figure) -> bytes:
 
 def bars(ax: Axes | None, operation: str, values: Mapping[str, float], label: str) -> Figure:
     """A horizontal bar for each name, the first at the top, on ``ax`` or in a new figure."""
+    # inches: 0.9 for the axis and its label, 0.24 for each bar and its name
     figure, axes = axes_for(ax, operation, height=0.9 + 0.24 * max(1, len(values)))
     axes.barh(range(len(values)), list(values.values()), 0.7)
     axes.set_yticks(range(len(values)), list(values), fontsize=8)
+    # from large to small, which puts bar 0 at the top
     axes.set_ylim(len(values) - 0.4, -0.6)
     axes.set_xlim(left=0.0)
     axes.set_xlabel(label)

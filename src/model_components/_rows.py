@@ -60,7 +60,8 @@ def each_row(source: Any, operation: str) -> Iterator[tuple[int, Any]]:
     [(1, {'a': 1}), (2, {'a': 2})]
     """
     if hasattr(source, "iterrows"):  # a pandas data frame
-        source = source.to_dict("records")
+        # an empty cell is NaN there, and None in rows
+        source = source.astype(object).where(source.notna(), None).to_dict("records")
     if isinstance(source, Mapping) or not isinstance(source, (str, Path, Iterable)):
         raise ValueError(
             f"{operation}: expected a file, a hub id or rows, got a {type(source).__name__}"
@@ -97,6 +98,7 @@ def read_text(path: Path, operation: str) -> str:
 @contextlib.contextmanager
 def _open_text(path: Path, newline: str | None = "") -> Iterator[IO[str]]:
     opened: Any = gzip.open if path.suffix.lower() == ".gz" else open
+    # as bytes first, since the first two tell the encoding
     with opened(path, "rb") as raw:
         encoding = "utf-16" if raw.peek(2)[:2] in _UTF16 else "utf-8-sig"
         # JSON and CSV may hold line ends of their own, so that by default none is translated

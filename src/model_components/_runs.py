@@ -64,6 +64,7 @@ class RunFolder:
         fresh: bool | None = False,
     ):
         self.folder = folder
+        # by this a later command sees whose folder it is
         self.facts = {"command": operation, **facts}
         if contents is not None:
             self.facts["contents"] = dict(contents)
@@ -142,8 +143,10 @@ class RunFolder:
                         f"{self._to}: {path} is a link; remove it, or name another folder"
                     )
             results = [self.folder / name for name in self.results]
+            # a folder among the results, such as a model, stays until the next one replaces it
             for path in (*filter(is_of_trainer, checkpoints), *filter(Path.is_file, results)):
                 remove(path)
+        # a run that goes on leaves the file alone: a user may have put notes into it
         if self.fresh or is_new:
             self.update()
 

@@ -47,6 +47,7 @@ class Stage:
             return
         from safetensors.torch import save_file
 
+        # safetensors refuses tensors that are not contiguous
         stored = {n: tensor.detach().cpu().contiguous() for n, tensor in tensors.items()}
         described = json.dumps(notes)
         metadata = {
@@ -95,5 +96,6 @@ def hash_of(tensors: Iterable[tuple[str, Any]], *beside: str) -> str:
             continue
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+        # as bytes, since NumPy has no bfloat16
         digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -97,6 +97,7 @@ class StepTrainer(Trainer):
             DeadRunError: A loss, gradient or parameter is not finite.
             OutputError: A checkpoint cannot be written.
         """
+        # `train` may be called again, and then begin anew
         self.resumed_from = None
         checkpoint = None
         if resume_from_checkpoint:
@@ -105,6 +106,7 @@ class StepTrainer(Trainer):
         output = super().train(checkpoint, *rest, **named)
         if not self.parameters_are_finite():
             raise self._dead_run("the parameters have NaN or infinity at the end")
+        # the stock value lacks the steps before a resume; `log` has put the whole run's here
         return output._replace(training_loss=output.metrics["train_loss"])
 
     def _whole_checkpoint(self, requested: str | Path | bool) -> Path:
@@ -136,6 +138,7 @@ class StepTrainer(Trainer):
     def training_step(self, *args: Any, **named: Any) -> Tensor:
         """Return a micro-batch's part of its step's loss, after the backward pass."""
         loss = super().training_step(*args, **named)
+        # kept on the device: to read it here would wait for each micro-batch
         self._loss_of_step = self._loss_of_step + loss.detach().float()
         return loss
 
@@ -160,10 +163,12 @@ class StepTrainer(Trainer):
 
     def parameters_are_finite(self) -> bool:
         """Return whether the parameters that are trained are finite, in all processes."""
+        # the mean is above 0 as soon as one process has found something
         return not self._mean_of_processes(float(not _are_finite(self._trained_parameters())))
 
     def _trained_parameters(self) -> list[nn.Parameter]:
         groups = bare_optimizer(self.optimizer).param_groups
+        # a frozen parameter may hold infinities on purpose
         return [p for group in groups for p in group["params"] if p.requires_grad]
 
     def on_not_finite(self, what: str) -> None:
@@ -205,6 +210,7 @@ class StepTrainer(Trainer):
             self.on_bad_parameters(
                 f"the parameters have NaN or infinity after step {self.state.global_step}"
             )
+        # the first process writes for all, and after a resume all go on from its number
         self._losses.total = self._mean_of_processes(self._losses.total)
         states: Any = self.state.stateful_callbacks  # a mapping, whatever its annotation says
         states["StepTrainer"] = asdict(self._losses)
@@ -229,6 +235,7 @@ class StepTrainer(Trainer):
         if self.accelerator.num_processes == 1:
             return value
         device = self.accelerator.device
+        # mps, Apple's kind of device, has no float64
         dtype = torch.float32 if device.type == "mps" else torch.float64
         return float(
             self.accelerator.reduce(torch.tensor(value, device=device, dtype=dtype), "mean")
@@ -300,6 +307,7 @@ class StepTrainer(Trainer):
         """
         if num_items_in_batch is None:
             return loss
+        # the mean times its items is a sum, so the parts of a step add up to the step's mean
         return loss * items / num_items_in_batch * self.processes_of_mean()
 
     def unwrapped(self) -> Any:
@@ -323,6 +331,7 @@ class _SeededLengthSampler(LengthGroupedSampler):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
+        # a new one for each epoch, so that its order depends on no epoch before it
         self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return super().__iter__()
 
@@ -356,6 +365,7 @@ class _StepCallback(TrainerCallback):
         stored = states.get("StepTrainer", {}) if self.trainer.resumed_from else {}
         with reading(self.trainer.resumed_from, type(self.trainer).__name__):
             self.trainer._losses = _Losses(**stored)
+        # a training that was stopped may have left a part of a step
         self.trainer._loss_of_step = 0.0
 
     def on_epoch_begin(
@@ -387,6 +397,7 @@ def _mean(total: float, count: int) -> float:
 def _are_finite(tensors: Sequence[Tensor]) -> bool:
     """Return whether all values of this process are finite; wait for the device once."""
     tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    # parts of a model may lie on several devices
     checks = [tensor.isfinite().all().to(tensors[0].device) for tensor in tensors]
     return not checks or bool(torch.stack(checks).all())
 

@@ -36,6 +36,7 @@ class Call:
     def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
         """Return the hidden states after the block."""
         out = block(hidden, *self.arguments, **self.named)
+        # blocks of some models return more, such as attentions, after them
         return out[0] if isinstance(out, tuple) else out
 
 
@@ -72,6 +73,7 @@ def forwards_replaced(
 ) -> Iterator[None]:
     """Make blocks call ``forward(number, arguments, named)`` instead of their own, in a context."""
 
+    # a lambda made in the loop below would see the loop's last number
     def replacement(number: int) -> Callable[..., object]:
         return lambda *arguments, **named: forward(number, arguments, named)
 
@@ -107,6 +109,7 @@ def outputs_of(block: nn.Module, calls: Sequence[Call], hidden: Sequence[Tensor]
 def not_padding(batch: Batch) -> Tensor | None:
     """Return which tokens a batch's mask keeps, flat; None if there is no mask of tokens."""
     mask = batch.get("attention_mask")
+    # a mask of four dimensions is of pairs of positions and does not tell padding
     if mask is None or mask.dim() != 2:
         return None
     return mask.reshape(-1).bool()
@@ -115,6 +118,7 @@ def not_padding(batch: Batch) -> Tensor | None:
 def tokens(x: Tensor, keep: Tensor | None) -> Tensor:
     """Return an activation's tokens that are not padding, (N, F)."""
     flat = x.reshape(-1, x.shape[-1])
+    # an expert sees some of the tokens only, and the mask does not tell which
     if keep is None or len(keep) != len(flat):
         return flat
     return flat[keep]

@@ -34,6 +34,7 @@ class Loader(yaml.SafeLoader):
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.YAMLError(f"expected a single value as a key, got several (line {line})")
+            # << may stand twice, to take in two mappings
             if key.value in earlier and key.value != "<<":
                 raise yaml.YAMLError(f"{key.value!r} stands twice in one mapping (line {line})")
             earlier.add(key.value)

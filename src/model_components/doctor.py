@@ -53,6 +53,7 @@ def other_distributions(package: str) -> list[str]:
     import importlib.metadata  # slow, and needed only where something is wrong
 
     owners = importlib.metadata.packages_distributions().get(package, [])
+    # metadata may spell a name with _ or with -
     return sorted({name for name in owners if name.lower().replace("_", "-") != DISTRIBUTION})
 
 
@@ -79,6 +80,7 @@ def examine(root: Path | None = None) -> list[Finding]:
                 "it away"
             )
         remove = f"pip uninstall -y {' '.join(others)} && " if others else ""
+        # --force-reinstall, as pip believes ours is whole; --no-deps, to leave torch alone
         findings.append(
             Finding(
                 package, problem, f"{remove}pip install --force-reinstall --no-deps {DISTRIBUTION}"
@@ -157,6 +159,7 @@ def doctor() -> DoctorReport:
     overwritten = {finding.package for finding in findings}
     shared = {}
     for package in PACKAGES:
+        # when the other is upgraded or uninstalled, ours breaks
         if package not in overwritten and (others := other_distributions(package)):
             shared[package] = others
     return DoctorReport(__version__, sys.version.split()[0], versions, findings, shared)

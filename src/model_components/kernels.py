@@ -48,6 +48,7 @@ class KernelRow:
     @property
     def cannot_run(self) -> bool:
         """Return whether the path does not take such a size or dtype."""
+        # a path that is wrong has no `worst` either, but it did run
         return self.worst is None and not (self.problem or "").startswith("wrong:")
 
     @property
@@ -136,6 +137,7 @@ def measure_kernels(
     >>> report.device, report.written
     ('cpu', None)
     """
+    # here, so that the command's --help loads no torch
     import torch
 
     from ._checks import Whole, check_choice, check_value
@@ -212,6 +214,7 @@ def _measure(
     problem = path.problem(shape, device, dtype)
     if problem is not None:
         return KernelRow(path.name, shape, problem=problem)
+    # 7 tokens are no multiple of a tile either
     trial = path.make(path.odd, 7, device, dtype)
     try:
         judgment = check_equivalent(
@@ -219,10 +222,15 @@ def _measure(
         )
     except AssertionError as error:
         return KernelRow(path.name, shape, problem=f"wrong: {error}")
+    except RuntimeError as error:
+        return KernelRow(path.name, shape, problem=f"failed: {error}")
     if not _is_timed(device):
         return KernelRow(path.name, shape, judgment.worst, problem="tested, not timed on a CPU")
     trial = path.make(shape, tokens, device, dtype)
-    eager_ms, fused_ms = _times(trial, device, dtype)
+    try:
+        eager_ms, fused_ms = _times(trial, device, dtype)
+    except RuntimeError as error:  # out of memory, for one; the other paths are measured
+        return KernelRow(path.name, shape, judgment.worst, problem=f"not timed: {error}")
     return KernelRow(path.name, shape, judgment.worst, eager_ms, fused_ms)
 
 
@@ -241,6 +249,7 @@ def _times(trial: _fused.Trial, device: torch.device, dtype: torch.dtype) -> tup
         inputs[name] = value.to(device, dtype if floating else None).requires_grad_(floating)
 
     def timed(function: Callable[..., torch.Tensor]) -> float:
+        # events of the card, since a launch returns before the work is done
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         begin.record()
@@ -251,6 +260,7 @@ def _times(trial: _fused.Trial, device: torch.device, dtype: torch.dtype) -> tup
 
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(_ROUNDS + 3):
+        # both in each round, so that a card that warms up slows both alike
         for kept, function in zip(times, (trial.eager, trial.fused), strict=True):
             kept.append(timed(function))
     # the first rounds compile and warm up
@@ -262,6 +272,7 @@ def _paying_paths(rows: Sequence[KernelRow]) -> set[str]:
     """Return the paths that pay at every size that they take; "auto" leaves out the others."""
     taken = [row for row in rows if not row.cannot_run]
     names = {row.path for row in taken}
+    # "auto" asks by the name alone, so that one answer has to hold for all sizes
     return {name for name in names if all(row.pays for row in taken if row.path == name)}
 
 
@@ -280,12 +291,14 @@ def _write(card: str, dtype: str, rows: Sequence[KernelRow]) -> str:
         path["times"].append([row.shape, row.eager_ms, row.fused_ms])
     devices = _fused.read_measurements()
     before = devices.get(card)
+    # what other versions measured says nothing about these
     if isinstance(before, dict) and before.get("versions") == _fused.versions():
         paths = {**before.get("paths", {}), **paths}  # a path that this dtype has not stays
     devices[card] = {"versions": _fused.versions(), "paths": paths}
     file = _fused.cache_file()
     make_folder(file.parent, "measure_kernels")
     write_json(file, {"devices": devices}, "measure_kernels")
+    # this process may have read the file before
     _fused.forget()
     return str(file)
 
@@ -323,6 +336,7 @@ def set_impl_(model: nn.Module, impl: str) -> int:
             f"set_impl_: expected impl as one of {', '.join(sorted(known)) or 'none'}, which the "
             f"model's layers take, got {impl!r}"
         )
+    # only now, so that after an error every layer is as it was
     for layer in layers:
         layer.impl = impl
     return len(layers)

@@ -35,6 +35,7 @@ def train(
         fresh: Begin anew instead of continuing what the folder holds.
         run_flags: Where to compute, and whether to show progress.
     """
+    # here, for the help of a command must not load torch
     from . import runs
     from .run_settings import run_of
 

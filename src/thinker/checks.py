@@ -48,6 +48,7 @@ def check_tokens(
             "expected int64 or int32 ids (B, L), L of 1 or more"
         )
     if mask is not None and mask.shape != tokens.shape:
+        # torch's own transformers have time first unless told otherwise
         if mask.shape == tokens.shape[::-1]:
             hint = "; that is time first: transpose it"
         else:
@@ -65,6 +66,7 @@ def check_tokens(
             f"{tokens.shape[1]}; expected at most max_input_length, {config.max_input_length}{hint}"
         )
     if values and tokens.numel():
+        # on a GPU such an id is a failed assertion, reported somewhere else
         low = int(tokens.min())
         high = int(tokens.max())
         if low < 0 or high >= config.vocab_size:
@@ -117,6 +119,7 @@ def check_mask(config: ThinkerConfig, mask: Tensor) -> None:
         raise ValueError(
             f"LatentThinker: {which} has a token left by the mask; expected one or more in each row"
         )
+    # the latents of a causal flow are the last places, and these have to be tokens
     if config.causal and bool((mask[:, :-1] & ~mask[:, 1:]).any()):
         raise ValueError(
             "LatentThinker: padding after tokens; a causal flow aligns right and needs it on the "
@@ -164,6 +167,7 @@ def chosen_rows(
 ) -> Sequence[FlowRow]:
     """Return what each step does, checked."""
     plan = chosen_plan(config, plan)
+    # a plan may round the config's number up; the number of a call is taken as it is
     rows = plan.rows(plan.num_steps(config.n_step) if n_step is None else n_step)
     check_plan(config, rows)
     return rows
@@ -202,6 +206,7 @@ def check_labels(config: ThinkerConfig, labels: Tensor, logits: Sequence[int]) -
     known = labels[labels != -100]
     if not labels.numel():
         return
+    # cross_entropy would be nan
     if not known.numel():
         raise ValueError(
             "LatentThinker: every label is -100, of which there is no mean loss; expected an answer"
@@ -247,6 +252,7 @@ def chosen_steps(output_steps: OutputSteps, rows: Sequence[FlowRow]) -> set[int]
     Refuses those at which the plan has none.
     """
     can = [number for number, row in enumerate(rows, 1) if row.output]
+    # a number alone could mean a step or how many of them
     if isinstance(output_steps, str | int):
         if output_steps not in ("last", "all"):
             raise ValueError(

@@ -81,7 +81,7 @@ class ThinkerConfig(CheckedModelConfig):
         causal: Nothing looks ahead; needs ``latent_init="tokens"``. With fewer latents than tokens
             these are the last ones (Perceiver AR, Hawthorne et al. 2022).
         window: With ``"tokens"``, each latent looks at those less than ``window`` places away,
-            itself included: with 2 at its neighbours, in a grid (``"rotary_2d"``) at the eight
+            itself included: with 2 at its neighbors, in a grid (``"rotary_2d"``) at the eight
             around it. What a latent knows then travels one place a step, as in a scan; default
             everywhere.
         initializer_range: Standard deviation of the initial embeddings, positions, latents and
@@ -112,6 +112,7 @@ class ThinkerConfig(CheckedModelConfig):
     num_latents: MaybeWhole = None
     latent_init: LatentInit = _DERIVED
     latent_noise: Rate = 1.0
+    # a plan makes a row for each step: a damaged number would fill the memory
     n_step: Annotated[int, Range(least=1, most=1_000_000)] = 4
     plan: Any = None
     positions: Positions = "learned"
@@ -124,6 +125,7 @@ class ThinkerConfig(CheckedModelConfig):
     memory_size: MaybeWhole = None
     num_static_tokens: Annotated[int, Range(least=0)] = 0
     step_update: StepUpdate = "normalized"
+    # with 0.5 further steps forget: 0.99 of a copy became 0.65 at four times the steps
     step_rate: Annotated[float, Range(above=0, most=1)] = 0.95
     step_noise: Annotated[float, Range(least=0)] = 0.1
     sandwich: bool = False
@@ -134,10 +136,12 @@ class ThinkerConfig(CheckedModelConfig):
 
     def derive(self) -> None:
         """Set the fields that follow from others where they are not given."""
+        # `Task.separators` is a tuple; JSON gives lists back
         if isinstance(self.separators, tuple | range):
             self.separators = list(self.separators)
         if self.output_size is None:
             self.output_size = self.vocab_size
+        # fields are checked after this, so a size may still be text
         if self.mlp_size is None and is_whole(self.hidden_size):
             self.mlp_size = -(-self.hidden_size // 3) * 8
         if self.latent_init is None:
@@ -169,6 +173,7 @@ class ThinkerConfig(CheckedModelConfig):
         size = self.hidden_size // self.num_heads
         if self.positions == "rotary" and size % 2:
             yield f"hidden_size / num_heads is {size}, expected an even size for rotary positions"
+        # two axes, and pairs within each
         if self.positions == "rotary_2d" and size % 4:
             yield (
                 f"hidden_size / num_heads is {size}, expected a multiple of 4 for rotary positions "
@@ -201,6 +206,7 @@ class ThinkerConfig(CheckedModelConfig):
             yield problem(self, "latent_noise", '1 without latent_init="noise"')
         if self.causal and not self.at_tokens:
             yield problem(self, "latent_init", '"tokens" in a causal flow')
+        # from_end, and the side of a square, depend on how many tokens are still to come
         if self.causal and (self.positions not in ("learned", "cyclic", "rotary") or self.from_end):
             yield problem(
                 self, "positions", "learned, cyclic or rotary, and no from_end, if causal"

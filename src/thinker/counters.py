@@ -8,13 +8,14 @@ _WORD = (1 << 64) - 1
 def mix(*words: int) -> int:
     """Return 64 bits that depend on all of ``words`` and their order.
 
-    SplitMix64's finaliser (Steele et al. 2014).
+    SplitMix64's finalizer (Steele et al. 2014).
 
     >>> mix(1, 2) == mix(1, 2), mix(1, 2) == mix(2, 1)
     (True, False)
     """
     state = 0
     for word in words:
+        # SplitMix64's step, 2^64 over the golden ratio; its multipliers follow
         state = (state + (word & _WORD) + 0x9E3779B97F4A7C15) & _WORD
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _WORD

@@ -131,6 +131,7 @@ class CurriculumDataset(IterableDataset):
         self.delay = delay
         self.n_step = n_step
         self.n_latent = n_latent
+        # a function is asked at both ends, which stand for what lies between
         for length in (self.schedule.min_length, self.schedule.max_length):
             _pair("n_step", n_step, length)
             _pair("n_latent", n_latent or 1, length)
@@ -163,6 +164,8 @@ class CurriculumDataset(IterableDataset):
         # rows of (from which batch on, state): shared, so that workers that live on see what the
         # trainer reports
         initial = self.schedule.initial()
+        # -1: nothing is there. At most one change comes with each batch and waits for `delay`
+        # batches, so that no row is overwritten that a worker still needs.
         self._states = torch.full(
             (2 * delay + 2, 1 + len(initial)), -1.0, dtype=torch.float64
         ).share_memory_()
@@ -218,6 +221,7 @@ class CurriculumDataset(IterableDataset):
             step: Batches that were trained on; the change holds from ``step + delay`` on.
         """
         newest = self.newest_state()
+        # a copy: workers see these rows, and a schedule may write into what it gets
         updated = self.schedule.update(newest.clone(), right.cpu(), total.cpu())
         if not torch.equal(updated, newest):
             self.change(updated, step=step)
@@ -244,6 +248,7 @@ class CurriculumDataset(IterableDataset):
         row = self._states[
             self._states[:, 0].argmax() if start == newest else self._states[:, 0].argmin()
         ]
+        # not to be found while it is written
         row[0] = -1.0
         row[1:] = state
         row[0] = start  # last: workers find a row by it
@@ -259,6 +264,7 @@ class CurriculumDataset(IterableDataset):
         """
         segment = step % self.segments
         first = step - segment  # so that all segments have the same rows
+        # the first word keeps batches (1), checks (2) and held-out rows (3) apart
         generator = self._generator(1, self.rank, first)
         lengths = self.schedule.lengths(generator, self.batch_size, first, self.state_at(first))
         sample = self.task.sample(generator, self.batch_size, lengths)
@@ -267,8 +273,10 @@ class CurriculumDataset(IterableDataset):
         longest = int(lengths.max())
         n_latent = None
         if self.n_latent is not None:
+            # by `first`: a carry has as many latents in every segment
             n_latent = between(_pair("n_latent", self.n_latent, longest), mix(self.seed, 5, first))
         batch = _rows(self.task, sample, lengths, details)
+        # without the rank: processes that think longer would keep the others waiting
         batch["n_step"] = between(_pair("n_step", self.n_step, longest), mix(self.seed, 4, step))
         batch["n_latent"] = n_latent
         if details:
@@ -291,6 +299,7 @@ class CurriculumDataset(IterableDataset):
                 self.step += info.id
                 self._is_spread = True
         while True:
+            # before the yield: a worker that is left there and asked again repeats no batch
             self.step += stride
             yield self.batch(self.step - stride, details=details)
 
@@ -355,12 +364,14 @@ class CurriculumDataset(IterableDataset):
                 other segments.
         """
         for name, value in self._identity().items():
+            # a name that an older state lacks is taken to be the same
             if state.get(name, value) != value:
                 raise ValueError(
                     f"CurriculumDataset: the state has {name} {state[name]}; expected {value}, as "
                     "here"
                 )
         self.step = state["step"]
+        # in place, for workers share it
         self._states.copy_(torch.tensor(state["states"], dtype=torch.float64))
 
     def _generator(self, *words: int) -> torch.Generator:

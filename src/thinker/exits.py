@@ -50,6 +50,7 @@ class ExitRule(CheckedConfig):
 
         Every ``every`` steps is, from the first that counts.
         """
+        # so early that `patience` looks have been taken by `min_steps`
         first = self.min_steps - self.every * (self.patience - 1)
         return step >= first and (step - self.min_steps) % self.every == 0
 
@@ -95,6 +96,7 @@ class Exits:
 
         Present ones as they are, stopped ones as they were when they stopped.
         """
+        # a later step writes into them, and what was kept must not change
         whole = self.latents.clone()
         here = self.going.nonzero()[:, 0]
         return whole.index_copy_(0, self.rows[here], latents[here])
@@ -118,6 +120,7 @@ class Exits:
             if number < self.rule.min_steps:
                 return self.SAME
             done = self.going & (self.calm >= self.rule.patience)
+        # waits for the device: `every` is there to do this rarely
         which = done.nonzero()[:, 0]
         if not len(which):
             return self.SAME

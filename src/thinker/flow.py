@@ -25,6 +25,7 @@ class FlowRow(NamedTuple):
     mem_write: bool = False
     static_mem_lookup: bool = False
     output: bool = False
+    # last, and True: rows of five values, which leave it out, keep their meaning
     self_attention: bool = True
 
 
@@ -66,6 +67,7 @@ class FlowPlan:
     def __post_init__(self):
         for part in PARTS:
             rows = getattr(self, part)
+            # a FlowRow is a sequence, too, and would be read as six rows
             if not isinstance(rows, Sequence) or isinstance(rows, str | FlowRow):
                 raise ValueError(f"FlowPlan: {part} is {rows!r}; expected a list of rows")
             object.__setattr__(self, part, tuple(map(_row, rows)))
@@ -160,6 +162,7 @@ class FlowPlan:
             list(by_column.values())
         )
         rows = [FlowRow(*row) for row in drawn.tolist()]
+        # else a plan could answer without ever having read
         rows[0] = rows[0]._replace(read_input=True)
         rows[-1] = rows[-1]._replace(output=True)
         return cls(tuple(rows))
@@ -194,6 +197,7 @@ class FlowPlan:
                 f"FlowPlan.from_table: table is {table!r}; expected text, or a list of rows"
             )
         steps = tuple(_row({c: v for c, v in row.items() if c != "step"}) for row in rows)
+        # as `print` marks the loop, so a printed plan can be read back
         marked = [i for i, row in enumerate(rows) if str(row.get("step", "")).endswith("*")]
         if not marked:
             return cls(steps)
@@ -221,6 +225,7 @@ class FlowPlan:
     @property
     def min_steps(self) -> int:
         """The fewest steps that it serves, of which the last outputs."""
+        # a plan of nothing but a loop runs it whole once
         return self._ends_in_output(len(self.prologue) + len(self.epilogue) or len(self.loop))
 
     def num_steps(self, usual: int) -> int:
@@ -268,6 +273,7 @@ class FlowPlan:
     def _cut(self, n: int) -> tuple[FlowRow, ...]:
         room = n - len(self.prologue) - len(self.epilogue)
         return (
+            # -(-a // b) rounds up: enough rounds to fill the room, the last one cut
             self.prologue + (self.loop * -(-room // max(1, len(self.loop))))[:room] + self.epilogue
         )
 
@@ -322,11 +328,13 @@ def _rows_of(table: str) -> list[Mapping[str, object]]:
         return []
     names = [c.lower() for c in cells[0]]
     cells = cells[1:]
+    # a dict would keep the last of two without a word
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
                 f"FlowPlan.from_table: two columns are called {name!r}; expected each once"
             )
+    # two dashes at least: a single one is a cell that means no
     if cells and all(re.fullmatch(":?-{2,}:?", c) for c in cells[0]):
         cells = cells[1:]
     rows: list[Mapping[str, object]] = []

@@ -42,12 +42,14 @@ class Frame:
                 x if self.real is None else x * self.real for x in (after - before, before)
             )
             moved, size = (torch.linalg.vector_norm(x, dim=(1, 2)) for x in (moved, size))
+            # latents may start at 0, and 0 / 0 is nan
             return moved / size.clamp(min=1e-12)
 
     def memory(self, length: int) -> Tensor | None:
         """The mask of a memory look-up: `own`, once for each write."""
         if self.own is None:
             return None
+        # each write has the keys of all n latents, in their order
         return self.own.repeat(1, 1, 1, length // self.own.shape[-1])
 
 
@@ -69,6 +71,7 @@ def token_frame(
     They look at none after them if so asked, and no farther than the window.
     """
     place = torch.arange(context.shape[1], device=context.index.device)
+    # how far behind each token a latent stands: 0 is its own, below 0 comes later
     after = place[-n:, None] - place  # (n, L)
     near = torch.ones(1, *after.shape, dtype=torch.bool, device=after.device)
     if context.index.shape[-1] > 1:
@@ -88,5 +91,7 @@ def token_frame(
     if context.mask is None:
         real = None
     else:
+        # latents of padding move as well, and have no say in when a row stops
         real = context.mask[:, -n:, None].to(context.keys_values[0][0].dtype)
+    # the latents are the last n of the tokens that `read` has as columns
     return Frame(read, read[..., -n:], angles(context.index[:, -n:]), real)

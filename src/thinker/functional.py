@@ -85,5 +85,6 @@ def angles(
     tensor([[0.0000, 0.0000],
             [2.0000, 0.2000]])
     """
+    # in float64 and then rounded once, as the definition has them
     frequencies = base ** -(torch.arange(size, device=positions.device, dtype=torch.float64) / size)
     return positions.float()[..., None] * frequencies.float()

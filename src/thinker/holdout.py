@@ -40,7 +40,9 @@ class HoldOut:
             word = row_key(sample.tokens, sample.mask, self._words)
         else:
             word = sample.key
+        # a key is a sum, whose low bits depend on low bits alone: mixed as in SplitMix64
         word = (word ^ (word >> 29)) * signed(0xBF58476D1CE4E5B9)
+        # 24 bits: exact in float32, and fine enough for a share
         hashed = (word ^ (word >> 32)) & 0xFFFFFF
         return (hashed < self.share * (1 << 24)) & self.lengths[lengths]
 
@@ -67,8 +69,10 @@ class HoldOut:
                 if whole is None or part is None:
                     continue
                 if whole.dim() == 1:
+                    # keys have no columns
                     whole[wrong] = part
                     continue
+                # without the longest rows, those drawn again are narrower than the batch
                 width = part.shape[-1]
                 if self.task.pads_left:
                     columns = slice(whole.shape[-1] - width, None)
@@ -101,6 +105,7 @@ class HoldOut:
         samples: list[Sample] = []
         missing = batch
         for _ in range(1000):
+            # what is expected to be enough, and a fifth more; 16 where few are missing
             many = int(missing / self.share * 1.2) + 16
             drawn = self.task.sample(generator, many, length)
             chosen_rows = self.rows(

@@ -40,6 +40,7 @@ class Attention(nn.Module):
     ) -> KeysValues:  # (B, H, L, h) twice
         """Keys and values of what is looked at."""
         projected = self.key_value(self.source_norm(source)).unflatten(-1, (2, self.num_heads, -1))
+        # (B, L, 2, H, h) to (2, B, H, L, h)
         keys, values = projected.permute(2, 0, 3, 1, 4).unbind(0)
         return (keys if turn is None else rotate(keys, turn)), values
 
@@ -79,6 +80,7 @@ class SelfAttention(nn.Module):
     ) -> Tensor:  # (B, n, d)
         """Attend from ``x`` to itself."""
         projected = self.query_key_value(self.norm(x)).unflatten(-1, (3, self.num_heads, -1))
+        # (B, n, 3, H, h) to (3, B, H, n, h)
         query, keys, values = projected.permute(2, 0, 3, 1, 4).unbind(0)
         if turn is not None:
             query = rotate(query, turn)
@@ -157,6 +159,7 @@ class Readout(nn.Module):
 
     def __init__(self, config: ThinkerConfig):
         super().__init__()
+        # where latents are the answer, these would be parameters that nothing uses
         if not config.at_tokens:
             self.look = Attention(config)
             if config.decoder_self_attention:

@@ -60,6 +60,7 @@ class GrowMemory(Memory):
         """Appended."""
         if not self.layers:
             return type(self)(layers)
+        # new tensors each time: an older carry, and autograd, keep theirs
         joined = zip(self.layers, layers, strict=True)
         return type(self)(
             [(torch.cat([k, a], 2), torch.cat([v, b], 2)) for (k, v), (a, b) in joined]
@@ -119,6 +120,7 @@ class StaticMemory(Memory):
         if not self.room.layers:
             whole = (batch, heads, n * self.size, size)
             self.room.layers = tuple((k.new_zeros(whole), v.new_zeros(whole)) for k, v in layers)
+        # somebody has written behind the end of this handle
         if self.filled != self.room.filled:
             raise ValueError(
                 'LatentThinker: this carry was thought on from before, and memory="static" was '

@@ -79,6 +79,7 @@ class LatentThinker(CompleteModel):
         d = config.hidden_size
         self.embedding = nn.Embedding(config.vocab_size, d)
         self.positions = Positions(config)
+        # with noise one vector is enough: the noise alone tells latents apart
         rows = config.table_size or 1
         if config.at_tokens:
             self.latents = None
@@ -95,6 +96,7 @@ class LatentThinker(CompleteModel):
             self.rate = None
         self.readout = Readout(config)
         self.gradient_checkpointing = False
+        # the checks of values wait for the device; False leaves them out
         self.check_inputs = True
         self.post_init()
 
@@ -186,6 +188,7 @@ class LatentThinker(CompleteModel):
         if checked:
             check_grid(self.config, tokens, mask)
         if places is None:
+            # input and answer share what is drawn, so the longer one decides
             longest = max(tokens.shape[1], out_len or 0)
             places = self.positions.draw(longest, generator=generator, device=tokens.device)
         embedded = self.embedding(tokens) if inputs_embeds is None else inputs_embeds
@@ -265,17 +268,20 @@ class LatentThinker(CompleteModel):
         if exit_rule is not None:
             exits = Exits(exit_rule, context, state, len(rows))
         latents = state.latents
+        # a first thought has none, nor has a carry after an early exit
         memory = state.memory or make_memory(config)
         frame = self._frame(context, latents.shape[1])
         kept = {}
         residuals = []
         for number, row in enumerate(rows, 1):
             before = latents
+            # never switches gradients on inside a caller's no_grad
             with torch.set_grad_enabled(torch.is_grad_enabled() and number > first_grad):
                 if noise:
                     latents = latents + noise * _normal(latents.shape, latents, generator)
                 latents, memory = self._step(latents, row, context, memory, frame)
             if number in keep:
+                # rows that have left are there again, as they were when they stopped
                 kept[number] = latents if exits is None else exits.merged(latents)
             residuals.append(frame.residual(before, latents))
             if exits is not None:
@@ -284,6 +290,7 @@ class LatentThinker(CompleteModel):
                     break
                 if rest is not exits.SAME:
                     context, latents, memory = rest
+                    # rows have left: masks and angles are of the others alone
                     frame = self._frame(context, latents.shape[1])
         if exits is not None:
             return exits.thought(kept, keep)
@@ -357,6 +364,7 @@ class LatentThinker(CompleteModel):
         Raises:
             ValueError: What `encode`, `think` and `decode` refuse.
         """
+        # a carry does not say how many steps it took, so whose labels come next is not known
         if labels is not None and labels.dim() == 3 and carry is not None:
             raise ValueError(
                 "LatentThinker: expected labels (B, O) with a carry, got those of each step, "
@@ -367,7 +375,9 @@ class LatentThinker(CompleteModel):
         if out_len is None and labels is not None:
             out_len = labels.shape[-1]
         elif out_len is None and not self.config.at_tokens:
+            # said before the input is read: random positions are drawn for both
             out_len = self.config.max_output_length
+        # a carry goes on with the positions that its input was read with
         places = None if carry is None else carry.places
         context = self.encode(
             input_ids,
@@ -478,6 +488,7 @@ class LatentThinker(CompleteModel):
                 else frame.memory(memory_of_layer[0].shape[2]),
             )
         if self.rate is not None:
+            # at one size, so that the rate is a share of the way and not of the lengths
             unit, to = (F.rms_norm(x, x.shape[-1:]) for x in (z, state))
             return F.rms_norm(unit + self.rate * (to - unit), z.shape[-1:])
         return state
@@ -504,9 +515,11 @@ def _normal(shape: Sequence[int], like: Tensor, generator: torch.Generator | Non
     """N(0, 1), drawn where the generator lives."""
     if generator is None:  # torch.compile takes no generator, not even None, with dynamic sizes
         return torch.randn(shape, device=like.device, dtype=like.dtype)
+    # so a generator on the CPU gives a model on a GPU the same numbers
     drawn = torch.randn(shape, generator=generator, device=generator.device, dtype=like.dtype)
     return drawn.to(like.device)
 
 
+# so that `AutoModel.from_pretrained` knows the folders of `save_pretrained`
 AutoConfig.register(ThinkerConfig.model_type, ThinkerConfig, exist_ok=True)
 AutoModel.register(ThinkerConfig, LatentThinker, exist_ok=True)

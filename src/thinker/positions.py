@@ -62,6 +62,7 @@ def operand_index(
         ends = ends & mask
     # where the next operand starts
     after = torch.where(ends, place + 1, 0).cummax(1).values.roll(1, 1)
+    # where `roll` has brought the last column
     after[:, :1] = 0
     return (place - after).clamp_(min=0)
 
@@ -86,6 +87,7 @@ def grid_index(
     else:
         count = mask.sum(1, keepdim=True)
     if width is None:
+        # a whole root: `check_grid` refuses other counts
         columns = count.double().sqrt().round().long()
     else:
         columns = width
@@ -105,6 +107,7 @@ class Positions(nn.Module):
         d = config.hidden_size
         kind = config.positions
         num = config.num_positions
+        # an operand can be as long as a whole sequence, and start at any offset
         table_sizes = {"random": num, "cyclic": num, "aligned": config.longest + config.max_offset}
         inputs = table_sizes.get(kind, config.max_input_length)
         outputs = config.max_output_length
@@ -149,6 +152,7 @@ class Positions(nn.Module):
                     torch.randint(config.max_offset + 1, (), generator=generator, device=where)
                 )
             )
+        # of the whole table: so also the codes that only long inputs reach are trained
         drawn = (
             torch.randperm(config.num_positions, generator=generator, device=where)[:length]
             .sort()
@@ -177,6 +181,7 @@ class Positions(nn.Module):
         if self.end is not None:
             count = tokens.shape[1] if mask is None else mask.sum(1, keepdim=True)
             from_end = self.end((count - 1 - token_index(tokens, mask)).clamp(min=0))
+            # rotary positions have no code of their own to add to
             code = from_end if code is None else code + from_end
         return code
 
@@ -191,7 +196,7 @@ class Positions(nn.Module):
 
         Each axis of `index` turns an equal share of a head.
 
-        In two dimensions a neighbour is a quarter turn away in the fastest pair, and the base is
+        In two dimensions a neighbor is a quarter turn away in the fastest pair, and the base is
         30: a grid's sides are short (on axes, Heo et al. 2024, section 3.1).
         """
         if not self.config.positions.startswith("rotary"):
@@ -207,6 +212,7 @@ class Positions(nn.Module):
     def queries(self, out_len: int, places: Places, device: torch.device) -> Tensor:  # (1, O, d)
         """The queries that read the answer off, one for each of its positions."""
         assert self.output is not None
+        # the input's own offset: digits of one place have one code in input and answer
         index = torch.arange(out_len, device=device)[None] + places.offset
         if places.drawn is not None:
             if out_len > len(places.drawn):

@@ -19,6 +19,7 @@ from .run_config import RunConfig, Schedule
 from .tasks import TASKS, AtTokens, make_task
 
 RECIPES: dict[str, dict[str, Any]] = {  # fields of a `Run` that a task needs
+    # the place of an answer is that of its symbol, counted from the end
     "reverse": {"iterations": 1000, "model": {"from_end": True}},
     "roll": {"iterations": 1000, "model": {"from_end": True}},
     "add": {
@@ -98,6 +99,7 @@ class Run(CheckedConfig):
             fewest, most = self.steps
             counts["n_step"] = (plan.num_steps(fewest), plan.num_steps(most))
         if self.with_noise:
+            # several numbers in training, so that the model can think with any
             counts["n_latent"] = (8, 16)
         kind = getattr(schedules, self.schedule.capitalize())
         if self.schedule == "fixed":
@@ -174,6 +176,7 @@ def _plan_of(plan: str) -> str:
             f"think train: --plan must be {', '.join(PLANS)} or a file with a table, got {plan}"
         )
     with reading(path, "think train"):
+        # its text, not its path: a resumed run does not need the file any more
         return path.read_text(encoding="utf-8")
 
 

@@ -81,7 +81,9 @@ def train(
         ValueError: The folder holds another run, or a finished one, or another run writes it now;
             settings do not fit.
     """
+    # before the model is made, for its weights are drawn at random
     set_seed(run.seed)
+    # what does not fit is refused before there is a folder
     data = run.data()
     model = LatentThinker(run.config(data))
     folder = RunFolder(
@@ -89,10 +91,12 @@ def train(
         run.to_dict(),
         "think train",
         checkpoints="checkpoints",
+        # a finished run may be trained further
         may_change=("iterations",),
         results=("result.json", "log.json", "training.png", "grid.png", "model"),
         fresh=fresh,
     )
+    # before the folder gets this run's settings: a card is compared with the earlier ones
     edited = _is_edited(out)
     with folder:
         _check_unfinished(out, run)
@@ -129,6 +133,7 @@ def _train(
     }
     if not edited:
         complete_folder(out / "model", _card(result, run))
+    # last: a folder that has it is of a finished run
     write_json(out / "result.json", result)
     if "grid" in result:
         print(f"\n{report.Grid.from_dict(result['grid'])}")
@@ -162,6 +167,7 @@ def _trainer_of(
     )
     loss: dict[str, Any] = {}
     if run.at_tokens and "window" in run.model:
+        # with a window, early steps cannot know what lies farther away
         loss["step_loss"] = Reach(window=run.model["window"])
     return ThinkerTrainer(model, arguments, train_dataset=data, callbacks=[RewindOnPeak()], **loss)
 
@@ -215,6 +221,7 @@ def measure(
     if run.at_tokens:
 
         def n_steps(length: int) -> list[int]:
+            # more than it needs: a right answer also has to stay right
             return [plan.num_steps(2 * length + MORE_STEPS)]
 
     lengths = _lengths_of(run, data)
@@ -228,6 +235,7 @@ def measure(
         "sequence": round(longest.sequence, 5),
         "by_length": {n: (round(a.token, 4), round(a.sequence, 4)) for n, a in by_length.items()},
     }
+    # there a number of steps means nothing without a length
     if not run.at_tokens:
         latents = _GRID_LATENTS if run.with_noise else (model.config.latents_for(1),)
         steps = sorted({plan.num_steps(n) for n in (*_GRID_STEPS, run.steps[1])})
@@ -295,9 +303,9 @@ def evaluate(
             f"think evaluate: lengths must be at most {max([run.length, *run.lengths])}, got "
             f"{max(lengths)}; train with think train --lengths {max(lengths)}"
         )
-    return evaluate_steps(
-        model, run.data(), lengths, n_steps=list(n_steps), samples=samples, seed=seed
-    )
+    # a plan may need more steps, or have a number of its own
+    steps = sorted({model.config.plan.num_steps(n) for n in n_steps})
+    return evaluate_steps(model, run.data(), lengths, n_steps=steps, samples=samples, seed=seed)
 
 
 def draw(folder: Path) -> str:

@@ -102,6 +102,7 @@ class Frontier(Schedule):
     True
     """
 
+    # without rows at the longest it is learned later (the ablation in docs/thinker.md)
     share: float = 0.5
 
     def __post_init__(self):
@@ -173,12 +174,14 @@ class Progressive(Schedule):
         at = int(state[0])
         good = float(state[1] + right[at])
         all_ = float(state[2] + total[at])
+        # a few answers would move it by chance
         if all_ < self.min_answers:
             return torch.tensor([at, good, all_], dtype=state.dtype)
         if good / all_ >= self.threshold:
             at = min(self.max_length, at + self.grow)
         elif good / all_ < self.retreat:
             at = max(self.min_length, at - 1)
+        # also where it stays: old answers say nothing about what is known now
         return torch.tensor([at, 0.0, 0.0], dtype=state.dtype)
 
 

@@ -49,10 +49,12 @@ class Context:
 
         A change chooses or repeats rows.
         """
+        # static tokens and places belong to no row, and stay
         return replace(
             self,
             keys_values=tuple((change(k), change(v)) for k, v in self.keys_values),
             mask=None if self.mask is None else change(self.mask),
+            # one row serves all where nothing is padded
             index=self.index if self.index.shape[0] == 1 else change(self.index),
             embedded=None if self.embedded is None else change(self.embedded),
         )

@@ -134,9 +134,9 @@ def draw(found: dict[str, Any]) -> None:
     names = [label(r, base) for r in found["rows"][sizes[0]]]
     figure = Figure((7.5, 0.24 * len(names) + 1), layout="constrained")
     axes = figure.add_subplot()
-    for size, colour, shift in zip(sizes, ("C0", "C1"), (-0.18, 0.18), strict=True):
+    for size, color, shift in zip(sizes, ("C0", "C1"), (-0.18, 0.18), strict=True):
         values = [r["6 steps"] for r in found["rows"][size]]
-        axes.barh([i + shift for i in range(len(names))], values, 0.34, color=colour, label=size)
+        axes.barh([i + shift for i in range(len(names))], values, 0.34, color=color, label=size)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set(xlabel="token accuracy, copying 20 held-out symbols", xlim=(0, 1.01))

@@ -193,7 +193,7 @@ def plans(seed: int, few: int) -> Rows:
     return rows
 
 
-class Neighbours(th.losses.LastAndRandom):
+class Neighbors(th.losses.LastAndRandom):
     """The recipe's loss, and one of the log's ideas about embeddings.
 
     Args:
@@ -248,7 +248,7 @@ def embeddings(seed: int, few: int) -> Rows:
                 COPY,
                 few or iterations,
                 seed,
-                step_loss=Neighbours(kind, table.detach().clone(), weight),
+                step_loss=Neighbors(kind, table.detach().clone(), weight),
             )
             row[f"{iterations} iterations"] = symbols(model, data, [6])[0]
         rows.append(row)

@@ -476,7 +476,7 @@ def test_weights_that_cannot_be_converted_are_refused():
     attempt(lambda m: m.get_submodule(last).weight.data.zero_(), r"convert_:.*finite")
     attempt(lambda m: m.to("meta"), r"kronecker:.*device")
     attempt(lambda m: convert_(m, VAN_LOAN, progress=False), "is compressed already")
-    attempt(lambda m: setattr(m.get_submodule(last), "quant_state", 1), "quantised Conv1D")
+    attempt(lambda m: setattr(m.get_submodule(last), "quant_state", 1), "quantized Conv1D")
 
 
 def test_an_interrupted_conversion_changes_nothing_and_goes_on(tmp_path, monkeypatch):
@@ -660,13 +660,13 @@ def test_layers_with_a_forward_of_their_own_are_refused():
         def forward(self, ids):
             return 2 * super().forward(ids)
 
-    class Quantised(nn.Linear):
+    class Quantized(nn.Linear):
         def forward(self, x):
             return super().forward(x.half().float())
 
     for path, layer in (
         ("transformer.wpe", Scaled(32, 16)),
-        ("transformer.h.0.mlp.c_fc", Quantised(16, 64)),
+        ("transformer.h.0.mlp.c_fc", Quantized(16, 64)),
     ):
         model = tiny("gpt2")
         kronecker.discovery.finding.put(model, path, layer)

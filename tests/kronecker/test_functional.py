@@ -358,3 +358,10 @@ def test_one_term_of_n_1_is_fewer_neurons_with_another_activation():
     g, u = x @ gate.T, x @ up.T
     hidden = sum(d[j] * nn.functional.silu(b[j] * g) * c[j] * u for j in range(3))
     torch.testing.assert_close(said, hidden @ down.T)
+
+
+@pytest.mark.parametrize("tokens", [255, 256, 257, 258, 300, 513])
+def test_a_last_block_of_few_tokens(tokens):
+    x, a, b = torch.randn(tokens, 96), torch.randn(1, 8, 32), torch.randn(1, 3, 3)
+    expected = kron_linear(x, a, b, impl="reference")
+    torch.testing.assert_close(kron_linear(x, a, b, order="a_first"), expected)

@@ -126,7 +126,7 @@ def test_moments_add_up_and_a_corrected_bias_gives_the_mean():
     for i in range(0, 50, 20):
         parts.add(x[i : i + 20], y[i : i + 20])
     torch.testing.assert_close(parts.cross, whole.cross, rtol=1e-5, atol=1e-4)
-    found = als(whole.centred(), prune(weight, (2, 1)))
+    found = als(whole.centered(), prune(weight, (2, 1)))
     fixed = correct_bias(whole, found.weight()).float()
     torch.testing.assert_close(
         (x @ found.weight().T + fixed).mean(0), y.mean(0), rtol=1e-4, atol=1e-4

@@ -222,13 +222,13 @@ def test_an_encoder_decoder_learns_from_its_decoders_tokens(tmp_path):
     torch.testing.assert_close(
         loss.detach(), 4 * (log_p.exp() * (log_p - log_q)).sum(-1).mean(), rtol=1e-4, atol=1e-6
     )
-    unlabelled = {"input_ids": batch["input_ids"], "decoder_input_ids": shifted}
-    unlabelled["decoder_attention_mask"] = (batch["labels"] != -100).long()
+    unlabeled = {"input_ids": batch["input_ids"], "decoder_input_ids": shifted}
+    unlabeled["decoder_attention_mask"] = (batch["labels"] != -100).long()
     # what counts is what the mask says, on either side alone
-    masked = trainer.compute_loss(model, unlabelled)
+    masked = trainer.compute_loss(model, unlabeled)
     with torch.no_grad():
         ours, theirs = (
-            m(**unlabelled).logits[unlabelled["decoder_attention_mask"].bool()]
+            m(**unlabeled).logits[unlabeled["decoder_attention_mask"].bool()]
             for m in (model, teacher)
         )
     log_p, log_q = (F.log_softmax(z / 2, -1) for z in (theirs, ours))
@@ -407,12 +407,12 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("labeled", [True, False])
 @pytest.mark.parametrize("config", PARTS)
-def test_accumulation_gives_the_same_step(config, labelled, tmp_path):
-    if not labelled:
+def test_accumulation_gives_the_same_step(config, labeled, tmp_path):
+    if not labeled:
         config = replace(config, labels=0.0)
-    data = [{k: v for k, v in r.items() if labelled or k != "labels"} for r in rows()]
+    data = [{k: v for k, v in r.items() if labeled or k != "labels"} for r in rows()]
     teacher, models = tiny("gpt2", **SMALL), []
     for batch, steps in ((8, 1), (2, 4)):
         models.append(student())
@@ -567,3 +567,48 @@ def test_what_a_pruned_model_cannot_learn_from_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="FreezePretrained: GPT2LMHeadModel"):
         trainer.train()
+
+
+def test_what_an_interrupted_run_froze_learns_in_the_next(tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                raise KeyboardInterrupt
+
+    model = student()
+    rest = model.transformer.wpe.weight
+    before = rest.clone()
+    with pytest.raises(KeyboardInterrupt):
+        train(model, tmp_path / "a", [FreezePretrained(2), Stop()])
+    assert not rest.requires_grad
+    train(model, tmp_path / "b", [FreezePretrained(2)], max_steps=4)
+    assert rest.requires_grad
+    assert not torch.equal(rest, before)
+
+
+def test_hidden_states_of_a_classifier_count_rows_where_labels_do(tmp_path):
+    losses = []
+    for labeled in (True, False):
+        torch.manual_seed(0)
+        teacher = transformers.BertForSequenceClassification(tiny("bert").config)
+        model = transformers.BertForSequenceClassification(tiny("bert").config)
+        data = []
+        for number, ids in enumerate(torch.randint(3, 90, (8, 12)).tolist()):
+            row = {"input_ids": ids, "attention_mask": [1] * 12}
+            data.append(row | ({"labels": number % 2} if labeled else {}))
+        trainer = KroneckerTrainer(
+            model,
+            arguments(tmp_path / str(labeled), max_steps=1, logging_steps=1),
+            train_dataset=data,
+            teacher=teacher,
+            distill=DistillConfig(logits=0, hidden=1.0),
+        )
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_gradients_of_every_step_are_known_where_epochs_are_logged(tmp_path):
+    trainer = train(student(), tmp_path, max_steps=-1, num_train_epochs=2, logging_strategy="epoch")
+    logged = [log["gradient/factors"] for log in trainer.state.log_history if "loss" in log]
+    assert len(set(logged)) == 2

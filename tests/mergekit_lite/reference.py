@@ -2,7 +2,7 @@
 
 Dense, slow, obvious, in whatever float dtype they are given.
 
-Nothing here is optimised; the fast paths are judged against it. Random methods take the keep masks
+Nothing here is optimized; the fast paths are judged against it. Random methods take the keep masks
 they are to use. Source of each formula: the docstring of the method of the same name in
 `mergekit_lite.methods`.
 """

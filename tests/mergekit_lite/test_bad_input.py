@@ -148,7 +148,7 @@ def header(entries, body=b""):
         ),
         (
             header({"a": {"dtype": "F8_E5M2", "shape": [1], "data_offsets": [0, 1]}}, b"1"),
-            "F8_E5M2.*quantised",
+            "F8_E5M2.*quantized",
         ),
         (
             header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}),
@@ -194,13 +194,13 @@ def test_unsound_indexes(tmp_path, out):
     refused("not valid JSON", [folder], "passthrough", out=out)
 
 
-def test_quantised_and_adapter_only_folders(paths, tmp_path, out):
+def test_quantized_and_adapter_only_folders(paths, tmp_path, out):
     shutil.copytree(paths[0], tmp_path / "q")
     config = json.loads((tmp_path / "q" / "config.json").read_text())
     (tmp_path / "q" / "config.json").write_text(
         json.dumps(config | {"quantization_config": {"quant_method": "gptq"}})
     )
-    refused(r"is quantised \(gptq\)", [tmp_path / "q"], "passthrough", out=out)
+    refused(r"not quantized, got gptq", [tmp_path / "q"], "passthrough", out=out)
     (tmp_path / "adapter").mkdir()
     settings = {"r": 1, "lora_alpha": 1}
 

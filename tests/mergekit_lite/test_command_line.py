@@ -137,7 +137,7 @@ def test_a_file_merge_imports_neither_torch_nor_transformers(recipe, tmp_path):
 def test_assertions_do_no_work(recipe, tmp_path):
     """python -O drops them, and must write the same bytes."""
     code = "import sys; from mergekit_lite.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    for name, options in (("plain", []), ("optimised", ["-O"])):
+    for name, options in (("plain", []), ("optimized", ["-O"])):
         command = [
             sys.executable,
             *options,
@@ -149,7 +149,7 @@ def test_assertions_do_no_work(recipe, tmp_path):
             "--no-progress",
         ]
         assert subprocess.run(command, env=environment(), capture_output=True).returncode == 0
-    left, right = (tmp_path / name / "model.safetensors" for name in ("plain", "optimised"))
+    left, right = (tmp_path / name / "model.safetensors" for name in ("plain", "optimized"))
     assert left.read_bytes() == right.read_bytes()
 
 

@@ -63,8 +63,8 @@ def passthrough(*names, more=""):
         ({"config__json": DEEP}, ["config.json", "not valid JSON"]),
         ({"config__json": b"\xff\xfe"}, ["config.json", "not valid JSON"]),
         ({"config__json": '{"a": 1, "a": 2}'}, ["config.json", "'a' twice"]),
-        ({"config__json": '{"quantization_config": "gptq"}'}, ["quantised (gptq)"]),
-        ({"config__json": '{"quantization_config": ["gptq"]}'}, ["quantised"]),
+        ({"config__json": '{"quantization_config": "gptq"}'}, ["not quantized, got gptq"]),
+        ({"config__json": '{"quantization_config": ["gptq"]}'}, ["not quantized"]),
         ({"model__safetensors__index__json": "[]"}, ["index.json", "JSON list"]),
         ({"model__safetensors__index__json": '{"weight_map": []}'}, ["no weight_map"]),
         (

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -150,6 +151,12 @@ def test_a_start_in_a_folder_is_delivered_if_training_spoils_it(monkeypatch):
     assert "training made start worse" in str(report)
     given, copied = load_file("start/model.safetensors"), load_file("out/model.safetensors")
     assert all(torch.equal(given[name], copied[name]) for name in given)
+    # what was measured of another model in its place is not taken for it
+    shutil.rmtree("out")
+    shutil.rmtree("start")
+    merge_models(MODELS, "slerp", base_model="model0", t=0.7, out="start", progress=False)
+    again = learned(start="start", train="all", compare=())
+    assert again.losses["start"] != report.losses["start"]
 
 
 def test_methods_over_a_base():

@@ -53,7 +53,7 @@ def streamed(case, tensors, out, impl, threads=1):
 
 def small_blocks(monkeypatch):
     """Blocks and samples of a few elements, so that small tensors have many."""
-    monkeypatch.setattr(mergekit_lite.engine.eager, "_STRETCH", 50)
+    monkeypatch.setattr(mergekit_lite.engine.eager, "EAGER_STRETCH", 50)
     monkeypatch.setattr(mergekit_lite.engine.passes, "BLOCK", 60)
     monkeypatch.setattr(mergekit_lite.engine.fused, "BLOCK", 60)
     monkeypatch.setattr(mergekit_lite.engine.passes, "_STRETCH", 3)
@@ -216,7 +216,7 @@ def test_signatures_are_the_schema():
 
 
 def test_a_method_from_outside_streams_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(mergekit_lite.engine.eager, "_STRETCH", 16)
+    monkeypatch.setattr(mergekit_lite.engine.eager, "EAGER_STRETCH", 16)
 
     @merge_method("middle", inputs=(2, None), elementwise=True)
     def middle(tensors, base, *, weight: PerModel = 1.0, shift: float = 0.0):

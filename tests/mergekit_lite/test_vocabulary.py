@@ -48,7 +48,7 @@ def row(folders, name, token, tensor="model.embed_tokens.weight"):
 @pytest.mark.parametrize("tensor", ["model.embed_tokens.weight", "lm_head.weight"])
 @pytest.mark.parametrize("chunk", [1 << 18, 24])
 def test_a_union_matches_rows_by_token(folders, tmp_path, tensor, chunk, monkeypatch):
-    monkeypatch.setattr(mergekit_lite.engine.eager, "_STRETCH", chunk)
+    monkeypatch.setattr(mergekit_lite.engine.eager, "EAGER_STRETCH", chunk)
     merged = merge(folders, tmp_path / "out", "tokenizer_source: union")[tensor]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     at = tokenizer.get_vocab()
@@ -94,7 +94,7 @@ def test_bad_token_rules(folders, tmp_path):
     for spec, message in [
         ("tokens: {w2: {force: true}}", "force needs a source"),
         ("tokens: {w2: {source: elsewhere}}", "source must name one of the recipe's models"),
-        (f"tokens: {{only-x: {{source: {folders['y']}}}}}", "has no such token"),
+        (f"tokens: {{only-x: {{source: {folders['y']}}}}}", "has no token 'only-x'"),
     ]:
         with pytest.raises(PlanError, match=message):
             merge(folders, tmp_path / "out", f"tokenizer: {{source: union, {spec}}}")

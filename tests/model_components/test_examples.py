@@ -2,6 +2,7 @@
 
 import json
 
+import pandas
 import pytest
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -301,3 +302,15 @@ def test_trl_trains_what_is_supervised(tmp_path):
     shorter = examples[1]["labels"]
     padding = len(examples[0]["labels"]) - len(shorter)
     assert batch["labels"][1].tolist() == [*shorter, *[-100] * padding]
+
+
+def test_an_empty_cell_of_a_data_frame_is_no_text():
+    frame = pandas.DataFrame([{"instruction": "a", "input": "b", "output": "c"}, GOOD])
+    assert len(TextExamples(frame, tokenizer(), max_length=50)) == 2
+
+
+def test_a_row_that_is_left_out_is_not_cut():
+    rows = [{"prompt": "a" * 50, "completion": "b"}, GOOD]
+    with pytest.warns(UserWarning, match="1 of 2 rows are left out"):
+        examples = TextExamples(rows, tokenizer(), max_length=20)
+    assert (examples.left_out, examples.cut) == (1, 0)

@@ -113,3 +113,13 @@ def test_a_tensor_of_another_shape_is_named(saved):
     name = changed(folder, reshape)
     with pytest.raises(ValueError, match=f"which does not fit .*{name}"):
         cls.from_pretrained(folder)
+
+
+def test_integers_in_a_subfolder_are_refused(tmp_path):
+    LatentThinker(ThinkerConfig(hidden_size=16, num_heads=2)).save_pretrained(tmp_path / "sub")
+    file = tmp_path / "sub" / "model.safetensors"
+    state = load_file(file)
+    name = min(state)
+    save_file({**state, name: state[name].int()}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=name):
+        LatentThinker.from_pretrained(tmp_path, subfolder="sub")

@@ -1,6 +1,8 @@
 """What packages share: devices, modes of modules that come back, and trainers of one shape."""
 
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from kronecker import KroneckerTrainer
 from mergekit_lite.masks import MaskTrainer
 from model_components._cli import main
 from model_components._devices import find_device, warn_if_slow
-from model_components._folders import NewFolder, is_begun
+from model_components._folders import NewFolder, OutputError, is_begun
+from model_components._layers import ReadOnlyWeight
 from model_components._modes import evaluating, in_mode
 from model_components._trainer import StepTrainer, TrainerOptions
 from tests.support.models import tiny
@@ -157,6 +160,10 @@ def test_a_run_is_begun_once_it_has_written_something(tmp_path):
     new.close()
     assert is_begun(tmp_path / "out")
     assert not is_begun(tmp_path / "ou")
+    new = NewFolder(tmp_path / "model.v2", "merge", resumable=True).open()
+    (new.folder / "part").write_text("x")
+    new.close()
+    assert not is_begun(tmp_path / "model")
 
 
 @pytest.mark.parametrize("computes", [True, False])
@@ -171,3 +178,42 @@ def test_a_dtype_that_a_processor_does_not_compute_in_is_said(computes, monkeypa
     else:
         with pytest.warns(UserWarning, match=SLOW):
             warn_if_slow("encode_", torch.nn.Linear(2, 2, dtype=torch.bfloat16))
+
+
+def test_a_result_that_cannot_be_published_lets_go_of_its_lock(tmp_path):
+    new = NewFolder(tmp_path / "out", "save")
+
+    def fail():
+        with new:
+            new.folder.rmdir()
+            new.folder.write_text("x")
+
+    for _ in range(2):  # the second is refused for the same reason, not for the first one's lock
+        with pytest.raises(OutputError, match="is no folder of ours"):
+            fail()
+        new.folder.unlink()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+def test_a_peak_is_that_of_this_process_and_not_of_its_parent():
+    held = bytearray(400_000_000)
+    held[::4096] = b"x" * len(held[::4096])
+    code = "from model_components._devices import peak_memory; print(peak_memory())"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(said.stdout) < 400_000_000
+
+
+def test_no_part_of_a_computed_weight_can_be_changed():
+    weight = ReadOnlyWeight.of(torch.ones(4, 2))
+    changes = [
+        lambda: [row.zero_() for row in weight],
+        lambda: weight.chunk(2)[0].zero_(),
+        lambda: weight.split(2)[1].zero_(),
+        lambda: weight.unbind(0)[0].zero_(),
+        lambda: torch.max(torch.zeros(4, 3, 2), 1, out=(weight, torch.zeros(4, 2).long())),
+    ]
+    for change in changes:
+        with pytest.raises(RuntimeError, match="cannot be changed in place"):
+            change()
+    assert weight.eq(1).all()
+    assert type(weight.max(0).values) is torch.Tensor

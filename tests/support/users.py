@@ -20,7 +20,7 @@ def users_files(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     words = [f"w{k}" for k in range(96)]
-    for seed, name in enumerate(("base", "math", "code", "rewriter", "summariser")):
+    for seed, name in enumerate(("base", "math", "code", "rewriter", "summarizer")):
         tiny("llama", seed, max_position_embeddings=512).save_pretrained(f"models/{name}")
         save_tokenizer(Path("models", name), words)
         tokenizer = AutoTokenizer.from_pretrained(f"models/{name}", pad_token="w0", eos_token="w1")

@@ -49,9 +49,11 @@ def think(
     place = place.clamp(min=0)
 
     def norm(x: Tensor, name: str) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
+        centered = x - x.mean(-1, keepdim=True)
         return (
-            centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"]
+            centered
+            / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+            * w[f"{name}.weight"]
         )
 
     def grid(position: Tensor) -> tuple[Tensor, Tensor]:

@@ -423,7 +423,7 @@ def test_nothing_leaks_from_the_future_in_a_causal_flow(changes, padded):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [1, 2, 4])
 def test_what_is_known_travels_by_the_window_in_each_step(causal, window):
-    """And once more at the start, where a latent looks at what its neighbours have just read."""
+    """And once more at the start, where a latent looks at what its neighbors have just read."""
     model = model_of(
         latent_init="tokens", num_latents=None, causal=causal, window=window, positions="rotary"
     )

@@ -124,7 +124,7 @@ def test_shuffling_reaches_every_symmetry(box):
     # bands and lines of both axes
     assert set((moved > 0).nonzero()[:, 1].tolist()) == set(range(side**2))
     assert set(moved[moved > 0].tolist()) == set(range(1, side + 1))  # digits
-    numbered[:, 0] = 1  # and its neighbour on the left
+    numbered[:, 0] = 1  # and its neighbor on the left
     moved, _ = sudoku_shuffle(box)(torch.Generator().manual_seed(0), numbered, answers)
     pairs = (moved > 0).nonzero()[:, 1].view(-1, 2)
     rows, columns = pairs // side, pairs % side

@@ -128,7 +128,7 @@ def test_at_tokens_wants_tasks_whose_answers_all_count():
 
 @pytest.mark.parametrize("at_tokens", [False, True])
 @pytest.mark.parametrize("name", ["sort", "reverse"])
-def test_exchanges_of_neighbours_bring_the_answer_about(name, at_tokens):
+def test_exchanges_of_neighbors_bring_the_answer_about(name, at_tokens):
     plain, by_step = make_task(name, symbols=5), make_task(name, symbols=5, by_step=True)
     if at_tokens:
         plain, by_step = AtTokens(plain), AtTokens(by_step)

@@ -1247,3 +1247,39 @@ def test_a_foreign_checkpoint_is_refused(tmp_path):
         trainer_of(tmp_path, max_steps=4).train(
             resume_from_checkpoint=str(tmp_path / "checkpoint-2")
         )
+
+
+def test_after_a_rewind_no_best_point_is_of_the_path_that_was_left(tmp_path):
+    class Spoil(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            with torch.no_grad():
+                if state.global_step == 10:
+                    model.readout.head.weight[0, 0] = math.inf
+                if state.global_step == 17:
+                    model.readout.head.weight.mul_(-50)
+
+    rewind = RewindOnPeak(every=5)
+    trainer_of(tmp_path, max_steps=30, save_steps=4, callbacks=[Spoil(), rewind]).train()
+    for path in tmp_path.glob("checkpoint-*/model.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(path).values())
+
+
+def test_a_callback_that_is_added_later_goes_on_as_the_others_do(tmp_path):
+    def run(folder, **options):
+        rewind = RewindOnPeak(factor=1.0, margin=0.0, every=5)
+        trainer = trainer_of(folder, max_steps=24, save_steps=12)
+        trainer.add_callback(rewind)
+        trainer.train(**options)
+        return trainer.model.state_dict(), rewind.first
+
+    whole, first = run(tmp_path / "a")
+    resumed, again = run(
+        tmp_path / "b", resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-12")
+    )
+    assert first == again
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])
+def test_other_schedules_of_the_rate_train(kind, tmp_path):
+    assert thinker_arguments(tmp_path, lr_scheduler_type=kind).lr_scheduler_kwargs in (None, {})

@@ -37,8 +37,8 @@ _DROPS_AGAIN = ("cpu",)
 _FEW = 256  # tokens up to which keeping a dropout's mask is cheaper than computing it again
 # times the break-even in flops, since a merged weight also has to be written to memory
 _MERGE_ABOVE = 2
-# exact classes, since weights of quantisers and of FSDP2 are subclasses; functional_call
-# puts in a Tensor, and lora_report a FakeTensor
+# exact classes only: weights of quantizers and of FSDP2 are subclasses of these. functional_call
+# puts a Tensor in a parameter's place, and lora_report a FakeTensor
 _PLAIN = (nn.Parameter, Tensor, FakeTensor)
 
 

@@ -115,7 +115,7 @@ def _runs_of(grids: Sequence[Grid], shared: Mapping[str, Any]) -> dict[str, dict
             run = dict(zip(lists, values, strict=True))
             config = TuneConfig.from_dict({**shared, **run})
             name = _name_of(run)
-            # names do not tell: the order of settings, or 1 and 1.0, changes a name
+            # not compared by name: the order of settings, or 1 for 1.0, changes the name only
             if config in configs:
                 raise ValueError(f"sweep: expected different runs, got two of {name}")
             configs.append(config)

@@ -213,7 +213,7 @@ def _read_data(
     texts = TextExamples(rows, tokenizer, max_length=length)
     notes = []
     if texts.cut:
-        notes.append(f"cut to {length} tokens: {texts.cut} rows")
+        notes.append(f"cut to {length} tokens: {texts.cut} examples")
     if texts.left_out:
         notes.append(f"left out, without an answer: {texts.left_out} rows")
     if eval_rows is not None:

@@ -50,6 +50,7 @@ def pairs(
 
     where = _checked_device(out, run_flags.device, "judge pairs")
     rows, readable = _readable(each_pair(file, columns=_columns(columns)), file)
+    # after the file: a wrong column must not cost the loading of a model
     judge = _load(model, where, "judge pairs")
     verdicts = _verdicts(judge, rows, readable, batch_size, run_flags.progress)
     return _write_or_return(verdicts, out, "judge pairs")
@@ -74,6 +75,7 @@ def rank(
         run_flags: Where to compute, and whether to show progress.
     """
     where = _checked_device(out, run_flags.device, "judge rank")
+    # all of it now: a file that cannot be read is told before a model is loaded
     rows = list(each_row(file, "judge rank"))
     judge = _load(model, where, "judge rank")
     orders = _orders(judge, file, rows, batch_size, run_flags.progress)
@@ -141,6 +143,7 @@ def _checked_device(out: Path | None, device: str, operation: str) -> str:
 def _load(model: str, device: str, operation: str) -> PairwiseModel:
     """Load a judge onto a device."""
     folder = find_folder(model, operation=operation)
+    # transformers takes seconds to import, too long for a misspelled folder
     from .model import PairwiseModel
 
     return PairwiseModel.from_pretrained(folder).eval().to(device)
@@ -150,6 +153,7 @@ def _write_or_return(rows: Iterable[Row], out: Path | None, operation: str) -> I
     """Write rows to a file as JSON lines, or return them if no file is given."""
     if out is None:
         return iter(rows)
+    # the name appears with the last row: a part of the output would pass for all of it
     with new_file(out, operation) as part, part.open("w", encoding="utf-8") as file:
         file.writelines(f"{json_line(row, 'utf-8')}\n" for row in rows)
     return None
@@ -174,6 +178,7 @@ def _readable(
         if isinstance(pair, ValueError):
             rows[-1]["error"] = str(pair)
         else:
+            # no label is used here, and a data set with labels in some rows alone is refused
             readable.append(pair._replace(label=None))
     if not readable:
         why = f" (line {rows[0]['line']}: {rows[0]['error']})" if rows else ""
@@ -251,6 +256,7 @@ def _orders(
         ranked = True
         scores = [round(score, 4) for score in ranking.scores.tolist()]
         yield {"line": line, "order": list(ranking.order), "scores": scores}
+    # a file with other columns is an error, not an output full of errors
     if not ranked:
         raise ValueError(
             f"judge rank: expected prompt and answers (a list) in each row, got no usable row in "

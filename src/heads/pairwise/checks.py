@@ -41,7 +41,10 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, encoder: PreTrainedModel
         theirs, ours = (
             getattr(side, f"{name}_token_id", None) for side in (encoder.config, tokenizer)
         )
-        if theirs is not None and ours is not None and theirs != ours:
+        # some configs list several ids that end a text, as Llama 3's
+        known = theirs if isinstance(theirs, list) else [theirs]
+        # many configs and tokenizers leave some of these ids out
+        if theirs is not None and ours is not None and ours not in known:
             raise ValueError(
                 f"from_encoder: the tokenizer's {name}_token_id is {ours}, the encoder's {theirs}; "
                 "is it another's?"
@@ -59,9 +62,11 @@ def most_tokens(
         counted = packing.offset
     else:
         counted = first + 1
+    # 512, as in BERT, where a config names no number of positions
     most = (positions or 512) - counted
     if asked is not None and positions and asked > most:
         raise ValueError(
             f"{operation}: max_tokens is {asked}, and {type(encoder).__name__} has {most} positions"
         )
+    # a tokenizer without a limit says 1e30
     return asked or min(most, getattr(tokenizer, "model_max_length", most))

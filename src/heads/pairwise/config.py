@@ -19,6 +19,7 @@ from model_components._pretrained import CheckedModelConfig
 
 from .choices import Link, Pooling, Surface
 
+# below 1: dropout or smoothing of 1 would leave nothing to learn from
 Share = Annotated[float, Range(least=0, below=1)]
 
 
@@ -96,8 +97,10 @@ class PairwiseConfig(CheckedModelConfig):
         for name in ("pooling", "surface"):
             if len(set(getattr(self, name))) < len(getattr(self, name)):
                 yield problem(self, name, "each once")
+        # concat reads the encoder's features alone, and would ignore these in silence
         if self.surface and self.link == "concat":
             yield problem(self, "surface", "none of them for link='concat'")
+        # a fair link gives both orders one verdict: there is nothing to weigh
         if self.swap_consistency and self.link != "concat":
             yield problem(self, "swap_consistency", "0 for links that are fair")
 
@@ -111,6 +114,7 @@ class PairwiseConfig(CheckedModelConfig):
         fields = super().to_dict()
         if isinstance(self.encoder, PreTrainedConfig):
             fields["encoder"] = self.encoder.to_dict()
+            # an id of the hub stays, since the card names the base model by it
             fields["encoder"]["_name_or_path"] = (
                 hub_id(fields["encoder"].get("_name_or_path") or "") or ""
             )

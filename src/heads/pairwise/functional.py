@@ -93,6 +93,7 @@ def packed_attention(
         return reference.packed_attention(
             query, key, value, places, scale=scale, window=window, causal=causal
         )
+    # of no sequences there is no longest one, which flash attention asks for
     if unsupported is None and impl != "eager" and lengths:
         return _flash(query, key, value, ends, max(lengths), scale, window, causal)
     outputs = [
@@ -117,6 +118,7 @@ def _attend(
 ) -> Tensor:
     """Return attention within one sequence, (L, H, d)."""
     near = None
+    # in a sequence of up to window + 1 tokens all are near, and a mask would cost for nothing
     if window is not None and len(query) > window + 1:
         near = _near(len(query), window, causal, query.device)
     attended = F.scaled_dot_product_attention(
@@ -125,6 +127,7 @@ def _attend(
         value.transpose(0, 1)[None],
         near,
         dropout_p,
+        # sdpa takes a mask or is_causal; near holds the order, too
         is_causal=causal and near is None,
         scale=scale,
         enable_gqa=key.shape[1] < query.shape[1],
@@ -189,6 +192,7 @@ def _flash(
     causal: bool,
 ) -> Tensor:
     places = _places(tuple(ends), query.device)
+    # -1 is the kernel's word for any distance
     far = -1 if window is None else window
     grouped = {}
     if key.shape[1] < query.shape[1]:
@@ -207,6 +211,7 @@ def _flash(
         longest,
         longest,
         scale=scale,
+        # to the left and to the right: a causal token sees none to its right
         window_size=(far, 0 if causal else far),
         **grouped,
     )
@@ -279,6 +284,7 @@ def log_probabilities(logits: Tensor) -> Tensor:
         raise ValueError(
             f"log_probabilities: expected logits of 2 or 3 classes, got {list(logits.shape)}"
         )
+    # A and B first: a sum of two has the same bits in both orders, one of three may not
     total = torch.logaddexp(logits[..., 0], logits[..., 1])
     if logits.shape[-1] == 3:
         total = torch.logaddexp(total, logits[..., 2])
@@ -307,6 +313,7 @@ def pairwise_loss(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
             f"pairwise_loss: labels are {list(labels.shape)} for logits {list(logits.shape)}; "
             f"expected {list(logits.shape[:-1])} classes or {list(logits.shape)} shares"
         )
+    # while a graph is traced labels have no values to look at
     if labels.dim() < logits.dim() and labels.numel() and not needs_plain(labels):
         low, high = (int(value) for value in labels.aminmax())
         if low < 0 or high >= logits.shape[-1]:
@@ -340,4 +347,5 @@ def swap_divergence(logits: Tensor, swapped_logits: Tensor) -> Tensor:
     """
     one = log_probabilities(logits)
     other = swapped(log_probabilities(swapped_logits))
+    # the product is KL(one, other) + KL(other, one); half of it is their mean
     return ((one.exp() - other.exp()) * (one - other)).sum(-1).mean() / 2

@@ -85,6 +85,7 @@ def verdicts_of(found: Tensor) -> Tensor:
     (tensor([1, 2]), tensor([2]))
     """
     best = found.argmax(-1)
+    # argmax takes the first of equal ones, which would always be A
     return torch.where((found[..., 0] == found[..., 1]) & (best < 2), 2, best)
 
 
@@ -166,6 +167,7 @@ def sides_of(
             batch = collate([data[i] for i in numbers[start : start + batch_size]])
             batch = {name: value.to(device) for name, value in batch.items() if name != "labels"}
             for kept, part in zip(sides, _sides(model, batch), strict=True):
+                # fit_ takes four tensors, of which a head without surface features ignores two
                 kept.append(torch.zeros(0, 0) if part is None else part.cpu())
     return [torch.cat(kept) for kept in sides]
 
@@ -213,8 +215,10 @@ def rank_answers(model: Judge, answers: Sequence[Answer], batch_size: int) -> Ra
     features = []
     looks = []
     with evaluating(model), torch.autocast(device.type, enabled=False):
+        # answers go through the encoder, pairs through the head alone: fewer answers fit
         for start in range(0, count, max(1, batch_size // 4)):
             part = answers[start : start + max(1, batch_size // 4)]
+            # an answer beside itself: the pair says its place, which equal answers share
             batch = flat_batch([(part, [(k, k) for k in range(len(part))])])
             batch = {name: value.to(device) for name, value in batch.items()}
             places = batch.pop("pairs")[:, 0]
@@ -234,13 +238,16 @@ def rank_answers(model: Judge, answers: Sequence[Answer], batch_size: int) -> Ra
                 shares.append(log_probabilities(logits).exp().cpu())
                 continue
             orders = _verdicts(model, _parted(states, surface, first, second))[:2]
+            # the mean of both orders is fair for concat, too
             shares.append(torch.stack(orders).exp().mean(0).cpu())
     wins = _wins(torch.cat(shares) if shares else torch.zeros(0, 2), pairs.cpu(), count)
     if scores is None:
+        # a win that is certain has no finite score
         strengths = bradley_terry(wins.clamp(1e-9, 1 - 1e-9))
     else:
         strengths = scores.double().cpu()
     return Ranking(
+        # stable: answers of one score stay in the order that they came in
         tuple(strengths.argsort(descending=True, stable=True).tolist()),
         strengths - strengths.mean(),
         wins,
@@ -286,6 +293,7 @@ def bradley_terry(wins: Tensor, *, iterations: int = 200) -> Tensor:
     table = wins.double().cpu() * (1 - torch.eye(count, dtype=torch.float64))
     if not (torch.isfinite(table).all() and (table >= 0).all()):
         raise ValueError("bradley_terry: wins has numbers below 0 or not finite")
+    # scores are finite only if chains of wins lead from each answer to all (Ford 1957)
     reached = torch.eye(count, dtype=torch.bool) | (table > 0)
     for _ in range(count.bit_length()):
         reached = (reached.double() @ reached.double()) > 0
@@ -305,7 +313,9 @@ def bradley_terry(wins: Tensor, *, iterations: int = 200) -> Tensor:
         expected = torch.sigmoid(scores[:, None] - scores[None])
         slope = won - (games * expected).sum(1)
         bend = games * expected * (1 - expected)
+        # a constant on all scores changes nothing: without the ones the matrix is singular
         step = torch.linalg.solve(bend.sum(1).diag() - bend + ones / count, slope)
+        # 2 nats at most, as a whole step from afar overshoots; at the best scores the step is 0
         size = min(1.0, 2.0 / max(float(step.abs().max()), 1e-300))
         while size > 1e-9 and likelihood(scores + size * step) < likelihood(scores):
             size /= 2

@@ -92,6 +92,7 @@ class Judge(CompleteModel):
                 f"PairwiseModel: lengths are {sizes!r:.60} for {len(input_ids)} tokens; expected "
                 "their sum"
             )
+        # RoBERTa's table has a single type: the 1 of an answer would be beyond it
         if (getattr(self.config.encoder, "type_vocab_size", 0) or 0) > 1:
             kinds = token_type_ids
         else:
@@ -100,6 +101,7 @@ class Judge(CompleteModel):
             states = encode_packed(self.encoder, input_ids, sizes, kinds, self.packing.offset)
         else:
             states = encode_padded(self.encoder, input_ids, sizes, kinds)
+        # autocast would pool in half precision, and verdicts hang on small differences
         with torch.autocast(states.device.type, enabled=False):
             return self.pool(
                 states, lengths, torch.zeros_like(lengths) if begins is None else begins
@@ -170,6 +172,7 @@ class Judge(CompleteModel):
             alike: Take both answers to be the same in this: ``"encoder"``, ``"length"``,
                 ``"style"``, ``"overlap"``.
         """
+        # features are float32; the head is not where somebody cast the whole model
         dtype = self.head.outer.weight.dtype
         a = a.to(dtype)
         b = b.to(dtype)
@@ -180,6 +183,7 @@ class Judge(CompleteModel):
             a = b = (a + b) / 2
         elif alike is not None and surface_a is not None and surface_b is not None:
             surface_a, surface_b = _average_columns(surface_a, surface_b, columns_of([alike]))
+        # a calibrated model that trains on must not learn against its temperature
         divisor = 1.0 if self.training else self.head.temperature
         if self.config.link == "concat" and labels is not None:
             consistent = self.config.swap_consistency
@@ -189,6 +193,7 @@ class Judge(CompleteModel):
         if self.config.link == "davidson":
             scores = torch.stack([self.head.score(a, surface_a), self.head.score(b, surface_b)], -1)
             logits = self.head.linked(*scores.unbind(-1)) / divisor
+            # single scores do not depend on the order, so that no second pass is needed
             other = swapped(logits) if both_orders else None
         else:
             logits = self.head(a, b, surface_a, surface_b) / divisor
@@ -198,6 +203,7 @@ class Judge(CompleteModel):
             smoothing = self.config.label_smoothing
             loss = pairwise_loss(logits, labels, label_smoothing=smoothing)
             if consistent and other is not None:
+                # the mean over both orders makes the loss fair, though the link is not
                 turned = pairwise_loss(swapped(other), labels, label_smoothing=smoothing)
                 loss = (loss + turned) / 2 + consistent * swap_divergence(logits, other)
         return PairwiseOutput(

@@ -78,7 +78,9 @@ class PairwiseHead(nn.Module):
         self.inner: nn.Module = nn.Identity()
         width = in_features * (1 + (link == "concat"))
         if compares:
+            # a bias would cancel in the differences of both answers
             self.project = nn.Linear(in_features, _COMBINATIONS, bias=False)
+            # 2: differences and means of the combinations; the second output is the tie's
             self.beside = _network(
                 looks + 2 * _COMBINATIONS, hidden_features or _INNER, 1 + ties, dropout
             )
@@ -92,7 +94,7 @@ class PairwiseHead(nn.Module):
                 self.beside = _network(looks, hidden_features or _INNER, 1, dropout)
             else:
                 self.beside = None
-        concat = link == "concat"  # in the other links a bias would cancel, or favour a side
+        concat = link == "concat"  # in the other links a bias would cancel, or favor a side
         self.outer = nn.Linear(width, 2 + ties if concat else 1, bias=concat)
         if ties and link != "concat":
             self.tie = nn.Parameter(torch.zeros(1))  # FSDP2 shards no scalars
@@ -115,6 +117,7 @@ class PairwiseHead(nn.Module):
     def reset_parameters(self) -> None:
         """Zero the last layers: at first all classes are equally likely."""
         for module in self.modules():
+            # the layers below the last stay random: from zeros alone no gradient would reach them
             if isinstance(module, nn.Linear):
                 module.reset_parameters()
         for last in self._lasts:
@@ -125,6 +128,7 @@ class PairwiseHead(nn.Module):
         nn.init.ones_(self.scale)
         if self.encoding is not None:
             nn.init.zeros_(self.encoding.edges)
+        # ν = 1: A, B and a tie are alike while the scores are
         self.set_tie_rate_(1 / 3)
 
     @torch.no_grad()
@@ -133,7 +137,9 @@ class PairwiseHead(nn.Module):
 
         They are of answers and their rivals.
         """
+        # one scale for both sides, or the head would treat A and B differently
         spread = torch.cat([a, b]).float().std(0)
+        # a feature that is the same everywhere has no spread to divide by
         self.scale.copy_(torch.where(spread > 0, spread, 1.0))
         if self.encoding is not None:
             self.encoding.fit_(surface_a, surface_b)
@@ -153,8 +159,10 @@ class PairwiseHead(nn.Module):
             raise ValueError("PairwiseHead: there is no class for ties; expected ties=True")
         if not 0 < rate < 1:
             raise ValueError(f"PairwiseHead: rate is {rate}, expected a share between 0 and 1")
+        # of equal answers rate = ν / (2 + ν), solved for ν
         log_nu = math.log(2 * rate / (1 - rate))
         if self.tie is None:
+            # concat has no tie parameter; its last bias does the same
             self.outer.bias[-1] = log_nu
         else:
             self.tie.fill_(log_nu)
@@ -206,6 +214,7 @@ class PairwiseHead(nn.Module):
             if self.encoding is not None:
                 seen.append(self.encoding(*map(_given, looks)))
             made.append(self.beside(torch.cat(seen, -1)))
+        # outer has no bias: with the order its part changes the sign and no other bit
         wins = (self.outer(a - b)[..., 0] + (made[0][..., 0] - made[1][..., 0])) / 2
         logits = [wins, -wins]
         if self.tie is not None:
@@ -240,6 +249,7 @@ def _network(width: int, inner: int, outs: int, dropout: float) -> nn.Sequential
         nn.Linear(inner, inner),
         nn.GELU(),
         nn.Dropout(dropout),
+        # a bias would cancel between the answers, and ties have a parameter of their own
         nn.Linear(inner, outs, bias=False),
     )
 
@@ -289,6 +299,8 @@ class Pool(nn.Module):
                 pooled.append(states[ends - 1])
             else:
                 place = torch.arange(len(states), device=states.device)
+                # an answer runs to the end of its sequence, so one bound is enough;
+                # with output_size nothing waits for the GPU
                 of_answer = place >= (starts + begins).repeat_interleave(
                     lengths, output_size=len(states)
                 )

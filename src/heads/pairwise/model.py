@@ -107,10 +107,12 @@ class PairwiseModel(SavedJudge):
             surface=config.surface,
         )
         self.post_init()
+        # from_pretrained makes the model without data, and checks when the weights are there
         if inner.device.type != "meta":
             self.packing: PackingReport = check_packing(inner)
 
     def _init_weights(self, module: nn.Module) -> None:
+        # the encoder's own class draws the encoder's weights
         if isinstance(module, PairwiseHead):
             module.reset_parameters()
 
@@ -149,6 +151,7 @@ class PairwiseModel(SavedJudge):
             ValueError: A tokenizer that is not the encoder's, an encoder without hidden states, an
                 unknown option, more layers than there are.
         """
+        # first of all: a misspelled option must not cost a download
         _check_options(options)
         if isinstance(encoder, (str, Path)):
             place, at = split_revision(encoder)
@@ -157,17 +160,22 @@ class PairwiseModel(SavedJudge):
                 "token": token,
                 "trust_remote_code": trust_remote_code,
             }
-            hub = {name: value for name, value in hub.items() if value}
+            # token=False means to send none, not even the one that is stored
+            hub = {name: value for name, value in hub.items() if value is not None}
             encoder = _load_encoder(place, dtype, hub)
             if tokenizer is None:
                 tokenizer = AutoTokenizer.from_pretrained(place, **hub)
         if isinstance(tokenizer, (str, Path)):
-            tokenizer = AutoTokenizer.from_pretrained(str(tokenizer))
+            name, at = split_revision(tokenizer)
+            tokenizer = AutoTokenizer.from_pretrained(
+                name, revision=at or "main", token=token, trust_remote_code=trust_remote_code
+            )
         if not isinstance(encoder, PreTrainedModel):
             raise ValueError(
                 f"from_encoder: encoder is a {type(encoder).__name__}; expected a transformers "
                 "model"
             )
+        # a model with a head keeps its encoder under this name; a bare encoder lacks it
         inner: Any = getattr(encoder, encoder.base_model_prefix, encoder)
         inner = inner if dtype is None else inner.to(dtype)
         if (
@@ -181,6 +189,7 @@ class PairwiseModel(SavedJudge):
             )
         if depth is not None:
             keep_lowest_(inner, depth)
+        # check_packing would not notice: to it an encoder that fails is one to be padded
         check_encoder(inner)
         packing = check_packing(inner)
         if tokenizer is not None:
@@ -189,6 +198,7 @@ class PairwiseModel(SavedJudge):
         # no folder of this machine
         encoder_config._name_or_path = hub_id(encoder_config._name_or_path or "") or ""
         config = PairwiseConfig(encoder=encoder_config, **options)
+        # saved as a number: a loaded judge cuts texts where the trained one did
         config.max_tokens = most_tokens(
             "from_encoder", config.max_tokens, inner, packing, tokenizer
         )
@@ -224,6 +234,7 @@ class PairwiseModel(SavedJudge):
             ValueError: Lists of different lengths or empty ones, what is neither text nor turns, no
                 tokenizer.
         """
+        # a text is a sequence, too: its letters would be judged one by one
         if any(isinstance(part, str) for part in (prompts, a, b)):
             raise ValueError("predict: prompts, a and b are texts; expected lists of texts")
         if not len(prompts) == len(a) == len(b):
@@ -270,6 +281,7 @@ class PairwiseModel(SavedJudge):
 
 def _check_options(options: Mapping[str, object]) -> None:
     """Raise for options that `PairwiseConfig` does not have."""
+    # encoder is an argument of its own, and rest stands for transformers' fields
     fields = [
         name
         for name in inspect.signature(PairwiseConfig).parameters

@@ -57,6 +57,7 @@ def _attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
+    # check_packing meets this error and lets such an encoder be padded (Gemma 2, gpt-oss)
     if options.get("softcap") is not None or options.get("s_aux") is not None:
         raise ValueError("its attention has a soft cap or sinks")
     causal = options.get("is_causal")
@@ -129,12 +130,14 @@ def encode_packed(
         ends.append(ends[-1] + length)
     sizes = torch.tensor(lengths, device=input_ids.device)
     starts = torch.tensor(ends[:-1], device=input_ids.device)
+    # positions begin anew with each sequence; with output_size nothing waits for the GPU
     places = torch.arange(len(input_ids), device=input_ids.device) - starts.repeat_interleave(
         sizes, output_size=ends[-1]
     )
     options: dict[str, object] = {"position_ids": (places + offset)[None], _ENDS: ends}
     if token_type_ids is not None:
         options["token_type_ids"] = token_type_ids[None]
+    # transformers hands no option of ours to _mask
     before = _PACKED.set(True)
     try:
         return _states(encoder, encoder(input_ids=input_ids[None], **options))[0]
@@ -150,6 +153,7 @@ def encode_padded(
     mask = pad_sequence(
         [torch.ones(n, dtype=torch.bool, device=input_ids.device) for n in sizes], batch_first=True
     )
+    # the mask hides any token, but RoBERTa counts positions by this one
     fill = getattr(encoder.config, "pad_token_id", None) or 0
     options: dict[str, object] = {}
     if token_type_ids is not None:
@@ -157,6 +161,7 @@ def encode_padded(
             list(token_type_ids.split(sizes)), batch_first=True
         )
     ids = pad_sequence(list(input_ids.split(sizes)), batch_first=True, padding_value=fill)
+    # the mask picks the tokens row by row: the flat run again
     return _states(encoder, encoder(input_ids=ids, attention_mask=mask.long(), **options))[mask]
 
 
@@ -211,6 +216,7 @@ def check_packing(encoder: PreTrainedModel) -> PackingReport:
     """
     base = base_of(encoder)
     before = base.config._attn_implementation
+    # what decides about attention or positions and differs between models of a class
     fields = (
         "pad_token_id",
         "position_embedding_type",
@@ -249,11 +255,14 @@ def _tried(encoder: PreTrainedModel) -> PackingReport:
     weight = embedding_weight(encoder)
     most = getattr(encoder.config, "max_position_embeddings", None)
     window = getattr(encoder.config, "sliding_window", None)
+    # the third is longer than a sliding window, which the others might never reach
     lengths = (5, 3, min((window or 0) + 7, (most or 512) // 2))
     device = weight.device
     fill = getattr(encoder.config, "pad_token_id", None) or 0
+    # RoBERTa gives all padding one position, whatever stands before it
     usual = [token for token in range(min(len(weight), 64)) if token != fill]
     ids = torch.tensor((usual * sum(lengths))[: sum(lengths)], device=device)
+    # only the first sequence changes: what moves behind it has seen it
     other = torch.cat([ids[:5].flip(0), ids[5:]])
     try:
         with evaluating(encoder), torch.autocast(device.type, enabled=False):
@@ -281,6 +290,7 @@ def _compared(
     encoder.config._attn_implementation = ATTENTION
     for offset in (0, fill + 1):  # the second is how RoBERTa counts
         made, moved = (encode_packed(encoder, one, lengths, None, offset) for one in (ids, other))
+        # sums over other shapes round differently; a leak or a wrong position moves far more
         near = (made - alone).abs().max() <= 64 * torch.finfo(made.dtype).eps * alone.abs().max()
         if near and torch.equal(made[5:], moved[5:]):
             return PackingReport(name, True, "", offset)

@@ -29,6 +29,7 @@ _WINNERS = {
     "neither": 2,
     "equal": 2,
     "same": 2,
+    # the Arena writes tie (bothbad); others write it with a space or an underscore
     **{
         f"{before}both{between}{how}{after}": 2
         for how in ("bad", "good")
@@ -222,11 +223,14 @@ def split_pairs(
     prompts = [str(pair.prompt) for pair in pairs]
     if len(set(prompts)) < 10 * len(shares):
         prompts = [str(number) for number in range(len(pairs))]
+    # the order of a set of texts changes from process to process
     drawn = sorted(set(prompts))
     random.Random(seed).shuffle(drawn)
+    # rounded ends meet; sizes that are rounded one by one could miss a prompt
     ends = [round(end * len(drawn)) for end in accumulate(shares)]
     part_of = {}
     for number, prompt in enumerate(drawn):
+        # without the last end: a sum of shares just below 1 must not make a further part
         part_of[prompt] = sum(number >= end for end in ends[:-1])
     parts: list[list[Pair]] = [[] for _ in shares]
     for prompt, pair in zip(prompts, pairs, strict=True):
@@ -270,6 +274,7 @@ def check_label(label: object, classes: int = 3) -> int | tuple[float, ...] | No
     label = plain(label)
     if isinstance(label, str) and label.strip():
         text = label.strip().lower()
+        # a column with empty cells comes from pandas as floats, in CSV as 0.0
         known = _WINNERS | {form: k for k in range(len(CLASSES)) for form in (str(k), f"{k}.0")}
         label = known.get(text, label)
     if label is None or (isinstance(label, str) and not label.strip()):
@@ -281,6 +286,7 @@ def check_label(label: object, classes: int = 3) -> int | tuple[float, ...] | No
                 f"a label is {label!r}, expected {classes} shares that sum to 1{without}"
             )
         return shares
+    # bool is an int, and True would be B
     if (
         isinstance(label, bool)
         or not isinstance(label, (int, float))
@@ -297,8 +303,10 @@ def _parse_soft_label(label: list[Any], classes: int) -> tuple[float, ...] | Non
         shares = tuple(float(share) for share in label)
     except (TypeError, ValueError):
         return None
+    # shares of three classes serve a model without ties if none ties
     if not any(shares[classes:]):
         shares = shares[:classes]
+    # with not, as comparisons with nan are False; shares may be rounded
     if len(shares) != classes or not min(shares) >= 0 or not abs(sum(shares) - 1) < 1e-3:
         return None
     return shares

@@ -25,8 +25,10 @@ def packed_attention(
     They are at most ``window`` apart.
     """
     tokens, heads, width = query.shape
+    # each head of the key serves a run of neighboring query heads, as in torch's enable_gqa
     key, value = (part.repeat_interleave(heads // part.shape[1], 1) for part in (key, value))
     place = torch.arange(tokens, device=query.device)
+    # right: the token at a sequence's end belongs to the next one, and empty ones own none
     owner = torch.bucketize(place, cu_seq_lens[1:], right=True)
     seen = owner[:, None] == owner[None]
     if window is not None:

@@ -19,6 +19,7 @@ from .config import PairwiseConfig
 from .judge import Judge
 from .packing import check_packing
 
+# options that say where files are, so that the tokenizer needs them as well
 _FROM_HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
 
 
@@ -36,6 +37,7 @@ class SavedJudge(Judge):
         with reading(place, "from_pretrained"):
             loaded = super().from_pretrained(place, *args, **kwargs)
         model: Any = loaded[0] if isinstance(loaded, tuple) else loaded
+        # when the model was made it held no data to try this on
         model.packing = check_packing(model.encoder)
         try:
             hub_options = {name: value for name, value in kwargs.items() if name in _FROM_HUB}
@@ -49,6 +51,7 @@ class SavedJudge(Judge):
                     f"from_pretrained: the tokenizer in {place} cannot be read: {error}"
                 ) from error
             model.tokenizer = None  # it was saved without one
+        # for its refusal alone: an edited config may ask for positions that are not there
         most_tokens(
             "from_pretrained",
             model.config.max_tokens,
@@ -89,6 +92,7 @@ class SavedJudge(Judge):
             folder = make_folder(save_directory, "save_pretrained")
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
+            # lexists: a link to nowhere is somebody's file, too
             if report is not None or not os.path.lexists(folder / CARD):
                 with new_file(folder / CARD, "save_pretrained") as part:
                     part.write_text(judge_card(self.config, report), encoding="utf-8")
@@ -144,7 +148,7 @@ def judge_card(config: PairwiseConfig, report: Any = None) -> str:
             "calibration_error": judged.calibration_error,
         }
         metrics = [{"type": name, "value": round(float(value), 4)} for name, value in named.items()]
-        where = {"name": f"{len(report.labels)} labelled pairs", "type": "pairs"}
+        where = {"name": f"{len(report.labels)} labeled pairs", "type": "pairs"}
         results = {"task": {"type": "text-ranking"}, "dataset": where, "metrics": metrics}
         head["model-index"] = [{"name": "judge", "results": [results]}]
         parts += ["## What its verdicts are worth", f"```text\n{report}\n```"]

@@ -46,9 +46,11 @@ SURFACE = {
 
 NAMES = tuple(name for names in SURFACE.values() for name in names)
 
+# in the order of the names above, from bullets to refusals
 _COUNTED = tuple(
     re.compile(pattern, re.MULTILINE | re.IGNORECASE)
     for pattern in (
+        # not \s*: that would run over empty lines, and a million of them would take hours
         r"^[^\S\n]*[-*•]\s",
         r"^[^\S\n]*\d+[.)]\s",
         r"```",
@@ -92,6 +94,7 @@ def surface_of(prompt: str, answer: str) -> np.ndarray:
         sum(c.isupper() for c in answer) / size,
         sum(c > "\x7f" for c in answer) / size,
         1 - len(set(triples)) / max(1, len(triples)),
+        # a tuple, since the '' of an empty answer would be in any text
         float(answer.rstrip()[-1:] in tuple(".!?\"')`")),
         float(answer[:1].isupper()),
     ]
@@ -99,21 +102,19 @@ def surface_of(prompt: str, answer: str) -> np.ndarray:
         sum(word in asked for word in words) / count,
         len(asked & distinct) / max(1, len(asked)),
     ]
+    # the order of NAMES: length, style as counts and then shares, overlap
     return np.array([*length, *map(math.log1p, counts), *shares, *overlap])
 
 
 def surfaces_of(pairs: Sequence[Pair]) -> tuple[np.ndarray, np.ndarray]:
     """(N, F) features of the answers called A, and of those called B."""
-    sides = [
-        np.stack(
-            [
-                surface_of(said_by("user", p.prompt), said_by("assistant", answer))
-                for p, answer in side
-            ]
-        )
-        for side in ([(p, p.a) for p in pairs], [(p, p.b) for p in pairs])
-    ]
-    return sides[0], sides[1]
+    first, second = [], []
+    for pair in pairs:
+        # the user's words alone: to repeat a system's instructions is no overlap
+        asked = said_by("user", pair.prompt)
+        first.append(surface_of(asked, said_by("assistant", pair.a)))
+        second.append(surface_of(asked, said_by("assistant", pair.b)))
+    return np.stack(first), np.stack(second)
 
 
 def columns_of(kinds: Sequence[str]) -> list[int]:
@@ -156,6 +157,7 @@ class SurfaceEncoding(nn.Module):
     @torch.no_grad()
     def fit_(self, a: Tensor, b: Tensor) -> None:
         """Set the bins to quantiles of (N, F) features of answers and their rivals."""
+        # both orders, so that the bins of differences are alike for A and B
         seen = torch.cat([self._seen(a, b), self._seen(b, a)]).double()
         shares = torch.linspace(0, 1, self.edges.shape[1], dtype=torch.float64)
         self.edges.copy_(torch.stack([torch.quantile(column, shares) for column in seen.unbind(1)]))
@@ -165,6 +167,7 @@ class SurfaceEncoding(nn.Module):
         low = self.edges[:, :-1]
         high = self.edges[:, 1:]
         seen = self._seen(a, b)
+        # where many answers have one value, quantiles are equal; such a bin becomes a step
         return ((seen[..., None] - low) / (high - low).clamp(min=1e-6)).clamp(0, 1).flatten(-2)
 
     def _seen(self, a: Tensor, b: Tensor | None) -> Tensor:

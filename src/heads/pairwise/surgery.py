@@ -39,6 +39,7 @@ def encoder_layers(
     """
     config = encoder.config
     wanted = config.num_hidden_layers
+    # ALBERT with one group runs the same parameters again and again: no layer stands alone
     for name, module in encoder.named_modules():
         if (
             isinstance(module, nn.ModuleList)
@@ -100,21 +101,25 @@ def freeze_(model: Judge, what: str) -> FreezeReport:
         ValueError: Another word, more layers than there are, layers that share parameters, a model
             with adapters.
     """
-    if any("lora_" in name for name, _ in model.named_parameters()):
+    # every layer of peft's has it, whatever kind of adapter
+    if any(hasattr(module, "adapter_layer_names") for module in model.modules()):
         raise ValueError(
             "freeze_: the model has adapters, and peft has frozen the rest; expected a model "
             "without"
         )
     parts = encoder_parts(model.encoder, what)
+    # what an earlier call froze trains again, so that the last call alone counts
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     for _, module in parts:
         module.requires_grad_(False)
-    counts = {
-        grad: sum(p.numel() for p in model.parameters() if p.requires_grad == grad)
-        for grad in (True, False)
-    }
-    return FreezeReport(tuple(name for name, _ in parts), counts[False], counts[True])
+    trained = frozen = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            trained += parameter.numel()
+        else:
+            frozen += parameter.numel()
+    return FreezeReport(tuple(name for name, _ in parts), frozen, trained)
 
 
 def encoder_parts(encoder: PreTrainedModel, what: str) -> list[tuple[str, nn.Module]]:
@@ -123,6 +128,7 @@ def encoder_parts(encoder: PreTrainedModel, what: str) -> list[tuple[str, nn.Mod
         return []
     if what == "all":
         return [("encoder", encoder)]
+    # BERT's module holds positions and a norm beside the tokens; decoders have a bare table
     embeddings = getattr(encoder, "embeddings", None) or encoder.get_input_embeddings()
     parts = [("embeddings", embeddings)]
     if getattr(encoder, "embeddings_project", None) is not None:  # ELECTRA's

@@ -74,6 +74,7 @@ def _as_model_arguments(item: object, operation: str) -> dict[str, Any]:
     for name, value in tensors.items():
         if name.endswith("input_ids") and not value.dim():
             raise ValueError(f"{operation}: {name} is a single number, expected (B, T) or (T,)")
+        # a row of a tokenized data set is one list of numbers
         if name in _OF_TOKENS and value.dim() == 1:
             batch[name] = value[None]
     return batch
@@ -114,6 +115,7 @@ def check_model(operation: str, model: object) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"{operation}: model is a {type(model).__name__}, expected a loaded model")
     for name, module in model.named_modules():
+        # by the name of the module, so that peft need not be imported
         if type(module).__module__.startswith("peft."):
             raise ValueError(
                 f"{operation}: {name or type(module).__name__} is an adapter's; merge adapters "
@@ -164,6 +166,7 @@ def _check_two_sides(operation: str, batch: Batch) -> None:
             f"{operation}: a batch has {sorted(batch)}, expected decoder_input_ids for an "
             "encoder-decoder"
         )
+    # `not_padding` knows one mask, and would apply it to the other side's tokens
     masks = [
         batch[n]
         for n in ("attention_mask", "decoder_attention_mask")
@@ -180,6 +183,7 @@ def positions_of(model: nn.Module) -> int | None:
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig):
         return None
+    # GPT-2's n_positions answers to this name, too
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     tables = [
         m
@@ -188,6 +192,7 @@ def positions_of(model: nn.Module) -> int | None:
     ]
     if isinstance(positions, int) and tables and tables[0].padding_idx is not None:
         positions -= tables[0].padding_idx + 1  # RoBERTa counts from behind the padding's
+    # XLNet says -1, since it has no limit
     if isinstance(positions, int) and positions > 0:
         return positions
     return None

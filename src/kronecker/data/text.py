@@ -41,6 +41,7 @@ def text_of(path: str | Path) -> str:
         text = "\n\n".join("\n".join(row) for row in rows)
     else:
         text = read_text(path, "text_of")
+    # UTF-16 without a mark, or a binary file, reads as text with null bytes
     if "\0" in text:
         raise ValueError(f"text_of: expected text in UTF-8 or UTF-16, got null bytes in {path}")
     if not text.strip():
@@ -59,6 +60,7 @@ def _strings(record: object) -> list[str]:
     if isinstance(record, str):
         return [record] if record else []
     if isinstance(record, Mapping):
+        # `role: user` would otherwise be in every turn
         record = [value for name, value in record.items() if name not in _LABELS]
     if isinstance(record, list):
         return [text for value in record for text in _strings(value)]
@@ -106,6 +108,7 @@ def text_batches(
     ... ]
     [torch.Size([3, 2]), torch.Size([1, 2])]
     """
+    # file names have at most 255 bytes; asking for a longer one raises an OSError
     if len(text.encode()) < 250 and "\n" not in text and Path(text).is_file():
         raise ValueError(
             f"text_batches: text is the name of a file, {text!r}; expected its text: "
@@ -116,6 +119,7 @@ def text_batches(
             f"text_batches: tokens is {tokens}, context {context}, rows {rows}, skip {skip}, "
             "expected 1 or more"
         )
+    # a guess of 20 characters a token, so that a whole book need not be encoded
     size = 20 * (tokens + skip)
     encoded = encode(text[:size])
     # of long words
@@ -176,6 +180,7 @@ def strided(batches: Iterable[Tensor], *, context: int, stride: int) -> list[dic
     done = 0
     for begin in range(0, len(ids), stride):
         row = ids[begin : begin + context]
+        # a window that ends where the last one did has nothing new; one token predicts nothing
         if begin + len(row) <= done or len(row) < 2:
             break
         labels = row.clone()

@@ -36,7 +36,7 @@ def _refuse_own_forward(name: str, module: nn.Module) -> None:
     if isinstance(module, (nn.Linear, nn.Embedding)) and not convertible(module):
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         raise ValueError(
-            f"convert_: {name} is a {kind}, quantised or with a forward of its own; expected a "
+            f"convert_: {name} is a {kind}, quantized or with a forward of its own; expected a "
             "plain layer"
         )
 
@@ -78,6 +78,7 @@ def _resolve_one(
     if filter_fn is None:
         mlps = find_mlps(model, batch)
     else:
+        # with a filter the MLPs only say which layers get the opposite shape
         mlps = mlps_if_any(model, batch)
     downs = {mlp.down for mlp in mlps}
     members = {name for mlp in mlps for name in (*mlp.ups, mlp.down)}
@@ -93,6 +94,7 @@ def _resolve_one(
         if convertible(module) or isinstance(module, COMPRESSED):
             resolved[name] = config.opposite() if name in downs else config
     if not resolved:
+        # nothing was found: a layer with its own forward may be the reason, and is named
         for name, module in modules.items():
             _refuse_own_forward(name, module)
         near = ", ".join([n for n, m in modules.items() if convertible(m)][:6])
@@ -155,23 +157,25 @@ def blocks_of(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Modu
     The whole model is one block where the layers are not within one list of modules.
     """
     names = list(names)
+    # lists within lists are experts or sublayers of one block
     lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     outermost = [n for n in lists if not any(n.startswith(f"{o}.") for o in lists if o != n)]
     for name in outermost:
         if all(n.startswith(f"{name}.") for n in names):
             blocks = model.get_submodule(name)
             assert isinstance(blocks, nn.ModuleList)
-            numbered = [(f"{name}.{i}", block) for i, block in enumerate(blocks)]
-            return [
-                (n, block, [t for t in names if t.startswith(f"{n}.")]) for n, block in numbered
-            ]
+            found = []
+            for i, block in enumerate(blocks):
+                own = [n for n in names if n.startswith(f"{name}.{i}.")]
+                found.append((f"{name}.{i}", block, own))
+            return found
     return [("", model, names)]
 
 
 HOOKS = [
     n
     for n in vars(nn.Module())
-    if "hooks" in n and not n.startswith(("_state_dict", "_load_state_dict"))
+    if "hook" in n and not n.startswith(("_state_dict", "_load_state_dict"))
 ]
 
 
@@ -189,8 +193,10 @@ def set_parameters_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         owner, _, key = name.rpartition(".")
         module = model.get_submodule(owner)
         old = model.get_parameter(name)
+        # a cached part comes from the disk, on the CPU
         new = nn.Parameter(tensor.to(old.device).contiguous(), requires_grad=old.requires_grad)
         module.register_parameter(key, new)
+        # peft and repr read these sizes and not the weight's shape
         if key == "weight" and (isinstance(module, nn.Linear) or is_conv1d(module)):
             if is_conv1d(module):
                 names = ("nx", "nf")
@@ -207,11 +213,14 @@ def all_or_nothing(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
     Restores the modules, their parameters and attributes, and ``requires_grad`` of the whole model.
     """
     modules = {name: model.get_submodule(name) for name in names}
+    # copies of the dictionaries: the fit puts new parameters into the modules' own
     contents = {name: (dict(m._parameters), dict(vars(m))) for name, m in modules.items()}
+    # fading in freezes originals, which come back after an error
     trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         yield
     except BaseException:
+        # also after Ctrl-C, which is no Exception
         for name, module in modules.items():
             parameters, attributes = contents[name]
             vars(module).update(attributes)

@@ -126,6 +126,7 @@ def find_mlps(model: nn.Module, batch: Mapping[str, object] | None = None) -> li
 
 def _kind(mlp: Mlp) -> tuple[str, ...]:
     """Names that are the same in all blocks."""
+    # layers.3.fc1 and layers.7.fc1 are one kind
     return tuple(re.sub(r"\d+", "#", name) for name in (*mlp.ups, mlp.down))
 
 
@@ -186,6 +187,7 @@ def _simple_arguments(model: PreTrainedModel, device: torch.device) -> dict[str,
     config: Any = model.config
     if model.main_input_name == "input_ids":
         text = config.get_text_config()
+        # from 3: the first ids are padding, start and end in many vocabularies
         ids = (
             torch.arange(3, 3 + min(_TOKENS, positions_of(model) or _TOKENS), device=device)
             % text.vocab_size
@@ -199,6 +201,7 @@ def _simple_arguments(model: PreTrainedModel, device: torch.device) -> dict[str,
             if isinstance(config.image_size, (tuple, list))
             else [config.image_size] * 2
         )
+        # noise: in a flat picture all patches would be equal
         picture = torch.randn(
             1, config.num_channels, height, width, generator=torch.Generator().manual_seed(0)
         )
@@ -225,6 +228,7 @@ def _runs(
             raise ValueError(
                 f"kronecker: a forward hook changes what {name} says, expected a model without it"
             )
+        # with NaN no test below can pass, and the layer would be skipped without a word
         if not torch.isfinite(out).all():
             raise ValueError(
                 f"kronecker: {name} has a weight that is zero or not finite, or gives such numbers"
@@ -242,11 +246,13 @@ def _hypotheses(before: Sequence[_Run], run: _Run) -> list[Mlp]:
 
     One layer or two that ran just before it.
     """
+    # gate and up read one tensor and run one after the other, just before the last layer
     ups = [
         r
         for r in before[-2:]
         if r.in_features == run.out_features and r.inputs is before[-1].inputs
     ]
+    # a layer that reads the same input runs beside and not after, as k and v beside q
     if not ups or ups[-1] is not before[-1] or run.inputs is before[-1].inputs:
         return []
     sizes = [r.out_features for r in ups]
@@ -263,6 +269,7 @@ def _read_once(
     model: nn.Module, mlps: list[Mlp], runs: Sequence[_Run], rows: Mapping[str, object]
 ) -> list[Mlp]:
     """Return the MLPs whose hidden neurons nothing but the last layer reads."""
+    # one pass for all MLPs; only if something else reads a neuron is each tried alone
     if not mlps or _tried(model, mlps, runs, rows)[1]:
         return mlps
     return [mlp for mlp in mlps if _tried(model, [mlp], runs, rows)[1]]
@@ -293,6 +300,7 @@ def _tried(
         def changed(name: str, given: Tensor, out: Tensor) -> Tensor:
             out = out.clone()
             parts = out.view(2, -1, out.shape[-1])
+            # several times what is there, so that a change shows behind a ReLU or a gate
             other = torch.randn(len(rows), generator=generator).to(out) * (
                 1 + 3 * parts.float().std().to(out)
             )
@@ -308,9 +316,12 @@ def _tried(
         near = _NEAR * first.square().mean().sqrt()
         changed = (second - first).abs() > near
         copied = len(first) < 3 or not bool(((second[-1] - first[1]).abs() > near).any())
+        # the last token was changed on purpose
         changed[len(first) - 1 if len(first) > 2 else len(first) :] = False
         alone = bool(changed[0].any()) and not bool(changed[1:].any())
+        # the neurons that were changed may differ; all others must not
         changed[0, chosen[name].to(changed.device)] = False
+        # a layer that runs several times has to pass every time
         right[name] = right.get(name, True) and copied and alone and not bool(changed.any())
         parts = out.clone().view(2, -1, out.shape[-1])
         parts[1] = parts[0]
@@ -318,6 +329,7 @@ def _tried(
 
     for mlp in trials:
         count = sizes[mlp.down]
+        # half of the neurons: the other half shows that they do not depend on these
         chosen[mlp.down] = torch.randperm(count, generator=generator)[: (count + 1) // 2]
         changes |= dict.fromkeys(mlp.ups, disturb(mlp.rows(chosen[mlp.down], count)))
     changes |= {mlp.down: compare for mlp in trials}
@@ -349,6 +361,7 @@ def watched(
         for name, module in modules.items():
             hooks.enter_context(
                 module.register_forward_hook(
+                    # name as a default: a loop's lambdas would all see the last name
                     lambda module, given, out, name=name: see(name, given[0], out)
                 )
             )

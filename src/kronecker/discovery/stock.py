@@ -32,6 +32,7 @@ def stock_config(
         ValueError: No field of the config, or no set of fields, gives these shapes.
     """
     places = list(_places(before, sizes))
+    # fewest fields first: one that only happens to have the same number stays as it is
     for count in range(1, len(places) + 1):
         for chosen in itertools.combinations(places, count):
             config = copy.deepcopy(before)
@@ -66,6 +67,7 @@ def _places(
     """
     for name, value in config.to_dict().items():
         inner = getattr(config, name, None)
+        # models of images and text keep the language model's settings in a config of its own
         if isinstance(inner, PretrainedConfig):
             yield from _places(inner, sizes, (*path, name))
         elif name in _UNSET and value is None:
@@ -102,11 +104,13 @@ def attribute_changes(model: PreTrainedModel, config: PretrainedConfig) -> Chang
     Plain attributes (sizes, counts) that differ between a model of the old config and one of the
     new, and the config itself; whatever a user has set stays.
     """
+    # empty models of both configs: what differs between them is what the config decides
     old, new = (
         dict(empty(type(model), c).named_modules()) for c in (copy.deepcopy(model.config), config)
     )
     changes: Changes = []
     for name, module in model.named_modules():
+        # a module that a user has added is in neither
         if name not in new or name not in old:
             continue
         before = vars(old[name])

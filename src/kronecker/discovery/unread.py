@@ -35,6 +35,7 @@ class _Hidden:
     def read_neurons(self, state: Mapping[str, Tensor]) -> Tensor:
         """Return the neurons whose column is not zero, in their order."""
         name, dim = self.reads
+        # experts of a stack have one size: a neuron is read if any expert reads it
         return torch.nonzero(state[name].movedim(dim, 0).flatten(1).any(1)).flatten()
 
     def count(self, tensors: Mapping[str, Tensor] | Mapping[str, torch.Size]) -> int:
@@ -53,7 +54,9 @@ class _Hidden:
         unread = torch.ones(count, dtype=torch.bool, device=read.device)
         unread[read] = False
         spare = torch.nonzero(unread).flatten()[: max(0, keep - len(read))]
+        # in their old order, so that a model that loses nothing keeps its very weights
         neurons = torch.cat([read, spare]).sort().values
+        # neuron 0 stands in for what is missing, and is set to zero below
         filled = torch.cat([neurons, neurons.new_zeros(keep - len(neurons))])
         zeros = torch.arange(len(neurons), keep, device=read.device)
 
@@ -90,16 +93,15 @@ def smallest_stock(
     smaller = {before: keep for before, keep in sizes.items() if keep < before}
     config = copy.deepcopy(model.config)
     if smaller:
-        new = {
-            n: t
-            for part in hidden
-            for n, t in part.resized(state, sizes[part.count(stock)]).items()
-        }
+        new = {}
+        for part in hidden:
+            new |= part.resized(state, sizes[part.count(stock)])
         try:
             config = stock_config(
                 type(model), model.config, stock | {n: t.shape for n, t in new.items()}, smaller
             )
         except ValueError:  # its config has no field for this size
+            # Bloom's hidden size is fixed at 4 times its width: its layers are filled up instead
             sizes = {before: before for before in sizes}
     for part in hidden:
         state = {**state, **part.resized(state, sizes[part.count(stock)])}
@@ -129,6 +131,7 @@ def _smallest_sizes(
 
 
 def _of_mlp(model: nn.Module, mlp: Mlp) -> _Hidden:
+    # the dimension of a weight's outputs: GPT-2's Conv1D stores (in, out)
     def rows(name: str) -> int:
         if is_conv1d(model.get_submodule(name)):
             return 1

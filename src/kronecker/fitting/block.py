@@ -90,6 +90,7 @@ class Block:
                 if one_pass:
                     self.seen[mlp.down].add(h, y)
                 else:
+                    # `smaller` takes off its own stream: what is left makes up for what that lost
                     self.wanted[mlp.down].append(y + self._stream(mlp, x, y, out, call))
             for name in self.singles:
                 if name in seen:
@@ -150,6 +151,7 @@ class Block:
         keep: list[Tensor | None] = [None]
 
         def see(module: nn.Module, given: tuple, named: dict) -> None:
+            # transformers calls a stack with states, indices of experts and their weights
             hidden, experts = (*given, *named.values())[:2]
             seen.append((tokens(hidden, keep[0]), tokens(experts, keep[0])))
 
@@ -187,11 +189,15 @@ class Block:
         """
         inputs: dict[str, Tensor] = {}
         seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        # the first layer alone: gate and up read one input
         first = {m.ups[0]: m.down for m in self.mlps}
 
         def see(name: str, x: Tensor, y: Tensor) -> None:
             if name in first:
                 inputs[first[name]] = tokens(x, call.keep)
+                return
+            # a layer that runs again is fitted to its first run
+            if name in seen and name in singles:
                 return
             if name not in self.ran:
                 self.ran.append(name)
@@ -206,6 +212,7 @@ class Block:
     def _kind(self, mlp: Mlp, states: Tensor) -> str | None:
         up = self.model.get_submodule(mlp.ups[0])
         down = self.model.get_submodule(mlp.down)
+        # with two MLPs, or experts beside one, what each adds cannot be told apart
         if len(self.mlps) > 1 or any(is_experts(self.model.get_submodule(n)) for n in self.singles):
             return None
         with self._full_precision():
@@ -224,6 +231,7 @@ class Block:
         """Return the residual stream that an MLP adds to, or zeros if it cannot be read."""
         kind = self.kinds[mlp.down]
         if kind == "output":
+            # pre-norm: the block's output is the stream plus y
             return tokens(out, call.keep) - y
         if kind == "read":
             return x

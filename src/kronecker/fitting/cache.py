@@ -42,12 +42,14 @@ def _key(model: nn.Module, settings: object, data: Sequence[Batch]) -> str:
         fields.pop("_name_or_path", None)  # a copy of the folder is the same model
     beside = [json.dumps([settings, str(type(model)), fields], default=str)]
     for name, module in model.named_modules():  # a user may have put another activation there
+        # an activation that is a plain function is in no state and in no repr
         functions = {
             key: value.__qualname__
             for key, value in vars(module).items()
             if inspect.isfunction(value)
         }
         beside.append(f"{name} {type(module).__qualname__} {module.extra_repr()} {functions}")
+    # all weights, not only those that are fitted: they decide what reaches the fitted ones
     values = list(model.state_dict().items())
     for number, batch in enumerate(data):
         values += [(f"batch {number} {name}", value) for name, value in batch.items()]

@@ -38,6 +38,7 @@ def calls_of(
         One list of calls for each block, and the hidden states before the first block; None if a
         block's input is not the output of the one before it.
     """
+    # the head's product with a large vocabulary would be made for nothing
     body = _body(model, blocks, data[0])
     outputs: list[Any] = []
     inputs: list[Any] = []
@@ -53,10 +54,14 @@ def calls_of(
             )
         first = _captured(body, blocks, data[0])
     states = [out[0] if isinstance(out, tuple) else out for out in outputs]
+    # one output more than there are pairs: what the last block says is read by no block
     if any(not torch.equal(read, before) for read, before in zip(inputs[1:], states, strict=False)):
         return None
     rest = data[1:]
-    if rest and outputs and _is_one_tensor(outputs[-1]):
+    # a block that also returns attentions or a position bias hands them on, so it has to run;
+    # so has one that runs several times, as ALBERT's, since it reads what it said
+    once = len(outputs) == len(blocks)
+    if rest and once and _is_one_tensor(outputs[-1]):
         with _passed_by(blocks, outputs[-1]):
             if _same_arguments(_captured(body, blocks, data[0])[0], first[0]):
                 return _joined([first, *(_captured(body, blocks, batch) for batch in rest)])
@@ -147,5 +152,6 @@ class WholeModel(Call):
 
     def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
         """Run the model on the batch."""
+        # its output is not needed: what its layers read and say is heard by hooks
         block(**self.named)
         return hidden

@@ -26,6 +26,7 @@ def descended(
         return weights, before
     moved = _moved(weights, x, target, epochs)
     after = moved.error(x, target)
+    # a loss that became NaN compares as false, so the closed form stays
     if after < before:
         return (moved, after)
     return (weights, before)
@@ -43,13 +44,15 @@ def _moved(weights: MlpWeights, x: Tensor, target: Tensor, epochs: int) -> MlpWe
     parameters = [t.clone().requires_grad_() for t in weights.parameters()]
     weights = weights.with_parameters(parameters)
     groups = [{"params": [t], "lr": 0.0, "size": s} for t, s in zip(parameters, sizes, strict=True)]
+    # rates are set in every step below; the groups only hold the sizes
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
     generator = torch.Generator().manual_seed(0)
     batch = min(_BATCH, len(x))
-    orders = [torch.randperm(len(x), generator=generator) for _ in range(epochs)]
-    chunks = [
-        rows.to(x.device) for order in orders for rows in order.split(batch) if len(rows) == batch
-    ]
+    chunks: list[Tensor] = []
+    for _ in range(epochs):
+        order = torch.randperm(len(x), generator=generator).to(x.device)
+        # a short last batch is left out: its few tokens would count more than the others
+        chunks += order[: len(x) // batch * batch].split(batch)
     for step, rows in enumerate(chunks):
         loss = (weights(x[rows]) - target[rows]).square().mean()
         for group in optimizer.param_groups:

@@ -39,10 +39,12 @@ def eliminate(weight: Tensor, moment: Tensor, keep: int, *, step: int = 1) -> Te
     alive = torch.arange(weight.shape[1], device=weight.device)
     while len(alive) > keep:
         costs = weight.square().sum(0) / inverse.diagonal()
+        # stable, so that neurons of equal cost go in one order on every machine
         out = costs.argsort(stable=True)[: min(step, len(alive) - keep)]
         stays = torch.ones(len(alive), dtype=torch.bool, device=weight.device)
         stays[out] = False
         rest = stays.nonzero()[:, 0]
+        # block elimination of C⁻¹: no new inverse of the covariance in any step
         solved = torch.linalg.solve(inverse[out][:, out], inverse[out][:, rest])  # (dropped, kept)
         weight = weight[:, rest] - weight[:, out] @ solved
         inverse = inverse[rest][:, rest] - inverse[rest][:, out] @ solved
@@ -58,5 +60,6 @@ def refitted(cross: Tensor, moment: Tensor, kept: Tensor) -> Tensor:
     ... )
     tensor([[2.]], dtype=torch.float64)
     """
+    # from the sums again: the updates of many steps would have added up their rounding
     factor = torch.linalg.cholesky(moment.double()[kept][:, kept])
     return torch.cholesky_solve(cross.double()[:, kept].T, factor).T

@@ -29,6 +29,7 @@ def experts_shapes(module: nn.Module, keep: int) -> dict[str, torch.Size]:
     shapes = {n: list(p.shape) for n, p in module.named_parameters(recurse=False)}
     count = layout.neurons(torch.Size(shapes["down_proj"]))
     for name, dim in layout.neuron_dims.items():
+        # gate and up in one matrix have two rows for each neuron
         shapes[name][dim] = shapes[name][dim] // count * keep
     return {n: torch.Size(shape) for n, shape in shapes.items()}
 
@@ -93,6 +94,7 @@ def _experts(
         weights = MlpWeights([(up,)], [up_bias], (down,), down_bias, middle)
         seen = Seen(Moments.zeros(*down.shape, device=down.device))
         for tokens, experts in routed:
+            # the router's weights are left out: a token counts once for each of its experts
             x = tokens[(experts == expert).any(-1)].float()
             seen.add(weights.hidden(x), weights(x), x if keep_inputs else None)
         yield weights, seen

@@ -53,6 +53,7 @@ def fit_factors(mlp: Mlp, weights: MlpWeights, seen: Seen, configs: Configs) -> 
         weights = weights.on(mlp, order)
         moments = moments.of_inputs(order)
     started = _started(mlp, weights, moments, x, target, configs, sorted_neurons=order is not None)
+    # the matrices descend together, so the largest number of epochs counts for all
     epochs = max(c.epochs for c in configs.values())
     if started.middle is None:
         return FactorFit(started, moments.error(started.down_weight, started.down_bias) ** 2, order)
@@ -78,8 +79,8 @@ def _started(
     def begin(
         name: str, weight: Tensor, bias: Tensor | None, moments: Moments
     ) -> tuple[Matrix, Tensor | None]:
-        centred = moments if bias is None else moments.centred()
-        matrix = _factors(configs[name], weight, centred, sorted_neurons=sorted_neurons)
+        centered = moments if bias is None else moments.centered()
+        matrix = _factors(configs[name], weight, centered, sorted_neurons=sorted_neurons)
         return matrix, None if bias is None else init.correct_bias(
             moments, small.build(*matrix)
         ).float()
@@ -123,6 +124,7 @@ def neuron_order(
     leaders = most_important(weights, moments, count // group)
     others = torch.ones(count, dtype=torch.bool, device=leaders.device)
     others[leaders] = False
+    # each leader is followed by neurons that share its row of A, in their old order
     rest = torch.arange(count, device=leaders.device)[others].view(-1, group - 1)
     return torch.cat([leaders[:, None], rest], 1).flatten()
 
@@ -137,9 +139,11 @@ def _group(mlp: Mlp, weights: MlpWeights, configs: Configs) -> int:
     count = weights.down_weight.shape[1]
     for name, weight in zip((*mlp.ups, mlp.down), matrices, strict=True):
         config = configs[name]
+        # where gate and up alternate, a row of A is shared by both rows of one neuron
         if not isinstance(config, KroneckerConfig) or mlp.layout == "interleaved":
             return 1
         b_shape = config.shapes(*weight.shape)[1]
+        # hidden neurons are rows of the matrices before and columns of the last one
         sizes.add(b_shape[1] if name == mlp.down else b_shape[0])
     group = sizes.pop()
     if not sizes and count % group == 0:

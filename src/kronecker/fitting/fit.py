@@ -105,6 +105,7 @@ def fit_(
                 theirs = outputs_of(block.module, block.calls, theirs)
             continue
         before = theirs
+        # before any of this block's layers changes
         theirs = block.original(theirs, one_pass=one_pass)
         if gone := list(takewhile(lambda b: b.name in dropped, blocks[index + 1 :])):
             now = theirs
@@ -115,6 +116,7 @@ def fit_(
             raise ValueError(
                 f"{operation}: {silent[0]} saw no calibration token, expected data that it runs on"
             )
+        # in the order they run, so that later parts of a block see the earlier ones' new weights
         for part in (by_name[n] for n in block.ran):
             stored = cache.load(part.name or "model")
             if stored is None:
@@ -127,6 +129,7 @@ def fit_(
             place_(model, part, fitted.tensors)
             if placed is not None:
                 placed(part, fitted)
+            # the tensors are in the model now; a second copy of all would be the model's size
             done[part.name] = Fitted({}, fitted.error, fitted.order, fitted.notes)
             progress.update(1)
         if not one_pass:
@@ -164,7 +167,7 @@ def _fitted_alone(
         kind = LowRankLinear
     # pyrefly: ignore[bad-argument-type]: the kind is the config's
     layer = kind.from_config(module, config, moments)
-    seen = moments.centred() if layer.bias is not None else moments
+    seen = moments.centered() if layer.bias is not None else moments
     tensors = {f"{part.name}.{n}": t for n, t in layer.state_dict().items()}
     return Fitted(tensors, seen.error(layer.dense_weight()) ** 2)
 
@@ -176,6 +179,7 @@ def _fitted_mlp(
     prune = part.prune
     descends = any(c.epochs for c in _factored(part).values()) if prune is None else prune.descends
     middle = None
+    # the closed form of pruning needs hidden neurons alone, which the block itself gives
     if prune is None or descends:
         middle = block.middle(mlp, states[0], getattr(model, "config", None))
     weights = MlpWeights.of(modules, middle)

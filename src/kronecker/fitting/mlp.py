@@ -100,20 +100,16 @@ class MlpWeights:
         A bias has that of what it is added to.
         """
         said = [F.linear(x, self.build(*m)) for m in self.ups]
-        outputs = [
-            *said,
-            *([] if self.down_bias is None else [F.linear(self.hidden(x), self.down_weight)]),
-        ]
-        biases = [
-            y
-            for y, b in zip(outputs, (*self.up_biases, self.down_bias), strict=False)
-            if b is not None
-        ]
+        biases = [y for y, b in zip(said, self.up_biases, strict=True) if b is not None]
+        if self.down_bias is not None:
+            biases.append(F.linear(self.hidden(x), self.down_weight))
         matrices = [t for m in (*self.ups, self.down) for t in m]
+        # correction=0, as a factor may be one number; 1e-8, so that what is all zero moves, too
         return [float(t.std(correction=0).clamp_min(1e-8)) for t in (*matrices, *biases)]
 
     def error(self, x: Tensor, target: Tensor) -> float:
         """Return the error of what it gives: Σ |t - y|² over Σ |t|²."""
+        # in pieces: the hidden neurons of all tokens at once are many times the inputs
         parts = zip(x.split(_CHUNK), target.split(_CHUNK), strict=True)
         apart = sum(float((t - self(rows)).double().square().sum()) for rows, t in parts)
         return apart / max(1e-30, float(target.double().square().sum()))
@@ -160,9 +156,11 @@ def middle_of(
         for m in near
         if not list(m.children()) and not list(m.parameters()) and "Dropout" not in type(m).__name__
     ]
+    # the config's own word first: variants of gelu are nearer than this test can tell
     for activation in (*named, *around, F.silu, F.gelu, F.relu):
         for middle in _middles(mlp, activation, len(said)):
             try:
+                # a module nearby may be no activation at all, and raise
                 apart = (middle(said).float() - hidden.float()).abs().mean()
             except (TypeError, RuntimeError, ValueError):
                 continue
@@ -193,4 +191,5 @@ def _middles(mlp: Mlp, activation: Callable[[Tensor], Tensor], ups: int) -> list
         first, second = pair(said)
         return first * activation(second)
 
+    # which half goes through the activation differs by family, so both are tried
     return [first_gates, second_gates]

@@ -28,9 +28,10 @@ def normal_equations(weights: MlpWeights, moments: Moments, ridge: float) -> tup
     With a ridge, a share of the mean second moment, that pulls towards the weight as it was.
     """
     n = max(1, moments.count)
+    # by the raw size of inputs, before centring; 1.0 where no token was seen
     ridge = ridge * (float(moments.inputs.diagonal().mean()) / n or 1.0)
     if weights.down_bias is not None:  # it takes care of means
-        moments = moments.centred()
+        moments = moments.centered()
     eye = torch.eye(len(moments.inputs), dtype=moments.inputs.dtype, device=moments.inputs.device)
     return (
         moments.inputs / n + ridge * eye,
@@ -75,6 +76,7 @@ def _with_writing_matrix(
     small: MlpWeights, weights: MlpWeights, moments: Moments, kept: Tensor, config: PruneConfig
 ) -> MlpWeights:
     """Return the kept neurons with the best matrix and bias that read them, in closed form."""
+    # an expert that no token reached keeps its largest neurons as they are
     if not moments.count:
         return small
     moment, cross = normal_equations(weights, moments, config.ridge)

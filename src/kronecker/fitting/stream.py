@@ -42,6 +42,7 @@ def stream_kind(
 def _adds_to_output(block: nn.Module, down: nn.Module, call: Call, states: Tensor) -> bool:
     """Return whether what a layer says is added to the block's output and changes nothing else."""
     plain = call.run(block, states).float()
+    # as large as the stream itself, so that rounding in bfloat16 does not hide it
     step = float(plain.square().mean().sqrt()) or 1.0
     with down.register_forward_hook(lambda module, given, out: out + step):
         moved = call.run(block, states).float()
@@ -60,6 +61,7 @@ def _norm_takes_sum(
 
     def norm(module: nn.Module, given: tuple) -> None:
         both = seen.get("read"), seen.get("said")
+        # norms that run before the MLP find nothing to compare with yet
         if given and all(isinstance(t, Tensor) and t.shape == given[0].shape for t in both):
             apart = given[0].float() - sum(t.float() for t in both if t is not None)
             takes[0] |= bool(apart.abs().mean() < _NEAR * given[0].float().abs().mean())
@@ -70,6 +72,7 @@ def _norm_takes_sum(
         )
         hooks.enter_context(down.register_forward_hook(lambda m, given, out: seen.update(said=out)))
         for module in block.modules():
+            # by name: families have norm classes of their own, as LlamaRMSNorm
             if "Norm" in type(module).__name__:
                 hooks.enter_context(module.register_forward_pre_hook(norm))
         call.run(block, states)

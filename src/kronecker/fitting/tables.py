@@ -103,12 +103,14 @@ def low_rank_table(weight: Tensor, rank: int, use: TableUse) -> tuple[Tensor, Te
         metric = use.inputs * (width / use.inputs.trace().clamp_min(1e-300))
         root = torch.linalg.cholesky(READ_IN * root + (1 - READ_IN) * metric)
     moment = torch.zeros_like(root)
+    # Lᵀ Wᵀ D W L is only (H, H): no SVD of the whole table is needed
     for rows, share in zip(weight.split(_ROWS), shares.split(_ROWS), strict=True):
         moment += rows.double().T @ (rows.double() * share[:, None])
     values, vectors = torch.linalg.eigh(root.T @ moment @ root)
     kept = vectors[:, -rank:]
     a = torch.linalg.solve_triangular(root, kept.T, upper=False, left=False)
     b = torch.cat([rows.double() @ (root @ kept) for rows in weight.split(_ROWS)])
+    # columns of B and rows of A get one size, for an optimizer with one rate
     balance = (b.norm(dim=0) / a.norm(dim=1)).clamp_min(1e-30).sqrt()
     if rank < width:
         error = float((values[:-rank].sum() / values.sum().clamp_min(1e-300)).clamp_min(0))

@@ -21,6 +21,7 @@ from .weights import KroneckerLayer, LowRankLayer, SmallerWeight, start
 
 def _check_plain(embedding: nn.Module, operation: str) -> None:
     """Refuse an embedding that does more than gather rows."""
+    # Gemma scales its rows, and max_norm changes the table in forward: factors do neither
     if type(embedding).forward is not nn.Embedding.forward or embedding.max_norm is not None:
         raise ValueError(f"{operation}: expected an nn.Embedding without max_norm, got {embedding}")
 
@@ -52,6 +53,7 @@ class SmallerEmbedding(SmallerWeight):
     @torch.no_grad()
     def to_embedding(self) -> nn.Embedding:
         """The dense `nn.Embedding` with the same rows."""
+        # on the meta device no numbers are drawn that would be overwritten
         table = nn.Embedding(
             self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta"
         )
@@ -229,4 +231,5 @@ class LowRankEmbedding(SmallerEmbedding, LowRankLayer):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Ids (*B,) to rows (*B, embedding_dim)."""
+        # only the rows of B that occur are multiplied with A
         return F.embedding(ids, self.b) @ self.a

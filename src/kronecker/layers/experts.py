@@ -68,6 +68,7 @@ class ExpertsLayout:
         """A stack's parameter in canonical form."""
         if self.transposed and name in self.matrices:
             tensor = tensor.mT
+        # GPT-OSS alternates rows of gate and up; its bias has the same order, hence startswith
         if self.rows == "interleaved" and name.startswith(self.up):
             tensor = torch.cat([tensor[:, ::2], tensor[:, 1::2]], 1)
         return tensor.contiguous()
@@ -92,6 +93,7 @@ def experts_layout(module: nn.Module) -> ExpertsLayout | None:
         transposed=getattr(module, "is_transposed", False),
         biased=getattr(module, "has_bias", False),
     )
+    # exactly these parameters: one that is not known here might change the function
     parameters = dict(module.named_parameters(recurse=False))
     if set(parameters) != {*layout.matrices, *layout.biases} or getattr(
         module, "has_post_expert_norm", False

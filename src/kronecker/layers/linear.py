@@ -52,6 +52,7 @@ class SmallerLinear(SmallerWeight):
         else:
             zeros = None
         self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros))
+        # set here and changed by `like`: a layer made by its constructor becomes an nn.Linear
         self.conv1d = False  # what `to_linear` makes
         self.original: nn.Module | None = None
         self.share = 1.0
@@ -107,6 +108,7 @@ class SmallerLinear(SmallerWeight):
         return linear.train(self.training)
 
     def _apply(self, fn: object, recurse: bool = True) -> Self:
+        # the original is no child module, so model.to(device) would leave it behind
         if self.original is not None:
             self.original._apply(fn)
         return super()._apply(fn, recurse)
@@ -114,6 +116,7 @@ class SmallerLinear(SmallerWeight):
     def fade_in_(self, original: nn.Module | None, share: float = 0.0) -> None:
         """Run (1 - share) of the original layer and share of the smaller weights; None ends it."""
         if original is not None:
+            # it goes away at the end: what it learned would be lost
             original.requires_grad_(False)
         object.__setattr__(self, "original", original)  # not a child: it is not saved
         self.share = share if original is not None else 1.0
@@ -127,6 +130,7 @@ class SmallerLinear(SmallerWeight):
         if self.original is None:
             return self.product(x)
         before = self.original(x)
+        # before a layer's turn in FadeIn its factors need not run
         if self.share == 0.0:
             return before
         return torch.lerp(before, self.product(x), self.share)
@@ -139,6 +143,7 @@ class SmallerLinear(SmallerWeight):
 
 def _checked_init(operation: str, init: str, known: Sequence[str], inputs: Tensor | None) -> Any:
     """Return the config's name of an initializer, and check that ``inputs`` fit it."""
+    # one layer alone has no sequence of blocks, so from_linear calls the fit `fitted`
     names = ["fitted" if name == "sequential" else name for name in known]
     check_choice(f"{operation}.from_linear", "init", init, names)
     if (init == "fitted") != (inputs is not None):
@@ -279,10 +284,11 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
         """Return a smaller layer that starts as a config says, on the moments of its inputs."""
         layer = cls.like(linear, config)
         if moments is not None and layer.bias is not None:
-            centred = moments.centred()
+            # the bias takes care of means, so the weight is fitted to what varies
+            centered = moments.centered()
         else:
-            centred = moments
-        factors = start(dense(linear), layer.b_shape, config, centred)
+            centered = moments
+        factors = start(dense(linear), layer.b_shape, config, centered)
         layer.set_factors_(factors)
         if moments is not None and layer.bias is not None:
             layer.bias.data.copy_(init.correct_bias(moments, factors.weight()))
@@ -373,12 +379,13 @@ class LowRankLinear(SmallerLinear, LowRankLayer):
         layer = cls.like(linear, config)
         seen = None if moments is None or config.init == "svd" else moments
         if seen is not None and layer.bias is not None:
-            centred = seen.centred()
+            centered = seen.centered()
         else:
-            centred = seen
-        a, b = init.low_rank(dense(linear), len(layer.a), centred)
+            centered = seen
+        a, b = init.low_rank(dense(linear), len(layer.a), centered)
         layer.set_factors_(init.Factors(a, b, 0.0))
         if moments is not None and layer.bias is not None:
+            # with the moments as they came: centered ones have lost the means
             layer.bias.data.copy_(init.correct_bias(moments, b @ a))
         return layer
 

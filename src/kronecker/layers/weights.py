@@ -50,6 +50,7 @@ class SmallerWeight(nn.Module):
     @property
     def compression(self) -> float:
         """Parameters over those of the dense weight."""
+        # the bias is as large as before, so only what replaces the weight is compared
         rows, columns = self._sizes()
         return sum(p.numel() for n, p in self.named_parameters(recurse=False) if n != "bias") / (
             rows * columns
@@ -92,6 +93,7 @@ class KroneckerLayer(SmallerWeight):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw new factors; see `SmallerWeight`."""
+        # `like` makes layers there: random draws would cost time and move the generator
         if self.a.is_meta:
             return
         factors = init.random(self._sizes(), self.b_shape, len(self.a), dtype=self.a.dtype)
@@ -200,6 +202,7 @@ def dense(linear: nn.Module) -> Tensor:
 
 def is_linear(module: nn.Module) -> bool:
     """Return whether it computes what an `nn.Linear` or transformers' `Conv1D` computes."""
+    # by the forward and not by the class: a quantized or a scaled subclass computes its own
     if type(module).forward is nn.Linear.forward or is_conv1d(module):
         return True
     return isinstance(module, nn.Linear) and _computes_a_product(module)
@@ -211,8 +214,10 @@ def _computes_a_product(linear: nn.Linear) -> bool:
 
     It is tried on some numbers.
     """
+    # nothing can be tried on the meta device or with packed integers
     if linear.weight.is_meta or not linear.weight.is_floating_point():
         return False
+    # two correct ways to multiply differ by a few roundings
     near = 100 * torch.finfo(linear.weight.dtype).eps
     x = torch.linspace(
         -1, 1, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device

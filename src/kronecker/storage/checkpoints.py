@@ -53,6 +53,7 @@ def resized(model: nn.Module) -> dict[str, list[int]]:
     """
     if not isinstance(model, PreTrainedModel):
         return {}  # it has no config to differ from
+    # a copy, because building a model may write into its config
     shapes = parameter_shapes(empty(type(model), copy.deepcopy(model.config)))
     parameters = model.named_parameters(remove_duplicate=False)
     return {n: list(p.shape) for n, p in parameters if n in shapes and p.shape != shapes[n]}
@@ -92,6 +93,7 @@ def save_pretrained(model: nn.Module, out: str | Path) -> None:
         raise ValueError(
             "save_pretrained: the model has no compressed layer; its own save_pretrained writes it"
         )
+    # a user's own class could be written, but from_pretrained would not find it
     model_class(type(model).__name__, "save_pretrained")
     refuse_fading(model, "save_pretrained")
     with NewFolder(out, "save_pretrained") as new:
@@ -136,6 +138,7 @@ def own_saving_(model: nn.Module) -> None:
     for module in (m for m in model.modules() if isinstance(m, PreTrainedModel)):
         if has_smaller_layers(module):
             module.save_pretrained = partial(_save_compressed, module)
+            # a second convert_ on the same model must not add the hooks again
             if _add_markers not in module._state_dict_hooks.values():
                 module.register_state_dict_post_hook(_add_markers)
                 module.register_load_state_dict_pre_hook(_drop_markers)
@@ -208,6 +211,7 @@ def write_files(
     tensors = {}
     aliases = {}
     first: dict[int, str] = {}
+    # keep_vars gives the parameters themselves, and tied ones are then one object
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in markers:
             continue
@@ -215,6 +219,7 @@ def write_files(
             aliases[name] = first[id(tensor)]
         else:
             first[id(tensor)] = name
+            # a sharded model has only parts of its weights; a trainer gathers them into `state`
             tensors[name] = (tensor if state is None else state[name]).detach().contiguous()
     # pyrefly: ignore[bad-argument-type]: a layer's config, though nn.Module says Module
     configs = {name: to_dict(layer.config) for name, layer in layers.items()}
@@ -229,6 +234,7 @@ def write_files(
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
     save_file(tensors | markers, folder / WEIGHTS, metadata={"format": "pt"})
+    # last: a folder with this file is a compressed model
     (folder / MARK).write_text(json.dumps(mark, indent=1) + "\n", encoding="utf-8")
 
 
@@ -315,6 +321,7 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
             f"{', '.join(unknown[:3])}"
         )
     model.load_state_dict(tensors, assign=True)
+    # load_state_dict(assign=True) gave each name a parameter of its own, which broke the ties
     for name, first in mark["aliases"].items():
         place, _, key = name.rpartition(".")
         model.get_submodule(place)._parameters[key] = model.get_parameter(first)
@@ -399,6 +406,7 @@ def fold(
     state, config = smallest_stock(model, mlps_if_any(model, batch), state)
     stock = _stock(type(model), config, next(model.parameters()).dtype)
     stock.load_state_dict(state, assign=True)
+    # assign=True gave every name a parameter of its own, which broke the ties
     stock.tie_weights()
     if model.can_generate() and model.generation_config is not None:
         stock.generation_config = model.generation_config

@@ -22,6 +22,7 @@ def beside(
     """
     alone = copy.copy(linear)
     if mlp is not None and order is not None:
+        # the twin's hidden neurons may be sorted: both are mixed, so both need one order
         rows = name != mlp.down
         alone = permuted(linear, mlp.rows(order, len(order)) if rows else order, rows=rows)
     for hooks in HOOKS:  # those are the twin's
@@ -35,6 +36,7 @@ def permuted(linear: nn.Module, order: Tensor, *, rows: bool) -> nn.Module:
     bias = bias_of(linear)
     weight = weight[order] if rows else weight[:, order]
     other = copy.copy(linear)
+    # copy.copy shares the dictionary, so a new weight would replace the original's, too
     other._parameters = dict(linear._parameters)
     other.weight = nn.Parameter((weight.T if is_conv1d(linear) else weight).contiguous())
     if bias is not None and rows:

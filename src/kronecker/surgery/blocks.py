@@ -43,6 +43,7 @@ class Stack:
             ValueError: They are not within one list of modules.
         """
         blocks = blocks_of(model, layers)
+        # T5 has a list for each side, and so no single one that holds all MLPs
         if len(blocks) < 2 or not blocks[0][0]:
             kind = type(model).__name__
             raise ValueError(
@@ -79,7 +80,9 @@ def blocks_to_keep(model: nn.Module, stack: Stack, config: PruneConfig) -> int:
         for block in model.get_submodule(stack.name).children()
     ]
     total = sum(p.numel() for p in model.parameters())
+    # what the size leaves for blocks, after embeddings, head and norms
     room = round(config.size * total) - (total - sum(sizes))
+    # by the largest block: which ones stay is not known yet, and the size must hold
     keep = min(stack.count, room // max(sizes))
     if keep < 1:
         least = rounded_up((total - sum(sizes) + max(sizes)) / total)
@@ -117,6 +120,7 @@ def config_with_blocks(
     """The config of the model with these blocks; what it lists block by block becomes as short."""
     config = copy.deepcopy(model.config)
     for name, value in model.config.to_dict().items():
+        # Gemma 3's layer_types, say: kinds of attention, one for each block
         if isinstance(value, list) and len(value) == stack.count:
             setattr(config, name, [value[i] for i in stay])
     parameters = model.named_parameters(remove_duplicate=False)
@@ -141,6 +145,7 @@ def new_places(
     modules = model.named_modules()
     if config is None or not isinstance(model, PreTrainedModel):
         for name, module in modules:
+            # without a config nothing tells which attributes are places: two known names
             if (index := stack.index(name)) in stay:
                 changes += [
                     (module, n, stay.index(index)) for n in _PLACES if vars(module).get(n) == index
@@ -158,6 +163,7 @@ def new_places(
             after = vars(new[renamed]).get(key)
             if not isinstance(before, (int, float, str, tuple)) or before == after:
                 continue
+            # a block's own number may change; GPT-2's scale by that number may not
             if (before, after) != (index, stay.index(index)):
                 raise ValueError(
                     f"prune_: {key} of {name} is {before}, and would be {after} in the place of "
@@ -177,6 +183,7 @@ def keep_blocks_(
 ) -> None:
     """Leave only these blocks, each with its new place where it knows that."""
     parent, _, last = stack.name.rpartition(".")
+    # the modules themselves, so that a user's references and hooks stay valid
     blocks = list(model.get_submodule(stack.name).children())
     set_attributes_(places)
     setattr(model.get_submodule(parent), last, nn.ModuleList(blocks[i] for i in stay))

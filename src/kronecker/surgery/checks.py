@@ -17,6 +17,7 @@ def tied_modules(model: nn.Module) -> dict[str, list[str]]:
     """For each module that shares its weight, the names of the others that have the same one."""
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():
+        # from _parameters: `weight` of a compressed layer is computed, and new each time
         weight = module._parameters.get("weight")
         if weight is not None:
             holders.setdefault(id(weight), []).append(name)
@@ -39,14 +40,16 @@ def check_layer(operation: str, name: str, module: nn.Module) -> None:
         raise ValueError(f"{operation}: {name} is on the meta device, expected loaded weights")
     if (
         not all(p.is_floating_point() for p in parameters)
+        # by names, since the packages that quantize are not imported here
         or hasattr(module, "quant_state")
         or "quant" in type(module).__module__
         or "bnb" in type(module).__module__
     ):
         raise ValueError(
-            f"{operation}: {name} is a quantised {type(module).__name__}, expected float weights"
+            f"{operation}: {name} is a quantized {type(module).__name__}, expected float weights"
         )
     for p in parameters:
+        # a bias may be zero; a matrix of zeros has no best approximation
         if not torch.isfinite(p).all() or (p.dim() > 1 and not p.any()):
             raise ValueError(
                 f"{operation}: {name} has a weight that is zero or not finite, expected numbers"
@@ -56,8 +59,10 @@ def check_layer(operation: str, name: str, module: nn.Module) -> None:
 def check_own(operation: str, model: nn.Module, names: Collection[str]) -> None:
     """Refuse layers that cannot be converted, or that share a weight."""
     holders: dict[int, str] = {}
+    # every name of a shared weight, of which named_parameters otherwise gives the first
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = holders.setdefault(id(parameter), name)
+        # a tied embedding and head are no trouble: only layers that change must be alone
         if first != name and any(n.rpartition(".")[0] in names for n in (name, first)):
             raise ValueError(
                 f"{operation}: {name} and {first} are one weight; expected layers that share no "

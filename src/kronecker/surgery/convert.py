@@ -178,7 +178,7 @@ def convert_(
 
     Raises:
         ValueError: A pattern or filter that fits nothing, shapes that do not divide, a rank out of
-            range, missing calibration data, weights that are zero, not finite, quantised or on the
+            range, missing calibration data, weights that are zero, not finite, quantized or on the
             meta device, a layer that is compressed already. Nothing has changed then.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -204,11 +204,15 @@ def convert_(
     before = num_parameters(model)
     converted = {*configs, *chain.from_iterable(tied.values())}
     original = {n: m for n, m in model.named_modules() if n in converted}
+    # now, since pruned layers keep their module and lose what it held
     sizes = {name: num_parameters(module) for name, module in original.items()}
+    # new factors require gradients; what a user froze is frozen again at the end
     frozen = {name for name, module in original.items() if _is_frozen(module)}
     with all_or_nothing(model, original):
         with evaluating(model):
+            # before anything is replaced: a head is fitted to what the original feeds it
             uses = uses_of(model, tables, data, "convert_") if tables else {}
+            # a stored part has no order of neurons, which the originals beside it need
             where = None if fade_in else cache
             errors, notes = _fit_parts(model, parts, configs, data, where, fade_in, progress)
             fitted = set(errors)
@@ -223,6 +227,7 @@ def convert_(
                 if fade_in and name not in tied:
                     _attach_original(model, name, original[name])
         for name, module in original.items():
+            # a new layer has its own mode; a user may have put single modules into eval()
             layer = model.get_submodule(name).train(module.training)
             if name in frozen:
                 layer.requires_grad_(False)
@@ -295,6 +300,7 @@ def _fit_parts(
     with tqdm(total=len(parts), desc="fitting", unit="part", disable=not progress) as bar:
         done = fit_(model, parts, data, operation="convert_", cache=fits, progress=bar, placed=fade)
     errors = {name: done[part.name].error ** 0.5 for part in parts for name in part.configs}
+    # least squares needs as many tokens as the widest layer has inputs
     widths = [dense(module).shape[1] for module in modules.values() if is_linear(module)]
     notes = tokens_seen(data, max(widths, default=0))
     notes += [f"{n}: {UNKNOWN}" for n, fit in done.items() if "unknown" in fit.notes]
@@ -305,6 +311,7 @@ def _check_each(
     model: nn.Module, configs: Mapping[str, Config], tied: Iterable[str], fade_in: bool
 ) -> None:
     """Each layer can be made what its config says."""
+    # factors cannot be compared with the config: which neurons went would be forgotten
     other_sizes = {n.rpartition(".")[0] for n in resized(model)}
     for name, config in configs.items():
         module = model.get_submodule(name)
@@ -325,6 +332,7 @@ def _row(
     name: str, layer: nn.Module, config: Config, fitted: bool, before: int, error: float
 ) -> LayerReport:
     """Report what became of one layer."""
+    # tables and tied weights have no fit of Kronecker factors: `start` took Van Loan
     by_weight = isinstance(config, KroneckerConfig) and config.init == "sequential" and not fitted
     start = "van_loan" if by_weight else config.init
     after = sum(p.numel() for p in layer.parameters())
@@ -353,6 +361,7 @@ def _fitted_tables(
             raise ValueError(
                 f"convert_: {name} is tied to {others[0]} and to no embedding; expected init='svd'"
             )
+        # a pattern may name both a table and its head: they are one weight, fitted once
         if not any(n in found for n in others):
             found[name] = others
     return found
@@ -376,8 +385,10 @@ def _parts(
         if name not in tied and _is_fitted(model.get_submodule(name), config)
     }
     parts = []
+    # finding MLPs runs the model, so it is left out where nothing is fitted
     for mlp in mlps_if_any(model, data[0] if data else None) if left else ():
         names = (*mlp.ups, mlp.down)
+        # an MLP of two structures falls apart into layers that are fitted one by one
         if all(n in left for n in names) and len({type(left[n]) for n in names}) == 1:
             if isinstance(left[mlp.down], PruneConfig) and len({left[n] for n in names}) > 1:
                 raise ValueError(
@@ -436,12 +447,14 @@ def _convert_alone(
     assert not isinstance(config, PruneConfig)
     others = tied.get(name, [])
     if others and config.init == "sequential" and isinstance(config, KroneckerConfig):
+        # also in the layer's own config, which is saved with the model
         config = replace(config, init="van_loan")
     layer, error = _converted(module, config, use)
     put(model, name, layer)
     for other in others:
         twin = model.get_submodule(other)
         shared = empty_layer(twin, config)
+        # the bias itself and no copy: BERT ties its decoder's to another module's
         if isinstance(shared, SmallerLinear):
             # pyrefly: ignore[bad-assignment]: a parameter, though nn.Module says Module
             shared.bias = twin.bias
@@ -462,6 +475,7 @@ def _converted(
     layer = empty_layer(module, config)
     if isinstance(layer, KroneckerLayer):
         layer.set_factors_(start(weight, layer.b_shape, layer.config, None, alone=True))
+        # the error of the factors as they are stored: half precision has rounded them
         return layer, relative_error(
             weight, build(layer.a.double(), scaled(layer.b, layer.scales).double())
         )

@@ -86,20 +86,25 @@ def neurons_to_keep(
         return {p.name: p.count for p in parts}
     total = num_parameters(model)
     budget = round(config.size * total)
+    # a difference: biases of the block's width do not depend on the number of neurons
     per_neuron = {p.name: p.parameters(2) - p.parameters(1) for p in parts}
     neurons = sum(per_neuron[p.name] * p.count for p in parts)
+    # with one neuron in every part
     least = (total - neurons + sum(per_neuron.values())) / total
     if config.size < least:
         raise ValueError(
             f"prune_: size is {config.size}, expected {rounded_up(least)} to 1 for "
             f"{type(model).__name__}"
         )
+    # all that goes is hidden neurons: every part keeps the same share of them
     share = 1 - (total - budget) / neurons
     keep: dict[str, int] = {}
     for part in parts:
         unit = units[part.name]
         fewest = min(part.count, unit)
+        # rounded down, so that the size holds; 1e-9 keeps a whole number that came out just below
         keep[part.name] = max(fewest, int(share * part.count / unit + 1e-9) * unit)
+    # a part of one unit cannot go lower, so the size may still be missed
     gone = sum(per_neuron[p.name] * (p.count - keep[p.name]) for p in parts)
     if total - gone > budget:
         least = rounded_up((total - gone) / total)

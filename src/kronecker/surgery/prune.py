@@ -146,7 +146,7 @@ def prune_(
         What was dropped, with each layer's error.
 
     Raises:
-        ValueError: No MLP, weights that are shared by several, quantised, zero, not finite or on
+        ValueError: No MLP, weights that are shared by several, quantized, zero, not finite or on
             the meta device; a family whose config has no field for the size; bad calibration.
             Nothing has changed then.
 
@@ -193,6 +193,7 @@ class _Walk:
         self, parts: Sequence[Part], settings: object, dropped: Collection[str] = ()
     ) -> dict[str, Fitted]:
         """Fit parts in place."""
+        # part of the cache's key: parts fitted with other products are other parts
         in_bfloat16 = _gains_by_bfloat16(self.model, parts)
         cache = fit_stage(
             self.cache,
@@ -216,6 +217,7 @@ class _Walk:
                 dropped=dropped,
             )
         unknown = [f"{n}: {UNKNOWN}" for n, fitted in done.items() if "unknown" in fitted.notes]
+        # with fewer tokens than neurons the fit is perfect on them and nowhere else
         fits = tokens_seen(self.data, max((p.neurons for p in parts), default=0))
         self.notes = (*fits, *unknown)
         return done
@@ -250,6 +252,7 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
         _refuse_nothing(walk.config, first.count, f"neurons of {first.name}")
     changes: Changes = []
     if isinstance(model, PreTrainedModel):
+        # before the fit: a family whose config has no field for the size is refused early
         shapes = parameter_shapes(model) | {
             n: s for p in parts for n, s in p.shapes(keep[p.name]).items()
         }
@@ -262,8 +265,10 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     ]
     with all_or_nothing(model, (n for p in parts for n in p.modules)):
         done = walk.fit(fitting, keep)
+    # only now: until the fit is done an error leaves the model as it was
     set_attributes_(changes)
     sizes = {p.name: p.count for p in parts}
+    # near=1.0: a share of neurons is seldom whole, and less than one neuron is no news
     remarks = _rounded(
         walk.config, first.count, keep[first.name], f"neurons of {first.name}", near=1.0
     )
@@ -285,6 +290,7 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
         gone = least_influential(influences, keep)
     stay = [i for i in range(stack.count) if i not in gone]
     if isinstance(model, PreTrainedModel) and gone:
+        # raises before the fit where no config has so few blocks
         new_config = config_with_blocks(model, stack, stay)
     else:
         new_config = None
@@ -297,6 +303,7 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
         )
     left = [p for p in parts if stack.index(p.name) in stay]
     with all_or_nothing(model, (n for p in left for n in p.modules)):
+        # blocks leave the model after the fit, which runs the original as a whole
         done = walk.fit(walk.refits(left), stay, dropped={f"{stack.name}.{i}" for i in gone})
     if gone:
         keep_blocks_(model, stack, stay, new_config, places)

@@ -34,6 +34,7 @@ def revert_(model: nn.Module) -> list[str]:
     layers = compressed(model)
     if not layers:
         raise ValueError(f"revert_: {type(model).__name__} has no compressed layer")
+    # before the first layer is replaced: halfway the model would be neither
     refuse_fading(model, "revert_")
     for name, layer in dense_again(layers):
         put(model, name, layer)

@@ -10,6 +10,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ..layers.linear import SmallerLinear
 from .parameters import factor_parameters
 
+_MARK = "_frozen_by_callback"  # an attribute of parameters
+
 
 def _model_in(arguments: Mapping[str, object]) -> nn.Module:
     """The model among the arguments that a trainer passes to its callbacks."""
@@ -63,7 +65,11 @@ class FreezePretrained(TrainerCallback):
                 f"FreezePretrained: {kind} has no factors, so that nothing would learn; leave it "
                 "out"
             )
-        self._kept = {id(p) for p in model.parameters() if not p.requires_grad}
+        self._kept = set()
+        for parameter in model.parameters():
+            # an interrupted run left what it froze itself
+            if not parameter.requires_grad and not getattr(parameter, _MARK, False):
+                self._kept.add(id(parameter))
 
     def on_step_begin(
         self,
@@ -73,6 +79,7 @@ class FreezePretrained(TrainerCallback):
         **kwargs: object,
     ) -> None:
         """Set what learns."""
+        # by the number of the step, so that a resumed run is in the right phase
         self._set(_model_in(kwargs), self.frozen_at(state.global_step))
 
     def on_train_end(
@@ -90,6 +97,7 @@ class FreezePretrained(TrainerCallback):
         for parameter in model.parameters():
             if id(parameter) not in left:
                 parameter.requires_grad_(not frozen)
+                setattr(parameter, _MARK, frozen)
 
 
 class FadeIn(TrainerCallback):
@@ -131,6 +139,7 @@ class FadeIn(TrainerCallback):
             return 0.0
         if since >= self.over:
             return 1.0
+        # neither 0 nor 1: all of the `over` steps run both layers
         return (since + 1) / (self.over + 1)
 
     def on_train_begin(
@@ -142,6 +151,7 @@ class FadeIn(TrainerCallback):
     ) -> None:
         """Refuse a model without the originals that it still needs."""
         layers = [m for m in _model_in(kwargs).modules() if isinstance(m, SmallerLinear)]
+        # a run that resumes after the last layer came in needs no originals any more
         over = all(self.share(i, state.global_step) == 1.0 for i in range(len(layers)))
         if not any(layer.original is not None for layer in layers) and (
             not state.global_step or not over
@@ -159,6 +169,7 @@ class FadeIn(TrainerCallback):
     ) -> None:
         """Set every layer's share; an original whose share is gone is dropped."""
         layers = [m for m in _model_in(kwargs).modules() if isinstance(m, SmallerLinear)]
+        # places count layers that are done, so that the others keep their steps
         for place, layer in enumerate(layers if self.order == "low_to_high" else reversed(layers)):
             if layer.original is not None:
                 layer.share = self.share(place, state.global_step)

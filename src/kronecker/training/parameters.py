@@ -15,13 +15,12 @@ Group = dict[str, Any]
 
 def factor_parameters(model: nn.Module) -> set[int]:
     """The ids of all factors and scales."""
-    return {
-        id(p)
-        for module in model.modules()
-        if isinstance(module, COMPRESSED)
-        for name, p in module.named_parameters(recurse=False)
-        if name != "bias"
-    }
+    ids = set()
+    for module in model.modules():
+        if isinstance(module, COMPRESSED):
+            own = module.named_parameters(recurse=False)
+            ids.update(id(p) for name, p in own if name != "bias")
+    return ids
 
 
 def parameter_groups(
@@ -61,6 +60,7 @@ def parameter_groups(
         if isinstance(module, KroneckerLayer):
             times = module.learning_rate_multipliers()
         else:
+            # the rule of arXiv 2406.06248 is for Kronecker factors; low rank keeps one rate
             times = {}
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in factors:
@@ -68,6 +68,7 @@ def parameter_groups(
             if name.endswith("scales"):
                 key = "scales"
                 rate = learning_rate
+                # a scale is a size: decay would pull the whole term towards zero
                 decay = 0.0
             else:
                 many = times.get(name, 1.0) if structure_aware else 1.0
@@ -77,6 +78,7 @@ def parameter_groups(
             group = groups.setdefault(
                 key, {"name": key, "params": [], "lr": rate, "weight_decay": decay}
             )
+            # tied factors come twice; `in` would compare values
             if not any(parameter is p for p in group["params"]):
                 group["params"].append(parameter)
     filled = list(groups.values())
@@ -92,4 +94,5 @@ def parameter_groups(
 
 def group_kind(group: Group) -> str:
     """``factors``, ``scales`` or ``pretrained``."""
+    # an optimizer that a user passes has groups without names
     return group.get("name", "pretrained").split(" ")[0]

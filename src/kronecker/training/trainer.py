@@ -39,7 +39,7 @@ class KroneckerTrainer(StepTrainer):
         model: With compressed layers; with a teacher any model of its vocabulary, such as a pruned
             one.
         args: `TrainingArguments`.
-        train_dataset: Rows with ``input_ids``, and ``labels`` where they are to be learnt from.
+        train_dataset: Rows with ``input_ids``, and ``labels`` where they are to be learned from.
         teacher: The original model; frozen, in evaluation mode.
         distill: What to learn from; default with a teacher: its logits at temperature 2.
         pretrained_learning_rate: Of everything but factors; default: the same.
@@ -94,8 +94,10 @@ class KroneckerTrainer(StepTrainer):
             args.ddp_find_unused_parameters = True  # what learns changes on the way
         self._gradients: dict[str, float] = {}
         super().__init__(model=model, args=args, train_dataset=train_dataset, **options)
+        # after super, which chooses the device; a teacher is no part of the model that it moves
         if self.teacher is not None:
             self.teacher.to(self.args.device)
+        # kept for evaluation, where the model's own loss runs
         self._accepts = self.model_accepts_loss_kwargs
         if self.distill is not None:
             self.model_accepts_loss_kwargs = True  # losses are over the tokens of a whole step
@@ -116,33 +118,39 @@ class KroneckerTrainer(StepTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Loss:
         """The weighted sum of `DistillConfig`; without a teacher the model's own loss."""
+        # evaluation is without the teacher, so that its loss can be compared with other runs
         if self.distill is None or self.teacher is None or not model.training:
             return self._own_loss(model, inputs, return_outputs, num_items_in_batch)
         config = self.distill
         watch = self._mlps.watched() if self._mlps else nullcontext({})
         named = {"output_hidden_states": config.hidden > 0}
-        unlabelled = self._without_labels(inputs)
+        unlabeled = self._without_labels(inputs)
         two_sides = _has_two_sides(self.unwrapped())
         with torch.no_grad(), watch as seen:
-            theirs = self.teacher(**unlabelled, **named)
-        ours = model(**unlabelled, **named)
-        states = _states_that_count(unlabelled, ours, seen, two_sides)
+            theirs = self.teacher(**unlabeled, **named)
+        ours = model(**unlabeled, **named)
+        states = _states_that_count(unlabeled, ours, seen, two_sides)
         keep, labels = targets_of(
             (states.shape[0], states.shape[1]),
             inputs.get("labels"),
+            # logits are the decoder's, so the encoder's padding says nothing about them
             inputs.get("decoder_attention_mask" if two_sides else "attention_mask"),
+            # a decoder's labels are already those of its own positions
             shifted=self.unwrapped().can_generate() and not two_sides,
             device=states.device,
         )
         loss = torch.zeros((), device=self.args.device)
         answers = keep.sum()
+        given = inputs.get("labels")
+        if given is not None and given.shape != keep.shape:
+            answers = len(given)  # one a row
         if config.logits or config.labels:
             student, teacher = (self._logits(o) for o in (ours, theirs))
             if student.dim() == 3:
                 student = student[keep]
                 teacher = teacher[keep]
             else:
-                answers = len(student)  # one a row
+                answers = len(student)
             loss = loss + token_loss(config, student, teacher, labels)
         if config.hidden:
             pairs = zip(ours.hidden_states, theirs.hidden_states, strict=True)
@@ -159,14 +167,14 @@ class KroneckerTrainer(StepTrainer):
 
     def _without_labels(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the inputs without labels; a decoder's input is derived from the labels."""
-        unlabelled = {k: v for k, v in inputs.items() if k not in ("labels", "label")}
-        has_decoder_input = any(name.startswith("decoder_input") for name in unlabelled)
+        unlabeled = {k: v for k, v in inputs.items() if k not in ("labels", "label")}
+        has_decoder_input = any(name.startswith("decoder_input") for name in unlabeled)
         if "labels" in inputs and not has_decoder_input:
             # only some model families define this method
             prepare = getattr(self.unwrapped(), "prepare_decoder_input_ids_from_labels", None)
             if prepare:
-                unlabelled["decoder_input_ids"] = prepare(inputs["labels"])
-        return unlabelled
+                unlabeled["decoder_input_ids"] = prepare(inputs["labels"])
+        return unlabeled
 
     def _logits(self, outputs: object) -> Tensor:
         logits = getattr(outputs, "logits", None)
@@ -252,6 +260,7 @@ def _states_that_count(
     inside = [x for x, _ in seen.values()] + list(getattr(outputs, "hidden_states", None) or ())
     if inside:
         return inside[0]
+    # pictures with one answer a row: only the shape of this is read
     return torch.empty(len(outputs[0]), 1, device=outputs[0].device)
 
 
@@ -306,7 +315,10 @@ class _GradientNorms(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        every = max(1, int(state.logging_steps or 1))
+        every = 1
+        if args.logging_strategy == "steps":
+            every = max(1, int(state.logging_steps or 1))
+        # the step is counted after this hook, hence + 1; the first one is always measured
         if (state.global_step + 1) % every and state.global_step:
             return
         self.norms.clear()
@@ -318,4 +330,5 @@ class _GradientNorms(TrainerCallback):
 
 def _norm(tensors: list[Tensor], before: float | None) -> float:
     total = sum(float(t.float().square().sum()) for t in tensors)
+    # groups of one kind, such as factors of several rates, make one norm
     return (total + (before or 0.0) ** 2) ** 0.5

@@ -195,7 +195,7 @@ class _Extraction:
 
     @staticmethod
     def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
-        """Return whether a tensor is the weight of a layer that multiplies."""
+        """Return whether a tensor is the weight of a linear layer."""
         module = name.removesuffix(".weight")
         # norms and biases have one dimension, convolutions and stacks of experts three or more
         return (

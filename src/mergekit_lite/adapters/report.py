@@ -36,7 +36,7 @@ class AdapterReport(Report):
         modules: What it changes.
         saved: Tensors that it replaces (peft's ``modules_to_save``).
         left: Tensors that changed and are not in it: name, and norm of the change as a share of the
-            tensor's.
+            tensor's; infinity if the base's is all zero.
         nbytes: Size of its weights.
         notes: What else is to be known.
     """
@@ -72,6 +72,6 @@ class AdapterReport(Report):
         """List what is not in it."""
         lines = [f"note: {text}" for text in self.notes]
         for name, share in self.left.items():
-            change = f"changed by {share:.2%}" if math.isfinite(share) else "was all zero"
+            change = f"changed by {share:.2%}" if math.isfinite(share) else "changed from all zeros"
             lines.append(f"{name} {change} and is not in the adapter")
         return lines

@@ -28,7 +28,7 @@ class Engine:
         seed: Of methods that draw.
         device: Where torch functions run.
         threads: Blocks that kernels compute at the same time, and threads of torch.
-        progress: Told what takes a while before the first tensor.
+        progress: Called with a text while kernels are loaded.
         impl: ``"eager"`` runs torch functions; ``"fused"`` runs compiled kernels, or raises where
             there is none; ``"auto"`` runs kernels where it can.
 
@@ -59,8 +59,8 @@ class Engine:
             without := [t for t in plan.tensors if t.method and not t.has_kernel]
         ):
             raise ValueError(
-                f"merge_models: impl='fused', and {without[0].name} is merged in a way without a "
-                "kernel"
+                f"merge_models: impl='fused' expected a kernel for every tensor, got none for "
+                f"{without[0].name}; take impl='auto'"
             )
         self._torch_threads: int | None = None
 

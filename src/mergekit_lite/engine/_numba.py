@@ -206,9 +206,10 @@ def _above(row, threshold):
 
 @_kernel
 def _trim(row, threshold, budget):
-    """Set what is below the threshold to 0, and what equals it after the first ``budget`` of it.
+    """Set to 0 what is below the threshold, and values equal to it beyond the first ``budget``.
 
-    Answers what is left of the budget.
+    Returns:
+        What is left of the budget.
     """
     # the first two cases run in vectors; only a block that keeps some of the ties counts
     if budget == EVERY:
@@ -218,10 +219,11 @@ def _trim(row, threshold, budget):
     else:
         for i in range(row.size):
             size = abs(row[i])
+            keep = size > threshold
             if size == threshold and budget > 0:
+                keep = True
                 budget -= 1
-            elif size <= threshold:
-                row[i] = _ZERO
+            row[i] = row[i] if keep else _ZERO
     return budget
 
 
@@ -420,8 +422,8 @@ def _keep(kept, deltas, count, start, place, second, words):
         if kind == TRIM:
             budgets[k] = _trim(row, cuts[k], budgets[k])
         elif kind == MIDDLE:
-            # the tops' cuts stand behind those of all models; a top is a part of what the other
-            # cut keeps, so the difference is exact: the value or 0
+            # the threshold of a model's outliers stands behind those of all models; outliers are
+            # a part of what the lower threshold keeps, so the difference is exact: the value or 0
             top, other = deltas.shape[0] + k, second[:count]
             _product(row, _ONE, other)
             budgets[k] = _trim(row, cuts[k], budgets[k])
@@ -474,7 +476,7 @@ def _limits_of_bins(bits, largest, shift, limits, counts, surely, perhaps):
 
 @_kernel
 def _mark_by_rank(bits, words, largest, shift, limits, surely, perhaps, start, mask):
-    """Set the bits of ``mask`` of those elements whose word is below the limit of their rank.
+    """Set the bits of ``mask`` where an element's random draw is below the limit of its rank.
 
     The rank is that among the row's magnitudes; equal ones rank by index. Most elements are decided
     by the limits of their bin. Words become the magnitudes that are kept, and 0.
@@ -719,7 +721,8 @@ def variance_window(raw, n, models, low, high, top, patterns, counts, work):
 def _select(deltas, cut, budget, mean, scores):
     """Set to 0, in every row, the columns whose variance is not among the largest.
 
-    Answers what is left.
+    Returns:
+        What is left of the budget: how many of the columns that equal the cut may still stay.
     """
     _variance(deltas, mean, scores)
     if budget == EVERY:

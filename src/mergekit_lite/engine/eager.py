@@ -9,10 +9,8 @@ from .._torch import Tensor, torch
 from ..dtypes import stored_of, tensor_of, to_torch
 from ..files import CheckpointError
 from ..methods import MergeMethod, Noise
-from ..planning import Input, MergePlan, TensorPlan
+from ..planning import EAGER_STRETCH, Input, MergePlan, TensorPlan
 from .sink import NotFiniteError, Sink, not_finite
-
-_STRETCH = 1 << 22  # elements; 16 MB of each input in float32
 
 
 class EagerEngine:
@@ -26,16 +24,14 @@ class EagerEngine:
     def run(self, t: TensorPlan, sink: Sink) -> None:
         """Compute one tensor and hand it, rounded, to ``sink(plan, start, values)``."""
         assert t.method is not None
-        # random words count from the tensor's first element, so what draws needs it whole
-        cut = t.method.elementwise and not t.method.noisy
-        stretch = _STRETCH if cut else t.info.count
+        stretch = EAGER_STRETCH if t.method.is_cut else t.info.count
         for start in range(0, t.info.count, stretch):
             stop = min(start + stretch, t.info.count)
             try:
                 merged = self._merged(t, t.method, start, stop)
             except (NotFiniteError, CheckpointError):
                 raise
-            except ValueError as error:  # of a method, which does not know what tensor it merges
+            except ValueError as error:  # a method knows no names, so its message has none
                 raise ValueError(f"{t.name}: {error}") from error
             rounded = merged.reshape(-1).to(to_torch(t.dtype))
             # looked at after rounding: float16 ends at 65504, so a finite sum may overflow

@@ -108,7 +108,7 @@ class Kept:
 
 
 class FusedTensor:
-    """One tensor of a plan: its blocks, and the passes over them that methods ask for."""
+    """One tensor of a plan: its blocks, and the passes of kernels over them."""
 
     def __init__(
         self,

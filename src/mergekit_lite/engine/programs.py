@@ -14,14 +14,14 @@ import numpy as np
 from .. import methods
 from ..dtypes import Array
 from ..methods import MergeMethod, coefficients
-from ..methods.averaging import normalised, normaliser
+from ..methods.averaging import normalized, normalizer
 from ..methods.trimming import middle_counts, trimmed_count
 from . import native
 from .passes import Finish, FusedTensor, Kept, float32, summed
 
 
 def _linear(x: FusedTensor, weight: list[float], normalize: bool) -> Finish:
-    return x.combined(normalised(weight, normalize))
+    return x.combined(normalized(weight, normalize))
 
 
 def _passthrough(x: FusedTensor, scale: list[float | None]) -> Finish:
@@ -32,7 +32,7 @@ def _passthrough(x: FusedTensor, scale: list[float | None]) -> Finish:
 def _task_arithmetic(
     x: FusedTensor, weight: list[float], lambda_: float, normalize: bool
 ) -> Finish:
-    return x.shifted(weight, lambda_ / normaliser(weight, normalize))
+    return x.shifted(weight, lambda_ / normalizer(weight, normalize))
 
 
 def _slerp(x: FusedTensor, t: float) -> Finish:
@@ -100,7 +100,7 @@ def _keeping(keep: Callable[..., Kept], *, vote: bool) -> Callable[..., Finish]:
         scales = x.restoring(kept, rescale)
         if vote:
             return x.shifted(weight, lambda_, kept, scales, normalize)
-        return x.shifted(weight, lambda_ / normaliser(weight, normalize), kept, scales)
+        return x.shifted(weight, lambda_ / normalizer(weight, normalize), kept, scales)
 
     return program
 
@@ -120,7 +120,7 @@ def _by_rank(*, vote: bool) -> Callable[..., Finish]:
         scale = lambda_
         normalized: bool | None = normalize
         if not vote:
-            scale = lambda_ / normaliser(weight, normalize)
+            scale = lambda_ / normalizer(weight, normalize)
             normalized = None
         if min(density) >= 1:
             return x.shifted(weight, scale, normalize=normalized)

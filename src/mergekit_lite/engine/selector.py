@@ -143,8 +143,9 @@ class Selector:
         # else all of them are kept, and `budget` needs no table to say so
         if sum(self._equal.values()) > left:
             for block in sorted(self._equal):
-                self._ties[block] = min(left, self._equal[block])
-                left -= self._ties[block]
+                # counting is slow, so only the block that the last one kept is in has to count
+                self._ties[block] = EVERY if self._equal[block] <= left else left
+                left -= min(left, self._equal[block])
         self._blocks = {}
         self.done = True
 

@@ -168,7 +168,7 @@ class StackedSource(View):
             return pieces[0]
         if not pieces:
             return self.model.read(self.parts[name][0].name, 0, 0)
-        # a part that an adapter changed comes in float32, its neighbours as they are stored
+        # a part that an adapter changed comes in float32, its neighbors as they are stored
         if len({piece.dtype for piece in pieces}) > 1:
             pieces = [numbers(piece) for piece in pieces]
         return np.concatenate(pieces)

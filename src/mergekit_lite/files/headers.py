@@ -116,7 +116,8 @@ def _described(path: Path, name: str, entry: Any) -> tuple[DType, tuple[int, ...
     offsets = sizes("data_offsets")
     if not isinstance(code, str) or code not in BY_CODE:
         raise CheckpointError(
-            f"{path}: {name} has dtype {code}, which is quantised or unknown; merge originals"
+            f"{path}: expected {name} in one of {', '.join(BY_CODE)}, got {code}; if it is "
+            "quantized, merge the originals"
         )
     if len(offsets) != 2:
         raise CheckpointError(
@@ -154,8 +155,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     end = 0
     body = size - 8 - length
-    # in the order of bytes, every one of which belongs to exactly one tensor
-    # by end, too: an empty tensor begins where the next one does, and comes before it
+    # in the order of bytes, for every byte must belong to exactly one tensor; by end, too, since an
+    # empty tensor begins where the next one does
     for start, stop, name, dtype, shape in sorted(described, key=lambda d: d[:2]):
         info = TensorInfo(name, shape, dtype, path, 8 + length + start)
         if stop - start != info.nbytes:

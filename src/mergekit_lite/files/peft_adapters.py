@@ -208,7 +208,7 @@ def _skeleton(base: Source) -> Any:
             model = transformers.AutoModelForCausalLM.from_config(config)
         else:
             model = kind(config)
-    # off the meta device: what is there after loading is not in the adapter's file
+    # off the meta device: a parameter on it after loading is missing in the adapter's file
     for layer in model.modules():
         for own, parameter in layer.named_parameters(recurse=False):
             setattr(

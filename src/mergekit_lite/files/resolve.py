@@ -86,7 +86,7 @@ def open_source(
         label: What to call it in messages.
 
     Raises:
-        CheckpointError: It is not there, is quantised or pickled, or its files are unsound.
+        CheckpointError: It is not there, is quantized or pickled, or its files are unsound.
     """
     if isinstance(model, Source):
         return model
@@ -123,7 +123,8 @@ def _open_folder(text: str, allow_pickle: str | None, label: str) -> Source:
         if isinstance(kind, dict):
             kind = kind.get("quant_method", "unknown")
         raise CheckpointError(
-            f"{text}: is quantised ({kind}); merge the original weights and quantise the result"
+            f"{text}: expected weights that are not quantized, got {kind}; merge the originals and "
+            "quantize the result"
         )
     return source
 

@@ -127,7 +127,7 @@ def check_computing(sources: Sequence[Source]) -> None:
     for source in sources:
         if source.folder is None:
             raise CheckpointError(
-                f"{source.label}: is no folder; data-driven merges need a model's config.json"
+                f"{source.label}: expected a folder with config.json, got a file or a state dict"
             )
         settings = settings_of(read_config(source.folder, "merge"))
         if first is None:
@@ -135,8 +135,8 @@ def check_computing(sources: Sequence[Source]) -> None:
         for name in dict.fromkeys([*ours, *settings]):
             if ours.get(name) != settings.get(name):
                 raise CheckpointError(
-                    f"{source.label} and {first.label}: {name} is {settings.get(name)!r} and "
-                    f"{ours.get(name)!r}; data-driven merges need models that compute alike"
+                    f"{source.label}: expected {name} {ours.get(name)!r} as in {first.label}, got "
+                    f"{settings.get(name)!r}; merges by data need models that compute alike"
                 )
 
 

@@ -11,7 +11,7 @@ from model_components._report import Report, Table
 
 @dataclass(frozen=True)
 class LearnReport(Report):
-    """The result of `learn_merge`: losses of held-out examples, in nats a supervised token.
+    """The result of `learn_merge`: losses of held-out examples, in nats per supervised token.
 
     Attributes:
         out: The folder of the delivered model.

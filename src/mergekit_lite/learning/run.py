@@ -96,7 +96,8 @@ def learn_merge(
     training = path.with_name(f"{path.name}.training")
     facts = {"components": list(components), "base": base, **config.to_dict()}
     contents = {task.name: task.hash for task in tasks}
-    files = [open_source(component).fingerprint() for component in components]
+    starts = [config.start] if _is_folder(config.start) else []
+    files = [open_source(model).fingerprint() for model in [*components, *starts]]
     run = _Run(
         components=components,
         base=base,
@@ -105,7 +106,7 @@ def learn_merge(
         merges=merges,
         out=path,
         training=training,
-        # a component that was tuned again in its place is another one
+        # a model that was tuned again in its place is another one
         key=xxhash.xxh3_64(json.dumps([facts, contents, files]).encode()).hexdigest(),
         # any token can pad: the mask hides it, and its label is ignored
         collator=MaskCollator(

@@ -121,7 +121,7 @@ def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str]) -> I
     theirs = dict(other.named_parameters())
     for name, parameter in own.items():
         if name not in theirs:
-            # it is tied otherwise in the other model, as was told above
+            # tied to another tensor in the other model, which is reported above
             continue
         if parameter.shape != theirs[name].shape:
             shapes = (

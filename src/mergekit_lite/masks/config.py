@@ -125,7 +125,7 @@ class KLConfig(CheckedConfig):
     similarity: Weight = 0.0
 
     @property
-    def penalises(self) -> bool:
+    def penalizes(self) -> bool:
         """Return whether a penalty on masks has a weight above 0."""
         return any((self.l1, self.l2, self.similarity))
 

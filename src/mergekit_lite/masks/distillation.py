@@ -95,7 +95,7 @@ def distill(
         normalizer=normalizer,
         **options,
     )
-    if count and kl.penalises:
+    if count and kl.penalizes:
         part = 1.0 if normalizer is None else count / normalizer  # this batch's share of the step
         loss = loss + part * mask_penalty(merger.trained_masks(), kl)
     return loss
@@ -171,7 +171,8 @@ def _refuse_leaks(merger: MaskedModel, inputs: Mapping[str, Any]) -> None:
     if position_ids is None or not bool((position_ids[:, 1:] <= position_ids[:, :-1]).any()):
         return
     attention = str(getattr(merger.model.config, "_attn_implementation", ""))
-    # transformers parts examples in causal masks, and with flash attention in one row only
+    # transformers separates packed examples in causal masks, and flash attention only in a batch
+    # of one row
     if not merger.model.can_generate() or ("flash" in attention and position_ids.shape[0] > 1):
         raise ValueError(
             f"Merger.distill: packed rows, but {type(merger.model).__name__} with "

@@ -65,7 +65,7 @@ def load_components(
     given = [os.fspath(path) for path in paths]
     if base is not None:
         given.append(os.fspath(base))
-    named = [_Named.of(path, options) for path in given]
+    named = [_Checkpoint.of(path, options) for path in given]
     making = _making(dtype, options)
     labels = [name.label for name in named]
     configs = [name.config for name in named]
@@ -93,7 +93,9 @@ def _making(dtype: object, options: Mapping[str, object]) -> dict[str, object]:
     return making
 
 
-def _adapted(name: _Named, base: _Named, model: PreTrainedModel) -> PreTrainedModel | None:
+def _adapted(
+    name: _Checkpoint, base: _Checkpoint, model: PreTrainedModel
+) -> PreTrainedModel | None:
     """Return the base's model with an adapter as factors, if that is what a name stands for."""
     # a base with its own adapter folded in is not what other adapters were made for
     if base.adapter is not None or name.adapter is None or not _are_one(name.path, base.path):
@@ -106,7 +108,7 @@ def _adapted(name: _Named, base: _Named, model: PreTrainedModel) -> PreTrainedMo
 
 
 @dataclass(frozen=True)
-class _Named:
+class _Checkpoint:
     """A model that is to be loaded: its own path, its adapter's, and what transformers takes."""
 
     path: str
@@ -129,7 +131,7 @@ class _Named:
         return self.path if self.adapter is None else f"{self.path}+{self.adapter}"
 
 
-def _load_model(auto_class: Any, name: _Named, dtype: object) -> PreTrainedModel:
+def _load_model(auto_class: Any, name: _Checkpoint, dtype: object) -> PreTrainedModel:
     """Load a model and fold its adapter in."""
     model = _load_complete_model(auto_class, name.path, name.config, dtype, name.options)
     if name.adapter is not None:

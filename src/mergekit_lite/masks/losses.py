@@ -1,6 +1,6 @@
 """Losses of masks.
 
-`masked_kl`, distillation towards the components, and `mask_penalty`, which regularises.
+`masked_kl`, distillation towards the components, and `mask_penalty`, which regularizes.
 
 Letters: N positions, H hidden size, V vocabulary, K components.
 """
@@ -282,7 +282,7 @@ def mask_penalty(masks: Sequence[Tensor], config: KLConfig) -> Tensor:
     tensor(0.7500)
     """
     total = masks[0].new_zeros(())
-    if not config.penalises:
+    if not config.penalizes:
         return total
     count = masks[0].shape[0]
     places = sum(m[0].numel() for m in masks)

@@ -174,7 +174,8 @@ class Merger(MaskedModel):
         Args:
             out: Folder to write; it must not exist or be empty.
             **options: ``max_shard_size``, ``progress``, ``threads``, ``fresh`` of `merge_models`,
-                and ``dtype``, which rounds the logits, too, if it is not the components'.
+                and ``dtype``; another dtype than the components' changes the logits by one
+                rounding.
 
         Raises:
             ValueError: A mask that is not finite; and what `merge_models` raises.

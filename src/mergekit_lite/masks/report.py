@@ -68,7 +68,7 @@ class MaskReport(Report):
             flat = mask.detach().float().flatten(1).cpu()
             top = flat == flat.amax(0)  # a tie is shared
             wins = (top / top.sum(0)).mean(1)
-            # correction 0: a scalar mask is one value, with spread 0 and not NaN
+            # a mask of one value has spread 0; the usual correction would divide by 0
             spread = flat.std(1, correction=0)
             values = (tuple(round(float(v), 6) for v in t) for t in (flat.mean(1), spread, wins))
             rows.append(MaskRow(name, tuple(mask.shape[1:]), *values))

@@ -85,7 +85,7 @@ def _check_made_for(merger: MaskedModel, path: Path, metadata: Mapping[str, str]
             f"models{of[json.loads(metadata['over_base'])]}; this merger has "
             f"{len(merger.labels)}{of[merger.over_base]}"
         )
-    # told before the hashes, which depend on it and read every weight
+    # checked before the hashes: they depend on the dtype, and reading every weight takes long
     if metadata["dtype"] != dtype:
         raise ValueError(
             f"load_masks: {path} is for components in {metadata['dtype']}, here they are in {dtype}"

@@ -40,7 +40,7 @@ def rows_of(tensor: Tensor) -> Tensor:
 
 
 def refuse_zero_sum(parameters: dict) -> None:
-    """A normalised sum divides by Σ w_i, which must not be 0."""
+    """A normalized sum divides by Σ w_i, which must not be 0."""
     weights = parameters["weight"]
     # above 0, so that weights that are all 0 are refused, too
     largest = max([1e-30, *(abs(weight) for weight in weights)])
@@ -61,10 +61,10 @@ def linear(
     >>> linear([torch.tensor([0.0, 2.0]), torch.tensor([4.0, 4.0])], weight=[3.0, 1.0])
     tensor([1.0000, 2.5000])
     """
-    return weighted_sum(tensors, normalised(weight, normalize))
+    return weighted_sum(tensors, normalized(weight, normalize))
 
 
-def normalised(weights: Sequence[float], normalize: bool) -> list[float]:
+def normalized(weights: Sequence[float], normalize: bool) -> list[float]:
     """Return weights as they are, or divided by their sum."""
     scale = 1.0
     if normalize:
@@ -104,10 +104,10 @@ def task_arithmetic(
     tensor([2.])
     """
     total = weighted_sum(deltas(tensors, base), weight)
-    return base + total * (lambda_ / normaliser(weight, normalize))
+    return base + total * (lambda_ / normalizer(weight, normalize))
 
 
-def normaliser(weights: Sequence[float], normalize: bool) -> float:
+def normalizer(weights: Sequence[float], normalize: bool) -> float:
     """Σ w_i, or 1 when the sum is 0 or not wanted."""
     total = sum(weights)
     # mergekit's bound

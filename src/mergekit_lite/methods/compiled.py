@@ -10,7 +10,7 @@ from .spherical import karcher, model_stock, multislerp, nuslerp, slerp
 from .trimming import breadcrumbs, breadcrumbs_ties, sce, ties
 
 BY_ROWS = (della, della_linear)
-"""Methods whose kernels take whole rows; those of all others take a tensor cut anywhere."""
+"""Methods whose kernels take whole rows; every other kernel takes a tensor that is cut anywhere."""
 
 COMPILED = (
     linear,

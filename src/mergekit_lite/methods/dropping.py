@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._torch import Tensor, torch
-from .averaging import deltas, normaliser, rows_of, weighted_sum
+from .averaging import deltas, normalizer, rows_of, weighted_sum
 from .noise import Noise
 from .parameters import Bound, PerModel, Range
 from .registry import merge_method
@@ -60,7 +60,7 @@ def dare_linear(
     tensor([2.])
     """
     remaining = _dropped(tensors, base, density, rescale, noise)
-    return base + weighted_sum(remaining, weight) * (lambda_ / normaliser(weight, normalize))
+    return base + weighted_sum(remaining, weight) * (lambda_ / normalizer(weight, normalize))
 
 
 @merge_method("dare_ties", **_DARE)
@@ -97,7 +97,7 @@ def keep_probabilities(change: Tensor, density: float, epsilon: float) -> Tensor
         epsilon: Half the spread.
     """
     columns = change.shape[-1]
-    # an unstable sort would rank equal magnitudes otherwise on each device
+    # with an unstable sort, ranks of equal magnitudes would depend on the device
     order = change.detach().abs().argsort(dim=-1, stable=True)
     # a row of one element has no steps, and 0 / 0 would be NaN
     steps = torch.arange(columns, dtype=change.dtype, device=change.device) / max(1, columns - 1)
@@ -192,4 +192,4 @@ def della_linear(
     tensor([[1.5000, 0.5000]])
     """
     remaining = _sampled_by_magnitude(tensors, base, density, epsilon, rescale, noise)
-    return base + weighted_sum(remaining, weight) * (lambda_ / normaliser(weight, normalize))
+    return base + weighted_sum(remaining, weight) * (lambda_ / normalizer(weight, normalize))

@@ -33,7 +33,7 @@ def arcee_fusion(tensors: list[Tensor], base: Tensor) -> Tensor:
     for changed, origin in zip(*(rows.split(count) for rows in pairs), strict=True):
         log_p = changed.log_softmax(-1)
         log_q = origin.log_softmax(-1)
-        # of rows that are nearly equal, rounding may leave it below 0
+        # rounding may make the divergence of nearly equal rows negative
         divergence = (log_p.exp() * (log_p - log_q)).sum(-1, keepdim=True).clamp(min=0)
         parts.append((changed - origin).abs() * divergence)
     importance = torch.cat(parts).view(base.shape)

@@ -2,7 +2,7 @@
 
 A stream is named by (seed, tensor name, model index). Word number ``n`` of it is a hash of ``n``
 keyed by the name, so that no order, thread or device changes it. The hash is the
-multiply-and-xorshift finaliser "lowbias32" (Wellons, hash-prospector; public domain) with a second
+multiply-and-xorshift finalizer "lowbias32" (Wellons, hash-prospector; public domain) with a second
 key xored in between its rounds, which keeps the streams of two names apart. It is written in int32
 tensor operations, which wrap identically on every device. A stream repeats after 2**32 words.
 """
@@ -68,7 +68,7 @@ class Noise:
     def keep(self, model: int, like: Tensor, probability: float) -> Tensor:
         """Decide independently, with one probability, which elements to keep.
 
-        An element has 8 bits of a word that it shares with three neighbours. Where those equal the
+        An element has 8 bits of a word that it shares with three neighbors. Where those equal the
         probability's first 8 bits, once in 256 elements and never for multiples of 1/256, 31 bits
         of a word of its own decide.
 

@@ -37,8 +37,8 @@ class MergeMethod:
         parameters: Its schema, by public name.
         base: ``"required"``, ``"optional"`` or ``"unused"``.
         inputs: Fewest and most models, the base not counted; None for no limit.
-        elementwise: Whether an element of the result depends on no other element of the inputs, so
-            that a tensor may be cut anywhere.
+        elementwise: Whether an element of the result depends only on the elements at its place in
+            the inputs, so that a tensor may be cut anywhere.
         validate: Checks the parameters of one tensor together; raises ValueError.
         noisy: It takes the random source; found from its signature.
     """
@@ -57,7 +57,7 @@ class MergeMethod:
         functools.update_wrapper(self, self.function)
 
     def near(self, name: str) -> list[str]:
-        """Parameters that a misspelt name may mean."""
+        """Parameters that a misspelled name may mean."""
         return difflib.get_close_matches(name, self.parameters, n=3)
 
     def parameter(self, name: str) -> Parameter:
@@ -149,6 +149,14 @@ class MergeMethod:
             beside = " beside the base model" if self.base == "required" else ""
             raise ValueError(f"{self.name}: got {number_of_models} models{beside}, expected {need}")
 
+    @property
+    def is_cut(self) -> bool:
+        """Return whether the engine of torch functions may cut a tensor.
+
+        Random words count from a tensor's first element, so a method that draws gets it whole.
+        """
+        return self.elementwise and not self.noisy
+
     def compute(
         self, tensors: list[Tensor], base: Tensor | None, bound: Bound, noise: Noise
     ) -> Tensor:
@@ -224,8 +232,9 @@ def merge_method(
         name: What recipes call it.
         base: ``"required"``, ``"optional"`` or ``"unused"``.
         inputs: Fewest and most models beside the base; None for no limit.
-        elementwise: An element of the result depends on no other element of the inputs. Then
-            tensors are merged in stretches, so that memory does not grow with them.
+        elementwise: An element of the result depends only on the elements at its place in the
+            inputs. Then a tensor may be merged in flat stretches, so that memory does not grow with
+            it. A method with ``noise`` always gets whole tensors.
         ranges: `Range` of numeric parameters, by name.
         validate: Checks the parameters of a tensor together; raises ValueError.
 

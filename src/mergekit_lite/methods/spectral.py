@@ -1,6 +1,7 @@
 """Methods that merge matrices by their singular vectors: tsv, iso_c.
 
-They hold a whole matrix and its factors; tensors that are not matrices take the mean.
+`tsv` holds the matrix and the factors of every model; `iso_c` decomposes only their sum. Tensors
+that are not matrices take the mean.
 Decompositions run in float64.
 
 Notation: D_i = W_i - B, K models; svd(M) = U S V with V of shape (rank, columns).
@@ -20,13 +21,13 @@ def svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         ValueError: The matrix holds NaN or infinity.
     """
-    # torch's own error is no ValueError, and only to those is the tensor's name added
+    # torch raises another kind of error here; the engine adds the tensor's name to ValueErrors only
     if not bool(torch.isfinite(matrix).all()):
         raise ValueError("singular values: the matrix holds NaN or infinity")
     return torch.linalg.svd(matrix.double(), full_matrices=False)
 
 
-def orthogonalised(matrix: Tensor) -> Tensor:
+def orthogonalized(matrix: Tensor) -> Tensor:
     """Return the orthogonal matrix nearest to ``matrix`` (Procrustes).
 
     It is U V of its singular value decomposition.
@@ -63,8 +64,8 @@ def tsv(
     # no more than the rank in all, but one of each model where models are many
     keep = max(1, min(base.shape) // len(changes))
     factors = [svd(change) for change in changes]
-    u = orthogonalised(torch.cat([u[:, :keep] for u, _, _ in factors], 1))
-    v = orthogonalised(torch.cat([v[:keep] for _, _, v in factors], 0))
+    u = orthogonalized(torch.cat([u[:, :keep] for u, _, _ in factors], 1))
+    v = orthogonalized(torch.cat([v[:keep] for _, _, v in factors], 0))
     s = torch.cat([s[:keep] for _, s, _ in factors])
     return base + (alpha * (u * s) @ v).to(base.dtype)
 

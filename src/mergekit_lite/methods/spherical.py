@@ -87,7 +87,7 @@ def nuslerp(
     The angle is taken over the whole tensor, or with ``nuslerp_flatten=False`` over each vector
     along the last dimension, or along the first with ``nuslerp_row_wise`` (mergekit's names and
     meaning). Colinear inputs are interpolated along the line; a zero input counts as at a right
-    angle; weights that sum to 0 give t = 1/2. Source: Shoemake 1985 as for slerp; normalised
+    angle; weights that sum to 0 give t = 1/2. Source: Shoemake 1985 as for slerp; normalized
     weights after mergekit's documentation.
 
     >>> nuslerp([torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])], weight=[1.0, 1.0])
@@ -131,7 +131,7 @@ def multislerp(
 
     With a base, of task vectors.
 
-    m = normalised Σ w_i u_i; the tangent vectors w_i (u_i - <u_i, m> m) at m are averaged and
+    m = normalized Σ w_i u_i; the tangent vectors w_i (u_i - <u_i, m> m) at m are averaged and
     mapped back to the sphere; the result is scaled by Σ w_i n_i. By the choice of m the tangent
     mean is Σ w_i u_i - |Σ w_i u_i| m = 0, so the result is m Σ w_i n_i, which is what is computed
     here. Where the directions cancel, so that m is not defined, the weighted sum is returned.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .._torch import Tensor, torch
-from .averaging import deltas, normaliser, sum_of_products, weighted_sum
+from .averaging import deltas, normalizer, sum_of_products, weighted_sum
 from .parameters import PerModel, Range
 from .registry import merge_method
 
@@ -88,10 +88,10 @@ def consensus_mean(changes: Sequence[Tensor], weights: Sequence[float], normaliz
     merged = merged * elected
     if not normalize:
         return merged
-    # in the dtype of the sums, in which the least of them may be 0
+    # rounded as the sums are: a tiny weight becomes 0 in float32
     least = float(torch.tensor(min(weights), dtype=share.dtype))
     if least > 0:
-        # one that agrees makes the share this large; where none does, 0 / 0 would be NaN
+        # where a model agrees the share is at least this; elsewhere the clamp avoids 0 / 0
         return merged / share.clamp_(min=least)
     # weights of both signs may cancel
     return merged / torch.where(share.abs() < 1e-8, 1.0, share)
@@ -105,7 +105,8 @@ def l1(x: Tensor) -> Tensor:
 def rescaled(change: Tensor, kept: Tensor) -> Tensor:
     """Return what is kept of a change, scaled to the L1 norm that the change had."""
     norm = l1(kept)
-    # nothing is kept of an empty change; a division by 0 would give its gradient NaN
+    # a change may be dropped whole; `where` computes both branches, and 0 / 0 in the branch that
+    # is not taken would make the gradient NaN
     scale = torch.where(norm > 0, l1(change) / norm.clamp(min=1e-300), 1.0)
     return kept * scale.to(kept.dtype)
 
@@ -211,7 +212,7 @@ def breadcrumbs(
     tensor([0., 1., 2., 0.])
     """
     remaining = _without_outliers(tensors, base, density, gamma, rescale)
-    return base + weighted_sum(remaining, weight) * (lambda_ / normaliser(weight, normalize))
+    return base + weighted_sum(remaining, weight) * (lambda_ / normalizer(weight, normalize))
 
 
 @merge_method("breadcrumbs_ties", **_CRUMBS)
@@ -243,7 +244,7 @@ def sce(tensors: list[Tensor], base: Tensor, *, select_topk: float = 1.0) -> Ten
     """Select the positions of largest variance over models, weigh by energy, erase minority signs.
 
     Kept: the ⌊select_topk · m⌋ positions of largest population variance among the m where it is not
-    0. Model weights: mean D_i² over kept positions, normalised. Then a weighted mean over the
+    0. Model weights: mean D_i² over kept positions, normalized. Then a weighted mean over the
     models whose sign agrees with that of Σ D_i.
     Source: FuseChat (Wan et al., arXiv 2408.07990).
 

@@ -23,6 +23,7 @@ from .layout import Layout, Slot, layer_of, stacked_slices, whole_models, with_l
 from .models import Models, PlannedSource, open_models, truncate_vocabularies
 from .plan import (
     CHUNK,
+    EAGER_STRETCH,
     Input,
     MergePlan,
     PlanError,
@@ -35,6 +36,7 @@ from .settings import check_parameters, idle_filters, settings_for
 
 __all__ = [
     "CHUNK",
+    "EAGER_STRETCH",
     "Input",
     "MergePlan",
     "PlanError",

@@ -77,7 +77,7 @@ def _flat(config: Mapping[str, object]) -> dict[str, object]:
 def missing_tensors(source: Source) -> list[str]:
     """Return a message for each kind of tensor that a model should have and lacks."""
     config = source.config.get("text_config")
-    if not isinstance(config, dict):  # of a model of texts and images it is the texts' part
+    if not isinstance(config, dict):  # only models of texts and images have a part for texts
         config = source.config
     problems = []
     for problem in (

@@ -83,16 +83,17 @@ def _count_layers(
             old = config[key] if old is None else old
             config[key] = sum(end - begin for _, begin, end in spans)
     for key, value in config.items():
-        listed = isinstance(value, list) and len(value) == old
-        if not listed or not ("layer" in key or key.endswith("types")):
+        has_entry_per_layer = isinstance(value, list) and len(value) == old
+        if not has_entry_per_layer or not ("layer" in key or key.endswith("types")):
             continue  # layer_types and the like
         entries = []
         for place, begin, end in spans:
             own = configs[place].get(key)
             # a model that has no such list has the donor's kinds of layers
-            entries += (own if isinstance(own, list) else value)[begin:end]
-        if len(entries) < sum(end - begin for _, begin, end in spans):
-            raise PlanError(
-                [f"config.json: {key} has {old} entries, and a slice takes a later one"]
-            )
+            source = own if isinstance(own, list) else value
+            if len(source) < end:
+                raise PlanError(
+                    [f"config.json: expected {end} entries in {key}, got {len(source)}"]
+                )
+            entries += source[begin:end]
         config[key] = entries

@@ -244,7 +244,7 @@ class _Piece:
         base = None if alias is None else Input(self._base, alias)
         others = []
         for entry, i in inputs:
-            # a base among the sources gives its own layers, not those of the first source's number
+            # a base among the sources gives the layers of its own slice
             if i.source == self._base:
                 base = i
             else:

@@ -18,6 +18,9 @@ from ..vocabulary import Vocabulary
 CHUNK = STRETCH
 """Elements that one thread holds of each input at a time."""
 
+EAGER_STRETCH = 1 << 22
+"""Elements of a tensor that torch functions get at a time if it may be cut: 16 MB in float32."""
+
 _SHOWN = 20  # problems of a message
 
 
@@ -150,13 +153,16 @@ class MergePlan(Report):
         peak = 0
         for t in self.tensors:
             inputs = len(t.everything)
-            if t.method is None or t.has_kernel or t.method.elementwise:
+            if t.method is None or t.has_kernel:
                 # a thread's stretch of each input, as stored and as numbers, and some to work in
                 block = min(t.info.count, CHUNK)
                 peak = max(peak, self.threads * block * t.work.itemsize * (2 * inputs + 6))
             else:
-                # every input whole, and copies of them in the worst case in float64
-                peak = max(peak, t.info.count * (t.work.itemsize * inputs + 8 * (inputs + 3)))
+                count = t.info.count
+                if t.method.is_cut:
+                    count = min(count, EAGER_STRETCH)
+                # every input, and copies of them in the worst case in float64
+                peak = max(peak, count * (t.work.itemsize * inputs + 8 * (inputs + 3)))
         return peak
 
     def table(self) -> Table:

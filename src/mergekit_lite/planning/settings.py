@@ -59,7 +59,7 @@ def evaluate_setting(
         return _MISSING
     if isinstance(value[0], Mapping):
         for entry in value:
-            # for what it raises: a misspelt filter would match every tensor
+            # for what it raises: a misspelled filter would match every tensor
             unknown_keys("parameter", as_mapping("parameter", entry), ["filter", "value"])
             if "value" not in entry:
                 raise RecipeError(f"a parameter's filter entry {dict(entry)!r} has no value")
@@ -131,7 +131,8 @@ def settings_for(
             for level, tensor in models:
                 # filters look at the model's own name of the tensor: slices give it another number
                 values_of_models.append(setting([level, *common], key, tensor, depth, check))
-            # without any value the default is taken, or the lack of one told
+            # a required parameter is passed without values, too, so that `bind` names the model;
+            # any other takes its default
             if parameter.required or values_of_models.count(None) < len(models):
                 values[key] = values_of_models
             continue

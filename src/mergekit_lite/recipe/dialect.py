@@ -46,7 +46,7 @@ _RECIPE = [
 ]
 _TEXTS = ("dtype", "out_dtype", "chat_template")  # keys without which a recipe can be planned
 _DEPTH = 6  # deepest nesting of parameters; filter entries with gradients need 4
-_ALIKE = 0.8  # similarity of names from which one is taken for the other, misspelt
+_ALIKE = 0.8  # similarity of names from which one is taken for the other, misspelled
 _IDLE = {
     "random_seed": (
         "a recipe's random_seed has no effect; give the seed as merge_models(seed=...) or --seed"
@@ -211,7 +211,7 @@ class _Parser:
             return ()
         listed = self._read(as_list, where, values, otherwise=None)
         if listed is None:
-            # one, or else the recipe would also be told that it lists nothing
+            # a placeholder: without an entry the recipe would also be told to list models
             return (_LOST,)
         return tuple(self._read(read, value) for value in listed)
 
@@ -326,7 +326,7 @@ class _Parser:
         )
 
     def _take_misplaced(self, where: str, data: dict[str, object]) -> None:
-        """Take out the keys beside a model that are parameters, or are spelt much like one."""
+        """Take out the keys beside a model that are parameters, or are spelled much like one."""
         parameters: set[str] = set()
         for method in METHODS.values():
             parameters |= method.parameters.keys()
@@ -435,7 +435,7 @@ def _whole(value: Any) -> Any:
     Anything else as it is, for `ModelEntry` to refuse.
     """
     try:
-        # what pydantic takes for mergekit; but true would be layer 1
+        # mergekit accepts "3" and 3.0; without the first test true would become layer 1
         if not isinstance(value, bool) and float(value) == int(float(value)):
             return int(value)
         return value

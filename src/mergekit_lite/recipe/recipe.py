@@ -37,7 +37,7 @@ def unknown_keys(where: str, data: Mapping[str, object], known: Sequence[str]) -
     """Return notes on keys that mean nothing.
 
     Raises:
-        RecipeError: Keys that look like misspelt ones.
+        RecipeError: Keys that look like misspelled ones.
     """
     notes = []
     problems = []
@@ -173,7 +173,7 @@ class TokenRule:
     force: bool = False
 
     def to_dict(self) -> dict[str, object]:
-        """Return what its YAML would hold."""
+        """Return the source as a YAML recipe writes it."""
         data: dict[str, object] = {}
         if self.zero:
             data["source"] = {"kind": "zero"}

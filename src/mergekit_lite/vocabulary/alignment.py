@@ -38,7 +38,10 @@ def is_vocabulary_tensor(name: str) -> bool:
 
 
 def stored_name(source: Source, name: str) -> str | None:
-    """Return what a model calls a tensor: a tied head is its embedding, None is none it has."""
+    """Return the name that a model stores a tensor under: its embedding's for a tied head.
+
+    None if the model has no such tensor.
+    """
     if name in source.tensors:
         return name
     # GPT-2's config.json is silent on it and its head is tied; a state dict has no config
@@ -300,13 +303,13 @@ def _given_row(
         raise RecipeError(f"{where}: source must name one of the recipe's models")
     place = index[model_key(rule.model)]
     row = rule.token_id
-    wanted = f"row {row}"
+    described = f"row {row}"
     if row is None:
-        theirs = token if rule.token is None else rule.token
-        row = vocabularies[place].get(theirs, -1)
-        wanted = "such token"
+        name = token if rule.token is None else rule.token
+        row = vocabularies[place].get(name, -1)
+        described = f"token {name!r}"
     if not 0 <= row < _rows(sources[place]):
-        raise RecipeError(f"{where}: {model_label(rule.model)} has no {wanted}")
+        raise RecipeError(f"{where}: {model_label(rule.model)} has no {described}")
     return place, row
 
 

@@ -64,10 +64,12 @@ class _Counter(TorchDispatchMode):
     largest: int = 0
 
     def __post_init__(self):
+        # the dataclass's __init__ does not call the mode's
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        # the packet's name: add.Tensor and add.Scalar are both add
         name = func.overloadpacket.__name__
         if name in _FREE:
             return result

@@ -12,7 +12,7 @@ from torch import Tensor
 # Last bits that the rounding of the result itself may cost: at one element, and on average
 _MAX_ULPS = 2.0
 _RMS_ULPS = 0.25
-# Share of the largest input that may remain where terms cancel to 0 in float32
+# Share of the largest input that may remain where terms cancel to 0; a finer eps takes its place
 _FLOOR = 2.0**-22
 
 
@@ -26,7 +26,7 @@ class Judgment:
 
     Attributes:
         worst: The largest error divided by its budget, at most 1.
-        what: The tensor and the measure that it was actual in.
+        what: The tensor and the measure of the largest error.
     """
 
     worst: float
@@ -42,6 +42,7 @@ class _Measure(NamedTuple):
     def ratio(self) -> float:
         if self.budget > 0:
             return self.error / self.budget
+        # a budget of 0 comes from inputs that are all 0: only 0 is right then
         return 0.0 if self.error == 0 else float("inf")
 
 
@@ -96,6 +97,7 @@ def check_equivalent(
         output = _run(reference, exact, None)["output"]
         generator = torch.Generator().manual_seed(0)
         drawn = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+        # rounded once, so that every run gets the same numbers exactly
         cotangent = drawn.to(dtype).double()
     truth = _run(reference, exact, cotangent)
     working_result = _run(reference, _cast(rounded, working), cotangent)
@@ -112,6 +114,7 @@ def check_equivalent(
         _check_form(f"{name}: {what}", actual[what], true, dtype)
         if not true.numel():
             continue
+        # `.to(dtype)`: the fast function has to round its result, too
         for measure in _measures(actual[what], true, working_result[what].to(dtype), floor):
             if measure.ratio > 1:
                 raise NotEquivalent(
@@ -142,6 +145,7 @@ def _run(
     output.backward(cotangent.to(output))
     for name, leaf in leaves.items():
         if leaf.requires_grad:
+            # one function may leave an unused input out, where the other multiplies it by 0
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             results[f"gradient of {name}"] = gradient.cpu()
     return results

@@ -88,6 +88,7 @@ def check_module(
     1 behaviors passed, 0 raised an error, 0 wrong
     """
     for name, value in (("only", only), ("skip", skip)):
+        # a text is a list of letters, none of which is a behavior
         if isinstance(value, str):
             raise ValueError(f"check_module: expected a list for {name}, got {value!r}")
     if isinstance(make, nn.Module):
@@ -96,6 +97,7 @@ def check_module(
             "write lambda: ..."
         )
     rows = {len(x) if x.dim() else 0 for x in inputs}
+    # even, as a behavior halves the batch; `exported` declares the same limit
     if len(rows) != 1 or rows.pop() not in range(4, 1 << 20, 2):
         raise ValueError(
             "check_module: expected inputs with one batch dimension of an even size, 4 or more, "
@@ -118,6 +120,7 @@ def check_module(
         if name in skipped:
             continue
         try:
+            # behaviors seed the CPU's generator; the caller's goes on where it was
             with torch.random.fork_rng(devices=[]):
                 BEHAVIORS[name](subject)
         except WrongResult as error:

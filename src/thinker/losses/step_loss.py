@@ -103,5 +103,7 @@ class StepLoss(nn.Module, ABC):
         weights = self.weights(output, steps, distance)
         if not isinstance(weights, Tensor):
             weights = torch.tensor(weights, device=errors.device, dtype=errors.dtype)
+        # (S,) and (S, B) get axes of 1, up to (S, B, O)
         weights = weights.to(errors.dtype).reshape(*weights.shape, *[1] * (3 - weights.dim()))
+        # without any answer it is 0, and not 0 / 0
         return (weights * errors).sum() / num_answers(labels, steps).clamp(min=1)

@@ -49,6 +49,7 @@ class LastAndRandom(StepLoss):
         """The two."""
         if len(steps) == 2:
             return [self.random, self.last]
+        # so that batches of one step weigh as much as the others
         return [self.last + self.random]
 
 
@@ -70,7 +71,7 @@ class LearnedWeights(AllSteps):
     """Every step that outputs, by learned weights that never fall from one step to the next.
 
     Weights are cumulative sums of a softmax, scaled to add up to 1, so that no step can be silenced
-    in favour of an earlier one.
+    in favor of an earlier one.
 
     Args:
         max_steps: Most that there will be.
@@ -102,7 +103,7 @@ class Reach(StepLoss):
     After t steps they need tokens at most t (window - 1) away.
 
     The last step and the one before are supervised. A row's answers in reach share the weight of
-    all its answers. (A latent could know of one more, for it looks at what its neighbours have read
+    all its answers. (A latent could know of one more, for it looks at what its neighbors have read
     in the same step.)
 
     Args:
@@ -149,6 +150,7 @@ class Reach(StepLoss):
             )
         seen = torch.tensor(steps, device=distance.device)[:, None, None] * (self.window - 1)
         near = (distance > 0) & (distance <= seen)
+        # a row with nothing in reach counts nothing, and is no 0 / 0
         share = (distance > 0).sum(-1) / near.sum(-1).clamp(min=1)  # (S, B)
         return near * share[..., None] / len(steps)
 
@@ -174,11 +176,13 @@ class ProgressiveLoss(StepLoss):
     def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
         """The whole run, and the other."""
         passes = []
+        # a share of 0 would cost a whole pass
         if self.alpha < 1:
             passes.append(Pass(n_step, plan.output_steps(n_step)[-1:], share=1 - self.alpha))
         if self.alpha:
             first = int(torch.randint(n_step, (), generator=generator))
             rest = 1 + int(torch.randint(n_step - first, (), generator=generator))
+            # steps that a plan adds are among those without gradients
             steps = plan.num_steps(first + rest)
             passes.append(
                 Pass(steps, plan.output_steps(steps)[-1:], grad_steps=rest, share=self.alpha)

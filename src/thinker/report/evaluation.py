@@ -49,6 +49,7 @@ def accuracies(
             and not chosen.epilogue
             and all(row.output for row in chosen.loop)
         ):
+            # the first n steps of such a plan are what a run of n steps does
             steps = sorted(set(n_steps))
             out = model(**inputs, n_step=most, plan=plan, output_steps=steps)
             by_step = dict(zip(steps, out.step_logits, strict=True))
@@ -70,6 +71,7 @@ def accuracies(
                 f"accuracies: none of {len(asked)} rows has an answer that counts; expected one or "
                 "more"
             )
+        # a row without answers has none wrong, but is not right for that
         whole = (right | ~counts).all(1) & asked
         found_accuracies.append(
             Accuracy(float(right.sum() / counts.sum()), float(whole.sum() / asked.sum()))

@@ -84,8 +84,9 @@ class Grid(Report):
         for i, row in enumerate(values.tolist()):
             for j, value in enumerate(row):
                 shown = f"{value:.3f}".removeprefix("0")
-                colour = "white" if value < (low + 1) / 2 else "black"
-                axes.text(j, i, shown, ha="center", va="center", fontsize=7, color=colour)
+                # viridis is dark in its lower half
+                color = "white" if value < (low + 1) / 2 else "black"
+                axes.text(j, i, shown, ha="center", va="center", fontsize=7, color=color)
         axes.set_xticks(range(len(self.n_steps)), [str(n) for n in self.n_steps])
         axes.set_yticks(range(len(self.n_latents)), [str(n) for n in self.n_latents])
         axes.set(xlabel="steps", ylabel="latents")
@@ -152,10 +153,11 @@ def _step_curves(
     """Right symbols against steps, a curve for each name."""
     for number, (name, steps, shares) in enumerate(zip(names, n_steps, values, strict=True)):
         shade = 0.85 * number / max(1, len(names) - 1)
-        colour = (0.1 + shade * 0.9, 0.2 + shade * 0.4, 0.7 - shade * 0.6)
-        axes.plot(steps, shares, marker="o", ms=3, color=colour, label=name)
+        color = (0.1 + shade * 0.9, 0.2 + shade * 0.4, 0.7 - shade * 0.6)
+        axes.plot(steps, shares, marker="o", ms=3, color=color, label=name)
     axes.set(xlabel="steps", ylabel="right symbols", xscale="log")
     powers = [2**k for k in range(16) if 2**k <= max(map(max, n_steps))]
+    # at most eight labels have room
     ticks = powers[:: 1 + len(powers) // 8]
     axes.minorticks_off()
     axes.set_xticks(ticks, [str(t) for t in ticks])

@@ -33,13 +33,13 @@ def plot_training(history: Sequence[Mapping[str, float]], ax: Axes | None = None
     axes.set(xlabel="step", ylabel="loss")
     other = axes.twinx()
     most = max((row.get("difficulty", 0.0) for row in rows), default=0.0)
-    for name, scale, colour in (("accuracy", 1.0, "tab:orange"), ("difficulty", most, "tab:green")):
+    for name, scale, color in (("accuracy", 1.0, "tab:orange"), ("difficulty", most, "tab:green")):
         if scale and any(name in row for row in rows):
             shown = f"{name} (of {most:g})" if name == "difficulty" else name
             other.plot(
                 steps,
                 [row.get(name, float("nan")) / scale for row in rows],
-                color=colour,
+                color=color,
                 label=shown,
             )
     other.set(ylim=(0, 1.03), ylabel="share")

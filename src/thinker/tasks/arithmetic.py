@@ -73,6 +73,7 @@ class Add(Task):
         else:
             values = integers(generator, self.max_value + 1, 2, batch)
             digits = []
+            # by remainders: powers of the base can be beyond 64 bits
             for _ in range(longest):
                 digits.append(values % self.base)
                 values = values // self.base
@@ -80,6 +81,7 @@ class Add(Task):
         if self.carry_heavy:
             heavy = torch.rand(batch, 1, generator=generator, device=device) < self.carry_heavy
             most = torch.rand(batch, longest, generator=generator, device=device) < 0.8
+            # the first pair adds up to the base, the others to one less: the carry does the rest
             carried = torch.where(place == 0, self.base - a, self.base - 1 - a).clamp_(
                 max=self.base - 1
             )
@@ -87,6 +89,7 @@ class Add(Task):
         inside = place < lengths
         a = a * inside
         b = b * inside
+        # a place for the last carry
         answer = _carried(self.base, F.pad(a + b, (0, 1)))
         width = lengths + 1
         out = torch.arange(answer.shape[1], device=device)
@@ -96,6 +99,7 @@ class Add(Task):
             answer = answer.gather(1, (width - 1 - out).clamp_(min=0))
         at = torch.arange(2 * longest + 2, device=device)
         tokens = torch.where(at < lengths, F.pad(a, (0, longest + 2)), self.base)
+        # place within the second number: -1 is the operator, its length the =
         second = at - lengths - 1
         tokens = torch.where(
             (second >= 0) & (second < lengths), b.gather(1, second.clamp(0, longest - 1)), tokens
@@ -163,6 +167,7 @@ class AddColumns(Task):
         first, second = integers(generator, self.base, 2, batch, longest + 1) * (place < lengths)
         answer = _carried(self.base, first + second)
         mask = place <= lengths
+        # a carry may come from the first column, and the start token lies before it
         distance = (place + 1).expand(batch, -1)
         return Sample(
             first * self.base + second, mask, answer.masked_fill(~mask, IGNORED), distance

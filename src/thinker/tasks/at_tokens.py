@@ -42,6 +42,7 @@ class AtTokens(Task):
                 f"AtTokens: the task is {self.task!r}; expected a Task that is not laid out yet, "
                 "as of make_task"
             )
+        # its answer would be about targets that are not laid out yet
         if type(self.task).accuracy_mask is not Task.accuracy_mask:
             raise ValueError(
                 f"AtTokens: {self.task!r} says which answers count; expected a Task where all do"
@@ -72,6 +73,7 @@ class AtTokens(Task):
 
     @property
     def _blanks(self) -> bool:
+        # not the least: at length 1 an answer of one symbol is as long as the input
         n = self.min_length + 1
         return self.task.output_length(n) != self.task.input_length(n)
 
@@ -176,6 +178,7 @@ class AtTokens(Task):
             tokens = torch.cat([tokens, torch.full_like(targets, blank)], 1)
             mask = torch.cat([mask, known], 1)
             targets = torch.cat([nothing, targets], 1)
+            # the i-th blank lies i places behind the input
             distance = torch.cat([torch.zeros_like(nothing), distance + known.cumsum(1)], 1)
         if not self.grid:
             first = torch.full_like(tokens[:, :1], start)

@@ -115,10 +115,12 @@ class Depth(Task):
         depth = torch.zeros(batch, dtype=torch.long, device=generator.device)
         depths = []
         for choice in up.unbind(1):
+            # at either wall there is no choice
             opens = (choice | (depth == 0)) & (depth < self.max_depth)
             depth = depth + torch.where(opens, 1, -1)
             depths.append(depth)
         after = torch.stack(depths, 1)
+        # closing where the depth fell; before the first bracket it is 0
         tokens = (after < F.pad(after[:, :-1], (1, 0))).long()
         place = torch.arange(longest, device=generator.device)
         mask = place < lengths

@@ -74,7 +74,7 @@ class Copy(SequenceTask):
 
 @dataclass(frozen=True, kw_only=True)
 class _Rearranged(SequenceTask):
-    """The input in another order, which neighbours can bring about by exchanging symbols.
+    """The input in another order, which neighbors can bring about by exchanging symbols.
 
     Args:
         by_step: Each step's answer is how far the exchanges have come: at odd steps of the first
@@ -94,7 +94,7 @@ class _Rearranged(SequenceTask):
 
     @abstractmethod
     def exchanged(self, left: Tensor, right: Tensor) -> Tensor:
-        """(B, L - 1), whether neighbours exchange their symbols."""
+        """(B, L - 1), whether neighbors exchange their symbols."""
 
     def rounds(self, tokens: Tensor, lengths: Tensor) -> Tensor:  # (B, T, L)
         """The symbols after each step; of a row that is in order, the same."""
@@ -104,6 +104,7 @@ class _Rearranged(SequenceTask):
         for step in range(length):
             left = tokens[:, :-1]
             right = tokens[:, 1:]
+            # pairs (0, 1), (2, 3), ... and then (1, 2), (3, 4), ...; none reaches past the end
             active = (place % 2 == step % 2) & (place + 1 < lengths) & (step < lengths)
             swap = active & self.exchanged(left, right)
             gives = F.pad(swap, (0, 1))
@@ -174,6 +175,7 @@ class Sort(_Rearranged):
         """Ascending."""
         if self.by_step:
             return self.rounds(tokens, lengths)
+        # larger than every symbol, so that padding stays behind
         return tokens.masked_fill(~mask, self.symbols).sort(1).values
 
     def exchanged(self, left: Tensor, right: Tensor) -> Tensor:

@@ -63,6 +63,7 @@ def sudoku_puzzles(
     dry = 0
     while len(solution_of) < count:
         before = len(solution_of)
+        # twice what is missing, for doubles and other difficulties; 512 bound the memory
         solutions = _full_grids(generator, min(2 * (count - before) + 8, 512), box)
         puzzles = _dug(generator, solutions, box, difficulty, clues)
         for puzzle, solution in zip(puzzles, solutions, strict=True):
@@ -172,6 +173,7 @@ def _units(box: int) -> Tensor:  # (3 S, L) float
     row = place // side
     column = place % side
     kinds = (row, column, row // box * box + column // box)
+    # floats, for products of whole numbers are slow
     return torch.cat([torch.arange(side)[:, None] == kind for kind in kinds]).float()
 
 
@@ -205,8 +207,10 @@ def _narrowed(can: Tensor, box: int, *, hidden: bool = True) -> Tensor:
         alone = (before.sum(2, keepdim=True) == 1) & before
         now = before & ~((peers @ alone.float()) > 0)
         places = units @ now.float()  # (N, 3 S, S): in how many cells of a unit a digit fits
+        # a cell without a digit, or a digit without a cell
         broken = (now.sum(2) == 0).any(1) | (places == 0).flatten(1).any(1)
         if hidden:
+            # digits that fit nowhere else in one of the cell's units
             only = now & ((units.T @ (places == 1).float()) > 0)
             now = torch.where(only.any(2, keepdim=True), only, now)
         now &= ~broken[:, None, None]
@@ -221,6 +225,7 @@ def _choose(generator: torch.Generator, can: Tensor) -> tuple[Tensor, Tensor]:
     Both are drawn at random.
     """
     left = can.sum(2).float()
+    # less than 1, so that chance decides among equals alone
     order = left + torch.rand(left.shape, generator=generator)
     cell = order.masked_fill(left <= 1, float("inf")).argmin(1)
     of_cell = can[torch.arange(len(can)), cell]

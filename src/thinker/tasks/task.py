@@ -230,6 +230,7 @@ def _check_ids(what: str, ids: Tensor, high: int) -> None:
 
 def row_words(length: int, device: torch.device) -> Tensor:  # (length,)
     """Return what `row_key` multiplies the tokens of each place by."""
+    # odd: a product with an odd number loses no bits modulo 2^64
     return torch.tensor([signed(mix(7, i) | 1) for i in range(length)], device=device)
 
 
@@ -240,6 +241,7 @@ def row_key(
 ) -> Tensor:  # (B,)
     """A number for each row that says what it is, on whichever side it is padded."""
     place = (mask.cumsum(1) - 1).clamp(min=0)
+    # + 1, so that a token 0 is not the same as padding
     return ((tokens + 1) * mask * words[place]).sum(1)
 
 

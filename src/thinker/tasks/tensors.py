@@ -104,6 +104,7 @@ class TensorTask(Task):
             raise ValueError(f"TensorTask: symbols is {self.symbols}; expected {most + 1} or more")
 
     def __repr__(self) -> str:
+        # a resume compares tasks by it: the same shape with other rows is another task
         rows = self._rows
         content = b"".join(
             x.cpu().numpy().tobytes() for x in (rows.tokens, rows.mask, rows.targets)
@@ -127,6 +128,7 @@ class TensorTask(Task):
             mask,
             targets,
             None,
+            # of the rows as they were given: `augment` leaves keys alone
             row_key(tokens, mask, row_words(tokens.shape[1], tokens.device)),
         )
 

@@ -38,6 +38,8 @@ def thinker_arguments(output_dir: str | Path, **changes: Any) -> TrainingArgumen
         "save_strategy": "no",
         "report_to": "none",
     }
+    if "lr_scheduler_type" in changes:  # other schedules have no such setting
+        del recipe["lr_scheduler_kwargs"]
     if "save_steps" in changes:
         recipe["save_strategy"] = "steps"
     return TrainingArguments(output_dir=str(output_dir), **(recipe | changes))

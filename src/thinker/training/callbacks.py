@@ -23,6 +23,7 @@ class ThinkerRun(Protocol):
 
     tally: Tally
     data: CurriculumDataset
+    state: TrainerState
 
     @property
     def thinker(self) -> LatentThinker:
@@ -101,10 +102,12 @@ class CurriculumCallback(ThinkerCallback):
     ) -> None:
         """Report."""
         trainer = self.trainer
+        # a report waits for the device, and is nothing to a schedule without a state
         if state.global_step % self.every or not trainer.data.schedule.initial():
             return
         assert self.before is not None
         counts = trainer.tally.since(self.before)
+        # nothing is counted where a rewind came first at this very step
         if float(counts["total"].sum()):
             trainer.data.report(counts["right"], counts["total"], step=trainer.batches)
 
@@ -194,6 +197,7 @@ class RewindOnPeak(ThinkerCallback):
         """Look, keep or go back."""
         assert self.before is not None
         if math.isnan(self.first):
+            # a copy, for `since` would move the beginning of the window
             self.first = mean_loss(self.trainer.tally.since(dict(self.before)))
         if state.global_step % self.every:
             return
@@ -211,6 +215,7 @@ class RewindOnPeak(ThinkerCallback):
                 control.should_training_stop = True
                 return
         elif self.last < self.best["loss"]:
+            # from its beginning: at its end a peak may be rising already
             self.best = self.newest | {"loss": self.last}
         self.newest = self._point(state.global_step)
 
@@ -225,6 +230,7 @@ class RewindOnPeak(ThinkerCallback):
         assert self.before is not None
         rest = mean_loss(self.trainer.tally.since(self.before))  # of a window that was not whole
         self.last = self.last if math.isnan(rest) else rest
+        # a curriculum that has grown has a higher loss, and is not worse for it
         as_hard = self.best["difficulty"] == self._difficulty()
         is_worse = self.count and as_hard and self.last > self.best["loss"]
         if self._is_peak(self.last) or is_worse or not self.trainer.parameters_are_finite():
@@ -236,6 +242,7 @@ class RewindOnPeak(ThinkerCallback):
             return False
         self.count += 1
         self._rewind()
+        # at the same rate it would peak again
         self.trainer.cool(self.cooling)
         return True
 
@@ -244,6 +251,7 @@ class RewindOnPeak(ThinkerCallback):
 
     def _point(self, step: int) -> dict[str, object]:
         return {
+            # not known before its window has ended
             "loss": math.inf,
             "step": step,
             "difficulty": self._difficulty(),
@@ -252,10 +260,13 @@ class RewindOnPeak(ThinkerCallback):
     def on_rewind(self) -> None:
         """Count from here; another of its kind may have gone back."""
         self.before = self.trainer.tally.mark()
+        # the point at the window's beginning is on the path that was left
+        self.newest = self._point(self.trainer.state.global_step)
 
     def _is_peak(self, loss: float) -> bool:
         return (
             math.isinf(loss)
+            # the margin: near a loss of 0 a factor alone makes a peak of every ripple
             or loss > self.factor * min(self.best["loss"], self.first) + self.margin
         )
 

@@ -58,6 +58,7 @@ def read_state(path: Path) -> StateDict:
             "ThinkerTrainer wrote"
         )
     try:
+        # on the CPU: other processes may read rank 0's file, which names its GPU
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch and pickle raise what they like for a file that is cut
         raise ValueError(

@@ -33,8 +33,11 @@ def check_kinds(model: object, data: object, step_loss: object, draw_plan: objec
 
 def check_delay(args: TrainingArguments, data: CurriculumDataset) -> None:
     """Refuse workers that draw farther ahead than a change of the schedule waits."""
+    # 2 is the default of DataLoader
     drawn = args.dataloader_num_workers * (args.dataloader_prefetch_factor or 2)
+    # all segments of a batch use the state at the first, up to segments - 1 batches ago
     ahead = args.gradient_accumulation_steps + drawn + data.segments - 1
+    # a schedule without a state never changes
     if data.schedule.initial() and ahead > data.delay:
         raise ValueError(
             f"ThinkerTrainer: batches are drawn {ahead} ahead, the data set's delay is "

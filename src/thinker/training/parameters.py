@@ -21,6 +21,7 @@ def parameter_groups(
         What a torch optimizer takes: the matrices, then the rest; a group without parameters is
             left out.
     """
+    # by the kind of module: embeddings and latents have two axes as well
     matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     by_kind: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in model.parameters():

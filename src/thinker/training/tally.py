@@ -29,6 +29,7 @@ class Tally:
         self._total = total
         self._device = device
         sizes = {"right": max_length + 1, "total": max_length + 1, "loss": 3}
+        # float64: float32 stops counting at 2^24 answers
         self.counts: Counts = {
             n: torch.zeros(size, dtype=torch.float64, device=device) for n, size in sizes.items()
         }
@@ -44,6 +45,7 @@ class Tally:
         loss = loss.detach().double()
         finite = loss.isfinite()
         self.counts["loss"] += torch.stack(
+            # replaced and not multiplied by 0, which leaves nan as it is
             [loss.where(finite, torch.zeros_like(loss)), finite, ~finite]
         )
 

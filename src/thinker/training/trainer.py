@@ -90,6 +90,7 @@ class ThinkerTrainer(StepTrainer):
         check_kinds(model, train_dataset, step_loss, draw_plan)
         check_fit(model, train_dataset, model.plan)
         self.draw_plan = draw_plan
+        # what a plan draws rarely is missed by one; eight find most of what does not fit
         for seed in range(8 if draw_plan else 0):
             check_fit(
                 model, train_dataset, self._plan_of(torch.Generator().manual_seed(seed), model)
@@ -129,6 +130,7 @@ class ThinkerTrainer(StepTrainer):
         self.step_loss.to(self.args.device)
         self.ema = None
         if ema is not None:
+            # here, where the model is on its device
             self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema))
         longest = self.data.schedule.max_length
         device = self.args.device
@@ -139,14 +141,17 @@ class ThinkerTrainer(StepTrainer):
         self._carry: ThinkerState | None = None  # of the segment before
         if not any(isinstance(c, CurriculumCallback) for c in self.callback_handler.callbacks):
             self.add_callback(CurriculumCallback())
-        self.add_callback(_Housekeeping(self))  # last: it loads what the others know
+        self.add_callback(_Housekeeping(self))
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """A callback, or a class of one, that may be a `ThinkerCallback`."""
         super().add_callback(callback)
-        for known in self.callback_handler.callbacks:
+        callbacks = self.callback_handler.callbacks
+        for known in callbacks:
             if isinstance(known, ThinkerCallback):
                 known.trainer = self
+        # last, for it loads what the others know
+        callbacks.sort(key=lambda known: isinstance(known, _Housekeeping))
 
     @property
     def ema_model(self) -> LatentThinker:
@@ -172,8 +177,10 @@ class ThinkerTrainer(StepTrainer):
         if workers:
             options: dict[str, Any] = {"prefetch_factor": self.args.dataloader_prefetch_factor}
         else:
+            # DataLoader refuses a prefetch_factor without workers
             options = {}
         persistent = bool(workers) and self.args.dataloader_persistent_workers
+        # not by accelerate, which would share one stream out among the processes
         return DataLoader(
             DetailedBatches(self.data),
             batch_size=None,
@@ -211,12 +218,14 @@ class ThinkerTrainer(StepTrainer):
             distance = None
         else:
             distance = self.thinker.answers_of(distance, n_latent)
+        # by the batch's number, so that a resumed run draws what it would have drawn
         words = (self.args.seed, inputs["rank"], inputs["step"])
         choose = torch.Generator().manual_seed(seed_of(*words, 1))
         noise = torch.Generator(labels.device).manual_seed(seed_of(*words, 2))
         plan = self._plan_of(choose, self.thinker, n_step)
         loss = torch.zeros((), device=labels.device)
         first = None
+        # a plan may need more steps than the batch has drawn
         n_step = plan.num_steps(n_step)
         carry = self._carry if model.training and inputs["segment"] else None
         for part in self.step_loss.passes(n_step, plan, choose):
@@ -232,6 +241,7 @@ class ThinkerTrainer(StepTrainer):
                 carry=carry,
                 generator=noise,
             )
+            # logs and carry are of the first pass: with `ProgressiveLoss` the whole run
             first = first or outputs
             loss = loss + part.share * self.step_loss(outputs, labels, distance)
         assert first is not None
@@ -268,6 +278,7 @@ class ThinkerTrainer(StepTrainer):
         self, resume_from_checkpoint: str | Path | bool | None = None, *rest: Any, **named: Any
     ) -> TrainOutput:
         """Train, or go on from a checkpoint, as in `StepTrainer.train`."""
+        # it is of another run's rows
         self._carry = None
         return super().train(resume_from_checkpoint, *rest, **named)
 
@@ -386,6 +397,7 @@ class ThinkerTrainer(StepTrainer):
         path = folder / self._state_name(self.args.process_index)
         is_own = path.exists()
         if not is_own:
+            # there are more processes now than when it was written
             path = folder / self._state_name(0)
         state = read_state(path)
         check_format(state, 1, f"ThinkerTrainer: {folder}")
@@ -426,8 +438,10 @@ class ThinkerTrainer(StepTrainer):
 
     def restore(self, snapshot: StateDict) -> None:
         """Back to a `snapshot`; the stream of data and the schedule of learning rates go on."""
+        # an optimizer keeps the tensors it loads: training on would change the best point
         snapshot = copy.deepcopy(snapshot)
         optimizer = bare_optimizer(self.optimizer)
+        # its state has the rates of then, and the schedule goes on
         rates = [group["lr"] for group in optimizer.param_groups]
         self.thinker.load_state_dict(snapshot["model"])
         self.step_loss.load_state_dict(snapshot["step_loss"])
@@ -462,6 +476,7 @@ class ThinkerTrainer(StepTrainer):
         if not any(isinstance(c, RewindOnPeak) for c in self.callback_handler.callbacks):
             super().on_not_finite(what)
         self._skipped += 1
+        # a broken run skips every step, and a few lines say so as well
         if self._skipped in (1, 10, 100, 1000):
             logger.warning("ThinkerTrainer: %s; skipped (%d so far)", what, self._skipped)
         # the optimizer would put nan into every weight
@@ -501,6 +516,7 @@ class _Housekeeping(TrainerCallback):
         self.trainer.data.segments = self.trainer.segments  # another trainer may have the same data
         if self.trainer.resumed_from is not None:
             self.trainer.load_progress(self.trainer.resumed_from)
+        # a second `train` counts steps from 0 again, and goes on in the data
         self.trainer._start_of_data = self.trainer.data.step - self.trainer.seen
 
     def on_train_end(
@@ -520,6 +536,7 @@ class _Housekeeping(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
+        # DDP wraps the model alone
         for parameter in self.trainer.step_loss.parameters():
             if parameter.grad is not None:
                 parameter.grad = self.trainer.accelerator.reduce(parameter.grad, "mean")
@@ -531,6 +548,7 @@ class _Housekeeping(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
+        # the stock trainer clears the gradients of the model alone
         self.trainer.step_loss.zero_grad()
         if self.trainer.ema is not None:
             self.trainer.ema.update_parameters(self.trainer.thinker)

@@ -135,7 +135,7 @@ def test_the_mask_is_the_same_everywhere_and_drops_the_share_that_it_should():
                     p * (1 - p) / n
                 ) ** 0.5
     a, b = (reference.keep_mask(torch.tensor(s), 500, 500, 0.5).double() - 0.5 for s in (1, 2))
-    assert abs((a * b).mean() * 4) < 5 / 500  # masks of neighbouring seeds,
+    assert abs((a * b).mean() * 4) < 5 / 500  # masks of neighboring seeds,
     assert abs((a[1:] * a[:-1]).mean() * 4) < 5 / 500  # rows
     assert abs((a[:, 1:] * a[:, :-1]).mean() * 4) < 5 / 500  # and columns do not know of each other
     # what a mere xor of row and column would give away

@@ -367,6 +367,7 @@ def test_a_sweep_compares_its_runs(base, capsys):
     more = sweep(base, ROWS, [grid, {"r": 2, "learning_rate": 1e30}], **options)
     assert (out / names[0] / "report.json").stat().st_mtime_ns == before
     assert list(more.failures) == ["r-2,learning_rate-1e+30"]
+    assert more.rows()[-1]["verdict"] == "failed"
     # a run that fails for any reason does not keep the others from running
     partly = sweep(base, ROWS, {"r": [64, 4]}, **{**options, "out": base.parent / "partly"})
     assert list(partly.runs) == ["r-4"]

@@ -209,8 +209,8 @@ def test_labels_outside_two_classes_and_odd_tokenizers_are_refused():
         ({"pooling": "cls"}, r"PairwiseConfig:.*\['cls'\]"),
         ({"pooling": ["mean", "mean"]}, "each once"),
         (
-            {"surface": ["colour"]},
-            r"PairwiseConfig:.*\['colour'\]",
+            {"surface": ["color"]},
+            r"PairwiseConfig:.*\['color'\]",
         ),
         ({"dropout": 1.0}, r"PairwiseConfig:.*dropout.*1.0"),
         ({"hidden_features": -1}, "hidden_features is -1"),

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from tests.heads.pairwise.support import (
     DECODERS,
     PACKED,
@@ -565,3 +565,30 @@ def test_a_config_that_was_edited_is_refused(changes, said, tmp_path):
 def test_an_encoder_that_is_not_there_is_named():
     with pytest.raises(ValueError, match=r"from_encoder: models/encodr cannot be read.*We"):
         PairwiseModel.from_encoder("models/encodr")
+
+
+def test_one_of_several_ids_that_end_a_text_is_right():
+    tokenizer = tokenizer_of()
+    tokenizer.eos_token = "<sep>"
+    PairwiseModel.from_encoder(tiny("llama", eos_token_id=[2, 5]).model, tokenizer)
+    with pytest.raises(ValueError, match="eos_token_id is 2"):
+        PairwiseModel.from_encoder(tiny("llama", eos_token_id=[4, 5]).model, tokenizer)
+
+
+def test_answers_that_begin_elsewhere_are_different():
+    model = model_of("bert")
+    tokenizer = tokenizer_of()
+    tokenizer.backend_tokenizer.post_processor = None
+    tokenizer.eos_token = "<sep>"
+    model.tokenizer = tokenizer
+    prompts, answers = ["w1", "w1 w2"], ["w2 w3", "w3"]
+    both = model.predict(prompts, answers, ["w9", "w9"], progress=False).log_probabilities
+    for row, prompt, answer in zip(both, prompts, answers, strict=True):
+        alone = model.predict([prompt], [answer], ["w9"], progress=False).log_probabilities[0]
+        torch.testing.assert_close(row, alone)
+
+
+def test_other_adapters_of_pefts_are_not_thawed():
+    adapter = IA3Config(target_modules=["query", "value"], feedforward_modules=[])
+    with pytest.raises(ValueError, match="the model has adapters"):
+        freeze_(get_peft_model(model_of("bert"), adapter), "none")

@@ -94,7 +94,7 @@ def test_nothing_leaks_from_one_sequence_to_another(kind):
 
 
 def test_an_encoder_that_leaks_is_not_packed(monkeypatch):
-    """The stock behaviour: the ends of sequences are not looked at."""
+    """The stock behavior: the ends of sequences are not looked at."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def deaf(*args, **options):

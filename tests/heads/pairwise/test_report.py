@@ -215,11 +215,11 @@ def test_the_report_says_everything_and_draws(tmp_path):
         assert (tmp_path / f"{link}.png").stat().st_size > 5_000
         assert sum(map(sum, report.metrics.confusion)) == 50
         assert (report.metrics.flip_rate == 0) == (link == "davidson")
-    with pytest.raises(ValueError, match=r"pairwise_report:.*50.*labelled"):
+    with pytest.raises(ValueError, match=r"pairwise_report:.*50.*labeled"):
         pairwise_report(model, model.dataset([p[:3] for p in pairs_of(50)], progress=False))
     with pytest.raises(ValueError, match=r"calibrate_:.*PairwiseDataset"):
         calibrate_(model, [])
-    with pytest.raises(ValueError, match=r"calibrate_:.*0.*labelled"):
+    with pytest.raises(ValueError, match=r"calibrate_:.*0.*labeled"):
         calibrate_(model, model.dataset([], progress=False))
 
 
@@ -266,3 +266,16 @@ def test_whose_prompts_were_trained_on_is_said():
     assert report.seen == (
         "5 of 10 prompts were trained on; 1 of 2 models that answer were trained on",
     )
+
+
+def test_pairs_without_a_prompt_are_calibrated():
+    model = model_of()
+    pairs = [("", a, b) for _, a, b, *_ in pairs_of(200)]
+    true = predict_pairs(model, model.dataset(pairs, progress=False), progress=False).probabilities
+    drawn = torch.multinomial(true, 1, generator=torch.Generator().manual_seed(2))[:, 0].tolist()
+    with torch.no_grad():
+        model.head.outer.weight.mul_(3)
+        model.head.tie.mul_(3)
+    labeled = [(*pair, label) for pair, label in zip(pairs, drawn, strict=True)]
+    report = calibrate_(model, model.dataset(labeled, progress=False), progress=False)
+    assert report.temperature > 1.5

@@ -137,7 +137,7 @@ def test_formats(row, expected):
 @pytest.mark.parametrize(
     "word", ["tie", "Tie", "tie (bothbad)", "both_bad", "equal", "draw", "neither", "2", 2, 2.0]
 )
-def test_ties_are_spelt_in_many_ways(word):
+def test_ties_are_spelled_in_many_ways(word):
     assert one(PLAIN | {"label": word}).label == 2
 
 

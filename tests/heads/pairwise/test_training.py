@@ -461,3 +461,18 @@ def test_what_cannot_learn_is_refused_before_it_runs(tmp_path):
         PairwiseTrainer(
             model=model, args=arguments_of(tmp_path), train_dataset=model.dataset(pairs_of(20))
         )
+
+
+def test_held_out_pairs_have_no_features_of_an_encoder_that_trains(tmp_path):
+    model = model_of("bert", trained=False)
+    held_out = model.dataset(pairs_of(8), progress=False)
+    freeze_(model, "all")
+    held_out.encode_(model, progress=False)
+    freeze_(model, "none")
+    with pytest.raises(ValueError, match="eval_dataset holds features"):
+        PairwiseTrainer(
+            model=model,
+            args=TrainingArguments(str(tmp_path), report_to="none"),
+            train_dataset=model.dataset(pairs_of(8), progress=False),
+            eval_dataset=held_out,
+        )

@@ -333,7 +333,7 @@ def test_penalties_are_of_trained_masks(tmp_path):
     assert torch.isfinite(one.distill(KLConfig(similarity=1.0), **task))
 
 
-def test_a_path_may_be_spelt_otherwise(tmp_path, monkeypatch):
+def test_a_path_may_be_spelled_otherwise(tmp_path, monkeypatch):
     base, paths = adapters(tmp_path)
     path = Merger.from_pretrained(paths, base=base).save_masks(tmp_path / "m.safetensors")
     monkeypatch.chdir(tmp_path)

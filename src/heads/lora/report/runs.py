@@ -158,7 +158,7 @@ class SweepReport(Report):
     Attributes:
         settings: The settings of each run that the table shows, by run name.
         runs: The report of each finished run, by run name.
-        failures: The error message of each run that stopped, by run name.
+        failures: The error message of each run that failed, by run name.
     """
 
     settings: Mapping[str, Mapping[str, Any]]
@@ -184,7 +184,7 @@ class SweepReport(Report):
                     "peak_mb": round(report.peak_mb),
                 }
             elif name in self.failures:
-                row["verdict"] = "stopped"
+                row["verdict"] = "failed"
             rows.append(row)
         return rows
 
@@ -196,8 +196,8 @@ class SweepReport(Report):
         return Table(names, cells)
 
     def remarks(self) -> list[str]:
-        """Return the best run, and the runs that stopped."""
-        lines = [f"{name} stopped: {why}" for name, why in self.failures.items()]
+        """Return the best run, and the runs that failed."""
+        lines = [f"{name} failed: {why}" for name, why in self.failures.items()]
         if self.runs:
             best = min(self.runs, key=lambda name: self.runs[name].loss)
             lines.insert(0, f"lowest held-out loss: {best}, {self.runs[best].loss:.4f}")

@@ -173,7 +173,7 @@ class TuningReport(Report):
         }
         for label, step in ends.items():
             if step is not None:
-                axes.axvline(step, color="grey", linestyle=":", label=f"{label} from step {step}")
+                axes.axvline(step, color="gray", linestyle=":", label=f"{label} from step {step}")
         axes.set(xlabel="step", ylabel="loss, nats a token")
         if self.train or self.held_out:
             right = axes.secondary_yaxis("right", functions=(_exponential, _logarithm))
@@ -193,7 +193,7 @@ def _logarithm(perplexities: object) -> np.ndarray:
 
 def perplexity(loss: float) -> float:
     """Return e to a loss, which is kept below the largest float."""
-    return math.exp(min(loss, 700.0))
+    return math.exp(min(loss, 700.0))  # math.exp raises from 710 on
 
 
 def _finite(looks: LossLog) -> list[tuple[int, float]]:

@@ -22,7 +22,7 @@ from ..surgery.prepare import (
     check_adapter_name,
     check_numbers,
     inject,
-    is_quantised,
+    is_quantized,
     quiet,
     skeleton,
 )
@@ -94,10 +94,10 @@ def load_lora(
         check_numbers(f"{operation}: {path / 'adapter_config.json'}", config)
         _check_patterns(operation, path, config, model)
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    if not is_quantised(base):  # whose layers have no twin on the meta device
+    if not is_quantized(base):  # quantized layers cannot be copied to the meta device
         trial = skeleton(model)
         if isinstance(model, PeftModel):
-            # `_compare` injects the new adapter, which needs the base without the others
+            # `_compare` injects the new adapter into a base without adapters
             trial = trial.unload()
         with reading(path / "adapter_config.json", operation):
             _compare(operation, path, shapes, trial, config)

@@ -140,7 +140,7 @@ def merge_lora(
         What was written, and how much of each update was lost.
 
     Raises:
-        ValueError: An adapter that the model does not have, a quantised base, another tuner's layer
+        ValueError: An adapter that the model does not have, a quantized base, another tuner's layer
             beneath, numbers that are not finite (in ``dtype``, too), a folder with something in it,
             or more lost than allowed. Nothing has been written then.
 
@@ -260,7 +260,7 @@ def _check_layer(operation: str, name: str, layer: LoraLayer) -> None:
         )
     if not weight.is_floating_point() or weight.dtype.itemsize < 2:
         raise ValueError(
-            f"{operation}: {name} is quantised ({weight.dtype}); expected a float base model"
+            f"{operation}: {name} is quantized ({weight.dtype}); expected a float base model"
         )
 
 
@@ -358,7 +358,7 @@ def _write(
         stock = _stock(base, state)
         stock.save_pretrained(folder, max_shard_size=max_shard_size)
     else:
-        # of names that share a tensor the hub's function would write only one
+        # where several names share one tensor, the hub's function writes only one of them
         alone = {name: tensor.cpu().clone() for name, tensor in state.items()}
         save_torch_state_dict(alone, folder, max_shard_size=max_shard_size)
 

@@ -42,7 +42,7 @@ def accelerate_lora_(model: nn.Module) -> AccelerationReport:
     """Give every supported layer of a peft model the forward of `lora_linear`, in place.
 
     Only the class changes: parameters, their names, checkpoints, merging and hooks stay peft's, and
-    new adapters can still be added. Over a base layer of another kind (quantised, another tuner's)
+    new adapters can still be added. Over a base layer of another kind (quantized, another tuner's)
     or with hooks, that layer's own output is what updates are added to. What has to stay peft's
     (DoRA, embeddings) does, and the report says why.
 

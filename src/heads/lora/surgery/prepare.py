@@ -34,8 +34,8 @@ def skeleton(model: nn.Module) -> Any:
     return copy.deepcopy(model, meta)
 
 
-def is_quantised(model: nn.Module) -> bool:
-    """Return whether any parameter is quantised, so that `skeleton` cannot copy it.
+def is_quantized(model: nn.Module) -> bool:
+    """Return whether any parameter is quantized, so that `skeleton` cannot copy it.
 
     Such a parameter is of another class, or not floating.
     """
@@ -144,7 +144,7 @@ def _check_targets(operation: str, model: nn.Module, config: LoraConfig) -> None
 
 def _rehearse(operation: str, model: nn.Module, config: LoraConfig, adapter_name: str) -> None:
     """Peft's injection on a model without memory; refuse ranks that are larger than a matrix."""
-    if is_quantised(model):
+    if is_quantized(model):
         return
     trial = copy.deepcopy(config)
     # starts such as PiSSA compute with the weights, and the meta device has none
@@ -189,7 +189,7 @@ def prepare_lora(
             outside of 0 to 1, a target that no module is called (with near names), a name that peft
             cannot keep apart, a model with adapters already.
 
-    A quantised model cannot be rehearsed; names and ranks below 1 are still looked at.
+    A quantized model cannot be rehearsed; names and ranks below 1 are still looked at.
 
     >>> model = nn.Sequential(nn.Linear(4, 8))
     >>> prepare_lora(model, LoraConfig(r=5, target_modules=["0"]))

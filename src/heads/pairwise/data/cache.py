@@ -58,11 +58,11 @@ def encoded(
         stages = _stages(model, Path(cache))
     keys = [_key(one) for one in sequences]
     rows = {kind: _stored(stages.get(kind)) for kind in kinds}
-    missing = {
-        key: one
-        for key, one in zip(keys, sequences, strict=True)
-        if any(key not in rows[kind] for kind in kinds)
-    }
+    missing = {}
+    for key, one in zip(keys, sequences, strict=True):
+        if any(key not in rows[kind] for kind in kinds):
+            missing[key] = one
+    # like lengths share a batch; the key breaks ties, so that every run makes the same files
     order = sorted(missing, key=lambda key: (len(missing[key].ids), key))
     bar = tqdm(
         total=sum(len(one.ids) for one in missing.values()),
@@ -78,31 +78,35 @@ def encoded(
             feature_parts = []
             for batch in batches:
                 inputs = sequence_batch([missing[key] for key in batch])
-                feature_parts.append(
-                    model.features(
-                        **{name: value.to(model.device) for name, value in inputs.items()}
-                    ).cpu()
-                )
+                moved = {name: value.to(model.device) for name, value in inputs.items()}
+                feature_parts.append(model.features(**moved).cpu())
                 bar.update(len(inputs["input_ids"]))
             chunk = [key for batch in batches for key in batch]
             features = torch.cat(feature_parts)
+            # kept apart, so that another mix of poolings finds those that are there
             for kind, pooled in zip(kinds, features.chunk(len(kinds), 1), strict=True):
                 rows[kind] |= zip(chunk, pooled.numpy(), strict=True)
                 if kind in stages:
                     _store(stages[kind], chunk, pooled)
     if not keys:
         return np.zeros((0, 0), np.float32)
-    return np.concatenate([np.stack([rows[kind][key] for key in keys]) for kind in kinds], 1)
+    columns = []
+    for kind in kinds:
+        columns.append(np.stack([rows[kind][key] for key in keys]))
+    return np.concatenate(columns, 1)
 
 
 def _store(stage: Stage, keys: Sequence[bytes], features: Tensor) -> None:
     joined = b"".join(keys)
+    # bytearray, as tensors have to lie in memory that can be written
     table = torch.frombuffer(bytearray(joined), dtype=torch.uint8).view(len(keys), -1)
+    # named by its keys: runs side by side never write different things under one name
     name = hashlib.sha256(joined).hexdigest()[:32]
     stage.store(name, {"keys": table, "features": features})
 
 
 def _key(tokens: Tokens) -> bytes:
+    # the length says where ids end and types begin; pooling depends on begin
     digest = hashlib.sha256(f"{len(tokens.ids)} {tokens.begin} ".encode())
     digest.update(tokens.ids.tobytes() + tokens.types.tobytes())
     return digest.digest()[:16]
@@ -114,6 +118,7 @@ def _chunks(order: Sequence[bytes], sequences: dict[bytes, Tokens]) -> Iterator[
     room = 0
     for key in order:
         size = len(sequences[key].ids)
+        # a sequence longer than a whole batch comes to be alone in one
         if size > room:
             if len(batches) == _BATCHES:
                 yield batches
@@ -133,6 +138,7 @@ def _stored(stage: Stage | None) -> dict[bytes, np.ndarray]:
         return rows
     for path in sorted(stage.folder.glob("*.safetensors")):
         part = stage.load(path.stem)
+        # else it was cut short or changed on the disk, and is made again
         if part is not None:
             keys = part[0]["keys"].numpy()
             rows |= zip((key.tobytes() for key in keys), part[0]["features"].numpy(), strict=True)

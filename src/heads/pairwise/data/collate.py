@@ -75,7 +75,8 @@ class Answer(NamedTuple):
 
     def key(self) -> tuple[bytes, ...]:
         """Equal for answers that a model cannot tell apart."""
-        return self.tokens.ids.tobytes(), self.tokens.types.tobytes(), self.surface.tobytes()
+        begin = str(self.tokens.begin).encode()  # pooling depends on where the answer begins
+        return self.tokens.ids.tobytes(), self.tokens.types.tobytes(), begin, self.surface.tobytes()
 
 
 class PairwiseDataset(Dataset):
@@ -115,10 +116,10 @@ class PairwiseDataset(Dataset):
     ):
         self.pairs = as_pairs("PairwiseDataset", pairs, config.num_classes)
         self.labels = [pair.label for pair in self.pairs]
-        labelled = sum(label is not None for label in self.labels)
-        if labelled not in (0, len(self.labels)):
+        labeled = sum(label is not None for label in self.labels)
+        if labeled not in (0, len(self.labels)):
             raise ValueError(
-                f"PairwiseDataset: {labelled} of {len(self.labels)} pairs have a label; expected "
+                f"PairwiseDataset: {labeled} of {len(self.labels)} pairs have a label; expected "
                 "all or none"
             )
         self.soft = any(isinstance(label, tuple) for label in self.labels)
@@ -128,6 +129,7 @@ class PairwiseDataset(Dataset):
         flat: list[Tokens] = []
         sizes: list[int] = []
         begins: list[int] = []
+        # concatenate takes no empty list, and there may be no pairs
         looks = [np.zeros((0, 0), np.float32)]
         prompts_cut = answers_cut = tokens_cut = 0
         for start in tqdm(
@@ -141,6 +143,7 @@ class PairwiseDataset(Dataset):
             sequences: list[Tokens] = []
             for both in template.sequences([(p.prompt, (p.a, p.b)) for p in chunk]):
                 sequences += [tokens for tokens, _, _ in both]
+                # once a pair, as both answers follow one prompt
                 prompts_cut += any(of_prompt for _, of_prompt, _ in both)
                 answers_cut += sum(of_answer > 0 for _, _, of_answer in both)
                 tokens_cut += sum(of_prompt + of_answer for _, of_prompt, of_answer in both)
@@ -158,6 +161,7 @@ class PairwiseDataset(Dataset):
             )
         self._ids = np.concatenate([np.zeros(0, np.int32), *(one.ids for one in flat)])
         self._types = np.concatenate([np.zeros(0, np.int8), *(one.types for one in flat)])
+        # without pairs cumsum gives floats, which are no indices
         self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self._begins = begins
         self._surface = np.concatenate(looks[1:] or looks)
@@ -177,6 +181,7 @@ class PairwiseDataset(Dataset):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> dict[str, object]:
+        # range counts from the end, too, and raises the IndexError that ends an iteration
         index = range(len(self))[index]
         return {
             "answers": [self.answer(2 * index + k) for k in (0, 1)],

@@ -58,22 +58,25 @@ def _texts(row: Mapping[str, object], one: str, other: str) -> tuple[Words, Word
     parsed = [_list(value) for value in values]
     if all(turns is not None for turns in parsed):
         prompts, a, b = (turns or [] for turns in parsed)
+        # lists of different lengths are no rounds of one conversation: each is joined to a text
         if not len(prompts) == len(a) == len(b) > 0:
             return _text(asked, prompts), _text(one, a), _text(other, b)
-        sides = [
-            [
-                Turn(role, sound(one, text or ""))
-                for both in zip(prompts, side, strict=True)
-                for role, text in zip(("user", "assistant"), both, strict=True)
-            ]
-            for side in (a, b)
-        ]
-        return _parted(*sides)
+        return _parted(_rounds(one, prompts, a), _rounds(one, prompts, b))
     if isinstance(values[0], list) and all(isinstance(turn, Mapping) for turn in values[0]):
         shared: Words = _messages(asked, values[0])
     else:
         shared = _text(asked, values[0])
     return shared, _text(one, values[1]), _text(other, values[2])
+
+
+def _rounds(name: str, prompts: Sequence[object], answers: Sequence[object]) -> list[Turn]:
+    """Return the turns of a conversation, a prompt and its answer by turns."""
+    turns = []
+    for asked, answer in zip(prompts, answers, strict=True):
+        # null, as the Arena has it, is a turn in which nothing was said
+        turns.append(Turn("user", sound(name, asked or "")))
+        turns.append(Turn("assistant", sound(name, answer or "")))
+    return turns
 
 
 def _conversations(row: Mapping[str, object], one: str, other: str) -> tuple[Words, Words, Words]:
@@ -96,7 +99,9 @@ def _preferred(row: Mapping[str, object], one: str, other: str) -> tuple[Words, 
             b = asked + b
         return _parted(a, b)
     texts = [_text(name, value) for name, value in zip((one, other), values, strict=True)]
+    # HH's rows: each text is a whole conversation, with Human: and Assistant:
     dialogues = [_dialogue(text) for text in texts]
+    # beside a prompt such a text is an answer that quotes a conversation
     if before in (None, "") and all(dialogues):
         return _parted(*dialogues)
     if isinstance(before, list):
@@ -126,6 +131,7 @@ def _dialogue(text: str) -> list[Turn]:
         elif turns:
             turns[-1] = Turn(turns[-1].role, f"{turns[-1].text}\n\n{part}")
         elif part.strip():
+            # words before the first mark: a text that only mentions one
             return []
     return turns
 
@@ -139,6 +145,7 @@ def _parted(a: Sequence[Turn], b: Sequence[Turn]) -> tuple[Words, Words, Words]:
         if not side or side[-1].role != "assistant":
             raise ValueError("a conversation that does not end with an answer")
     shared = 0
+    # - 1: each side keeps its last turn, even where both are the same
     while shared < min(len(a), len(b)) - 1 and a[shared] == b[shared]:
         shared += 1
     # both rests must begin with an answer
@@ -160,6 +167,7 @@ def _list(value: object) -> list[str | None] | None:
         try:
             value = json.loads(value) or None  # an empty list is a text
         except (ValueError, RecursionError):
+            # thousands of brackets or digits, which json refuses: a text as any other
             return None
     is_list_of_turns = isinstance(value, list) and all(
         turn is None or isinstance(turn, str) for turn in value
@@ -217,6 +225,7 @@ def _verdict(row: Mapping[str, object]) -> int | tuple[float, ...] | None:
     if _ONE_HOT[0] in row and _ONE_HOT[1] in row:
         won = []
         for name in _ONE_HOT:
+            # data without ties may lack the third column
             text = str(row.get(name, 0)).strip().lower()
             if text not in _TRUE + _FALSE:
                 raise ValueError(f"{name} is {row[name]!r}, expected 0 or 1")
@@ -248,6 +257,7 @@ def _preference(value: object) -> int | tuple[float, ...] | None:
         or not (value == 0 or 1 <= value <= 2)
     ):
         raise ValueError(f"preference is {value!r}, expected 1, 2, 1.5 or between")
+    # AlpacaEval counts answers from 1, classes here from 0
     fixed = {0: 2, 1: 0, 1.5: 2, 2: 1}
     if value in fixed:
         return fixed[value]

@@ -58,6 +58,7 @@ class ReadReport(Report):
         else:
             lines = []
         lines += [f"{self.empty} have an empty answer"] if self.empty else []
+        # A and B alone: many data have no ties
         for name, count in list(zip(CLASSES, self.labels, strict=True))[:2]:
             if not count and sum(self.labels) >= _ENOUGH:
                 lines.append(f"no label says that {name} is better: check what the labels mean")
@@ -136,6 +137,7 @@ def read_pairs(
         if isinstance(row, Mapping):
             seen |= dict.fromkeys(map(str, row))
         if isinstance(pair, ValueError):
+            # by reason: a wrong column is one message with many lines
             bad.setdefault(str(pair), []).append(line)
         else:
             pairs.append(pair)
@@ -148,6 +150,7 @@ def read_pairs(
     if not pairs:
         raise ValueError("read_pairs: there are no rows")
     known = COLUMNS | set((columns or {}).values())
+    # a name with half of a surrogate pair could not be printed
     ignored = tuple(name.encode(errors="replace").decode() for name in seen if name not in known)
     empty = sum(
         not said_by("assistant", pair.a).strip() or not said_by("assistant", pair.b).strip()
@@ -179,6 +182,7 @@ def each_pair(
         raise ValueError(
             f"read_pairs: columns names {odd[0]!r}; expected some of {', '.join(sorted(COLUMNS))}"
         )
+    # all rows first: only together do they say whether verdicts count from 1
     numbered = list(each_row(source, "read_pairs"))
     counts_from_one = _counts_from_one([row for _, row in numbered], columns or {})
     for line, row in numbered:
@@ -212,6 +216,7 @@ def _counts_from_one(rows: Sequence[object], columns: Mapping[str, str]) -> bool
         return False
     if has_numbered_answers:
         return True
+    # in a few rows the first answer may never be better by chance
     if len(verdicts) == 2 and len(rows) >= _ENOUGH:
         raise ValueError(
             f"read_pairs: expected verdicts 0 (A), 1 (B) and 2 (tie), got {len(rows)} rows with 1 "
@@ -249,4 +254,5 @@ def _renamed(row: object, columns: Mapping[str, str]) -> object:
     if lost := [own for own in columns.values() if own not in row]:
         raise ValueError(f"no {lost[0]!r} among {', '.join(map(str, row))}")
     rest = {name: value for name, value in row.items() if name not in columns.values()}
+    # a column of the file that has such a name already is not the one that is meant
     return rest | {name: row[own] for name, own in columns.items()}

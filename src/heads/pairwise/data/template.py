@@ -68,6 +68,7 @@ class Template:
             )
         self.limit = config.max_tokens
         room = self._room("user", "user")
+        # a token for the prompt and one for the answer
         if room < 2:
             raise ValueError(
                 f"PairwiseDataset: max_tokens is {self.limit}, which special tokens fill; expected "
@@ -77,6 +78,7 @@ class Template:
 
     def _read_pair(self, config: PairwiseConfig) -> None:
         """Special tokens as the tokenizer puts them around two texts, or around one."""
+        # two short texts show what the tokenizer puts around any two
         encoding = self.tokenizer(*(("a", "b") if self.with_prompt else ("b",)))
         owners = encoding.sequence_ids(0)
         ids = encoding["input_ids"]
@@ -86,6 +88,7 @@ class Template:
             kinds = None
         kinds = [0] * len(ids) if kinds is None else kinds
         answer = [i for i, owner in enumerate(owners) if owner == int(self.with_prompt)]
+        # without a prompt all before the answer is the beginning, and nothing lies between
         prompt = [i for i, owner in enumerate(owners) if owner == 0 and self.with_prompt] or answer[
             :1
         ]
@@ -94,6 +97,7 @@ class Template:
         self._after = ids[answer[-1] + 1 :]
         if self.with_prompt and not between:  # a tokenizer that does not tell two texts apart
             between = token_ids(self.tokenizer, ["\n\n"])[0]
+        # GPT-2's tokenizer ends no text; with an end even an empty answer has a token
         if not self._after and self.tokenizer.eos_token_id is not None:
             self._after = [self.tokenizer.eos_token_id]
         self._before = dict.fromkeys(ROLES, ids[: prompt[0]])
@@ -104,6 +108,7 @@ class Template:
 
     def _read_chat_template(self) -> None:
         """Read what the chat template writes before, between and after turns."""
+        # the shortest talk that shows both gaps and an end that is no beginning
         said = ("user", "assistant", "user", "assistant")
         whole = self._rendered(said)
         self._before["user"] = self._special(whole[0])
@@ -118,6 +123,7 @@ class Template:
             told = [whole[0], whole[2], *whole[1:]]
         self._before["system"] = self._special(told[0])
         self._between["system", "user"] = self._special(told[1])
+        # many templates refuse an assistant who speaks first: a silent user comes before
         self._before["assistant"] = [*self._before["user"], *self._between["user", "assistant"]]
 
     def _rendered(self, roles: Sequence[str]) -> list[str]:
@@ -179,6 +185,7 @@ class Template:
             shared = turns_of("user", prompt) if self.with_prompt else ()
             told.append((shared, [turns_of("assistant", answer) for answer in answers]))
         texts = [turn.text for shared, rest in told for part in (shared, *rest) for turn in part]
+        # one call for all texts, which a fast tokenizer spreads over the processors
         ids = iter(token_ids(self.tokenizer, texts))
         for shared, rest in told:
             before = [next(ids) for _ in shared]

@@ -66,7 +66,7 @@ def needs_scikit_learn(operation: str) -> None:
 def baseline_verdicts(
     train: Sequence[Pair], test: Sequence[Pair], *, classes: int = 3
 ) -> dict[str, Tensor]:
-    """Return log-probabilities of test pairs, by baselines fitted on labelled training pairs.
+    """Return log-probabilities of test pairs, by baselines fitted on labeled training pairs.
 
     All are fitted on both orders of each pair and give the mean of both, so that they are as fair
     as our links: the labels' own shares; the log-odds of a spline of the log-length's difference; a
@@ -74,7 +74,7 @@ def baseline_verdicts(
     the surface features of both answers.
 
     Args:
-        train: Labelled pairs.
+        train: Labeled pairs.
         test: Pairs.
         classes: 3, or 2 for data without ties.
 
@@ -102,25 +102,31 @@ def baseline_verdicts(
 
     labels = _shares(train, classes)
     (a, b), (test_a, test_b) = surfaces_of(train), surfaces_of(test)
+    # a word of a single answer would be learned by heart;
+    # scikit-learn's own pattern leaves out words of one letter, such as I
     words = TfidfVectorizer(sublinear_tf=True, min_df=2, max_features=20_000, token_pattern=r"\w+")
-    texts = [
-        [said_by("assistant", answer) for answer in side] for side in _sides(train) + _sides(test)
-    ]
+    texts = []
+    for side in _sides(train) + _sides(test):
+        texts.append([said_by("assistant", answer) for answer in side])
     tfidf: list[object]
     try:
+        # training answers alone: nothing may be learned from the pairs to judge
         words.fit(texts[0] + texts[1])
         tfidf = [words.transform(side) for side in texts]
     except ValueError:  # answers without a word that comes twice
         tfidf = [csr_array((len(side), 1)) for side in texts]
+    # 1e-9 for a feature in which all pairs differ alike
     spread = np.abs(a - b).std(0) + 1e-9
 
     def worded(one: Any, other: Any, style: np.ndarray) -> csr_array:
         style = style / spread
+        # sizes of differences do not depend on the order, and so can tell ties
         return hstack([one - other, csr_array(np.c_[style, np.abs(style)])]).tocsr()
 
     def styled(one: np.ndarray, other: np.ndarray) -> np.ndarray:
         return np.c_[one - other, (one + other) / 2]
 
+    # the first of the surface features is the logarithm of the characters
     longer = [one[:, :1] - other[:, :1] for one, other in ((a, b), (test_a, test_b))]
     verdicts: dict[str, Tensor] = {
         BASELINES[0]: alike(torch.from_numpy(labels.mean(0)))
@@ -130,6 +136,7 @@ def baseline_verdicts(
     }
     verdicts[BASELINES[1]] = _fitted(
         make_pipeline(
+            # constant: beyond the differences that were seen, a longer answer gains no more
             SplineTransformer(n_knots=8, extrapolation="constant"),
             LogisticRegression(C=10, max_iter=1000),
         ),
@@ -166,6 +173,7 @@ def rivals_of(
     near = near_in_length(test)
 
     def losses(verdicts: Tensor) -> Tensor:
+        # 0 times an infinite loss would be nan
         return torch.where(wanted > 0, -wanted * verdicts, 0.0).sum(1)
 
     model_losses = losses(log_probs.double())
@@ -216,6 +224,7 @@ def clustered(differences: Tensor, groups: Sequence[object]) -> tuple[float, flo
         sums[group] = sums.get(group, 0.0) + one - mean
     if len(sums) == 1:
         return mean, float("nan")
+    # of few groups, the mean lies closer to them than the true one does
     variance = sum(one**2 for one in sums.values()) * len(sums) / (len(sums) - 1)
     return mean, variance**0.5 / len(differences)
 
@@ -228,12 +237,13 @@ _Sides = tuple[Any, Any]  # features of A over B and of B over A, dense or spars
 
 
 def _shares(pairs: Sequence[Pair], classes: int) -> np.ndarray:
-    labels: list[object] = [pair.label for pair in pairs]
-    hard = [
-        label if isinstance(label, tuple) else tuple(float(k == label) for k in range(classes))
-        for label in labels
-    ]
-    return np.array(hard)
+    shares = np.zeros((len(pairs), classes))
+    for row, pair in zip(shares, pairs, strict=True):
+        if isinstance(pair.label, tuple):
+            row[:] = pair.label
+        elif pair.label is not None:
+            row[pair.label] = 1
+    return shares
 
 
 def _fitted(model: Any, seen: _Sides, labels: np.ndarray, new: _Sides) -> Tensor:
@@ -252,6 +262,7 @@ def _fitted(model: Any, seen: _Sides, labels: np.ndarray, new: _Sides) -> Tensor
     targets = []
     weights = []
     for side, shares in zip(seen, (labels, turned), strict=True):
+        # scikit-learn takes one class for a row: shared labels become rows with weights
         for k in range(classes):
             counted = shares[:, k] > 0
             rows.append(side[counted])
@@ -262,6 +273,7 @@ def _fitted(model: Any, seen: _Sides, labels: np.ndarray, new: _Sides) -> Tensor
         only[:, present.pop()] = 1.0
         return only.log()
     if hasattr(model, "steps"):
+        # a pipeline hands weights on under its last step's name
         last = model.steps[-1][0] + "__sample_weight"
     else:
         last = "sample_weight"
@@ -269,6 +281,7 @@ def _fitted(model: Any, seen: _Sides, labels: np.ndarray, new: _Sides) -> Tensor
     there = torch.tensor(model.classes_)
     both = []
     for side in new:
+        # 1e-9 for a class that no training pair has: a loss that is large and finite
         probabilities = torch.full((side.shape[0], classes), 1e-9, dtype=torch.float64)
         probabilities[:, there] = torch.from_numpy(model.predict_proba(side)).clamp(min=1e-9)
         both.append(probabilities)

@@ -1,4 +1,4 @@
-"""`pairwise_report`: everything that verdicts on labelled pairs are worth, printed and plotted.
+"""`pairwise_report`: everything that verdicts on labeled pairs are worth, printed and plotted.
 
 `calibrate_` sets a model's temperature.
 """
@@ -169,6 +169,7 @@ class PairwiseReport(Report):
             ("this model", self.predictions.probabilities.double()),
         ):
             won = torch.where(longer, found[:, :1], found[:, 1:2])[:, 0] + found[:, 2:].sum(1) / 2
+            # about 20 pairs or more in a part, as the share of a few is noise
             parts = order.tensor_split(min(8, max(1, len(order) // 20)))
             middles = [float((logs[p, 0] - logs[p, 1]).abs().mean().exp()) for p in parts]
             axes.plot(
@@ -198,7 +199,7 @@ def pairwise_report(
     batch_size: int = 32,
     progress: bool = True,
 ) -> PairwiseReport:
-    """A model's metrics on labelled pairs, and what verdicts are worth that need no encoder.
+    """A model's metrics on labeled pairs, and what verdicts are worth that need no encoder.
 
     Args:
         model: A `PairwiseModel`.
@@ -217,7 +218,7 @@ def pairwise_report(
         ValueError: No pairs, or pairs without labels.
         ImportError: Baselines are asked for, and scikit-learn is not installed.
     """
-    _check_labelled("pairwise_report", data)
+    _check_labeled("pairwise_report", data)
     if train is not None:
         needs_scikit_learn("pairwise_report")
         train = as_pairs("pairwise_report", train, model.config.num_classes)
@@ -252,15 +253,21 @@ def pairwise_report(
 
 def _seen(train: Sequence[Pair], test: Sequence[Pair]) -> tuple[str, ...]:
     """Tell how many of the test pairs' prompts and writers are known from training."""
-    known, asked = ({str(pair.prompt) for pair in part} for part in (train, test))
-    told = [f"{len(asked & known)} of {len(asked)} prompts were trained on"]
-    wrote, writers = (
-        {name for pair in part for name in pair.writers if name} for part in (train, test)
-    )
-    told += [f"{len(writers & wrote)} of {len(writers)} models that answer were trained on"] * bool(
-        writers
-    )
-    return ("; ".join(told),)
+    known = {str(pair.prompt) for pair in train}
+    asked = {str(pair.prompt) for pair in test}
+    told = f"{len(asked & known)} of {len(asked)} prompts were trained on"
+    wrote, writers = _writers(train), _writers(test)
+    if writers:
+        told += f"; {len(writers & wrote)} of {len(writers)} models that answer were trained on"
+    return (told,)
+
+
+def _writers(pairs: Sequence[Pair]) -> set[str]:
+    """Return the names of the models that wrote the answers, as far as rows name them."""
+    names: set[str] = set()
+    for pair in pairs:
+        names.update(name for name in pair.writers if name)
+    return names
 
 
 @dataclass(frozen=True)
@@ -290,6 +297,7 @@ class CalibrationReport(Report):
 
     def remarks(self) -> list[str]:
         """Return how far the temperature is held back."""
+        # the error of a single prompt is infinite, and exp raises from 710 on; e⁹ says enough
         lines = [
             f"best on these pairs {self.best:.3g}, times or over {math.exp(min(self.error, 9)):.2g}"
         ]
@@ -319,21 +327,24 @@ def calibrate_(
     Raises:
         ValueError: No pairs, or pairs without labels.
     """
-    _check_labelled("calibrate_", data)
+    _check_labeled("calibrate_", data)
     log_probs = predict_pairs(
         model, data, batch_size=batch_size, progress=progress
     ).log_probabilities
     old_temperature = float(model.head.temperature)
     labels = _labels(data)
+    # verdicts are divided by the old one: a second call would fit the ratio of both
     logits = log_probs.double() * old_temperature
-    found = cautious_temperature(logits, labels, [str(pair.prompt) for pair in data.pairs])
+    # pairs without a prompt are not of one prompt
+    prompts = [str(pair.prompt or number) for number, pair in enumerate(data.pairs)]
+    found = cautious_temperature(logits, labels, prompts)
     before = pairwise_metrics(log_probs, labels).log_loss
     after = pairwise_metrics((logits / found.value).log_softmax(-1), labels).log_loss
     model.head.temperature.fill_(found.value)
     return CalibrationReport(len(data), *found, before, after)
 
 
-def _check_labelled(operation: str, data: PairwiseDataset) -> None:
+def _check_labeled(operation: str, data: PairwiseDataset) -> None:
     if not isinstance(data, PairwiseDataset):
         raise ValueError(
             f"{operation}: data is a {type(data).__name__}, expected a PairwiseDataset "
@@ -342,7 +353,7 @@ def _check_labelled(operation: str, data: PairwiseDataset) -> None:
     if not len(data) or data.labels[0] is None:
         raise ValueError(
             f"{operation}: {len(data)} pairs{' without labels' if len(data) else ''}; expected "
-            "labelled pairs"
+            "labeled pairs"
         )
 
 

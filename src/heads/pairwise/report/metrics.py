@@ -19,6 +19,7 @@ from model_components._report import Report, Table
 from ..choices import CLASSES
 from ..inference import verdicts_of
 
+# as many as Guo et al. 2017 take
 _BINS = 15
 # temperatures
 LEAST = 0.02
@@ -66,10 +67,9 @@ class PairwiseMetrics(Report):
     def table(self) -> Table:
         """The confusion matrix."""
         names = CLASSES[: len(self.confusion)]
-        rows = [
-            (name, *(f"{n:g}" for n in row))
-            for name, row in zip(names, self.confusion, strict=True)
-        ]
+        rows = []
+        for name, counts in zip(names, self.confusion, strict=True):
+            rows.append((name, *(f"{count:g}" for count in counts)))
         return Table(("label \\ verdict", *names), rows)
 
 
@@ -93,6 +93,7 @@ def at_verdict(table: Tensor, found: Tensor) -> Tensor:
     tensor([1.0000, 0.5000])
     """
     if table.shape[1] == 2:
+        # models of two classes tie, too, where A and B are equally likely
         table = torch.cat([table, table.mean(1, keepdim=True)], 1)
     return table.gather(1, verdicts_of(found)[:, None])[:, 0]
 
@@ -142,6 +143,7 @@ def pairwise_metrics(
     best = verdicts_of(found)
     right = at_verdict(wanted, found)
     prior = alike(wanted.mean(0))
+    # shares are added, so that a soft label counts in several rows
     confusion = torch.zeros(classes, len(CLASSES), dtype=torch.float64).index_add(1, best, wanted.T)
     if classes == 2:  # a tie is half of both
         confusion = confusion[:, :2] + confusion[:, 2:] / 2
@@ -155,6 +157,7 @@ def pairwise_metrics(
     return PairwiseMetrics(
         pairs=len(found),
         accuracy=float(right.mean()),
+        # 0 times an infinite loss would be nan
         log_loss=float(torch.where(wanted > 0, -wanted * found, 0.0).sum(1).mean()),
         log_loss_prior=float(torch.special.entr(prior).sum()),
         calibration_error=_calibration(at_verdict(found.exp(), found), right),
@@ -223,9 +226,12 @@ def fit_temperature(logits: Tensor, labels: Sequence[object] | Tensor) -> float:
     wanted = (shares * logits).sum(1).mean()
     low = 1 / MOST
     high = 1 / LEAST
+    # more halvings than a double has digits
     for _ in range(100):
+        # the middle of the logarithms, since the bounds are 2,500 times apart
         middle = (low * high) ** 0.5
         mean = ((middle * logits).softmax(-1) * logits).sum(1).mean()
+        # mean - wanted is the derivative: where it is positive, the best lies below
         low, high = (low, middle) if mean > wanted else (middle, high)
     return 1 / (low * high) ** 0.5
 
@@ -277,10 +283,12 @@ def cautious_temperature(
     error = math.inf
     if len(sums) > 1 and curvature > 0:
         spread = sum(value**2 for value in sums.values()) * len(sums) / (len(sums) - 1)
+        # an error of 1 / T, times T, is one of log T
         error = best * spread**0.5 / curvature
     logarithm = math.log(best)
     # where every verdict is right there is no best temperature, and the fit stops at its limit
     if best < 1.01 * LEAST or (logarithm < 0 and logarithm + 2 * error > 0):
         return Temperature(1.0, best, error)
+    # the mean of two normals, prior and estimate; an infinite error leaves 1
     value = math.exp(logarithm * _PRIOR**2 / (_PRIOR**2 + error**2))
     return Temperature(value, best, error)

@@ -67,9 +67,13 @@ class DeadRunGuard(TrainerCallback):
             wanted = nn.functional.one_hot(labels, classes).float()
         said = nn.functional.one_hot(log_probs.argmax(-1), classes).float()
         lost = (wanted * -log_probs).sum(1)
+        # one number, filled up to the width of the other rows
         last = torch.stack([lost.square().sum(), *lost.new_zeros(classes - 1)])
+        # sums alone: their size does not grow, and processes add theirs
         rows = [said.sum(0), wanted.sum(0), wanted.T @ lost, last]
+        # for the variance of what the shares alone lose, which of soft labels needs the products
         seen = torch.cat([torch.stack(rows), wanted.T @ wanted])
+        # on the device: to read it at each micro-batch would wait for the GPU
         self._seen = seen if self._seen is None else self._seen + seen
 
     def on_train_begin(
@@ -86,6 +90,7 @@ class DeadRunGuard(TrainerCallback):
         self._poor = 0
         self._first = state.global_step
         self._fair = model.config.link != "concat"
+        # a row of a table moves only when its token occurs
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         weights = [
             p
@@ -117,6 +122,7 @@ class DeadRunGuard(TrainerCallback):
         window = self.window or min(200, max(20, state.max_steps // 10))
         if self._steps < window:
             return
+        # of all processes: if only some stopped, the others would wait for them forever
         seen = self.trainer.accelerator.reduce(self._seen, "sum").cpu().double()
         self._seen = None
         self._steps = 0
@@ -147,9 +153,11 @@ class DeadRunGuard(TrainerCallback):
         shares = labels / labels.sum()
         if self._fair:  # and cannot know which of A and B wins more often
             shares = alike(shares)
+        # a class that no label has would be infinite, and infinity times 0 is nan
         prior = -shares.clamp(min=1e-12).log()  # of each class
         # of each pair, on average, and its variance
         gain = float((labels * prior - lost).sum()) / count
+        # E[(prior - loss)²] - E[prior - loss]², from the sums of the window
         spread = float(seen[3, 0] - 2 * prior @ lost + prior @ moments @ prior) / count - gain**2
         if gain <= (max(spread, 0.0) / count) ** 0.5:
             self._poor = self._poor + 1

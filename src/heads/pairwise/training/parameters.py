@@ -57,6 +57,7 @@ def parameter_groups(
             if id(parameter) in head:
                 rate = head_lr_ratio
             else:
+                # 0: a last norm above the layers trains at the top layer's rate
                 rate = layer_decay ** depth_of.get(id(parameter), 0)
             decay = weight_decay if parameter.dim() > 1 else 0.0
             groups.setdefault((learning_rate * rate, decay), []).append(parameter)

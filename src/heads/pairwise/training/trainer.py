@@ -115,6 +115,12 @@ class PairwiseTrainer(StepTrainer):
         if data is None:
             return
         _check_training_data(data, judge)
+        if self.eval_dataset is not None:
+            held_out = self.eval_dataset
+            named = held_out if isinstance(held_out, dict) else {"eval_dataset": held_out}
+            for name, one in named.items():
+                _check_features(name, one, judge)
+        # weights of a trained head are made for the scales that it has
         if not judge.head.untrained:
             return
         if not any(p.requires_grad for p in judge.head.parameters()):
@@ -123,11 +129,13 @@ class PairwiseTrainer(StepTrainer):
                 "encoder; expected model.head.requires_grad_(True)"
             )
         if judge.config.ties:
+            # half a pair: rates of 0 and 1 have infinite logits
             least = 0.5 / len(data)
             ties = sum(
                 label[2] if isinstance(label, tuple) else label == 2 for label in data.labels
             ) / len(data)
             judge.head.set_tie_rate_(min(max(ties, least), 1 - least))
+        # spread over all pairs, which may be sorted
         some = range(0, len(data), max(1, len(data) // (_ALL if data.encoded else _SOME)))
         judge.head.fit_(*sides_of(judge, data, some))
 
@@ -137,6 +145,7 @@ class PairwiseTrainer(StepTrainer):
             data: TrainData = self.train_dataset
         else:
             data = train_dataset
+        # nothing is padded, so that batches can be drawn by lot
         if self.judge.packs or data.encoded:
             return super()._get_train_sampler(train_dataset)
         return self.batches_of_like_length(data.lengths)
@@ -181,6 +190,7 @@ def _check_arguments(args: TrainingArguments) -> None:
             f"PairwiseTrainer: expected one GPU a process, got {args.n_gpu}; DataParallel would "
             "split packed sequences, so start with torchrun"
         )
+    # the stock trainer smooths in its own compute_loss: here it would do nothing
     if args.label_smoothing_factor:
         raise ValueError(
             "PairwiseTrainer: expected label_smoothing_factor=0, got "
@@ -199,15 +209,20 @@ def _check_labeled(name: str, data: object) -> None:
             )
 
 
-def _check_training_data(data: PairwiseDataset, judge: Judge) -> None:
-    """Check that the data can teach the model more than which side (A or B) wins."""
+def _check_features(name: str, data: PairwiseDataset, judge: Judge) -> None:
+    """Check that features that a data set holds are those of this encoder, and stay so."""
     encoder = [*judge.encoder.parameters(), *judge.pool.parameters()]
     if data.encoded and any(p.requires_grad for p in encoder):
         raise ValueError(
-            "PairwiseTrainer: train_dataset holds features of a frozen encoder, and the "
-            "encoder trains; expected freeze_(model, 'all'), or a dataset without encode_"
+            f"PairwiseTrainer: {name} holds features of a frozen encoder, and the encoder trains; "
+            "expected freeze_(model, 'all'), or a dataset without encode_"
         )
     data.check_encoded("PairwiseTrainer", judge)
+
+
+def _check_training_data(data: PairwiseDataset, judge: Judge) -> None:
+    """Check that the data can teach the model more than which side (A or B) wins."""
+    _check_features("train_dataset", data, judge)
     if not data.encoded:
         warn_if_slow("PairwiseTrainer", judge.encoder)
     if all(

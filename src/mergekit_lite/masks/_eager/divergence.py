@@ -123,7 +123,7 @@ class _Work:
                 assert counts is not None
                 if not counts[k]:
                     continue
-                # an index waits for the device, so where all rows count none is made
+                # `nonzero` waits for the device, so it is not called where all rows count
                 if counts[k] < target.shape[0]:
                     rows = (shares[chunk, k] > 0).nonzero()[:, 0]
             assert teacher is not None

@@ -82,7 +82,7 @@ def sum_of(terms: Tensor) -> Tensor:
 def log_softmax_(logits: Tensor) -> None:
     """In place."""
     for piece in stretches(logits):
-        # less its maximum first: more exact than less logsumexp
+        # log_softmax subtracts the maximum first, which is more exact than x - logsumexp(x)
         logits[piece] = logits[piece].log_softmax(-1)
 
 

@@ -98,6 +98,7 @@ def gradients(subject: Subject) -> None:
     line = _Line(subject)
     step = torch.zeros((), dtype=torch.float64, requires_grad=True)
     y = line.output(step)
+    # the plain sum of some outputs, such as a softmax's, is constant and would show nothing
     weights = cotangent(y)
     (actual,) = torch.autograd.grad((y * weights).sum(), step)
     _agrees("the gradient", actual, _slope(lambda s: (line.output(s) * weights).sum()))
@@ -116,6 +117,7 @@ def second_gradients(subject: Subject) -> None:
     derivative = first(zero, True)
     slope = _slope(lambda s: first(s, False))
     if not derivative.requires_grad:
+        # a backward pass that leaves no graph claims that the second derivative is 0
         actual = torch.zeros_like(slope)
     else:
         (actual,) = torch.autograd.grad(derivative, zero)
@@ -126,6 +128,7 @@ def gradient_penalty(subject: Subject) -> None:
     """A penalty on gradients trains every parameter, as in WGAN-GP."""
     module = subject.module(torch.float64)
     inputs = subject.inputs(torch.float64)
+    # a module of token ids has no floating input
     wanted = [inputs[number] for number in _floating(inputs)] or list(trained(module).values())
     actual = _penalty_gradients(subject, module, inputs, wanted)
     largest = max((size(gradient) for gradient in actual.values()), default=0.0)
@@ -241,6 +244,7 @@ def changed_before_backward(subject: Subject) -> None:
         module = subject.module()
         inputs = subject.inputs()
         y = subject.call(module, *inputs)
+        # a copy: the output may be a view of what changes next
         value = y.detach().clone()
         owner, _, last = name.rpartition(".")
         with torch.no_grad():
@@ -248,6 +252,7 @@ def changed_before_backward(subject: Subject) -> None:
         try:
             y.backward(cotangent(value))
         except RuntimeError:
+            # torch has noticed the change, as it does in its own modules
             continue
         actual = {"the output": value, **gradients_of(module, inputs)}
         same(actual, expected, f"after a change of {name} and no error")
@@ -341,6 +346,7 @@ def optimizers(subject: Subject) -> None:
             twin = copy.deepcopy(module)
             twin_parameters = list(trained(twin).values())
             for parameter, gradient in zip(twin_parameters, actual, strict=True):
+                # the same numbers for all, so that only the optimizer's step can differ
                 parameter.grad = gradient
             foreach = option == "foreach"
             fused = option == "fused"

@@ -18,6 +18,7 @@ def _disturb_(module: nn.Module) -> None:
     """Change every trained parameter."""
     with torch.no_grad():
         for parameter in trained(module).values():
+            # the sum changes zeros as well, with which biases begin
             parameter.mul_(0.7).add_(0.3)
 
 
@@ -86,10 +87,12 @@ def state_replaced_after_use(subject: Subject) -> None:
     other = subject.module()
     _disturb_(other)
     state = copy.deepcopy(other.state_dict())
+    # a module may keep a computed weight in evaluation only
     for mode in (True, False):
         other.train(mode)
         module.train(mode)
         with torch.no_grad():
+            # fills whatever the module keeps from one call to the next
             subject.call(module, *subject.inputs())
             expected = subject.call(other, *subject.inputs())
         before = copy.deepcopy(module.state_dict())

@@ -22,6 +22,7 @@ def _in_one_process(work: Callable[[Subject], None]) -> Behavior:
     @functools.wraps(work)
     def behavior(subject: Subject) -> None:
         if dist.is_initialized():
+            # the caller's group, which stays as it is
             work(subject)
             return
         backend = "gloo" if subject.device.type == "cpu" else None  # torch's choice

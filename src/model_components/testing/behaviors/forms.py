@@ -78,6 +78,7 @@ def leading_dimensions(subject: Subject) -> None:
 
 def batch_of_one(subject: Subject) -> None:
     """One row gives what it gives in a batch."""
+    # in training, a batch normalization would rightly see another batch
     module = subject.module().eval()
     y = subject.call(module, *subject.inputs())
     near("a row alone", subject.call(module, *(x[:1] for x in subject.inputs())), y[:1])
@@ -103,6 +104,7 @@ def strided_inputs(subject: Subject) -> None:
     """Inputs that are not contiguous give the same."""
     module = subject.module()
     expected = subject.call(module, *subject.inputs())
+    # every second number of tensors that are twice as long
     strided = [torch.stack([x.detach(), x.detach()], -1)[..., 0] for x in subject.inputs()]
     near("the output", subject.call(module, *strided), expected)
 

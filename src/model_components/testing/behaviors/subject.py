@@ -62,6 +62,7 @@ class Subject:
 
     def call(self, module: Callable[..., object], *inputs: Tensor) -> Tensor:
         """Return a module's output as one tensor."""
+        # numbers that a forward draws are the same in each call
         torch.manual_seed(0)
         result = module(*inputs)
         if self.output is not None:
@@ -115,6 +116,7 @@ def gradients_of(module: nn.Module, inputs: Sequence[Tensor]) -> dict[str, Tenso
 def cotangent(y: Tensor) -> Tensor:
     """Return a fixed gradient to propagate from an output."""
     generator = torch.Generator().manual_seed(1)
+    # in float64, as torch draws other numbers in other dtypes
     drawn = torch.randn(y.shape, generator=generator, dtype=torch.float64)
     return drawn.to(y.dtype).to(y.device)
 
@@ -148,6 +150,7 @@ def near(
     if scale is None:
         scale = size(expected)
     difference = size(actual.detach().double() - expected.detach().double())
+    # where all expected values are 0, rounding is still allowed
     most = limit * max(scale, NEAR)
     require(
         difference <= most,  # false for NaN, too

@@ -32,6 +32,7 @@ def called_functionally(subject: Subject) -> None:
     state = copy.deepcopy(module.state_dict())
     with torch.no_grad():
         for parameter in trained(module).values():
+            # a module that reads its own parameters, and not the given state, is found out
             parameter.add_(1.0)
 
     def call(*inputs: Tensor) -> object:
@@ -86,6 +87,7 @@ def jacobians(subject: Subject) -> None:
     """Forward and reverse mode give one Jacobian."""
     module = subject.module(torch.float64)
     inputs = [x.detach()[:1] for x in subject.inputs(torch.float64)]
+    # the smallest one, as the Jacobian grows with its elements
     name, parameter = min(trained(module).items(), key=lambda item: item[1].numel())
 
     def output(value: Tensor) -> Tensor:
@@ -102,6 +104,7 @@ def compiled_training(subject: Subject) -> None:
     """One compiled graph trains with the same gradients."""
     module = subject.module()
     expected = subject.step(module)
+    # else compilations of earlier behaviors would count toward torch's limit
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend=subject.backend)
     inputs = subject.inputs()
@@ -109,6 +112,7 @@ def compiled_training(subject: Subject) -> None:
     y = subject.call(compiled, *inputs)
     y.backward(cotangent(y))
     actual: dict[str, Tensor | None] = {"the output": y.detach()}
+    # from the module itself, as the compiled one names its parameters anew
     for name in expected:
         if name.startswith("the gradient of input"):
             actual[name] = inputs[int(name.rpartition(" ")[2])].grad
@@ -146,6 +150,7 @@ def exported(subject: Subject) -> None:
     """``torch.export`` captures the module for batches of any size."""
     module = subject.module().eval()
     inputs = tuple(x.detach() for x in subject.inputs())
+    # from 2 on, since torch.export takes sizes 0 and 1 for constants
     batch = torch.export.Dim("batch", min=2, max=1 << 20)
     shapes = (tuple({0: batch} for _ in inputs),)
     program = torch.export.export(_Wrapped(module), inputs, dynamic_shapes=shapes).module()

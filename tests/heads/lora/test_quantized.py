@@ -1,5 +1,5 @@
-"""LoRA over quantised base layers: ours gives what peft gives. `make test-peers` installs the
-quantisers."""
+"""LoRA over quantized base layers: ours gives what peft gives. `make test-peers` installs the
+quantizers."""
 
 import importlib
 import warnings
@@ -44,7 +44,7 @@ def hqq(model, bits):
 
 
 @pytest.mark.parametrize(
-    ("quantise", "bits", "kind"),
+    ("quantize", "bits", "kind"),
     [
         (bitsandbytes, 4, "Linear4bit"),
         (bitsandbytes, 8, "Linear8bitLt"),
@@ -52,12 +52,12 @@ def hqq(model, bits):
         (hqq, 4, "HqqLoraLinear"),
     ],
 )
-def test_over_a_quantised_base_it_is_pefts(quantise, bits, kind):
-    pytest.importorskip(quantise.__name__, reason=f"{quantise.__name__} is not installed")
+def test_over_a_quantized_base_it_is_pefts(quantize, bits, kind):
+    pytest.importorskip(quantize.__name__, reason=f"{quantize.__name__} is not installed")
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        base = quantise(nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)), bits)
+        base = quantize(nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)), bits)
         model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["0", "2"]))
     for name, parameter in model.named_parameters():
         if "lora_" in name:

@@ -69,7 +69,7 @@ def _texts(row: Mapping[str, object], one: str, other: str) -> tuple[Words, Word
     return shared, _text(one, values[1]), _text(other, values[2])
 
 
-def _rounds(name: str, prompts: Sequence[object], answers: Sequence[object]) -> list[Turn]:
+def _rounds(name: str, prompts: list[str | None], answers: list[str | None]) -> list[Turn]:
     """Return the turns of a conversation, a prompt and its answer by turns."""
     turns = []
     for asked, answer in zip(prompts, answers, strict=True):

@@ -119,6 +119,7 @@ class PairwiseTrainer(StepTrainer):
             held_out = self.eval_dataset
             named = held_out if isinstance(held_out, dict) else {"eval_dataset": held_out}
             for name, one in named.items():
+                assert isinstance(one, PairwiseDataset)  # as `_check_labeled` saw to
                 _check_features(name, one, judge)
         # weights of a trained head are made for the scales that it has
         if not judge.head.untrained:

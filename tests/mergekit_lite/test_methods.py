@@ -236,6 +236,9 @@ def test_a_method_from_outside_streams_too(tmp_path, monkeypatch):
         )
         with pytest.raises(ValueError, match="registered already"):
             merge_method("middle")(lambda tensors, base: tensors[0])
+        for function in (lambda tensors: 0, lambda tensors, base, other: 0):
+            with pytest.raises(ValueError, match=r"expected mine to be a function \(tensors, base"):
+                merge_method("mine")(function)
     finally:
         METHODS.pop("middle")
 

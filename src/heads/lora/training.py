@@ -406,7 +406,8 @@ def _save(model: Any, folder: Path, out: Path, config: TuneConfig, *, progress: 
             # a ValueError, too, but of a full disk or a taken folder, and not of a refused merge
             raise
         except ValueError as error:
-            return [f"not merged, see adapter: {error}"]
+            command = f"model-components lora merge {folder} {out / 'adapter'} OUT"
+            return [f"not merged, see adapter: {error}; with {command}"]
     return []
 
 

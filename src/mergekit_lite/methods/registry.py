@@ -242,7 +242,7 @@ def merge_method(
         A decorator, which gives the registered method.
 
     Raises:
-        ValueError: The name is taken.
+        ValueError: The name is taken, or the function does not begin with (tensors, base).
 
     >>> @merge_method("largest_value", inputs=(2, None), elementwise=True)
     ... def largest_value(tensors, base, *, weight: PerModel = 1.0):
@@ -258,6 +258,14 @@ def merge_method(
         # under `from __future__ import annotations` a signature has texts in place of types
         hints = typing.get_type_hints(function)
         signature = inspect.signature(function)
+        try:
+            named = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+            signature.bind([], None, **dict.fromkeys(named))
+        except TypeError as error:
+            raise ValueError(
+                f"merge_method: expected {name} to be a function (tensors, base, *, parameters), "
+                f"got {signature}"
+            ) from error
         parameters = {}
         for key, argument in signature.parameters.items():
             if argument.kind is not argument.KEYWORD_ONLY or key == "noise":
@@ -311,11 +319,15 @@ def get_method(name: str) -> MergeMethod:
         return METHODS[name]
     if name in CALIBRATED:
         raise ValueError(
-            f"merge method {name!r} looks at each model's data and cannot be planned; expected "
+            f"merge method {name!r} merges whole models by data of each; expected mergekit-lite "
             "merge RECIPE OUT --calibration with a file for each model, or in Python "
             f"merge_models([...], {name!r}, calibration=[...], out=...)"
         )
     # 0.4 finds task_arithmetic for task, which the default of 0.6 does not
-    near = difflib.get_close_matches(name.lower(), METHODS, n=3, cutoff=0.4)
+    known = sorted([*METHODS, *CALIBRATED])
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ValueError(f"merge method {name!r} is unknown; {hint}All: {', '.join(sorted(METHODS))}")
+    raise ValueError(
+        f"merge method {name!r} is unknown; {hint}All: {', '.join(known)}. A method of your own is "
+        "known only in Python, where it is registered"
+    )

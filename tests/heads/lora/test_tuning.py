@@ -212,6 +212,9 @@ def test_a_run_that_overfits_and_one_that_does_not():
         assert report.overfits_from is report.diverges_from is None
     # no training loss was logged
     assert tuning_report(log_of([], [(0, 3.0), (50, 2.2), (100, 2.5)])).overfits_from == 50
+    # few evaluations do not tell their noise, and .012 is little after a fall of .36
+    few = [(0, 5.056), (1, 5.047), (2, 4.88), (3, 4.692), (4, 4.704)]
+    assert tuning_report(log_of([], few)).overfits_from is None
 
 
 def test_a_run_that_diverges():

@@ -377,7 +377,7 @@ def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
     assert all(torch.equal(one[name], other[name]) for name in one)
     capsys.readouterr()
     for options, message in (
-        ([], "'regmean' looks at each model's data and cannot be planned"),
+        ([], "'regmean' merges whole models by data of each"),
         (["--calibration", str(files[0])], "2 models, calibration for 1"),
     ):
         assert main(["merge", str(recipe), str(tmp_path / "c"), *options]) == 1

@@ -33,6 +33,7 @@ _LEVEL = 3  # and of so many logs at least
 _NORMAL = 1.4826  # a standard deviation of normal noise over its median deviation
 _ENOUGH = 5  # third differences of held-out losses, from which their noise is estimated
 _RISEN = 4.0  # deviations of that noise by which the last held-out loss must be above the least
+_SHARE = 0.1  # of the range of held-out losses, in place of their noise where they are few
 
 
 class Spike(NamedTuple):
@@ -134,8 +135,8 @@ class TuningReport(Report):
             lines.append(f"breaks at step {self.breaks_at}: the loss or the gradient is not finite")
         if self.overfits_from is not None:
             lines.append(
-                f"overfits from step {self.overfits_from}: the held-out loss rises, the training "
-                "loss does not"
+                f"overfits from step {self.overfits_from}: the held-out loss rises, and the "
+                "training loss does not clearly"
             )
         if self.diverges_from is not None:
             lines.append(
@@ -213,7 +214,8 @@ def tuning_report(
       being medians of a tenth of the logs; or the held-out loss rises and a line through the
       training losses since then climbs by 3 standard errors.
     - overfits: the last held-out loss is above the least by ``tolerance`` and 4 times the noise
-      between evaluations.
+      between evaluations; of fewer than 8 evaluations, which do not tell their noise, by a tenth of
+      their range.
     - spikes: a training loss is 15 standard deviations above the median of the 40 before it; or two
       losses at most two entries apart are each 5 above; or the mean of 5 to 40 losses is 0.3 nats
       and 6 standard errors above, and half of that is gone afterwards. Where each entry is the mean
@@ -414,7 +416,10 @@ def _turn(held_out: LossLog, tolerance: float) -> int | None:
         return None
     losses = [loss for _, loss in looks]
     least = min(losses)
-    if losses[-1] - least <= max(tolerance, _RISEN * _bending(losses)):
+    clear = max(tolerance, _RISEN * _bending(losses))
+    if len(losses) < _ENOUGH + 3:
+        clear = max(clear, _SHARE * (max(losses) - least))
+    if losses[-1] - least <= clear:
         return None
     return next(step for step, loss in looks if loss == least)
 

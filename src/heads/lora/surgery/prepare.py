@@ -152,15 +152,19 @@ def _rehearse(operation: str, model: nn.Module, config: LoraConfig, adapter_name
     # this draw of initial values must not change the user's
     with torch.random.fork_rng(devices=[]):
         injected = inject(skeleton(model), trial, adapter_name)
+    too_small: list[tuple[int, int, int, str, int]] = []
     for name, layer in injected.named_modules():
         if isinstance(layer, LoraLayer) and adapter_name in layer.r:
-            sides: Any = (layer.in_features, layer.out_features)
-            if layer.r[adapter_name] > min(sides):
-                raise ValueError(
-                    f"{operation}: rank {layer.r[adapter_name]} is larger than "
-                    f"{name.removeprefix(PREFIX)}, which is {sides[1]} x {sides[0]}; expected at "
-                    f"most {min(sides)}"
-                )
+            sides: Any = (layer.out_features, layer.in_features)
+            rank = layer.r[adapter_name]
+            if rank > min(sides):
+                too_small.append((min(sides), *sides, name.removeprefix(PREFIX), rank))
+    if too_small:
+        most, rows, columns, name, rank = min(too_small)  # the smallest, so that it is said once
+        raise ValueError(
+            f"{operation}: rank {rank} is larger than {name}, which is {rows} x {columns}; "
+            f"expected at most {most}"
+        )
 
 
 def prepare_lora(

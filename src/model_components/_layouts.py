@@ -55,7 +55,8 @@ def layouts_of(row: object, tokenizer: Any) -> list[Layout]:
         return _completion(tokenizer, row)
     if kind == "instruction":
         return _instruction(tokenizer, row)
-    raise BadRowError(f"the fields {', '.join(map(str, row)) or 'none'}")
+    fields = [str(name) for name, value in row.items() if value is not None]
+    raise BadRowError(f"the fields {', '.join(fields) or 'none'}")
 
 
 def kind_of_row(row: Mapping[str, Any]) -> str:
@@ -140,6 +141,8 @@ def _messages(given: object, role: str, content: str, *, of_prompt: bool = False
         content: The name of the field of the text.
         of_prompt: Whether these messages are a prompt, which needs no answer.
     """
+    if hasattr(given, "tolist"):  # an array, as pandas reads parquet
+        given = given.tolist()
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise BadRowError("messages that are not a list")
     messages = []
@@ -189,7 +192,7 @@ def _conversation(
             before = _render(tokenizer, messages[:number], tools, is_prompt=True)
             start = len(before) if text.startswith(before) else -1
         else:  # what a template writes before a first message is no answer
-            start = text.find(messages[0]["content"] or "")
+            start = _beginning_of(tokenizer, messages[0], text, tools)
         if start < 0:
             raise BadRowError("an answer that the chat template does not put after its prompt")
         layouts.append(Layout(text, [(start, len(text))], has_special_tokens))
@@ -201,6 +204,17 @@ def _conversation(
         return layouts
     spans = [span for layout in layouts for span in layout.spans]
     return [last._replace(spans=spans)]
+
+
+def _beginning_of(tokenizer: Any, message: Mapping[str, Any], text: str, tools: object) -> int:
+    """Return where a first message's words begin in a text; -1 if they are not there."""
+    content = message["content"] or ""
+    # an answer may be so short that what the template writes before it holds it, too
+    other = _render(tokenizer, [{**message, "content": f"\ue000{content}"}], tools)
+    start = other.find("\ue000")
+    if start < 0 or not text.startswith(content, start):
+        return text.find(content)
+    return start
 
 
 def _has_answer(message: Mapping[str, Any]) -> bool:

@@ -375,3 +375,24 @@ def test_a_bias_that_was_zero_and_states_without_numbers(tmp_path):
     whole = {"n": torch.ones(2, dtype=torch.int64)}
     with pytest.raises(PlanError, match="nothing to extract"):
         extract_lora(whole, whole, tmp_path / "none", progress=False)
+
+
+def test_adapters_that_are_not_finite_are_not_written(tmp_path):
+    for name, value in (("a", 1.0), ("nan", float("nan"))):
+        (tmp_path / name).mkdir()
+        settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2}
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(settings))
+        factors = {"lora_A": torch.full((2, 10), value), "lora_B": torch.full((12, 2), value)}
+        state = {f"base_model.model.q.{side}.weight": t for side, t in factors.items()}
+        save_file(state, tmp_path / name / "adapter_model.safetensors")
+    both = [tmp_path / "a", tmp_path / "nan"]
+    for adapters, method, options, said in (
+        (both, "cat", {}, "q: the adapter's factors have NaN or infinity"),
+        (both, "linear", {"weight": 1.0}, "the merge of q has NaN or infinity"),
+        (both[:1], "cat", {"weight": 1e5, "dtype": "float16"}, "NaN or infinity in float16"),
+        (both[:1], "cat", {"weight": 1e39}, "weight is 1e\\+39"),
+        (both[:1] * 2, "iso_c", {}, "or changes of full rank"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            merge_adapters(adapters, method, out=tmp_path / "out", progress=False, **options)
+    assert not (tmp_path / "out").exists()

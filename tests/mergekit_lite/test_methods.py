@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import mergekit_lite.engine.eager
 import mergekit_lite.engine.fused
@@ -365,3 +365,46 @@ def test_weights_that_vanish_in_float32_leave_the_base(tmp_path):
             progress=False,
         )
         assert load_file(tmp_path / impl / "model.safetensors")["w"].tolist() == [1.0, 1.0]
+
+
+def test_a_method_of_ones_own_returns_a_tensor_of_its_inputs_shape(tmp_path):
+    results = [
+        lambda tensors, base: tensors[0][0],
+        lambda tensors, base: tensors[0].T,
+        lambda tensors, base: tensors[0].sum(),
+        lambda tensors, base: tensors[0].numpy(),
+        lambda tensors, base: tensors[0] + 1j,
+    ]
+    models = [{"w": torch.ones(2, 3)}, {"w": torch.zeros(2, 3)}]
+    for number, function in enumerate(results):
+        merge_method("odd")(function)
+        try:
+            for out in ({}, {"out": tmp_path / str(number)}):
+                with pytest.raises(
+                    ValueError, match=r"w: odd: expected a tensor of shape \(2, 3\)"
+                ):
+                    merge_models(models, "odd", progress=False, **out)
+        finally:
+            METHODS.pop("odd")
+
+
+def test_a_method_of_ones_own_may_change_its_inputs():
+    merge_method("in_place")(lambda tensors, base: tensors[0].add_(tensors[1]))
+    try:
+        models = [{"w": torch.ones(3)}, {"w": torch.ones(3)}]
+        for _ in range(2):
+            assert merge_models(models, "in_place", progress=False)["w"].eq(2).all()
+    finally:
+        METHODS.pop("in_place")
+
+
+def test_nothing_is_selected_where_variances_overflow(tmp_path):
+    for name, values in (("a", [1e20, 0.0, 1.0]), ("b", [-3e20, 0.0, 2.0]), ("base", [0.0] * 3)):
+        (tmp_path / name).mkdir()
+        save_file({"w": torch.tensor(values)}, tmp_path / name / "model.safetensors")
+    for impl in ("eager", "fused"):
+        out = tmp_path / impl
+        models = [tmp_path / "a", tmp_path / "b"]
+        options = {"base_model": tmp_path / "base", "select_topk": 0.0, "impl": impl}
+        merge_models(models, "sce", out=out, progress=False, **options)
+        assert load_file(out / "model.safetensors")["w"].eq(0).all()

@@ -314,3 +314,19 @@ def test_a_row_that_is_left_out_is_not_cut():
     with pytest.warns(UserWarning, match="1 of 2 rows are left out"):
         examples = TextExamples(rows, tokenizer(), max_length=20)
     assert (examples.left_out, examples.cut) == (1, 0)
+
+
+def test_a_first_answer_that_the_template_also_writes_is_found():
+    made = tokenizer(
+        "{% for m in messages %}{{ '<bob> ' if m.role == 'assistant' else '<user> ' }}"
+        "{{ m.content }} {% endfor %}"
+    )
+    conversation = [{"role": "assistant", "content": "b"}, {"role": "user", "content": "a"}]
+    examples = TextExamples([{"messages": conversation}], made, max_length=50)
+    assert examples.decoded(0).startswith("<bob> ⟦b")
+
+
+def test_rows_as_pandas_reads_parquet(tmp_path):
+    pandas.DataFrame([{"messages": MESSAGES[1:3]}]).to_parquet(tmp_path / "m.parquet")
+    frame = pandas.read_parquet(tmp_path / "m.parquet")
+    assert len(TextExamples(frame, tokenizer(), max_length=50)) == 1

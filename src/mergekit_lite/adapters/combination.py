@@ -30,6 +30,8 @@ from .storage import module_of, truncated, with_bar, write_adapter
 _MUCH = 0.2  # of a change, missed, that is worth a note
 # which look at the weights themselves and not at their changes alone
 _NEEDS_WEIGHTS = ("slerp", "arcee_fusion")
+# which give every singular vector its strength: of a change of low rank, also the arbitrary ones
+_NEEDS_FULL_RANK = ("tsv", "iso_c")
 
 
 def merge_adapters(
@@ -102,6 +104,8 @@ def merge_adapters(
         else:
             # random streams are keyed by this name, so that they are those of `merge_models`
             change = _merged_change(merged, pairs, bound, seed, f"{name}.weight")
+            if not np.isfinite(change).all():
+                raise ValueError(f"merge_adapters: the merge of {name} has NaN or infinity")
             factors[name] = truncated(change, rank or largest)
         modules.append(module_of(name, change, *factors[name], FLOATS[chosen]))
     first = opened[0].settings
@@ -161,12 +165,14 @@ def _method(name: str) -> MergeMethod | None:
     # with weights that sum to 1 the base drops out of linear, too
     fitting = ["linear"]
     for method in METHODS.values():
-        if method.base == "required" and method.name not in _NEEDS_WEIGHTS:
+        unfit = method.name in (*_NEEDS_WEIGHTS, *_NEEDS_FULL_RANK)
+        if method.base == "required" and not unfit:
             fitting.append(method.name)
     if name in METHODS and name not in fitting:
         choices = ", ".join(sorted(["cat", *fitting]))
         raise ValueError(
-            f"merge_adapters: {name} needs the base's weights; expected one of {choices}"
+            f"merge_adapters: {name} needs the base's weights, or changes of full rank; expected "
+            f"one of {choices}"
         )
     return get_method(name)
 
@@ -191,7 +197,8 @@ def _cat_weights(count: int, parameters: Bound) -> Bound:
         raise ValueError(f"merge_adapters: cat has no parameter {unknown[0]!r}; it takes weight")
     weight = parameters.get("weight", 1.0)
     weights = list(weight) if isinstance(weight, (list, tuple)) else [weight] * count
-    numbers = [w for w in weights if isinstance(w, (int, float)) and np.isfinite(w)]
+    largest = float(np.finfo(np.float32).max)  # of the factors
+    numbers = [w for w in weights if isinstance(w, (int, float)) and abs(w) <= largest]
     if len(weights) != count or len(numbers) != count:
         raise ValueError(
             f"merge_adapters: weight is {weight!r}, expected a number, or one for each of {count} "

@@ -89,9 +89,16 @@ def truncated(
 
 
 def module_of(name: str, change: Array, up: Array, down: Array, dtype: DType) -> AdapterModule:
-    """Report a module whose factors are rounded to a dtype."""
-    stored = [numbers(stored_as(factor, dtype)).astype(np.float32) for factor in (up, down)]
-    size = float(np.linalg.norm(change))
+    """Report a module whose factors are rounded to a dtype.
+
+    Raises:
+        ValueError: A factor has NaN or infinity in that dtype.
+    """
+    # float64, in which the square of no float32 is 0
+    stored = [numbers(stored_as(factor, dtype)).astype(np.float64) for factor in (up, down)]
+    if not all(np.isfinite(factor).all() for factor in stored):
+        raise ValueError(f"{name}: the adapter's factors have NaN or infinity in {dtype.name}")
+    size = float(np.linalg.norm(change.astype(np.float64)))
     error = 0.0
     if size > 0:
         error = float(np.linalg.norm(change - stored[0] @ stored[1])) / size

@@ -33,7 +33,7 @@ class EagerEngine:
                 raise
             except ValueError as error:  # a method knows no names, so its message has none
                 raise ValueError(f"{t.name}: {error}") from error
-            rounded = merged.reshape(-1).to(to_torch(t.dtype))
+            rounded = merged.detach().reshape(-1).to(to_torch(t.dtype))
             # looked at after rounding: float16 ends at 65504, so a finite sum may overflow
             if not bool(torch.isfinite(rounded).all()):
                 raise not_finite(t)
@@ -44,7 +44,8 @@ class EagerEngine:
 
         def read(i: Input) -> Tensor:
             stored = tensor_of(self._sources[i.source].read(i.name, start, stop))
-            return stored.to(self._device, to_torch(t.work)).view(shape)
+            # a copy, as a method of the user's own may change its inputs in place
+            return stored.to(self._device, to_torch(t.work), copy=True).view(shape)
 
         base = None if t.base is None else read(t.base)
         noise = Noise(self._seed, t.name)

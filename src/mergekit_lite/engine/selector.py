@@ -151,4 +151,6 @@ class Selector:
 
     def budget(self, block: int) -> int:
         """Return how many scores that equal the threshold a block keeps, the first ones first."""
+        if self._k <= 0:  # the threshold is infinity, which a score may equal
+            return 0
         return self._ties.get(block, 0) if self._ties else EVERY

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 # YAML reads these words as truth values, unless a recipe has them in quotes
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _LARGEST = 3.4028236e38  # of float32, in which methods compute
@@ -89,19 +91,20 @@ class Parameter:
         # a bool is an int in Python, but no weight; `not <` refuses NaN, too
         if (
             isinstance(value, bool)
-            or not isinstance(value, (int, float))
+            or not isinstance(value, (int, float, np.integer, np.floating))
             or not abs(value) < _LARGEST
         ):
             raise ValueError(
                 f"{method}: {self.name} is {value!r}, expected a finite number of float32"
             )
-        if self.type is int and value != int(value):
-            raise ValueError(f"{method}: {self.name} is {value!r}, expected a whole number")
-        if self.range is not None and value not in self.range:
+        number = float(value)
+        if self.type is int and number != int(number):
+            raise ValueError(f"{method}: {self.name} is {number:g}, expected a whole number")
+        if self.range is not None and number not in self.range:
             raise ValueError(
-                f"{method}: {self.name} is {value:g}, expected a number in {self.range}"
+                f"{method}: {self.name} is {number:g}, expected a number in {self.range}"
             )
-        return self.type(value)
+        return self.type(number)
 
 
 def value_type(hint: object) -> type:

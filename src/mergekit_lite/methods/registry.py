@@ -160,10 +160,22 @@ class MergeMethod:
     def compute(
         self, tensors: list[Tensor], base: Tensor | None, bound: Bound, noise: Noise
     ) -> Tensor:
-        """Call the function with checked parameters."""
+        """Call the function with checked parameters.
+
+        Raises:
+            ValueError: It returns something else than a tensor of the inputs' shape.
+        """
         if self.noisy:
-            return self.function(tensors, base, noise=noise, **bound)
-        return self.function(tensors, base, **bound)
+            merged = self.function(tensors, base, noise=noise, **bound)
+        else:
+            merged = self.function(tensors, base, **bound)
+        expected = tuple(tensors[0].shape)
+        if not isinstance(merged, torch.Tensor) or merged.is_complex() or merged.shape != expected:
+            got = type(merged).__name__
+            if isinstance(merged, torch.Tensor):
+                got = f"{merged.dtype} of shape {tuple(merged.shape)}"
+            raise ValueError(f"{self.name}: expected a tensor of shape {expected}, got {got}")
+        return merged
 
     def __call__(
         self,

@@ -488,7 +488,7 @@ BAD_CONFIGS = {
     ),
     "too large": (
         {"r": 17},
-        r"prepare_lora:.*17.*model.layers.0.self_attn.q_proj.*16.*16",
+        r"prepare_lora:.*17.*model.layers.0.self_attn.k_proj.*8.*16",
     ),
     "too large for one": (
         {"rank_pattern": {"k_proj": 9}},

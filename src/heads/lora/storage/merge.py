@@ -223,6 +223,7 @@ def _adapter_names(
         names = [adapters]
     else:
         names = list(model.active_adapters if adapters is None else adapters)
+    names = list(dict.fromkeys(names))  # twice the same would add its update twice
     if not names or any(name not in model.peft_config for name in names):
         raise ValueError(
             f"{operation}: adapters are {names}, expected some of the model's, "

@@ -94,8 +94,9 @@ def module_of(name: str, change: Array, up: Array, down: Array, dtype: DType) ->
     Raises:
         ValueError: A factor has NaN or infinity in that dtype.
     """
-    # float64, in which the square of no float32 is 0
-    stored = [numbers(stored_as(factor, dtype)).astype(np.float64) for factor in (up, down)]
+    with np.errstate(over="ignore"):  # the check says so with the module's name
+        # float64, in which the square of no float32 is 0
+        stored = [numbers(stored_as(factor, dtype)).astype(np.float64) for factor in (up, down)]
     if not all(np.isfinite(factor).all() for factor in stored):
         raise ValueError(f"{name}: the adapter's factors have NaN or infinity in {dtype.name}")
     size = float(np.linalg.norm(change.astype(np.float64)))

@@ -304,7 +304,7 @@ def evaluate(
             f"{max(lengths)}; train with think train --lengths {max(lengths)}"
         )
     # a plan may need more steps, or have a number of its own
-    steps = sorted({model.config.plan.num_steps(n) for n in n_steps})
+    steps = sorted({run.flow_plan().num_steps(n) for n in n_steps})
     return evaluate_steps(model, run.data(), lengths, n_steps=steps, samples=samples, seed=seed)
 
 

@@ -76,8 +76,8 @@ def extract_lora(
     >>> model = {"layer.weight": torch.outer(torch.ones(4), torch.arange(3.0))}
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     report = extract_lora(model, base, f"{folder}/adapter", rank=2, progress=False)
-    >>> report.modules
-    [AdapterModule(name='layer', shape=(4, 3), rank=1, error=0.0)]
+    >>> [(module.name, module.shape, module.rank) for module in report.modules]
+    [('layer', (4, 3), 1)]
     """
     check_value("extract_lora", "rank", rank, Whole)
     check_value("extract_lora", "energy", energy, Annotated[float, Range(above=0, most=1)])

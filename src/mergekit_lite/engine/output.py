@@ -31,8 +31,10 @@ def plan_fingerprint(plan: MergePlan, seed: int, version: str) -> str:
     methods = "own"
     tensors = []
     for t in plan.tensors:
-        module = "mergekit_lite." if t.method is None else t.method.function.__module__
-        if not module.startswith("mergekit_lite."):
+        module: str | None = "mergekit_lite."
+        if t.method is not None:
+            module = t.method.function.__module__  # None: of code that `exec` ran
+        if module is None or not module.startswith("mergekit_lite."):
             methods = os.urandom(16).hex()  # a user may have edited the function since
         parts = [info.name for info in t.parts]
         tensors.append([t.name, t.dtype.name, list(t.shape), t.shard, t.offset, parts])

@@ -193,7 +193,7 @@ def test_held_out_rows_of_ones_own(base):
 def test_rows_that_are_cut_or_left_out_are_told(base):
     rows = [*ROWS, {"instruction": "a", "output": " ".join("abcdefghij" * 2)}]
     report = tuned(base, "run", rows=[*rows, {"instruction": "b", "output": ""}], max_length=12)
-    assert "cut to 12 tokens: 1 rows" in str(report)
+    assert "cut to 12 tokens: 1 examples" in str(report)
     assert "left out, without an answer: 1 rows" in str(report)
 
 
@@ -334,7 +334,7 @@ def test_rows_are_no_longer_than_the_model_has_positions(base):
     tiny("gpt2", n_positions=16).save_pretrained(base)
     rows = [*ROWS, {"instruction": "a", "output": " ".join("abcdefghij" * 4)}]
     report = tuned(base, "run", rows=rows, answer_length=14)
-    assert "cut to 16 tokens: 1 rows" in str(report)
+    assert "cut to 16 tokens: 1 examples" in str(report)
     assert json.loads((base.parent / "run" / "answers.json").read_text()) == []  # no room
 
 

@@ -244,7 +244,7 @@ def tuning_report(
     training: loss 1.975 to 1.250 at step 30 (perplexity 3.49), least 1.250 at step 30
     held out: loss 2.444 to 2.111 at step 30 (perplexity 8.26), least 2.000 at step 20
     verdict: overfits
-    overfits from step 20: the held-out loss rises, the training loss does not
+    overfits from step 20: the held-out loss rises, and the training loss does not clearly
     spike at step 25: loss 9.000, usual 1.688, the gradient's norm 70
     """
     looks, held_out_losses = _losses_of(log, held_out)

@@ -1283,3 +1283,5 @@ def test_a_callback_that_is_added_later_goes_on_as_the_others_do(tmp_path):
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])
 def test_other_schedules_of_the_rate_train(kind, tmp_path):
     assert thinker_arguments(tmp_path, lr_scheduler_type=kind).lr_scheduler_kwargs in (None, {})
+    usual = thinker_arguments(tmp_path, lr_scheduler_type="cosine_with_min_lr")
+    assert usual.lr_scheduler_kwargs == {"min_lr_rate": 0.05}

@@ -38,7 +38,8 @@ def thinker_arguments(output_dir: str | Path, **changes: Any) -> TrainingArgumen
         "save_strategy": "no",
         "report_to": "none",
     }
-    if "lr_scheduler_type" in changes:  # other schedules have no such setting
+    usual = recipe["lr_scheduler_type"]
+    if changes.get("lr_scheduler_type", usual) != usual:  # other schedules have no such setting
         del recipe["lr_scheduler_kwargs"]
     if "save_steps" in changes:
         recipe["save_strategy"] = "steps"

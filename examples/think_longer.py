@@ -66,6 +66,8 @@ TASKS: dict[str, dict[str, Any]] = {  # longest in training, iterations, the tas
     },
 }
 NOT_OF_THE_TASK = ("length", "iterations", "model", "task")
+FULL_CARRY = 400
+"""Digits of the sum 99...9 + 1. Carries of random digits are short, this one goes through all."""
 
 
 def scan_steps(longest: int) -> tuple[int, int]:
@@ -99,6 +101,24 @@ def steps_to_test(name: str, length: int) -> list[int]:
         2 * length,
         longest * length,
     ]
+
+
+def full_carry(model: th.LatentThinker, task: th.AtTokens, base: int, digits: int) -> None:
+    """Print how many digits of 99...9 + 1 are right, and when the thinking stopped by itself."""
+    columns = torch.full((1, digits + 1), (base - 1) * base)
+    columns[0, 0] += 1  # the smallest digits come first
+    columns[0, -1] = 0  # the place of the last carry
+    expected = torch.zeros(digits + 1, dtype=torch.long)
+    expected[-1] = 1
+    most = 2 * digits + 20
+    tokens, mask = task.inputs(columns)
+    with torch.no_grad():
+        out = model.eval()(tokens, mask, n_step=most, exit_rule=th.ExitRule())
+    right = out.logits[0, 1:].argmax(-1) == expected
+    print(
+        f"a carry through all of {digits} digits: {int(right.sum())} of {len(right)} digits are "
+        f"right; the exit rule stopped it after {int(out.steps)} steps, of at most {most}"
+    )
 
 
 def main() -> None:
@@ -146,7 +166,10 @@ def main() -> None:
         schedule = th.Frontier(max_length=trained, share=0.3 if flow is EXCHANGE else 0.5)
         n_step = exchange_steps if flow is EXCHANGE else scan_steps
     data = th.CurriculumDataset(task, schedule, n_step=n_step, holdout=0.0, seed=options.seed)
-    model = th.LatentThinker(th.ThinkerConfig(**data.sizes(max(trained, *options.lengths)), **flow))
+    longest = max(trained, *options.lengths)
+    if recipe["task"] == "add_columns":
+        longest = max(longest, FULL_CARRY)
+    model = th.LatentThinker(th.ThinkerConfig(**data.sizes(longest), **flow))
     arguments = th.thinker_arguments(
         "runs/think_longer",
         max_steps=iterations,
@@ -169,6 +192,8 @@ def main() -> None:
     steps = partial(steps_to_test, options.task)
     curves = th.evaluate_steps(model, data, options.lengths, n_steps=steps, samples=options.samples)
     print(curves)
+    if recipe["task"] == "add_columns":
+        full_carry(model, task, recipe["base"], FULL_CARRY)
     save_curves(curves, options.task, options, draw)
 
 

@@ -15,6 +15,7 @@ Positions = Literal["learned", "cyclic", "rotary", "rotary_2d", "random", "align
 LatentInit = Literal["table", "noise", "tokens"]
 MemoryKind = Literal["none", "grow", "static"]
 StepUpdate = Literal["normalized", "replace"]
+Mixer = Literal["attention", "mlp"]
 OutputSteps = Literal["last", "all"] | Sequence[int]
 
 Rate = Annotated[float, Range(above=0)]
@@ -84,6 +85,9 @@ class ThinkerConfig(CheckedModelConfig):
             itself included: with 2 at its neighbors, in a grid (``"rotary_2d"``) at the eight
             around it. What a latent knows then travels one place a step, as in a scan; default
             everywhere.
+        mixer: How latents of tokens learn of each other: ``"attention"``, the default; ``"mlp"``, a
+            token-mixing MLP over the places, for inputs of one length without padding, as grids
+            (TRM, Jolicoeur-Martineau 2025).
         initializer_range: Standard deviation of the initial embeddings, positions, latents and
             static tokens. With a small one (0.02) copying is not learned in the time of the recipe.
         **rest: Of `transformers.PreTrainedConfig`.
@@ -132,6 +136,7 @@ class ThinkerConfig(CheckedModelConfig):
     decoder_self_attention: bool = False
     causal: bool = False
     window: MaybeWhole = None
+    mixer: Mixer = "attention"
     initializer_range: Rate = 0.5
 
     def derive(self) -> None:
@@ -143,7 +148,7 @@ class ThinkerConfig(CheckedModelConfig):
             self.output_size = self.vocab_size
         # fields are checked after this, so a size may still be text
         if self.mlp_size is None and is_whole(self.hidden_size):
-            self.mlp_size = -(-self.hidden_size // 3) * 8
+            self.mlp_size = swiglu_size(self.hidden_size)
         if self.latent_init is None:
             self.latent_init = "tokens" if self.causal else "table"
         if self.num_latents is None and self.latent_init != "tokens":
@@ -219,6 +224,14 @@ class ThinkerConfig(CheckedModelConfig):
             )
         if self.window is not None and not self.at_tokens:
             yield problem(self, "window", 'none without latent_init="tokens"')
+        if self.mixer == "mlp" and (
+            not self.at_tokens or self.causal or self.window is not None or self.num_latents
+        ):
+            yield problem(
+                self,
+                "mixer",
+                'attention without latent_init="tokens", or with causal, window or num_latents',
+            )
         if self.at_tokens and not self.causal and self.num_latents is not None:
             yield problem(
                 self,
@@ -251,6 +264,11 @@ class ThinkerConfig(CheckedModelConfig):
     def longest(self) -> int:
         """The longest sequence, of input or answer."""
         return max(self.max_input_length, self.max_output_length)
+
+
+def swiglu_size(width: int) -> int:
+    """Return the inner width of a SwiGLU: 8/3 of its width, up to a multiple of 8."""
+    return -(-width // 3) * 8
 
 
 def _plain(plan: Any) -> dict[str, list[list[int]]] | None:

@@ -6,6 +6,7 @@ A batch depends on nothing but its number.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, NotRequired, TypedDict
 
@@ -339,16 +340,19 @@ class CurriculumDataset(IterableDataset):
         return {"step": step, "states": self._states.tolist(), **self._identity()}
 
     def _identity(self) -> StateDict:
-        """Return what has to be the same for the same batches to follow.
-
-        Functions among it by name alone.
-        """
+        """Return what has to be the same for the same batches to follow."""
         task, schedule = (
             re.sub(" at 0x[0-9a-f]+", "", repr(part)) for part in (self.task, self.schedule)
         )
+        ends = (self.schedule.min_length, self.schedule.max_length)
         return {
             "task": task,
+            "rows_checksum": self._checksum(),
             "schedule": schedule,
+            # functions are compared by what they give at both ends
+            "n_step": [list(_pair("n_step", self.n_step, length)) for length in ends],
+            # "or 1": the model's own number, which no state knows
+            "n_latent": [list(_pair("n_latent", self.n_latent or 1, length)) for length in ends],
             "seed": self.seed,
             "segments": self.segments,
             "batch_size": self.batch_size,
@@ -356,12 +360,22 @@ class CurriculumDataset(IterableDataset):
             "delay": self.delay,
         }
 
+    def _checksum(self) -> str:
+        """Return a checksum of some rows of the task.
+
+        A task's `repr` need not tell its fields, and two tasks may have the same name.
+        """
+        # 4 keeps these rows apart from those of batches (1), checks (2) and held-out rows (3)
+        sample = self.task.sample(self._generator(4), 64, self.schedule.max_length)
+        content = b"".join(x.cpu().numpy().tobytes() for x in (sample.tokens, sample.targets))
+        return f"{zlib.crc32(content):08x}"
+
     def load_state_dict(self, state: StateDict) -> None:
         """Go on from there.
 
         Raises:
-            ValueError: A state of another task, schedule, seed, batch size, holdout or delay, or of
-                other segments.
+            ValueError: A state of another task, schedule, seed, batch size, holdout or delay, of
+                other numbers of steps or latents, or of other segments.
         """
         for name, value in self._identity().items():
             # a name that an older state lacks is taken to be the same

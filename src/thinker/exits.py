@@ -23,10 +23,10 @@ _CROWD = 7 / 8  # dropping rows copies keys and values: it pays once an eighth o
 
 @dataclass(frozen=True, kw_only=True)
 class ExitRule(CheckedConfig):
-    """A row stops when its latents hardly move, in evaluation; rows that stop leave the batch.
+    """A row stops when none of its latents moves, in evaluation; rows that stop leave the batch.
 
     Args:
-        threshold: Stop when ‖z - z'‖ / ‖z'‖ against the step before is below it.
+        threshold: Stop when ‖z - z'‖ / ‖z'‖ against the step before is below it for every latent.
             `ThinkerOutput.residuals` shows the usual values.
         patience: How many successive looks must agree.
         min_steps: The first step at which a row may stop.

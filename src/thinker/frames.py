@@ -36,14 +36,18 @@ class Frame:
         before: Tensor,  # (B, n, d)
         after: Tensor,  # (B, n, d)
     ) -> Tensor:  # (B,)
-        """‖after - before‖ / ‖before‖ over the latents that are not padding."""
+        """Return ‖after - before‖ / ‖before‖ of the latent that moved most, without padding.
+
+        A norm over all latents would call a long row calm while a few of its latents still change.
+        """
         with torch.no_grad():
-            moved, size = (
-                x if self.real is None else x * self.real for x in (after - before, before)
-            )
-            moved, size = (torch.linalg.vector_norm(x, dim=(1, 2)) for x in (moved, size))
+            moved = torch.linalg.vector_norm(after - before, dim=2)  # (B, n)
+            size = torch.linalg.vector_norm(before, dim=2)
             # latents may start at 0, and 0 / 0 is nan
-            return moved / size.clamp(min=1e-12)
+            share = moved / size.clamp(min=1e-12)
+            if self.real is not None:
+                share = share * self.real[..., 0]
+            return share.amax(1)
 
     def memory(self, length: int) -> Tensor | None:
         """The mask of a memory look-up: `own`, once for each write."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import ThinkerConfig
+from .config import ThinkerConfig, swiglu_size
 from .flow import FlowRow
 from .functional import attention, rotate
 from .memory import KeysValues
@@ -88,6 +88,31 @@ class SelfAttention(nn.Module):
         return self.out(attention(query, keys, values, mask=mask))
 
 
+class TokenMixing(nn.Module):
+    """A SwiGLU across places, in the place of self-attention (MLP-Mixer, Tolstikhin et al. 2021).
+
+    Each channel is mixed over all places by the same weights, so there is one number of places.
+    """
+
+    def __init__(self, config: ThinkerConfig):
+        super().__init__()
+        places = config.max_input_length
+        inner = swiglu_size(places)
+        self.norm = make_norm(config)
+        self.gate_up = nn.Linear(places, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, places, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,  # (B, n, d)
+        mask: Tensor | None = None,
+        turn: Tensor | None = None,
+    ) -> Tensor:  # (B, n, d)
+        """Mix the places of ``x``; a mask and angles, which attention takes, mean nothing here."""
+        gate, up = self.gate_up(self.norm(x).transpose(1, 2)).chunk(2, -1)
+        return self.down(F.silu(gate) * up).transpose(1, 2)
+
+
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) · up(x)), normed before (Shazeer 2020)."""
 
@@ -106,6 +131,8 @@ class SwiGLU(nn.Module):
 class ThinkLayer(nn.Module):
     """One layer of the shared block: read, static look-up, memory look-up, self-attention, MLP.
 
+    With ``mixer="mlp"`` a token-mixing MLP has the place of self-attention.
+
     The row says which.
     """
 
@@ -116,7 +143,10 @@ class ThinkLayer(nn.Module):
         self.read = Attention(config)
         self.static = Attention(config) if config.num_static_tokens else None
         self.memory = Attention(config) if config.memory != "none" else None
-        self.self_attention = SelfAttention(config)
+        if config.mixer == "mlp":
+            self.self_attention: nn.Module = TokenMixing(config)
+        else:
+            self.self_attention = SelfAttention(config)
         self.mlp = SwiGLU(config)
         have = [p for p in self.PARTS if getattr(self, p) is not None]
         self.after = nn.ModuleDict({p: make_norm(config) for p in have if config.sandwich})

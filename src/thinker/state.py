@@ -105,7 +105,8 @@ class Thought:
     Args:
         state: After the last step of each row.
         kept: Latents of the steps asked for, (B, n, d) by step counted from 1.
-        residuals: (B, T), ‖z - z'‖ / ‖z'‖ against the step before; 0 after a row stopped.
+        residuals: (B, T), ‖z - z'‖ / ‖z'‖ against the step before, of the latent that moved most;
+            0 after a row stopped.
         steps: (B,), how many steps each row took.
     """
 
@@ -124,7 +125,7 @@ class ThinkerOutput(ModelOutput):
         logits: (B, O, output_size) of the last step.
         step_logits: The same of every step asked for, in order.
         output_steps: Which steps those are, counted from 1.
-        residuals: (B, T), how far each step moved the latents, relative to them.
+        residuals: (B, T), how far each step moved the latent that moved most, relative to it.
         steps: (B,), how many steps each row took.
         carry: Latents and memory, to think on from.
     """

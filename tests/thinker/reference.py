@@ -110,6 +110,12 @@ def think(
         )
         return (gate / (1 + (-gate).exp()) * up) @ w[f"{name}.down.weight"].T
 
+    def mixed(name: str, z: Tensor) -> Tensor:
+        by_channel = rearrange(norm(z, f"{name}.norm"), "b n d -> b d n")
+        gate, up = (by_channel @ w[f"{name}.gate_up.weight"].T).chunk(2, -1)
+        inner = gate / (1 + (-gate).exp()) * up
+        return rearrange(inner @ w[f"{name}.down.weight"].T, "b d n -> b n d")
+
     def after(layer: int, part: str, x: Tensor) -> Tensor:
         return norm(x, f"layers.{layer}.after.{part}") if config.sandwich else x
 
@@ -171,9 +177,12 @@ def think(
                 look = None if may_see is None else may_see.repeat(1, 1, len(written))
                 z = z + after(i, "memory", look_up(f"{name}.memory", z, past, look, None, None))
             if row.self_attention:
-                z = z + after(
-                    i, "self_attention", itself(f"{name}.self_attention", z, may_see, latent_at)
-                )
+                part = f"{name}.self_attention"
+                if config.mixer == "mlp":
+                    told = mixed(part, z)
+                else:
+                    told = itself(part, z, may_see, latent_at)
+                z = z + after(i, "self_attention", told)
             z = z + after(i, "mlp", mlp(f"{name}.mlp", z))
         if config.step_update == "normalized":
             unit, to = (

@@ -1,10 +1,12 @@
 """Streams that depend on counters alone, held-out samples, schedules."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from thinker import AtTokens, CurriculumDataset, Frontier, make_task
+from thinker import AtTokens, CurriculumDataset, Frontier, SequenceTask, make_task
 from thinker.curriculum import DetailedBatches
 from thinker.schedules import Dynamic, Fixed, Progressive, Uniform
 from thinker.tasks import Sample, TensorTask
@@ -359,6 +361,26 @@ def test_a_batch_that_comes_in_segments_is_one_batch_whatever_the_schedule_does(
         data.load_state_dict(state)
 
 
+@dataclass(frozen=True, repr=False)
+class Shifted(SequenceTask):
+    """A task whose `repr` does not say what it does."""
+
+    by: int = 1
+
+    def __repr__(self):
+        return "Shifted()"
+
+    def answer(self, tokens, mask, lengths, place):
+        return (tokens + self.by) % self.symbols
+
+
+def test_another_task_of_the_same_name_does_not_go_on():
+    state = CurriculumDataset(Shifted(by=1), n_step=(1, 4)).state_dict()
+    CurriculumDataset(Shifted(by=1), n_step=lambda length: (1, 4)).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"CurriculumDataset: the state has rows_checksum"):
+        CurriculumDataset(Shifted(by=2), n_step=(1, 4)).load_state_dict(state)
+
+
 def test_short_lengths_hold_nothing_out():
     data = data_of(Uniform(max_length=12), "prefix_sum", holdout=0.5, batch_size=256)
     assert data._hold_out.lengths.tolist() == [False] * 10 + [True] * 3  # 2^10 inputs are enough
@@ -491,6 +513,8 @@ def test_what_was_reported_in_the_past_stays():
         (lambda: resumed(holdout=0.2), r"CurriculumDataset:.*holdout.*0.1.*0.2"),
         (lambda: resumed(batch_size=3), r"CurriculumDataset:.*batch_size.*8.*3"),
         (lambda: resumed(delay=3), r"CurriculumDataset:.*state.*16.*3"),
+        (lambda: resumed(n_step=7), r"CurriculumDataset:.*n_step.*1, 6.*7, 7"),
+        (lambda: resumed(n_latent=3), r"CurriculumDataset:.*n_latent.*3, 3"),
         (lambda: Progressive(max_length=3, start=4), "start 4"),
         (lambda: Dynamic(max_length=3, floor=0), "floor 0"),
         (

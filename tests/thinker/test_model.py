@@ -10,6 +10,7 @@ from tests.support.equivalence import judge, place
 from tests.thinker import reference as definition
 from thinker import ExitRule, FlowPlan, LatentThinker, ThinkerConfig
 from thinker.flow import FlowRow
+from thinker.frames import Frame
 from thinker.state import ThinkerState
 
 SIZES = {
@@ -89,6 +90,13 @@ CASES = {
         "num_latents": None,
         "window": 2,
         "from_end": True,
+    },
+    "token mixing": {
+        "latent_init": "tokens",
+        "num_latents": None,
+        "mixer": "mlp",
+        "length": 12,
+        "padded": False,
     },
     "grids": {
         "latent_init": "tokens",
@@ -910,6 +918,21 @@ TOKENS = torch.zeros(2, 5, dtype=torch.long)
         ({}, lambda m: m(TOKENS, exit_rule=ExitRule()), r"LatentThinker:.*torch.no_grad\(\)"),
         ({}, lambda m: m(TOKENS, n_step=2.5), r"LatentThinker:.*n_step.*2.5.*1"),
         (
+            {"latent_init": "tokens", "num_latents": None, "mixer": "mlp"},
+            lambda m: m(TOKENS),
+            r"LatentThinker: tokens .*\[2, 5\].*max_input_length, 12",
+        ),
+        (
+            {
+                "latent_init": "tokens",
+                "num_latents": None,
+                "mixer": "mlp",
+                "max_input_length": 5,
+            },
+            lambda m: m(TOKENS, torch.tensor([[1, 1, 1, 1, 0]] * 2)),
+            r"LatentThinker: tokens .*\[2, 5\] and a mask.*no padding",
+        ),
+        (
             {},
             lambda m: m(TOKENS, grad_steps=-1),
             r"LatentThinker:.*grad_steps.*-1.*0",
@@ -985,6 +1008,11 @@ def test_bad_input_is_refused(changes, call, message):
             {"causal": True, "decoder_self_attention": True},
             r"ThinkerConfig:.*decoder_self_attention",
         ),
+        ({"mixer": "mlp"}, "mixer is 'mlp', expected attention without latent_init"),
+        (
+            {"mixer": "mlp", "latent_init": "tokens", "window": 2},
+            "mixer is 'mlp', expected attention",
+        ),
         ({"step_rate": 0.0}, "step_rate is 0.0"),
         ({"step_noise": float("nan")}, r"ThinkerConfig:.*step_noise.*0"),
         ({"step_noise": -1}, "step_noise is -1"),
@@ -1051,3 +1079,14 @@ def test_bad_input_is_refused(changes, call, message):
 def test_a_config_refuses(changes, message):
     with pytest.raises(ValueError, match=message):
         ThinkerConfig(**{**SIZES, **changes})
+
+
+def test_a_row_moves_as_much_as_the_latent_that_moves_most():
+    before = torch.ones(2, 1000, 8)
+    after = before.clone()
+    after[0, 3] *= 1.5  # a norm over all latents would be half of 1 / sqrt(1000)
+    after[1, 0] *= 1.5  # a latent of padding
+    real = torch.ones(2, 1000, 1)
+    real[1, 0] = 0
+    residual = Frame(None, real=real).residual(before, after)
+    torch.testing.assert_close(residual, torch.tensor([0.5, 0.0]))

@@ -35,6 +35,7 @@ from thinker import (
 from thinker.counters import seed_of
 from thinker.flow import FlowRow
 from thinker.losses import LearnedWeights, ProgressiveLoss
+from thinker.report import Accuracy, Curves
 from thinker.schedules import Fixed, Progressive
 from thinker.tasks import TensorTask
 from thinker.tasks.sequences import Copy
@@ -461,7 +462,25 @@ def test_it_learns_a_scan_and_runs_it_longer(tmp_path):
         (12, 24),
         (12, 240),
     ]
-    assert f"{early:.4f}" in str(curves)
+    assert f"{100 * early:.4g}/" in str(curves)
+
+
+def test_a_report_says_where_more_steps_hurt():
+    cells = (Accuracy(0.9, 0.5), Accuracy(0.99, 0.955), Accuracy(0.98, 0.861))
+    text = str(Curves((8,), ((1, 3, 12),), (cells,)))
+    assert "99/95.5" in text
+    assert "length 8: 95.5% of rows are right after 3 steps and 86.1% after 12" in text
+    assert "length" not in "".join(Curves((8,), ((1, 3),), (cells[:2],)).remarks())
+
+
+def test_a_window_without_reach_warns(tmp_path, caplog):
+    data = CurriculumDataset(AtTokens(make_task("copy")), Frontier(max_length=4))
+    config = ThinkerConfig(**data.sizes(), causal=True, window=3)
+    with caplog.at_level("WARNING"):
+        trainer_of(tmp_path, LatentThinker(config), data, step_loss=Reach(window=3))
+        assert "window" not in caplog.text
+        trainer_of(tmp_path, LatentThinker(config), data)
+    assert "Expected step_loss=Reach(window=3)" in caplog.text
 
 
 class Ranks(IterableDataset):

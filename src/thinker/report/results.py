@@ -101,9 +101,16 @@ class Grid(Report):
         return figure
 
 
+_FALL = 0.05
+"""A fall in the share of right rows that is told: two standard errors of 512 rows are below it."""
+
+
 @dataclass(frozen=True)
 class Curves(Report):
-    """Accuracy by number of steps, a curve for each length."""
+    """Accuracy by number of steps, a curve for each length.
+
+    A remark says where more steps made fewer rows right.
+    """
 
     lengths: tuple[int, ...]
     n_steps: tuple[tuple[int, ...], ...]  # of each length
@@ -122,15 +129,33 @@ class Curves(Report):
         return plain({"points": self.rows()})
 
     def table(self) -> Table:
-        """Shares of right symbols."""
+        """Return per cent of symbols and of rows that are right."""
         steps = sorted({step for steps in self.n_steps for step in steps})
         rows = []
         for length, own, cells in zip(self.lengths, self.n_steps, self.cells, strict=True):
-            by_step = dict(zip(own, cells, strict=True))
-            rows.append(
-                [str(length), *(f"{by_step[s].token:.4f}" if s in by_step else "" for s in steps)]
-            )
+            told = {
+                step: f"{_percent(cell.token)}/{_percent(cell.sequence)}"
+                for step, cell in zip(own, cells, strict=True)
+            }
+            rows.append([str(length), *(told.get(step, "") for step in steps)])
         return Table(["length \\ steps", *map(str, steps)], rows)
+
+    def summary(self) -> list[str]:
+        """Say what the cells of the table are."""
+        return ["per cent of symbols that are right / of rows with every symbol right"]
+
+    def remarks(self) -> list[str]:
+        """Say at which lengths the most steps made fewer rows right than fewer steps."""
+        lines = []
+        for length, steps, cells in zip(self.lengths, self.n_steps, self.cells, strict=True):
+            best = max(range(len(cells)), key=lambda i: cells[i].sequence)
+            if cells[best].sequence - cells[-1].sequence > _FALL:
+                lines.append(
+                    f"length {length}: {cells[best].sequence:.1%} of rows are right after "
+                    f"{steps[best]} steps and {cells[-1].sequence:.1%} after {steps[-1]}; stop "
+                    "there (n_step, or an ExitRule), or train with more steps"
+                )
+        return lines
 
     def plot(self, ax: Axes | None = None) -> Figure:
         """Shares of right symbols against steps (extra ``plot``), on ``ax`` or in a new figure.
@@ -142,6 +167,17 @@ class Curves(Report):
         names = [f"length {n}" for n in self.lengths]
         _step_curves(axes, names, self.n_steps, [[c.token for c in cells] for cells in self.cells])
         return figure
+
+
+def _percent(share: float) -> str:
+    """Return a share in per cent; 100 only where nothing is wrong.
+
+    >>> _percent(1.0), _percent(0.99999), _percent(0.5)
+    ('100', '99.99', '50')
+    """
+    if share == 1:
+        return "100"
+    return f"{min(100 * share, 99.99):.4g}"
 
 
 def _step_curves(

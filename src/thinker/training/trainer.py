@@ -23,7 +23,7 @@ from model_components._trainer import StepTrainer, TrainerOptions, bare_optimize
 from ..counters import seed_of
 from ..curriculum import Batch, CurriculumDataset, DetailedBatches, StateDict
 from ..flow import FlowPlan
-from ..losses import LastAndRandom, StepLoss, labels_of_steps
+from ..losses import LastAndRandom, Reach, StepLoss, labels_of_steps
 from ..model import LatentThinker
 from ..report import evaluate_steps
 from ..state import ThinkerOutput, ThinkerState
@@ -101,6 +101,14 @@ class ThinkerTrainer(StepTrainer):
         check_value("ThinkerTrainer", "ema", ema, decay)
         check_segments(segments, train_dataset, self.step_loss)
         check_reach(model, train_dataset, self.step_loss)
+        if model.config.window is not None and not isinstance(self.step_loss, Reach):
+            logger.warning(
+                "ThinkerTrainer: the model has a window, and step_loss %s also counts answers that "
+                "are too far away to be known yet; models trained so are often wrong on longer "
+                "inputs. Expected step_loss=Reach(window=%d)",
+                type(self.step_loss).__name__,
+                model.config.window,
+            )
         self.data = train_dataset
         self.segments = segments
         self.data.segments = segments

@@ -1,7 +1,7 @@
 """Cross-entropy of a language model without the logits of all positions.
 
 Only positions with a label are worked on, some at a time. Forward makes the gradients of each
-chunk, so that backward only scales them, and one chunk of logits is all that is ever in memory.
+chunk, so that backward only scales them. Only logits of one chunk are in memory at a time.
 
 Letters: N positions, H hidden size, V vocabulary.
 
@@ -22,8 +22,8 @@ from ._autograd import Context
 IGNORED = -100
 """The label of positions that are not trained."""
 
-# logits of a chunk: several buffers of this size are in memory; on an H200 half as many took 1.3 to
-# 1.6 of the time, and twice as many .92 to .95 and twice the memory
+# elements of a chunk's logits; several buffers of this size are in memory. On an H200 half the size
+# took 1.3 to 1.6 times as long; twice the size .92 to .95 times as long, and twice the memory
 _ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}
 _FEWEST = 16  # positions of a chunk
 
@@ -37,13 +37,13 @@ def head_loss(
     vocabulary: int,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return the sum of the cross-entropies of ``head(hidden)``, in float32 or better.
+    """Return the sum of the cross-entropies of ``head(hidden)``, in nats, float32 or better.
 
     Args:
         hidden: Final hidden states.
         labels: Token ids; positions with `IGNORED` count for nothing.
-        head: From hidden states to logits, (n, H) to (n, V).
-        parameters: What of the head requires grad.
+        head: Function from hidden states, (n, H), to logits, (n, V).
+        parameters: The head's parameters that require grad.
         vocabulary: V.
         label_smoothing: Share of the target that is spread over the vocabulary.
 
@@ -72,7 +72,7 @@ class _HeadLossContext(Context, Protocol):
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Saves the gradients that forward made: of the hidden states, and of the head's parameters."""
+    """The loss of `head_loss`, whose forward also computes and saves the gradients."""
 
     @staticmethod
     def forward(

@@ -154,9 +154,10 @@ def write_table() -> None:
         )
         lines += [
             "",
-            "SmolLM2-135M where nothing else is said, LoRA of rank 16 on every projection, half of "
-            f"each row a prompt; {which}, medians, in turn; what a step adds to the resident model; "
-            f"both against peft with adapters in the model's dtype. {hardware}, "
+            "SmolLM2-135M unless a row names another model, LoRA of rank 16 on every projection, "
+            f"half of each row a prompt. Median time ({which}), with the variants run alternately, "
+            "and in parentheses the memory that a step adds to the loaded model; both relative to "
+            f"peft with adapters in the model's dtype. {hardware}, "
             f"{row['versions']}; {row['date']} at {row['commit']}.",
             "",
         ]

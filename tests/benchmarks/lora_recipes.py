@@ -263,10 +263,11 @@ def write_table() -> None:
         losses, rises = seeds(held, "loss", 3), seeds(held, "largest rise", 2)
         lines.append(f"| {recipe} | {rank} | {step:.3f} | {losses} | {rises} | {spikes} |")
     told = (
-        "First step: how far an output moves in Adam's first step at the peak learning rate, 5e-4 "
-        f"of the sound recipe, 5e-5 of the old. The rise is of the loss of {config['watched']} "
-        f"held-out answers, every {config['every']} steps, above the least before it; spikes are "
-        "the training loss's, by `tuning_report`. "
+        "First step: how far Adam's first step moves an output at the peak learning rate (5e-4 in "
+        "the sound recipe, 5e-5 in the old one). Largest rise: how far the loss of "
+        f"{config['watched']} held-out answers, measured every {config['every']} steps, rose above "
+        "its earlier minimum, in nats. Spikes are in the training loss, as `tuning_report` counts "
+        "them. "
     )
     put(GUIDE, [*lines, "", told + about], "recipes")
 

@@ -51,8 +51,9 @@ class TuneConfig(CheckedConfig):
         pack: Put the rows of a batch into one sequence instead of padding them.
         gradient_checkpointing: Compute activations again in the backward pass, to save memory.
         held_out: Fraction of the rows that is held out, 200 rows at most.
-        evaluations: Number of times that the held-out loss is taken during training.
-        answers: Number of held-out prompts that are answered at the end.
+        evaluations: Approximate number of evaluations of the held-out loss during training, besides
+            the one before it.
+        answers: Maximum number of held-out prompts to answer, before and after tuning.
         answer_length: Largest number of tokens of such an answer.
         dtype: Dtype in which the model is loaded. auto: the dtype of its files, or float32 if r is
             0. Adapters are always in float32.

@@ -28,7 +28,7 @@ _GENERATED = 8  # answers at once
 
 
 def check_judge(judge: object, config: TuneConfig) -> None:
-    """Raise if a judge is none, or has no answers to judge."""
+    """Raise if ``judge`` is not a valid judge, or if no answers are generated for it."""
     if judge not in (None, "likelihood_gain") and not callable(judge):
         raise ValueError(
             f"tune: judge is {judge!r}, expected 'likelihood_gain', None or a function of "

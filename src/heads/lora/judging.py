@@ -20,14 +20,14 @@ Judge = Callable[[str, str], float]
 class LikelihoodGain:
     """A judge that is a language model: how much likelier a prompt makes an answer, in nats.
 
-    ``log p(answer | prompt) - log p(answer)``. What is likely anywhere, such as one word again and
-    again, gains little, and no answer gains 0. Not a mean over tokens, which prefers half an answer
-    to the whole.
+    Return ``log p(answer | prompt) - log p(answer)``. Text that is likely after any prompt, such as
+    one repeated word, gains little. An empty answer scores 0. The score is a sum over tokens,
+    because a mean would prefer half an answer to the whole.
 
     Args:
-        model: A causal language model, better than the one that is judged.
-        tokenizer: Its tokenizer. Prompts are not put into its chat template: give them with it, if
-            it has one.
+        model: A causal language model, for example the model before tuning.
+        tokenizer: Its tokenizer. The chat template is not applied: pass prompts that already
+            contain it.
 
     Raises:
         ValueError: The tokenizer has neither a beginning nor an end token to put before a bare
@@ -62,8 +62,8 @@ class LikelihoodGain:
         most = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
         if most is not None and len(before) + len(answer) > most:
             raise ValueError(
-                f"LikelihoodGain: {len(before)} tokens of prompt and {len(answer)} of answer; the "
-                f"model has {most} positions"
+                f"LikelihoodGain: expected at most {most} tokens (the model's positions), got "
+                f"{len(before)} of prompt and {len(answer)} of answer"
             )
         ids = torch.tensor([[*before, *answer]], device=next(self.model.parameters()).device)
         with evaluating(self.model):
@@ -114,7 +114,10 @@ class WinRate:
             ValueError: There is no reference for the prompt.
         """
         if prompt not in self.references:
-            raise ValueError(f"WinRate: there is no reference for the prompt {prompt[:60]!r}")
+            raise ValueError(
+                f"WinRate: expected one of the {len(self.references)} prompts that have a "
+                f"reference, got {prompt[:60]!r}"
+            )
         other = self.references[prompt]
         shares = (
             self.model.predict([prompt], [answer], [other], progress=False)
@@ -127,19 +130,19 @@ class WinRate:
 def judge_answers(
     judge: Judge, prompts: Sequence[str], answers: Sequence[str], *, progress: bool = True
 ) -> float:
-    """The mean score of answers.
+    """Return the mean score of answers.
 
     Args:
         judge: A judge of this module, or any function of prompt and answer.
         prompts: One for each answer.
-        answers: What was said.
+        answers: The answers to judge.
         progress: Show a bar.
 
     Returns:
         A number in the judge's unit.
 
     Raises:
-        ValueError: As many prompts as answers are needed, one at least, and scores that are finite.
+        ValueError: The numbers of prompts and answers differ or are 0, or a score is not finite.
 
     >>> judge_answers(
     ...     lambda prompt, answer: 100.0 * (prompt == answer),
@@ -151,8 +154,8 @@ def judge_answers(
     """
     if len(prompts) != len(answers) or not prompts:
         raise ValueError(
-            f"judge_answers: {len(prompts)} prompts and {len(answers)} answers; expected as many, "
-            "and some"
+            "judge_answers: expected as many answers as prompts, at least 1, got "
+            f"{len(prompts)} prompts and {len(answers)} answers"
         )
     scores = []
     pairs = zip(prompts, answers, strict=True)

@@ -57,7 +57,7 @@ class LeanForward:
     impl = "auto"
 
     def forward(self: Any, x: Tensor, *args: object, **kwargs: Any) -> Tensor:
-        """Peft's arguments and result."""
+        """Compute the output; takes peft's arguments."""
         if self.impl not in IMPLS:
             check_choice(type(self).__name__, "impl", self.impl, IMPLS)
         names = kwargs.get("adapter_names") if kwargs else None
@@ -79,7 +79,7 @@ class LeanForward:
         return compute(chosen_path, x)
 
     def _get_name(self) -> str:
-        """In a printed model: peft's name, with a mark."""
+        """Return the class name for printing: peft's, and "accelerated"."""
         return f"{lean(type(self)).__name__} accelerated"
 
 
@@ -231,7 +231,7 @@ def lora_layers(model: nn.Module) -> dict[str, lora.LoraLayer]:
 
 @cache
 def lean(kind: type) -> type:
-    """Exchange peft's layer class for ours with the lean forward, and ours for peft's."""
+    """Return the lean version of a peft layer class; for a lean class, return peft's."""
     if kind is lora.Linear:
         return LoraLinear
     if LeanForward in kind.__bases__:
@@ -353,10 +353,10 @@ def _is_sharded(weight: object) -> bool:
 
 
 def compute(chosen_path: Route, x: Tensor) -> Tensor:
-    """Return a layer's output: by `_Lora` for dropout over many tokens, else by products."""
+    """Return a layer's output, by the cheapest path that supports this call."""
     base, weight, factors, adapters = chosen_path
     flat = x.reshape(-1, x.shape[-1])
-    # which raises as a stock layer does
+    # the base layer itself: if the dtypes differ, it raises the usual error
     if weight is None or (weight.dtype != x.dtype and autocast_dtype(x) is None):
         y = base(x)
         return add_adapters(y.reshape(-1, y.shape[-1]), flat, factors, adapters).view(y.shape)
@@ -413,9 +413,9 @@ def merged(
 
 
 def spans_of(names: Sequence[str], each: int) -> dict[str, Spans]:
-    """Each adapter's ranges of tokens, where every sample has ``each`` tokens.
+    """Return each adapter's token ranges in a flattened mixed batch.
 
-    Adjacent samples make one range.
+    Every sample has ``each`` tokens. Adjacent samples of one adapter share a range.
 
     >>> spans_of(["a", "a", "__base__", "b", "a"], 10)
     {'a': ((0, 20), (40, 50)), 'b': ((30, 40),)}

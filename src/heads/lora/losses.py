@@ -20,7 +20,7 @@ from model_components._modes import evaluating, in_mode
 from .report.training import perplexity
 
 _PROBED = 8  # tokens by which our loss is compared with the model's
-_NEAR = 1e-3  # of the loss: more than rounding makes of it, and less than another formula
+_NEAR = 1e-3  # relative tolerance: above rounding, below the difference of another formula
 _MORE = ("shift_labels", "return_dict", "output_hidden_states", "output_attentions")
 _MARK = "is_fused_cross_entropy"
 # what multiplies the logits in the configs of Cohere, Muse and Falcon-H1
@@ -32,8 +32,9 @@ def fuse_cross_entropy_(model: nn.Module) -> None:
 
     Given labels, the model's forward then returns the loss and no logits: the head runs on chunks
     of the positions that have a label, and their gradients are made at once. So a step on answers
-    of long prompts needs little more memory than its layers. Without labels, and where more than a
-    loss is asked for, forward is as before. Trainers and loops stay as they are;
+    of long prompts needs little more memory than its layers. The original forward runs
+    without labels, or if ``shift_labels``, ``return_dict``, ``output_hidden_states`` or
+    ``output_attentions`` is given. Trainers and loops stay as they are;
     ``trl.SFTTrainer`` has a fused head of its own and does not need this. A model that was pickled
     must be fused again.
 
@@ -42,8 +43,8 @@ def fuse_cross_entropy_(model: nn.Module) -> None:
             have an adapter.
 
     Raises:
-        ValueError: The model has no separate head, adds a router's loss, or its loss is another
-            than the mean cross-entropy of the next tokens by its head and the factors and soft caps
+        ValueError: The model has no separate head, adds a router's loss, or computes another loss
+            than the mean next-token cross-entropy of its head's logits, with the scale and soft cap
             of its config.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -72,7 +73,7 @@ def fuse_cross_entropy_(model: nn.Module) -> None:
             "fuse_cross_entropy_: the config has output_router_logits, whose loss would be lost; "
             "expected False"
         )
-    _check_loss(base)
+    _check_loss(base, "fuse_cross_entropy_")
 
     @functools.wraps(type(base).forward)  # trainers and generate look at its signature
     def forward(
@@ -105,7 +106,7 @@ def _is_fused(base: Any) -> bool:
 
 
 def _language_model(model: nn.Module, operation: str) -> Any:
-    """Return the model of transformers, which must have a body and a head."""
+    """Return the transformers model inside ``model``; raise if it has no body or no head."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(base, PreTrainedModel) or base.base_model is base:
         raise ValueError(
@@ -118,7 +119,10 @@ def _language_model(model: nn.Module, operation: str) -> Any:
 
 
 def _logits_of(base: Any) -> Callable[[Tensor], Tensor]:
-    """Return the head with what the config says of its logits."""
+    """Return a function from hidden states, (n, H), to logits, (n, V).
+
+    It applies the config's scale and soft cap.
+    """
     head = base.get_output_embeddings()
     config = base.config.get_text_config()
     factor = 1.0
@@ -141,8 +145,8 @@ def _logits_of(base: Any) -> Callable[[Tensor], Tensor]:
 
 
 @torch.no_grad()
-def _check_loss(base: Any) -> None:
-    """Refuse a model whose loss is not what `_summed_loss` makes of its hidden states."""
+def _check_loss(base: Any, operation: str) -> None:
+    """Raise if a model's loss is not the one that `_summed_loss` computes from hidden states."""
     device = base.get_input_embeddings().weight.device
     ids = torch.arange(_PROBED, device=device)[None]
     try:
@@ -190,7 +194,7 @@ def answer_loss(
     """Return the mean loss of all trained tokens and its perplexity, whatever the batch size.
 
     A trainer's own ``eval_loss`` is a mean of the batches' means, which depends on the batch size.
-    Logits of a chunk of positions are all that is in memory.
+    Only logits of one chunk of positions are in memory at a time.
 
     Args:
         model: A causal language model.
@@ -207,7 +211,7 @@ def answer_loss(
     """
     base = _language_model(model, "answer_loss")
     if not _is_fused(base):
-        _check_loss(base)
+        _check_loss(base, "answer_loss")
     device = next(model.parameters()).device
     total = 0.0
     count = 0

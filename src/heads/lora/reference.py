@@ -26,7 +26,10 @@ def _mix(word: Tensor) -> Tensor:
 
 
 def dropout_codes(seed: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """A 32-bit word for each row and each column, in int64, from a 64-bit seed."""
+    """Return a word per row, (rows,), which depends on the seed, and a word per column, (columns,).
+
+    They have 32 bits each, in int64; the seed has 64.
+    """
     low = seed & _WORD
     high = (seed >> 32) & _WORD
     # the high half is mixed first: else seeds of one low ^ high would share a mask
@@ -62,9 +65,9 @@ def lora_linear(
     seed: Tensor | None = None,  # (), int64
     transposed: bool = False,
 ) -> Tensor:
-    """``x Wᵀ + b + scaling · (drop(x) Aᵀ) Bᵀ``.
+    """Return ``x Wᵀ + b + scaling · (drop(x) Aᵀ) Bᵀ``.
 
-    The drop is `keep_mask`, a row of it for each token.
+    drop multiplies by `keep_mask`, (T, I), and divides by 1 - dropout_p.
     """
     # before x is dropped: the base layer sees all of it
     y = F.linear(x, weight.T if transposed else weight, bias)

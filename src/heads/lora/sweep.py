@@ -18,7 +18,7 @@ from .report.runs import TABLES, SweepReport, TuneReport
 from .training import tune
 
 _LONGEST = 100  # characters of the name of a run
-_HIDDEN = ("merge", "answers", "answer_length", "evaluations")  # settings that change no figure
+_HIDDEN = ("merge", "answers", "answer_length", "evaluations")  # settings that the table leaves out
 
 Grid = Mapping[str, Any]
 """Settings of `TuneConfig`. A list holds alternatives; a value that is a list stands in another."""
@@ -128,7 +128,7 @@ def _runs_of(grids: Sequence[Grid], shared: Mapping[str, Any]) -> dict[str, dict
 
 
 def _columns(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the table shows of a run's settings: the usual ones, and those of the grid."""
+    """Return a run's columns in the table: eight standard settings, then every other given one."""
     config = TuneConfig.from_dict(settings)
     usual = {
         "model": Path(model).name,

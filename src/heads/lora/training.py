@@ -226,8 +226,9 @@ def _read_data(
         notes.append(f"left out, with the prompt of a held-out row: {shared} examples")
     if not train:
         raise ValueError(
-            "tune: expected rows to train besides the held-out ones, got none of "
-            f"{len(texts)}; give rows with other prompts, or eval_rows"
+            "tune: expected training rows besides the held-out ones, got none: each of the "
+            f"{len(texts)} examples is held out or has the prompt of a held-out row; give rows "
+            "with other prompts, or eval_rows"
         )
     return _Data(train, held_out, texts.digest, notes)
 
@@ -304,8 +305,8 @@ def _check_tokens(model: Any, tokenizer: Any, data: _Data) -> None:
     largest = max(largest, tokenizer.pad_token_id)
     if largest >= count:
         raise ValueError(
-            f"tune: expected tokens below {count}, the rows of the model's embedding, got "
-            f"{tokenizer.convert_ids_to_tokens(largest)!r} with the number {largest}"
+            f"tune: expected token ids below {count} (the rows of the embedding), got {largest} "
+            f"({tokenizer.convert_ids_to_tokens(largest)!r})"
         )
 
 
@@ -407,7 +408,10 @@ def _save(model: Any, folder: Path, out: Path, config: TuneConfig, *, progress: 
             raise
         except ValueError as error:
             command = f"model-components lora merge {folder} {out / 'adapter'} OUT"
-            return [f"not merged, see adapter: {error}; with {command}"]
+            return [
+                f"model was not written: {error}. The adapter is saved; to merge it later, run "
+                f"{command} with suitable flags"
+            ]
     return []
 
 

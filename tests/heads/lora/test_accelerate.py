@@ -638,7 +638,7 @@ def test_layers_that_others_changed_are_told_and_not_half_restored():
     layers = [m for m in model.modules() if isinstance(m, lora.Linear)]
     layers[0].forward = lambda *args, **kwargs: None
     report = accelerate_lora_(model)
-    assert "its forward was replaced, by an accelerate hook, say" in report.skipped.values()
+    assert "its forward was replaced, for example by an accelerate hook" in report.skipped.values()
     assert len(report.accelerated) == len(layers) - 1
     with pytest.raises(ValueError, match=r"restore_lora_:.*forward"):
         restore_lora_(model)

@@ -22,10 +22,7 @@ _SECOND = 0x846CA68B - (1 << 32)
 
 
 class Dropout(NamedTuple):
-    """Which elements of x an adapter sees, as `reference.keep_mask` has it.
-
-    It is made from a word for each row and each column.
-    """
+    """The mask of `reference.keep_mask`, kept as one word per row and per column of x."""
 
     rows: Tensor  # (T,), int32
     columns: Tensor  # (I,), int32
@@ -52,7 +49,7 @@ def _mixed(word: Tensor) -> Tensor:
 
 
 def dropout(seed: Tensor, rows: int, columns: int, dropout_p: float) -> Dropout:
-    """`Dropout` of a 64-bit seed."""
+    """Return the `Dropout` of a 64-bit seed for x of (rows, columns)."""
     low = seed.to(torch.int32)
     high = (seed >> 32).to(torch.int32)
     key = _mixed(low ^ _mixed(high))
@@ -89,7 +86,10 @@ def _blocks(x: Tensor, drop: Dropout | None) -> Iterator[tuple[slice, Tensor, Te
 
 
 def add_(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, drop: Dropout | None) -> None:
-    """``y += s (drop(x) Aᵀ) Bᵀ``."""
+    """Add ``scale (drop(x) Aᵀ) Bᵀ`` to y, (T, O), in place.
+
+    The scale includes dropout's 1 / (1 - p).
+    """
     for rows, seen, _ in _blocks(x, drop):
         y[rows].addmm_((a @ seen.T).T, b.T, alpha=scale)
 
@@ -105,7 +105,7 @@ def gradients(
     need_a: bool,
     need_b: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of A and of B; x's is added to ``dx``.
+    """Return the gradients of A, (r, I), and B, (O, r), and add x's to ``dx``.
 
     ``g = s dy B``, ``dA = gᵀ drop(x)``, ``dB = s dyᵀ (drop(x) Aᵀ)``, ``dx += drop(g A)``. Here g
     and h = drop(x) Aᵀ are (r, T): narrow products are faster that way round.

@@ -31,15 +31,15 @@ class AdapterRow:
     ``first_step`` is how far an output moves with Adam's first step, per unit of learning rate.
 
     Adam's first step is the gradient's sign times the learning rate, and B starts at zero: for
-    inputs of size 1, an output moves by up to ``scaling * Σ_k |A_k x|``, about
-    ``scaling * Σ_k ||A_k||``.
+    inputs whose elements have size about 1, an output moves by up to ``scaling * Σ_k |A_k x|``,
+    about ``scaling * Σ_k ||A_k||``.
 
     Attributes:
-        name: The layer's.
-        rank: Of its adapter.
-        scaling: That its update is multiplied by.
-        parameters: Of its adapter.
-        first_step: As above.
+        name: Name of the layer.
+        rank: Rank of the adapter.
+        scaling: Factor of the update.
+        parameters: Number of parameters of the adapter.
+        first_step: How far Adam's first step moves an output, per unit of learning rate.
         update: Size of its change of the weight, |s B A| in the Frobenius norm.
     """
 
@@ -98,7 +98,7 @@ class LoraReport(Report):
         }
         rows = list(counts.items())
         for name, size in self.bytes().items():
-            rows.append((name, f"{size / 2**20:,.2f} MB"))
+            rows.append((name, f"{size / 2**20:,.2f} MiB"))
         return Table(("", "in all"), rows)
 
     def remarks(self) -> list[str]:
@@ -127,8 +127,8 @@ class LoraReport(Report):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        megabytes = {name: size / 2**20 for name, size in self.bytes().items()}
-        return bars(ax, "LoraReport.plot", megabytes, "MB")
+        mebibytes = {name: size / 2**20 for name, size in self.bytes().items()}
+        return bars(ax, "LoraReport.plot", mebibytes, "MiB")
 
 
 def saved_activation_bytes(model: nn.Module, batch: int, context: int) -> int:
@@ -177,12 +177,13 @@ def lora_report(
 
     Args:
         model: A peft model.
-        batch: With ``context``, also count the activations that one training step saves, without
-            running one.
-        context: Tokens a sample.
-        base_vocab_size: How many tokens the base model came with; more now, and an untrained head,
-            is a warning.
-        trained: The model has been trained: a B that is still zero is a warning.
+        batch: Samples per training step; with ``context``, the report includes the bytes of
+            activations that a step saves, without running one.
+        context: Tokens per sample.
+        base_vocab_size: The base model's original vocabulary size. If the vocabulary has grown,
+            warn about an embedding or a head that is not trained.
+        trained: Warn about every B that is zero; if False, only about some that are zero while
+            others are not.
 
     Returns:
         Counts, bytes and warnings; it prints as a table and can be drawn.

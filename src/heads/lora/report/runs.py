@@ -97,7 +97,7 @@ class TuneReport(Report):
     def remarks(self) -> list[str]:
         """Return the verdict, the cost, and the paths of the files."""
         cost = f"{self.seconds:.0f} s without evaluations, {self.peak_mb:,.0f} MiB at most"
-        kinds = ("adapter", "model", CURVES, "answers.json")
+        kinds = ("adapter", "model", CURVES, "answers.json", REPORT)
         files = [name for name in kinds if (self.out / name).exists()]
         return [
             *self.curves.summary(),

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 LossLog = Sequence[tuple[int, float]]
 """(step, loss) pairs, as a trainer logs them."""
 
-_WINDOW = 40  # log entries before a step that define its usual loss
-_FEWEST = 3  # of them, before which nothing is usual
-# deviations above the usual that make a spike: in two logs of three, in one
+_WINDOW = 40  # log entries before a step, whose median is its usual loss
+_FEWEST = 3  # fewest earlier entries from which that median is taken
+# standard deviations above the median that make a spike: of two of three neighbors, of one
 _SUSTAINED = 5.0
 _SINGLE = 15.0
-_HUMPS = (5, 10, 20, 40)  # log entries over which a hump is looked for
+_HUMPS = (5, 10, 20, 40)  # lengths of a hump that are tried, in log entries
 _RISE = 0.3  # nats by which a level must rise to count: a third more perplexity
 _CERTAIN = 6.0  # standard errors by which it must rise, too
-_MEDIAN = 1.57  # the variance of a median of normal noise beside that of a mean
-_TENTH = 10  # a level at the end or on the way is that of so large a part of the logs
-_LEVEL = 3  # and of so many logs at least
+_MEDIAN = 1.57  # variance of the median of normal noise, divided by that of the mean
+_TENTH = 10  # a level is the median of a tenth of the entries
+_LEVEL = 3  # and of at least 3
 _NORMAL = 1.4826  # a standard deviation of normal noise over its median deviation
 _ENOUGH = 5  # third differences of held-out losses, from which their noise is estimated
 _RISEN = 4.0  # deviations of that noise by which the last held-out loss must be above the least
@@ -37,12 +37,12 @@ _SHARE = 0.1  # of the range of held-out losses, in place of their noise where t
 
 
 class Spike(NamedTuple):
-    """A training loss far above the usual that came back.
+    """A jump of the training loss far above its recent median.
 
     Attributes:
         step: Where it is highest.
         loss: There, in nats.
-        usual: Median of the logs before.
+        usual: Median of the log entries before.
         entries: How many log entries it lasts.
         learning_rate: There; None: not logged.
         grad_norm: The gradient's norm there, before clipping; None: not logged.
@@ -67,7 +67,7 @@ class Spike(NamedTuple):
         return text
 
 
-class _Look(NamedTuple):
+class _LogEntry(NamedTuple):
     """A training loss, and what was logged with it."""
 
     step: int
@@ -83,12 +83,13 @@ class TuningReport(Report):
     Attributes:
         train: (step, loss) of the training rows, as logged.
         held_out: (step, loss) of the held-out rows.
-        spikes: Training losses far above the usual that came back.
+        spikes: The jumps of the training loss.
         overfits_from: The step of the least held-out loss, if that rose afterwards and the training
             loss did not.
-        diverges_from: The step of the least loss, if the training loss rose afterwards: the rate is
-            too high.
-        breaks_at: The first step at which a loss or a gradient's norm is not finite.
+        diverges_from: The step of the least loss, if the training loss clearly rose afterwards: the
+            rate is too high.
+        breaks_at: The first step with a loss that is not finite, or the first of the final steps
+            whose gradient norms are all not finite.
         improves: Whether the loss was still falling at the end.
         largest_rise: How far the held-out loss ever was above the least before it.
     """
@@ -117,11 +118,11 @@ class TuningReport(Report):
     def summary(self) -> list[str]:
         """First, last and least losses, and the verdict."""
         lines = []
-        for name, looks in (("training", self.train), ("held out", self.held_out)):
-            finite = _finite(looks)
+        for name, entries in (("training", self.train), ("held out", self.held_out)):
+            finite = _finite(entries)
             if finite:
-                step, least = min(finite, key=lambda look: look[1])
-                (_, first), (last_step, last) = looks[0], looks[-1]
+                step, least = min(finite, key=lambda entry: entry[1])
+                (_, first), (last_step, last) = entries[0], entries[-1]
                 lines.append(
                     f"{name}: loss {first:.3f} to {last:.3f} at step {last_step} (perplexity "
                     f"{perplexity(last):.2f}), least {least:.3f} at step {step}"
@@ -135,8 +136,8 @@ class TuningReport(Report):
             lines.append(f"breaks at step {self.breaks_at}: the loss or the gradient is not finite")
         if self.overfits_from is not None:
             lines.append(
-                f"overfits from step {self.overfits_from}: the held-out loss rises, and the "
-                "training loss does not clearly"
+                f"overfits from step {self.overfits_from}: the held-out loss rises, but the "
+                "training loss does not clearly rise"
             )
         if self.diverges_from is not None:
             lines.append(
@@ -157,12 +158,12 @@ class TuningReport(Report):
             ImportError: matplotlib is not installed.
         """
         figure, axes = axes_for(ax, "TuningReport.plot")
-        for looks, label, style in (
+        for entries, label, style in (
             (self.train, "training rows", "-"),
             (self.held_out, "held-out rows", "o-"),
         ):
-            if looks:
-                steps, losses = zip(*looks, strict=True)
+            if entries:
+                steps, losses = zip(*entries, strict=True)
                 axes.plot(steps, losses, style, label=label, linewidth=1.2, markersize=3)
         if self.spikes:
             steps, losses = zip(*(spike[:2] for spike in self.spikes), strict=True)
@@ -197,8 +198,8 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))  # math.exp raises from 710 on
 
 
-def _finite(looks: LossLog) -> list[tuple[int, float]]:
-    return [look for look in looks if math.isfinite(look[1])]
+def _finite(entries: LossLog) -> list[tuple[int, float]]:
+    return [entry for entry in entries if math.isfinite(entry[1])]
 
 
 def tuning_report(
@@ -213,23 +214,23 @@ def tuning_report(
     - diverges: the training loss ends 0.3 nats and 6 standard errors above its least level, levels
       being medians of a tenth of the logs; or the held-out loss rises and a line through the
       training losses since then climbs by 3 standard errors.
-    - overfits: the last held-out loss is above the least by ``tolerance`` and 4 times the noise
-      between evaluations; of fewer than 8 evaluations, which do not tell their noise, by a tenth of
-      their range.
+    - overfits: the last held-out loss is above the least by more than the larger of ``tolerance``
+      and 4 times the noise between evaluations. With fewer than 8 evaluations, a tenth of their
+      range replaces the noise.
     - spikes: a training loss is 15 standard deviations above the median of the 40 before it; or two
       losses at most two entries apart are each 5 above; or the mean of 5 to 40 losses is 0.3 nats
       and 6 standard errors above, and half of that is gone afterwards. Where each entry is the mean
       of many steps, 0.3 nats and 6 standard deviations may be enough for one. Noise of heavy tails
       is still reported now and then.
-    - still improves: the last held-out loss is the least, and a third of the evaluations before it
-      was higher by ``tolerance`` and that noise. Without held-out losses: the level of the last
-      tenth of the training losses is below that of the tenth before it by 3 standard errors.
+    - still improves: the last held-out loss is the least, and the evaluation a third of the run
+      earlier was higher by more than the larger of ``tolerance`` and 4 times the noise. Without
+      held-out losses: the level of the last tenth of the training losses is below that of the tenth
+      before it by 3 standard errors.
 
     Args:
         log: ``trainer.state.log_history``.
         held_out: The name of the held-out loss; of several sets ``eval_NAME_loss``.
-        tolerance: How many nats the last held-out loss must be above the least to have risen; it
-            must also be 4 times the noise between evaluations above it.
+        tolerance: Smallest rise or fall of the held-out loss that counts, in nats.
 
     Returns:
         Losses, spikes and the verdict; it prints as text and can be plotted.
@@ -244,22 +245,22 @@ def tuning_report(
     training: loss 1.975 to 1.250 at step 30 (perplexity 3.49), least 1.250 at step 30
     held out: loss 2.444 to 2.111 at step 30 (perplexity 8.26), least 2.000 at step 20
     verdict: overfits
-    overfits from step 20: the held-out loss rises, and the training loss does not clearly
+    overfits from step 20: the held-out loss rises, but the training loss does not clearly rise
     spike at step 25: loss 9.000, usual 1.688, the gradient's norm 70
     """
-    looks, held_out_losses = _losses_of(log, held_out)
-    train = tuple((look.step, look.loss) for look in looks)
-    broken = _non_finite_steps(train, held_out_losses, [look.grad_norm for look in looks])
+    entries, held_out_losses = _losses_of(log, held_out)
+    train = tuple((entry.step, entry.loss) for entry in entries)
+    broken = _non_finite_steps(train, held_out_losses, [entry.grad_norm for entry in entries])
     turn = _turn(held_out_losses, tolerance)
     diverges: int | None = None
     spikes: list[Spike] = []
     if not broken:  # Trainer logs what is not finite as 0
-        diverges = _diverging(looks)
-        spikes = _spikes(looks)
+        diverges = _diverging(entries)
+        spikes = _spikes(entries)
     # both losses rise: that is no overfitting, but a rate that is too high
-    if turn is not None and _rises([look for look in _finite(train) if look[0] > turn]):
+    if turn is not None and _rises([entry for entry in _finite(train) if entry[0] > turn]):
         diverges = turn
-    improves = _improves(held_out_losses, tolerance) if held_out_losses else _falls(looks)
+    improves = _improves(held_out_losses, tolerance) if held_out_losses else _falls(entries)
     return TuningReport(
         train,
         held_out_losses,
@@ -274,18 +275,28 @@ def tuning_report(
 
 def _losses_of(
     log: Sequence[Mapping[str, float]], held_out: str
-) -> tuple[list[_Look], tuple[tuple[int, float], ...]]:
-    """Return the training losses and the held-out ones; refuse a log without either."""
-    if isinstance(log, (str, Mapping)) or not all(isinstance(entry, Mapping) for entry in log):
+) -> tuple[list[_LogEntry], tuple[tuple[int, float], ...]]:
+    """Return the training losses and the held-out losses.
+
+    Raise if the log has neither, or if its held-out losses have other names.
+    """
+    if isinstance(log, (str, Mapping)):
         raise ValueError(
-            f"tuning_report: log is a {type(log).__name__}; expected trainer.state.log_history"
+            "tuning_report: expected a list of dicts (trainer.state.log_history), got a "
+            f"{type(log).__name__}"
         )
-    looks = []
+    for entry in log:
+        if not isinstance(entry, Mapping):
+            raise ValueError(
+                "tuning_report: expected a list of dicts (trainer.state.log_history), got one with "
+                f"an entry of type {type(entry).__name__}"
+            )
+    entries = []
     held_out_losses = []
     others = set()
     for entry in log:
         if "loss" in entry:
-            looks.append(_look(entry))
+            entries.append(_log_entry(entry))
         if held_out in entry:
             held_out_losses.append((_step(entry), _number(entry, held_out)))
         # of several evaluation sets each has a name of its own
@@ -295,19 +306,19 @@ def _losses_of(
             f"tuning_report: the log has no {held_out}; expected held_out= one of "
             f"{', '.join(sorted(others))}"
         )
-    if not looks and not held_out_losses:
+    if not entries and not held_out_losses:
         raise ValueError(
-            "tuning_report: the log has neither loss nor eval_loss; expected "
-            "trainer.state.log_history"
+            f"tuning_report: expected entries with 'loss' or {held_out!r}, got neither in "
+            f"{len(log)} entries"
         )
-    return looks, tuple(held_out_losses)
+    return entries, tuple(held_out_losses)
 
 
-def _look(entry: Mapping[str, float]) -> _Look:
+def _log_entry(entry: Mapping[str, float]) -> _LogEntry:
     others = []
     for name in ("learning_rate", "grad_norm"):  # which not every trainer logs
         others.append(None if entry.get(name) is None else _number(entry, name))
-    return _Look(_step(entry), _number(entry, "loss"), *others)
+    return _LogEntry(_step(entry), _number(entry, "loss"), *others)
 
 
 def _number(entry: Mapping[str, object], name: str) -> float:
@@ -323,14 +334,14 @@ def _number(entry: Mapping[str, object], name: str) -> float:
 def _step(entry: Mapping[str, object]) -> int:
     step = _number(entry, "step")
     if not math.isfinite(step):
-        raise ValueError(f"tuning_report: an entry of the log has step {step}, expected a number")
+        raise ValueError(f"tuning_report: an entry has step {step}, expected a finite number")
     return int(step)
 
 
 def _noise(losses: Sequence[float]) -> float:
-    """Return the standard deviation of what changes from one log entry to the next.
+    """Return the standard deviation of the noise in one log entry.
 
-    A hundredth of the usual loss is the least.
+    It is estimated from changes between entries, and is at least a hundredth of the median loss.
     """
     if len(losses) < 2:
         return math.inf
@@ -350,9 +361,9 @@ def _level_error(noise: float, *sizes: int) -> float:
     return noise * sum(_MEDIAN / size for size in sizes) ** 0.5
 
 
-def _diverging(looks: Sequence[_Look]) -> int | None:
+def _diverging(entries: Sequence[_LogEntry]) -> int | None:
     """Return the step of the training loss's least level, if it ends clearly above that."""
-    losses = [look.loss for look in looks]
+    losses = [entry.loss for entry in entries]
     size = _level_size(len(losses))
     if len(losses) < 2 * size:
         return None
@@ -361,12 +372,15 @@ def _diverging(looks: Sequence[_Look]) -> int | None:
     error = _level_error(_noise(losses), size, size)
     if levels[-1] - levels[least] <= max(_RISE, _CERTAIN * error):
         return None
-    return looks[least + size - 1].step
+    return entries[least + size - 1].step
 
 
-def _falls(looks: Sequence[_Look]) -> bool:
-    """Return whether the level of the last tenth is clearly below that of the tenth before."""
-    losses = [look.loss for look in looks]
+def _falls(entries: Sequence[_LogEntry]) -> bool:
+    """Return whether the training loss still falls.
+
+    It does if the median of the last tenth is clearly below that of the tenth before.
+    """
+    losses = [entry.loss for entry in entries]
     size = _level_size(len(losses))
     if len(losses) < 2 * size or not all(map(math.isfinite, losses)):
         return False
@@ -386,7 +400,10 @@ def _improves(held_out: LossLog, tolerance: float) -> bool:
 def _non_finite_steps(
     train: LossLog, held_out: LossLog, norms: Sequence[float | None]
 ) -> list[int]:
-    """Return the steps of losses that are not finite, and the last steps of such gradients."""
+    """Return the steps with a loss that is not finite.
+
+    And the unbroken run of steps at the end of the log whose gradient norms are not finite.
+    """
     broken = [step for step, loss in (*train, *held_out) if not math.isfinite(loss)]
     for (step, _), norm in zip(reversed(train), reversed(norms), strict=True):
         # in float16 single steps are left out and training recovers
@@ -411,17 +428,17 @@ def _turn(held_out: LossLog, tolerance: float) -> int | None:
 
     Clearly means by more than tolerance and noise.
     """
-    looks = _finite(held_out)
-    if len(looks) < 2:
+    entries = _finite(held_out)
+    if len(entries) < 2:
         return None
-    losses = [loss for _, loss in looks]
+    losses = [loss for _, loss in entries]
     least = min(losses)
     clear = max(tolerance, _RISEN * _bending(losses))
     if len(losses) < _ENOUGH + 3:
         clear = max(clear, _SHARE * (max(losses) - least))
     if losses[-1] - least <= clear:
         return None
-    return next(step for step, loss in looks if loss == least)
+    return next(step for step, loss in entries if loss == least)
 
 
 def _bending(losses: Sequence[float]) -> float:
@@ -435,60 +452,60 @@ def _bending(losses: Sequence[float]) -> float:
     return _NORMAL * statistics.median(bends) / 20**0.5
 
 
-def _rises(looks: LossLog) -> bool:
+def _rises(entries: LossLog) -> bool:
     """Return whether a line through losses climbs, by three standard errors."""
     # of logs that were put together one step may have several
-    if len({step for step, _ in looks}) < 3:
+    if len({step for step, _ in entries}) < 3:
         return False
-    steps, losses = zip(*looks, strict=True)
+    steps, losses = zip(*entries, strict=True)
     line = statistics.linear_regression(steps, losses)
     middle = statistics.fmean(steps)
     left = 0.0
     spread = 0.0
-    for step, loss in looks:
+    for step, loss in entries:
         left += (loss - line.slope * step - line.intercept) ** 2
         spread += (step - middle) ** 2
-    return line.slope > 3 * (left / (len(looks) - 2) / spread) ** 0.5
+    return line.slope > 3 * (left / (len(entries) - 2) / spread) ** 0.5
 
 
-def _spikes(looks: Sequence[_Look]) -> list[Spike]:
-    """Find what is above the usual and comes back; of overlapping finds the clearest one."""
-    losses = [look.loss for look in looks]
+def _spikes(entries: Sequence[_LogEntry]) -> list[Spike]:
+    """Find losses far above the recent median; of overlapping finds, keep the clearest."""
+    losses = [entry.loss for entry in entries]
     noise = _noise(losses)
     usual = [math.inf] * min(_FEWEST, len(losses))
     for place in range(_FEWEST, len(losses)):
         usual.append(statistics.median(losses[max(0, place - _WINDOW) : place]))
     above = [(loss - level) / noise for loss, level in zip(losses, usual, strict=True)]
-    found = [(above[place], place, 1) for place in _steep(looks, above, noise)]
+    found = [(above[place], place, 1) for place in _steep(entries, above, noise)]
     found += _humps(losses, usual, noise)
     spikes: list[Spike] = []
     taken: set[int] = set()
     for _, start, length in sorted(found, reverse=True):
-        entries = range(start, start + length)
-        if not taken.isdisjoint(entries):
+        covered = range(start, start + length)
+        if not taken.isdisjoint(covered):
             continue
         # what is left of it on both sides is the same spike
         margin = max(_LEVEL, length)
         taken |= set(range(start - margin, start + length + margin))
-        top = looks[max(entries, key=losses.__getitem__)]
+        top = entries[max(covered, key=losses.__getitem__)]
         spikes.append(
             Spike(top.step, top.loss, usual[start], length, top.learning_rate, top.grad_norm)
         )
     return sorted(spikes)
 
 
-def _steep(looks: Sequence[_Look], above: Sequence[float], noise: float) -> list[int]:
+def _steep(entries: Sequence[_LogEntry], above: Sequence[float], noise: float) -> list[int]:
     """Return the entries that are far above the usual, alone or with a neighbor.
 
     Args:
-        looks: The training losses.
+        entries: The training losses.
         above: How many deviations each is above the usual.
         noise: The deviation, in nats.
     """
     # an entry that is a mean of many batches has no heavy tails
     batches = 1.0
-    if len(looks) > 1:
-        batches = statistics.median(after.step - before.step for before, after in pairwise(looks))
+    if len(entries) > 1:
+        batches = statistics.median(after.step - before.step for before, after in pairwise(entries))
     single = max(_CERTAIN, _SINGLE / max(1, batches) ** 0.5)
     places = []
     for place, height in enumerate(above):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def load_lora(
     Args:
         model: The base model, or one with adapters already, which gets one more.
         folder: A folder with peft's two files, or a hub id.
-        adapter_name: What the adapter is called here.
+        adapter_name: Name of the adapter in this model.
         is_trainable: Whether it will be trained on.
         accelerate: Also call `accelerate_lora_`.
         options: More of peft's, such as ``autocast_adapter_dtype``; ``revision``, ``token`` and
@@ -179,8 +180,8 @@ def _compare(
     strange = sorted(adapted - modules)
     if strange:
         raise ValueError(
-            f"{of} is of another base model: of its {len(adapted)} modules this "
-            f"{type(base).__name__} does not have {strange[0]} and {len(strange) - 1} more"
+            f"{of} does not fit this {type(base).__name__}: expected modules of the model, got "
+            f"{_first(strange)}"
         )
     expected: dict[str, tuple[int, ...]] = {}
     for name, parameter in base.named_parameters():
@@ -202,18 +203,20 @@ def _compare(
         if expected.get(name, shape) != shape:
             wrong.append(f"{name} is {list(shape)}, expected {list(expected[name])}")
     if wrong:
-        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise ValueError(f"{of} does not fit: {wrong[0]}{more}")
+        raise ValueError(f"{of} does not fit: {_first(wrong)}")
     left = sorted(shapes.keys() - expected.keys())
     if left:
         named = config.target_modules
         if not isinstance(named, str):
             named = sorted(named or ())
-        raise ValueError(
-            f"{of} holds {left[0]} and {len(left) - 1} more that its config does not name ({named})"
-        )
+        raise ValueError(f"{of} holds {_first(left)}, which its config does not name ({named})")
     absent = sorted(tensors.keys() - shapes.keys())
     if absent:
-        raise ValueError(
-            f"{of} lacks {absent[0]} and {len(absent) - 1} more of what its config names"
-        )
+        raise ValueError(f"{of} lacks {_first(absent)}, which its config names")
+
+
+def _first(names: Sequence[str]) -> str:
+    """Return the first of several names, and how many more there are."""
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} and {len(names) - 1} more"

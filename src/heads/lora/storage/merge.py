@@ -91,7 +91,9 @@ class MergeReport(Report):
         if more > 0:
             lines.append(f"and {more} more, which lost less")
         if idle:
-            lines.append(f"{idle} of them were not changed: their B is zero, untrained")
+            lines.append(
+                f"{idle} layers did not change: B is zero, or they have none of the merged adapters"
+            )
         return lines
 
     def plot(self, ax: Axes | None = None) -> Figure:
@@ -119,11 +121,11 @@ def merge_lora(
 ) -> MergeReport:
     """Write the model with its adapters as an ordinary checkpoint; the model itself stays as it is.
 
-    Every update is added in float32 (float64 of such a model) and rounded once. A weight of
-    bfloat16 has 8 bits, so that an update of a thousandth of it may be mostly lost: what is left
-    along the update is reported for every layer. A merge that loses more than ``max_lost`` of all
-    updates together is refused. A head adapted apart from its tied embedding is untied. The weights
-    of adapted layers are in memory twice meanwhile.
+    Every update is added in float32 (float64 if the model is float64) and rounded once. bfloat16
+    has 8 significant bits, so rounding may erase most of an update that is a thousandth of the
+    weight. The report gives, per layer, the fraction that was lost. A merge that loses more than
+    ``max_lost`` of all updates together is refused. A head adapted apart from its tied embedding is
+    untied. The weights of adapted layers are in memory twice meanwhile.
 
     Args:
         model: A peft model with LoRA adapters of any kind that peft can merge.
@@ -237,23 +239,24 @@ def _check_layer(operation: str, name: str, layer: LoraLayer) -> None:
     if isinstance(layer.base_layer, BaseTunerLayer):
         kind = type(layer.base_layer).__name__
         raise ValueError(
-            f"{operation}: {name} stands on another adapter, a {kind}; expected peft's own merge "
-            "of both"
+            f"{operation}: expected a base layer without another adapter, got {name} on a {kind}; "
+            "merge both with peft's merge_and_unload"
         )
     weight = getattr(layer.base_layer, "weight", None)
     if isinstance(layer, lora.layer.ParamWrapper) or weight is None:
         raise ValueError(
-            f"{operation}: {name} is a lora.{type(layer).__name__}, whose merge peft alone can do"
+            f"{operation}: expected a layer with a single weight, got {name}, a "
+            f"lora.{type(layer).__name__}; use peft's merge_and_unload"
         )
     if "weight" not in layer.base_layer._parameters:
         raise ValueError(
-            f"{operation}: {name}'s weight is no parameter of its own but made of others; expected "
-            "it removed"
+            f"{operation}: expected the weight of {name} to be a parameter, got one that is "
+            "computed from others; remove its parametrization first"
         )
     if layer.base_layer._parameters.get("bias") is None and any(layer.lora_bias.values()):
         raise ValueError(
-            f"{operation}: {name} has an adapter with a bias, and the layer itself has none to add "
-            "it to"
+            f"{operation}: expected a base layer with a bias for the adapter's bias, got {name} "
+            "without one"
         )
     if layer.merged:
         raise ValueError(

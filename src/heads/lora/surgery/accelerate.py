@@ -33,18 +33,18 @@ class AccelerationReport(Report):
         return [f"{len(self.accelerated)} layers accelerated"]
 
     def table(self) -> Table:
-        """Why others go through peft's own forward, and how many."""
+        """Return the number of skipped layers for each reason."""
         rows = [(why, str(n)) for why, n in Counter(self.skipped.values()).items()]
         return Table(("peft's own forward, because", "layers"), rows)
 
 
 def accelerate_lora_(model: nn.Module) -> AccelerationReport:
-    """Give every supported layer of a peft model the forward of `lora_linear`, in place.
+    """Give every supported layer of a peft model the lean forward of `LoraLinear`, in place.
 
     Only the class changes: parameters, their names, checkpoints, merging and hooks stay peft's, and
-    new adapters can still be added. Over a base layer of another kind (quantized, another tuner's)
-    or with hooks, that layer's own output is what updates are added to. What has to stay peft's
-    (DoRA, embeddings) does, and the report says why.
+    new adapters can still be added. If the base layer is of another kind (for example quantized) or
+    has hooks, its own output is computed and the updates are added. Unsupported layers (DoRA,
+    embeddings) keep peft's forward; the report lists them with reasons.
 
     Args:
         model: A `PeftModel`, or any module with peft's LoRA layers inside.
@@ -77,7 +77,7 @@ def accelerate_lora_(model: nn.Module) -> AccelerationReport:
                 continue
             layer.__class__ = lean(kind)
         if "forward" in vars(layer):
-            chosen_path = "its forward was replaced, by an accelerate hook, say"
+            chosen_path = "its forward was replaced, for example by an accelerate hook"
         else:
             chosen_path = route(layer)
         if isinstance(chosen_path, str):
@@ -115,8 +115,8 @@ def restore_lora_(model: nn.Module) -> int:
         # FSDP2 exchanges the class for a subclass, and LeanForward is then one step further up
         if LeanForward not in type(layer).__bases__ or "forward" in vars(layer):
             raise ValueError(
-                f"restore_lora_: {name} is a {type(layer).__name__}, whose class or forward was "
-                "changed since; expected that undone before"
+                f"restore_lora_: expected a layer unchanged since accelerate_lora_, got {name}, a "
+                f"{type(layer).__name__} whose class or forward was replaced; undo that first"
             )
     # after all checks: no model is left half restored
     for layer in layers.values():

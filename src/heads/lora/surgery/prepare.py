@@ -20,7 +20,7 @@ from ..layers import quiet
 from .accelerate import accelerate_lora_
 
 PREFIX = "base_model.model."
-"""What peft puts before a base model's names in its files."""
+"""The prefix of parameter names in peft's files."""
 
 
 def skeleton(model: nn.Module) -> Any:
@@ -49,24 +49,24 @@ def inject(model: nn.Module, config: LoraConfig, adapter_name: str, **options: A
 
 
 def check_adapter_name(operation: str, adapter_name: str) -> None:
-    """Refuse a name that peft cannot tell apart from its own words."""
+    """Check that an adapter name is not empty, has no dots and is not "lora", a word of peft's."""
     # the name becomes a key of a ModuleDict, which takes no dots
     if adapter_name == "lora" or "." in adapter_name or not adapter_name:
         raise ValueError(
-            f"{operation}: adapter_name is {adapter_name!r}; expected a name without dots, and not "
-            "'lora'"
+            f"{operation}: adapter_name is {adapter_name!r}; expected a non-empty name without "
+            "dots, other than 'lora'"
         )
 
 
 def _near(name: str, known: set[str]) -> str:
     close = difflib.get_close_matches(name, sorted(known), 3, 0.4)
     if close:
-        return f"; near it: {', '.join(close)}"
-    return f"; there are {', '.join(sorted(known)[:12])}"
+        return f"; did you mean {' or '.join(close)}?"
+    return f"; the model has {', '.join(sorted(known)[:12])}"
 
 
 def _check_config(operation: str, model: nn.Module, config: object, adapter_name: str) -> None:
-    """Refuse what peft would take in silence, or refuse half-way through."""
+    """Raise for a config that peft would accept silently, or reject after changing the model."""
     if not isinstance(config, LoraConfig):
         raise ValueError(
             f"{operation}: config is a {type(config).__name__}, expected a peft.LoraConfig"
@@ -82,7 +82,7 @@ def _check_config(operation: str, model: nn.Module, config: object, adapter_name
 
 
 def check_numbers(operation: str, config: LoraConfig) -> None:
-    """Refuse ranks, alphas, dropouts and targets that are not what they should be."""
+    """Check that ranks, alphas, dropout, module names and LoftQ's iterations are valid."""
     for name, rank in _values(config, "r", "rank_pattern"):
         if not is_whole(rank, 1):
             raise ValueError(f"{operation}: {name} is {rank!r}, expected a whole number, 1 or more")
@@ -162,8 +162,8 @@ def _rehearse(operation: str, model: nn.Module, config: LoraConfig, adapter_name
     if too_small:
         most, rows, columns, name, rank = min(too_small)  # the smallest, so that it is said once
         raise ValueError(
-            f"{operation}: rank {rank} is larger than {name}, which is {rows} x {columns}; "
-            f"expected at most {most}"
+            f"{operation}: r is {rank}, but the weight of {name!r} is {rows} x {columns}; expected "
+            f"at most {most}"
         )
 
 
@@ -175,13 +175,15 @@ def prepare_lora(
     accelerate: bool = True,
     **options: object,
 ) -> PeftModel:
-    """Peft's `get_peft_model` with our forward, tried out first on a copy on the meta device.
+    """Add LoRA adapters as `get_peft_model` does, with our forward, after a trial on a copy.
+
+    The copy is on the meta device, which has no memory.
 
     Args:
         model: The base model; peft changes it in place, and nothing has changed where an error is
             raised.
-        config: peft's own.
-        adapter_name: What the adapter is called.
+        config: A `peft.LoraConfig`.
+        adapter_name: Name of the adapter.
         accelerate: Also call `accelerate_lora_`.
         options: More of `get_peft_model`'s, such as ``autocast_adapter_dtype``.
 
@@ -190,15 +192,15 @@ def prepare_lora(
 
     Raises:
         ValueError: A rank below 1 or larger than a matrix, an alpha that is not finite, a dropout
-            outside of 0 to 1, a target that no module is called (with near names), a name that peft
-            cannot keep apart, a model with adapters already.
+            below 0, or 1 or more, a target that no module is called (with near names), a name that
+            peft cannot keep apart, a model with adapters already.
 
     A quantized model cannot be rehearsed; names and ranks below 1 are still looked at.
 
     >>> model = nn.Sequential(nn.Linear(4, 8))
     >>> prepare_lora(model, LoraConfig(r=5, target_modules=["0"]))
     Traceback (most recent call last):
-    ValueError: prepare_lora: rank 5 is larger than 0, which is 8 x 4; expected at most 4
+    ValueError: prepare_lora: r is 5, but the weight of '0' is 8 x 4; expected at most 4
     >>> prepare_lora(model, LoraConfig(r=2, target_modules=["0"])).get_nb_trainable_parameters()
     (24, 64)
     """

@@ -17,7 +17,7 @@ minute; what it read is kept in OUT/features. After each epoch the log-loss of t
 is measured; the best epoch is kept.
 
 OUT/model loads with `PairwiseModel.from_pretrained`. OUT/report.txt is what is printed: the judge
-beside the labels' own shares, a curve of length, words and style, and boosted trees;
+beside the training labels' shares, a curve of length, words and style, and boosted trees;
 OUT/calibration.png and OUT/lengths.png are drawn with matplotlib (extra `plot`). --evaluate judges
 further files, --submit writes verdicts on a competition's test file. Nothing is downloaded unless
 it is named.

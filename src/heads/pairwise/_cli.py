@@ -49,7 +49,7 @@ def pairs(
     from .data.rows import each_pair
 
     where = _checked_device(out, run_flags.device, "judge pairs")
-    rows, readable = _readable(each_pair(file, columns=_columns(columns)), file)
+    rows, readable = _readable(each_pair(file, columns=_columns(columns), labels=False), file)
     # after the file: a wrong column must not cost the loading of a model
     judge = _load(model, where, "judge pairs")
     verdicts = _verdicts(judge, rows, readable, batch_size, run_flags.progress)
@@ -164,7 +164,7 @@ def _readable(
 ) -> tuple[list[Row], list[Pair]]:
     """Return an output row for each row of a file, and the pairs that could be read.
 
-    The output row of a row that is not a pair holds an error. Labels are removed from the pairs.
+    The output row of a row that is not a pair holds an error.
 
     Raises:
         ValueError: No row is a pair.
@@ -178,8 +178,7 @@ def _readable(
         if isinstance(pair, ValueError):
             rows[-1]["error"] = str(pair)
         else:
-            # no label is used here, and a data set with labels in some rows alone is refused
-            readable.append(pair._replace(label=None))
+            readable.append(pair)
     if not readable:
         why = f" (line {rows[0]['line']}: {rows[0]['error']})" if rows else ""
         raise ValueError(

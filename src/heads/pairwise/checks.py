@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from model_components._modes import evaluating
 
+from .config import encoder_config
 from .packing import PackingReport, embedding_weight, encode_padded
 
 
@@ -20,14 +21,20 @@ def check_encoder(encoder: PreTrainedModel) -> None:
                 encoder, torch.ones(2, dtype=torch.long, device=encoder.device), [2], None
             )
     # models of other kinds fail in many ways; NotImplementedError is a RuntimeError, too
-    except (TypeError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"from_encoder: {type(encoder).__name__} cannot read two tokens: {error}"
         ) from error
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, encoder: PreTrainedModel) -> None:
-    """Refuse a tokenizer whose ids mean something else to the encoder."""
+    """Refuse a tokenizer without words, and one whose ids mean something else to the encoder."""
+    # transformers makes such a tokenizer of a folder that has none
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ValueError(
+            f"from_encoder: the tokenizer has {len(tokenizer)} tokens, all of them special; "
+            "expected one with words (does its folder lack tokenizer.json?)"
+        )
     rows = len(embedding_weight(encoder))
     if len(tokenizer) > rows:
         raise ValueError(
@@ -46,6 +53,31 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, encoder: PreTrainedModel
                 f"from_encoder: the tokenizer's {name}_token_id is {ours}, the encoder's {theirs}; "
                 "is it another's?"
             )
+
+
+def check_loadable(encoder: PreTrainedModel) -> None:
+    """Refuse an encoder that could not be made again from its config.
+
+    Nothing of it is computed or downloaded; the copy is on the meta device.
+    """
+    name = type(encoder).__name__
+    try:
+        config = encoder_config(encoder.config.to_dict())
+        with torch.device("meta"):
+            made = AutoModel.from_config(config, dtype=encoder.dtype)
+    except Exception as error:  # whatever a config's own checks raise
+        raise ValueError(
+            f"from_encoder: {name} could be trained and saved, but not loaded: {error}"
+        ) from error
+    shapes = []
+    for model in (encoder, made):
+        tensors = model.state_dict().items()
+        shapes.append({key: t.shape for key, t in tensors if not key.startswith("pooler.")})
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"from_encoder: {name} could be trained and saved, but its config makes a "
+            f"{type(made).__name__} of other tensors; expected an encoder of its own kind"
+        )
 
 
 def most_tokens(

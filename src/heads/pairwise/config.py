@@ -81,7 +81,7 @@ class PairwiseConfig(CheckedModelConfig):
     def derive(self) -> None:
         """Make the encoder's config, and lists of single words and tuples."""
         if isinstance(self.encoder, dict):
-            self.encoder = _encoder_config(self.encoder)
+            self.encoder = encoder_config(self.encoder)
         elif not isinstance(self.encoder, PreTrainedConfig | None):
             refuse("PairwiseConfig", "encoder", self.encoder, "a config or its dictionary")
         if isinstance(self.pooling, str):
@@ -121,7 +121,7 @@ class PairwiseConfig(CheckedModelConfig):
         return fields
 
 
-def _encoder_config(values: dict[str, Any]) -> PreTrainedConfig:
+def encoder_config(values: dict[str, Any]) -> PreTrainedConfig:
     """Return the config of a kind of encoder that transformers knows."""
     kind = str(values.get("model_type"))
     if kind not in CONFIG_MAPPING:

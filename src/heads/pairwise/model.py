@@ -25,7 +25,7 @@ from transformers import (
 from model_components._formats import reading
 from model_components._hub import hub_id, split_revision
 
-from .checks import check_encoder, check_tokenizer, most_tokens
+from .checks import check_encoder, check_loadable, check_tokenizer, most_tokens
 from .config import PairwiseConfig
 from .data.collate import PairwiseDataset, answers_to
 from .data.template import Template
@@ -34,6 +34,7 @@ from .layers import PairwiseHead, Pool
 from .packing import PackingReport, check_packing
 from .pairs import WordsLike
 from .storage import SavedJudge
+from .surface import SURFACE
 from .surgery import keep_lowest_
 
 
@@ -145,12 +146,18 @@ class PairwiseModel(SavedJudge):
             revision: Of encoder and tokenizer on the hub.
             token: Of the hub.
             trust_remote_code: Run code that comes with a model.
-            **options: Fields of `PairwiseConfig`.
+            **options: Fields of `PairwiseConfig`. By default the settings that judged best are
+                taken: ``link="antisymmetric"``, ``pooling=["mean", "last"]`` and all surface
+                features (none with ``link="concat"``, which takes none).
 
         Raises:
-            ValueError: A tokenizer that is not the encoder's, an encoder without hidden states, an
-                unknown option, more layers than there are.
+            ValueError: A tokenizer that is not the encoder's or has no words, an encoder without
+                hidden states or that could not be loaded again, an unknown option, more layers than
+                there are.
         """
+        options.setdefault("link", "antisymmetric")
+        options.setdefault("pooling", ["mean", "last"])
+        options.setdefault("surface", [] if options["link"] == "concat" else list(SURFACE))
         # first of all: a misspelled option must not cost a download
         _check_options(options)
         if isinstance(encoder, (str, Path)):
@@ -164,12 +171,14 @@ class PairwiseModel(SavedJudge):
             hub = {name: value for name, value in hub.items() if value is not None}
             encoder = _load_encoder(place, dtype, hub)
             if tokenizer is None:
-                tokenizer = AutoTokenizer.from_pretrained(place, **hub)
+                with reading(place, "from_encoder"):
+                    tokenizer = AutoTokenizer.from_pretrained(place, **hub)
         if isinstance(tokenizer, (str, Path)):
             name, at = split_revision(tokenizer)
-            tokenizer = AutoTokenizer.from_pretrained(
-                name, revision=at or "main", token=token, trust_remote_code=trust_remote_code
-            )
+            with reading(name, "from_encoder"):
+                tokenizer = AutoTokenizer.from_pretrained(
+                    name, revision=at or "main", token=token, trust_remote_code=trust_remote_code
+                )
         if not isinstance(encoder, PreTrainedModel):
             raise ValueError(
                 f"from_encoder: encoder is a {type(encoder).__name__}; expected a transformers "
@@ -191,6 +200,7 @@ class PairwiseModel(SavedJudge):
             keep_lowest_(inner, depth)
         # check_packing would not notice: to it an encoder that fails is one to be padded
         check_encoder(inner)
+        check_loadable(inner)
         packing = check_packing(inner)
         if tokenizer is not None:
             check_tokenizer(tokenizer, inner)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,7 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -33,6 +39,8 @@ from .functional import packed_attention
 
 ATTENTION = "heads_packed"
 _ENDS = "cu_seq_lens_q"  # transformers' own name for where packed sequences start and end
+# fields of a config that do not change what an encoder computes
+_ELSEWHERE = ("_name_or_path", "architectures", "dtype", "transformers_version")
 # whether a packed run is under way
 _PACKED: ContextVar[bool] = ContextVar("_PACKED", default=False)
 
@@ -216,20 +224,7 @@ def check_packing(encoder: PreTrainedModel) -> PackingReport:
     """
     base = base_of(encoder)
     before = base.config._attn_implementation
-    # what decides about attention or positions and differs between models of a class
-    fields = (
-        "pad_token_id",
-        "position_embedding_type",
-        "is_decoder",
-        "layer_types",
-        "sliding_window",
-        "use_cache",
-    )
-    kind = (
-        type(base),
-        base.device.type,
-        *(str(getattr(base.config, name, None)) for name in fields),
-    )
+    kind = (type(base), base.device.type, config_text(base.config))
     if kind not in _CHECKED:
         _CHECKED[kind] = _tried(base)
     if _CHECKED[kind].packed:
@@ -237,6 +232,12 @@ def check_packing(encoder: PreTrainedModel) -> PackingReport:
     else:
         base.config._attn_implementation = before
     return _CHECKED[kind]
+
+
+def config_text(config: PreTrainedConfig) -> str:
+    """Return an encoder's config as text, without what does not change outputs."""
+    told = {name: value for name, value in config.to_dict().items() if name not in _ELSEWHERE}
+    return json.dumps(told, sort_keys=True, default=str)
 
 
 def _tried(encoder: PreTrainedModel) -> PackingReport:

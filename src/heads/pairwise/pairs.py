@@ -220,9 +220,10 @@ def split_pairs(
         raise ValueError(
             f"split_pairs: shares are {shares!r}, expected positive ones that sum to 1"
         )
-    prompts = [str(pair.prompt) for pair in pairs]
+    # pairs without a prompt have none in common
+    prompts = [(str(pair.prompt), 0 if pair.prompt else n) for n, pair in enumerate(pairs)]
     if len(set(prompts)) < 10 * len(shares):
-        prompts = [str(number) for number in range(len(pairs))]
+        prompts = [("", number) for number in range(len(pairs))]
     # the order of a set of texts changes from process to process
     drawn = sorted(set(prompts))
     random.Random(seed).shuffle(drawn)

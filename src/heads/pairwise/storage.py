@@ -43,9 +43,9 @@ class SavedJudge(Judge):
             hub_options = {name: value for name, value in kwargs.items() if name in _FROM_HUB}
             model.tokenizer = AutoTokenizer.from_pretrained(place, **hub_options)
         except Exception as error:  # whatever a damaged file gives
+            folder = Path(str(place)) / kwargs.get("subfolder", "")
             if any(
-                (Path(str(place)) / name).exists()
-                for name in ("tokenizer.json", "tokenizer_config.json")
+                (folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")
             ):
                 raise ValueError(
                     f"from_pretrained: the tokenizer in {place} cannot be read: {error}"

@@ -93,7 +93,7 @@ def surface_of(prompt: str, answer: str) -> np.ndarray:
         100 * answer.count("!") / size,
         sum(c.isupper() for c in answer) / size,
         sum(c > "\x7f" for c in answer) / size,
-        1 - len(set(triples)) / max(1, len(triples)),
+        (len(triples) - len(set(triples))) / max(1, len(triples)),
         # a tuple, since the '' of an empty answer would be in any text
         float(answer.rstrip()[-1:] in tuple(".!?\"')`")),
         float(answer[:1].isupper()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 from torch import nn
@@ -67,9 +68,19 @@ def keep_lowest_(encoder: PreTrainedModel, depth: int) -> None:
     _, layers = encoder_layers("from_encoder", encoder, "depth=None")
     del layers[depth:]
     encoder.config.num_hidden_layers = depth
-    kinds = getattr(encoder.config, "layer_types", None)
+    config = encoder.config
+    kinds = getattr(config, "layer_types", None)
     if kinds:
-        encoder.config.layer_types = kinds[:depth]
+        try:
+            config.layer_types = kinds[:depth]
+        except AttributeError as error:  # computed from other fields, as Jamba's
+            raise ValueError(
+                f"from_encoder: depth is {depth}, but {type(encoder).__name__} computes the kinds "
+                "of its layers from other fields; expected depth=None"
+            ) from error
+    if config.model_type == "gpt_neo":  # its kinds of attention are listed twice
+        config.attention_layers = config.attention_layers[:depth]
+        config.attention_types = [[[kind], 1] for kind in config.attention_layers]
 
 
 def freeze_(model: Judge, what: str) -> FreezeReport:
@@ -131,8 +142,16 @@ def encoder_parts(encoder: PreTrainedModel, what: str) -> list[tuple[str, nn.Mod
     # BERT's module holds positions and a norm beside the tokens; decoders have a bare table
     embeddings = getattr(encoder, "embeddings", None) or encoder.get_input_embeddings()
     parts = [("embeddings", embeddings)]
-    if getattr(encoder, "embeddings_project", None) is not None:  # ELECTRA's
-        parts.append(("embeddings_project", encoder.embeddings_project))
+    if embeddings is encoder.get_input_embeddings():
+        parts += _tables_beside(encoder, embeddings)
+    # between the tables and the layers of ELECTRA, ALBERT and BLOOM
+    for name in (
+        "embeddings_project",
+        "encoder.embedding_hidden_mapping_in",
+        "word_embeddings_layernorm",
+    ):
+        with contextlib.suppress(AttributeError):
+            parts.append((name, encoder.get_submodule(name)))
     if what == "embeddings":
         return parts
     kind, _, count = str(what).partition(":")
@@ -146,3 +165,16 @@ def encoder_parts(encoder: PreTrainedModel, what: str) -> list[tuple[str, nn.Mod
             f"freeze_: what is {what!r}, and {type(encoder).__name__} has {len(layers)} layers"
         )
     return parts + [(f"{name}.{k}", layers[k]) for k in range(int(count))]
+
+
+def _tables_beside(encoder: nn.Module, tokens: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the tables that stand beside that of the tokens, such as GPT-2's of positions."""
+    for module in encoder.modules():
+        children = dict(module.named_children())
+        if any(child is tokens for child in children.values()):
+            return [
+                (name, child)
+                for name, child in children.items()
+                if isinstance(child, nn.Embedding) and child is not tokens
+            ]
+    return []

@@ -389,7 +389,7 @@ def test_weights_made_of_others_and_biases_without_a_place_are_refused(tmp_path)
         torch.nn.Sequential(torch.nn.Linear(4, 4)), LoraConfig(target_modules=["0"])
     )
     torch.nn.utils.parametrizations.weight_norm(model.base_model.model[0].base_layer)
-    with pytest.raises(ValueError, match="merge_lora:.* of 0 to be a parameter"):
+    with pytest.raises(ValueError, match=r"merge_lora:.* of 0 to be a parameter"):
         merge_lora(model, tmp_path / "out")
     bare = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
     with warnings.catch_warnings():

@@ -41,7 +41,8 @@ def tokenizer_of(length=32, pad=0):
 
 
 def model_of(kind="bert", seed=0, trained=True, **options):
-    """A tiny model with a head that has something to say."""
+    """A tiny model with a head that has something to say; the plainest settings by default."""
+    options = {"link": "davidson", "pooling": ["mean"], "surface": []} | options
     pad = tiny(kind).config.pad_token_id or 0
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -1,6 +1,8 @@
 """Features that are made once: those of the model, kept by what they depend on, and a head that
 trains on them."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -234,3 +236,10 @@ def test_the_same_ids_in_other_roles_are_other_sequences():
         cache._key(Tokens(*given)) for given in ((ids, types, 1), (ids, types, 2), (ids, other, 1))
     }
     assert len(keys) == 3
+
+
+def test_features_know_the_config_that_made_them():
+    model = model_of()
+    other = copy.deepcopy(model)
+    other.encoder.config.num_attention_heads += 2
+    assert cache.fingerprint(model) != cache.fingerprint(other)

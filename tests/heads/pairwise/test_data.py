@@ -3,11 +3,11 @@
 import pytest
 import torch
 from tests.heads.pairwise.support import model_of, pairs_of, tokenizer_of, words
-from tokenizers import normalizers, pre_tokenizers
-from transformers import BertConfig
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import BertConfig, PreTrainedTokenizerFast
 
 from heads.pairwise import PairwiseCollator, PairwiseConfig, PairwiseDataset, Turn
-from heads.pairwise.data.template import cut_middle
+from heads.pairwise.data.template import Template, cut_middle
 
 
 def config_of(**changes):
@@ -227,3 +227,12 @@ def test_configs_refuse(changes, said):
         config_of(**{"max_tokens": 16} | changes) if "encoder" not in changes else PairwiseConfig(
             **changes
         )
+
+
+def test_a_tokenizer_without_letters_is_read():
+    vocabulary = {token: number for number, token in enumerate(["</s>", "0", "1", "+"])}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(vocab=vocabulary, merges=[])), eos_token="</s>"
+    )
+    template = Template(tokenizer, PairwiseConfig(encoder=BertConfig(), max_tokens=32))
+    assert template.limit == 32

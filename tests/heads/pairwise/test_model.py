@@ -18,7 +18,15 @@ from tests.heads.pairwise.support import (
     words,
 )
 from tests.support.models import tiny
-from transformers import AutoModel, T5Config, T5Model, TrainingArguments
+from transformers import (
+    AutoModel,
+    GPTNeoConfig,
+    GPTNeoModel,
+    T5Config,
+    T5EncoderModel,
+    T5Model,
+    TrainingArguments,
+)
 
 from heads.lora import accelerate_lora_
 from heads.pairwise import (
@@ -35,6 +43,7 @@ from heads.pairwise import (
 )
 from heads.pairwise.packing import encode_padded
 from heads.pairwise.surface import NAMES, columns_of
+from heads.pairwise.surgery import encoder_parts
 
 FAIR = ("davidson", "antisymmetric")
 PAIRS = [pair[:3] for pair in pairs_of(40, seed=5)]
@@ -434,6 +443,39 @@ def test_the_lowest_layers_are_those_of_the_whole(kind, tmp_path):
     for depth in (0, count + 1):
         with pytest.raises(ValueError, match=rf"depth is {depth}, and \w+ has {count} layers"):
             PairwiseModel.from_encoder(encoder_of(kind), tokenizer_of(), depth=depth)
+
+
+def test_the_settings_that_judged_best_are_the_defaults():
+    config = PairwiseModel.from_encoder(tiny("bert"), tokenizer_of()).config
+    assert (config.link, config.pooling) == ("antisymmetric", ["mean", "last"])
+    assert config.surface == ["length", "style", "overlap"]
+    assert (
+        PairwiseModel.from_encoder(tiny("bert"), tokenizer_of(), link="concat").config.surface == []
+    )
+
+
+def test_a_tokenizer_of_special_tokens_alone_is_refused(tmp_path):
+    tiny("bert").save_pretrained(tmp_path)  # transformers makes a tokenizer of nothing
+    with pytest.raises(ValueError, match="all of them special; expected one with words"):
+        PairwiseModel.from_encoder(tmp_path)
+
+
+def test_an_encoder_that_would_not_load_again_is_refused(tmp_path):
+    sizes = {"vocab_size": 99, "d_model": 8, "num_layers": 2, "num_heads": 2, "d_kv": 4, "d_ff": 8}
+    with pytest.raises(ValueError, match="from_encoder: T5EncoderModel could be trained and saved"):
+        PairwiseModel.from_encoder(T5EncoderModel(T5Config(**sizes)))
+    kinds = [[["global", "local"], 2]]
+    config = GPTNeoConfig(
+        vocab_size=99, hidden_size=8, num_layers=4, num_heads=1, attention_types=kinds
+    )
+    model = PairwiseModel.from_encoder(GPTNeoModel(config), depth=3)
+    model.save_pretrained(tmp_path)
+    assert PairwiseModel.from_pretrained(tmp_path).config.encoder.num_layers == 3
+
+
+def test_tables_beside_that_of_the_tokens_are_of_the_bottom():
+    for kind, names in (("gpt2", ["embeddings", "wpe"]), ("llama", ["embeddings"])):
+        assert [name for name, _ in encoder_parts(encoder_of(kind), "embeddings")] == names
 
 
 def test_an_attention_that_is_chosen_stays():

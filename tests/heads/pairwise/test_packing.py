@@ -7,7 +7,7 @@ from tests.heads.pairwise.support import DECODERS, PACKED, PADDED, encoder_of
 from tests.support.equivalence import judge
 from tests.support.models import tiny
 from torch.func import functional_call
-from transformers import AttentionInterface
+from transformers import AttentionInterface, Gemma2Config, Gemma2Model
 
 from heads.pairwise import check_packing, packing
 from heads.pairwise.packing import ATTENTION, encode_packed, encode_padded
@@ -126,6 +126,27 @@ def test_what_our_attention_does_not_have_is_padded():
     capped = tiny("gemma2").model
     assert "soft cap" in check_packing(capped).reason
     assert capped.config._attn_implementation != ATTENTION
+
+
+def test_each_config_is_tried_for_itself():
+    """A soft cap is no reason to pad another model of the class, nor the other way round."""
+
+    def encoder(cap):
+        return Gemma2Model(
+            Gemma2Config(
+                vocab_size=60,
+                hidden_size=8,
+                num_hidden_layers=1,
+                num_attention_heads=1,
+                num_key_value_heads=1,
+                head_dim=8,
+                intermediate_size=8,
+                attn_logit_softcapping=cap,
+                max_position_embeddings=64,
+            )
+        )
+
+    assert [check_packing(encoder(cap)).packed for cap in (None, 50.0, None)] == [True, False, True]
 
 
 def test_half_precision_does_not_hide_where_positions_start():

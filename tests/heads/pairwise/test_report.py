@@ -7,6 +7,7 @@ import torch
 from tests.heads.pairwise.support import model_of, pairs_of
 
 from heads.pairwise import Pair, calibrate_, pairwise_metrics, pairwise_report, predict_pairs
+from heads.pairwise.report.evaluation import _seen
 from heads.pairwise.report.metrics import (
     calibration_bins,
     cautious_temperature,
@@ -203,7 +204,7 @@ def test_the_report_says_everything_and_draws(tmp_path):
         for word in (
             "50 pairs",
             "accuracy",
-            "prior",
+            "own shares",
             "calibration",
             "flip rate",
             "length",
@@ -266,6 +267,30 @@ def test_whose_prompts_were_trained_on_is_said():
     assert report.seen == (
         "5 of 10 prompts were trained on; 1 of 2 models that answer were trained on",
     )
+
+
+def test_a_calibrated_judge_is_not_made_surer_of_itself_by_chance():
+    generator = torch.Generator().manual_seed(0)
+    sharpened = 0
+    for _ in range(200):
+        logits = torch.randn(10, 3, generator=generator, dtype=torch.float64)
+        labels = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+        sharpened += cautious_temperature(logits, labels, range(10)).value < 1
+    assert sharpened <= 2  # it was one in eight
+
+
+def test_answers_of_one_length_are_no_longer_ones():
+    pytest.importorskip("matplotlib", reason="needs matplotlib (extra plot)")
+    model = model_of("mpnet")
+    pairs = [("w5", "w6 w7", "w8 w9", 1)] * 30 + [("w5", "w6 w7 w8", "w9", 0)] * 30
+    axes = pairwise_report(model, model.dataset(pairs, progress=False), progress=False)
+    labels = axes.plot_lengths().axes[0].get_lines()[0]
+    assert set(labels.get_ydata()) == {1.0}
+
+
+def test_pairs_without_a_prompt_are_no_prompt_that_was_seen():
+    pairs = [Pair("", "w6", "w7", 0)] * 4
+    assert _seen(pairs, pairs) == ()
 
 
 def test_pairs_without_a_prompt_are_calibrated():

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from heads.pairwise import Pair, Turn, read_pairs, split_pairs
+from heads.pairwise.data.rows import each_pair
 from heads.pairwise.pairs import check_label
 
 ARENA = {
@@ -320,6 +321,22 @@ def test_labels_of_numpy_and_torch_and_what_was_not_read():
 
 def test_data_without_ties_need_no_column_for_them():
     assert one({name: value for name, value in ARENA.items() if name != "winner_tie"}).label == 1
+
+
+def test_pairs_without_a_prompt_are_split_one_by_one():
+    pairs = [Pair(f"p{k}", "a", "b", 0) for k in range(40)] + [Pair("", "a", "b", 0)] * 60
+    assert [len(part) for part in split_pairs(pairs)] == [80, 10, 10]
+
+
+def test_chosen_and_rejected_need_no_pair_that_b_wins():
+    _, report = read_pairs([{"prompt": "p", "chosen": "a", "rejected": "b"}] * 30)
+    assert report.remarks() == []
+
+
+def test_labels_that_are_not_read_cannot_be_wrong():
+    row = {"prompt": "p", "a": "x", "b": "y", "label": 7}
+    pairs = [pair for _, _, pair in each_pair([row], labels=False)]
+    assert pairs == [Pair("p", "x", "y")]
 
 
 def test_parts_have_no_prompt_in_common():

@@ -12,7 +12,6 @@ and active adapters: any other pairs can use them, and an interrupted run goes o
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -26,14 +25,13 @@ from model_components._modes import evaluating
 from model_components._stages import Stage, hash_of
 
 from ..judge import Judge
+from ..packing import config_text
 from .template import Tokens, sequence_batch
 
 _TOKENS = 8192  # of a batch
 _BATCHES = 8  # of a file
 # of peft's layers, in no state dict
 _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-# do not change outputs
-_ELSEWHERE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 
 
 @torch.no_grad()
@@ -147,31 +145,21 @@ def _stored(stage: Stage | None) -> dict[bytes, np.ndarray]:
 
 def _stages(model: Judge, cache: Path) -> dict[str, Stage]:
     """Return the stage of each kind of pooling's features."""
-    config = {
-        name: value
-        for name, value in model.encoder.config.to_dict().items()
-        if name not in _ELSEWHERE
-    }
-    beside = [
-        type(model.encoder).__name__,
-        json.dumps(config, sort_keys=True, default=str),
-        *_adapters(model),
-    ]
-    key = hash_of(model.encoder.state_dict().items(), *beside)
+    key = hash_of(model.encoder.state_dict().items(), *_described(model))
     return {kind: Stage(cache / key / kind, key, "encode_") for kind in model.pool.pooling}
 
 
-def _adapters(model: Judge) -> list[str]:
-    """Describe what peft's layers in the encoder do with their weights."""
-    layers = {
-        name: m for name, m in model.encoder.named_modules() if hasattr(m, "disable_adapters")
-    }
-    return [
-        repr((name, *(getattr(m, part, None) for part in _ADAPTERS))) for name, m in layers.items()
-    ]
+def _described(model: Judge) -> list[str]:
+    """Describe the encoder's class, its config, and what peft's layers do with their weights."""
+    told = [type(model.encoder).__name__, config_text(model.encoder.config)]
+    for name, module in model.encoder.named_modules():
+        # every layer of peft's has it, whatever kind of adapter
+        if hasattr(module, "adapter_layer_names"):
+            told.append(repr((name, *(getattr(module, part, None) for part in _ADAPTERS))))
+    return told
 
 
 def fingerprint(model: Judge) -> str:
-    """Return a hash of an encoder, its pooling and its adapters."""
-    described = repr((type(model.encoder).__name__, model.pool.pooling, _adapters(model)))
-    return hash_of(model.encoder.state_dict().items(), described)
+    """Return a hash of an encoder, its config, its pooling and its adapters."""
+    described = [*_described(model), repr(model.pool.pooling)]
+    return hash_of(model.encoder.state_dict().items(), *described)

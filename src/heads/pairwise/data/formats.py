@@ -275,6 +275,7 @@ _ANSWERS: dict[
 }
 _WRITERS = (("model_a", "model_b"), ("generator_1", "generator_2"), ("gen_a", "gen_b"))
 _ONE_HOT = ("winner_model_a", "winner_model_b", "winner_tie")
-COLUMNS = {"prompt", "instruction", "winner", "preference", "label", *_ONE_HOT} | {
+VERDICTS = {"winner", "preference", "label", *_ONE_HOT}
+COLUMNS = {"prompt", "instruction", *VERDICTS} | {
     name for names in (*_ANSWERS, *_WRITERS) for name in names
 }

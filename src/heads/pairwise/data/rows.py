@@ -11,7 +11,7 @@ from model_components._rows import each_row
 
 from ..choices import CLASSES
 from ..pairs import Pair, count_labels, said_by
-from .formats import COLUMNS, pair_of
+from .formats import COLUMNS, VERDICTS, pair_of
 
 # line numbers, and different reasons, in a message; characters of a reason
 _SHOWN = 5
@@ -31,6 +31,7 @@ class ReadReport(Report):
         labels: How many kept ones each class has, shared labels by their largest share.
         bad: What was wrong with the others, and their lines, from 1.
         ignored: Columns that were not read.
+        is_ordered: Whether the first answer is always the better one, as in chosen and rejected.
     """
 
     rows: int
@@ -39,6 +40,7 @@ class ReadReport(Report):
     labels: tuple[int, ...]
     bad: Mapping[str, tuple[int, ...]]
     ignored: tuple[str, ...]
+    is_ordered: bool = False
 
     def summary(self) -> list[str]:
         """Rows and classes."""
@@ -60,7 +62,7 @@ class ReadReport(Report):
         lines += [f"{self.empty} have an empty answer"] if self.empty else []
         # A and B alone: many data have no ties
         for name, count in list(zip(CLASSES, self.labels, strict=True))[:2]:
-            if not count and sum(self.labels) >= _ENOUGH:
+            if not count and sum(self.labels) >= _ENOUGH and not self.is_ordered:
                 lines.append(f"no label says that {name} is better: check what the labels mean")
         return lines + [f"left out: {_told(self.bad)}"] * bool(self.bad)
 
@@ -157,17 +159,21 @@ def read_pairs(
         for pair in pairs
     )
     lines = {what: tuple(numbers) for what, numbers in bad.items()}
-    return pairs, ReadReport(count, len(pairs), empty, count_labels(pairs), lines, ignored)
+    named = _names(seen, columns or {})
+    is_ordered = "chosen" in named and VERDICTS.isdisjoint(named)
+    counts = count_labels(pairs)
+    return pairs, ReadReport(count, len(pairs), empty, counts, lines, ignored, is_ordered)
 
 
 def each_pair(
-    source: object, *, columns: Mapping[str, str] | None = None
+    source: object, *, columns: Mapping[str, str] | None = None, labels: bool = True
 ) -> Iterator[tuple[int, object, Pair | ValueError]]:
     """Yield each row's line number, the row, and its pair or the error that says why it is none.
 
     Args:
         source: As of `read_pairs`.
         columns: As of `read_pairs`.
+        labels: Whether to read verdicts; False for pairs that are to be judged.
 
     Raises:
         ValueError: A file that cannot be read; a name of a column that is none.
@@ -184,13 +190,17 @@ def each_pair(
         )
     # all rows first: only together do they say whether verdicts count from 1
     numbered = list(each_row(source, "read_pairs"))
-    counts_from_one = _counts_from_one([row for _, row in numbered], columns or {})
+    counts_from_one = labels and _counts_from_one([row for _, row in numbered], columns or {})
     for line, row in numbered:
         try:
             if isinstance(row, ValueError):
                 raise row
             named = _renamed(row, columns or {})
-            yield line, row, pair_of(_from_zero(named) if counts_from_one else named)
+            if counts_from_one:
+                named = _from_zero(named)
+            if not labels and isinstance(named, Mapping):
+                named = {name: value for name, value in named.items() if name not in VERDICTS}
+            yield line, row, pair_of(named)
         except ValueError as error:
             yield line, row, error
 
@@ -208,7 +218,7 @@ def _counts_from_one(rows: Sequence[object], columns: Mapping[str, str]) -> bool
     has_numbered_answers = False
     for row in rows:
         if isinstance(row, Mapping):
-            names = {name: name for name in row if name not in columns.values()} | dict(columns)
+            names = _names(row, columns)
             has_numbered_answers |= "output_1" in names
             verdicts |= {_number(row.get(names.get(name))) for name in _NUMBERED}
     verdicts.discard(None)
@@ -224,6 +234,11 @@ def _counts_from_one(rows: Sequence[object], columns: Mapping[str, str]) -> bool
             'columns={"preference": "label"}'
         )
     return False
+
+
+def _names(row: Iterable[str], columns: Mapping[str, str]) -> dict[str, str]:
+    """Return the row's column of each of our names, and of each other column its own."""
+    return {name: name for name in row if name not in columns.values()} | dict(columns)
 
 
 def _number(value: object) -> int | None:

@@ -5,6 +5,7 @@ Around them stand a tokenizer's own special tokens, or its chat template's.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -79,7 +80,8 @@ class Template:
     def _read_pair(self, config: PairwiseConfig) -> None:
         """Special tokens as the tokenizer puts them around two texts, or around one."""
         # two short texts show what the tokenizer puts around any two
-        encoding = self.tokenizer(*(("a", "b") if self.with_prompt else ("b",)))
+        text = self._some_text()
+        encoding = self.tokenizer(*((text, text) if self.with_prompt else (text,)))
         owners = encoding.sequence_ids(0)
         ids = encoding["input_ids"]
         if (getattr(config.encoder, "type_vocab_size", 0) or 0) > 1:
@@ -105,6 +107,18 @@ class Template:
         places = (0, prompt[0], gap, answer[0], -1)
         # pyrefly: ignore[bad-assignment]: five places, five kinds
         self._kinds = tuple(kinds[min(place, len(kinds) - 1)] for place in places)
+
+    def _some_text(self) -> str:
+        """Return a short text that has a token."""
+        special = self.tokenizer.all_special_tokens
+        for text in ("a", *self.tokenizer.get_vocab()):
+            # tokenizers raises a bare Exception for a text that has no token and no unknown one
+            with contextlib.suppress(Exception):
+                if text not in special and token_ids(self.tokenizer, [text])[0]:
+                    return text
+        raise ValueError(
+            "PairwiseDataset: expected a tokenizer that makes tokens of text, got none"
+        )
 
     def _read_chat_template(self) -> None:
         """Read what the chat template writes before, between and after turns."""

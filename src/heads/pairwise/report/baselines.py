@@ -19,7 +19,7 @@ from .metrics import alike, at_verdict, pairwise_metrics, shares_of
 NEAR = 1.2  # times as long as the other, at most
 
 BASELINES = (
-    "the labels' own shares",
+    "the training labels' shares",
     "a curve of length",
     "words and style, linear",
     "style, boosted trees",
@@ -69,9 +69,9 @@ def baseline_verdicts(
     """Return log-probabilities of test pairs, by baselines fitted on labeled training pairs.
 
     All are fitted on both orders of each pair and give the mean of both, so that they are as fair
-    as our links: the labels' own shares; the log-odds of a spline of the log-length's difference; a
-    logistic regression on differences of TF-IDF and of the 24 surface features; boosted trees on
-    the surface features of both answers.
+    as our links: the training labels' shares; the log-odds of a spline of the log-length's
+    difference; a logistic regression on differences of TF-IDF and of the 24 surface features;
+    boosted trees on the surface features of both answers.
 
     Args:
         train: Labeled pairs.

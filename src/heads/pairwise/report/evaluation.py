@@ -106,7 +106,7 @@ class PairwiseReport(Report):
         """
         metrics = self.metrics
         worse = (
-            f"log-loss {metrics.log_loss:.4f} is above that of the labels' own shares, "
+            f"log-loss {metrics.log_loss:.4f} is above that of these labels' own shares, "
             f"{metrics.log_loss_prior:.4f}"
         )
         told = [
@@ -151,7 +151,7 @@ class PairwiseReport(Report):
     def plot_lengths(self, ax: Axes | None = None) -> Figure:
         """Plot how often the longer answer wins, by how much longer it is (extra ``plot``).
 
-        A tie is half a win.
+        A tie is half a win. Pairs of equally long answers are left out.
 
         Args:
             ax: Where to; default a new figure.
@@ -162,7 +162,9 @@ class PairwiseReport(Report):
         figure, axes = axes_for(ax, "PairwiseReport.plot_lengths", width=5.2, height=4.2)
         logs = torch.tensor(self.lengths, dtype=torch.float64).log1p()
         longer = (logs[:, 0] > logs[:, 1])[:, None]
-        order = (logs[:, 0] - logs[:, 1]).abs().argsort()
+        difference = (logs[:, 0] - logs[:, 1]).abs()
+        order = difference.argsort()
+        order = order[difference[order] > 0]
         shares = shares_of(self.labels, self.predictions.log_probabilities.shape[-1])
         for name, found in (
             ("labels", shares),
@@ -205,8 +207,8 @@ def pairwise_report(
         model: A `PairwiseModel`.
         data: Pairs with labels; ``model.dataset(pairs)`` makes it.
         train: The pairs that the model was trained on, such as ``train_data.pairs``. Baselines are
-            fitted on them: the labels' own shares, a curve of length, a regression on words and
-            style, boosted trees on style. A judge is worth what it is better than these (extra
+            fitted on them: the training labels' shares, a curve of length, a regression on words
+            and style, boosted trees on style. A judge is worth what it is better than these (extra
             ``judge``).
         batch_size: Pairs at once.
         progress: Show a bar.
@@ -253,13 +255,15 @@ def pairwise_report(
 
 def _seen(train: Sequence[Pair], test: Sequence[Pair]) -> tuple[str, ...]:
     """Tell how many of the test pairs' prompts and writers are known from training."""
-    known = {str(pair.prompt) for pair in train}
-    asked = {str(pair.prompt) for pair in test}
-    told = f"{len(asked & known)} of {len(asked)} prompts were trained on"
+    told = []
+    known = {str(pair.prompt) for pair in train if pair.prompt}
+    asked = {str(pair.prompt) for pair in test if pair.prompt}
+    if asked:
+        told.append(f"{len(asked & known)} of {len(asked)} prompts were trained on")
     wrote, writers = _writers(train), _writers(test)
     if writers:
-        told += f"; {len(writers & wrote)} of {len(writers)} models that answer were trained on"
-    return (told,)
+        told.append(f"{len(writers & wrote)} of {len(writers)} models that answer were trained on")
+    return ("; ".join(told),) if told else ()
 
 
 def _writers(pairs: Sequence[Pair]) -> set[str]:

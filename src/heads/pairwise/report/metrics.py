@@ -58,7 +58,7 @@ class PairwiseMetrics(Report):
         """Everything but the confusion matrix."""
         return [
             f"{self.pairs} pairs: accuracy {self.accuracy:.1%}",
-            f"log-loss {self.log_loss:.4f} (prior {self.log_loss_prior:.4f})",
+            f"log-loss {self.log_loss:.4f} (these labels' own shares {self.log_loss_prior:.4f})",
             f"calibration error {self.calibration_error:.3f}, flip rate {self.flip_rate:.1%}",
             f"correlation with length {self.length_correlation:.2f} (labels' own "
             f"{self.label_length_correlation:.2f})",
@@ -250,6 +250,30 @@ class Temperature(NamedTuple):
     error: float
 
 
+def _by_prompt(values: Tensor, prompts: Sequence[object]) -> list[float]:
+    """Return the sums of values over the pairs of each prompt."""
+    sums: dict[object, float] = {}
+    for prompt, value in zip(prompts, values.tolist(), strict=True):
+        sums[prompt] = sums.get(prompt, 0.0) + value
+    return list(sums.values())
+
+
+def _too_unsure(logits: Tensor, wanted: Tensor, prompts: Sequence[object]) -> bool:
+    """Return whether the judge as it is, at temperature 1, is too unsure by two standard errors.
+
+    Errors at the best temperature are too small where that is low by chance: of calibrated judges
+    with ten pairs one in eight was made surer of itself.
+    """
+    probabilities = logits.softmax(-1)
+    slopes = ((probabilities - wanted) * logits).sum(1)
+    means = (probabilities * logits).sum(1)
+    # the variance of the sum of slopes, if the judge is calibrated
+    expected = float(((probabilities * logits.square()).sum(1) - means.square()).sum())
+    sums = _by_prompt(slopes, prompts)
+    spread = sum(value**2 for value in sums) * len(sums) / max(1, len(sums) - 1)
+    return sum(sums) < -2 * max(spread, expected) ** 0.5
+
+
 def cautious_temperature(
     logits: Tensor, labels: Sequence[object] | Tensor, prompts: Sequence[object]
 ) -> Temperature:
@@ -277,17 +301,17 @@ def cautious_temperature(
     slopes = ((probabilities - wanted) * logits).sum(1)
     means = (probabilities * logits).sum(1)
     curvature = float((probabilities * logits.square()).sum(1).sub(means.square()).sum())
-    sums: dict[object, float] = {}
-    for prompt, slope in zip(prompts, slopes.tolist(), strict=True):
-        sums[prompt] = sums.get(prompt, 0.0) + slope
+    sums = _by_prompt(slopes, prompts)
     error = math.inf
     if len(sums) > 1 and curvature > 0:
-        spread = sum(value**2 for value in sums.values()) * len(sums) / (len(sums) - 1)
+        spread = sum(value**2 for value in sums) * len(sums) / (len(sums) - 1)
         # an error of 1 / T, times T, is one of log T
         error = best * spread**0.5 / curvature
     logarithm = math.log(best)
     # where every verdict is right there is no best temperature, and the fit stops at its limit
     if best < 1.01 * LEAST or (logarithm < 0 and logarithm + 2 * error > 0):
+        return Temperature(1.0, best, error)
+    if logarithm < 0 and not _too_unsure(logits, wanted, prompts):
         return Temperature(1.0, best, error)
     # the mean of two normals, prior and estimate; an infinite error leaves 1
     value = math.exp(logarithm * _PRIOR**2 / (_PRIOR**2 + error**2))

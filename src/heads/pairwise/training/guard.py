@@ -159,7 +159,8 @@ class DeadRunGuard(TrainerCallback):
         gain = float((labels * prior - lost).sum()) / count
         # E[(prior - loss)²] - E[prior - loss]², from the sums of the window
         spread = float(seen[3, 0] - 2 * prior @ lost + prior @ moments @ prior) / count - gain**2
-        if gain <= (max(spread, 0.0) / count) ** 0.5:
+        error = (max(spread, 0.0) / count) ** 0.5
+        if gain <= error:
             self._poor = self._poor + 1
         else:
             self._poor = 0
@@ -173,9 +174,10 @@ class DeadRunGuard(TrainerCallback):
         loss = float(lost.sum()) / count
         known = float((labels * prior).sum()) / count
         raise DeadRunError(
-            f"step {state.global_step}: {same}log-loss {loss:.4f} over {window} steps is no better "
-            f"than the {known:.4f} of the shares of labels ({told}), {self._poor} times running; "
-            "expected another learning rate, or other data"
+            f"step {state.global_step}: {same}log-loss {loss:.4f} over {window} steps is not below "
+            f"the {known:.4f} of the shares of labels ({told}) by more than its standard error, "
+            f"{error:.4f}, {self._poor} times running; expected another learning rate, or other "
+            "data"
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import EvalPrediction, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
 from transformers.training_args import ParallelMode
 
 from model_components._devices import warn_if_slow
@@ -19,7 +20,7 @@ from model_components._trainer import Loss, StepTrainer, TrainData, TrainerOptio
 
 from ..choices import CLASSES
 from ..data.collate import PairwiseCollator, PairwiseDataset
-from ..functional import log_probabilities
+from ..functional import log_probabilities, pairwise_loss
 from ..inference import sides_of
 from ..judge import Judge
 from ..pairs import count_labels
@@ -68,6 +69,11 @@ class PairwiseTrainer(StepTrainer):
         guard: DeadRunGuard | bool = True,
         **options: Unpack[TrainerOptions],
     ):
+        if options.get("compute_loss_func") is not None:
+            raise ValueError(
+                "PairwiseTrainer: compute_loss_func would not be called; expected None (override "
+                "compute_loss for another loss)"
+            )
         if options.get("data_collator") is None:
             options["data_collator"] = PairwiseCollator()
         if options.get("compute_metrics") is None:
@@ -176,6 +182,28 @@ class PairwiseTrainer(StepTrainer):
         if return_outputs:
             return (loss, outputs)
         return loss
+
+    def evaluation_loop(self, *args: Any, **named: Any) -> EvalLoopOutput:
+        """Return predictions and metrics; the loss is over all pairs, each counted once.
+
+        With several processes the stock loss counts some pairs of the first process twice, which
+        fill up the last batch of the others.
+        """
+        output = super().evaluation_loop(*args, **named)
+        config = self.judge.config
+        metrics = output.metrics or {}
+        name = f"{named.get('metric_key_prefix', 'eval')}_loss"
+        # consistency of both orders is no function of one order's predictions
+        is_function_of_logits = output.predictions is not None and not config.swap_consistency
+        if name in metrics and is_function_of_logits:
+            metrics[name] = float(
+                pairwise_loss(
+                    torch.as_tensor(output.predictions),
+                    torch.as_tensor(output.label_ids),
+                    label_smoothing=config.label_smoothing,
+                )
+            )
+        return output
 
 
 def _check_arguments(args: TrainingArguments) -> None:

@@ -141,9 +141,15 @@ class TeacherMlps:
         self.teacher = teacher
         self.student = student
         self.mlps = find_mlps(teacher)
+        if not self.mlps:
+            raise ValueError(
+                f"KroneckerTrainer: no MLP is found in {type(teacher).__name__}; expected layers=0"
+            )
         for mlp in self.mlps:
             parent = mlp.ups[0].rpartition(".")[0]
-            if not _two_modules(mlp) and not _takes_one_tensor(teacher.get_submodule(parent)):
+            if not _two_modules(mlp) and not (
+                _takes_one_tensor(teacher.get_submodule(parent)) and _is_alone(teacher, parent, mlp)
+            ):
                 raise ValueError(
                     f"KroneckerTrainer: {parent} is more than an MLP and cannot run alone; "
                     "expected layers=0"
@@ -185,6 +191,13 @@ def _two_modules(mlp: Mlp) -> bool:
     A module up to the activation, and a linear layer within another.
     """
     return mlp.ups[0].endswith("intermediate.dense")
+
+
+def _is_alone(model: nn.Module, parent: str, mlp: Mlp) -> bool:
+    """Return whether a module has no parameters but an MLP's; OPT's decoder layer has more."""
+    own = tuple(f"{name}." for name in (*mlp.ups, mlp.down))
+    names = (f"{parent}.{n}" for n, _ in model.get_submodule(parent).named_parameters())
+    return all(name.startswith(own) for name in names)
 
 
 def _takes_one_tensor(module: nn.Module) -> bool:

@@ -46,6 +46,8 @@ class ModelFigures:
     @property
     def perplexity(self) -> float:
         """Return the perplexity of the first text."""
+        if not self.perplexities:
+            raise ValueError(f"compare: {self.name} has no perplexity, since it is an encoder")
         return next(iter(self.perplexities.values()))
 
 
@@ -139,7 +141,8 @@ def perplexity(model: nn.Module, batches: Batches) -> float:
         raise ValueError(
             "perplexity: there is no token to predict, expected batches of at least two"
         )
-    return math.exp(loss / count)
+    # of more than 709 nats the perplexity is beyond the largest float
+    return math.inf if loss / count > 709 else math.exp(loss / count)
 
 
 def embeddings(model: nn.Module, batches: Batches) -> Tensor:  # (rows, width)

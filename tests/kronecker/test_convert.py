@@ -1328,3 +1328,45 @@ def test_blocks_that_are_no_chain_are_fitted_on_what_they_really_read(between):
     assert names == ([""] if between != 1.0 else ["layers.0", "layers.1"])
     report = convert_(model, PruneConfig(epochs=0), calibration=[x], progress=False)
     assert all(0 < r.error < 0.5 for r in report.layers)
+
+
+def test_a_model_that_is_the_layer_is_refused():
+    config = LowRankConfig(rank=2, init="svd")
+    for layer in (nn.Linear(4, 6), nn.Embedding(8, 6)):
+        with pytest.raises(ValueError, match="convert_: the model is a single"):
+            convert_(layer, config, filter_fn=lambda module, name: True, progress=False)
+    with pytest.raises(ValueError, match="revert_: the model is a single KroneckerLinear"):
+        revert_(KroneckerLinear(4, 6, b_shape=(2, 1)))
+
+
+@pytest.mark.parametrize("pattern", ["*word_embeddings", "*predictions.decoder"])
+def test_a_tied_bias_stays_tied_there_and_back(pattern):
+    config = transformers.BertConfig(
+        vocab_size=96,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    model = transformers.BertForMaskedLM(config).eval()
+    head = model.cls.predictions
+    convert_(model, {pattern: LowRankConfig(rank=4, init="svd")}, progress=False)
+    assert head.decoder.bias is head.bias
+    revert_(model)
+    assert head.decoder.bias is head.bias
+    assert not any(module.training for module in model.modules())
+
+
+def test_what_was_frozen_is_frozen_after_there_and_back():
+    model = tiny("gpt2").requires_grad_(False)
+    convert_(model, KroneckerConfig(b_shape=(2, 1), init="van_loan"), progress=False)
+    revert_(model)
+    assert not [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+def test_a_weight_that_pruning_gives_exactly_leaves_the_other_terms_to_be_learned():
+    linear = nn.Linear(4, 6)
+    with torch.no_grad():
+        linear.weight[1::2] = 0
+    layer = KroneckerLinear.from_linear(linear, init="prune", b_shape=(2, 1), rank=2)
+    torch.testing.assert_close(layer.dense_weight(), linear.weight)

@@ -14,6 +14,7 @@ from torch import nn
 
 from kronecker import LowRankConfig, PruneConfig, convert_, num_parameters, prune_
 from kronecker.discovery.mlps import Mlp, find_mlps
+from kronecker.fitting.block import blocks_with
 from kronecker.fitting.elimination import eliminate, refitted
 from kronecker.fitting.fit import fit_part
 from kronecker.fitting.mlp import MlpWeights, Seen
@@ -834,3 +835,78 @@ def test_a_bias_before_the_middle_counts_from_the_start():
     config = LowRankConfig(keep=0.999, epochs=0)
     convert_(model, config, calibration=[ids(16, seed=1)], progress=False)
     assert float((output(model, ids(8, seed=2)) - before).norm() / before.norm()) < 0.05
+
+
+def test_a_few_tokens_that_are_most_of_the_error_are_told():
+    """An attention sink: one position whose hidden neurons are hundreds of times as large."""
+    model = tiny("llama")
+    report = prune_(model, PruneConfig(), calibration=[ids()], progress=False)
+    assert not [note for note in report.notes if "attention sinks" in note]
+    model = tiny("llama")
+    with torch.no_grad():
+        mlp = model.model.layers[0].mlp
+        model.model.embed_tokens.weight[:, 0] = 0
+        model.model.embed_tokens.weight[2] = 0
+        model.model.embed_tokens.weight[2, 0] = 1  # what no other token has
+        model.model.layers[0].self_attn.o_proj.weight[0] = 0
+        for matrix in (mlp.gate_proj.weight, mlp.up_proj.weight):
+            matrix[3] = 0
+            matrix[3, 0] = 30
+    rows = ids()
+    rows[:] = rows.clamp(min=3)
+    rows[0, 0] = 2
+    report = prune_(model, PruneConfig(method="fast"), calibration=[rows], progress=False)
+    (note,) = [note for note in report.notes if "attention sinks" in note]
+    assert note.startswith("model.layers.0.mlp")
+
+
+def test_blocks_that_went_have_an_influence_and_no_error(monkeypatch):
+    grad_modes = []
+
+    def watched(*given):
+        grad_modes.append(torch.is_grad_enabled())
+        return blocks_with(*given)
+
+    monkeypatch.setattr("kronecker.surgery.prune.blocks_with", watched)
+    config = PruneConfig(keep=0.5, method="blocks")
+    report = prune_(tiny("llama"), config, calibration=[ids()], progress=False)
+    assert grad_modes == [False]  # a graph of all blocks would fill the memory
+    gone = [one for one in report.layers if one.after == 0]
+    assert gone
+    assert all(one.error is None and one.influence > 0 for one in gone)
+    assert all(one.influence is None for one in report.layers if one.after)
+    assert "influence" in str(report)
+
+
+def test_a_device_without_float64_is_refused(monkeypatch):
+    empty = torch.empty
+
+    def without(*sizes, dtype=None, **rest):
+        if dtype == torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return empty(*sizes, dtype=dtype, **rest)
+
+    model = tiny("llama")
+    monkeypatch.setattr(torch, "empty", without)
+    with pytest.raises(ValueError, match="prune_: the device cpu has no float64"):
+        prune_(model, PruneConfig(), calibration=[ids()], progress=False)
+    config = LowRankConfig(rank=2, init="svd")
+    with pytest.raises(ValueError, match="convert_: the device cpu has no float64"):
+        convert_(model, config, progress=False)
+
+
+def test_a_model_whose_ids_have_no_vocabulary_takes_the_users_batch():
+    config = transformers.CanineConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        num_hash_buckets=16,
+        local_transformer_stride=8,
+        downsampling_rate=4,
+    )
+    model = transformers.CanineModel(config).eval()
+    rows = torch.randint(3, 90, (4, 16), generator=torch.Generator().manual_seed(0))
+    report = prune_(model, PruneConfig(), calibration=[rows], progress=False)
+    assert report.after < report.before

@@ -95,3 +95,19 @@ def test_long_words_are_read_until_there_are_enough():
     rows = text_batches(text, lambda part: [len(w) for w in part.split()], tokens=1000, context=10)
     assert sum(row.numel() for row in rows) == 1000
     assert text_batches("漢字" * 60, lambda part: [ord(c) for c in part], tokens=50, context=10)
+
+
+def test_half_of_a_surrogate_pair_is_read(tmp_path):
+    path = tmp_path / "cut.json"
+    path.write_text('[{"text": "cut \\ud83d off"}]', encoding="utf-8")
+    text = text_of(path)
+    assert text.startswith("cut ")
+    assert len(text_batches(text, lambda part: [ord(c) for c in part], tokens=4, context=4)) == 1
+
+
+def test_a_last_token_is_no_half_word():
+    def encode(part):
+        return [len(word) for word in part.split()]
+
+    (batch,) = text_batches("a" * 39 + " " + "b" * 30 + " c", encode, tokens=2, context=2)
+    assert batch.tolist() == [[39, 30]]

@@ -17,11 +17,14 @@ from kronecker import (
     KroneckerLinear,
     KroneckerTrainer,
     PruneConfig,
+    compare,
     convert_,
     from_pretrained,
     parameter_groups,
     prune_,
 )
+from kronecker.losses import TeacherMlps
+from kronecker.report import perplexity
 from kronecker.training.parameters import factor_parameters
 from tests.support.logs import logs_of
 from tests.support.models import tiny
@@ -612,3 +615,32 @@ def test_gradients_of_every_step_are_known_where_epochs_are_logged(tmp_path):
     trainer = train(student(), tmp_path, max_steps=-1, num_train_epochs=2, logging_strategy="epoch")
     logged = [log["gradient/factors"] for log in trainer.state.log_history if "loss" in log]
     assert len(set(logged)) == 2
+
+
+def test_layers_of_a_model_without_mlps_that_run_alone_are_refused(tmp_path):
+    config = transformers.OPTConfig(
+        vocab_size=96,
+        hidden_size=16,
+        ffn_dim=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        word_embed_proj_dim=16,
+    )
+    opt = transformers.OPTForCausalLM(config)
+    with pytest.raises(ValueError, match="is more than an MLP and cannot run alone"):
+        TeacherMlps(opt, opt)
+    with pytest.raises(ValueError, match="no MLP is found in MixtralForCausalLM"):
+        TeacherMlps(tiny("mixtral"), tiny("mixtral"))
+
+
+def test_an_encoder_has_no_perplexity_and_huge_losses_have_an_infinite_one():
+    ids = torch.tensor([[3, 4, 5]])
+    config = tiny("bert").config
+    figures = compare({"encoder": transformers.BertModel(config).eval()}, [ids], runs=1)
+    with pytest.raises(ValueError, match="compare: encoder has no perplexity"):
+        _ = figures.models[0].perplexity
+    model = tiny("gpt2")
+    with torch.no_grad():
+        model.transformer.ln_f.weight *= 1e5
+    assert perplexity(model, [ids]) == float("inf")

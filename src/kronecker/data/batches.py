@@ -123,6 +123,18 @@ def check_model(operation: str, model: object) -> None:
             )
 
 
+def check_float64(operation: str, model: nn.Module) -> None:
+    """Refuse a model on a device without float64, in which weights are fitted, such as mps."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    try:
+        torch.empty(1, dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"{operation}: the device {device} has no float64, in which weights are fitted; "
+            "expected a model on the CPU"
+        ) from error
+
+
 def tokens_seen(data: Sequence[Batch], least: int) -> list[str]:
     """Say how many tokens errors were measured on, and whether a fit of this size needs more."""
     count = 0

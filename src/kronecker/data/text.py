@@ -41,6 +41,8 @@ def text_of(path: str | Path) -> str:
         text = "\n\n".join("\n".join(row) for row in rows)
     else:
         text = read_text(path, "text_of")
+    # halves of surrogate pairs, as JSON of cut texts has them, have no UTF-8
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     # UTF-16 without a mark, or a binary file, reads as text with null bytes
     if "\0" in text:
         raise ValueError(f"text_of: expected text in UTF-8 or UTF-16, got null bytes in {path}")
@@ -109,21 +111,21 @@ def text_batches(
     [torch.Size([3, 2]), torch.Size([1, 2])]
     """
     # file names have at most 255 bytes; asking for a longer one raises an OSError
-    if len(text.encode()) < 250 and "\n" not in text and Path(text).is_file():
+    if len(text.encode(errors="replace")) < 250 and "\n" not in text and Path(text).is_file():
         raise ValueError(
             f"text_batches: text is the name of a file, {text!r}; expected its text: "
             f"text_of({text!r})"
         )
-    if min(tokens, context, rows) < 1 or skip < 0:
+    if tokens < 2 or min(context, rows) < 1 or skip < 0:
         raise ValueError(
-            f"text_batches: tokens is {tokens}, context {context}, rows {rows}, skip {skip}, "
-            "expected 1 or more"
+            f"text_batches: tokens is {tokens}, context {context}, rows {rows}, skip {skip}; "
+            "expected at least 2, 1, 1 and 0"
         )
     # a guess of 20 characters a token, so that a whole book need not be encoded
     size = 20 * (tokens + skip)
     encoded = encode(text[:size])
-    # of long words
-    while isinstance(encoded, list) and len(encoded) < tokens + skip and size < len(text):
+    # more than are wanted: the last token of a cut text may be half a word
+    while isinstance(encoded, list) and len(encoded) <= tokens + skip and size < len(text):
         size *= 2
         encoded = encode(text[:size])
     if not isinstance(encoded, list):

@@ -186,16 +186,18 @@ def _simple_arguments(model: PreTrainedModel, device: torch.device) -> dict[str,
     """Two equal rows for a model that reads tokens or images."""
     config: Any = model.config
     if model.main_input_name == "input_ids":
-        text = config.get_text_config()
+        count = getattr(config.get_text_config(), "vocab_size", None)
+        if not isinstance(count, int):  # CANINE hashes ids
+            return {}
+        length = min(_TOKENS, positions_of(model) or _TOKENS)
         # from 3: the first ids are padding, start and end in many vocabularies
-        ids = (
-            torch.arange(3, 3 + min(_TOKENS, positions_of(model) or _TOKENS), device=device)
-            % text.vocab_size
-        ).expand(2, -1)
-        return {"input_ids": ids} | (
-            {"decoder_input_ids": ids} if config.is_encoder_decoder else {}
-        )
-    if model.main_input_name == "pixel_values" and hasattr(config, "image_size"):
+        ids = (torch.arange(3, 3 + length, device=device) % count).expand(2, -1)
+        simple: dict[str, object] = {"input_ids": ids}
+        if config.is_encoder_decoder:
+            simple["decoder_input_ids"] = ids
+        return simple
+    has_sizes = hasattr(config, "image_size") and hasattr(config, "num_channels")
+    if model.main_input_name == "pixel_values" and has_sizes:
         height, width = (
             config.image_size
             if isinstance(config.image_size, (tuple, list))

@@ -30,7 +30,13 @@ from .factors import fit_factors
 from .mlp import MlpWeights, Seen
 from .neurons import fit_neurons
 
-UNKNOWN = "fitted in closed form only, since what it computes between its matrices is not known"
+# what a user should know of a fit, by the name of its note
+_REMARKS = {
+    "unknown": "fitted in closed form only, since what it computes between its matrices is not "
+    "known",
+    "few": "most of its error is that of a few tokens (attention sinks), and says little of the "
+    "others",
+}
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,17 @@ class Fitted:
     error: float  # relative, squared
     order: Tensor | None = None  # of an MLP's hidden neurons, where it is another one
     notes: tuple[str, ...] = field(default=())
+
+
+def remarks_of(done: Mapping[str, Fitted]) -> list[str]:
+    """Return a line for each note, with the first part that has it and how many others do."""
+    lines = []
+    for note, text in _REMARKS.items():
+        names = [name for name, fitted in done.items() if note in fitted.notes]
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            lines.append(f"{names[0]}{more}: {text}")
+    return lines
 
 
 @torch.no_grad()
@@ -188,6 +205,8 @@ def _fitted_mlp(
         seen = block.smaller(mlp, states, keep_inputs=prune is None or descends)
     _check_seen(seen, part, operation)
     notes = ("unknown",) if weights.middle is None and descends else ()
+    if seen.is_of_few_tokens():
+        notes = (*notes, "few")
     if prune is not None:
         small, error = fit_neurons(mlp, weights, seen, part.neurons, prune)
         return Fitted(_stock_parameters(mlp, modules, small), error, notes=notes)

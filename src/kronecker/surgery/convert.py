@@ -19,7 +19,7 @@ from model_components._walk import Batch
 
 from .._eager import build, scaled
 from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig, structure_of
-from ..data.batches import batches, check_model, tokens_seen
+from ..data.batches import batches, check_float64, check_model, tokens_seen
 from ..discovery.finding import (
     COMPRESSED,
     all_or_nothing,
@@ -31,7 +31,7 @@ from ..discovery.finding import (
 )
 from ..discovery.mlps import Mlp
 from ..fitting.cache import fit_stage
-from ..fitting.fit import UNKNOWN, Fitted, Part, fit_
+from ..fitting.fit import Fitted, Part, fit_, remarks_of
 from ..fitting.tables import TableUse, low_rank_table, uses_of
 from ..init import Factors, low_rank, relative_error
 from ..layers import empty_layer
@@ -193,6 +193,12 @@ def convert_(
             "expected a call outside of it"
         )
     check_model("convert_", model)
+    check_float64("convert_", model)
+    if convertible(model) or isinstance(model, COMPRESSED):
+        raise ValueError(
+            f"convert_: the model is a single {type(model).__name__}, expected one that has it as "
+            "a submodule; or make the layer by from_linear or from_embedding"
+        )
     data = [] if calibration is None else batches(calibration, model, "convert_")
     configs = resolve(model, config, filter_fn, data[0] if data else None)
     tied = tied_modules(model)
@@ -302,9 +308,7 @@ def _fit_parts(
     errors = {name: done[part.name].error ** 0.5 for part in parts for name in part.configs}
     # least squares needs as many tokens as the widest layer has inputs
     widths = [dense(module).shape[1] for module in modules.values() if is_linear(module)]
-    notes = tokens_seen(data, max(widths, default=0))
-    notes += [f"{n}: {UNKNOWN}" for n, fit in done.items() if "unknown" in fit.notes]
-    return errors, notes
+    return errors, [*tokens_seen(data, max(widths, default=0)), *remarks_of(done)]
 
 
 def _check_each(
@@ -450,14 +454,15 @@ def _convert_alone(
         # also in the layer's own config, which is saved with the model
         config = replace(config, init="van_loan")
     layer, error = _converted(module, config, use)
+    if isinstance(layer, SmallerLinear):
+        # the bias itself and no copy: BERT ties its decoder's to another module's
+        layer.register_parameter("bias", module._parameters.get("bias"))
     put(model, name, layer)
     for other in others:
         twin = model.get_submodule(other)
         shared = empty_layer(twin, config)
-        # the bias itself and no copy: BERT ties its decoder's to another module's
         if isinstance(shared, SmallerLinear):
-            # pyrefly: ignore[bad-assignment]: a parameter, though nn.Module says Module
-            shared.bias = twin.bias
+            shared.register_parameter("bias", twin._parameters.get("bias"))
         shared._parameters.update({n: p for n, p in layer._parameters.items() if n != "bias"})
         put(model, other, shared)
     return error

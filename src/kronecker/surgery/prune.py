@@ -18,7 +18,7 @@ from model_components._report import Axes, Figure, Report, Table, bars
 from model_components._walk import Batch
 
 from ..config import PruneConfig
-from ..data.batches import batches, check_model, tokens_seen
+from ..data.batches import batches, check_float64, check_model, tokens_seen
 from ..discovery.finding import COMPRESSED, all_or_nothing
 from ..discovery.stock import (
     Changes,
@@ -29,7 +29,7 @@ from ..discovery.stock import (
 )
 from ..fitting.block import blocks_with
 from ..fitting.cache import fit_stage
-from ..fitting.fit import UNKNOWN, Fitted, Part, fit_
+from ..fitting.fit import Fitted, Part, fit_, remarks_of
 from .blocks import (
     Stack,
     block_influences,
@@ -55,9 +55,10 @@ class PrunedLayer:
     unit: str  # what is counted: hidden neurons; of a block that went parameters
     before: int
     after: int
-    # relative, of what it adds to the stream, on the smaller model's own inputs; of a block its
-    # influence
-    error: float
+    # relative, of what it adds to the stream, on the smaller model's own inputs
+    error: float | None
+    # of a block that went: 1 - cos of the hidden states before and behind it, mean over tokens
+    influence: float | None = None
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,18 @@ class PruneReport(Report):
         ]
 
     def table(self) -> Table:
-        """A row for each layer."""
-        rows = [
-            (r.name, r.unit, f"{r.before:,}", f"{r.after:,}", f"{r.error:.3f}") for r in self.layers
-        ]
-        return Table(("layer", "of", "before", "after", "error"), rows)
+        """Return a row for each layer, with the influence of blocks where some went."""
+        columns = ["layer", "of", "before", "after", "error"]
+        has_blocks = any(layer.influence is not None for layer in self.layers)
+        if has_blocks:
+            columns.append("influence")
+        rows = []
+        for one in self.layers:
+            row = [one.name, one.unit, f"{one.before:,}", f"{one.after:,}", _told(one.error)]
+            if has_blocks:
+                row.append(_told(one.influence))
+            rows.append(row)
+        return Table(columns, rows)
 
     def remarks(self) -> list[str]:
         """List what was not as asked for."""
@@ -100,9 +108,12 @@ class PruneReport(Report):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        return bars(
-            ax, "PruneReport.plot", {r.name: r.error for r in self.layers}, "relative error"
-        )
+        errors = {one.name: one.error for one in self.layers if one.error is not None}
+        return bars(ax, "PruneReport.plot", errors, "relative error")
+
+
+def _told(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
 
 
 def prune_(
@@ -167,6 +178,7 @@ def prune_(
             f"PruneConfig(keep=0.5); other structures are for convert_"
         )
     check_model("prune_", model)
+    check_float64("prune_", model)
     _refuse(model)
     walk = _Walk(model, config, batches(calibration, model, "prune_"), cache, progress)
     prune = _drop_blocks if config.chosen_method == "blocks" else _drop_neurons
@@ -216,10 +228,9 @@ class _Walk:
                 progress=bar,
                 dropped=dropped,
             )
-        unknown = [f"{n}: {UNKNOWN}" for n, fitted in done.items() if "unknown" in fitted.notes]
         # with fewer tokens than neurons the fit is perfect on them and nowhere else
         fits = tokens_seen(self.data, max((p.neurons for p in parts), default=0))
-        self.notes = (*fits, *unknown)
+        self.notes = (*fits, *remarks_of(done))
         return done
 
     def refits(self, parts: Sequence[PrunablePart]) -> list[Part]:
@@ -285,7 +296,7 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     keep = blocks_to_keep(model, stack, walk.config)
     if keep == stack.count:
         _refuse_nothing(walk.config, keep, "blocks")
-    with evaluating(model):
+    with torch.no_grad(), evaluating(model):
         influences = block_influences(*blocks_with(model, [], names, walk.data))
         gone = least_influential(influences, keep)
     stay = [i for i in range(stack.count) if i not in gone]
@@ -298,9 +309,8 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     rows = []
     for index, influence in gone.items():
         name = f"{stack.name}.{index}"
-        rows.append(
-            PrunedLayer(name, "parameters", num_parameters(model.get_submodule(name)), 0, influence)
-        )
+        size = num_parameters(model.get_submodule(name))
+        rows.append(PrunedLayer(name, "parameters", size, 0, None, influence))
     left = [p for p in parts if stack.index(p.name) in stay]
     with all_or_nothing(model, (n for p in left for n in p.modules)):
         # blocks leave the model after the fit, which runs the original as a whole

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ..discovery.finding import put
+from ..layers.linear import SmallerLinear
 from ..storage.checkpoints import compressed, dense_again, own_saving_, refuse_fading
 
 
@@ -34,9 +35,22 @@ def revert_(model: nn.Module) -> list[str]:
     layers = compressed(model)
     if not layers:
         raise ValueError(f"revert_: {type(model).__name__} has no compressed layer")
+    if "" in layers:
+        raise ValueError(
+            f"revert_: the model is a single {type(model).__name__}, expected one that has it as a "
+            "submodule; or its to_linear or to_embedding"
+        )
     # before the first layer is replaced: halfway the model would be neither
     refuse_fading(model, "revert_")
     for name, layer in dense_again(layers):
+        old = layers[name]
+        layer.train(old.training)
+        if isinstance(old, SmallerLinear):
+            # the bias itself and no copy: BERT ties its decoder's to another module's
+            layer.register_parameter("bias", old.bias)
+        factors = [p for n, p in old.named_parameters(recurse=False) if n != "bias"]
+        trains = any(factor.requires_grad for factor in factors)
+        layer.get_parameter("weight").requires_grad_(trains)
         put(model, name, layer)
     own_saving_(model)
     return list(layers)

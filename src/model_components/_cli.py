@@ -277,8 +277,12 @@ def _continue_hint(work: functools.partial[object]) -> str:
 
 def _has_checkpoints(out: Path) -> bool:
     """Return whether a training left checkpoints, in the folder or beside it."""
-    # the second is where `learn` trains
-    places = (out / "checkpoints", out.with_name(f"{out.name}.training"))
+    # the second is where `learn` trains, the others are the runs of a sweep
+    places = [
+        out / "checkpoints",
+        out.with_name(f"{out.name}.training"),
+        *out.glob("*/checkpoints"),
+    ]
     return any(any(place.glob("checkpoint-*")) for place in places)
 
 

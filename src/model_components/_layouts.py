@@ -43,7 +43,7 @@ def layouts_of(row: object, tokenizer: Any) -> list[Layout]:
     if isinstance(row, ValueError):  # a line that could not be read
         raise BadRowError(str(row))
     if not isinstance(row, Mapping):
-        raise BadRowError(f"a {type(row).__name__}")
+        raise BadRowError(f"a value of type {type(row).__name__}")
     kind = kind_of_row(row)
     if kind == "messages":
         messages = _messages(row["messages"], "role", "content")
@@ -56,6 +56,9 @@ def layouts_of(row: object, tokenizer: Any) -> list[Layout]:
     if kind == "instruction":
         return _instruction(tokenizer, row)
     fields = [str(name) for name, value in row.items() if value is not None]
+    for question, answer in (("prompt", "completion"), ("instruction", "output")):
+        if question in fields:
+            raise BadRowError(f"{question} without {answer}")
     raise BadRowError(f"the fields {', '.join(fields) or 'none'}")
 
 

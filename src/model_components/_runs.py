@@ -187,14 +187,14 @@ class RunFolder:
             and name.partition(".")[0] in self.facts  # else it is a note that the user made
         ]
         settings = [
-            f"{name} must be {_shortened(earlier.get(name))}, got {_shortened(now.get(name))}"
+            f"{name} is {_shortened(earlier.get(name))} there, got {_shortened(now.get(name))}"
             for name in different
             if not name.startswith("contents.")
         ]
         if settings:
             raise OutputError(
-                f"{self._to}: {'; '.join(settings)}, as in the run in this folder; give the same "
-                f"settings, {self._instead}"
+                f"{self._to}: the run in this folder has other settings: {'; '.join(settings)}; "
+                f"give the same settings, {self._instead}"
             )
         if different:
             names = ", ".join(name.removeprefix("contents.") for name in different)

@@ -202,7 +202,7 @@ def test_it_goes_on_where_it_was_killed_to_the_same_bits(train, monkeypatch):
 def test_checkpoints_of_another_run_are_not_taken_up(folder):
     learned()
     (folder / "out").rename(folder / "moved")
-    with pytest.raises(ValueError, match="train must be 'masks', got 'lora'"):
+    with pytest.raises(ValueError, match="train is 'masks' there, got 'lora'"):
         learned(train="lora")
     rows = (folder / DATA[0]).read_text().splitlines()
     (folder / DATA[0]).write_text("\n".join([*rows[:-1], rows[0]]))

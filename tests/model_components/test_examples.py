@@ -200,8 +200,8 @@ def test_bad_rows_are_named_in_one_error():
         TextExamples(rows, tokenizer())
     text = str(caught.value)
     for part in (
-        "the fields instruction in row 2;",
-        "a int in row 3;",
+        "instruction without output in row 2;",
+        "a value of type int in row 3;",
         "instruction that is not text in row 4;",
         "the fields prompt in row 5, 6, 7, 8, 9 and 2 more;",
         "messages that are not a list in row 12;",

@@ -61,14 +61,14 @@ def test_the_same_run_goes_on(tmp_path):
     [
         (
             {**FACTS, "seed": 1},
-            r"train to .*run: seed must be 0, got 1, as in the run in this folder; give",
+            r"train to .*run: the run in this folder has other settings: seed is 0 there, got 1; give",
         ),
-        ({**FACTS, "data": {**FACTS["data"], "hash": "2e"}}, r"data\.hash must be '1f', got '2e'"),
+        ({**FACTS, "data": {**FACTS["data"], "hash": "2e"}}, r"data\.hash is '1f' there, got '2e'"),
         (
             {**FACTS, "data": {"hash": "1f"}},
-            r"data\.files must be \['a'\], got None, as in the run in this folder",
+            r"has other settings: .*data\.files is \['a'\] there, got None",
         ),
-        ({**FACTS, "more": 1}, "more must be None, got 1"),
+        ({**FACTS, "more": 1}, "more is None there, got 1"),
     ],
 )
 def test_another_run_is_refused_by_what_differs(facts, message, tmp_path):
@@ -223,7 +223,7 @@ class Runs(RuleBasedStateMachine):
         if self.open is not None:
             self.refused(run, "another run is writing it now")
         elif self.facts not in (None, {"seed": seed}) and not fresh:
-            self.refused(run, "seed must be")
+            self.refused(run, "seed is")
         else:
             self.open = run.__enter__()
             if fresh and self.facts is not None:

@@ -39,7 +39,8 @@ def sweep(
 
     Each run has its own folder in ``out``, beside ``runs.csv``, ``table.md`` and, with matplotlib
     installed, ``sweep.png``, which are written anew after each run. The same call continues an
-    interrupted sweep, and a larger grid keeps the runs that are there. A run that fails, for
+    interrupted sweep, and a larger grid keeps the runs that are there; the tables list the runs of
+    the newest grid. A run that fails, for
     example by a loss that becomes NaN, is reported, and the next one starts.
 
     Args:
@@ -50,7 +51,7 @@ def sweep(
         out: Output folder: new, or of a sweep of the same model.
         eval_rows: Held-out rows, as for `tune`.
         judge: A judge of answers, as for `tune`; there is one by default, because a lower loss does
-            not prove better answers.
+            not prove better answers. Runs with ``answers=0`` have no score.
         progress: Show progress bars.
         **settings: Fields of `TuneConfig` that all runs share. Here ``merge`` is False by default.
 
@@ -78,12 +79,14 @@ def sweep(
             if progress:
                 print(f"sweep: {name}, {number} of {len(runs)}")
             try:
+                # without answers there is nothing to judge
+                has_answers = TuneConfig.from_dict({**shared, **one}).answers > 0
                 finished[name] = tune(
                     model,
                     rows,
                     out=out / name,
                     eval_rows=eval_rows,
-                    judge=judge,
+                    judge=judge if has_answers else None,
                     progress=progress,
                     **{**shared, **one},
                 )

@@ -96,6 +96,11 @@ def tune(
         DeadRunError: A loss or gradient is not finite.
     """
     config = TuneConfig.from_dict(settings)
+    if not isinstance(model, (str, Path)):
+        raise ValueError(
+            f"tune: expected a folder or a hub id, got a {type(model).__name__}; for a model in "
+            "memory use prepare_lora"
+        )
     check_judge(judge, config)
     folder = find_folder(model)
     tokenizer = _load_tokenizer(folder)
@@ -350,7 +355,7 @@ def _arguments(
         eval_strategy="steps",
         eval_steps=max(1, round(steps / config.evaluations)),
         eval_on_start=is_new,  # a continued run has that loss in its log
-        save_steps=_SAVE_INTERVAL,
+        save_steps=max(1, math.ceil(_SAVE_INTERVAL * steps)),
         save_total_limit=1,
         seed=config.seed,
         report_to="none",
@@ -409,8 +414,8 @@ def _save(model: Any, folder: Path, out: Path, config: TuneConfig, *, progress: 
         except ValueError as error:
             command = f"model-components lora merge {folder} {out / 'adapter'} OUT"
             return [
-                f"model was not written: {error}. The adapter is saved; to merge it later, run "
-                f"{command} with suitable flags"
+                f"model was not written: {error}. The adapter is saved; {command} merges it, and "
+                "these are its flags"
             ]
     return []
 

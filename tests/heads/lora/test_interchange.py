@@ -182,7 +182,7 @@ def test_half_precision_says_what_it_loses_and_refuses_to_lose_more(tmp_path):
         if scale == 1e-3:
             with pytest.raises(
                 ValueError,
-                match=r"merge_lora:.*torch.bfloat16 loses .* of the updates, expected at most 25%",
+                match=r"merge_lora:.*torch.bfloat16 loses .* of the updates, expected at most 25.0%",
             ):
                 merge_lora(model, tmp_path / "out", progress=False)
             assert not list(tmp_path.iterdir())

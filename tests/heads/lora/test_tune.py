@@ -1,5 +1,6 @@
 """`tune` and `sweep`: what they write, what they measure, and how they continue."""
 
+import functools
 import json
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from heads.lora import LikelihoodGain, TextExamples, sweep, tune
 from heads.lora.training import TuneTrainer
-from model_components._cli import main
+from model_components._cli import _continue_hint, main
 from model_components._examples import split_examples
 from tests.support.models import save_tokenizer, tiny
 
@@ -94,7 +95,7 @@ def test_a_finished_run_is_not_made_again(base, monkeypatch):
     again = tuned(base, "run")
     assert str(again) == str(first)
     assert again.curves == first.curves
-    with pytest.raises(ValueError, match=r"learning_rate must be None, got 1\.0, .*another folder"):
+    with pytest.raises(ValueError, match=r"learning_rate is None there, got 1\.0; .*another"):
         tuned(base, "run", learning_rate=1.0)
     with pytest.raises(ValueError, match="the data of rows have changed"):
         tuned(base, "run", rows=ROWS[1:])
@@ -217,7 +218,7 @@ def test_a_merge_that_would_lose_the_adapter_is_told(base):
         ({"judge": "gpt"}, "judge is 'gpt', expected 'likelihood_gain'"),
         ({"judge": "likelihood_gain", "answers": 0}, "answers is 0, expected 1 or more"),
         ({"rows": ROWS[:1]}, "each of the 1 examples is held out"),
-        ({"rows": [3]}, "a int in row 1"),
+        ({"rows": [3]}, "a value of type int in row 1"),
         ({"optim": "adamx"}, "adamx"),
         ({"lr_scheduler_type": "cosinus"}, "lr_scheduler_type is 'cosinus', expected one of"),
     ],
@@ -363,11 +364,15 @@ def test_a_sweep_compares_its_runs(base, capsys):
     assert (out / "table.md").read_text().startswith("| run | model | batch_size |")
     assert (out / "sweep.png").stat().st_size > 5_000
     assert "lowest held-out loss: r-" in str(report)
+    assert "all runs: model base, batch_size 4, max_steps 4, lr_scheduler_type" in str(report)
+    assert report.table().header[:4] == ["run", "learning_rate", "r", "lora_alpha"]
+    assert report.exit_status == 0
     before = (out / names[0] / "report.json").stat().st_mtime_ns
     more = sweep(base, ROWS, [grid, {"r": 2, "learning_rate": 1e30}], **options)
     assert (out / names[0] / "report.json").stat().st_mtime_ns == before
     assert list(more.failures) == ["r-2,learning_rate-1e+30"]
     assert more.rows()[-1]["verdict"] == "failed"
+    assert more.exit_status == 1
     # a run that fails for any reason does not keep the others from running
     partly = sweep(base, ROWS, {"r": [64, 4]}, **{**options, "out": base.parent / "partly"})
     assert list(partly.runs) == ["r-4"]
@@ -402,6 +407,20 @@ def test_a_sweep_of_a_data_frame_and_of_many_settings(base):
     assert (mine / "runs.csv").read_text() == "mine"
 
 
+def test_a_model_in_memory_and_rows_without_answers_are_told(base):
+    with pytest.raises(ValueError, match="tune: expected a folder or a hub id, got a Linear; for"):
+        tune(torch.nn.Linear(2, 2), ROWS, out=base.parent / "run")
+    with pytest.raises(ValueError, match="instruction without output in row 1"):
+        tuned(base, "run", rows=[{"instruction": "Name a color.", "output": None}, *ROWS])
+
+
+def test_a_sweep_without_answers_has_no_score(base):
+    options = {"out": base.parent / "sweep", "progress": False, **SHORT | {"answers": 0}}
+    (report,) = sweep(base, ROWS, {"r": [2]}, **options).runs.values()
+    assert report.score is None
+    assert report.to_dict()["verdict"] == report.verdict
+
+
 def test_the_commands_do_as_the_functions(base, capsys):
     (base.parent / "rows.json").write_text(json.dumps(ROWS))
     rows, out = base.parent / "rows.json", base.parent / "out"
@@ -413,7 +432,7 @@ def test_the_commands_do_as_the_functions(base, capsys):
     report = tune(base, rows, out=base.parent / "run", progress=False, **SHORT | {"answers": 0})
     assert f"{report.loss:.4f}" in printed
     assert main([*words, "--r", "2"]) == 1
-    assert "r must be 4, got 2" in capsys.readouterr().err
+    assert "r is 4 there, got 2" in capsys.readouterr().err
     (base.parent / "grid.yml").write_text("- {r: 2, max-steps: 2, learning-rate: [1e-3, 2e-3]}\n")
     grid, out = base.parent / "grid.yml", base.parent / "sweep"
     words = ["lora", "sweep", *map(str, (base, rows, grid, out)), "--no-progress"]
@@ -421,6 +440,10 @@ def test_the_commands_do_as_the_functions(base, capsys):
     printed = capsys.readouterr().out
     assert "learning_rate-0.001" in printed
     assert "learning_rate-0.002" in printed
+    assert "all runs: " in printed
+    # a stop in a later run has saved work in the folders of the runs
+    hint = _continue_hint(functools.partial(lambda out: None, out))
+    assert hint == "run the same command again to continue"
     grid.write_text("r")
     assert main(words) == 1
     assert "expected a YAML mapping of flags" in capsys.readouterr().err

@@ -107,6 +107,10 @@ class TuneReport(Report):
             f"in {self.out}: {', '.join(files)}",
         ]
 
+    def to_dict(self) -> dict[str, object]:
+        """Return all fields, and the verdict."""
+        return super().to_dict() | {"verdict": self.verdict}
+
     def plot(self, ax: Axes | None = None) -> Figure:
         """Plot the losses by step (extra ``plot``).
 
@@ -134,6 +138,7 @@ def read_report(out: Path) -> TuneReport:
         values = json.loads((out / REPORT).read_text(encoding="utf-8"))
         log = json.loads((out / LOG).read_text(encoding="utf-8"))
         values["notes"] = tuple(values["notes"])
+        values.pop("verdict", None)  # it follows from the log
         return TuneReport(out=out, log=tuple(log), **values)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(
@@ -188,12 +193,42 @@ class SweepReport(Report):
             rows.append(row)
         return rows
 
-    def table(self) -> Table:
-        """Return one line per run."""
+    @property
+    def exit_status(self) -> int:
+        """Return the exit status of a command that made the report: 1 if a run failed."""
+        return 1 if self.failures else 0
+
+    def whole_table(self) -> Table:
+        """Return one line per run, with all settings."""
         rows = self.rows()
         names = list(dict.fromkeys(name for row in rows for name in row))
         cells = [["" if row.get(n) is None else str(row[n]) for n in names] for row in rows]
         return Table(names, cells)
+
+    def summary(self) -> list[str]:
+        """Return the settings that all runs share."""
+        shared = {name: value for name, value in self._shared().items() if value is not None}
+        return ["all runs: " + ", ".join(f"{n} {v}" for n, v in shared.items())] if shared else []
+
+    def table(self) -> Table:
+        """Return one line per run, without the settings that all runs share."""
+        whole = self.whole_table()
+        shared = self._shared()
+        kept = [i for i, name in enumerate(whole.header) if name not in shared]
+        rows = [[row[i] for i in kept] for row in whole.rows]
+        return Table([whole.header[i] for i in kept], rows)
+
+    def _shared(self) -> dict[str, Any]:
+        """Return the settings that are the same in all of several runs."""
+        first, *others = self.settings.values()
+        if not others:
+            return {}
+        return {
+            name: value
+            for name, value in first.items()
+            # the rate of a run is shown even if all take the default of the model's size
+            if name != "learning_rate" and all(name in one and one[name] == value for one in others)
+        }
 
     def remarks(self) -> list[str]:
         """Return the best run, and the runs that failed."""
@@ -225,7 +260,7 @@ class SweepReport(Report):
 
     def write(self, out: Path) -> None:
         """Write ``runs.csv``, ``table.md`` and, with matplotlib installed, ``sweep.png``."""
-        table = self.table()
+        table = self.whole_table()
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([table.header, *table.rows])
         with new_file(out / "runs.csv", "sweep") as temporary:

@@ -191,8 +191,8 @@ def merge_lora(
     if max_lost is not None and lost > max_lost:
         worst = max(layers, key=lambda one: one.lost)
         raise ValueError(
-            f"{operation}: rounding to {stored} loses {lost:.0%} of the updates, expected at most "
-            f"{max_lost:.0%} ({worst.lost:.0%} of {worst.name}'s): use dtype=torch.float32 "
+            f"{operation}: rounding to {stored} loses {lost:.1%} of the updates, expected at most "
+            f"{max_lost:.1%} ({worst.lost:.1%} of {worst.name}'s): use dtype=torch.float32 "
             "(--dtype float32), or max_lost=None to accept it (--max-lost 1)"
         )
     state = _state(base, merged, names, chosen)

@@ -203,7 +203,7 @@ def test_bad_rows_are_named_in_one_error():
         "instruction without output in row 2;",
         "a value of type int in row 3;",
         "instruction that is not text in row 4;",
-        "the fields prompt in row 5, 6, 7, 8, 9 and 2 more;",
+        "prompt without completion in row 5, 6, 7, 8, 9 and 2 more;",
         "messages that are not a list in row 12;",
         "the role 'pilot' (expected one of system,",
         "no message of the assistant in row 14;",

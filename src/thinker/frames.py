@@ -11,7 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .functional import Band, Turn
 from .state import Context
+
+_BAND = 16
+"""Keys for each place of a band from which it is faster than torch's kernel with a mask."""
 
 
 @dataclass(frozen=True)
@@ -19,16 +23,17 @@ class Frame:
     """View of n latents: where they may look, and how far rotary positions turn them.
 
     Args:
-        read: (B or 1, 1, 1 or n, L), True where the input may be read; none: everywhere.
-        own: (B or 1, 1, n, n), which latents a latent may look at; none: all.
-        turn: (B or 1, n, h / 2) radians; none: not at all.
+        read: (B or 1, 1, 1 or n, L), True where the input may be read, or the band of it; none:
+            everywhere.
+        own: (B or 1, 1, n, n), which latents a latent may look at, or the band of them; none: all.
+        turn: Of n places; none: not at all.
         real: (B, n, 1), 1 at latents of tokens and 0 at those of padding; none: there is no padding
             among them.
     """
 
-    read: Tensor | None
-    own: Tensor | None = None
-    turn: Tensor | None = None
+    read: Tensor | Band | None
+    own: Tensor | Band | None = None
+    turn: Turn | None = None
     real: Tensor | None = None
 
     def residual(
@@ -53,8 +58,9 @@ class Frame:
         """The mask of a memory look-up: `own`, once for each write."""
         if self.own is None:
             return None
+        own = self.own.mask() if isinstance(self.own, Band) else self.own
         # each write has the keys of all n latents, in their order
-        return self.own.repeat(1, 1, 1, length // self.own.shape[-1])
+        return own.repeat(1, 1, 1, length // own.shape[-1])
 
 
 def plain_frame(context: Context) -> Frame:
@@ -65,7 +71,7 @@ def plain_frame(context: Context) -> Frame:
 def token_frame(
     context: Context,
     n: int,
-    angles: Callable[[Tensor], Tensor | None],
+    turn: Callable[[Tensor], Turn | None],
     *,
     causal: bool,
     window: int | None,
@@ -74,14 +80,23 @@ def token_frame(
 
     They look at none after them if so asked, and no farther than the window.
     """
-    place = torch.arange(context.shape[1], device=context.index.device)
+    length = context.shape[1]
+    if context.mask is None:
+        real = None
+    else:
+        # latents of padding move as well, and have no say in when a row stops
+        real = context.mask[:, -n:, None].to(context.keys_values[0][0].dtype)
+    turned = turn(context.index[:, -n:])
+    is_grid = context.index.shape[-1] > 1
+    if window is not None and not is_grid and _is_band(length, window, causal):
+        ahead = 0 if causal else window - 1
+        read, own = (_band(context, n, keys, window - 1, ahead) for keys in (length, n))
+        return Frame(read, own, turned, real)
+    place = torch.arange(length, device=context.index.device)
     # how far behind each token a latent stands: 0 is its own, below 0 comes later
     after = place[-n:, None] - place  # (n, L)
     near = torch.ones(1, *after.shape, dtype=torch.bool, device=after.device)
-    if context.index.shape[-1] > 1:
-        where = context.index
-    else:
-        where = place[None, :, None]
+    where = context.index if is_grid else place[None, :, None]
     if window is not None:
         for axis in where.to(torch.int32).unbind(-1):  # in a grid by row and by column
             near = near & ((axis[:, -n:, None] - axis[:, None]).abs() < window)
@@ -92,10 +107,28 @@ def token_frame(
         read = near[:, None]
     else:
         read = near[:, None] & context.mask[:, None, None] | (after == 0)
-    if context.mask is None:
-        real = None
-    else:
-        # latents of padding move as well, and have no say in when a row stops
-        real = context.mask[:, -n:, None].to(context.keys_values[0][0].dtype)
     # the latents are the last n of the tokens that `read` has as columns
-    return Frame(read, read[..., -n:], angles(context.index[:, -n:]), real)
+    return Frame(read, read[..., -n:], turned, real)
+
+
+def _is_band(length: int, window: int, causal: bool) -> bool:
+    """Return whether a window costs less as a band than as a mask over all keys."""
+    width = window if causal else 2 * window - 1
+    # a compiled graph must not depend on the length, and fuses what a narrow band computes
+    if torch.compiler.is_compiling():
+        return width < _BAND
+    return length >= _BAND * width
+
+
+def _band(context: Context, n: int, keys: int, behind: int, ahead: int) -> Band:
+    """The band of the last n tokens among the last ``keys``."""
+    length = context.shape[1]
+    device = context.index.device
+    own = torch.arange(length - n, length, device=device)
+    near = own[:, None] + torch.arange(-behind, ahead + 1, device=device)  # (n, W), places of keys
+    seen = ((near >= length - keys) & (near < length))[None]
+    if context.mask is not None:
+        # padding sees itself: a softmax over nothing is nan
+        itself = near == own[:, None]
+        seen = seen & context.mask[:, near.clamp(0, length - 1)] | itself
+    return Band(seen, behind, ahead)

@@ -7,7 +7,9 @@ Shapes: B batch, H heads, h = d / H, n queries, m keys, d width.
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +24,7 @@ def attention(
     keys: Tensor,  # (B, H, m, h)
     values: Tensor,  # (B, H, m, h)
     *,
-    mask: Tensor | None = None,  # (B, 1, n, m) or broadcastable, True where a query may look
+    mask: Tensor | Band | None = None,  # (B, 1, n, m) or broadcastable, True where to look
 ) -> Tensor:  # (B, n, d)
     """softmax(q kᵀ / √h) v of each head, heads side by side.
 
@@ -53,22 +55,82 @@ def attention(
             f"attention: query {list(query.shape)}, keys {list(keys.shape)}, values "
             f"{list(values.shape)}; expected (B, H, n, h), (B, H, m, h) and the keys' shape"
         )
+    if isinstance(mask, Band):
+        return mask.attend(query, keys, values)
     # only torch's plain kernel has forward-mode derivatives
     with sdpa_kernel(SDPBackend.MATH) if transforming() else nullcontext():
         output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
     return output.transpose(1, 2).flatten(2)
 
 
+@dataclass(frozen=True)
+class Band:
+    """The keys near each query: from ``behind`` places before its own to ``ahead`` after.
+
+    The last query has the last key's place. Work and memory grow with the number of queries, where
+    those of a mask grow with its product with the number of keys.
+
+    Args:
+        seen: (B or 1, n, behind + 1 + ahead), True where the query may look; each needs one place.
+        behind: Places before a query's own.
+        ahead: Places after it.
+    """
+
+    seen: Tensor
+    behind: int
+    ahead: int
+
+    def attend(
+        self,
+        query: Tensor,  # (B, H, n, h)
+        keys: Tensor,  # (B, H, m, h), m of n or more
+        values: Tensor,  # (B, H, m, h)
+    ) -> Tensor:  # (B, n, d)
+        """Return what `attention` gives with `mask`."""
+        n = query.shape[2]
+        start = keys.shape[2] - n
+        keys, values = (F.pad(x, (0, 0, self.behind, self.ahead)) for x in (keys, values))
+        # products of half precision are summed in float32, as in torch's kernel
+        wide = torch.promote_types(query.dtype, torch.float32)
+        logits = []
+        for shift in range(self.seen.shape[2]):
+            near = keys[:, :, start + shift : start + shift + n]
+            logits.append((query * near).sum(-1, dtype=wide))
+        scaled = torch.stack(logits, -1) * query.shape[-1] ** -0.5
+        weights = scaled.masked_fill(~self.seen[:, None], -math.inf).softmax(-1).to(values.dtype)
+        output = torch.zeros_like(query)
+        for shift in range(self.seen.shape[2]):
+            near = values[:, :, start + shift : start + shift + n]
+            output = output + weights[..., shift : shift + 1] * near
+        return output.transpose(1, 2).flatten(2)
+
+    def mask(self) -> Tensor:  # (B or 1, 1, n, n)
+        """Return where the queries may look among as many keys, as `attention` takes it."""
+        n = self.seen.shape[1]
+        mask = torch.zeros(len(self.seen), n, n, dtype=torch.bool, device=self.seen.device)
+        for shift, seen in enumerate(self.seen.unbind(2)):
+            offset = shift - self.behind
+            if abs(offset) < n:
+                inside = seen[:, max(0, -offset) : n - max(0, offset)]
+                mask = mask | torch.diag_embed(inside, offset)
+        return mask[:, None]
+
+
+Turn = tuple[Tensor, Tensor]
+"""Cosines and sines of the angles of `rotate`, each (B or 1, n, h / 2)."""
+
+
 def rotate(
     x: Tensor,  # (B, H, n, h)
-    angles: Tensor,  # (B or 1, n, h / 2) radians
+    turn: Turn,
 ) -> Tensor:  # (B, H, n, h)
     """Turn each pair (x_i, x_{i + h/2}) by its angle (rotary positions, Su et al. 2021).
 
-    >>> rotate(torch.ones(1, 1, 1, 2), torch.full((1, 1, 1), torch.pi / 2)).round()
+    >>> quarter = torch.full((1, 1, 1), torch.pi / 2)
+    >>> rotate(torch.ones(1, 1, 1, 2), (quarter.cos(), quarter.sin())).round()
     tensor([[[[-1., 1.]]]])
     """
-    cosine, sine = (f(angles)[:, None].to(x.dtype) for f in (torch.cos, torch.sin))
+    cosine, sine = (part[:, None].to(x.dtype) for part in turn)
     first, second = x.chunk(2, -1)
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .config import ThinkerConfig, swiglu_size
 from .flow import FlowRow
-from .functional import attention, rotate
+from .functional import Band, Turn, attention, rotate
 from .memory import KeysValues
 
 
@@ -36,7 +36,7 @@ class Attention(nn.Module):
     def project(
         self,
         source: Tensor,  # (B, L, d)
-        turn: Tensor | None = None,  # (B or 1, L, h / 2)
+        turn: Turn | None = None,  # of L places
     ) -> KeysValues:  # (B, H, L, h) twice
         """Keys and values of what is looked at."""
         projected = self.key_value(self.source_norm(source)).unflatten(-1, (2, self.num_heads, -1))
@@ -48,8 +48,8 @@ class Attention(nn.Module):
         self,
         x: Tensor,  # (B, n, d)
         keys_values: KeysValues,
-        mask: Tensor | None = None,
-        turn: Tensor | None = None,  # (B or 1, n, h / 2)
+        mask: Tensor | Band | None = None,
+        turn: Turn | None = None,  # of n places
     ) -> Tensor:  # (B, n, d)
         """Attend from ``x`` to the keys and values of `project`."""
         query = self.query(self.norm(x)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
@@ -75,8 +75,8 @@ class SelfAttention(nn.Module):
     def forward(
         self,
         x: Tensor,  # (B, n, d)
-        mask: Tensor | None = None,
-        turn: Tensor | None = None,  # (B or 1, n, h / 2)
+        mask: Tensor | Band | None = None,
+        turn: Turn | None = None,  # of n places
     ) -> Tensor:  # (B, n, d)
         """Attend from ``x`` to itself."""
         projected = self.query_key_value(self.norm(x)).unflatten(-1, (3, self.num_heads, -1))
@@ -105,8 +105,8 @@ class TokenMixing(nn.Module):
     def forward(
         self,
         x: Tensor,  # (B, n, d)
-        mask: Tensor | None = None,
-        turn: Tensor | None = None,
+        mask: Tensor | Band | None = None,
+        turn: Turn | None = None,
     ) -> Tensor:  # (B, n, d)
         """Mix the places of ``x``; a mask and angles, which attention takes, mean nothing here."""
         gate, up = self.gate_up(self.norm(x).transpose(1, 2)).chunk(2, -1)
@@ -159,10 +159,10 @@ class ThinkLayer(nn.Module):
         static: KeysValues | None,
         memory: KeysValues | None,
         *,
-        read_mask: Tensor | None = None,
+        read_mask: Tensor | Band | None = None,
         memory_mask: Tensor | None = None,
-        self_mask: Tensor | None = None,
-        turn: Tensor | None = None,
+        self_mask: Tensor | Band | None = None,
+        turn: Turn | None = None,
     ) -> Tensor:  # (B, n, d)
         """Run the parts that ``row`` asks for; a look-up in an empty memory is left out."""
         if row.read_input:

@@ -196,7 +196,7 @@ class LatentThinker(CompleteModel):
         if codes is not None:
             embedded = embedded + codes
         index = self.positions.index(tokens, mask)
-        turn = self.positions.angles(index)
+        turn = self.positions.turn(index)
         static = self.static_tokens
         return Context(
             keys_values=tuple(layer.read.project(embedded, turn) for layer in self._layers()),
@@ -452,7 +452,7 @@ class LatentThinker(CompleteModel):
         if not config.at_tokens:
             return plain_frame(context)
         return token_frame(
-            context, n, self.positions.angles, causal=config.causal, window=config.window
+            context, n, self.positions.turn, causal=config.causal, window=config.window
         )
 
     def _step(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import ThinkerConfig
-from .functional import angles
+from .functional import Turn, angles
 
 SHARED = ("random", "aligned")  # kinds whose codes are the same for input and answer
 
@@ -191,8 +191,8 @@ class Positions(nn.Module):
             return grid_index(tokens, mask, self.config.grid_width)
         return token_index(tokens, mask)[..., None]
 
-    def angles(self, index: Tensor) -> Tensor | None:  # (B or 1, n, h / 2)
-        """Angles that rotary positions turn keys and queries by.
+    def turn(self, index: Tensor) -> Turn | None:
+        """Return the turn of keys and queries by rotary positions, or None for other positions.
 
         Each axis of `index` turns an equal share of a head.
 
@@ -204,10 +204,11 @@ class Positions(nn.Module):
         axes = index.shape[-1]
         size = self.config.hidden_size // self.config.num_heads // 2 // axes
         if axes == 1:
-            return angles(index[..., 0], size)
-        return torch.cat(
-            [math.pi / 2 * angles(axis, size, base=30.0) for axis in index.unbind(-1)], -1
-        )
+            radians = angles(index[..., 0], size)
+        else:
+            by_axis = [angles(axis, size, base=30.0) for axis in index.unbind(-1)]
+            radians = torch.cat([math.pi / 2 * one for one in by_axis], -1)
+        return radians.cos(), radians.sin()
 
     def queries(self, out_len: int, places: Places, device: torch.device) -> Tensor:  # (1, O, d)
         """The queries that read the answer off, one for each of its positions."""

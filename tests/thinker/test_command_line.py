@@ -48,7 +48,7 @@ def test_train_resume_evaluate_and_draw(tmp_path, capsys):
     assert card.read_text() == "a person's own words"
     options = more
     assert main(["think", "train", "copy", *options, "--seed", "1"]) == 1  # another run's folder
-    assert "seed must be 0" in capsys.readouterr().err
+    assert "seed is 0 there" in capsys.readouterr().err
     with RunFolder(out, {}, "think train", may_change=tuple(read_json(out, "run.json"))):
         assert main(["think", "train", "copy", *options, "--iterations", "30"]) == 1
     assert "another run is writing it now" in capsys.readouterr().err

@@ -140,7 +140,8 @@ class StaticMemory(Memory):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Memory:
         """A room of its own, changed."""
-        layers = tuple((change(k), change(v)) for k, v in self.room.layers)
+        # copied: what a change returns, such as a detached tensor, may be the same storage
+        layers = tuple((change(k).clone(), change(v).clone()) for k, v in self.room.layers)
         return StaticMemory(self.size, _Room(layers, self.filled), self.filled)
 
 

@@ -371,7 +371,8 @@ class LatentThinker(CompleteModel):
                 f"{list(labels.shape)}"
             )
         if labels is not None:
-            labels = self.answers_of(labels, n_latent)
+            answered = n_latent if carry is None else carry.latents.shape[1]
+            labels = self.answers_of(labels, answered)
         if out_len is None and labels is not None:
             out_len = labels.shape[-1]
         elif out_len is None and not self.config.at_tokens:

@@ -66,7 +66,7 @@ class Run(CheckedConfig):
     schedule: Schedule = "frontier"
     batch: Whole = 64
     iterations: Whole = 500
-    lengths: tuple[int, ...] = ()
+    lengths: Annotated[tuple[int, ...], Range(least=1, most=1_000_000)] = ()
     seed: int = 0
 
     @property

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from transformers import set_seed
 
 from model_components._checkpoints import newest_whole
+from model_components._checks import Whole, check_value
 from model_components._folders import write_json
 from model_components._formats import reading
 from model_components._model_folders import CARD, card_of, complete_folder
@@ -81,6 +82,7 @@ def train(
         ValueError: The folder holds another run, or a finished one, or another run writes it now;
             settings do not fit.
     """
+    check_value("think train", "samples", samples, Whole)
     # before the model is made, for its weights are drawn at random
     set_seed(run.seed)
     # what does not fit is refused before there is a folder
@@ -97,7 +99,7 @@ def train(
         fresh=fresh,
     )
     # before the folder gets this run's settings: a card is compared with the earlier ones
-    edited = _is_edited(out)
+    edited = not fresh and _is_edited(out)
     with folder:
         _check_unfinished(out, run)
         folder.update()
@@ -270,8 +272,10 @@ def read_json(folder: Path, name: str) -> Any:
 def _run_in(folder: Path) -> Run:
     """Return the settings of the run in a folder."""
     values = read_json(folder, "run.json")
+    known = {field.name for field in fields(Run)}
     with reading(folder / "run.json", "think"):
-        return Run.from_dict({name: value for name, value in values.items() if name != "command"})
+        # without the command, and notes that the user made
+        return Run.from_dict({name: value for name, value in values.items() if name in known})
 
 
 def evaluate(

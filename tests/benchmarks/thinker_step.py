@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+import thinker.frames as frames
 from tests.benchmarks.measure import interleave, run_alone, saved_bytes
 from tests.benchmarks.results import ROOT, Row, append, latest, put
 from thinker import (
@@ -38,6 +39,8 @@ IMPLS = (
     "perceiver-pytorch",
 )
 STEPS = 8
+WINDOWS = {20: 64, 100: 16, 400: 4, 1600: 1, 10_000: 1}  # rows of each length
+LONGEST_MASK = 2000  # a mask over all keys of 10,000 tokens takes a second a step
 GUIDE = ROOT / "docs" / "thinker.md"
 SHAPES = {  # inputs: rows, width, latents, answer
     20: (64, 64, 8, 20),
@@ -263,6 +266,39 @@ def measure_exit(runs: int, device: str) -> list[Row]:
     return rows
 
 
+def measure_windows(runs: int, device: str) -> list[Row]:
+    """A step of a scan with a window of two: as a band, and as torch's kernel with a mask."""
+    rows = []
+    task = AtTokens(make_task("prefix_sum"))
+    widest = frames._BAND
+    for length, batch in WINDOWS.items():
+        data = CurriculumDataset(task, Frontier(max_length=5), holdout=0.0)
+        sizes = {"hidden_size": 32, "num_heads": 2, "causal": True, "window": 2}
+        config = ThinkerConfig(**data.sizes(length), **sizes, positions="rotary")
+        model = LatentThinker(config).eval().to(device)
+        bits = torch.randint(2, (batch, length), generator=torch.Generator().manual_seed(0))
+        tokens, mask = (x.to(device) for x in task.inputs(bits))
+
+        @torch.no_grad()
+        def run(
+            least: int, model: LatentThinker = model, tokens: Tensor = tokens, mask: Tensor = mask
+        ) -> None:
+            frames._BAND = least  # keys for each place of a band, from which it is taken
+            model(tokens, mask, n_step=STEPS)
+
+        ways: dict[str, Callable[[], None]] = {"band": lambda run=run: run(0)}
+        if length <= LONGEST_MASK:
+            ways["mask"] = lambda run=run: run(10**9)
+        times = interleave(ways, runs, device)
+        for way, measured in times.items():
+            shape = f"{batch} x {length} tokens"
+            rows.append(
+                Row.of("window", way, "forward", "float32", shape, measured, 0, device=device)
+            )
+    frames._BAND = widest
+    return rows
+
+
 def measure_data(runs: int) -> list[Row]:
     """A batch of 512 x 20, vectorised, and row by row in Python as reasoning libraries make them."""
     import random
@@ -351,6 +387,19 @@ def write_table() -> None:
         cells = [f"{b / o:.2f}" for b, o in zip(base, ours, strict=True)]
         cells += [f"{base[1] / other[1]:.2f}" for other in (plain, peer)]
         lines.append(f"| {shape} | {' | '.join(cells)} |")
+    windows = [r for r in rows if r["op"] == "window"]
+    lines += ["", "A step of a scan with `window=2`, microseconds a token:", ""]
+    lines += ["| rows x tokens | as a band | as a mask over all keys |", "|---|---|---|"]
+    for shape in dict.fromkeys(r["shape"] for r in windows):
+        of_shape = {r["impl"]: r["cpu_p50"] for r in windows if r["shape"] == shape}
+        batch_rows, length = (int(part) for part in shape.removesuffix(" tokens").split(" x "))
+        micro = [
+            f"{1e6 * float(of_shape[way]) / STEPS / batch_rows / length:.2f}"
+            if way in of_shape
+            else ""
+            for way in ("band", "mask")
+        ]
+        lines.append(f"| {shape.removesuffix(' tokens')} | {' | '.join(micro)} |")
     batch = {i: v for (op, _, _, i), v in held.items() if op == "batch"}
     exits = [r for r in rows if r["op"] == "early exit"]
     whole = next(float(r["cpu_p50"]) for r in exits if r["impl"] == "all rows")
@@ -395,6 +444,7 @@ def main(arguments: list[str] | None = None) -> None:
         for length, shape in (SHAPES if options.device == "cpu" else GPU_SHAPES).items():
             for backward in (False, True):
                 rows += measure_loop(length, shape, backward, options.runs, options.device)
+        rows += measure_windows(options.runs, options.device)
         rows += measure_exit(options.runs, options.device)
         rows += measure_data(options.runs)
         rows += measure_training(options.device, 100)

@@ -78,6 +78,10 @@ def test_train_resume_evaluate_and_draw(tmp_path, capsys):
         (6, 1),
         (6, 4),
     }
+    # a note of the user's in the settings, and a result that was damaged
+    settings = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps(settings | {"note": "mine"}))
+    assert main(["think", "evaluate", str(out), *options]) == 0
     assert main(["think", "draw", str(out)]) == 0
     assert all((out / name).stat().st_size > 5_000 for name in ("grid.png", "training.png"))
 
@@ -230,3 +234,18 @@ def test_nothing_is_not_the_default(option, tmp_path, capsys):
     assert main(["think", "train", "copy", str(tmp_path / "a"), *SHORT, option, "0"]) == 1
     assert "expected" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
+
+
+def test_what_is_damaged_does_not_stop_a_fresh_start(tmp_path):
+    words = ["think", "train", "copy", str(tmp_path / "run"), *SHORT]
+    assert main(words) == 0
+    (tmp_path / "run" / "result.json").write_text("{")
+    assert main([*words, "--fresh"]) == 0
+
+
+@pytest.mark.parametrize("flags", [["--samples", "0"], ["--lengths", "0"]])
+def test_numbers_are_checked_before_training(flags, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["think", "train", "copy", str(out), *SHORT, *flags]) == 1
+    assert "expected" in capsys.readouterr().err
+    assert not out.exists()

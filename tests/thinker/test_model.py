@@ -583,6 +583,29 @@ def test_a_carry_can_be_used_twice():
     torch.testing.assert_close(again[0], model(tokens, mask, n_step=5, out_len=6).logits)
 
 
+def test_a_detached_carry_of_a_static_memory_has_a_room_of_its_own():
+    model = model_of(memory="static", memory_size=9)
+    with torch.no_grad():
+        carry = model(*batch(), n_step=2).carry
+        detached = carry.detach()
+        _, first = (model(*batch(), n_step=2, carry=one) for one in (detached, carry))
+    grow = model_of(memory="grow")
+    grow.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        expected = grow(*batch(), n_step=2, carry=grow(*batch(), n_step=2).carry).logits
+    torch.testing.assert_close(first.logits, expected)
+
+
+def test_labels_go_with_the_latents_of_a_carry():
+    model = model_of(causal=True, num_latents=4)
+    tokens, _ = batch(padded=False)
+    labels = tokens % 10
+    whole = model(tokens, labels=labels, n_step=2, n_latent=3)
+    again = model(tokens, labels=labels, n_step=2, carry=whole.carry)
+    assert again.logits.shape[1] == 3
+    assert again.loss.isfinite()
+
+
 @torch.no_grad()
 def test_a_static_carry_is_used_once():
     model, grow = model_of(memory="static", memory_size=9), model_of(memory="grow")

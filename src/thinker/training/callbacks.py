@@ -11,6 +11,8 @@ from typing import Protocol
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
+from model_components._checks import Whole, check_value
+
 from ..curriculum import CurriculumDataset, StateDict
 from ..model import LatentThinker
 from .tally import Counts, Tally, mean_loss
@@ -80,6 +82,7 @@ class CurriculumCallback(ThinkerCallback):
     """
 
     def __init__(self, every: int = 10):
+        check_value("CurriculumCallback", "every", every, Whole)
         self.every = every
         self.before: Counts | None = None
 

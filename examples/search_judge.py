@@ -1,159 +1,140 @@
-r"""Search for the settings of a judge by Optuna (extra `search`), and train it with the best.
+r"""Search for the settings of a judge's head by Optuna (extra `search`), on a frozen encoder.
 
-The search looks at validation pairs.
+    python examples/search_judge.py --data pairs.jsonl --encoder models/encoder --trials 20
 
-    python examples/search_judge.py --trials 20 --data pairs.jsonl \
-        --encoder models/SmolLM2-135M-Instruct --depth 20
-
-Flags are those of train_judge.py. Searched for are --lr, --weight-decay, --dropout, --hidden,
---link and --pooling; what is given for them is the first trial. Trials are compared by their best
-epoch's log-loss of the validation pairs, and poor ones are cut short. OUT/search.db holds them: the
-same command goes on where it was stopped, and with more --trials goes further. With a frozen
-encoder, answers are read once for each pooling and a trial takes a minute.
+Answers are read once, and a trial takes seconds to a minute. Trials are compared by the log-loss of
+held-out prompts in their best epoch, and poor ones are cut short. OUT/search.db holds them: the
+same command goes on where it was stopped. The best settings are printed as flags of
+`model-components judge train`.
 """
 
 import argparse
-import copy
 import hashlib
 import sys
+from pathlib import Path
 from typing import Any
 
 import optuna
-import train_judge
-from optuna.trial import TrialState
+from name_a_thing import made_up, own_encoder
+from transformers import TrainingArguments
 
-from heads.pairwise import PairwiseModel
+from heads.pairwise import PairwiseModel, PairwiseTrainer, freeze_, read_pairs, split_pairs
 from model_components import DeadRunError
 
-POOLING = ["mean", "last", "mean last"]
-LINKS = ["antisymmetric", "davidson"]
 INNER = [0, 32, 128]
-WHOLE = (TrialState.COMPLETE, TrialState.PRUNED)
+LINKS = ["antisymmetric", "davidson"]
 
 
-def first_trial(given: argparse.Namespace) -> dict[str, Any]:
-    """The settings that were given, as far as they are searched for."""
-    made = {
-        "learning_rate": train_judge.rate_of(given),
-        "weight_decay": given.weight_decay,
-        "dropout": given.dropout,
-        "link": given.link,
-    }
-    return made | {"pooling": " ".join(given.pooling), "hidden": given.hidden}
-
-
-def rates(trial: optuna.Trial, given: argparse.Namespace) -> dict[str, float]:
-    """Settings of the trainer's."""
-    middle = first_trial(given)["learning_rate"]
+def searched(trial: optuna.Trial) -> dict[str, Any]:
+    """Settings of the model that a trial draws."""
     return {
-        "learning_rate": trial.suggest_float("learning_rate", middle / 5, middle * 5, log=True),
+        "dropout": trial.suggest_float("dropout", 0.05, 0.6),
+        "hidden_features": trial.suggest_categorical("hidden_features", INNER),
+        "link": trial.suggest_categorical("link", LINKS),
+    }
+
+
+def rates(trial: optuna.Trial) -> dict[str, float]:
+    """Settings of the trainer that a trial draws."""
+    return {
+        "learning_rate": trial.suggest_float("learning_rate", 2e-4, 5e-3, log=True),
         "weight_decay": trial.suggest_float("weight_decay", 1e-3, 0.3, log=True),
     }
 
 
-def settled(given: argparse.Namespace, trial: optuna.trial.BaseTrial) -> argparse.Namespace:
-    """The flags with a trial's settings."""
-    made = copy.copy(given)
-    made.dropout = trial.suggest_float("dropout", 0.05, 0.6)
-    made.hidden = trial.suggest_categorical("hidden", sorted({*INNER, given.hidden}))
-    made.link = trial.suggest_categorical("link", sorted({*LINKS, given.link}))
-    made.pooling = trial.suggest_categorical(
-        "pooling", sorted({*POOLING, " ".join(given.pooling)})
-    ).split()
-    return made
+def search(given: argparse.Namespace) -> dict[str, Any]:
+    """Run the trials, and return the best settings."""
+    pairs = read_pairs(given.data)[0] if given.data else made_up(600, seed=0)
+    encoder = given.encoder or own_encoder(given.out)
+    data: list[Any] = []
+    has_ties = any(pair.label == 2 for pair in pairs)
 
+    def new_model(trial: optuna.Trial | None = None) -> PairwiseModel:
+        options = {} if trial is None else searched(trial)
+        model = PairwiseModel.from_encoder(encoder, ties=has_ties, **options)
+        freeze_(model, "all")
+        if not data:
+            data.extend(model.dataset(part) for part in split_pairs(pairs, (0.8, 0.2)))
+        for one in data:
+            one.encode_(model, cache=given.out / "features")
+        return model
 
-def study_of(given: argparse.Namespace, parts: list[list]) -> tuple[optuna.Study, dict[str, Any]]:
-    """The study of these pairs and these flags, in OUT/search.db, and what finds it."""
-    flags = {
-        name: value for name, value in vars(given).items() if name not in train_judge.MAY_CHANGE
-    }
-    name = hashlib.sha256(repr((sorted(flags.items()), parts)).encode()).hexdigest()[:16]
-    given.out.mkdir(parents=True, exist_ok=True)
+    new_model()
+    arguments = TrainingArguments(
+        str(given.out / "checkpoints"),
+        num_train_epochs=given.epochs,
+        per_device_train_batch_size=64,
+        warmup_steps=0.1,
+        lr_scheduler_type="cosine",
+        eval_strategy="epoch",
+        save_strategy="no",
+        metric_for_best_model="log_loss",
+        greater_is_better=False,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = PairwiseTrainer(
+        args=arguments,
+        model_init=new_model,
+        train_dataset=data[0],
+        eval_dataset=data[1],
+        head_lr_ratio=1.0,
+    )
+    # other pairs or another encoder are another study
+    name = hashlib.sha256(repr((str(encoder), given.epochs, pairs)).encode()).hexdigest()[:16]
     place = {
         "storage": f"sqlite:///{given.out / 'search.db'}",
         "study_name": name,
         "load_if_exists": True,
-        "direction": "minimize",
-        "pruner": optuna.pruners.MedianPruner(n_warmup_steps=2),
     }
-    study = optuna.create_study(**place)
-    for trial in study.get_trials(states=[TrialState.RUNNING]):  # of a run that was killed
-        study.tell(trial.number, state=TrialState.FAIL)
-        study.enqueue_trial(trial.params)
-    if not study.get_trials(states=(*WHOLE, TrialState.WAITING)):
-        study.enqueue_trial(first_trial(given))
-    # the seed alone would draw again what earlier runs have tried
-    drawn = given.seed + len(study.trials)
-    return study, place | {"sampler": optuna.samplers.TPESampler(seed=drawn)}
-
-
-def search(given: argparse.Namespace) -> argparse.Namespace:
-    """The flags with the best settings."""
-    encoder, parts, _, data = train_judge.prepared(given, True)
-
-    def new_model(trial: optuna.Trial | None = None) -> PairwiseModel:
-        own = given if trial is None else settled(given, trial)
-        model = train_judge.model_of(own, parts, encoder, False)
-        if given.freeze == "all":
-            for one in data:
-                one.encode_(model, cache=given.out / "features")
-        return model
-
-    trainer = train_judge.trainer_of(given, data, keep=False, model_init=new_model)
-    study, place = study_of(given, parts)
-    done = len(study.get_trials(states=WHOLE))
+    study = optuna.create_study(direction="minimize", **place)
+    whole = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
+    done = len(study.get_trials(states=whole))
     print(f"{done} of {given.trials} trials are there")
+
+    def best_epoch(metrics: dict[str, float]) -> float:
+        earlier = trainer.state.best_metric
+        return min(metrics["eval_log_loss"], float("inf") if earlier is None else earlier)
+
     if done < given.trials:
-
-        def best_so_far(metrics: dict[str, float]) -> float:
-            held = trainer.state.best_metric  # of the epochs before this one
-            return min(metrics["eval_log_loss"], float("inf") if held is None else held)
-
         trainer.hyperparameter_search(
-            lambda trial: rates(trial, given),
-            best_so_far,
+            rates,
+            best_epoch,
             n_trials=given.trials - done,
             backend="optuna",
             catch=(DeadRunError,),
+            # the seed alone would draw again what earlier runs have tried
+            sampler=optuna.samplers.TPESampler(seed=len(study.trials)),
+            pruner=optuna.pruners.MedianPruner(n_warmup_steps=2),
             **place,
         )
-    for trial in sorted(study.get_trials(states=WHOLE[:1]), key=lambda trial: trial.value)[:5]:
-        told = (
-            f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in trial.params.items()
-        )
-        print(f"{trial.value:.4f}  {', '.join(told)}")
-    best = optuna.trial.FixedTrial(study.best_params)
-    made = settled(given, best)
-    made.lr, made.weight_decay = (
-        study.best_params["learning_rate"],
-        study.best_params["weight_decay"],
-    )
-    print(
-        f"best: --lr {made.lr:.3g} --weight-decay {made.weight_decay:.3g} --dropout "
-        f"{made.dropout:.3g} --hidden {made.hidden} --link {made.link} --pooling "
-        f"{' '.join(made.pooling)}"
-    )
-    return made
+    print(f"log-loss {study.best_value:.4f}")
+    return study.best_params
 
 
 def main() -> None:
-    parser = train_judge.parser()
-    parser.description = __doc__
-    parser.add_argument(
-        "--trials", type=int, default=20, help="in all, those of earlier runs among them"
+    """Search, and print flags."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--data", help="labeled pairs: a file or a hub id; made-up ones without it")
+    parser.add_argument("--encoder", help="a folder or a hub id; a small one without it")
+    parser.add_argument("--trials", type=int, default=20, help="in all, with those of earlier runs")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--out", type=Path, default=Path("runs/search"))
+    parser.add_argument("--smoke", action="store_true", help="a run of seconds")
     given = parser.parse_args()
-    if given.trials < 1:
-        parser.error(f"--trials is {given.trials}, expected 1 or more")
-    if given.link == "concat":
-        parser.error(
-            "--link is concat, which has no part for surface features; expected another, or "
-            "train_judge.py"
-        )
+    if min(given.trials, given.epochs) < 1:
+        parser.error("trials and epochs must be 1 or more")
     if given.smoke:
-        given.trials = min(given.trials, 3)
-    train_judge.train(search(given))
+        given.trials, given.epochs = min(given.trials, 3), 2
+    given.out.mkdir(parents=True, exist_ok=True)
+    flags = []
+    for name, value in search(given).items():
+        told = f"{value:.3g}" if isinstance(value, float) else value
+        flags.append(f"--{name.replace('_', '-')} {told}")
+    print("best: " + " ".join(flags))
 
 
 if __name__ == "__main__":
@@ -161,7 +142,5 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit("\nstopped; the same command goes on from the last whole trial")
-    except DeadRunError as error:
-        sys.exit(f"\nsearch_judge: {error}")
     except (OSError, ValueError) as error:
         sys.exit(f"search_judge: {error}")

@@ -290,8 +290,9 @@ def test_the_example_that_solves_puzzles_runs(puzzle, tmp_path):
         import solve_puzzles
 
         recipe = solve_puzzles.PUZZLES[puzzle](11, True)
+        test = next(iter(recipe.tests.values()))
         seen, tested = (
-            set(map(tuple, data.task.task.targets.tolist())) for data in (recipe.train, recipe.test)
+            set(map(tuple, data.task.task.targets.tolist())) for data in (recipe.train, test)
         )
         assert not seen & tested
         assert 0 < len(tested) < len(seen)
@@ -326,105 +327,44 @@ def test_parity_of_five_bits_becomes_parity_of_a_hundred(seed, tmp_path):
     assert right[100, 25] < 0.8
 
 
-def test_the_judge_example_runs_and_resumes(tmp_path):
-    printed = run_example("train_judge.py", "--out", tmp_path)
-    assert re.search(r"^125 pairs: accuracy [\d.]+%$", printed, re.M)
-    assert re.search(r"^a curve of length +[\d.]+%", printed, re.M)
-    assert "BertModel: packed" in printed
-    for name in ("calibration", "lengths"):
-        assert (tmp_path / f"{name}.png").stat().st_size > 5_000
-    assert json.loads((tmp_path / "metrics.json").read_text())["flip_rate"] == 0
+def test_the_judge_example_trains_and_submits(tmp_path):
     rows = []
-    for i in range(60):
-        won = dict(
-            zip(
-                ("winner_model_a", "winner_model_b", "winner_tie"),
-                [i % 3 == k for k in range(3)],
-                strict=True,
-            )
-        )
-        rows.append(
-            {"prompt": f'["Name a tool {i}."]', "response_a": "a saw", "response_b": f"an axe {i}"}
-            | won
-        )
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for i in range(120):
+        names = ("winner_model_a", "winner_model_b", "winner_tie")
+        won = dict(zip(names, [i % 3 == k for k in range(3)], strict=True))
+        asked = {"prompt": f'["Name a tool {i}."]', "response_a": "a saw"}
+        rows.append(asked | {"response_b": f"an axe {i}"} | won)
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with gzip.open(tmp_path / "test.csv.gz", "wt", newline="") as file:
         writer = csv.DictWriter(file, ["id", "prompt", "response_a", "response_b"])
         writer.writeheader()
         asked = [rows[0], rows[1] | HALF_A_SURROGATE, *rows[2:5]]
-        writer.writerows(
-            {"id": 100 + i} | {k: row[k] for k in writer.fieldnames[1:]}
-            for i, row in enumerate(asked)
-        )
-    out = tmp_path / "b"
-    options = [
-        "--data",
-        tmp_path / "rows.jsonl",
-        "--encoder",
-        tmp_path / "encoder",
-        "--batch",
-        8,
-        "--out",
-        out,
-    ]
-    options += ["--submit", tmp_path / "test.csv.gz", "--evaluate", tmp_path / "rows.jsonl"]
-    printed = run_example("train_judge.py", *options)
-    assert "60 of 60 rows" in printed
-    assert "60 pairs: accuracy" in printed
-    assert list((out / "features").rglob("*.safetensors"))
+        for i, row in enumerate(asked):
+            writer.writerow({"id": 100 + i} | {k: row[k] for k in writer.fieldnames[1:]})
+    out = tmp_path / "judge"
+    options = ["--data", data, "--out", out, "--submit", tmp_path / "test.csv.gz"]
+    printed = run_example("train_judge.py", *options, "--settings", "dropout=0.1")
+    assert "120 of 120 rows" in printed
+    assert "home: " in printed
     with (out / "submission.csv").open(newline="") as file:
         found = list(csv.DictReader(file))
     assert [row.pop("id") for row in found] == ["100", "101", "102", "103", "104"]
     assert all(abs(sum(map(float, row.values())) - 1) < 1e-4 for row in found)
-    middle = [
-        sum(float(row["winner_tie"]) for row in found if row is not found[1]) / 4,
-        float(found[1]["winner_tie"]),
-    ]
-    assert middle[0] == pytest.approx(middle[1], abs=2e-6)  # of the row that is no pair
-    last = max(
-        (out / "checkpoints").glob("checkpoint-*"),
-        key=lambda path: int(path.name.rpartition("-")[2]),
-    )
-    (last / "trainer_state.json").write_text("{")  # cut short: the one before is taken
-    printed = run_example("train_judge.py", *options, "--resume")
-    assert re.search(r"went on from .*checkpoint-3$", printed, re.M)
-    for flags in (["--resume"], []):  # the judge that is there would be lost
-        with pytest.raises(AssertionError, match=r"train_judge:.*--batch.*8.*--out"):
-            run_example("train_judge.py", *options, *flags, "--batch", 4)
-    unlabeled = tmp_path / "unlabeled.jsonl"
-    unlabeled.write_text(
-        "".join(json.dumps({k: row[k] for k in HALF_A_SURROGATE}) + "\n" for row in rows)
-    )
-    with pytest.raises(AssertionError, match=r"--evaluate.*unlabeled\.jsonl.*pairs"):
-        run_example("train_judge.py", *options, "--evaluate", unlabeled)
-    options[3:4] = [
-        tmp_path / "encoder",
-        "--freeze",
-        "bottom:1",
-        "--link",
-        "concat",
-        "--no-append-prompt",
-    ]
-    assert (out / "model" / "model.safetensors").exists()
-    options[options.index(out)] = tmp_path / "c"
-    assert "frozen: embeddings, encoder.layer.0" in run_example("train_judge.py", *options)
+    ties = [float(row["winner_tie"]) for row in found]
+    others = [tie for k, tie in enumerate(ties) if k != 1]
+    assert ties[1] == pytest.approx(sum(others) / 4, abs=2e-6)  # of the row that is no pair
+    with pytest.raises(AssertionError, match=r"train_judge: the run in .* is finished"):
+        run_example("train_judge.py", *options, "--settings", "dropout=0.1")
 
 
 def test_the_search_for_a_judge_runs_and_goes_on(tmp_path):
     pytest.importorskip("optuna", reason="needs optuna (extra search)")
     printed = run_example("search_judge.py", "--trials", 2, "--out", tmp_path)
     assert "0 of 2 trials are there" in printed
-    assert re.search(
-        r"^best: --lr [\de.-]+ --weight-decay [\d.e-]+ --dropout [\d.]+ --hidden \d+ --link",
-        printed,
-        re.M,
-    )
-    assert re.search(r"^125 pairs: accuracy [\d.]+%$", printed, re.M)
-    assert "trials are there" in (
-        again := run_example("search_judge.py", "--trials", 3, "--out", tmp_path)
-    )
-    assert "2 of 3 trials are there" in again
-    assert "# A judge on bert" in (tmp_path / "model" / "README.md").read_text()
+    assert re.search(r"^best: .*--dropout [\d.]+ .*--learning-rate [\d.e-]+", printed, re.M)
+    printed = run_example("search_judge.py", "--trials", 3, "--out", tmp_path)
+    assert "2 of 3 trials are there" in printed
 
 
 def test_the_fine_tuning_example_runs_and_goes_on(tmp_path):
@@ -530,8 +470,8 @@ def test_accelerate_runs_an_example_in_two_processes(tmp_path):
         "--smoke",
         "--encoder",
         str(encoder),
-        "--freeze",
-        "none",
+        "--settings",
+        "freeze=none",
         "--out",
         str(tmp_path / "out"),
     ]

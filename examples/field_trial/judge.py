@@ -11,15 +11,13 @@ import importlib.util
 import json
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from story import Story, begin
 
-from heads.pairwise import PairwiseModel
+from heads.pairwise import PairwiseModel, train_judge
 
 PAIRS = "alpaca_eval_pairs.jsonl.gz"
 
@@ -37,29 +35,20 @@ def encoder_of(story: Story) -> Path | None:
 
 
 def train(story: Story, encoder: Path) -> dict[str, Any]:
-    """`examples/train_judge.py` on the pairs, and its report."""
-    depth = ["--smoke"] if story.given.smoke else ["--depth", "4"]
-    out, script = story.out / "judge", Path(__file__).parents[1] / "train_judge.py"
-    command = [
-        sys.executable,
-        str(script),
-        "--data",
-        str(story.given.data / PAIRS),
-        "--encoder",
-        str(encoder),
-        "--dtype",
-        "bfloat16",
-        "--out",
-        str(out),
-        *depth,
-    ]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    found = json.loads((out / "metrics.json").read_text(encoding="utf-8"))
-    report = (out / "report.txt").read_text(encoding="utf-8")
-    rivals = re.findall(
-        r"^(a curve of length|style, boosted trees) +.*?(\d+\.\d{4}) ", report, re.M
-    )
-    told = {f"log-loss of {name}": float(loss) for name, loss in rivals}
+    """`train_judge` on the pairs, and its report."""
+    settings: dict[str, Any] = {"dtype": "bfloat16", "unseen_writers": 0}
+    if story.given.smoke:
+        settings |= {"epochs": 1}
+    else:
+        settings |= {"depth": 4}
+    out = story.out / "judge"
+    pairs = story.given.data / PAIRS
+    if not (out / "report.json").is_file():
+        train_judge(pairs, encoder, out=out, progress=False, **settings)
+    found = json.loads((out / "report.json").read_text(encoding="utf-8"))["home"]
+    told = {}
+    for name in ("a curve of length", "style, boosted trees"):
+        told[f"log-loss of {name}"] = found["rivals"][name]["log_loss"]
     return {
         "log-loss": round(found["log_loss"], 4),
         "accuracy": round(found["accuracy"], 4),

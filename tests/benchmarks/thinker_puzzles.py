@@ -1,10 +1,11 @@
 """Puzzles that were not seen in training, solved by the command of `examples/solve_puzzles.py`: 5
-seeds, or 3 of mazes.
+seeds of 4 x 4 Sudoku, 3 of the others.
 
-Beside it, for as many CPU seconds and on the same puzzles: for Sudoku the same model without
-segments, and a transformer of four layers, which has one answer and no steps; for mazes Deep
-Thinking with recall in two dimensions (Bansal et al. 2022), 20 iterations of width 32, with their
-loss for mazes: a hundredth of it progressive. Three seeds.
+Beside it, for as many CPU seconds and on the same puzzles: for Sudoku a transformer of four layers,
+which has one answer and no steps; for 4 x 4 the same model without segments; for 9 x 9 the same
+model with attention, and TRM (`thinker_trm`); for mazes Deep Thinking with recall in two dimensions
+(Bansal et al. 2022), 20 iterations of width 32, with their loss for mazes: a hundredth of it
+progressive. Three seeds.
 """
 
 from __future__ import annotations
@@ -24,14 +25,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import thinker as th
+from tests.benchmarks import thinker_trm
 from tests.benchmarks.examples import load_example, run_example
 from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
 from tests.benchmarks.thinker_anchors import DeepThinking
 
 FOUND, GUIDE = RESULTS / "thinker_puzzles.json", ROOT / "docs" / "thinker.md"
-SEEDS = {"sudoku4": (11, 12, 13, 14, 15), "maze": (11, 12, 13)}
-PUZZLES = {"sudoku4": "4 x 4 Sudoku, solutions never seen", "maze": "mazes, trained to 9 x 9"}
-SAMPLES = {"sudoku4": 512, "maze": 256}
+SEEDS = {"sudoku9": (11, 12, 13), "sudoku4": (11, 12, 13, 14, 15), "maze": (11, 12, 13)}
+PUZZLES = {
+    "sudoku9": "9 x 9 Sudoku, never seen",
+    "sudoku4": "4 x 4 Sudoku, solutions never seen",
+    "maze": "mazes, trained to 9 x 9",
+}
+TOLD = {"sudoku9": "{} clues", "maze": "{0} x {0}"}
+SAMPLES = {"sudoku9": 256, "sudoku4": 512, "maze": 256}
 
 
 class Encoder(nn.Module):
@@ -61,15 +68,15 @@ class Encoder(nn.Module):
 def points_of(made: Any, puzzle: Any, samples: int) -> list[dict[str, Any]]:
     """Shares of right cells and puzzles."""
     points = []
-    for length in puzzle.lengths:
-        batch = puzzle.test.held_out(samples, length)
+    for number, data in puzzle.tests.items():
+        batch = data.held_out(samples, number if data.task.every() is None else 1)
         counted = batch["labels"] != -100
-        for step in [1] if isinstance(made, Encoder) else puzzle.steps(length):
+        for step in [1] if isinstance(made, Encoder) else puzzle.steps(number):
             with torch.no_grad():
                 right = (made(batch["input_ids"], step).argmax(-1) == batch["labels"]) & counted
             points.append(
                 {
-                    "length": length,
+                    "length": number,
                     "steps": step,
                     "symbols": float(right.sum() / counted.sum()),
                     "rows": float((right | ~counted).all(1).float().mean()),
@@ -86,6 +93,7 @@ def rival(
     torch.manual_seed(seed)
     random.seed(seed)
     data, longest = puzzle.train, puzzle.train.schedule.max_length
+    data.segments = 1
     rate, generator, iterations = 1e-3, torch.Generator().manual_seed(seed), 0
     made = make(data.task.vocab_size, data.task.output_size)
     optimizer = torch.optim.AdamW(made.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -116,22 +124,26 @@ def rival(
     }
 
 
-def without_segments(puzzle: Any, seed: int, share: float, *, samples: int) -> dict[str, Any]:
-    """The same model, an optimizer step for each batch, as many steps of thought as four segments
-    have, at most."""
+def variant(
+    puzzle: Any, seed: int, iterations: int, *, samples: int, segments: int = 1, **model: Any
+) -> dict[str, Any]:
+    """The example's model, changed; without segments an optimizer step for each batch, of as many
+    steps of thought as four segments have, at most."""
     import tempfile
 
     from transformers import set_seed
 
     set_seed(seed)
-    data = th.CurriculumDataset(puzzle.train.task, n_step=(1, 16), holdout=0.0, seed=seed)
+    data = puzzle.train
+    if segments == 1:
+        data = th.CurriculumDataset(data.task, n_step=(1, 16), holdout=0.0, seed=seed)
     made = th.LatentThinker(
-        th.ThinkerConfig(**data.sizes() | {"latent_init": "tokens"} | puzzle.model)
+        th.ThinkerConfig(**data.sizes() | {"latent_init": "tokens"} | puzzle.model | model)
     )
     with tempfile.TemporaryDirectory() as folder:
         arguments = th.thinker_arguments(
             folder,
-            max_steps=round(puzzle.iterations * share),
+            max_steps=iterations,
             learning_rate=puzzle.learning_rate,
             warmup_steps=50,
             use_cpu=True,
@@ -139,14 +151,12 @@ def without_segments(puzzle: Any, seed: int, share: float, *, samples: int) -> d
             seed=seed,
         )
         trainer, started = (
-            th.ThinkerTrainer(made, arguments, train_dataset=data),
+            th.ThinkerTrainer(made, arguments, train_dataset=data, segments=segments),
             time.process_time(),
         )
         trainer.train()
     taken = time.process_time() - started
-    curves = th.evaluate_steps(
-        made, puzzle.test, puzzle.lengths, n_steps=puzzle.steps, samples=samples
-    )
+    curves = puzzle.measured(made, samples)
     numbers = {
         "cpu_seconds": round(taken, 1),
         "iterations": arguments.max_steps,
@@ -162,13 +172,25 @@ def others(
     if name == "maze":
         make = partial(DeepThinking, width=32, axes=2, alpha=0.01)
         return {"Deep Thinking": rival(make, puzzle, seed, seconds, samples=SAMPLES[name])}
-    share = 0.005 if smoke else 1 / 3  # takes as long as four segments of a quarter of the steps
-    return {
-        "without segments": without_segments(puzzle, seed, share, samples=SAMPLES[name]),
+    samples = SAMPLES[name]
+    cells = puzzle.train.task.input_length(1)
+    found = {
         "a transformer of 4 layers": rival(
-            partial(Encoder, cells=16), puzzle, seed, seconds, samples=SAMPLES[name]
-        ),
+            partial(Encoder, cells=cells), puzzle, seed, seconds, samples=samples
+        )
     }
+    if name == "sudoku4":
+        # takes as long as four segments of a quarter of the steps
+        iterations = 16 if smoke else puzzle.iterations // 3
+        found["without segments"] = variant(puzzle, seed, iterations, samples=samples)
+    else:
+        # a step of attention takes 1.6 times as long as one of the MLP
+        iterations = 8 if smoke else round(puzzle.iterations / 1.6)
+        attention = {"segments": 4, "mixer": "attention"}
+        found["with attention"] = variant(puzzle, seed, iterations, samples=samples, **attention)
+        puzzle.train.segments = 1
+        found["TRM"] = thinker_trm.run(puzzle, seed, seconds, samples=samples)
+    return found
 
 
 def percent(values: list[float]) -> str:
@@ -184,8 +206,9 @@ def write_table() -> None:
     lines: list[str] = []
     for name, entry in found.items():
         points = entry["runs"]["LatentThinker"][0]["points"]
-        lengths = sorted({p["length"] for p in points})
-        steps = [p["steps"] // lengths[0] for p in points if p["length"] == lengths[0]]
+        lengths = list(dict.fromkeys(p["length"] for p in points))
+        side = lengths[0] if name == "maze" else 1
+        steps = [p["steps"] // side for p in points if p["length"] == lengths[0]]
         heads = [f"{s} step{'s' * (s > 1)}{' a side' * (name == 'maze')}" for s in steps]
         lines += [
             f"| {PUZZLES[name]} | CPU s | {' | '.join(heads)} |",
@@ -195,17 +218,18 @@ def write_table() -> None:
             for model, runs in entry["runs"].items():
                 cells = []
                 for step in steps:
+                    after = step * length if name == "maze" else step
                     own = [
                         [
                             p["rows"]
                             for p in r["points"]
-                            if (p["length"], p["steps"]) == (length, step * length)
+                            if (p["length"], p["steps"]) == (length, after)
                         ]
                         for r in runs
                     ]
                     cells.append(percent([p[0] for p in own]) if all(own) else "")
                 seconds = statistics.median(r["cpu_seconds"] for r in runs)
-                which = f"{model}, {length} x {length}" if len(lengths) > 1 else model
+                which = f"{model}, {TOLD[name].format(length)}" if len(lengths) > 1 else model
                 lines.append(f"| {which} | {seconds:.0f} | {' | '.join(cells)} |")
         place = f"{entry['hardware']}, one thread; measured {entry['date']} at {entry['commit']}."
         count = SAMPLES[name]

@@ -74,6 +74,7 @@ PAGES = (
             "tasks.TensorTask",
             "tasks.sudoku_difficulty",
             "tasks.sudoku_puzzles",
+            "tasks.sudoku_fill",
             "tasks.sudoku_shuffle",
             "training.CurriculumCallback",
             "training.ThinkerCallback",

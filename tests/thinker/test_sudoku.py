@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from thinker.tasks import sudoku_difficulty, sudoku_puzzles, sudoku_shuffle
+from thinker.tasks import sudoku_difficulty, sudoku_fill, sudoku_puzzles, sudoku_shuffle
 
 
 def allowed(cells, place, side, box):
@@ -195,3 +195,18 @@ def test_what_cannot_be_made_is_refused(name, value, needed):
         ValueError, match=f"sudoku_puzzles: {name} is {value!r}, expected .*{needed}"
     ):
         sudoku_puzzles(**{"count": 1, name: value})
+
+
+def test_training_sees_every_number_of_clues():
+    puzzles, answers = sudoku_puzzles(40, clues=30)
+    augment = sudoku_shuffle(3, clues=(30, 56))
+    others, solved = augment(torch.Generator().manual_seed(0), puzzles, answers)
+    counts = (others > 0).sum(1)
+    assert counts.min() < 36
+    assert counts.max() > 50
+    assert counts.max() <= 56
+    assert bool(((others == 0) | (others == solved)).all())
+    filled = sudoku_fill(torch.Generator().manual_seed(0), puzzles, answers, 20)
+    assert torch.equal(filled, puzzles)  # they have more
+    with pytest.raises(ValueError, match="sudoku_shuffle: clues is"):
+        sudoku_shuffle(2, clues=(4, 17))

@@ -1,8 +1,9 @@
 from .config import PairwiseConfig
 from .data.collate import PairwiseCollator, PairwiseDataset
-from .data.rows import read_pairs
+from .data.rows import each_pair, read_pairs
 from .functional import pairwise_loss
 from .inference import bradley_terry, predict_pairs
+from .judge_config import JudgeConfig
 from .layers import PairwiseHead
 from .model import PairwiseModel
 from .packing import check_packing
@@ -13,10 +14,12 @@ from .report.metrics import pairwise_metrics
 from .surgery import freeze_
 from .training.guard import DeadRunGuard
 from .training.parameters import parameter_groups
+from .training.run import train_judge
 from .training.trainer import PairwiseTrainer
 
 __all__ = [
     "DeadRunGuard",
+    "JudgeConfig",
     "Pair",
     "PairwiseCollator",
     "PairwiseConfig",
@@ -29,6 +32,7 @@ __all__ = [
     "bradley_terry",
     "calibrate_",
     "check_packing",
+    "each_pair",
     "freeze_",
     "pairwise_loss",
     "pairwise_metrics",
@@ -37,4 +41,5 @@ __all__ = [
     "predict_pairs",
     "read_pairs",
     "split_pairs",
+    "train_judge",
 ]

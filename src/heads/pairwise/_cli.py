@@ -1,4 +1,4 @@
-"""Commands: judge pairs, judge rank, judge report."""
+"""Commands: judge train, judge pairs, judge rank, judge report."""
 
 from __future__ import annotations
 
@@ -16,12 +16,52 @@ from model_components._report import Report
 from model_components._rows import each_row
 
 from .choices import CLASSES
+from .judge_config import JudgeConfig
 
 if TYPE_CHECKING:
     from .data.rows import Pair
     from .model import PairwiseModel
 
 Row = dict[str, Any]
+
+
+def train(
+    file: str,
+    out: Path,
+    /,
+    *,
+    encoder: str,
+    judge_config: JudgeConfig,
+    columns: tuple[str, ...] = (),
+    run_flags: RunFlags,
+) -> Report | None:
+    """Train a judge on labeled pairs; write it with a report of what its verdicts are worth.
+
+    To continue an interrupted run, give the same command again.
+
+    Args:
+        file: File or hub id of labeled pairs: JSON, JSON lines, CSV, TSV or parquet, with prompt,
+            a, b and label, or in the formats of the Chatbot Arena, of chosen and rejected answers,
+            or of AlpacaEval.
+        out: Output folder: a new path, or the folder of a run to continue.
+        encoder: Folder or hub id of an encoder or a language model.
+        judge_config: Settings of the run.
+        columns: Names of FILE's columns, if they are others, as FIELD=COLUMN, for example
+            prompt=question a=first b=second label=better.
+        run_flags: Where to compute, and whether to show progress.
+    """
+    from .training.run import train_judge
+
+    where = find_device(run_flags.device, "judge train")
+    return train_judge(
+        file,
+        encoder,
+        out=out,
+        columns=_columns(columns),
+        device=where,
+        progress=run_flags.progress,
+        **judge_config.to_dict(),
+    )
 
 
 def pairs(

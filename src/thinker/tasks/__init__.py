@@ -6,7 +6,7 @@ Importing this puts the package's own under their names.
 from . import arithmetic, puzzles, sequences  # noqa: F401
 from .at_tokens import AtTokens
 from .sequences import SequenceTask
-from .sudoku import sudoku_difficulty, sudoku_puzzles, sudoku_shuffle
+from .sudoku import sudoku_difficulty, sudoku_fill, sudoku_puzzles, sudoku_shuffle
 from .task import TASKS, Sample, Task, make_task, register_task
 from .tensors import TensorTask
 
@@ -20,6 +20,7 @@ __all__ = [
     "make_task",
     "register_task",
     "sudoku_difficulty",
+    "sudoku_fill",
     "sudoku_puzzles",
     "sudoku_shuffle",
 ]

@@ -105,8 +105,32 @@ def sudoku_difficulty(
     return ["easy" if e else "medium" if m else "hard" for e, m in zip(easy, medium, strict=True)]
 
 
+def sudoku_fill(
+    generator: torch.Generator,
+    puzzles: Tensor,  # (N, L)
+    solutions: Tensor,  # (N, L)
+    clues: int | Tensor,  # or (N,)
+) -> Tensor:  # (N, L)
+    """Fill in digits of the solutions, at random places, until puzzles have so many clues.
+
+    Puzzles that have as many stay as they are.
+
+    >>> puzzles, solutions = sudoku_puzzles(2, box=2)
+    >>> filled = sudoku_fill(torch.Generator().manual_seed(0), puzzles, solutions, 12)
+    >>> (filled > 0).sum(1).tolist(), bool(((filled == 0) | (filled == solutions)).all())
+    ([12, 12], True)
+    """
+    is_empty = puzzles == 0
+    wanted = torch.as_tensor(clues, device=puzzles.device).expand(len(puzzles))
+    missing = wanted - (~is_empty).sum(1)
+    drawn = torch.rand(puzzles.shape, generator=generator, device=generator.device)
+    # the rank of each empty cell among those of its puzzle; given ones come last
+    rank = drawn.masked_fill(~is_empty, 2.0).argsort(1).argsort(1)
+    return torch.where(is_empty & (rank < missing[:, None]), solutions, puzzles)
+
+
 def sudoku_shuffle(
-    box: int = 3,
+    box: int = 3, *, clues: tuple[int, int] | None = None
 ) -> Callable[[torch.Generator, Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Make another puzzle of each.
 
@@ -116,11 +140,18 @@ def sudoku_shuffle(
 
     Args:
         box: Side of a box.
+        clues: Fewest and most clues: for each puzzle a number is drawn, and `sudoku_fill` fills in
+            as many. A model that sees all numbers at once learns from the easy puzzles what it
+            needs for the hard ones. Default: puzzles keep theirs.
 
     Returns:
         A function of (generator, puzzles (N, L), solutions (N, L)), as `TensorTask` takes for
         ``augment``.
     """
+    if clues is not None and not 0 <= clues[0] <= clues[1] <= box**4:
+        raise ValueError(
+            f"sudoku_shuffle: clues is {clues!r}, expected two numbers in order, at most {box**4}"
+        )
     side = box**2
 
     def lines(generator: torch.Generator, rows: int) -> Tensor:  # (N, S)
@@ -142,6 +173,10 @@ def sudoku_shuffle(
         names = torch.rand(n, side, generator=generator, device=device).argsort(1) + 1
         names = torch.cat([torch.zeros_like(names[:, :1]), names], 1)
         puzzles, solutions = (names.gather(1, x.gather(1, cells)) for x in (puzzles, solutions))
+        if clues is not None:
+            fewest, most = clues
+            wanted = fewest + integers(generator, most - fewest + 1, n)
+            puzzles = sudoku_fill(generator, puzzles, solutions, wanted)
         return puzzles, solutions
 
     return shuffle

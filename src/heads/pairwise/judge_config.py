@@ -1,0 +1,78 @@
+"""`JudgeConfig`: the settings of `train_judge`.
+
+Importing this loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from model_components._checks import CheckedConfig, MaybeWhole, Range, Whole, problem
+
+from .choices import Link, Pooling, Surface
+
+SURFACE: tuple[Surface, ...] = ("length", "style", "overlap")
+Rate = Annotated[float | None, Range(above=0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeConfig(CheckedConfig):
+    """Settings of `train_judge`.
+
+    Args:
+        freeze: What of the encoder stays as it is: all, bottom:6 or so, embeddings or none. A
+            frozen encoder reads each answer once.
+        depth: Number of the encoder's layers to use, from the lowest; default: all.
+        dtype: Dtype of the encoder's weights; bfloat16 for one that stays frozen.
+        link: From features to a verdict, as in PairwiseConfig.
+        pooling: Which hidden states of an answer are read, as in PairwiseConfig.
+        surface: What the head is told beside the encoder's states: length, style, overlap.
+        max_tokens: Most tokens of prompt and answer; default: what the encoder takes.
+        hidden_features: Inner width of the head; 0: 64 with antisymmetric, else a linear head.
+        dropout: Dropout on the features and inside the head.
+        epochs: Most passes over the pairs; default: 8, and 3 where the encoder trains.
+        batch_size: Pairs of a step.
+        learning_rate: Peak of the rate; default: 1e-3, and 3e-5 where the encoder trains.
+        head_lr_ratio: Rate of the head over that of an encoder that trains.
+        layer_decay: Factor of the rate from each layer of the encoder to the one below.
+        weight_decay: Weight decay.
+        held_out: Fraction of the prompts in each of three parts: one chooses the epoch, one the
+            temperature, one is judged in the report.
+        unseen_writers: Number of answering models that are held out whole, whose pairs are judged
+            apart; default: a sixth of them if six or more are named.
+        seed: Seed of the split, the head and the order of pairs.
+
+    Raises:
+        ValueError: A value has another type or is out of range.
+    """
+
+    freeze: str = "all"
+    depth: MaybeWhole = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    link: Link = "antisymmetric"
+    pooling: tuple[Pooling, ...] = ("mean", "last")
+    surface: tuple[Surface, ...] = SURFACE
+    max_tokens: MaybeWhole = None
+    hidden_features: Annotated[int, Range(least=0)] = 0
+    dropout: Annotated[float, Range(least=0, below=1)] = 0.3
+    epochs: MaybeWhole = None
+    batch_size: Whole = 64
+    learning_rate: Rate = None
+    head_lr_ratio: Annotated[float, Range(above=0)] = 30.0
+    layer_decay: Annotated[float, Range(above=0, most=1)] = 1.0
+    weight_decay: Annotated[float, Range(least=0)] = 0.05
+    held_out: Annotated[float, Range(above=0, most=0.25)] = 0.1
+    unseen_writers: Annotated[int | None, Range(least=0)] = None
+    seed: Annotated[int, Range(least=0)] = 0
+
+    def problems(self) -> Iterator[str]:
+        """Yield what does not go together."""
+        if self.link == "concat" and self.surface:
+            yield problem(self, "surface", "none of them for link='concat'")
+
+    @property
+    def trains_encoder(self) -> bool:
+        """Return whether a part of the encoder trains."""
+        return self.freeze != "all"

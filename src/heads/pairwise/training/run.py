@@ -1,0 +1,340 @@
+"""`train_judge`: from a file of labeled pairs to a judge, and what its verdicts are worth."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from transformers import EarlyStoppingCallback, TrainingArguments, set_seed
+
+from model_components._checkpoints import newest_whole
+from model_components._folders import new_file, write_json
+from model_components._hub import find_folder
+from model_components._report import Axes, Figure, Report, Table
+from model_components._runs import RunFolder
+
+from ..data.collate import PairwiseDataset
+from ..data.rows import read_pairs
+from ..judge_config import JudgeConfig
+from ..model import PairwiseModel
+from ..pairs import Pair, split_pairs
+from ..report.baselines import needs_scikit_learn
+from ..report.evaluation import (
+    CalibrationReport,
+    PairwiseReport,
+    calibrate_,
+    pairwise_report,
+)
+from ..surgery import freeze_
+from .trainer import PairwiseTrainer
+
+_RESULTS = ("report.json", "report.txt", "calibration.png", "model")
+_FEWEST = 6  # writers, from which some are held out
+_EVERYWHERE = 0.5  # share of the pairs from which a writer is the one that all others meet
+
+
+@dataclass(frozen=True)
+class JudgeReport(Report):
+    """The result of `train_judge`.
+
+    Attributes:
+        out: The output folder; the judge is in its ``model``.
+        home: The judge on held-out prompts, beside baselines.
+        away: The same on pairs of answering models that no training pair is of; None: there are
+            too few such models.
+        unseen: The names of these models.
+        calibration: The temperature.
+        read: What was read, one line.
+    """
+
+    out: Path
+    home: PairwiseReport
+    away: PairwiseReport | None
+    unseen: tuple[str, ...]
+    calibration: CalibrationReport
+    read: str
+
+    def summary(self) -> list[str]:
+        """Return what was read, and the temperature."""
+        return [self.read, *self.calibration.summary()]
+
+    def table(self) -> Table:
+        """Return a row for each set of pairs: the judge beside its strongest rival."""
+        rows = []
+        for name, report in self._sets().items():
+            metrics = report.metrics
+            rival = _strongest(report)
+            rows.append(
+                (
+                    name,
+                    str(metrics.pairs),
+                    f"{metrics.accuracy:.1%}",
+                    f"{metrics.log_loss:.4f}",
+                    f"{metrics.calibration_error:.3f}",
+                    f"{rival.name} {rival.log_loss:.4f}",
+                    f"{rival.gain:+.4f} ± {rival.error:.4f}",
+                )
+            )
+        header = ("pairs of", "number", "accuracy", "log-loss", "calibration error")
+        return Table((*header, "strongest rival", "the judge's gain"), rows)
+
+    def remarks(self) -> list[str]:
+        """Return where the judge is worth its price, and the paths of the files."""
+        lines = []
+        for name, report in self._sets().items():
+            rival = _strongest(report)
+            # nan where all pairs are of one prompt: no claim either
+            if rival.gain > 2 * rival.error:
+                lines.append(f"{name}: better than {rival.name} by more than two standard errors")
+            else:
+                lines.append(f"{name}: not better than {rival.name} by two standard errors")
+        if self.away is None:
+            lines.append(
+                "away: not measured, as fewer than six answering models are named; verdicts on "
+                "answers of other models may be worth less"
+            )
+        else:
+            lines.append(f"away is of pairs with {', '.join(self.unseen)}")
+        files = [name for name in _RESULTS if (self.out / name).exists()]
+        return [*lines, f"in {self.out}: {', '.join(files)}"]
+
+    def _sets(self) -> dict[str, PairwiseReport]:
+        sets = {"home": self.home}
+        if self.away is not None:
+            sets["away"] = self.away
+        return sets
+
+    def plot(self, ax: Axes | None = None) -> Figure:
+        """Plot accuracy by confidence at home (extra ``plot``).
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        return self.home.plot(ax)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table's figures, for JSON."""
+        found: dict[str, Any] = {"read": self.read, "temperature": self.calibration.temperature}
+        for name, report in self._sets().items():
+            rivals = {}
+            for rival in report.rivals:
+                rivals[rival.name] = {
+                    "log_loss": round(rival.log_loss, 4),
+                    "gain": round(rival.gain, 4),
+                    "error": round(rival.error, 4),
+                }
+            found[name] = report.metrics.to_dict() | {"rivals": rivals}
+        return found | {"unseen": list(self.unseen)}
+
+
+def _strongest(report: PairwiseReport) -> Any:
+    return min(report.rivals, key=lambda rival: rival.log_loss)
+
+
+def train_judge(
+    pairs: str | Path | Iterable[Mapping[str, object]] | Sequence[Pair],
+    encoder: str | Path,
+    *,
+    out: str | Path,
+    columns: Mapping[str, str] | None = None,
+    device: str = "cpu",
+    progress: bool = True,
+    **settings: Any,
+) -> JudgeReport | None:
+    """Train a judge of which of two answers is better, and report what its verdicts are worth.
+
+    Prompts are held out in three parts: one chooses the epoch, one the temperature, one is judged
+    beside baselines that need no encoder. Where six or more answering models are named, some of
+    them are held out whole: the judge is away from home on their answers.
+
+    ``out`` gets ``model`` (which `PairwiseModel.from_pretrained` loads, with the report as its
+    card), ``report.txt``, ``report.json`` and, with matplotlib installed, ``calibration.png``. What
+    a frozen encoder has read is kept in ``features``. The same call continues an interrupted run.
+
+    Args:
+        pairs: A file of labeled pairs, rows, or `Pair`s; see `read_pairs` for the formats.
+        encoder: Folder or hub id of an encoder or a language model.
+        out: Output folder: new, or of the same unfinished run.
+        columns: Names of the columns, as for `read_pairs`.
+        device: Where to compute.
+        progress: Show progress bars.
+        **settings: Fields of `JudgeConfig`.
+
+    Returns:
+        The judge at home and away beside its rivals; None in processes other than the first.
+
+    Raises:
+        ValueError: A setting, the pairs or the encoder do not fit; the run in ``out`` is another's,
+            or finished. Nothing has been trained then.
+        ImportError: scikit-learn is not installed (extra ``judge``).
+        DeadRunError: A loss is not finite, or training learns nothing.
+    """
+    config = JudgeConfig.from_dict(settings)
+    needs_scikit_learn("train_judge")
+    labeled, read = _labeled(pairs, columns)
+    folder = find_folder(encoder, operation="train_judge")
+    out = Path(out)
+    set_seed(config.seed)
+    parts, away, unseen = _split(labeled, config)
+    model = _model(folder, labeled, config, device)
+    data = [model.dataset(part, progress=progress) for part in (*parts, *([away] if away else []))]
+    run = RunFolder(
+        out,
+        {"encoder": str(encoder), **config.to_dict()},
+        "judge train",
+        contents={"pairs": xxhash.xxh3_128_hexdigest(repr(labeled).encode())},
+        checkpoints="checkpoints",
+        results=_RESULTS,
+        fresh=None,
+    )
+    with run:
+        if (out / "report.json").is_file():
+            raise ValueError(
+                f"train_judge: the run in {out} is finished, see its report.txt; name another "
+                "folder"
+            )
+        if not config.trains_encoder:
+            for one in data:
+                one.encode_(model, cache=out / "features", progress=progress)
+        trainer = _trainer(model, data[0], data[1], out, config, device, progress)
+        checkpoint = newest_whole(out / "checkpoints", "train_judge")
+        trainer.train(resume_from_checkpoint=checkpoint)
+        if not trainer.is_world_process_zero():
+            return None
+        calibration = calibrate_(model, data[2], progress=progress)
+        seen = [pair for part in parts[:3] for pair in part]
+        home, *others = [
+            pairwise_report(model, one, train=seen, progress=progress) for one in data[3:]
+        ]
+        elsewhere = others[0] if others else None
+        report = JudgeReport(out, home, elsewhere, unseen, calibration, read)
+        model.save_pretrained(out / "model", report=home)
+        _write(report, out)
+    return report
+
+
+def _labeled(pairs: Any, columns: Mapping[str, str] | None) -> tuple[list[Pair], str]:
+    """Return labeled pairs, and a line on what was read."""
+    if isinstance(pairs, list) and pairs and all(isinstance(pair, Pair) for pair in pairs):
+        labeled, read = pairs, f"{len(pairs)} pairs"
+    else:
+        labeled, report = read_pairs(pairs, columns=columns)
+        read = str(report)
+    bare = sum(pair.label is None for pair in labeled)
+    if bare:
+        raise ValueError(f"train_judge: expected labeled pairs, got {bare} without a label")
+    return labeled, read
+
+
+def _split(
+    pairs: list[Pair], config: JudgeConfig
+) -> tuple[list[list[Pair]], list[Pair], tuple[str, ...]]:
+    """Return training, epoch, temperature and test pairs; those away, and whose they are."""
+    counts = Counter(name for pair in pairs for name in pair.writers if name)
+    names = sorted(name for name, n in counts.items() if n < _EVERYWHERE * len(pairs))
+    held = config.unseen_writers
+    if held is None:
+        held = len(names) // 6 if len(names) >= _FEWEST else 0
+    if held >= len(names) and held:
+        raise ValueError(
+            f"train_judge: unseen_writers is {held}, expected fewer than the {len(names)} "
+            "answering models that the pairs name"
+        )
+    unseen = tuple(sorted(random.Random(config.seed).sample(names, held)))
+    away = [pair for pair in pairs if set(unseen) & set(pair.writers)]
+    near = [pair for pair in pairs if not set(unseen) & set(pair.writers)]
+    share = config.held_out
+    parts = split_pairs(near, (1 - 3 * share, share, share, share), seed=config.seed)
+    # a prompt of the training pairs would not be away from home in every way
+    asked = {str(pair.prompt) for part in parts[:3] for pair in part if pair.prompt}
+    fresh = [pair for pair in away if str(pair.prompt) not in asked]
+    return parts, fresh or away, unseen
+
+
+def _model(folder: Path, pairs: list[Pair], config: JudgeConfig, device: str) -> PairwiseModel:
+    has_ties = any(
+        pair.label[2] > 0 if isinstance(pair.label, tuple) else pair.label == 2 for pair in pairs
+    )
+    model: Any = PairwiseModel.from_encoder(
+        folder,
+        dtype=getattr(torch, config.dtype),
+        depth=config.depth,
+        link=config.link,
+        pooling=list(config.pooling),
+        surface=list(config.surface),
+        max_tokens=config.max_tokens,
+        hidden_features=config.hidden_features,
+        dropout=config.dropout,
+        ties=has_ties,
+    )
+    freeze_(model, config.freeze)
+    return model.to(device)
+
+
+def _trainer(
+    model: PairwiseModel,
+    train: PairwiseDataset,
+    held_out: PairwiseDataset,
+    out: Path,
+    config: JudgeConfig,
+    device: str,
+    progress: bool,
+) -> PairwiseTrainer:
+    tunes = config.trains_encoder
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if config.batch_size % world:
+        raise ValueError(
+            f"train_judge: batch_size is {config.batch_size}, expected a multiple of {world}, the "
+            "number of processes"
+        )
+    arguments = TrainingArguments(
+        str(out / "checkpoints"),
+        num_train_epochs=config.epochs or (3 if tunes else 8),
+        per_device_train_batch_size=config.batch_size // world,
+        learning_rate=config.learning_rate or (3e-5 if tunes else 1e-3),
+        warmup_steps=0.1,
+        lr_scheduler_type="cosine",
+        weight_decay=config.weight_decay,
+        seed=config.seed,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="log_loss",
+        greater_is_better=False,
+        logging_steps=50,
+        report_to="none",
+        use_cpu=device == "cpu",
+        disable_tqdm=not progress,
+    )
+    return PairwiseTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=train,
+        eval_dataset=held_out,
+        layer_decay=config.layer_decay,
+        # a frozen encoder has no rate that the head's could be larger than
+        head_lr_ratio=config.head_lr_ratio if tunes else 1.0,
+        callbacks=[EarlyStoppingCallback(3)],
+    )
+
+
+def _write(report: JudgeReport, out: Path) -> None:
+    """Write the picture, the text and, last, the figures, which mark the run as finished."""
+    if importlib.util.find_spec("matplotlib") is not None:
+        with new_file(out / "calibration.png", "train_judge") as temporary:
+            report.plot().savefig(temporary, format="png")
+    texts = [str(report), "At home:", str(report.home)]
+    if report.away is not None:
+        texts += ["Away:", str(report.away)]
+    with new_file(out / "report.txt", "train_judge") as temporary:
+        temporary.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+    write_json(out / "report.json", report.to_dict(), "train_judge")

@@ -1,0 +1,133 @@
+"""`train_judge`: what it writes, what it holds out, and how it continues."""
+
+import json
+
+import pytest
+import torch
+from tests.heads.pairwise.support import encoder_of, pairs_of, tokenizer_of
+from transformers import TrainerCallback
+
+from heads.pairwise import Pair, PairwiseModel, train_judge
+from heads.pairwise.judge_config import JudgeConfig
+from heads.pairwise.training.run import PairwiseTrainer, _split
+from model_components._cli import main
+
+SHORT = {"epochs": 3, "batch_size": 16, "surface": ("length",), "progress": False}
+
+
+@pytest.fixture
+def encoder(tmp_path):
+    encoder_of("bert").save_pretrained(tmp_path / "encoder")
+    tokenizer_of().save_pretrained(tmp_path / "encoder")
+    return tmp_path / "encoder"
+
+
+def written(count=160, writers=8):
+    """Pairs of several answering models, one of which all others meet."""
+    found = []
+    for number, pair in enumerate(pairs_of(count)):
+        names = (f"m{number % writers}", "everywhere")
+        found.append(Pair(*pair[:4], names if number % 2 else names[::-1]))
+    return found
+
+
+def test_it_writes_a_judge_and_says_what_it_is_worth(encoder, tmp_path):
+    pytest.importorskip("matplotlib", reason="needs matplotlib (extra plot)")
+    out = tmp_path / "judge"
+    report = train_judge(written(), encoder, out=out, **SHORT)
+    assert len(report.unseen) == 1
+    assert report.away.metrics.pairs > 0
+    text = (out / "report.txt").read_text()
+    assert text.startswith(f"160 pairs\n{report.calibration.summary()[0]}")
+    assert "the judge's gain" in text
+    assert f"away is of pairs with {report.unseen[0]}" in text
+    assert (out / "calibration.png").stat().st_size > 5_000
+    found = json.loads((out / "report.json").read_text())
+    assert found["home"]["flip_rate"] == 0
+    assert found["away"]["rivals"]["a curve of length"]["log_loss"] > 0
+    judge = PairwiseModel.from_pretrained(out / "model").eval()
+    assert float(judge.head.temperature) == pytest.approx(report.calibration.temperature)
+    assert "accuracy" in (out / "model" / "README.md").read_text()
+    assert list((out / "features").rglob("*.safetensors"))
+    with pytest.raises(ValueError, match=r"train_judge: the run in .* is finished"):
+        train_judge(written(), encoder, out=out, **SHORT)
+    with pytest.raises(ValueError, match=r"epochs is 3 there, got 2"):
+        train_judge(written(), encoder, out=out, **SHORT | {"epochs": 2})
+
+
+class Stop(TrainerCallback):
+    """Ctrl-C at the end of the second epoch."""
+
+    def on_epoch_end(self, args, state, control, **rest):
+        if state.epoch >= 2:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_goes_on_to_the_same_judge(encoder, tmp_path, monkeypatch):
+    pairs = pairs_of(120)
+    options = SHORT | {"freeze": "bottom:1"}
+    rows = [dict(zip(("prompt", "a", "b", "label"), pair, strict=True)) for pair in pairs]
+    whole = train_judge(rows, encoder, out=tmp_path / "whole", **options)
+    assert whole.away is None
+    assert "away: not measured" in str(whole)
+    plain = PairwiseTrainer.__init__
+
+    def stopping(self, *args, callbacks=(), **rest):
+        plain(self, *args, callbacks=[*callbacks, Stop()], **rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PairwiseTrainer, "__init__", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            train_judge(rows, encoder, out=tmp_path / "again", **options)
+    assert not (tmp_path / "again" / "model").exists()
+    train_judge(rows, encoder, out=tmp_path / "again", **options)
+    one, other = (
+        PairwiseModel.from_pretrained(tmp_path / name / "model").state_dict()
+        for name in ("whole", "again")
+    )
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_no_part_shares_a_prompt_or_an_unseen_writer():
+    pairs = [Pair(f"p{n % 200}", "a", "b", 0, (f"m{n % 12}", "everywhere")) for n in range(1200)]
+    parts, away, unseen = _split(pairs, JudgeConfig())
+    assert len(unseen) == 2
+    assert "everywhere" not in unseen
+    prompts = [{pair.prompt for pair in part} for part in parts]
+    assert sum(map(len, prompts)) == len(set().union(*prompts))
+    assert not any(set(unseen) & set(pair.writers) for part in parts for pair in part)
+    assert all(set(unseen) & set(pair.writers) for pair in away)
+    assert not {pair.prompt for pair in away} & set().union(*prompts[:3])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"unseen_writers": 9}, "unseen_writers is 9, expected fewer than the 8"),
+        ({"pairs": [*written(30), Pair("p", "a", "b")]}, "got 1 without a label"),
+        ({"link": "concat", "surface": ("style",)}, "surface .* none of them"),
+        ({"epoch": 2}, "unknown field epoch; did you mean epochs"),
+        ({"freeze": "top"}, "what is 'top'"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(changes, words, encoder, tmp_path):
+    options = {"pairs": written(), **SHORT, **changes}
+    with pytest.raises(ValueError, match=words):
+        train_judge(options.pop("pairs"), encoder, out=tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_does_as_the_function(encoder, tmp_path, capsys):
+    rows = [
+        {"question": pair[0], "first": pair[1], "second": pair[2], "better": pair[3]}
+        for pair in pairs_of(120)
+    ]
+    file = tmp_path / "pairs.json"
+    file.write_text(json.dumps(rows))
+    columns = ["prompt=question", "a=first", "b=second", "label=better"]
+    flags = ["--epochs", "1", "--batch-size", "16", "--columns", *columns]
+    words = ["judge", "train", str(file), str(tmp_path / "out"), "--encoder", str(encoder), *flags]
+    assert main(words) == 0
+    assert "home: " in capsys.readouterr().out
+    assert main(words) == 1
+    assert "is finished" in capsys.readouterr().err

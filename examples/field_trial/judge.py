@@ -36,7 +36,7 @@ def encoder_of(story: Story) -> Path | None:
 
 def train(story: Story, encoder: Path) -> dict[str, Any]:
     """`train_judge` on the pairs, and its report."""
-    settings: dict[str, Any] = {"dtype": "bfloat16", "unseen_writers": 0}
+    settings: dict[str, Any] = {"unseen_writers": 0}
     if story.given.smoke:
         settings |= {"epochs": 1}
     else:

@@ -6,6 +6,7 @@ from .losses import AllSteps, Reach
 from .model import LatentThinker
 from .report import evaluate_grid, evaluate_steps, plot_training
 from .schedules import Frontier
+from .solving import solve
 from .tasks import TASKS, AtTokens, SequenceTask, Task, make_task, register_task
 from .training import RewindOnPeak, ThinkerTrainer, parameter_groups, thinker_arguments
 
@@ -32,5 +33,6 @@ __all__ = [
     "parameter_groups",
     "plot_training",
     "register_task",
+    "solve",
     "thinker_arguments",
 ]

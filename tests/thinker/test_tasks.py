@@ -6,7 +6,19 @@ import itertools
 import pytest
 import torch
 
-from thinker import TASKS, AtTokens, SequenceTask, Task, make_task, register_task
+from thinker import (
+    TASKS,
+    AtTokens,
+    CurriculumDataset,
+    Frontier,
+    LatentThinker,
+    SequenceTask,
+    Task,
+    ThinkerConfig,
+    make_task,
+    register_task,
+    solve,
+)
 from thinker.tasks import Sample
 
 
@@ -285,3 +297,33 @@ def test_a_users_own_task():
 def test_bad_input_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call(torch.Generator())
+
+
+@pytest.mark.parametrize("name", ["add", "copy"])
+def test_rows_of_unequal_lengths_get_answers_of_theirs(name):
+    task = make_task(name)
+    data = CurriculumDataset(task, Frontier(max_length=4))
+    for latents in ("table", "tokens"):
+        laid_out = AtTokens(task) if latents == "tokens" else task
+        data = CurriculumDataset(laid_out, Frontier(max_length=4))
+        model = LatentThinker(ThinkerConfig(**data.sizes(), latent_init=latents))
+        rows = [[1, 16, 2, 17], [1, 2, 16, 3, 4, 17]] if name == "add" else [[1, 2], [3, 4, 5]]
+        found = solve(model, laid_out, rows, max_steps=2)
+        assert [len(answer) for answer in found.answers] == [2, 3]
+        assert len(found.steps) == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], "got none"),
+        ([[1], []], "row 1 is"),
+        ([[1, 16]], "row 0 is .* 0 to 15"),
+        ([[1.5]], "row"),
+    ],
+)
+def test_rows_that_cannot_be_solved_are_refused(rows, words):
+    task = make_task("copy")
+    model = LatentThinker(ThinkerConfig(**CurriculumDataset(task).sizes()))
+    with pytest.raises(ValueError, match=f"solve: .*{words}"):
+        solve(model, task, rows)

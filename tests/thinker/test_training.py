@@ -30,6 +30,7 @@ from thinker import (
     make_task,
     parameter_groups,
     plot_training,
+    solve,
     thinker_arguments,
 )
 from thinker.counters import seed_of
@@ -449,6 +450,14 @@ def test_it_learns_a_scan_and_runs_it_longer(tmp_path):
     assert early < 0.8
     assert needed > 0.95
     assert longer >= needed  # at ten times the steps
+    rows = [[1], [1, 0, 1, 1], [1] * 12]
+    found = solve(model, data.task, rows)
+    assert found.answers == ((1,), (1, 1, 0, 1), (1, 0) * 6)  # the parity of every prefix
+    assert all(found.settled)
+    assert found.steps[0] < found.steps[2]  # longer rows think longer
+    assert "rows that still changed after 2 steps" in str(
+        solve(model, data.task, rows, max_steps=2)
+    )
     batch = data.held_out(64, 12, details=True)
     with torch.no_grad():
         thought = model.eval().think(

@@ -52,13 +52,12 @@ def train(
     """
     from .training.run import train_judge
 
-    where = find_device(run_flags.device, "judge train")
     return train_judge(
         file,
         encoder,
         out=out,
         columns=_columns(columns),
-        device=where,
+        device=run_flags.device,
         progress=run_flags.progress,
         **judge_config.to_dict(),
     )

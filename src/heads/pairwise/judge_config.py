@@ -25,7 +25,8 @@ class JudgeConfig(CheckedConfig):
         freeze: What of the encoder stays as it is: all, bottom:6 or so, embeddings or none. A
             frozen encoder reads each answer once.
         depth: Number of the encoder's layers to use, from the lowest; default: all.
-        dtype: Dtype of the encoder's weights; bfloat16 for one that stays frozen.
+        dtype: Dtype of the encoder's weights. auto: bfloat16 if the encoder is frozen and the
+            device has instructions for it, else float32.
         link: From features to a verdict, as in PairwiseConfig.
         pooling: Which hidden states of an answer are read, as in PairwiseConfig.
         surface: What the head is told beside the encoder's states: length, style, overlap.
@@ -50,7 +51,7 @@ class JudgeConfig(CheckedConfig):
 
     freeze: str = "all"
     depth: MaybeWhole = None
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     link: Link = "antisymmetric"
     pooling: tuple[Pooling, ...] = ("mean", "last")
     surface: tuple[Surface, ...] = SURFACE

@@ -111,14 +111,14 @@ class AtTokens(Task):
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
         """The other's batch, laid out."""
-        return self._laid_out(self.task.sample(generator, batch, length))
+        return self.laid_out(self.task.sample(generator, batch, length))
 
     def every(self) -> Sample | None:
         """The other's, laid out."""
         rows = self.task.every()
         if rows is None:
             return None
-        return self._laid_out(rows)
+        return self.laid_out(rows)
 
     def inputs(
         self,
@@ -159,12 +159,11 @@ class AtTokens(Task):
         )
         if not self._blanks:
             targets = torch.zeros_like(tokens)
-        laid_out = self._laid_out(
-            Sample(tokens, torch.ones_like(tokens, dtype=torch.bool), targets)
-        )
+        laid_out = self.laid_out(Sample(tokens, torch.ones_like(tokens, dtype=torch.bool), targets))
         return laid_out.tokens, laid_out.mask
 
-    def _laid_out(self, sample: Sample) -> Sample:
+    def laid_out(self, sample: Sample) -> Sample:
+        """Return another task's sample as a model with latents at the tokens reads it."""
         tokens, mask, targets, distance, key = sample
         start = self._start
         blank = self._start + 1

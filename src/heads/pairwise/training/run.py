@@ -16,6 +16,7 @@ import xxhash
 from transformers import EarlyStoppingCallback, TrainingArguments, set_seed
 
 from model_components._checkpoints import newest_whole
+from model_components._devices import find_device, has_bfloat16
 from model_components._folders import new_file, write_json
 from model_components._hub import find_folder
 from model_components._report import Axes, Figure, Report, Table
@@ -179,6 +180,7 @@ def train_judge(
     """
     config = JudgeConfig.from_dict(settings)
     needs_scikit_learn("train_judge")
+    device = find_device(device, "train_judge")
     labeled, read = _labeled(pairs, columns)
     folder = find_folder(encoder, operation="train_judge")
     out = Path(out)
@@ -259,13 +261,22 @@ def _split(
     return parts, fresh or away, unseen
 
 
+def _dtype(config: JudgeConfig, device: str) -> torch.dtype:
+    """Return the dtype of the encoder's weights."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    # features are pooled in float32; weights that train would stay where they are at small rates
+    takes_half = not config.trains_encoder and has_bfloat16(torch.device(device))
+    return torch.bfloat16 if takes_half else torch.float32
+
+
 def _model(folder: Path, pairs: list[Pair], config: JudgeConfig, device: str) -> PairwiseModel:
     has_ties = any(
         pair.label[2] > 0 if isinstance(pair.label, tuple) else pair.label == 2 for pair in pairs
     )
     model: Any = PairwiseModel.from_encoder(
         folder,
-        dtype=getattr(torch, config.dtype),
+        dtype=_dtype(config, device),
         depth=config.depth,
         link=config.link,
         pooling=list(config.pooling),

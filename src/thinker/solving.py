@@ -1,0 +1,142 @@
+"""`solve`: a trained thinker's answers to rows of one's own, each after as many steps as it takes.
+
+Shapes: B rows, L the longest input, O the longest answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+
+from model_components._checks import Range, check_value, is_whole
+from model_components._modes import evaluating
+from model_components._report import Report, Table
+
+from .checks import check_layout
+from .exits import ExitRule
+from .model import LatentThinker
+from .tasks import AtTokens, Sample, Task
+from .tasks.task import IGNORED
+
+_STEPS = 10  # for each symbol of the longest row, before a row that still changes is given up
+
+
+@dataclass(frozen=True)
+class Solutions(Report):
+    """Answers to rows.
+
+    Attributes:
+        answers: The symbols of each answer.
+        steps: How many steps each row took.
+        settled: Whether each row stopped by itself; False: it still changed after the most steps.
+    """
+
+    answers: tuple[tuple[int, ...], ...]
+    steps: tuple[int, ...]
+    settled: tuple[bool, ...]
+
+    def table(self) -> Table:
+        """Return a line for each row."""
+        rows = []
+        for answer, steps in zip(self.answers, self.steps, strict=True):
+            rows.append((" ".join(map(str, answer)), str(steps)))
+        return Table(("answer", "steps"), rows)
+
+    def remarks(self) -> list[str]:
+        """Say which rows did not stop by themselves."""
+        going = [number for number, settled in enumerate(self.settled) if not settled]
+        if not going:
+            return []
+        return [f"rows that still changed after {max(self.steps)} steps: {going}"]
+
+
+def solve(
+    model: LatentThinker,
+    task: Task,
+    rows: Sequence[Sequence[int]],
+    *,
+    max_steps: int | None = None,
+    exit_rule: ExitRule | None = None,
+) -> Solutions:
+    """Answer rows of one's own, each after as many steps as it takes.
+
+    Args:
+        model: A trained model.
+        task: The task that it was trained on, with `AtTokens` around it where it was.
+        rows: Ids of the task's inputs, of any lengths; those of `AtTokens` are the task's within.
+        max_steps: Most steps; default: 10 for each symbol of the longest row.
+        exit_rule: When a row has arrived; default: `ExitRule` as it is.
+
+    Returns:
+        Answers and numbers of steps; it prints as a table.
+
+    Raises:
+        ValueError: A row without ids or with such as the task does not have, or longer than the
+            model's longest input.
+
+    >>> import thinker as th
+    >>> task = th.AtTokens(th.make_task("prefix_sum"))
+    >>> data = th.CurriculumDataset(task, th.Frontier(max_length=5))
+    >>> model = th.LatentThinker(th.ThinkerConfig(**data.sizes(), causal=True))
+    >>> [len(answer) for answer in solve(model, task, [[1, 0, 1], [1]], max_steps=4).answers]
+    [3, 1]
+    """
+    check_layout("solve", model.config, task)
+    inner = task.task if isinstance(task, AtTokens) else task
+    lengths = _lengths(rows, inner.vocab_size)
+    most = _STEPS * max(lengths) if max_steps is None else max_steps
+    check_value("solve", "max_steps", most, Annotated[int, Range(least=1)])
+    sample = _sample(inner, rows, lengths)
+    if isinstance(task, AtTokens):
+        sample = task.laid_out(sample)
+    inputs = {
+        "input_ids": sample.tokens.to(model.device),
+        "attention_mask": sample.mask.to(model.device),
+    }
+    with torch.no_grad(), evaluating(model):
+        out = model(
+            **inputs,
+            out_len=sample.targets.shape[1],
+            n_step=most,
+            exit_rule=exit_rule or ExitRule(),
+        )
+    said = out.logits.argmax(-1).cpu()
+    known = sample.targets != IGNORED
+    answers = [tuple(row[which].tolist()) for row, which in zip(said, known, strict=True)]
+    steps = tuple(out.steps.tolist())
+    return Solutions(tuple(answers), steps, tuple(taken < most for taken in steps))
+
+
+def _lengths(rows: Sequence[Sequence[int]], vocabulary: int) -> list[int]:
+    """Return the number of ids of each row."""
+    if not rows:
+        raise ValueError("solve: expected rows, got none")
+    for number, row in enumerate(rows):
+        if not len(row) or not all(is_whole(token, 0) and token < vocabulary for token in row):
+            raise ValueError(
+                f"solve: row {number} is {list(row)!r:.80}; expected ids from 0 to {vocabulary - 1}"
+            )
+    return [len(row) for row in rows]
+
+
+def _sample(task: Task, rows: Sequence[Sequence[int]], lengths: Sequence[int]) -> Sample:
+    """Return rows as a sample of the task, with 0 for every answer and padding on the right."""
+    longest = max(lengths)
+    tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+    mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    sizes = torch.tensor([_answer_length(task, length) for length in lengths])
+    place = torch.arange(int(sizes.max()))
+    targets = torch.zeros(len(rows), len(place), dtype=torch.long)
+    return Sample(tokens, mask, targets.masked_fill(place >= sizes[:, None], IGNORED))
+
+
+def _answer_length(task: Task, tokens: int) -> int:
+    """Return the symbols of the answer to an input of so many tokens."""
+    # a task counts its own lengths, such as digits of two numbers
+    for length in range(task.min_length, tokens + 1):
+        if task.input_length(length) >= tokens:
+            return task.output_length(length)
+    return task.output_length(max(task.min_length, tokens))

@@ -35,15 +35,16 @@ def parse_size(size: int | str) -> int:
     >>> parse_size("1.5GB"), parse_size(100)
     (1500000000, 100)
     """
-    if isinstance(size, int) and size > 0:
-        return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)B?\s*", str(size))
-    if not match or float(match[1]) <= 0:
+    count = 0
+    if match:
+        # a letter's place is the power of 1000; the blank stands for bytes
+        count = int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
+    if count < 1:
         raise ValueError(
             f"max_shard_size: is {size!r}, expected a number of bytes or text like '5GB'"
         )
-    # a letter's place is the power of 1000; the blank stands for bytes
-    return int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
+    return count
 
 
 def build_recipe(
@@ -69,6 +70,8 @@ def build_recipe(
     for key, value in parameters.items():
         # lambda is a keyword of Python, so that callers have to write lambda_
         name = key.rstrip("_")
+        if name != key and name in parameters:
+            raise ValueError(f"{method}: expected {name} or {key}, got both")
         parameter = chosen.parameters.get(name)
         per_model = parameter is not None and parameter.per_model
         # a list with mappings is one value with filters, for all models

@@ -174,22 +174,22 @@ def others(
         return {"Deep Thinking": rival(make, puzzle, seed, seconds, samples=SAMPLES[name])}
     samples = SAMPLES[name]
     cells = puzzle.train.task.input_length(1)
-    found = {
-        "a transformer of 4 layers": rival(
+    found = {}
+    if name == "sudoku9":
+        found["TRM"] = thinker_trm.run(puzzle, seed, seconds, samples=samples)
+    # on 9 x 9 cells these two solve next to nothing, and one seed says so
+    if name == "sudoku4" or seed == SEEDS[name][0]:
+        found["a transformer of 4 layers"] = rival(
             partial(Encoder, cells=cells), puzzle, seed, seconds, samples=samples
         )
-    }
     if name == "sudoku4":
         # takes as long as four segments of a quarter of the steps
         iterations = 16 if smoke else puzzle.iterations // 3
         found["without segments"] = variant(puzzle, seed, iterations, samples=samples)
-    else:
-        # a step of attention takes 1.6 times as long as one of the MLP
-        iterations = 8 if smoke else round(puzzle.iterations / 1.6)
+    elif seed == SEEDS[name][0]:
+        iterations = 8 if smoke else puzzle.iterations
         attention = {"segments": 4, "mixer": "attention"}
         found["with attention"] = variant(puzzle, seed, iterations, samples=samples, **attention)
-        puzzle.train.segments = 1
-        found["TRM"] = thinker_trm.run(puzzle, seed, seconds, samples=samples)
     return found
 
 

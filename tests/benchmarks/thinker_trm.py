@@ -19,7 +19,7 @@ from torch import Tensor, nn
 WIDTH = 64
 CYCLES = 2  # of the answer, and of the scratch state in each
 SUPERVISIONS = 4  # of a batch
-RATE = 2e-3  # the best of 1e-3, 2e-3 and 4e-3 for the training rows of one seed
+RATE = 4e-3  # of 1e-3, 2e-3 and 4e-3 the one with the lowest training loss after 60 CPU seconds
 
 State = tuple[Tensor, Tensor]
 

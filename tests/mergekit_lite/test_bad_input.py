@@ -61,13 +61,13 @@ def test_methods_and_parameters(paths, out):
 @pytest.mark.parametrize("size", [True, "0.4B", 0, "5 gigs"])
 def test_sizes_of_files_that_are_none(size, paths, out):
     with pytest.raises(ValueError, match=f"max_shard_size: is {size!r}"):
-        merge_models(paths, "linear", out, max_shard_size=size)
+        merge_models(paths, "linear", out=out, weight=1, max_shard_size=size)
 
 
 def test_a_parameter_given_twice(paths, out):
     given = {"lambda": 0.5, "lambda_": 0.6}
     with pytest.raises(ValueError, match="task_arithmetic: expected lambda or lambda_, got both"):
-        merge_models(paths[:1], "task_arithmetic", out, base_model=paths[1], **given)
+        merge_models(paths[:1], "task_arithmetic", out=out, base_model=paths[1], **given)
 
 
 def test_models_and_bases(paths, out):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import xxhash
-from transformers import EarlyStoppingCallback, TrainingArguments, set_seed
+from transformers import EarlyStoppingCallback, PrinterCallback, TrainingArguments, set_seed
 
 from model_components._checkpoints import newest_whole
 from model_components._devices import find_device, has_bfloat16
@@ -326,7 +326,7 @@ def _trainer(
         use_cpu=device == "cpu",
         disable_tqdm=not progress,
     )
-    return PairwiseTrainer(
+    trainer = PairwiseTrainer(
         model=model,
         args=arguments,
         train_dataset=train,
@@ -336,6 +336,9 @@ def _trainer(
         head_lr_ratio=config.head_lr_ratio if tunes else 1.0,
         callbacks=[EarlyStoppingCallback(3)],
     )
+    # without a bar transformers prints a dict for each entry of the log
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def _write(report: JudgeReport, out: Path) -> None:

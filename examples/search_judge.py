@@ -2,9 +2,9 @@ r"""Search for the settings of a judge's head by Optuna (extra `search`), on a f
 
     python examples/search_judge.py --data pairs.jsonl --encoder models/encoder --trials 20
 
-Answers are read once, and a trial takes seconds to a minute. Trials are compared by the log-loss of
-held-out prompts in their best epoch, and poor ones are cut short. OUT/search.db holds them: the
-same command goes on where it was stopped. The best settings are printed as flags of
+Answers are read once, on the CPU, and a trial takes seconds to a minute. Trials are compared by the
+log-loss of held-out prompts in their best epoch, and poor ones are cut short. OUT/search.db holds
+them: the same command goes on where it was stopped. The best settings are printed as flags of
 `model-components judge train`.
 """
 

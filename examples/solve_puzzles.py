@@ -37,7 +37,7 @@ class Puzzle:
     train: th.CurriculumDataset
     tests: dict[int, th.CurriculumDataset]  # by a maze's side, or a number of clues
     steps: Callable[[int], list[int]]  # at which to look, of a side or number of clues
-    told: str  # of a test's number
+    label: str  # format of a test's number
     model: dict[str, Any]
     trainer: dict[str, Any]
     iterations: int
@@ -78,9 +78,10 @@ def sudoku4(seed: int, smoke: bool) -> Puzzle:
     # every 4 x 4 grid can be made of every other: training makes no others of its puzzles
     return Puzzle(
         train=rows_of(puzzles[~test], solutions[~test], seed),
+        # 4 x 4 puzzles that need every clue have 4 to 6
         tests={5: rows_of(puzzles[test], solutions[test], seed)},
         steps=lambda clues: [1, 2, 4, 8, 16, 32],
-        told="about {} clues",
+        label="about {} clues",
         model={"hidden_size": 64},
         trainer={"segments": 4},
         iterations=3000,
@@ -102,7 +103,7 @@ def sudoku9(seed: int, smoke: bool) -> Puzzle:
         train=rows_of(puzzles[:count], solutions[:count], seed, augment),
         tests=tests,
         steps=lambda clues: [1, 4, 16, 32, 64],
-        told="{} clues",
+        label="{} clues",
         model={"hidden_size": 32 if smoke else 64, "mixer": "mlp"},
         trainer={"segments": 4},
         iterations=1700,
@@ -126,7 +127,7 @@ def maze(seed: int, smoke: bool) -> Puzzle:
         train=data,
         tests=dict.fromkeys((9,) if smoke else (9, 13, 17), data),
         steps=lambda side: [side, 2 * side, 4 * side, 8 * side],
-        told="{0} x {0}",
+        label="{0} x {0}",
         model={"hidden_size": 32, "positions": "rotary_2d", "window": 2, "max_input_length": 33**2},
         trainer={"step_loss": th.Reach()},
         iterations=4000,
@@ -185,7 +186,7 @@ def main() -> None:
     curves = puzzle.measured(model, options.samples)
     for row in curves.rows():
         print(
-            puzzle.told.format(int(row["length"]))
+            puzzle.label.format(int(row["length"]))
             + ", {steps} steps: {symbols:.2%} of cells, {rows:.2%} of whole puzzles".format(**row)
         )
     save_curves(curves, options.puzzle, options, draw)

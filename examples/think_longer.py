@@ -105,19 +105,25 @@ def steps_to_test(name: str, length: int) -> list[int]:
 
 def full_carry(model: th.LatentThinker, task: th.AtTokens, base: int, digits: int) -> None:
     """Print how many digits of 99...9 + 1 are right, and when the thinking stopped by itself."""
+    # a column's id is first digit * base + second digit, and the smallest digits come first
     columns = torch.full((1, digits + 1), (base - 1) * base)
-    columns[0, 0] += 1  # the smallest digits come first
+    columns[0, 0] += 1
     columns[0, -1] = 0  # the place of the last carry
     expected = torch.zeros(digits + 1, dtype=torch.long)
     expected[-1] = 1
-    most = 2 * digits + 20
+    max_steps = 2 * digits + 20
     tokens, mask = task.inputs(columns)
     with torch.no_grad():
-        out = model.eval()(tokens, mask, n_step=most, exit_rule=th.ExitRule())
+        out = model.eval()(tokens, mask, n_step=max_steps, exit_rule=th.ExitRule())
     right = out.logits[0, 1:].argmax(-1) == expected
+    steps = int(out.steps)
+    if steps < max_steps:
+        told = f"stopped after {steps} steps (limit {max_steps})"
+    else:
+        told = f"did not stop within {max_steps} steps"
     print(
         f"a carry through all of {digits} digits: {int(right.sum())} of {len(right)} digits are "
-        f"right; the exit rule stopped it after {int(out.steps)} steps, of at most {most}"
+        f"right; the exit rule {told}"
     )
 
 

@@ -69,6 +69,7 @@ def main() -> None:
     add("--data", help="labeled pairs: a file or a hub id; made-up ones without it")
     add("--encoder", help="a folder or a hub id; a small one of one's own without it")
     add("--settings", nargs="+", default=[], metavar="NAME=VALUE", help="fields of JudgeConfig")
+    add("--device", default="cpu", help="where to compute, such as cuda")
     add("--submit", type=Path, metavar="FILE", help="pairs without labels to judge")
     add("--out", type=Path, default=Path("runs/judge"))
     add("--smoke", action="store_true", help="a run of seconds, to see that it works")
@@ -85,6 +86,7 @@ def main() -> None:
         given.data or made_up(600 if given.smoke else 5000, seed=0),
         given.encoder or own_encoder(given.out.with_name(f"{given.out.name}-encoder")),
         out=given.out,
+        device=given.device,
         **settings,
     )
     if report is None:  # a process other than the first

@@ -346,7 +346,7 @@ def test_the_judge_example_trains_and_submits(tmp_path):
     options = ["--data", data, "--out", out, "--submit", tmp_path / "test.csv.gz"]
     printed = run_example("train_judge.py", *options, "--settings", "dropout=0.1")
     assert "120 of 120 rows" in printed
-    assert "home: " in printed
+    assert "home (prompts): " in printed
     with (out / "submission.csv").open(newline="") as file:
         found = list(csv.DictReader(file))
     assert [row.pop("id") for row in found] == ["100", "101", "102", "103", "104"]

@@ -65,15 +65,13 @@ def check_tokens(
             f"LatentThinker: tokens (B, L) have shape {list(tokens.shape)}, so L is "
             f"{tokens.shape[1]}; expected at most max_input_length, {config.max_input_length}{hint}"
         )
-    if config.mixer == "mlp" and (
-        tokens.shape[1] != config.max_input_length
-        or (values and mask is not None and not bool(mask.all()))
-    ):
-        padded = "" if mask is None else " and a mask"
+    if config.mixer == "mlp" and tokens.shape[1] != config.max_input_length:
         raise ValueError(
-            f"LatentThinker: tokens (B, L) have shape {list(tokens.shape)}{padded}; with "
-            f'mixer="mlp" expected L of max_input_length, {config.max_input_length}, and no padding'
+            f"LatentThinker: tokens (B, L) have shape {list(tokens.shape)}; expected L of exactly "
+            f'max_input_length, {config.max_input_length}, with mixer="mlp"'
         )
+    if config.mixer == "mlp" and values and mask is not None and not bool(mask.all()):
+        raise ValueError('LatentThinker: the mask has padding; expected none with mixer="mlp"')
     if values and tokens.numel():
         # on a GPU such an id is a failed assertion, reported somewhere else
         low = int(tokens.min())

@@ -227,10 +227,9 @@ class ThinkerConfig(CheckedModelConfig):
         if self.mixer == "mlp" and (
             not self.at_tokens or self.causal or self.window is not None or self.num_latents
         ):
-            yield problem(
-                self,
-                "mixer",
-                'attention without latent_init="tokens", or with causal, window or num_latents',
+            yield (
+                'mixer is mlp, expected latent_init="tokens" beside it, and no causal, window or '
+                "num_latents"
             )
         if self.at_tokens and not self.causal and self.num_latents is not None:
             yield problem(

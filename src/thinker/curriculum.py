@@ -351,7 +351,7 @@ class CurriculumDataset(IterableDataset):
             "schedule": schedule,
             # functions are compared by what they give at both ends
             "n_step": [list(_pair("n_step", self.n_step, length)) for length in ends],
-            # "or 1": the model's own number, which no state knows
+            # without a number the model chooses it, which no state knows; 1 stands for that
             "n_latent": [list(_pair("n_latent", self.n_latent or 1, length)) for length in ends],
             "seed": self.seed,
             "segments": self.segments,

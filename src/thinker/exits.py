@@ -23,7 +23,7 @@ _CROWD = 7 / 8  # dropping rows copies keys and values: it pays once an eighth o
 
 @dataclass(frozen=True, kw_only=True)
 class ExitRule(CheckedConfig):
-    """A row stops when none of its latents moves, in evaluation; rows that stop leave the batch.
+    """A rule for stopping rows early, in evaluation; rows that stopped leave the batch.
 
     Args:
         threshold: Stop when ‖z - z'‖ / ‖z'‖ against the step before is below it for every latent.

@@ -15,7 +15,8 @@ from .functional import Band, Turn
 from .state import Context
 
 _BAND = 16
-"""Keys for each place of a band from which it is faster than torch's kernel with a mask."""
+"""A band is taken if there are so many keys for each place of its width: from there on it was as
+fast as torch's attention with a mask, or faster, on the CPU that we measured on."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,10 @@ class Frame:
     """View of n latents: where they may look, and how far rotary positions turn them.
 
     Args:
-        read: (B or 1, 1, 1 or n, L), True where the input may be read, or the band of it; none:
+        read: (B or 1, 1, 1 or n, L), True where the input may be read, or a `Band` of it; none:
             everywhere.
-        own: (B or 1, 1, n, n), which latents a latent may look at, or the band of them; none: all.
-        turn: Of n places; none: not at all.
+        own: (B or 1, 1, n, n), which latents a latent may look at, or a `Band` of them; none: all.
+        turn: Rotary cosines and sines of the n latents; none: they are not turned.
         real: (B, n, 1), 1 at latents of tokens and 0 at those of padding; none: there is no padding
             among them.
     """
@@ -120,15 +121,15 @@ def _is_band(length: int, window: int, causal: bool) -> bool:
     return length >= _BAND * width
 
 
-def _band(context: Context, n: int, keys: int, behind: int, ahead: int) -> Band:
-    """The band of the last n tokens among the last ``keys``."""
+def _band(context: Context, n: int, num_keys: int, behind: int, ahead: int) -> Band:
+    """Return the `Band` of the last n tokens over the last ``num_keys`` tokens."""
     length = context.shape[1]
     device = context.index.device
     own = torch.arange(length - n, length, device=device)
-    near = own[:, None] + torch.arange(-behind, ahead + 1, device=device)  # (n, W), places of keys
-    seen = ((near >= length - keys) & (near < length))[None]
+    places = own[:, None] + torch.arange(-behind, ahead + 1, device=device)  # of keys, (n, W)
+    seen = ((places >= length - num_keys) & (places < length))[None]
     if context.mask is not None:
         # padding sees itself: a softmax over nothing is nan
-        itself = near == own[:, None]
-        seen = seen & context.mask[:, near.clamp(0, length - 1)] | itself
+        itself = places == own[:, None]
+        seen = seen & context.mask[:, places.clamp(0, length - 1)] | itself
     return Band(seen, behind, ahead)

@@ -67,8 +67,8 @@ def attention(
 class Band:
     """The keys near each query: from ``behind`` places before its own to ``ahead`` after.
 
-    The last query has the last key's place. Work and memory grow with the number of queries, where
-    those of a mask grow with its product with the number of keys.
+    The last query has the place of the last key. Time and memory are O(n W), where W is the width
+    of the band, behind + 1 + ahead; with a mask over m keys they are O(n m).
 
     Args:
         seen: (B or 1, n, behind + 1 + ahead), True where the query may look; each needs one place.

@@ -1,4 +1,4 @@
-"""`solve`: a trained thinker's answers to rows of one's own, each after as many steps as it takes.
+"""`solve`: a trained thinker's answers to rows of any lengths; each row stops by the exit rule.
 
 Shapes: B rows, L the longest input, O the longest answer.
 """
@@ -31,7 +31,7 @@ class Solutions(Report):
     Attributes:
         answers: The symbols of each answer.
         steps: How many steps each row took.
-        settled: Whether each row stopped by itself; False: it still changed after the most steps.
+        settled: Whether the exit rule stopped each row before the most steps.
     """
 
     answers: tuple[tuple[int, ...], ...]
@@ -41,16 +41,16 @@ class Solutions(Report):
     def table(self) -> Table:
         """Return a line for each row."""
         rows = []
-        for answer, steps in zip(self.answers, self.steps, strict=True):
-            rows.append((" ".join(map(str, answer)), str(steps)))
-        return Table(("answer", "steps"), rows)
+        for number, (answer, steps) in enumerate(zip(self.answers, self.steps, strict=True)):
+            rows.append((str(number), str(steps), " ".join(map(str, answer))))
+        return Table(("row", "steps", "answer"), rows, sentences=True)
 
     def remarks(self) -> list[str]:
-        """Say which rows did not stop by themselves."""
+        """List the rows that the exit rule did not stop."""
         going = [number for number, settled in enumerate(self.settled) if not settled]
         if not going:
             return []
-        return [f"rows that still changed after {max(self.steps)} steps: {going}"]
+        return [f"rows not settled after {max(self.steps)} steps: {', '.join(map(str, going))}"]
 
 
 def solve(
@@ -61,20 +61,21 @@ def solve(
     max_steps: int | None = None,
     exit_rule: ExitRule | None = None,
 ) -> Solutions:
-    """Answer rows of one's own, each after as many steps as it takes.
+    """Compute a trained model's answers to your rows; each row stops by the exit rule.
 
     Args:
         model: A trained model.
-        task: The task that it was trained on, with `AtTokens` around it where it was.
-        rows: Ids of the task's inputs, of any lengths; those of `AtTokens` are the task's within.
+        task: The task of the training, wrapped in `AtTokens` if it was wrapped then.
+        rows: Token ids, one sequence for each row, of any lengths. For `AtTokens` give ids of the
+            wrapped task.
         max_steps: Most steps; default: 10 for each symbol of the longest row.
-        exit_rule: When a row has arrived; default: `ExitRule` as it is.
+        exit_rule: When a row stops; default: ``ExitRule()``.
 
     Returns:
         Answers and numbers of steps; it prints as a table.
 
     Raises:
-        ValueError: A row without ids or with such as the task does not have, or longer than the
+        ValueError: A row is empty, has an id outside of the vocabulary, or is longer than the
             model's longest input.
 
     >>> import thinker as th

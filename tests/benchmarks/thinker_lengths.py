@@ -132,7 +132,7 @@ def write_table() -> None:
     place = f"{found['hardware']}, one thread; measured {found['date']} at {commits}."
     put(
         GUIDE,
-        [*lines, "", f"Per cent of symbols / whole rows right, the worst of five seeds. {place}"],
+        [*lines, "", f"Percent of symbols / of whole rows right, the worst of five seeds. {place}"],
         "longer",
     )
     told = (

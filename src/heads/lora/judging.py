@@ -20,9 +20,9 @@ Judge = Callable[[str, str], float]
 class LikelihoodGain:
     """A judge that is a language model: how much likelier a prompt makes an answer, in nats.
 
-    Return ``log p(answer | prompt) - log p(answer)``. Text that is likely after any prompt, such as
-    one repeated word, gains little. An empty answer scores 0. The score is a sum over tokens,
-    because a mean would prefer half an answer to the whole.
+    The score is ``log p(answer | prompt) - log p(answer)``, in nats. Text that is likely after any
+    prompt, such as one repeated word, gains little. An empty answer scores 0. The score is a sum
+    over tokens, because a mean would prefer half an answer to the whole.
 
     Args:
         model: A causal language model, for example the model before tuning.

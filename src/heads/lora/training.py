@@ -414,8 +414,8 @@ def _save(model: Any, folder: Path, out: Path, config: TuneConfig, *, progress: 
         except ValueError as error:
             command = f"model-components lora merge {folder} {out / 'adapter'} OUT"
             return [
-                f"model was not written: {error}. The adapter is saved; {command} merges it, and "
-                "these are its flags"
+                f"model was not written: {error}. The adapter is saved. To merge it, run {command} "
+                "with one of the flags named above"
             ]
     return []
 

@@ -64,20 +64,25 @@ def check_loadable(encoder: PreTrainedModel) -> None:
     try:
         config = encoder_config(encoder.config.to_dict())
         with torch.device("meta"):
-            made = AutoModel.from_config(config, dtype=encoder.dtype)
+            rebuilt = AutoModel.from_config(config, dtype=encoder.dtype)
     except Exception as error:  # whatever a config's own checks raise
         raise ValueError(
-            f"from_encoder: {name} could be trained and saved, but not loaded: {error}"
+            f"from_encoder: expected an encoder that can be loaded by its config, got {name}, for "
+            f"which AutoModel.from_config fails: {error}"
         ) from error
-    shapes = []
-    for model in (encoder, made):
-        tensors = model.state_dict().items()
-        shapes.append({key: t.shape for key, t in tensors if not key.startswith("pooler.")})
-    if shapes[0] != shapes[1]:
+    before, after = _shapes(encoder), _shapes(rebuilt)
+    if before != after:
+        different = sorted(key for key in before | after if before.get(key) != after.get(key))
         raise ValueError(
-            f"from_encoder: {name} could be trained and saved, but its config makes a "
-            f"{type(made).__name__} of other tensors; expected an encoder of its own kind"
+            f"from_encoder: expected an encoder that can be loaded by its config, got {name}; its "
+            f"config makes a {type(rebuilt).__name__} that differs in {different[0]}"
         )
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
+    """Return the shapes of a model's tensors without its pooler, which a judge does not have."""
+    tensors = model.state_dict().items()
+    return {key: tensor.shape for key, tensor in tensors if not key.startswith("pooler.")}
 
 
 def most_tokens(

@@ -22,27 +22,29 @@ class JudgeConfig(CheckedConfig):
     """Settings of `train_judge`.
 
     Args:
-        freeze: What of the encoder stays as it is: all, bottom:6 or so, embeddings or none. A
-            frozen encoder reads each answer once.
+        freeze: Part of the encoder to freeze: all, none, embeddings, or bottom:N for the embeddings
+            and the N lowest layers. A frozen encoder reads each answer once.
         depth: Number of the encoder's layers to use, from the lowest; default: all.
         dtype: Dtype of the encoder's weights. auto: bfloat16 if the encoder is frozen and the
             device has instructions for it, else float32.
-        link: From features to a verdict, as in PairwiseConfig.
-        pooling: Which hidden states of an answer are read, as in PairwiseConfig.
-        surface: What the head is told beside the encoder's states: length, style, overlap.
+        link: Function from features to log-probabilities; see PairwiseConfig.
+        pooling: Hidden states that stand for an answer; see PairwiseConfig.
+        surface: Surface features given to the head: length, style, overlap; none of them with
+            link=concat.
         max_tokens: Most tokens of prompt and answer; default: what the encoder takes.
         hidden_features: Inner width of the head; 0: 64 with antisymmetric, else a linear head.
         dropout: Dropout on the features and inside the head.
         epochs: Most passes over the pairs; default: 8, and 3 where the encoder trains.
         batch_size: Pairs of a step.
         learning_rate: Peak of the rate; default: 1e-3, and 3e-5 where the encoder trains.
-        head_lr_ratio: Rate of the head over that of an encoder that trains.
+        head_lr_ratio: Learning rate of the head divided by the encoder's, if the encoder trains.
         layer_decay: Factor of the rate from each layer of the encoder to the one below.
         weight_decay: Weight decay.
         held_out: Fraction of the prompts in each of three parts: one chooses the epoch, one the
             temperature, one is judged in the report.
-        unseen_writers: Number of answering models that are held out whole, whose pairs are judged
-            apart; default: a sixth of them if six or more are named.
+        unseen_writers: Number of answering models to hold out; their pairs are judged apart.
+            Default: a sixth of the models that answer in less than half of the pairs, or 0 if there
+            are fewer than six such models.
         seed: Seed of the split, the head and the order of pairs.
 
     Raises:

@@ -40,7 +40,7 @@ from .functional import packed_attention
 ATTENTION = "heads_packed"
 _ENDS = "cu_seq_lens_q"  # transformers' own name for where packed sequences start and end
 # fields of a config that do not change what an encoder computes
-_ELSEWHERE = ("_name_or_path", "architectures", "dtype", "transformers_version")
+_IGNORED_FIELDS = ("_name_or_path", "architectures", "dtype", "transformers_version")
 # whether a packed run is under way
 _PACKED: ContextVar[bool] = ContextVar("_PACKED", default=False)
 
@@ -235,9 +235,11 @@ def check_packing(encoder: PreTrainedModel) -> PackingReport:
 
 
 def config_text(config: PreTrainedConfig) -> str:
-    """Return an encoder's config as text, without what does not change outputs."""
-    told = {name: value for name, value in config.to_dict().items() if name not in _ELSEWHERE}
-    return json.dumps(told, sort_keys=True, default=str)
+    """Return an encoder's config as JSON, without fields that do not change its outputs."""
+    fields = {
+        name: value for name, value in config.to_dict().items() if name not in _IGNORED_FIELDS
+    }
+    return json.dumps(fields, sort_keys=True, default=str)
 
 
 def _tried(encoder: PreTrainedModel) -> PackingReport:

@@ -143,7 +143,7 @@ def encoder_parts(encoder: PreTrainedModel, what: str) -> list[tuple[str, nn.Mod
     embeddings = getattr(encoder, "embeddings", None) or encoder.get_input_embeddings()
     parts = [("embeddings", embeddings)]
     if embeddings is encoder.get_input_embeddings():
-        parts += _tables_beside(encoder, embeddings)
+        parts += _other_embeddings(encoder, embeddings)
     # between the tables and the layers of ELECTRA, ALBERT and BLOOM
     for name in (
         "embeddings_project",
@@ -167,8 +167,8 @@ def encoder_parts(encoder: PreTrainedModel, what: str) -> list[tuple[str, nn.Mod
     return parts + [(f"{name}.{k}", layers[k]) for k in range(int(count))]
 
 
-def _tables_beside(encoder: nn.Module, tokens: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the tables that stand beside that of the tokens, such as GPT-2's of positions."""
+def _other_embeddings(encoder: nn.Module, tokens: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the embeddings next to that of the tokens, for example GPT-2's of positions."""
     for module in encoder.modules():
         children = dict(module.named_children())
         if any(child is tokens for child in children.values()):

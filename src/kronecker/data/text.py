@@ -41,7 +41,7 @@ def text_of(path: str | Path) -> str:
         text = "\n\n".join("\n".join(row) for row in rows)
     else:
         text = read_text(path, "text_of")
-    # halves of surrogate pairs, as JSON of cut texts has them, have no UTF-8
+    # JSON may contain unpaired surrogates, which UTF-8 cannot encode: they are replaced
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     # UTF-16 without a mark, or a binary file, reads as text with null bytes
     if "\0" in text:
@@ -116,11 +116,10 @@ def text_batches(
             f"text_batches: text is the name of a file, {text!r}; expected its text: "
             f"text_of({text!r})"
         )
-    if tokens < 2 or min(context, rows) < 1 or skip < 0:
-        raise ValueError(
-            f"text_batches: tokens is {tokens}, context {context}, rows {rows}, skip {skip}; "
-            "expected at least 2, 1, 1 and 0"
-        )
+    numbers = {"tokens": (tokens, 2), "context": (context, 1), "rows": (rows, 1), "skip": (skip, 0)}
+    for name, (number, least) in numbers.items():
+        if number < least:
+            raise ValueError(f"text_batches: {name} is {number}, expected {least} or more")
     # a guess of 20 characters a token, so that a whole book need not be encoded
     size = 20 * (tokens + skip)
     encoded = encode(text[:size])

@@ -34,8 +34,8 @@ from .neurons import fit_neurons
 _REMARKS = {
     "unknown": "fitted in closed form only, since what it computes between its matrices is not "
     "known",
-    "few": "most of its error is that of a few tokens (attention sinks), and says little of the "
-    "others",
+    "few": "a few tokens (attention sinks) hold more than half of the squared outputs that the "
+    "relative error is divided by, so the error says little about the other tokens",
 }
 
 

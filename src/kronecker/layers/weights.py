@@ -267,9 +267,13 @@ def start(
         factors = init.prune(weight, b_shape, keep=config.keep)
         if config.rank > 1:  # what pruning leaves, in further terms
             left = weight - factors.weight()
-            # where pruning is exact, the further terms are nothing yet, of shapes that can learn
-            rest = init.van_loan(left if left.any() else weight, b_shape, config.rank - 1)
-            a = torch.cat([factors.a, rest.a if left.any() else torch.zeros_like(rest.a)])
+            if left.any():
+                rest = init.van_loan(left, b_shape, config.rank - 1)
+            else:
+                # nothing is left to fit: with A of zeros and another B, A receives gradients
+                rest = init.van_loan(weight, b_shape, config.rank - 1)
+                rest = init.Factors(torch.zeros_like(rest.a), rest.b, rest.error)
+            a = torch.cat([factors.a, rest.a])
             b = torch.cat([factors.b, rest.b])
             factors = init.Factors(a, b, init.relative_error(weight, build(a.double(), b.double())))
     if name != "sequential":

@@ -102,7 +102,8 @@ class Grid(Report):
 
 
 _FALL = 0.05
-"""A fall in the share of right rows that is told: two standard errors of 512 rows are below it."""
+"""Smallest drop in the share of right rows that is told: above two standard errors (0.044) for the
+default of 512 samples."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Curves(Report):
         return plain({"points": self.rows()})
 
     def table(self) -> Table:
-        """Return per cent of symbols and of rows that are right."""
+        """Return percentages of symbols and of rows that are right."""
         steps = sorted({step for steps in self.n_steps for step in steps})
         rows = []
         for length, own, cells in zip(self.lengths, self.n_steps, self.cells, strict=True):
@@ -142,7 +143,7 @@ class Curves(Report):
 
     def summary(self) -> list[str]:
         """Say what the cells of the table are."""
-        return ["per cent of symbols that are right / of rows with every symbol right"]
+        return ["% of right symbols / % of rows with every symbol right"]
 
     def remarks(self) -> list[str]:
         """Say at which lengths the most steps made fewer rows right than fewer steps."""
@@ -151,9 +152,9 @@ class Curves(Report):
             best = max(range(len(cells)), key=lambda i: cells[i].sequence)
             if cells[best].sequence - cells[-1].sequence > _FALL:
                 lines.append(
-                    f"length {length}: {cells[best].sequence:.1%} of rows are right after "
-                    f"{steps[best]} steps and {cells[-1].sequence:.1%} after {steps[-1]}; stop "
-                    "there (n_step, or an ExitRule), or train with more steps"
+                    f"length {length}: {cells[-1].sequence:.1%} of rows are right after "
+                    f"{steps[-1]} steps, but {cells[best].sequence:.1%} after {steps[best]}. Use "
+                    f"n_step={steps[best]} or an ExitRule, or train with more steps"
                 )
         return lines
 
@@ -170,7 +171,7 @@ class Curves(Report):
 
 
 def _percent(share: float) -> str:
-    """Return a share in per cent; 100 only where nothing is wrong.
+    """Return a share in percent, at most 99.99 unless it is exactly 1.
 
     >>> _percent(1.0), _percent(0.99999), _percent(0.5)
     ('100', '99.99', '50')

@@ -101,13 +101,16 @@ class ThinkerTrainer(StepTrainer):
         check_value("ThinkerTrainer", "ema", ema, decay)
         check_segments(segments, train_dataset, self.step_loss)
         check_reach(model, train_dataset, self.step_loss)
-        if model.config.window is not None and not isinstance(self.step_loss, Reach):
+        window = model.config.window
+        # with a window of 1 no latent learns of another, so nothing is too far away yet
+        if window is not None and window > 1 and not isinstance(self.step_loss, Reach):
             logger.warning(
-                "ThinkerTrainer: the model has a window, and step_loss %s also counts answers that "
-                "are too far away to be known yet; models trained so are often wrong on longer "
-                "inputs. Expected step_loss=Reach(window=%d)",
+                "ThinkerTrainer: step_loss is %s, but the model has window=%d: this loss also "
+                "trains answers that depend on tokens which the window has not reached yet, and "
+                "such models often fail on longer inputs. Use step_loss=Reach(window=%d)",
                 type(self.step_loss).__name__,
-                model.config.window,
+                window,
+                window,
             )
         self.data = train_dataset
         self.segments = segments

@@ -40,7 +40,7 @@ def test_it_writes_a_judge_and_says_what_it_is_worth(encoder, tmp_path):
     text = (out / "report.txt").read_text()
     assert text.startswith(f"160 pairs\n{report.calibration.summary()[0]}")
     assert "the judge's gain" in text
-    assert f"away is of pairs with {report.unseen[0]}" in text
+    assert f"away: pairs with {report.unseen[0]}" in text
     assert (out / "calibration.png").stat().st_size > 5_000
     found = json.loads((out / "report.json").read_text())
     assert found["home"]["flip_rate"] == 0
@@ -69,7 +69,7 @@ def test_an_interrupted_run_goes_on_to_the_same_judge(encoder, tmp_path, monkeyp
     rows = [dict(zip(("prompt", "a", "b", "label"), pair, strict=True)) for pair in pairs]
     whole = train_judge(rows, encoder, out=tmp_path / "whole", **options)
     assert whole.away is None
-    assert "away: not measured" in str(whole)
+    assert "away (unseen models): not measured" in str(whole)
     plain = PairwiseTrainer.__init__
 
     def stopping(self, *args, callbacks=(), **rest):
@@ -128,6 +128,6 @@ def test_the_command_does_as_the_function(encoder, tmp_path, capsys):
     flags = ["--epochs", "1", "--batch-size", "16", "--columns", *columns]
     words = ["judge", "train", str(file), str(tmp_path / "out"), "--encoder", str(encoder), *flags]
     assert main(words) == 0
-    assert "home: " in capsys.readouterr().out
+    assert "home (prompts): " in capsys.readouterr().out
     assert main(words) == 1
     assert "is finished" in capsys.readouterr().err

@@ -400,9 +400,9 @@ def _improves(held_out: LossLog, tolerance: float) -> bool:
 def _non_finite_steps(
     train: LossLog, held_out: LossLog, norms: Sequence[float | None]
 ) -> list[int]:
-    """Return the steps with a loss that is not finite.
+    """Return the steps with a loss that is not finite, and those with such gradients at the end.
 
-    And the unbroken run of steps at the end of the log whose gradient norms are not finite.
+    The latter are the steps at the end of the log whose gradient norms are all not finite.
     """
     broken = [step for step, loss in (*train, *held_out) if not math.isfinite(loss)]
     for (step, _), norm in zip(reversed(train), reversed(norms), strict=True):

@@ -237,7 +237,7 @@ def _counts_from_one(rows: Sequence[object], columns: Mapping[str, str]) -> bool
 
 
 def _names(row: Iterable[str], columns: Mapping[str, str]) -> dict[str, str]:
-    """Return the row's column of each of our names, and of each other column its own."""
+    """Return the column of each field: the renamed ones by ``columns``, every other by its name."""
     return {name: name for name in row if name not in columns.values()} | dict(columns)
 
 

@@ -258,11 +258,11 @@ def _by_prompt(values: Tensor, prompts: Sequence[object]) -> list[float]:
     return list(sums.values())
 
 
-def _too_unsure(logits: Tensor, wanted: Tensor, prompts: Sequence[object]) -> bool:
-    """Return whether the judge as it is, at temperature 1, is too unsure by two standard errors.
+def _is_underconfident(logits: Tensor, wanted: Tensor, prompts: Sequence[object]) -> bool:
+    """Return whether the judge at temperature 1 is underconfident by over two standard errors.
 
-    Errors at the best temperature are too small where that is low by chance: of calibrated judges
-    with ten pairs one in eight was made surer of itself.
+    The standard error at the best temperature is too small if that temperature is low by chance:
+    with ten pairs, it alone sharpened one calibrated judge in eight.
     """
     probabilities = logits.softmax(-1)
     slopes = ((probabilities - wanted) * logits).sum(1)
@@ -311,7 +311,7 @@ def cautious_temperature(
     # where every verdict is right there is no best temperature, and the fit stops at its limit
     if best < 1.01 * LEAST or (logarithm < 0 and logarithm + 2 * error > 0):
         return Temperature(1.0, best, error)
-    if logarithm < 0 and not _too_unsure(logits, wanted, prompts):
+    if logarithm < 0 and not _is_underconfident(logits, wanted, prompts):
         return Temperature(1.0, best, error)
     # the mean of two normals, prior and estimate; an infinite error leaves 1
     value = math.exp(logarithm * _PRIOR**2 / (_PRIOR**2 + error**2))

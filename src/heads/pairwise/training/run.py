@@ -39,7 +39,9 @@ from .trainer import PairwiseTrainer
 
 _RESULTS = ("report.json", "report.txt", "calibration.png", "model")
 _FEWEST = 6  # writers, from which some are held out
-_EVERYWHERE = 0.5  # share of the pairs from which a writer is the one that all others meet
+# a model that answers in half of the pairs or more is the reference, such as AlpacaEval's baseline:
+# to hold it out would leave too few pairs to train on
+_REFERENCE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ class JudgeReport(Report):
     Attributes:
         out: The output folder; the judge is in its ``model``.
         home: The judge on held-out prompts, beside baselines.
-        away: The same on pairs of answering models that no training pair is of; None: there are
-            too few such models.
+        away: The same on pairs with answering models that are in no training pair; None if no
+            answering model was held out.
         unseen: The names of these models.
         calibration: The temperature.
         read: What was read, one line.
@@ -68,7 +70,7 @@ class JudgeReport(Report):
         return [self.read, *self.calibration.summary()]
 
     def table(self) -> Table:
-        """Return a row for each set of pairs: the judge beside its strongest rival."""
+        """Return a row for each set of pairs: the judge beside the strongest baseline."""
         rows = []
         for name, report in self._sets().items():
             metrics = report.metrics
@@ -84,11 +86,11 @@ class JudgeReport(Report):
                     f"{rival.gain:+.4f} ± {rival.error:.4f}",
                 )
             )
-        header = ("pairs of", "number", "accuracy", "log-loss", "calibration error")
-        return Table((*header, "strongest rival", "the judge's gain"), rows)
+        header = ("held out", "pairs", "accuracy", "log-loss", "calibration error")
+        return Table((*header, "strongest baseline", "the judge's gain"), rows)
 
     def remarks(self) -> list[str]:
-        """Return where the judge is worth its price, and the paths of the files."""
+        """Return whether the judge beats the strongest baseline, and the paths of the files."""
         lines = []
         for name, report in self._sets().items():
             rival = _strongest(report)
@@ -99,18 +101,18 @@ class JudgeReport(Report):
                 lines.append(f"{name}: not better than {rival.name} by two standard errors")
         if self.away is None:
             lines.append(
-                "away: not measured, as fewer than six answering models are named; verdicts on "
-                "answers of other models may be worth less"
+                "away (unseen models): not measured, because no answering model was held out "
+                "(unseen_writers); verdicts on other models' answers may be worse"
             )
         else:
-            lines.append(f"away is of pairs with {', '.join(self.unseen)}")
+            lines.append(f"away: pairs with {', '.join(self.unseen)}, which no training pair has")
         files = [name for name in _RESULTS if (self.out / name).exists()]
         return [*lines, f"in {self.out}: {', '.join(files)}"]
 
     def _sets(self) -> dict[str, PairwiseReport]:
-        sets = {"home": self.home}
+        sets = {"home (prompts)": self.home}
         if self.away is not None:
-            sets["away"] = self.away
+            sets["away (prompts and models)"] = self.away
         return sets
 
     def plot(self, ax: Axes | None = None) -> Figure:
@@ -124,7 +126,9 @@ class JudgeReport(Report):
     def to_dict(self) -> dict[str, Any]:
         """Return the table's figures, for JSON."""
         found: dict[str, Any] = {"read": self.read, "temperature": self.calibration.temperature}
-        for name, report in self._sets().items():
+        for name, report in (("home", self.home), ("away", self.away)):
+            if report is None:
+                continue
             rivals = {}
             for rival in report.rivals:
                 rivals[rival.name] = {
@@ -153,8 +157,8 @@ def train_judge(
     """Train a judge of which of two answers is better, and report what its verdicts are worth.
 
     Prompts are held out in three parts: one chooses the epoch, one the temperature, one is judged
-    beside baselines that need no encoder. Where six or more answering models are named, some of
-    them are held out whole: the judge is away from home on their answers.
+    beside baselines that need no encoder (home). If the pairs name six or more answering models,
+    some of these are held out, and their pairs are judged apart (away).
 
     ``out`` gets ``model`` (which `PairwiseModel.from_pretrained` loads, with the report as its
     card), ``report.txt``, ``report.json`` and, with matplotlib installed, ``calibration.png``. What
@@ -170,7 +174,7 @@ def train_judge(
         **settings: Fields of `JudgeConfig`.
 
     Returns:
-        The judge at home and away beside its rivals; None in processes other than the first.
+        The judge at home and away, beside baselines; None in processes other than the first.
 
     Raises:
         ValueError: A setting, the pairs or the encoder do not fit; the run in ``out`` is another's,
@@ -239,23 +243,26 @@ def _labeled(pairs: Any, columns: Mapping[str, str] | None) -> tuple[list[Pair],
 def _split(
     pairs: list[Pair], config: JudgeConfig
 ) -> tuple[list[list[Pair]], list[Pair], tuple[str, ...]]:
-    """Return training, epoch, temperature and test pairs; those away, and whose they are."""
+    """Split pairs by prompt into training, validation, calibration and test sets.
+
+    Return these, the pairs with held-out models, and the names of those models.
+    """
     counts = Counter(name for pair in pairs for name in pair.writers if name)
-    names = sorted(name for name, n in counts.items() if n < _EVERYWHERE * len(pairs))
+    names = sorted(name for name, n in counts.items() if n < _REFERENCE_SHARE * len(pairs))
     held = config.unseen_writers
     if held is None:
         held = len(names) // 6 if len(names) >= _FEWEST else 0
     if held >= len(names) and held:
         raise ValueError(
             f"train_judge: unseen_writers is {held}, expected fewer than the {len(names)} "
-            "answering models that the pairs name"
+            "models that answer in less than half of the pairs"
         )
     unseen = tuple(sorted(random.Random(config.seed).sample(names, held)))
     away = [pair for pair in pairs if set(unseen) & set(pair.writers)]
     near = [pair for pair in pairs if not set(unseen) & set(pair.writers)]
     share = config.held_out
     parts = split_pairs(near, (1 - 3 * share, share, share, share), seed=config.seed)
-    # a prompt of the training pairs would not be away from home in every way
+    # unseen models are tested on unseen prompts, unless no such pair is left
     asked = {str(pair.prompt) for part in parts[:3] for pair in part if pair.prompt}
     fresh = [pair for pair in away if str(pair.prompt) not in asked]
     return parts, fresh or away, unseen

@@ -113,6 +113,11 @@ class RunFolder:
 
     def _check(self) -> None:
         """Refuse a folder that is not this command's, or another run's."""
+        if self.checkpoints.exists() and not self.checkpoints.is_dir():
+            raise OutputError(
+                f"{self._to}: {self.checkpoints} is a file, expected a folder of checkpoints or "
+                "none; name another folder"
+            )
         before = self.read()
         written = [self.folder / name for name in self.results]
         written = [path for path in written if os.path.lexists(path)]

@@ -158,6 +158,7 @@ class CurriculumDataset(IterableDataset):
                 f"the rows of {task!r} are given, have length 1, and need no schedule"
             )
         check_sample(task, self._generator(2), longest)
+        self._rows_checksum = self._checksum()
         self._hold_out = HoldOut(task, holdout, longest, self.device)
         self.step = 0
         self._is_spread = False  # whether this copy, in a worker, has its own place
@@ -347,7 +348,7 @@ class CurriculumDataset(IterableDataset):
         ends = (self.schedule.min_length, self.schedule.max_length)
         return {
             "task": task,
-            "rows_checksum": self._checksum(),
+            "rows_checksum": self._rows_checksum,
             "schedule": schedule,
             # functions are compared by what they give at both ends
             "n_step": [list(_pair("n_step", self.n_step, length)) for length in ends],
@@ -365,10 +366,16 @@ class CurriculumDataset(IterableDataset):
 
         A task's `repr` need not tell its fields, and two tasks may have the same name.
         """
-        # 4 keeps these rows apart from those of batches (1), checks (2) and held-out rows (3)
-        sample = self.task.sample(self._generator(4), 64, self.schedule.max_length)
-        content = b"".join(x.cpu().numpy().tobytes() for x in (sample.tokens, sample.targets))
-        return f"{zlib.crc32(content):08x}"
+        # short rows say enough, and those of a long task may be large
+        length = min(self.schedule.max_length, max(self.schedule.min_length, 32))
+        found = []
+        for _ in range(2):
+            # 4 keeps these rows apart from those of batches (1), checks (2) and held-out rows (3)
+            sample = self.task.sample(self._generator(4), 64, length)
+            content = b"".join(x.cpu().numpy().tobytes() for x in (sample.tokens, sample.targets))
+            found.append(f"{zlib.crc32(content):08x}")
+        # a task that does not draw the same rows again cannot be told by them
+        return found[0] if found[0] == found[1] else ""
 
     def load_state_dict(self, state: StateDict) -> None:
         """Go on from there.

@@ -5,11 +5,13 @@ Shapes: B rows, L the longest input, O the longest answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from model_components._checks import Range, check_value, is_whole
 from model_components._modes import evaluating
@@ -56,7 +58,7 @@ class Solutions(Report):
 def solve(
     model: LatentThinker,
     task: Task,
-    rows: Sequence[Sequence[int]],
+    rows: Iterable[Sequence[int] | Tensor | np.ndarray],
     *,
     max_steps: int | None = None,
     exit_rule: ExitRule | None = None,
@@ -68,15 +70,18 @@ def solve(
         task: The task of the training, wrapped in `AtTokens` if it was wrapped then.
         rows: Token ids, one sequence for each row, of any lengths. For `AtTokens` give ids of the
             wrapped task.
-        max_steps: Most steps; default: 10 for each symbol of the longest row.
+        max_steps: Most steps; default: 10 for each symbol of the longest row, or what a plan or a
+            static memory has room for. Where each step has an answer of its own, the step whose
+            answer is asked for.
         exit_rule: When a row stops; default: ``ExitRule()``.
 
     Returns:
         Answers and numbers of steps; it prints as a table.
 
     Raises:
-        ValueError: A row is empty, has an id outside of the vocabulary, or is longer than the
-            model's longest input.
+        ValueError: A row is empty, has an id outside of the vocabulary, is longer than the model's
+            longest input, or is not as long as the rows of a `TensorTask`; a model whose latents
+            are the last few tokens alone; no ``max_steps`` where each step has its own answer.
 
     >>> import thinker as th
     >>> task = th.AtTokens(th.make_task("prefix_sum"))
@@ -87,10 +92,11 @@ def solve(
     """
     check_layout("solve", model.config, task)
     inner = task.task if isinstance(task, AtTokens) else task
-    lengths = _lengths(rows, inner.vocab_size)
-    most = _STEPS * max(lengths) if max_steps is None else max_steps
-    check_value("solve", "max_steps", most, Annotated[int, Range(least=1)])
-    sample = _sample(inner, rows, lengths)
+    listed = [row.tolist() if isinstance(row, Tensor | np.ndarray) else list(row) for row in rows]
+    _check_rows(listed, inner)
+    most = _most_steps(model, task, max(map(len, listed)), max_steps)
+    rule = exit_rule or ExitRule()
+    sample = _sample(inner, listed)
     if isinstance(task, AtTokens):
         sample = task.laid_out(sample)
     inputs = {
@@ -102,33 +108,60 @@ def solve(
             **inputs,
             out_len=sample.targets.shape[1],
             n_step=most,
-            exit_rule=exit_rule or ExitRule(),
+            # each step has an answer of its own there, and the last one is asked for
+            exit_rule=None if task.by_step else rule,
         )
     said = out.logits.argmax(-1).cpu()
     known = sample.targets != IGNORED
     answers = [tuple(row[which].tolist()) for row, which in zip(said, known, strict=True)]
     steps = tuple(out.steps.tolist())
-    return Solutions(tuple(answers), steps, tuple(taken < most for taken in steps))
+    settled = tuple(task.by_step or taken < most for taken in steps)
+    return Solutions(tuple(answers), steps, settled)
 
 
-def _lengths(rows: Sequence[Sequence[int]], vocabulary: int) -> list[int]:
-    """Return the number of ids of each row."""
+def _check_rows(rows: Sequence[Sequence[int]], task: Task) -> None:
+    """Refuse rows that the task does not have."""
     if not rows:
         raise ValueError("solve: expected rows, got none")
+    given = task.every()
     for number, row in enumerate(rows):
-        if not len(row) or not all(is_whole(token, 0) and token < vocabulary for token in row):
+        if not row or not all(is_whole(token, 0) and token < task.vocab_size for token in row):
             raise ValueError(
-                f"solve: row {number} is {list(row)!r:.80}; expected ids from 0 to {vocabulary - 1}"
+                f"solve: row {number} is {row!r:.80}; expected ids from 0 to {task.vocab_size - 1}"
             )
-    return [len(row) for row in rows]
+        if given is not None and len(row) != given.tokens.shape[1]:
+            raise ValueError(
+                f"solve: row {number} has {len(row)} ids; expected {given.tokens.shape[1]}, as the "
+                "rows of the task"
+            )
 
 
-def _sample(task: Task, rows: Sequence[Sequence[int]], lengths: Sequence[int]) -> Sample:
+def _most_steps(model: LatentThinker, task: Task, longest: int, max_steps: int | None) -> int:
+    """Return the most steps of a call."""
+    config = model.config
+    if config.at_tokens and config.num_latents is not None:
+        raise ValueError(
+            f"solve: the model's latents are the last {config.num_latents} tokens, which answer "
+            "only a part of a row; expected num_latents=None"
+        )
+    if max_steps is not None:
+        check_value("solve", "max_steps", max_steps, Annotated[int, Range(least=1)])
+        return max_steps
+    if task.by_step:
+        raise ValueError("solve: each step has an answer of its own; expected max_steps, got None")
+    most = _STEPS * longest
+    if config.memory_size is not None:
+        most = min(most, config.memory_size)
+    # a plan of a fixed length, or whose loop has several rows, takes no other number
+    return model.plan.num_steps(most)
+
+
+def _sample(task: Task, rows: Sequence[Sequence[int]]) -> Sample:
     """Return rows as a sample of the task, with 0 for every answer and padding on the right."""
-    longest = max(lengths)
+    longest = max(map(len, rows))
     tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
-    mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
-    sizes = torch.tensor([_answer_length(task, length) for length in lengths])
+    mask = torch.arange(longest) < torch.tensor([[len(row)] for row in rows])
+    sizes = torch.tensor([_answer_length(task, len(row)) for row in rows])
     place = torch.arange(int(sizes.max()))
     targets = torch.zeros(len(rows), len(place), dtype=torch.long)
     return Sample(tokens, mask, targets.masked_fill(place >= sizes[:, None], IGNORED))

@@ -1362,6 +1362,12 @@ def test_what_was_frozen_is_frozen_after_there_and_back():
     convert_(model, KroneckerConfig(b_shape=(2, 1), init="van_loan"), progress=False)
     revert_(model)
     assert not [name for name, p in model.named_parameters() if p.requires_grad]
+    layer = model.transformer.h[0].mlp
+    layer.c_fc.bias.requires_grad_(True)  # biases alone train (BitFit)
+    convert_(model, KroneckerConfig(b_shape=(2, 1), init="van_loan"), progress=False)
+    assert [n for n, p in layer.c_fc.named_parameters() if p.requires_grad] == ["bias"]
+    revert_(model)
+    assert [n for n, p in layer.c_fc.named_parameters() if p.requires_grad] == ["bias"]
 
 
 def test_a_weight_that_pruning_gives_exactly_leaves_the_other_terms_to_be_learned():

@@ -317,3 +317,13 @@ class Runs(RuleBasedStateMachine):
 
 def test_random_histories_of_a_folder():
     run_state_machine_as_test(Runs, settings=settings(**_HISTORIES))
+
+
+def test_a_file_in_the_place_of_checkpoints_is_refused(tmp_path):
+    (tmp_path / "checkpoints").write_text("mine")
+    with (
+        pytest.raises(OutputError, match="checkpoints is a file, expected a folder"),
+        RunFolder(tmp_path, {}, "train", checkpoints="checkpoints"),
+    ):
+        pass
+    assert (tmp_path / "checkpoints").read_text() == "mine"

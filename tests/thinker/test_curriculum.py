@@ -381,6 +381,17 @@ def test_another_task_of_the_same_name_does_not_go_on():
         CurriculumDataset(Shifted(by=2), n_step=(1, 4)).load_state_dict(state)
 
 
+def test_a_task_that_never_draws_the_same_rows_goes_on():
+    class Fed(Shifted):
+        """Rows that come from somewhere else."""
+
+        def sample(self, generator, batch, length):
+            return super().sample(torch.default_generator, batch, length)
+
+    state = CurriculumDataset(Fed()).state_dict()
+    CurriculumDataset(Fed()).load_state_dict(state)
+
+
 def test_short_lengths_hold_nothing_out():
     data = data_of(Uniform(max_length=12), "prefix_sum", holdout=0.5, batch_size=256)
     assert data._hold_out.lengths.tolist() == [False] * 10 + [True] * 3  # 2^10 inputs are enough

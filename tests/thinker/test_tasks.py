@@ -10,6 +10,7 @@ from thinker import (
     TASKS,
     AtTokens,
     CurriculumDataset,
+    FlowPlan,
     Frontier,
     LatentThinker,
     SequenceTask,
@@ -19,7 +20,7 @@ from thinker import (
     register_task,
     solve,
 )
-from thinker.tasks import Sample
+from thinker.tasks import Sample, TensorTask
 
 
 def number(digits, base, little=True):
@@ -327,3 +328,41 @@ def test_rows_that_cannot_be_solved_are_refused(rows, words):
     model = LatentThinker(ThinkerConfig(**CurriculumDataset(task).sizes()))
     with pytest.raises(ValueError, match=f"solve: .*{words}"):
         solve(model, task, rows)
+
+
+def test_the_last_step_answers_where_each_step_has_an_answer():
+    task = make_task("hops", size=10)
+    model = LatentThinker(ThinkerConfig(**CurriculumDataset(task, Frontier(max_length=4)).sizes()))
+    rows = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 3]]
+    with pytest.raises(ValueError, match="each step has an answer of its own; expected max_steps"):
+        solve(model, task, rows)
+    found = solve(model, task, rows, max_steps=30)
+    assert found.steps == (30,)
+    assert found.settled == (True,)
+
+
+def test_tensors_and_arrays_are_rows_and_plans_have_their_steps():
+    task = make_task("copy")
+    sizes = CurriculumDataset(task, Frontier(max_length=4)).sizes()
+    model = LatentThinker(ThinkerConfig(**sizes, memory="static", memory_size=20))
+    tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    lists, tensors, arrays = (
+        solve(model, task, rows).answers for rows in (tokens.tolist(), tokens, tokens.numpy())
+    )
+    assert lists == tensors == arrays
+    plan = FlowPlan.from_table("step | read_input | output\n1 | 1 | 0\n2 | 0 | 1\n")
+    model = LatentThinker(ThinkerConfig(**sizes, plan=plan))
+    assert solve(model, task, tokens).steps == (2, 2)
+
+
+def test_rows_of_a_grid_have_its_size():
+    rows = torch.randint(5, (20, 16), generator=torch.Generator().manual_seed(0))
+    task = AtTokens(TensorTask(rows, rows, grid=True))
+    sizes = CurriculumDataset(task).sizes()
+    model = LatentThinker(ThinkerConfig(**sizes, latent_init="tokens", mixer="mlp"))
+    assert len(solve(model, task, rows[:1], max_steps=2).answers[0]) == 16
+    with pytest.raises(ValueError, match="row 0 has 3 ids; expected 16"):
+        solve(model, task, [[1, 2, 3]])
+    few = LatentThinker(ThinkerConfig(**sizes, causal=True, num_latents=3))
+    with pytest.raises(ValueError, match="the model's latents are the last 3 tokens"):
+        solve(few, task, rows[:1])

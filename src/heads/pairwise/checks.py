@@ -21,7 +21,7 @@ def check_encoder(encoder: PreTrainedModel) -> None:
                 encoder, torch.ones(2, dtype=torch.long, device=encoder.device), [2], None
             )
     # models of other kinds fail in many ways; NotImplementedError is a RuntimeError, too
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
         raise ValueError(
             f"from_encoder: {type(encoder).__name__} cannot read two tokens: {error}"
         ) from error
@@ -80,9 +80,10 @@ def check_loadable(encoder: PreTrainedModel) -> None:
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
-    """Return the shapes of a model's tensors without its pooler, which a judge does not have."""
+    """Return the shapes of a model's tensors, without parts that a judge does not run."""
     tensors = model.state_dict().items()
-    return {key: tensor.shape for key, tensor in tensors if not key.startswith("pooler.")}
+    unused = ("pooler.", "contact_head.")
+    return {key: tensor.shape for key, tensor in tensors if not key.startswith(unused)}
 
 
 def most_tokens(
@@ -90,6 +91,8 @@ def most_tokens(
 ) -> int:
     """Most tokens of a sequence: what was asked for, if the encoder has so many positions."""
     positions = getattr(encoder.config, "max_position_embeddings", None)
+    if positions is not None and positions < 1:  # XLNet, whose positions have no limit
+        positions = None
     first = getattr(getattr(encoder, "embeddings", None), "padding_idx", None)
     # as RoBERTa and MPNet count
     if packing.packed or first is None:

@@ -198,6 +198,9 @@ class PairwiseModel(SavedJudge):
             )
         if depth is not None:
             keep_lowest_(inner, depth)
+        # a judge has no pooler, and some encoders do not run without theirs
+        if getattr(inner, "pooler", None) is not None:
+            inner.pooler = None
         # check_packing would not notice: to it an encoder that fails is one to be padded
         check_encoder(inner)
         check_loadable(inner)

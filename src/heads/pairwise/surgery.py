@@ -41,13 +41,16 @@ def encoder_layers(
     config = encoder.config
     wanted = config.num_hidden_layers
     # ALBERT with one group runs the same parameters again and again: no layer stands alone
-    for name, module in encoder.named_modules():
-        if (
-            isinstance(module, nn.ModuleList)
-            and len(module) == wanted
-            and getattr(config, "num_hidden_groups", 0) != 1
-        ):
-            return name, module
+    lists = [
+        (name, module)
+        for name, module in encoder.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == wanted
+    ]
+    # XLM keeps the parts of its layers in lists of their own, side by side
+    parents = [name.rpartition(".")[0] for name, _ in lists]
+    is_one_list = lists and parents.count(parents[0]) == 1
+    if is_one_list and getattr(config, "num_hidden_groups", 0) != 1:
+        return lists[0]
     raise ValueError(
         f"{operation}: {type(encoder).__name__} has no list of {wanted} layers (do they share "
         f"parameters?); expected {instead}"
@@ -66,18 +69,23 @@ def keep_lowest_(encoder: PreTrainedModel, depth: int) -> None:
             f"from_encoder: depth is {depth}, and {type(encoder).__name__} has {count} layers"
         )
     _, layers = encoder_layers("from_encoder", encoder, "depth=None")
-    del layers[depth:]
-    encoder.config.num_hidden_layers = depth
     config = encoder.config
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
+    kinds = list(getattr(config, "layer_types", None) or [])[:depth]
+    windows = getattr(config, "attention_window", None)
+    config.num_hidden_layers = depth
+    # some compute the kinds of their layers from the number, which is right then
+    if kinds and list(config.layer_types) != kinds:
         try:
-            config.layer_types = kinds[:depth]
-        except AttributeError as error:  # computed from other fields, as Jamba's
+            config.layer_types = kinds
+        except AttributeError as error:
+            config.num_hidden_layers = count
             raise ValueError(
                 f"from_encoder: depth is {depth}, but {type(encoder).__name__} computes the kinds "
                 "of its layers from other fields; expected depth=None"
             ) from error
+    if isinstance(windows, list):  # Longformer's, one for each layer
+        config.attention_window = windows[:depth]
+    del layers[depth:]
     if config.model_type == "gpt_neo":  # its kinds of attention are listed twice
         config.attention_layers = config.attention_layers[:depth]
         config.attention_types = [[[kind], 1] for kind in config.attention_layers]
@@ -119,11 +127,15 @@ def freeze_(model: Judge, what: str) -> FreezeReport:
             "without"
         )
     parts = encoder_parts(model.encoder, what)
-    # what an earlier call froze trains again, so that the last call alone counts
-    for parameter in model.parameters():
+    # what an earlier call froze trains again, so that the last call alone counts; what never
+    # trained, such as a table of sines, stays as it is
+    earlier = getattr(model, "_frozen_by_us", [])
+    for parameter in earlier:
         parameter.requires_grad_(True)
-    for _, module in parts:
-        module.requires_grad_(False)
+    ours = [p for _, module in parts for p in module.parameters() if p.requires_grad]
+    for parameter in ours:
+        parameter.requires_grad_(False)
+    model.__dict__["_frozen_by_us"] = ours  # as a plain attribute, in no state dict
     trained = frozen = 0
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -144,11 +156,16 @@ def encoder_parts(encoder: PreTrainedModel, what: str) -> list[tuple[str, nn.Mod
     parts = [("embeddings", embeddings)]
     if embeddings is encoder.get_input_embeddings():
         parts += _other_embeddings(encoder, embeddings)
-    # between the tables and the layers of ELECTRA, ALBERT and BLOOM
+    # between the embeddings and the layers of ELECTRA, ALBERT and BLOOM
     for name in (
         "embeddings_project",
         "encoder.embedding_hidden_mapping_in",
         "word_embeddings_layernorm",
+        # what all layers of DeBERTa, MPNet and RoFormer share
+        "encoder.rel_embeddings",
+        "encoder.LayerNorm",
+        "encoder.relative_attention_bias",
+        "encoder.embed_positions",
     ):
         with contextlib.suppress(AttributeError):
             parts.append((name, encoder.get_submodule(name)))

@@ -212,8 +212,6 @@ def convert_(
     original = {n: m for n, m in model.named_modules() if n in converted}
     # now, since pruned layers keep their module and lose what it held
     sizes = {name: num_parameters(module) for name, module in original.items()}
-    # new factors require gradients; what a user froze is frozen again at the end
-    frozen = {name for name, module in original.items() if _is_frozen(module)}
     with all_or_nothing(model, original):
         with evaluating(model):
             # before anything is replaced: a head is fitted to what the original feeds it
@@ -235,8 +233,7 @@ def convert_(
         for name, module in original.items():
             # a new layer has its own mode; a user may have put single modules into eval()
             layer = model.get_submodule(name).train(module.training)
-            if name in frozen:
-                layer.requires_grad_(False)
+            _freeze_as(layer, module)
     own_saving_(model)
     rows = (
         _row(name, model.get_submodule(name), own, name in fitted, sizes[name], errors[name])
@@ -255,8 +252,13 @@ def _skipped_layers(model: nn.Module, converted: Iterable[str], why: str) -> dic
     return dict.fromkeys((name for name in left if name not in converted), why)
 
 
-def _is_frozen(module: nn.Module) -> bool:
-    return not any(parameter.requires_grad for parameter in module.parameters())
+def _freeze_as(layer: nn.Module, module: nn.Module) -> None:
+    """Freeze the factors of a layer if the module's weight was frozen, and its bias likewise."""
+    before = dict(module.named_parameters(recurse=False))
+    for name, parameter in layer.named_parameters(recurse=False):
+        source = before.get("bias" if name == "bias" else "weight")
+        if source is not None and not source.requires_grad:
+            parameter.requires_grad_(False)
 
 
 def _check_nothing_needs_data(parts: Sequence[Part], of_tables: Sequence[Config]) -> None:

@@ -22,10 +22,16 @@ from transformers import (
     AutoModel,
     GPTNeoConfig,
     GPTNeoModel,
+    RoFormerConfig,
+    RoFormerModel,
     T5Config,
     T5EncoderModel,
     T5Model,
     TrainingArguments,
+    XLMConfig,
+    XLMModel,
+    XLNetConfig,
+    XLNetModel,
 )
 
 from heads.lora import accelerate_lora_
@@ -476,6 +482,31 @@ def test_an_encoder_that_would_not_load_again_is_refused(tmp_path):
 def test_tables_beside_that_of_the_tokens_are_of_the_bottom():
     for kind, names in (("gpt2", ["embeddings", "wpe"]), ("llama", ["embeddings"])):
         assert [name for name, _ in encoder_parts(encoder_of(kind), "embeddings")] == names
+
+
+def test_parts_of_layers_side_by_side_are_no_list_of_layers():
+    config = XLMConfig(vocab_size=99, emb_dim=16, n_layers=3, n_heads=2)
+    model = PairwiseModel.from_encoder(XLMModel(config))
+    with pytest.raises(ValueError, match="freeze_: XLMModel has no list of 3 layers"):
+        freeze_(model, "bottom:2")
+    with pytest.raises(ValueError, match="from_encoder: XLMModel has no list of 3 layers"):
+        PairwiseModel.from_encoder(XLMModel(config), depth=2)
+
+
+def test_a_table_of_sines_never_trains():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = RoFormerConfig(vocab_size=99, intermediate_size=16, **sizes)
+    model = PairwiseModel.from_encoder(RoFormerModel(config))
+    for what in ("bottom:1", "none"):
+        freeze_(model, what)
+        assert not model.encoder.encoder.embed_positions.weight.requires_grad
+    assert all(p.requires_grad for p in model.encoder.embeddings.parameters())
+
+
+def test_an_encoder_without_a_limit_of_positions_is_saved(tmp_path):
+    config = XLNetConfig(vocab_size=99, d_model=16, n_layer=2, n_head=2, d_inner=16)
+    PairwiseModel.from_encoder(XLNetModel(config)).save_pretrained(tmp_path)
+    assert PairwiseModel.from_pretrained(tmp_path).config.max_tokens == 512
 
 
 def test_an_attention_that_is_chosen_stays():

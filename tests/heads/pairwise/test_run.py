@@ -88,6 +88,16 @@ def test_an_interrupted_run_goes_on_to_the_same_judge(encoder, tmp_path, monkeyp
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+def test_few_prompts_and_labels_of_two_shares_are_told_and_read(encoder, tmp_path):
+    pairs = tuple(
+        Pair(f"w{number % 4 + 9}", *pair[1:3], (0.75, 0.25) if number % 2 else (0.25, 0.75))
+        for number, pair in enumerate(pairs_of(120))
+    )
+    report = train_judge(pairs, encoder, out=tmp_path / "out", **SHORT)
+    assert "prompts are so few" in str(report)
+    assert PairwiseModel.from_pretrained(tmp_path / "out" / "model").config.num_classes == 2
+
+
 def test_no_part_shares_a_prompt_or_an_unseen_writer():
     pairs = [Pair(f"p{n % 200}", "a", "b", 0, (f"m{n % 12}", "everywhere")) for n in range(1200)]
     parts, away, unseen = _split(pairs, JudgeConfig())
@@ -104,6 +114,8 @@ def test_no_part_shares_a_prompt_or_an_unseen_writer():
     ("changes", "words"),
     [
         ({"unseen_writers": 9}, "unseen_writers is 9, expected fewer than the 8"),
+        ({"unseen_writers": 7}, "unseen_writers is 7, which leaves"),
+        ({"pairs": [pair._replace(label=2) for pair in written()]}, "every label is a tie"),
         ({"pairs": [*written(30), Pair("p", "a", "b")]}, "got 1 without a label"),
         ({"link": "concat", "surface": ("style",)}, "surface .* none of them"),
         ({"epoch": 2}, "unknown field epoch; did you mean epochs"),

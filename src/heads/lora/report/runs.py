@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import io
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -220,9 +221,9 @@ class SweepReport(Report):
 
     def _shared(self) -> dict[str, Any]:
         """Return the settings that are the same in all of several runs."""
-        first, *others = self.settings.values()
-        if not others:
+        if len(self.settings) < 2:
             return {}
+        first, *others = self.settings.values()
         return {
             name: value
             for name, value in first.items()
@@ -233,8 +234,9 @@ class SweepReport(Report):
     def remarks(self) -> list[str]:
         """Return the best run, and the runs that failed."""
         lines = [f"{name} failed: {why}" for name, why in self.failures.items()]
-        if self.runs:
-            best = min(self.runs, key=lambda name: self.runs[name].loss)
+        finite = [name for name, run in self.runs.items() if math.isfinite(run.loss)]
+        if finite:
+            best = min(finite, key=lambda name: self.runs[name].loss)
             lines.insert(0, f"lowest held-out loss: {best}, {self.runs[best].loss:.4f}")
         scores = {name: run.score for name, run in self.runs.items() if run.score is not None}
         if scores:

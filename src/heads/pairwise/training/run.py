@@ -26,7 +26,7 @@ from ..data.collate import PairwiseDataset
 from ..data.rows import read_pairs
 from ..judge_config import JudgeConfig
 from ..model import PairwiseModel
-from ..pairs import Pair, split_pairs
+from ..pairs import Pair, as_pairs, split_pairs
 from ..report.baselines import needs_scikit_learn
 from ..report.evaluation import (
     CalibrationReport,
@@ -35,7 +35,7 @@ from ..report.evaluation import (
     pairwise_report,
 )
 from ..surgery import freeze_
-from .trainer import PairwiseTrainer
+from .trainer import PairwiseTrainer, check_training_data
 
 _RESULTS = ("report.json", "report.txt", "calibration.png", "model")
 _FEWEST = 6  # writers, from which some are held out
@@ -56,6 +56,8 @@ class JudgeReport(Report):
         unseen: The names of these models.
         calibration: The temperature.
         read: What was read, one line.
+        shares_prompts: Whether prompts were so few that held-out pairs share them with training
+            pairs.
     """
 
     out: Path
@@ -64,6 +66,7 @@ class JudgeReport(Report):
     unseen: tuple[str, ...]
     calibration: CalibrationReport
     read: str
+    shares_prompts: bool
 
     def summary(self) -> list[str]:
         """Return what was read, and the temperature."""
@@ -106,6 +109,8 @@ class JudgeReport(Report):
             )
         else:
             lines.append(f"away: pairs with {', '.join(self.unseen)}, which no training pair has")
+        if self.shares_prompts:
+            lines.append("prompts are so few that held-out pairs have prompts of training pairs")
         files = [name for name in _RESULTS if (self.out / name).exists()]
         return [*lines, f"in {self.out}: {', '.join(files)}"]
 
@@ -192,6 +197,9 @@ def train_judge(
     parts, away, unseen = _split(labeled, config)
     model = _model(folder, labeled, config, device)
     data = [model.dataset(part, progress=progress) for part in (*parts, *([away] if away else []))]
+    # before anything is encoded or written
+    check_training_data(data[0], model)
+    arguments = _arguments(out, config, device, progress)
     run = RunFolder(
         out,
         {"encoder": str(encoder), **config.to_dict()},
@@ -210,7 +218,7 @@ def train_judge(
         if not config.trains_encoder:
             for one in data:
                 one.encode_(model, cache=out / "features", progress=progress)
-        trainer = _trainer(model, data[0], data[1], out, config, device, progress)
+        trainer = _trainer(model, data[0], data[1], arguments, config)
         checkpoint = newest_whole(out / "checkpoints", "train_judge")
         trainer.train(resume_from_checkpoint=checkpoint)
         if not trainer.is_world_process_zero():
@@ -221,7 +229,9 @@ def train_judge(
             pairwise_report(model, one, train=seen, progress=progress) for one in data[3:]
         ]
         elsewhere = others[0] if others else None
-        report = JudgeReport(out, home, elsewhere, unseen, calibration, read)
+        asked = [{str(pair.prompt) for pair in part if pair.prompt} for part in (seen, parts[3])]
+        shared = not asked[0].isdisjoint(asked[1])
+        report = JudgeReport(out, home, elsewhere, unseen, calibration, read, shared)
         model.save_pretrained(out / "model", report=home)
         _write(report, out)
     return report
@@ -229,8 +239,11 @@ def train_judge(
 
 def _labeled(pairs: Any, columns: Mapping[str, str] | None) -> tuple[list[Pair], str]:
     """Return labeled pairs, and a line on what was read."""
-    if isinstance(pairs, list) and pairs and all(isinstance(pair, Pair) for pair in pairs):
-        labeled, read = pairs, f"{len(pairs)} pairs"
+    if isinstance(pairs, Sequence) and pairs and isinstance(pairs[0], Pair):
+        # shares of two classes are those of data without ties
+        has_two = any(isinstance(p.label, Sequence) and len(p.label) == 2 for p in pairs)
+        labeled = as_pairs("train_judge", pairs, 2 if has_two else 3)
+        read = f"{len(labeled)} pairs"
     else:
         labeled, report = read_pairs(pairs, columns=columns)
         read = str(report)
@@ -260,6 +273,11 @@ def _split(
     unseen = tuple(sorted(random.Random(config.seed).sample(names, held)))
     away = [pair for pair in pairs if set(unseen) & set(pair.writers)]
     near = [pair for pair in pairs if not set(unseen) & set(pair.writers)]
+    if unseen and len(near) < len(away):
+        raise ValueError(
+            f"train_judge: unseen_writers is {held}, which leaves {len(near)} of {len(pairs)} "
+            "pairs to train on; expected fewer"
+        )
     share = config.held_out
     parts = split_pairs(near, (1 - 3 * share, share, share, share), seed=config.seed)
     # unseen models are tested on unseen prompts, unless no such pair is left
@@ -279,7 +297,8 @@ def _dtype(config: JudgeConfig, device: str) -> torch.dtype:
 
 def _model(folder: Path, pairs: list[Pair], config: JudgeConfig, device: str) -> PairwiseModel:
     has_ties = any(
-        pair.label[2] > 0 if isinstance(pair.label, tuple) else pair.label == 2 for pair in pairs
+        pair.label[2:] > (0,) if isinstance(pair.label, tuple) else pair.label == 2
+        for pair in pairs
     )
     model: Any = PairwiseModel.from_encoder(
         folder,
@@ -297,15 +316,7 @@ def _model(folder: Path, pairs: list[Pair], config: JudgeConfig, device: str) ->
     return model.to(device)
 
 
-def _trainer(
-    model: PairwiseModel,
-    train: PairwiseDataset,
-    held_out: PairwiseDataset,
-    out: Path,
-    config: JudgeConfig,
-    device: str,
-    progress: bool,
-) -> PairwiseTrainer:
+def _arguments(out: Path, config: JudgeConfig, device: str, progress: bool) -> TrainingArguments:
     tunes = config.trains_encoder
     world = int(os.environ.get("WORLD_SIZE", 1))
     if config.batch_size % world:
@@ -313,7 +324,7 @@ def _trainer(
             f"train_judge: batch_size is {config.batch_size}, expected a multiple of {world}, the "
             "number of processes"
         )
-    arguments = TrainingArguments(
+    return TrainingArguments(
         str(out / "checkpoints"),
         num_train_epochs=config.epochs or (3 if tunes else 8),
         per_device_train_batch_size=config.batch_size // world,
@@ -332,7 +343,18 @@ def _trainer(
         report_to="none",
         use_cpu=device == "cpu",
         disable_tqdm=not progress,
+        # else the patience of early stopping begins anew after an interruption
+        restore_callback_states_from_checkpoint=True,
     )
+
+
+def _trainer(
+    model: PairwiseModel,
+    train: PairwiseDataset,
+    held_out: PairwiseDataset,
+    arguments: TrainingArguments,
+    config: JudgeConfig,
+) -> PairwiseTrainer:
     trainer = PairwiseTrainer(
         model=model,
         args=arguments,
@@ -340,7 +362,7 @@ def _trainer(
         eval_dataset=held_out,
         layer_decay=config.layer_decay,
         # a frozen encoder has no rate that the head's could be larger than
-        head_lr_ratio=config.head_lr_ratio if tunes else 1.0,
+        head_lr_ratio=config.head_lr_ratio if config.trains_encoder else 1.0,
         callbacks=[EarlyStoppingCallback(3)],
     )
     # without a bar transformers prints a dict for each entry of the log

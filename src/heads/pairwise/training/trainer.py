@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
@@ -120,7 +121,7 @@ class PairwiseTrainer(StepTrainer):
         data: TrainData = self.train_dataset
         if data is None:
             return
-        _check_training_data(data, judge)
+        check_training_data(data, judge)
         if self.eval_dataset is not None:
             held_out = self.eval_dataset
             named = held_out if isinstance(held_out, dict) else {"eval_dataset": held_out}
@@ -194,7 +195,9 @@ class PairwiseTrainer(StepTrainer):
         metrics = output.metrics or {}
         name = f"{named.get('metric_key_prefix', 'eval')}_loss"
         # consistency of both orders is no function of one order's predictions
-        is_function_of_logits = output.predictions is not None and not config.swap_consistency
+        is_function_of_logits = (
+            isinstance(output.predictions, np.ndarray) and not config.swap_consistency
+        )
         if name in metrics and is_function_of_logits:
             metrics[name] = float(
                 pairwise_loss(
@@ -249,7 +252,7 @@ def _check_features(name: str, data: PairwiseDataset, judge: Judge) -> None:
     data.check_encoded("PairwiseTrainer", judge)
 
 
-def _check_training_data(data: PairwiseDataset, judge: Judge) -> None:
+def check_training_data(data: PairwiseDataset, judge: Judge) -> None:
     """Check that the data can teach the model more than which side (A or B) wins."""
     _check_features("train_dataset", data, judge)
     if not data.encoded:

@@ -65,13 +65,8 @@ def check_tokens(
             f"LatentThinker: tokens (B, L) have shape {list(tokens.shape)}, so L is "
             f"{tokens.shape[1]}; expected at most max_input_length, {config.max_input_length}{hint}"
         )
-    if config.mixer == "mlp" and tokens.shape[1] != config.max_input_length:
-        raise ValueError(
-            f"LatentThinker: tokens (B, L) have shape {list(tokens.shape)}; expected L of exactly "
-            f'max_input_length, {config.max_input_length}, with mixer="mlp"'
-        )
-    if config.mixer == "mlp" and values and mask is not None and not bool(mask.all()):
-        raise ValueError('LatentThinker: the mask has padding; expected none with mixer="mlp"')
+    if config.mixer == "mlp":
+        _check_places(config, tokens, mask if values else None)
     if values and tokens.numel():
         # on a GPU such an id is a failed assertion, reported somewhere else
         low = int(tokens.min())
@@ -82,6 +77,17 @@ def check_tokens(
                 f"LatentThinker: token id {wrong}; expected 0 to vocab_size - 1, "
                 f"{config.vocab_size - 1}"
             )
+
+
+def _check_places(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None) -> None:
+    """Check that there is a token at each of the places that an MLP mixes."""
+    if tokens.shape[1] != config.max_input_length:
+        raise ValueError(
+            f"LatentThinker: tokens (B, L) have shape {list(tokens.shape)}; expected L of exactly "
+            f'max_input_length, {config.max_input_length}, with mixer="mlp"'
+        )
+    if mask is not None and not bool(mask.all()):
+        raise ValueError('LatentThinker: the mask has padding; expected none with mixer="mlp"')
 
 
 def check_embeds(config: ThinkerConfig, tokens: Tensor | None, embeds: Tensor) -> None:

@@ -171,6 +171,7 @@ class ThinkerConfig(CheckedModelConfig):
         yield from self._problems_of_positions()
         yield from self._problems_of_steps()
         yield from self._problems_of_latents()
+        yield from self._problems_of_mixer()
 
     def _problems_of_positions(self) -> Iterator[str]:
         if self.hidden_size % self.num_heads:
@@ -224,18 +225,19 @@ class ThinkerConfig(CheckedModelConfig):
             )
         if self.window is not None and not self.at_tokens:
             yield problem(self, "window", 'none without latent_init="tokens"')
-        if self.mixer == "mlp" and (
-            not self.at_tokens or self.causal or self.window is not None or self.num_latents
-        ):
-            yield (
-                'mixer is mlp, expected latent_init="tokens" beside it, and no causal, window or '
-                "num_latents"
-            )
         if self.at_tokens and not self.causal and self.num_latents is not None:
             yield problem(
                 self,
                 "num_latents",
                 "none in a flow that looks both ways: every token has a latent",
+            )
+
+    def _problems_of_mixer(self) -> Iterator[str]:
+        has_other_places = self.causal or self.window is not None or self.num_latents is not None
+        if self.mixer == "mlp" and (not self.at_tokens or has_other_places):
+            yield (
+                'mixer is mlp, expected latent_init="tokens" beside it, and no causal, window or '
+                "num_latents"
             )
 
     @property

@@ -155,11 +155,9 @@ class PairwiseModel(SavedJudge):
                 hidden states or that could not be loaded again, an unknown option, more layers than
                 there are.
         """
-        options.setdefault("link", "antisymmetric")
-        options.setdefault("pooling", ["mean", "last"])
-        options.setdefault("surface", [] if options["link"] == "concat" else list(SURFACE))
         # first of all: a misspelled option must not cost a download
         _check_options(options)
+        options = _best_options(options)
         if isinstance(encoder, (str, Path)):
             place, at = split_revision(encoder)
             hub = {
@@ -314,3 +312,11 @@ def _load_encoder(place: str, dtype: torch.dtype | None, hub: Mapping[str, Any])
 
 AutoConfig.register(PairwiseConfig.model_type, PairwiseConfig, exist_ok=True)
 AutoModel.register(PairwiseConfig, PairwiseModel, exist_ok=True)
+
+
+def _best_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of `PairwiseConfig`, with those that judged best where none are given."""
+    best: dict[str, Any] = {"link": "antisymmetric", "pooling": ["mean", "last"]}
+    if options.get("link") != "concat":  # which takes no surface features
+        best["surface"] = list(SURFACE)
+    return best | options

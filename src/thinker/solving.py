@@ -68,8 +68,8 @@ def solve(
     Args:
         model: A trained model.
         task: The task of the training, wrapped in `AtTokens` if it was wrapped then.
-        rows: Token ids, one sequence for each row, of any lengths. For `AtTokens` give ids of the
-            wrapped task.
+        rows: Token ids, one sequence for each row, of any lengths; or a tensor or an array of shape
+            (B, L). For `AtTokens` give ids of the wrapped task.
         max_steps: Most steps; default: 10 for each symbol of the longest row, or what a plan or a
             static memory has room for. Where each step has an answer of its own, the step whose
             answer is asked for.

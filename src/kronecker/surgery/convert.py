@@ -210,6 +210,11 @@ def convert_(
     before = num_parameters(model)
     converted = {*configs, *chain.from_iterable(tied.values())}
     original = {n: m for n, m in model.named_modules() if n in converted}
+    # now, since `fade_in` freezes the originals, and what a user froze stays frozen
+    trains = {
+        name: {n: p.requires_grad for n, p in module.named_parameters(recurse=False)}
+        for name, module in original.items()
+    }
     # now, since pruned layers keep their module and lose what it held
     sizes = {name: num_parameters(module) for name, module in original.items()}
     with all_or_nothing(model, original):
@@ -233,7 +238,10 @@ def convert_(
         for name, module in original.items():
             # a new layer has its own mode; a user may have put single modules into eval()
             layer = model.get_submodule(name).train(module.training)
-            _freeze_as(layer, module)
+            for parameter_name, parameter in layer.named_parameters(recurse=False):
+                # a layer's factors train where its weight did
+                source = "bias" if parameter_name == "bias" else "weight"
+                parameter.requires_grad_(trains[name].get(source, True))
     own_saving_(model)
     rows = (
         _row(name, model.get_submodule(name), own, name in fitted, sizes[name], errors[name])
@@ -250,15 +258,6 @@ def _skipped_layers(model: nn.Module, converted: Iterable[str], why: str) -> dic
     """Return the layers that could have been converted, with the reason why they were not."""
     left = [name for name, module in model.named_modules() if convertible(module)]
     return dict.fromkeys((name for name in left if name not in converted), why)
-
-
-def _freeze_as(layer: nn.Module, module: nn.Module) -> None:
-    """Freeze the factors of a layer if the module's weight was frozen, and its bias likewise."""
-    before = dict(module.named_parameters(recurse=False))
-    for name, parameter in layer.named_parameters(recurse=False):
-        source = before.get("bias" if name == "bias" else "weight")
-        if source is not None and not source.requires_grad:
-            parameter.requires_grad_(False)
 
 
 def _check_nothing_needs_data(parts: Sequence[Part], of_tables: Sequence[Config]) -> None:

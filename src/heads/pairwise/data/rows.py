@@ -175,6 +175,9 @@ def each_pair(
         columns: As of `read_pairs`.
         labels: Whether to read verdicts; False for pairs that are to be judged.
 
+    Yields:
+        The line number, from 1; the row; its `Pair`, or the error.
+
     Raises:
         ValueError: A file that cannot be read; a name of a column that is none.
 

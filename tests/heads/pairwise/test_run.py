@@ -89,25 +89,30 @@ def test_an_interrupted_run_goes_on_to_the_same_judge(encoder, tmp_path, monkeyp
 
 
 def test_few_prompts_and_labels_of_two_shares_are_told_and_read(encoder, tmp_path):
-    pairs = tuple(
-        Pair(f"w{number % 4 + 9}", *pair[1:3], (0.75, 0.25) if number % 2 else (0.25, 0.75))
-        for number, pair in enumerate(pairs_of(120))
-    )
+    pairs = []
+    for number, pair in enumerate(pairs_of(120)):
+        label = (0.75, 0.25) if number % 2 else (0.25, 0.75)
+        # 8 models for 4 prompts, so that pairs with an unseen model have prompts of training
+        pairs.append(Pair(f"w{number % 4 + 9}", *pair[1:3], label, (f"m{number % 8}", "all")))
     report = train_judge(pairs, encoder, out=tmp_path / "out", **SHORT)
-    assert "prompts are so few" in str(report)
+    for name in ("home", "away"):
+        assert f"{name}: prompts are so few" in str(report)
+    assert "away (models) " in str(report)
+    assert "away (prompts and models)" not in str(report)
     assert PairwiseModel.from_pretrained(tmp_path / "out" / "model").config.num_classes == 2
 
 
 def test_no_part_shares_a_prompt_or_an_unseen_writer():
     pairs = [Pair(f"p{n % 200}", "a", "b", 0, (f"m{n % 12}", "everywhere")) for n in range(1200)]
-    parts, away, unseen = _split(pairs, JudgeConfig())
+    parts, unseen = _split(pairs, JudgeConfig())
     assert len(unseen) == 2
     assert "everywhere" not in unseen
-    prompts = [{pair.prompt for pair in part} for part in parts]
+    near = parts[:4]
+    prompts = [{pair.prompt for pair in part} for part in near]
     assert sum(map(len, prompts)) == len(set().union(*prompts))
-    assert not any(set(unseen) & set(pair.writers) for part in parts for pair in part)
-    assert all(set(unseen) & set(pair.writers) for pair in away)
-    assert not {pair.prompt for pair in away} & set().union(*prompts[:3])
+    assert not any(set(unseen) & set(pair.writers) for part in near for pair in part)
+    assert all(set(unseen) & set(pair.writers) for pair in parts.away)
+    assert not {pair.prompt for pair in parts.away} & {pair.prompt for pair in parts.seen()}
 
 
 @pytest.mark.parametrize(

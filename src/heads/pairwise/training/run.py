@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -27,7 +27,7 @@ from ..data.rows import read_pairs
 from ..judge_config import JudgeConfig
 from ..model import PairwiseModel
 from ..pairs import Pair, as_pairs, split_pairs
-from ..report.baselines import needs_scikit_learn
+from ..report.baselines import Rival, needs_scikit_learn
 from ..report.evaluation import (
     CalibrationReport,
     PairwiseReport,
@@ -56,8 +56,8 @@ class JudgeReport(Report):
         unseen: The names of these models.
         calibration: The temperature.
         read: What was read, one line.
-        shares_prompts: Whether prompts were so few that held-out pairs share them with training
-            pairs.
+        shares_prompts: Which of ``"home"`` and ``"away"`` have prompts of training pairs, because
+            there were too few others.
     """
 
     out: Path
@@ -66,7 +66,7 @@ class JudgeReport(Report):
     unseen: tuple[str, ...]
     calibration: CalibrationReport
     read: str
-    shares_prompts: bool
+    shares_prompts: tuple[str, ...]
 
     def summary(self) -> list[str]:
         """Return what was read, and the temperature."""
@@ -109,15 +109,16 @@ class JudgeReport(Report):
             )
         else:
             lines.append(f"away: pairs with {', '.join(self.unseen)}, which no training pair has")
-        if self.shares_prompts:
-            lines.append("prompts are so few that held-out pairs have prompts of training pairs")
+        for name in self.shares_prompts:
+            lines.append(f"{name}: prompts are so few that some are those of training pairs")
         files = [name for name in _RESULTS if (self.out / name).exists()]
         return [*lines, f"in {self.out}: {', '.join(files)}"]
 
     def _sets(self) -> dict[str, PairwiseReport]:
         sets = {"home (prompts)": self.home}
         if self.away is not None:
-            sets["away (prompts and models)"] = self.away
+            shared = "away" in self.shares_prompts
+            sets["away (models)" if shared else "away (prompts and models)"] = self.away
         return sets
 
     def plot(self, ax: Axes | None = None) -> Figure:
@@ -145,8 +146,22 @@ class JudgeReport(Report):
         return found | {"unseen": list(self.unseen)}
 
 
-def _strongest(report: PairwiseReport) -> Any:
+def _strongest(report: PairwiseReport) -> Rival:
     return min(report.rivals, key=lambda rival: rival.log_loss)
+
+
+class _Parts(NamedTuple):
+    """The pairs of a run by what they are used for."""
+
+    train: list[Pair]
+    choose_epoch: list[Pair]
+    calibrate: list[Pair]
+    home: list[Pair]
+    away: list[Pair]
+
+    def seen(self) -> list[Pair]:
+        """Return all pairs that something of the judge was chosen by."""
+        return [*self.train, *self.choose_epoch, *self.calibrate]
 
 
 def train_judge(
@@ -194,11 +209,15 @@ def train_judge(
     folder = find_folder(encoder, operation="train_judge")
     out = Path(out)
     set_seed(config.seed)
-    parts, away, unseen = _split(labeled, config)
+    parts, unseen = _split(labeled, config)
     model = _model(folder, labeled, config, device)
-    data = [model.dataset(part, progress=progress) for part in (*parts, *([away] if away else []))]
+    data = {}
+    for use, part in parts._asdict().items():
+        # only `away` may be empty
+        if part:
+            data[use] = model.dataset(part, progress=progress)
     # before anything is encoded or written
-    check_training_data(data[0], model)
+    check_training_data(data["train"], model)
     arguments = _arguments(out, config, device, progress)
     run = RunFolder(
         out,
@@ -216,23 +235,25 @@ def train_judge(
                 "folder"
             )
         if not config.trains_encoder:
-            for one in data:
+            for one in data.values():
                 one.encode_(model, cache=out / "features", progress=progress)
-        trainer = _trainer(model, data[0], data[1], arguments, config)
+        trainer = _trainer(model, data["train"], data["choose_epoch"], arguments, config)
         checkpoint = newest_whole(out / "checkpoints", "train_judge")
         trainer.train(resume_from_checkpoint=checkpoint)
         if not trainer.is_world_process_zero():
             return None
-        calibration = calibrate_(model, data[2], progress=progress)
-        seen = [pair for part in parts[:3] for pair in part]
-        home, *others = [
-            pairwise_report(model, one, train=seen, progress=progress) for one in data[3:]
-        ]
-        elsewhere = others[0] if others else None
-        asked = [{str(pair.prompt) for pair in part if pair.prompt} for part in (seen, parts[3])]
-        shared = not asked[0].isdisjoint(asked[1])
-        report = JudgeReport(out, home, elsewhere, unseen, calibration, read, shared)
-        model.save_pretrained(out / "model", report=home)
+        calibration = calibrate_(model, data["calibrate"], progress=progress)
+        seen = parts.seen()
+        reports = {}
+        for name in ("home", "away"):
+            if name in data:
+                reports[name] = pairwise_report(model, data[name], train=seen, progress=progress)
+        asked = _prompts(seen)
+        shared = tuple(name for name in reports if asked & _prompts(getattr(parts, name)))
+        report = JudgeReport(
+            out, reports["home"], reports.get("away"), unseen, calibration, read, shared
+        )
+        model.save_pretrained(out / "model", report=report.home)
         _write(report, out)
     return report
 
@@ -253,13 +274,13 @@ def _labeled(pairs: Any, columns: Mapping[str, str] | None) -> tuple[list[Pair],
     return labeled, read
 
 
-def _split(
-    pairs: list[Pair], config: JudgeConfig
-) -> tuple[list[list[Pair]], list[Pair], tuple[str, ...]]:
-    """Split pairs by prompt into training, validation, calibration and test sets.
+def _prompts(pairs: list[Pair]) -> set[str]:
+    """Return the prompts of pairs that have one."""
+    return {str(pair.prompt) for pair in pairs if pair.prompt}
 
-    Return these, the pairs with held-out models, and the names of those models.
-    """
+
+def _split(pairs: list[Pair], config: JudgeConfig) -> tuple[_Parts, tuple[str, ...]]:
+    """Split pairs by prompt and answering model; also return the names of held-out models."""
     counts = Counter(name for pair in pairs for name in pair.writers if name)
     names = sorted(name for name, n in counts.items() if n < _REFERENCE_SHARE * len(pairs))
     held = config.unseen_writers
@@ -279,11 +300,14 @@ def _split(
             "pairs to train on; expected fewer"
         )
     share = config.held_out
-    parts = split_pairs(near, (1 - 3 * share, share, share, share), seed=config.seed)
+    train, choose_epoch, calibrate, home = split_pairs(
+        near, (1 - 3 * share, share, share, share), seed=config.seed
+    )
+    parts = _Parts(train, choose_epoch, calibrate, home, away)
     # unseen models are tested on unseen prompts, unless no such pair is left
-    asked = {str(pair.prompt) for part in parts[:3] for pair in part if pair.prompt}
+    asked = _prompts(parts.seen())
     fresh = [pair for pair in away if str(pair.prompt) not in asked]
-    return parts, fresh or away, unseen
+    return parts._replace(away=fresh or away), unseen
 
 
 def _dtype(config: JudgeConfig, device: str) -> torch.dtype:

@@ -48,7 +48,7 @@ class Puzzle:
         found = []
         for number, data in self.tests.items():
             # rows that are given have length 1
-            length = number if data.task.every() is None else 1
+            length = 1 if data.task.default_length == 1 else number
             steps = self.steps(number)
             found.append(th.evaluate_steps(model, data, [length], n_steps=steps, samples=samples))
         steps, cells = (tuple(getattr(c, name)[0] for c in found) for name in ("n_steps", "cells"))

@@ -21,29 +21,21 @@ from common import ask_where, make_room, save_curves
 from transformers import set_seed
 
 import thinker as th
-from thinker.schedules import Fixed
 
-# from left to right
-SCAN = {"causal": True, "window": 2, "positions": "rotary", "hidden_size": 32, "num_heads": 2}
-EXCHANGE = {
-    "latent_init": "tokens",
-    "window": 2,
-    "positions": "cyclic",
-}  # between neighbors, both ways
-POINTER = {"num_latents": 4}  # a few latents look things up
+SCAN, EXCHANGE, POINTER = th.presets.scan, th.presets.exchange, th.presets.pointer
 
 TASKS: dict[str, dict[str, Any]] = {  # longest in training, iterations, the task and its options
-    "parity": {"length": 5, "iterations": 1200, "model": SCAN, "task": "prefix_sum"},
-    "sums": {"length": 5, "iterations": 1200, "model": SCAN, "task": "prefix_sum", "symbols": 5},
-    "depth": {"length": 8, "iterations": 1500, "model": SCAN, "task": "depth"},
-    "add2": {"length": 8, "iterations": 1500, "model": SCAN, "task": "add_columns", "base": 2},
-    "add10": {"length": 5, "iterations": 2000, "model": SCAN, "task": "add_columns", "base": 10},
-    "add16": {"length": 5, "iterations": 3000, "model": SCAN, "task": "add_columns", "base": 16},
-    "copy": {"length": 5, "iterations": 500, "model": SCAN, "task": "copy"},
+    "parity": {"length": 5, "iterations": 1200, "preset": SCAN, "task": "prefix_sum"},
+    "sums": {"length": 5, "iterations": 1200, "preset": SCAN, "task": "prefix_sum", "symbols": 5},
+    "depth": {"length": 8, "iterations": 1500, "preset": SCAN, "task": "depth"},
+    "add2": {"length": 8, "iterations": 1500, "preset": SCAN, "task": "add_columns", "base": 2},
+    "add10": {"length": 5, "iterations": 2000, "preset": SCAN, "task": "add_columns", "base": 10},
+    "add16": {"length": 5, "iterations": 3000, "preset": SCAN, "task": "add_columns", "base": 16},
+    "copy": {"length": 5, "iterations": 500, "preset": SCAN, "task": "copy"},
     "reverse": {
         "length": 12,
         "iterations": 1200,
-        "model": EXCHANGE,
+        "preset": EXCHANGE,
         "task": "reverse",
         "by_step": True,
         "symbols": 4,
@@ -51,36 +43,23 @@ TASKS: dict[str, dict[str, Any]] = {  # longest in training, iterations, the tas
     "sort": {
         "length": 12,
         "iterations": 3000,
-        "model": EXCHANGE,
+        "preset": EXCHANGE,
         "task": "sort",
         "by_step": True,
         "symbols": 4,
     },
-    "hops": {"length": 4, "iterations": 1000, "model": POINTER, "task": "hops"},
+    "hops": {"length": 4, "iterations": 1000, "preset": POINTER, "task": "hops"},
     "pointers": {
         "length": 4,
         "iterations": 1000,
-        "model": POINTER,
+        "preset": POINTER,
         "task": "hops",
         "permutation": False,
     },
 }
-NOT_OF_THE_TASK = ("length", "iterations", "model", "task")
+NOT_OF_THE_TASK = ("length", "iterations", "preset", "task")
 FULL_CARRY = 400
 """Digits of the sum 99...9 + 1. Carries of random digits are short, this one goes through all."""
-
-
-def scan_steps(longest: int) -> tuple[int, int]:
-    """Steps in training: some more than symbols, so that answers learn to stay."""
-    return 1, longest + 6
-
-
-def exchange_steps(longest: int) -> tuple[int, int]:
-    """Each has an answer of its own.
-
-    Few, so that places far from both ends do not always know of an end.
-    """
-    return 1, min(8, longest)
 
 
 def steps_to_test(name: str, length: int) -> list[int]:
@@ -103,27 +82,22 @@ def steps_to_test(name: str, length: int) -> list[int]:
     ]
 
 
-def full_carry(model: th.LatentThinker, task: th.AtTokens, base: int, digits: int) -> None:
+def full_carry(model: th.LatentThinker, task: th.Task, base: int, digits: int) -> None:
     """Print how many digits of 99...9 + 1 are right, and when the thinking stopped by itself."""
     # a column's id is first digit * base + second digit, and the smallest digits come first
-    columns = torch.full((1, digits + 1), (base - 1) * base)
-    columns[0, 0] += 1
-    columns[0, -1] = 0  # the place of the last carry
-    expected = torch.zeros(digits + 1, dtype=torch.long)
-    expected[-1] = 1
+    nines = (base - 1) * base
+    columns = [nines + 1, *[nines] * (digits - 1), 0]  # the last is the place of the last carry
+    expected = [*[0] * digits, 1]
     max_steps = 2 * digits + 20
-    tokens, mask = task.inputs(columns)
-    with torch.no_grad():
-        out = model.eval()(tokens, mask, n_step=max_steps, exit_rule=th.ExitRule())
-    right = out.logits[0, 1:].argmax(-1) == expected
-    steps = int(out.steps)
-    if steps < max_steps:
-        told = f"stopped after {steps} steps (limit {max_steps})"
+    found = th.solve(model, task, [columns], max_steps=max_steps)
+    right = sum(a == b for a, b in zip(found.answers[0], expected, strict=True))
+    if found.settled[0]:
+        told = f"stopped after {found.steps[0]} steps (limit {max_steps})"
     else:
         told = f"did not stop within {max_steps} steps"
     print(
-        f"a carry through all of {digits} digits: {int(right.sum())} of {len(right)} digits are "
-        f"right; the exit rule {told}"
+        f"a carry through all of {digits} digits: {right} of {len(expected)} digits are right; the "
+        f"exit rule {told}"
     )
 
 
@@ -161,31 +135,25 @@ def main() -> None:
         options.train_length or recipe["length"],
         options.iterations or recipe["iterations"],
     )
-    flow = recipe["model"]
+    preset = recipe["preset"]()
     task = th.make_task(
         recipe["task"], **{k: v for k, v in recipe.items() if k not in NOT_OF_THE_TASK}
     )
-    if flow is POINTER:  # every step is another hop
-        schedule, loss, n_step = Fixed(max_length=trained), th.AllSteps(), trained + 1
-    else:
-        task, loss = th.AtTokens(task), th.Reach(window=2)
-        schedule = th.Frontier(max_length=trained, share=0.3 if flow is EXCHANGE else 0.5)
-        n_step = exchange_steps if flow is EXCHANGE else scan_steps
-    data = th.CurriculumDataset(task, schedule, n_step=n_step, holdout=0.0, seed=options.seed)
+    data = preset.data(task, max_length=trained, holdout=0.0, seed=options.seed)
     longest = max(trained, *options.lengths)
     if recipe["task"] == "add_columns":
         longest = max(longest, FULL_CARRY)
-    model = th.LatentThinker(th.ThinkerConfig(**data.sizes(longest), **flow))
-    arguments = th.thinker_arguments(
+    model = preset.thinker(data, longest=longest)
+    trainer = preset.trainer(
+        model,
+        data,
         "runs/think_longer",
         max_steps=iterations,
-        learning_rate=3e-3 if flow is POINTER else 4e-3,
-        warmup_steps=50,
         logging_steps=max(1, iterations // 6),
         seed=options.seed,
         use_cpu=True,
     )
-    th.ThinkerTrainer(model, arguments, train_dataset=data, step_loss=loss).train()
+    trainer.train()
     seconds = time.process_time() - started
     print(
         f"{model.num_parameters()} parameters, lengths up to {trained}, {iterations} iterations, "

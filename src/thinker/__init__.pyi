@@ -1,3 +1,4 @@
+from . import presets as presets
 from .config import ThinkerConfig
 from .curriculum import CurriculumDataset
 from .exits import ExitRule
@@ -7,7 +8,7 @@ from .model import LatentThinker
 from .report import evaluate_grid, evaluate_steps, plot_training
 from .schedules import Frontier
 from .solving import solve
-from .tasks import TASKS, AtTokens, SequenceTask, Task, make_task, register_task
+from .tasks import TASKS, AtTokens, RowsTask, SequenceTask, Task, make_task, register_task
 from .training import RewindOnPeak, ThinkerTrainer, parameter_groups, thinker_arguments
 
 __version__: str
@@ -23,6 +24,7 @@ __all__ = [
     "LatentThinker",
     "Reach",
     "RewindOnPeak",
+    "RowsTask",
     "SequenceTask",
     "Task",
     "ThinkerConfig",
@@ -32,6 +34,7 @@ __all__ = [
     "make_task",
     "parameter_groups",
     "plot_training",
+    "presets",
     "register_task",
     "solve",
     "thinker_arguments",

@@ -21,14 +21,15 @@ def train(
     fresh: bool = False,
     run_flags: RunFlags,
 ) -> Report:
-    """Train a thinker on a task; write the model and its accuracy.
+    """Train a thinker on a task, or on your own rows; write the model and its accuracy.
 
     To continue an interrupted run, give the same command again. To train a finished model further,
     give it with more --iterations.
 
     Args:
-        task: Name of the task, such as reverse. An unknown name prints the list. Tasks with an
-            answer at each step, such as hops, are trained from Python with ThinkerTrainer.
+        task: Name of the task, such as reverse; an unknown name prints the list. Or a file of rows
+            with input and answer (JSON lines, JSON, CSV, TSV, parquet). Tasks with an answer at
+            each step, such as hops, are trained from Python with ThinkerTrainer.
         out: Output folder: a new path, or the folder of a run to continue.
         run_config: Settings of the run.
         samples: Number of held-out samples of each length.

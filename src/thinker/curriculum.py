@@ -72,17 +72,17 @@ class CurriculumDataset(IterableDataset):
 
     Args:
         task: What to sample.
-        schedule: How long; default half of the rows uniform in 1 .. 20, half at 20; rows that are
-            given have length 1.
+        schedule: How long; default half of the rows uniform up to the task's ``default_length``
+            (20, or the longest of given rows), half at it.
         batch_size: Rows.
         n_step: Steps of each batch: one number, two to draw uniformly between, or a function from
             the batch's longest length to either. Processes draw the same where their batches are as
             long.
         n_latent: Latents likewise; none: the model's own.
         holdout: Share of inputs, by hash, that training never sees and `held_out` gives; the same
-            inputs with every seed. Lengths with fewer than 1000 inputs have none held out, but rows
-            that are given do, however few. With 0 `held_out` draws from all: for test data of their
-            own.
+            inputs with every seed. Lengths with fewer than 1000 inputs, or 10 given rows, have none
+            held out, but all rows of a `TensorTask` may be. With 0 `held_out` draws from all: for
+            test data of their own.
         seed: Of everything drawn.
         rank: Whose stream, in training with several processes.
         device: Where batches are made.
@@ -119,11 +119,11 @@ class CurriculumDataset(IterableDataset):
                 "make_task, and a Schedule, as Frontier(max_length=20)"
             )
         self.task = task
-        enumerable = task.every() is not None
-        if enumerable:
+        of_one_length = task.default_length == 1
+        if of_one_length:
             usual = Fixed(max_length=1)
         else:
-            usual = Frontier(max_length=20, min_length=task.min_length)
+            usual = Frontier(max_length=task.default_length, min_length=task.min_length)
         self.schedule = schedule or usual
         self.batch_size = batch_size
         self.holdout = holdout
@@ -152,7 +152,7 @@ class CurriculumDataset(IterableDataset):
                 "or more"
             )
         longest = self.schedule.max_length
-        if enumerable and longest != 1:
+        if of_one_length and longest != 1:
             raise ValueError(
                 f"CurriculumDataset: {type(self.schedule).__name__} goes up to length {longest}; "
                 f"the rows of {task!r} are given, have length 1, and need no schedule"
@@ -304,6 +304,13 @@ class CurriculumDataset(IterableDataset):
             # before the yield: a worker that is left there and asked again repeats no batch
             self.step += stride
             yield self.batch(self.step - stride, details=details)
+
+    def holds_out(self, length: int) -> bool:
+        """Return whether some of the given rows of a length are held out."""
+        rows = self.task.every(length)
+        if rows is None:
+            return False
+        return bool(self.is_held_out(rows, torch.full((len(rows.tokens),), length)).any())
 
     def is_held_out(self, sample: Sample, lengths: Tensor) -> Tensor:  # (B,)
         """Which rows training never sees."""

@@ -9,13 +9,15 @@ from .counters import signed
 from .tasks.task import Sample, Task, row_key, row_words
 
 _ENOUGH = 1000  # lengths with fewer inputs than this have none held out
+# of rows that are given: with fewer, it may happen that all of a length are held out
+_ENOUGH_GIVEN = 10
 
 
 class HoldOut:
     """A share of a task's inputs.
 
     Args:
-        task: Whose inputs. Where its rows are given they are held out by their `Sample.key`.
+        task: Whose inputs. Rows that are given are held out by their `Sample.key`.
         share: Of the inputs of each length; 0: none.
         longest: The longest length in training.
         device: Where samples are made.
@@ -24,8 +26,13 @@ class HoldOut:
     def __init__(self, task: Task, share: float, longest: int, device: torch.device):
         self.task = task
         self.share = share
-        self.given = task.every()
-        enough = _ENOUGH if self.given is None else 1
+        self.is_given = task.every(task.min_length) is not None
+        if not self.is_given:
+            enough = _ENOUGH
+        elif longest > task.min_length:
+            enough = _ENOUGH_GIVEN
+        else:
+            enough = 1
         has_enough = [
             share > 0 and task.num_samples(n) >= enough for n in range(task.min_length, longest + 1)
         ]
@@ -93,14 +100,10 @@ class HoldOut:
         Raises:
             ValueError: None of the given rows is held out, or another length than theirs.
         """
-        if self.given is not None and length != 1:
-            raise ValueError(
-                f"CurriculumDataset: held_out of length {length}; rows that are given have length 1"
-            )
-        if self.given is not None:
-            return self._of_given(generator, batch, self.given)
-        beyond = length >= len(self.lengths)  # nothing of such a length was seen
-        if beyond or not bool(self.lengths[length]):
+        given = self.task.every(length)
+        if given is not None:
+            return self._of_given(generator, batch, given, length)
+        if not self._has(length):
             return self.task.sample(generator, batch, length)
         samples: list[Sample] = []
         missing = batch
@@ -118,13 +121,23 @@ class HoldOut:
         assert not missing
         return Sample.joined(samples)
 
-    def _of_given(self, generator: torch.Generator, batch: int, given: Sample) -> Sample:
+    def _has(self, length: int) -> bool:
+        """Return whether some rows of a length are held out and the others are not."""
+        return length < len(self.lengths) and bool(self.lengths[length])
+
+    def _of_given(
+        self, generator: torch.Generator, batch: int, given: Sample, length: int
+    ) -> Sample:
         rows = given.map(lambda column: column.to(generator.device))
-        ones = torch.ones(len(rows.tokens), dtype=torch.long, device=generator.device)
-        which = (self.rows(rows, ones) if self.share else ones).nonzero()[:, 0]
+        lengths = torch.full((len(rows.tokens),), length, device=generator.device)
+        if self.share and length < len(self.lengths):
+            which = self.rows(rows, lengths).nonzero()[:, 0]
+        else:
+            which = torch.arange(len(lengths), device=generator.device)
         if not len(which):
             raise ValueError(
-                f"CurriculumDataset: none of {len(ones)} rows is held out; expected more of either"
+                f"CurriculumDataset: none of {len(lengths)} rows of length {length} is held out; "
+                "expected more rows, or a larger holdout"
             )
         return rows.rows(
             which[torch.randperm(len(which), generator=generator, device=generator.device)[:batch]]

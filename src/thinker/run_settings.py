@@ -15,8 +15,10 @@ from . import schedules
 from .config import ThinkerConfig
 from .curriculum import CurriculumDataset
 from .flow import FlowPlan
-from .run_config import RunConfig, Schedule
-from .tasks import TASKS, AtTokens, make_task
+from .model import LatentThinker
+from .presets import PRESETS, Preset
+from .run_config import PresetName, RunConfig, Schedule
+from .tasks import TASKS, AtTokens, RowsTask, Task, make_task
 
 RECIPES: dict[str, dict[str, Any]] = {  # fields of a `Run` that a task needs
     # the place of an answer is that of its symbol, counted from the end
@@ -44,7 +46,8 @@ class Run(CheckedConfig):
     """The settings of a training run, from which its data and model can be made again.
 
     Args:
-        task: Name of the task.
+        task: Name of the task, or a file of rows.
+        preset: Name of a preset, from which model, schedule, steps and loss come.
         options: Options of the task.
         model: Fields of the `ThinkerConfig`.
         length: Longest sequence in training.
@@ -58,6 +61,7 @@ class Run(CheckedConfig):
     """
 
     task: str
+    preset: PresetName | None = None
     options: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     length: Annotated[int, Range(least=1, most=1_000_000)] = 20
@@ -72,7 +76,19 @@ class Run(CheckedConfig):
     @property
     def at_tokens(self) -> bool:
         """Return whether the latents are the input's tokens."""
+        if self.preset is not None:
+            return self.preset != "pointer"
         return self.model.get("latent_init") == "tokens"
+
+    def settings(self) -> Preset | None:
+        """Return the preset with the model's fields of this run; None without a preset."""
+        return None if self.preset is None else PRESETS[self.preset](**self.model)
+
+    def bare_task(self) -> Task:
+        """Return the task, not laid out for a model."""
+        if self.task in TASKS:
+            return make_task(self.task, **self.options)
+        return RowsTask(self.task)
 
     @property
     def with_noise(self) -> bool:
@@ -89,7 +105,10 @@ class Run(CheckedConfig):
 
     def data(self) -> CurriculumDataset:
         """Return the data. With latents at the tokens, length n has 1 to n + 6 steps."""
-        task = make_task(self.task, **self.options)
+        task = self.bare_task()
+        preset = self.settings()
+        if preset is not None:
+            return preset.data(task, max_length=self.length, seed=self.seed, batch_size=self.batch)
         plan = self.flow_plan()
         counts: dict[str, Any] = {}
         if self.at_tokens:
@@ -107,6 +126,17 @@ class Run(CheckedConfig):
         else:
             schedule = kind(max_length=self.length, min_length=task.min_length)
         return CurriculumDataset(task, schedule, seed=self.seed, batch_size=self.batch, **counts)
+
+    def thinker(self, data: CurriculumDataset) -> LatentThinker:
+        """Return the model, with new weights.
+
+        Raises:
+            ValueError: A name or a value is invalid.
+        """
+        preset = self.settings()
+        if preset is None:
+            return LatentThinker(self.config(data))
+        return preset.thinker(data, longest=max([self.length, *self.lengths]))
 
     def config(self, data: CurriculumDataset) -> ThinkerConfig:
         """Return the model's configuration.
@@ -133,14 +163,12 @@ def run_of(task: str, config: RunConfig) -> Run:
     Raises:
         ValueError: The task is unknown or has an answer at each step; a flag is invalid.
     """
-    known = sorted(name for name, kind in TASKS.items() if not kind.by_step)
-    if task in TASKS and task not in known:
-        raise ValueError(
-            f"think train: {task} has an answer at each step; train it from Python with "
-            "ThinkerTrainer"
-        )
-    check_choice("think train", "task", task, known)
-    recipe = RECIPES.get(task, {})
+    _check_task(task)
+    if config.preset is None:
+        recipe = RECIPES.get(task, {})
+    else:
+        _check_preset(config)
+        recipe = {}
     model = recipe.get("model", {}) | _named_values(config.model)
     if model.get("causal"):
         model.setdefault("latent_init", "tokens")  # as ThinkerConfig has it
@@ -155,15 +183,49 @@ def run_of(task: str, config: RunConfig) -> Run:
         "schedule": config.schedule,
         "iterations": config.iterations,
     }
-    fields = recipe | {name: value for name, value in flags.items() if value is not None}
+    fields: dict[str, Any] = recipe | {n: value for n, value in flags.items() if value is not None}
     if model.get("latent_init") == "noise":
         fields.setdefault("iterations", 2400)  # any number of latents takes longer to learn
     fields["options"] = recipe.get("options", {}) | _named_values(config.options)
+    lengths = config.lengths
+    if task not in TASKS:
+        rows = RowsTask(task)
+        fields.setdefault("length", rows.default_length)
+        lengths = lengths or tuple(n for n in rows.lengths if n > fields["length"])
+    elif config.preset == "grid":
+        raise ValueError(
+            f"think train: expected a task of grids of one size with --preset grid, got {task}; "
+            "train a thinker.tasks.TensorTask from Python"
+        )
     return Run(
         **fields | {"task": task, "model": model, "plan": _plan_of(config.plan)},
-        lengths=config.lengths,
+        preset=config.preset,
+        lengths=lengths,
         seed=config.seed,
     )
+
+
+def _check_task(task: str) -> None:
+    """Refuse what is neither a task that the command trains nor a file."""
+    known = sorted(name for name, kind in TASKS.items() if not kind.by_step)
+    if task in TASKS and task not in known:
+        raise ValueError(
+            f"think train: {task} has an answer at each step; train it from Python with "
+            "ThinkerTrainer"
+        )
+    if task not in TASKS and not Path(task).is_file():
+        check_choice("think train", "task", task, [*known, "a file of rows"])
+
+
+def _check_preset(config: RunConfig) -> None:
+    """Refuse flags that say what the preset says."""
+    given = [name for name in ("schedule", "steps") if getattr(config, name) is not None]
+    if config.plan != RunConfig.plan:
+        given.append("plan")
+    if given:
+        raise ValueError(
+            f"think train: expected no --{given[0]} with --preset, which says it; leave one out"
+        )
 
 
 def _plan_of(plan: str) -> str:

@@ -25,6 +25,8 @@ from .losses import Reach
 from .model import LatentThinker
 from .report import evaluate_grid, evaluate_steps, plot_training
 from .run_settings import MORE_STEPS, Run
+from .tasks import RowsTask
+from .tasks.at_tokens import without_layout
 from .training import RewindOnPeak, ThinkerTrainer, thinker_arguments
 
 _GRID_STEPS = (1, 2, 4, 6, 8, 12, 16, 24)
@@ -87,7 +89,8 @@ def train(
     set_seed(run.seed)
     # what does not fit is refused before there is a folder
     data = run.data()
-    model = LatentThinker(run.config(data))
+    _lengths_of(run, data)
+    model = run.thinker(data)
     folder = RunFolder(
         out,
         run.to_dict(),
@@ -155,18 +158,23 @@ def _trainer_of(
     device: str,
     progress: bool,
 ) -> ThinkerTrainer:
-    arguments = thinker_arguments(
-        out / "checkpoints",
-        max_steps=run.iterations,
+    settings: dict[str, Any] = {
+        "max_steps": run.iterations,
         # four checkpoints, so that a stop loses at most a quarter of a run
-        save_steps=max(10, run.iterations // 4),
-        save_total_limit=1,
-        seed=run.seed,
-        use_cpu=device == "cpu",
+        "save_steps": max(10, run.iterations // 4),
+        "save_total_limit": 1,
+        "seed": run.seed,
+        "use_cpu": device == "cpu",
         # ten points for the plot of a short run
-        logging_steps=max(1, min(50, run.iterations // 10)),
-        disable_tqdm=not progress,
-    )
+        "logging_steps": max(1, min(50, run.iterations // 10)),
+        "disable_tqdm": not progress,
+    }
+    preset = run.settings()
+    if preset is not None:
+        trainer = preset.trainer(model, data, out / "checkpoints", **settings)
+        trainer.add_callback(RewindOnPeak())
+        return trainer
+    arguments = thinker_arguments(out / "checkpoints", **settings)
     loss: dict[str, Any] = {}
     if run.at_tokens and "window" in run.model:
         # with a window, early steps cannot know what lies farther away
@@ -229,10 +237,12 @@ def measure(
     lengths = _lengths_of(run, data)
     curves = evaluate_steps(model, data, lengths, n_steps=n_steps, samples=samples)
     by_length = {n: cells[0] for n, cells in zip(lengths, curves.cells, strict=True)}
-    longest = by_length[run.length]
+    # of rows of a file, none of the longest length may be held out
+    length = max((n for n in lengths if n <= run.length), default=lengths[0])
+    longest = by_length[length]
     result: dict[str, Any] = {
         "task": run.task,
-        "length": run.length,
+        "length": length,
         "token": round(longest.token, 5),
         "sequence": round(longest.sequence, 5),
         "by_length": {n: (round(a.token, 4), round(a.sequence, 4)) for n, a in by_length.items()},
@@ -247,10 +257,24 @@ def measure(
 
 
 def _lengths_of(run: Run, data: CurriculumDataset) -> list[int]:
-    """Return the lengths of the training, about four, and the longer ones of the run."""
+    """Return the lengths of the training, about four, and the longer ones of the run.
+
+    Of rows of a file, only lengths of which some are held out.
+
+    Raises:
+        ValueError: There are none.
+    """
     lengths = {run.length, *run.lengths}
     if run.schedule != "fixed":
         lengths |= {*range(data.schedule.min_length, run.length, max(1, run.length // 4))}
+    rows = without_layout(data.task)
+    if isinstance(rows, RowsTask):
+        lengths = {n for n in lengths & set(rows.lengths) if data.holds_out(n)}
+    if not lengths:
+        raise ValueError(
+            f"think train: none of {rows!r} is held out to measure the accuracy; expected 10 or "
+            "more rows of a length, or longer rows than --length"
+        )
     return sorted(lengths)
 
 
@@ -301,7 +325,8 @@ def evaluate(
     read_json(folder, "result.json")  # without it, the model may be an earlier run's
     model: Any = LatentThinker.from_pretrained(folder / "model")
     model.to(device)
-    lengths = lengths or sorted({run.length, *run.lengths})
+    data = run.data()
+    lengths = lengths or [n for n in _lengths_of(run, data) if n >= run.length] or [run.length]
     if max(lengths) > max([run.length, *run.lengths]):
         raise ValueError(
             f"think evaluate: lengths must be at most {max([run.length, *run.lengths])}, got "
@@ -309,7 +334,7 @@ def evaluate(
         )
     # a plan may need more steps, or have a number of its own
     steps = sorted({run.flow_plan().num_steps(n) for n in n_steps})
-    return evaluate_steps(model, run.data(), lengths, n_steps=steps, samples=samples, seed=seed)
+    return evaluate_steps(model, data, lengths, n_steps=steps, samples=samples, seed=seed)
 
 
 def draw(folder: Path) -> str:

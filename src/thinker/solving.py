@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from .checks import check_layout
 from .exits import ExitRule
 from .model import LatentThinker
 from .tasks import AtTokens, Sample, Task
+from .tasks.at_tokens import without_layout
 from .tasks.task import IGNORED
 
 _STEPS = 10  # for each symbol of the longest row, before a row that still changes is given up
@@ -31,12 +32,12 @@ class Solutions(Report):
     """Answers to rows.
 
     Attributes:
-        answers: The symbols of each answer.
+        answers: Each answer, as the rows of the task have it: ids, or a text.
         steps: How many steps each row took.
         settled: Whether the exit rule stopped each row before the most steps.
     """
 
-    answers: tuple[tuple[int, ...], ...]
+    answers: tuple[Any, ...]
     steps: tuple[int, ...]
     settled: tuple[bool, ...]
 
@@ -44,7 +45,8 @@ class Solutions(Report):
         """Return a line for each row."""
         rows = []
         for number, (answer, steps) in enumerate(zip(self.answers, self.steps, strict=True)):
-            rows.append((str(number), str(steps), " ".join(map(str, answer))))
+            text = answer if isinstance(answer, str) else " ".join(map(str, answer))
+            rows.append((str(number), str(steps), text))
         return Table(("row", "steps", "answer"), rows, sentences=True)
 
     def remarks(self) -> list[str]:
@@ -58,7 +60,7 @@ class Solutions(Report):
 def solve(
     model: LatentThinker,
     task: Task,
-    rows: Iterable[Sequence[int] | Tensor | np.ndarray],
+    rows: Iterable[str | Sequence[Any] | Tensor | np.ndarray],
     *,
     max_steps: int | None = None,
     exit_rule: ExitRule | None = None,
@@ -67,9 +69,9 @@ def solve(
 
     Args:
         model: A trained model.
-        task: The task of the training, wrapped in `AtTokens` if it was wrapped then.
-        rows: Token ids, one sequence for each row, of any lengths; or a tensor or an array of shape
-            (B, L). For `AtTokens` give ids of the wrapped task.
+        task: The task of the training, wrapped in `AtTokens` or not.
+        rows: One input for each row, of any lengths, as the task has them: token ids, or a text or
+            symbols for a `RowsTask`; or a tensor or an array of shape (B, L).
         max_steps: Most steps; default: 10 for each symbol of the longest row, or what a plan or a
             static memory has room for. Where each step has an answer of its own, the step whose
             answer is asked for.
@@ -90,9 +92,13 @@ def solve(
     >>> [len(answer) for answer in solve(model, task, [[1, 0, 1], [1]], max_steps=4).answers]
     [3, 1]
     """
+    inner = without_layout(task)
+    if model.config.at_tokens:
+        task = AtTokens(inner)
     check_layout("solve", model.config, task)
-    inner = task.task if isinstance(task, AtTokens) else task
-    listed = [row.tolist() if isinstance(row, Tensor | np.ndarray) else list(row) for row in rows]
+    listed = []
+    for row in rows:
+        listed.append(inner.encode(row.tolist() if isinstance(row, Tensor | np.ndarray) else row))
     _check_rows(listed, inner)
     most = _most_steps(model, task, max(map(len, listed)), max_steps)
     rule = exit_rule or ExitRule()
@@ -113,7 +119,7 @@ def solve(
         )
     said = out.logits.argmax(-1).cpu()
     known = sample.targets != IGNORED
-    answers = [tuple(row[which].tolist()) for row, which in zip(said, known, strict=True)]
+    answers = [inner.decode(row[which].tolist()) for row, which in zip(said, known, strict=True)]
     steps = tuple(out.steps.tolist())
     settled = tuple(task.by_step or taken < most for taken in steps)
     return Solutions(tuple(answers), steps, settled)
@@ -123,15 +129,15 @@ def _check_rows(rows: Sequence[Sequence[int]], task: Task) -> None:
     """Refuse rows that the task does not have."""
     if not rows:
         raise ValueError("solve: expected rows, got none")
-    given = task.every()
     for number, row in enumerate(rows):
         if not row or not all(is_whole(token, 0) and token < task.vocab_size for token in row):
             raise ValueError(
                 f"solve: row {number} is {row!r:.80}; expected ids from 0 to {task.vocab_size - 1}"
             )
-        if given is not None and len(row) != given.tokens.shape[1]:
+        # the rows of a `TensorTask` have one length, which it calls 1
+        if task.default_length == 1 and len(row) != task.input_length(1):
             raise ValueError(
-                f"solve: row {number} has {len(row)} ids; expected {given.tokens.shape[1]}, as the "
+                f"solve: row {number} has {len(row)} ids; expected {task.input_length(1)}, as the "
                 "rows of the task"
             )
 

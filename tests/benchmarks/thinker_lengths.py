@@ -50,7 +50,7 @@ def anchors(
 ) -> dict[str, Any]:
     """What others would use, three seeds."""
     options = {
-        k: v for k, v in recipe.items() if k not in ("length", "iterations", "model", "task")
+        k: v for k, v in recipe.items() if k not in ("length", "iterations", "preset", "task")
     }
     made = th.make_task(recipe["task"], **options)
     numbers = {"trained": recipe["length"], "iterations": iterations, "lengths": lengths}
@@ -63,7 +63,7 @@ def anchors(
 def start_alone(task: str, recipe: dict[str, Any], lengths: list[int]) -> dict[str, float]:
     """The share of pointers that end where they start."""
     options = {
-        k: v for k, v in recipe.items() if k not in ("length", "iterations", "model", "task")
+        k: v for k, v in recipe.items() if k not in ("length", "iterations", "preset", "task")
     }
     data = th.CurriculumDataset(
         th.make_task(recipe["task"], **options), th.schedules.Fixed(max_length=4), holdout=0.0

@@ -69,7 +69,7 @@ def points_of(made: Any, puzzle: Any, samples: int) -> list[dict[str, Any]]:
     """Shares of right cells and puzzles."""
     points = []
     for number, data in puzzle.tests.items():
-        batch = data.held_out(samples, number if data.task.every() is None else 1)
+        batch = data.held_out(samples, 1 if data.task.default_length == 1 else number)
         counted = batch["labels"] != -100
         for step in [1] if isinstance(made, Encoder) else puzzle.steps(number):
             with torch.no_grad():

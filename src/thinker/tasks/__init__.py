@@ -5,6 +5,7 @@ Importing this puts the package's own under their names.
 
 from . import arithmetic, puzzles, sequences  # noqa: F401
 from .at_tokens import AtTokens
+from .rows import RowsTask
 from .sequences import SequenceTask
 from .sudoku import sudoku_difficulty, sudoku_fill, sudoku_puzzles, sudoku_shuffle
 from .task import TASKS, Sample, Task, make_task, register_task
@@ -13,6 +14,7 @@ from .tensors import TensorTask
 __all__ = [
     "TASKS",
     "AtTokens",
+    "RowsTask",
     "Sample",
     "SequenceTask",
     "Task",

@@ -11,6 +11,11 @@ from torch import Tensor
 from .task import IGNORED, Sample, Task
 
 
+def without_layout(task: Task) -> Task:
+    """Return the task that `AtTokens` wraps, or the task itself."""
+    return task.task if isinstance(task, AtTokens) else task
+
+
 @dataclass(frozen=True)
 class AtTokens(Task):
     """Another task, for a model with ``latent_init="tokens"``.
@@ -58,6 +63,12 @@ class AtTokens(Task):
     def min_length(self) -> int:
         """The other's."""
         return self.task.min_length
+
+    @property
+    # pyrefly: ignore[bad-override]: of the task within
+    def default_length(self) -> int:
+        """The other's."""
+        return self.task.default_length
 
     @property
     # pyrefly: ignore[bad-override]: of the task within
@@ -113,9 +124,9 @@ class AtTokens(Task):
         """The other's batch, laid out."""
         return self.laid_out(self.task.sample(generator, batch, length))
 
-    def every(self) -> Sample | None:
+    def every(self, length: int) -> Sample | None:
         """The other's, laid out."""
-        rows = self.task.every()
+        rows = self.task.every(length)
         if rows is None:
             return None
         return self.laid_out(rows)

@@ -118,12 +118,15 @@ class Task(ABC):
     """A task: its sizes, and how its samples are drawn.
 
     ``length`` is a whole number, or (B,), one for each row; shorter rows are padded, on the left
-    with ``pads_left``. With ``by_step`` the targets are (B, T, O): each of the first T steps of
+    with ``pads_left``. ``default_length`` is the longest in training unless a schedule says it.
+
+    With ``by_step`` the targets are (B, T, O): each of the first T steps of
     thinking has answers of its own. With ``grid`` the input is a grid, read row by row, and each
     answer is at one of its tokens.
     """
 
     min_length: ClassVar[int] = 1
+    default_length: ClassVar[int] = 20
     by_step: ClassVar[bool] = False
     pads_left: ClassVar[bool] = False
     grid: ClassVar[bool] = False
@@ -159,9 +162,17 @@ class Task(ABC):
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
         """A batch, drawn and made on the generator's device."""
 
-    def every(self) -> Sample | None:
-        """All rows there are, where they are given; none where they are drawn."""
+    def every(self, length: int) -> Sample | None:
+        """Return all rows of a length, if they are given; None if they are drawn."""
         return None
+
+    def encode(self, row: Any) -> list[int]:
+        """Return the ids of a row's input; here they are the row."""
+        return list(row)
+
+    def decode(self, ids: Sequence[int]) -> Any:
+        """Return an answer as the rows have it; here as ids."""
+        return tuple(ids)
 
     def accuracy_mask(self, sample: Sample) -> Tensor:  # like the targets
         """Which answers count."""

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ class TensorTask(Task):
     (6, 2, 3)
     """
 
+    default_length: ClassVar[int] = 1
     tokens: Tensor
     targets: Tensor
     mask: Tensor | None = None
@@ -154,8 +156,14 @@ class TensorTask(Task):
         """N."""
         return len(self.tokens)
 
-    def every(self) -> Sample:
-        """All rows."""
+    def every(self, length: int) -> Sample:
+        """Return all rows, which have length 1.
+
+        Raises:
+            ValueError: Another length.
+        """
+        if length != 1:
+            raise ValueError(f"TensorTask: expected length 1, which all rows have, got {length}")
         return self._rows
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:

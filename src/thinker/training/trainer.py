@@ -225,9 +225,11 @@ class ThinkerTrainer(StepTrainer):
         labels, counted = (
             self.thinker.answers_of(inputs[name], n_latent) for name in ("labels", "counted")
         )
-        if distance is None:
-            distance = None
-        else:
+        if distance is not None:
+            if self.thinker.config.causal:
+                # an answer cannot depend on what comes after it, whatever the task says
+                before = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=1)
+                distance = distance.minimum(before)
             distance = self.thinker.answers_of(distance, n_latent)
         # by the batch's number, so that a resumed run draws what it would have drawn
         words = (self.args.seed, inputs["rank"], inputs["step"])

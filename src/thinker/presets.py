@@ -1,0 +1,205 @@
+"""Settings that go together: model, data, loss and rate for four kinds of tasks.
+
+- `scan`: what is known travels from left to right, as in sums, automata and carries.
+- `exchange`: neighbors exchange what they know both ways, as in sorting.
+- `pointer`: a few latents look things up, one hop a step.
+- `grid`: every cell of a grid of one size has an answer, as in Sudoku.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from .config import ThinkerConfig
+from .curriculum import CurriculumDataset
+from .losses import AllSteps, Reach, StepLoss
+from .model import LatentThinker
+from .schedules import Fixed, Frontier, Schedule
+from .tasks import AtTokens, Task
+from .training import ThinkerTrainer, thinker_arguments
+
+Kind = Literal["scan", "exchange", "pointer", "grid"]
+
+_MORE_STEPS = 6
+"""Training steps beyond one for each symbol, so that answers learn to stay."""
+
+# Where each step has an answer of its own, few steps are drawn: so that places far from both ends
+# do not always know of an end.
+_MOST_EXCHANGES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """Settings that go together; `scan`, `exchange`, `pointer` and `grid` make them.
+
+    Attributes:
+        kind: Which of the four.
+        model: Fields of `ThinkerConfig`.
+        learning_rate: Learning rate.
+        share: Share of the training rows that have the longest length.
+        batch_size: Rows of a batch.
+        segments: Optimizer steps for each batch; see `ThinkerTrainer`.
+    """
+
+    kind: Kind
+    model: Mapping[str, Any]
+    learning_rate: float
+    share: float = 0.5
+    batch_size: int = 64
+    segments: int = 1
+
+    def data(
+        self, task: Task, *, max_length: int | None = None, **options: Any
+    ) -> CurriculumDataset:
+        """Return the training data, with one latent for each token unless it is a pointer.
+
+        Args:
+            task: The task, not laid out.
+            max_length: Longest length in training; default: the task's.
+            **options: Options of `CurriculumDataset`, such as ``holdout`` and ``seed``.
+
+        Returns:
+            The data; its ``task`` is laid out for the model.
+        """
+        longest = task.default_length if max_length is None else max_length
+        steps: Any
+        schedule: Schedule
+        if self.kind == "pointer":
+            schedule = Fixed(max_length=longest)
+            steps = longest + 1  # the first step reads the start
+        else:
+            task = AtTokens(task)
+            schedule = Frontier(max_length=longest, min_length=task.min_length, share=self.share)
+            steps = self._steps_of(task)
+        if task.default_length == 1:
+            schedule = Fixed(max_length=1)
+        settings: dict[str, Any] = {"batch_size": self.batch_size, "n_step": steps}
+        return CurriculumDataset(task, schedule, **settings | options)
+
+    def _steps_of(self, task: Task) -> Any:
+        """Return what draws the number of steps of a batch."""
+        if self.kind == "grid":
+            return (1, 4)
+        if task.by_step:
+            return lambda longest: (1, min(_MOST_EXCHANGES, longest))
+        return lambda longest: (1, longest + _MORE_STEPS)
+
+    def thinker(
+        self, data: CurriculumDataset, *, longest: int | None = None, **fields: Any
+    ) -> LatentThinker:
+        """Return a model for the data.
+
+        Args:
+            data: The training data.
+            longest: Longest length that the model must support; default: that of the training.
+            **fields: Further fields of `ThinkerConfig`.
+        """
+        settings: dict[str, Any] = {**data.sizes(longest), **self.model}
+        return LatentThinker(ThinkerConfig(**settings | fields))
+
+    def step_loss(self) -> StepLoss | None:
+        """Return the loss; None for the trainer's default."""
+        if self.kind == "pointer":
+            return AllSteps()
+        window = self.model.get("window")
+        return None if window is None else Reach(window=window)
+
+    def trainer(
+        self,
+        model: LatentThinker,
+        data: CurriculumDataset,
+        output_dir: str | Path,
+        *,
+        max_steps: int,
+        **arguments: Any,
+    ) -> ThinkerTrainer:
+        """Return a trainer.
+
+        Args:
+            model: The model.
+            data: The training data.
+            output_dir: Folder of checkpoints and logs.
+            max_steps: Number of optimizer steps.
+            **arguments: Arguments of `thinker_arguments`.
+        """
+        settings: dict[str, Any] = {"learning_rate": self.learning_rate, "warmup_steps": 50}
+        return ThinkerTrainer(
+            model,
+            thinker_arguments(output_dir, max_steps=max_steps, **settings | arguments),
+            train_dataset=data,
+            step_loss=self.step_loss(),
+            segments=self.segments,
+        )
+
+
+def scan(**fields: Any) -> Preset:
+    """Return the preset for answers that can be found from left to right.
+
+    Each token has a latent that sees itself and its left neighbor, so that what is known travels
+    one place a step. Longer inputs take more steps of the same work. Examples: sums, parity,
+    carries of an addition from its smallest digits, any finite automaton.
+
+    Args:
+        **fields: Fields of `ThinkerConfig` that differ.
+
+    Returns:
+        The preset.
+
+    >>> import thinker as th
+    >>> preset = scan(hidden_size=16)
+    >>> data = preset.data(th.make_task("prefix_sum"), max_length=5)
+    >>> preset.thinker(data, longest=100).config.max_input_length
+    101
+    """
+    model = {"causal": True, "window": 2, "positions": "rotary", "hidden_size": 32, "num_heads": 2}
+    return Preset(kind="scan", model=model | fields, learning_rate=4e-3)
+
+
+def exchange(**fields: Any) -> Preset:
+    """Return the preset for answers that neighbors work out by looking both ways.
+
+    Examples: sorting and reversing with ``by_step=True``, where each step has an answer of its own;
+    cellular automata.
+
+    Args:
+        **fields: Fields of `ThinkerConfig` that differ.
+
+    Returns:
+        The preset.
+    """
+    model = {"latent_init": "tokens", "window": 2, "positions": "cyclic"}
+    return Preset(kind="exchange", model=model | fields, learning_rate=4e-3, share=0.3)
+
+
+def pointer(**fields: Any) -> Preset:
+    """Return the preset for answers that are looked up, one hop a step, by a few latents.
+
+    Args:
+        **fields: Fields of `ThinkerConfig` that differ.
+
+    Returns:
+        The preset.
+    """
+    return Preset(kind="pointer", model={"num_latents": 4} | fields, learning_rate=3e-3)
+
+
+def grid(**fields: Any) -> Preset:
+    """Return the preset for grids of one size: an MLP mixes the cells, in segments of thought.
+
+    The task is a `TensorTask` with ``grid=True``.
+
+    Args:
+        **fields: Fields of `ThinkerConfig` that differ.
+
+    Returns:
+        The preset.
+    """
+    model = {"latent_init": "tokens", "mixer": "mlp"}
+    return Preset(kind="grid", model=model | fields, learning_rate=3e-3, batch_size=32, segments=4)
+
+
+PRESETS = {"scan": scan, "exchange": exchange, "pointer": pointer, "grid": grid}
+"""The presets by name, for the command."""

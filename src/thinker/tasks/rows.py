@@ -1,0 +1,241 @@
+"""Rows of your own, of any lengths: pairs of an input and its answer."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model_components._rows import each_row
+
+from .task import IGNORED, Sample, Task, integers, row_key, row_words
+
+Symbol = str | int
+
+_NAMED = 3
+"""Bad rows that an error quotes."""
+
+
+class RowsTask(Task):
+    """Pairs of an input and its answer, of any lengths.
+
+    A row is a pair, or a mapping with ``input`` and ``answer``. Both are lists of symbols (texts or
+    whole numbers), or texts. Texts are split at white space if one of them has some, otherwise into
+    characters. The length of a row is the number of symbols of its input.
+
+    The answers may have as many symbols as their inputs, a fixed number more, a fixed number of
+    times as many, or one number of symbols for all inputs. Other answers get an end symbol, and
+    have at most as many symbols as their inputs if all rows have, or a multiple.
+
+    A `CurriculumDataset` holds some rows of each length out and trains on the others; rows that are
+    longer than its schedule's longest are all held out.
+
+    Args:
+        rows: The rows, or a file of them: JSON, JSON lines, CSV, TSV or parquet.
+
+    Attributes:
+        symbols: The symbols of inputs and answers in order; a symbol's id is its place.
+        lengths: The lengths that rows have, in order.
+
+    Raises:
+        ValueError: There are no rows, or some are not pairs of symbols.
+
+    >>> task = RowsTask([("ab", "ba"), ("bca", "acb"), ("a", "a")])
+    >>> task.symbols, task.lengths, task.decode(task.encode("cab"))
+    (('a', 'b', 'c'), (1, 2, 3), 'cab')
+    """
+
+    def __init__(self, rows: str | Path | Iterable[object]):
+        pairs = [_pair_of(number, row) for number, row in each_row(rows, "RowsTask")]
+        if not pairs:
+            raise ValueError("RowsTask: expected rows, got none")
+        texts = [part for pair in pairs for part in pair if isinstance(part, str)]
+        self._is_text = bool(texts)
+        self._has_spaces = any(any(map(str.isspace, text)) for text in texts)
+        pairs = [(self._split(given), self._split(answer)) for given, answer in pairs]
+        # by length, and otherwise in the order of the file
+        pairs.sort(key=lambda pair: len(pair[0]))
+        self._check_pairs(pairs)
+        known = {symbol for given, answer in pairs for symbol in (*given, *answer)}
+        self.symbols = tuple(sorted(known, key=lambda symbol: (isinstance(symbol, str), symbol)))
+        self._ids = {symbol: number for number, symbol in enumerate(self.symbols)}
+        self._size_of_answers(pairs)
+        self._rows = self._tensors(pairs)
+        sizes = torch.tensor([len(given) for given, _ in pairs])
+        self.lengths = tuple(sizes.unique().tolist())
+        longest = self.lengths[-1]
+        self._counts = torch.bincount(sizes, minlength=longest + 1)
+        self._starts = self._counts.cumsum(0) - self._counts
+        # a length without rows stands for the nearest shorter one with some
+        places = torch.arange(longest + 1).masked_fill(self._counts == 0, self.lengths[0])
+        self._nearest = places.cummax(0).values
+
+    def _split(self, part: str | Sequence[Symbol]) -> list[Symbol]:
+        if not isinstance(part, str):
+            return list(part)
+        return [*part.split()] if self._has_spaces else [*part]
+
+    def _check_pairs(self, pairs: Sequence[tuple[list[Symbol], list[Symbol]]]) -> None:
+        bad = [pair for pair in pairs if not pair[0] or not pair[1]]
+        if bad:
+            raise ValueError(
+                f"RowsTask: {len(bad)} of {len(pairs)} rows have an empty input or answer, such as "
+                f"{bad[:_NAMED]!r:.200}; expected one or more symbols in each"
+            )
+
+    def _size_of_answers(self, pairs: Sequence[tuple[list[Symbol], list[Symbol]]]) -> None:
+        """Find how many symbols an answer has: times and more, or with an end symbol."""
+        sizes = {(len(given), len(answer)) for given, answer in pairs}
+        ratio = max(-(-answer // given) for given, answer in sizes)
+        self._ends = False
+        if len({answer - given for given, answer in sizes}) == 1:
+            self._times = 1
+            self._more = next(answer - given for given, answer in sizes)
+        elif len({answer for _, answer in sizes}) == 1:
+            self._times = 0
+            self._more = next(answer for _, answer in sizes)
+        else:
+            self._times = ratio
+            self._more = 0
+            self._ends = any(given * ratio != answer for given, answer in sizes)
+
+    def _tensors(self, pairs: Sequence[tuple[list[Symbol], list[Symbol]]]) -> Sample:
+        longest = len(pairs[-1][0])
+        tokens = torch.zeros(len(pairs), longest, dtype=torch.long)
+        mask = torch.zeros(len(pairs), longest, dtype=torch.bool)
+        targets = torch.full((len(pairs), self.output_length(longest)), IGNORED)
+        for row, (given, answer) in enumerate(pairs):
+            tokens[row, : len(given)] = torch.tensor([self._ids[symbol] for symbol in given])
+            mask[row, : len(given)] = True
+            # an answer that ends early goes on with the end symbol
+            targets[row, : self.output_length(len(given))] = self._end
+            targets[row, : len(answer)] = torch.tensor([self._ids[symbol] for symbol in answer])
+        key = row_key(tokens, mask, row_words(longest, tokens.device))
+        return Sample(tokens, mask, targets, None, key)
+
+    def __repr__(self) -> str:
+        # a resume compares tasks by it: other rows are another task
+        content = b"".join(x.numpy().tobytes() for x in (self._rows.tokens, self._rows.targets))
+        return (
+            f"RowsTask({len(self._rows.tokens)} rows of {self.lengths[0]} to {self.lengths[-1]}, "
+            f"{zlib.crc32(content):08x})"
+        )
+
+    @property
+    # pyrefly: ignore[bad-override]: of the rows
+    def min_length(self) -> int:
+        """The shortest row's."""
+        return self.lengths[0]
+
+    @property
+    # pyrefly: ignore[bad-override]: of the rows
+    def default_length(self) -> int:
+        """The longest row's."""
+        return self.lengths[-1]
+
+    @property
+    def _end(self) -> int:
+        return len(self.symbols)
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of symbols."""
+        return len(self.symbols)
+
+    @property
+    def output_size(self) -> int:
+        """The number of symbols, with the end if there is one."""
+        return len(self.symbols) + self._ends
+
+    def output_length(self, length: int) -> int:
+        """Return the most symbols of an answer to so many."""
+        return self._times * length + self._more
+
+    def num_samples(self, length: int) -> int:
+        """Return the number of rows of a length, or of the nearest shorter one with rows."""
+        return int(self._counts[self._nearest[min(length, self.lengths[-1])]])
+
+    def every(self, length: int) -> Sample:
+        """Return all rows of a length.
+
+        Raises:
+            ValueError: There are none.
+        """
+        if length not in self.lengths:
+            raise ValueError(
+                f"RowsTask: no row has length {length}; expected one of {list(self.lengths)}"
+            )
+        first = int(self._starts[length])
+        return self._cut(torch.arange(first, first + int(self._counts[length])), length)
+
+    def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
+        """Draw rows of a length; if there are none, of the nearest shorter one with some."""
+        lengths, longest = self.checked(generator, batch, length)
+        lengths = lengths[:, 0].cpu().clamp(max=self.lengths[-1])
+        nearest = self._nearest[lengths]
+        drawn = integers(generator, 1 << 31, batch).cpu() % self._counts[nearest]
+        rows = self._cut(self._starts[nearest] + drawn, min(longest, self.lengths[-1]))
+        return rows.map(lambda column: column.to(generator.device))
+
+    def _cut(self, which: Tensor, longest: int) -> Sample:
+        """Return some rows, as wide as ``longest`` needs."""
+        rows = self._rows.rows(which)
+        return rows._replace(
+            tokens=rows.tokens[:, :longest],
+            mask=rows.mask[:, :longest],
+            targets=rows.targets[:, : self.output_length(longest)],
+        )
+
+    def encode(self, row: str | Sequence[Symbol]) -> list[int]:
+        """Return the ids of an input's symbols.
+
+        Raises:
+            ValueError: A symbol that no row has.
+        """
+        symbols = self._split(row)
+        unknown = [symbol for symbol in symbols if symbol not in self._ids]
+        if unknown:
+            raise ValueError(
+                f"RowsTask: {row!r:.80} has the symbol {unknown[0]!r}, which no row has; expected "
+                f"some of {list(self.symbols)!r:.200}"
+            )
+        return [self._ids[symbol] for symbol in symbols]
+
+    def decode(self, ids: Sequence[int]) -> str | tuple[Symbol, ...]:
+        """Return an answer as the rows have it: a text, or symbols; without its end."""
+        symbols = []
+        for number in ids:
+            if number == self._end:
+                break
+            symbols.append(self.symbols[number])
+        if not self._is_text:
+            return tuple(symbols)
+        return (" " if self._has_spaces else "").join(map(str, symbols))
+
+
+def _pair_of(number: int, row: object) -> tuple[Any, Any]:
+    """Return a row's input and answer.
+
+    Raises:
+        ValueError: The row is not a pair of texts or symbols.
+    """
+    if isinstance(row, ValueError):
+        raise ValueError(f"RowsTask: row {number}: {row}")
+    if isinstance(row, Mapping) and {"input", "answer"} <= set(row):
+        pair = (row["input"], row["answer"])
+    elif isinstance(row, Sequence) and not isinstance(row, str) and len(row) == 2:
+        pair = (row[0], row[1])
+    else:
+        raise ValueError(f"RowsTask: row {number} is {row!r:.80}; expected an input and an answer")
+    for part in pair:
+        is_list = isinstance(part, Sequence)
+        if not is_list or not all(type(symbol) in (str, int) for symbol in part):
+            raise ValueError(
+                f"RowsTask: row {number} has {part!r:.80}; expected a text, or a list of texts or "
+                "whole numbers"
+            )
+    return pair

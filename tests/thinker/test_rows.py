@@ -1,0 +1,188 @@
+"""Rows of one's own, from lists and files, and the presets that train on them."""
+
+import json
+import re
+
+import pytest
+import torch
+
+import thinker as th
+from model_components._cli import main
+from thinker.presets import PRESETS
+from thinker.schedules import Uniform
+from thinker.tasks import TensorTask
+
+
+def parity(lengths, repeats=1):
+    """Every text of 0 and 1 of some lengths, with the parity of each prefix."""
+    rows = []
+    for length in lengths:
+        for number in range(2**length):
+            bits = f"{number:0{length}b}"
+            answer = "".join(str(bits[: i + 1].count("1") % 2) for i in range(length))
+            rows += [{"input": bits, "answer": answer}] * repeats
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "decoded"),
+    [
+        ([("ab", "ba"), ("cab", "bac")], {2: 2, 7: 7}, "ba"),
+        # a fixed number more, times as many, one for all
+        ([("ab", "abc"), ("a", "ab")], {1: 2, 2: 3, 5: 6}, "abc"),
+        ([([1, 2], [1, 2, 1, 2]), ([3], [3, 3])], {1: 2, 5: 10}, (1, 2, 1, 2)),
+        ([("one two", "yes"), ("three", "no")], {1: 1, 9: 1}, "yes"),
+        # with an end symbol: at most as many, and a multiple
+        ([("ab", "a"), ("abb", "abb")], {2: 2, 3: 3}, "a"),
+        ([("ab", "aab"), ("abb", "abb"), ("b", "b")], {1: 2, 3: 6}, "aab"),
+    ],
+)
+def test_answers_have_a_length_that_the_rows_say(rows, sizes, decoded):
+    task = th.RowsTask(rows)
+    assert {n: task.output_length(n) for n in sizes} == sizes
+    length = len(task.encode(rows[0][0]))
+    row = next(row for row in task.every(length).targets if task.decode(row.tolist()) == decoded)
+    # what the end symbol leaves over is asked for, too
+    assert (row[: task.output_length(length)] != -100).all()
+    assert (row[task.output_length(length) :] == -100).all()
+
+
+def test_rows_are_drawn_by_length_and_none_that_is_held_out():
+    rows = parity([2, 4, 5])
+    task = th.RowsTask(rows)
+    data = th.CurriculumDataset(task, Uniform(max_length=4, min_length=2), holdout=0.3)
+    every = {length: set(map(tuple, task.every(length).tokens.tolist())) for length in (2, 4, 5)}
+    assert {length: len(inputs) for length, inputs in every.items()} == {2: 4, 4: 16, 5: 32}
+    seen = {2: set(), 4: set()}
+    for step in range(40):
+        batch = data.batch(step, details=True)
+        sizes = batch["attention_mask"].sum(1)
+        # there are no rows of 3: those of 2 stand for them
+        assert sizes.tolist() == [2 if n < 4 else 4 for n in batch["lengths"].tolist()]
+        for row, size in zip(batch["input_ids"].tolist(), sizes.tolist(), strict=True):
+            seen[size].add(tuple(row[:size]))
+    held_out = set(map(tuple, data.held_out(99, 4)["input_ids"].tolist()))
+    assert held_out
+    assert seen[4] == every[4] - held_out
+    # few rows: none is held out; longer than trained: all are
+    assert seen[2] == every[2]
+    assert len(data.held_out(99, 5)["input_ids"]) == 32
+    assert [data.holds_out(n) for n in (2, 4, 5)] == [False, True, True]
+    with pytest.raises(ValueError, match=r"none of 4 rows of length 2 is held out"):
+        data.held_out(3, 2)
+    with pytest.raises(ValueError, match=r"no row has length 3; expected one of \[2, 4, 5\]"):
+        data.held_out(3, 3)
+
+
+def test_a_resume_knows_other_rows():
+    rows = parity([3, 4])
+    data = th.CurriculumDataset(th.RowsTask(rows))
+    other = th.CurriculumDataset(th.RowsTask([*rows[:-1], {"input": "1111", "answer": "1111"}]))
+    assert data.schedule == th.Frontier(max_length=4, min_length=3)
+    with pytest.raises(ValueError, match="the state has task"):
+        other.load_state_dict(data.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "expected rows, got none"),
+        ([("a", "b"), ("a",)], r"row 2 is \('a',\); expected an input and an answer"),
+        ([{"input": "a", "output": "b"}], "row 1 is .*; expected an input and an answer"),
+        ([("a", 3)], "row 1 has 3; expected a text, or a list of texts or whole numbers"),
+        ([([1.5], "a")], r"row 1 has \[1.5\]; expected a text"),
+        ([("ab", ""), ("a", "a")], "1 of 2 rows have an empty input or answer, such as"),
+    ],
+)
+def test_rows_that_are_no_pairs_are_refused(rows, message):
+    with pytest.raises(ValueError, match=message):
+        th.RowsTask(rows)
+
+
+def test_a_trained_scan_solves_longer_texts():
+    task = th.RowsTask(parity(range(1, 7)))
+    preset = th.presets.scan()
+    data = preset.data(task, max_length=5, seed=11)
+    model = preset.thinker(data, longest=40)
+    trainer = preset.trainer(
+        model, data, "unused", max_steps=700, seed=11, use_cpu=True, save_strategy="no"
+    )
+    trainer.train()
+    found = th.solve(model, task, ["1" * 30, "0110"])
+    assert found.answers == ("10" * 15, "0100")
+    assert "1010" in str(found)
+    with pytest.raises(ValueError, match="has the symbol '2', which no row has"):
+        th.solve(model, task, ["012"])
+
+
+def test_a_scan_is_asked_only_for_what_its_tokens_can_tell():
+    """A `RowsTask` does not say how far an answer's causes lie, but a causal flow looks back."""
+    task = th.RowsTask(parity([3, 5]))
+    preset = th.presets.scan()
+    data = preset.data(task, holdout=0.0)
+    trainer = preset.trainer(preset.thinker(data), data, "unused", max_steps=1, use_cpu=True)
+    asked = []
+    trainer.step_loss.register_forward_hook(lambda loss, given, result: asked.append(given[2]))
+    batch = data.batch(0, details=True)
+    trainer.compute_loss(trainer.model, batch)
+    place = batch["attention_mask"].cumsum(1) - 1
+    assert torch.equal(asked[0], place.masked_fill(batch["labels"] == -100, 0))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_preset_trains_and_thinks(name):
+    torch.manual_seed(0)
+    if name == "grid":
+        cells = torch.randint(1, 5, (40, 16))
+        task = TensorTask(cells, cells, grid=True)
+    else:
+        task = th.make_task("hops" if name == "pointer" else "sort")
+    preset = PRESETS[name](hidden_size=16)
+    data = preset.data(task, max_length=1 if name == "grid" else 4, holdout=0.1)
+    model = preset.thinker(data)
+    assert model.config.hidden_size == 16
+    preset.trainer(
+        model, data, "unused", max_steps=2, use_cpu=True, save_strategy="no", warmup_steps=0
+    ).train()
+    curves = th.evaluate_steps(model, data, [data.schedule.max_length], n_steps=[2], samples=4)
+    assert 0 <= curves.cells[0][0].token <= 1
+
+
+def test_the_command_trains_on_a_file_and_tests_longer_rows(tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, parity([1, 2, 3, 4, 6, 7]))))
+    out = tmp_path / "run"
+    words = ["think", "train", str(file), str(out), "--preset", "scan", "--length", "4"]
+    short = ["--iterations", "12", "--samples", "16", "--no-progress"]
+    assert main([*words, *short]) == 0
+    result = json.loads((out / "result.json").read_text())
+    # of 1 to 4 none is held out, for they have few rows
+    assert result["by_length"].keys() == {"6", "7"}
+    assert main([*words, *short, "--iterations", "14"]) == 0
+    assert json.loads((out / "result.json").read_text())["resumed"]
+    capsys.readouterr()
+    assert main(["think", "evaluate", str(out), "--samples", "8"]) == 0
+    assert "7" in capsys.readouterr().out
+    file.write_text("\n".join(map(json.dumps, parity([1, 2, 3, 5, 6, 7]))))
+    assert main([*words, *short, "--iterations", "16"]) == 1
+    assert "the state has task" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nothing.jsonl"], "nothing.jsonl"),
+        (["copy", "--preset", "scan", "--steps", "1", "6"], "expected no --steps with --preset"),
+        (["copy", "--preset", "grid"], "a task of grids of one size"),
+        (["few.jsonl"], "none of RowsTask.* is held out"),
+    ],
+)
+def test_the_command_refuses_what_a_preset_cannot_take(
+    words, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "few.jsonl").write_text('["ab", "ba"]\n["a", "a"]\n')
+    assert main(["think", "train", words[0], "out", *words[1:]]) == 1
+    printed = " ".join(capsys.readouterr().err.split())
+    assert re.search(message, printed)
+    assert not (tmp_path / "out").exists()

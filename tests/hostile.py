@@ -334,12 +334,6 @@ def evaluate_thinker() -> str:
     return str(run_command("think", "evaluate", "run", "--samples", "8"))
 
 
-def draw_thinker() -> bool:
-    """Draw a run's folder."""
-    run_command("think", "draw", "run")  # draws what is there; not every run has a grid
-    return Path("run/training.png").exists()
-
-
 def make_stopped_training() -> None:
     """Leave a training before its last checkpoint is removed."""
     stopped(make_longer, "checkpoint-20", 0)
@@ -461,8 +455,7 @@ TARGETS = (
         use_thinker,
         ("run/model/config.json", "run/model/model.safetensors"),
     ),
-    Target("think evaluate", make_thinker, evaluate_thinker, ("run/run.json",)),
-    Target("think draw", make_thinker, draw_thinker, ("run/log.json", "run/result.json")),
+    Target("think evaluate", make_thinker, evaluate_thinker, ("run/run.json", "run/result.json")),
     Target(
         "think train, stopped",
         make_stopped_training,

@@ -5,7 +5,7 @@ from .exits import ExitRule
 from .flow import FlowPlan
 from .losses import AllSteps, Reach
 from .model import LatentThinker
-from .report import evaluate_grid, evaluate_steps, plot_training
+from .report import evaluate_grid, evaluate_steps
 from .schedules import Frontier
 from .solving import solve
 from .tasks import TASKS, AtTokens, RowsTask, SequenceTask, Task, make_task, register_task
@@ -33,7 +33,6 @@ __all__ = [
     "evaluate_steps",
     "make_task",
     "parameter_groups",
-    "plot_training",
     "presets",
     "register_task",
     "solve",

@@ -1,4 +1,4 @@
-"""Commands: think train, think evaluate, think draw."""
+"""Commands: think train, think evaluate."""
 
 from __future__ import annotations
 
@@ -71,14 +71,3 @@ def evaluate(
 
     where = find_device(device, "think evaluate")
     return runs.evaluate(folder, lengths, n_steps=n_steps, samples=samples, seed=seed, device=where)
-
-
-def draw(folder: Path, /) -> str:
-    """Write plots of training and accuracy into a trained thinker's folder.
-
-    Args:
-        folder: Folder that think train wrote.
-    """
-    from . import runs
-
-    return runs.draw(folder)

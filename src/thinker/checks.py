@@ -148,19 +148,11 @@ def check_grid(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None) -> No
         counts = torch.tensor([tokens.shape[1]])
     else:
         counts = mask.sum(1)
-    width = config.grid_width
-    if width is None:
-        whole = counts.double().sqrt().round().square() == counts
-    else:
-        whole = counts % width == 0
+    whole = counts.double().sqrt().round().square() == counts
     if not bool(whole.all()):
         wrong = int((~whole).nonzero()[0])
-        if width is None:
-            needed = "a square, or ThinkerConfig(grid_width=...)"
-        else:
-            needed = f"a multiple of grid_width, {width}"
         raise ValueError(
-            f"LatentThinker: row {wrong} has {int(counts[wrong])} tokens; expected {needed}"
+            f"LatentThinker: row {wrong} has {int(counts[wrong])} tokens; expected a square grid"
         )
 
 

@@ -59,11 +59,7 @@ class ThinkerConfig(CheckedModelConfig):
         from_end: Add a learned position counted from the input's end.
         num_positions: The size of the table of ``"random"``, default four times the longest
             sequence, or of ``"cyclic"``, default 4.
-        grid_width: With ``"rotary_2d"``, the grid's columns; default each row of the batch is a
-            square.
         separators: Token ids that end an operand; for ``"aligned"``.
-        max_offset: With ``"aligned"``, positions of a training batch start at a random place up to
-            here.
         memory: Keys and values of past latents: ``"none"``, ``"grow"`` keeps all, ``"static"``
             writes in place into room for ``memory_size`` writes (only without gradients).
         memory_size: The room of a static memory, in writes.
@@ -77,7 +73,6 @@ class ThinkerConfig(CheckedModelConfig):
         step_noise: Standard deviation of what is added to the latents before each training step; it
             teaches steps to correct what they are given, so that answers stay right when thinking
             goes on.
-        sandwich: Norms after attention and MLP too (Huginn, Geiping et al. 2025).
         decoder_self_attention: Answer positions look at each other before they are read off.
         causal: Nothing looks ahead; needs ``latent_init="tokens"``. With fewer latents than tokens
             these are the last ones (Perceiver AR, Hawthorne et al. 2022).
@@ -122,9 +117,7 @@ class ThinkerConfig(CheckedModelConfig):
     positions: Positions = "learned"
     from_end: bool = False
     num_positions: Whole = _DERIVED
-    grid_width: MaybeWhole = None
     separators: list[int] = field(default_factory=list)
-    max_offset: Annotated[int, Range(least=0)] = 0
     memory: MemoryKind = "none"
     memory_size: MaybeWhole = None
     num_static_tokens: Annotated[int, Range(least=0)] = 0
@@ -132,7 +125,6 @@ class ThinkerConfig(CheckedModelConfig):
     # with 0.5 further steps forget: 0.99 of a copy became 0.65 at four times the steps
     step_rate: Annotated[float, Range(above=0, most=1)] = 0.95
     step_noise: Annotated[float, Range(least=0)] = 0.1
-    sandwich: bool = False
     decoder_self_attention: bool = False
     causal: bool = False
     window: MaybeWhole = None
@@ -185,8 +177,6 @@ class ThinkerConfig(CheckedModelConfig):
                 f"hidden_size / num_heads is {size}, expected a multiple of 4 for rotary positions "
                 "in two dimensions"
             )
-        if self.grid_width is not None and self.positions != "rotary_2d":
-            yield problem(self, "grid_width", 'none without positions="rotary_2d"')
         if self.positions == "random" and self.num_positions < self.longest:
             yield problem(self, "num_positions", f"at least the longest sequence, {self.longest}")
         if (self.positions == "aligned") != bool(self.separators):
@@ -195,8 +185,6 @@ class ThinkerConfig(CheckedModelConfig):
             )
         if not all(0 <= token < self.vocab_size for token in self.separators):
             yield problem(self, "separators", f"token ids, below vocab_size, {self.vocab_size}")
-        if self.max_offset and self.positions != "aligned":
-            yield problem(self, "max_offset", '0 without positions="aligned"')
 
     def _problems_of_steps(self) -> Iterator[str]:
         if (self.memory == "static") != (self.memory_size is not None):

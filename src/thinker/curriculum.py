@@ -40,9 +40,8 @@ class Batch(TypedDict):
         labels: (B, O), or (B, T, O) of each step, with -100 where there is no answer.
         n_step: Steps to think; not in held-out rows.
         n_latent: Latents, or None for all; not in held-out rows.
-        counted: Like the labels; True where an answer is scored. This field and those below are
-            present only with ``details=True``.
-        lengths: (B,), the length of each row.
+        lengths: (B,), the length of each row. This field and those below are present only with
+            ``details=True``.
         distance: (B, O), if the task has them.
         step: The batch's number.
         segment: Which of the trainer's segments of these rows it is, from 0.
@@ -54,7 +53,6 @@ class Batch(TypedDict):
     labels: Tensor
     n_step: NotRequired[int]
     n_latent: NotRequired[int | None]
-    counted: NotRequired[Tensor]
     lengths: NotRequired[Tensor]
     distance: NotRequired[Tensor]
     step: NotRequired[int]
@@ -277,7 +275,7 @@ class CurriculumDataset(IterableDataset):
         if self.n_latent is not None:
             # by `first`: a carry has as many latents in every segment
             n_latent = between(_pair("n_latent", self.n_latent, longest), mix(self.seed, 5, first))
-        batch = _rows(self.task, sample, lengths, details)
+        batch = _rows(sample, lengths, details)
         # without the rank: processes that think longer would keep the others waiting
         batch["n_step"] = between(_pair("n_step", self.n_step, longest), mix(self.seed, 4, step))
         batch["n_latent"] = n_latent
@@ -310,15 +308,9 @@ class CurriculumDataset(IterableDataset):
         rows = self.task.every(length)
         if rows is None:
             return False
-        return bool(self.is_held_out(rows, torch.full((len(rows.tokens),), length)).any())
-
-    def is_held_out(self, sample: Sample, lengths: Tensor) -> Tensor:  # (B,)
-        """Which rows training never sees."""
-        # and all that are longer
-        held_out = torch.ones(len(lengths), dtype=torch.bool, device=lengths.device)
-        trained = (lengths <= self.schedule.max_length).nonzero()[:, 0]
-        held_out[trained] = self._hold_out.rows(sample.rows(trained), lengths[trained])
-        return held_out
+        if length > self.schedule.max_length or not self.holdout:
+            return True
+        return bool(self._hold_out.rows(rows, torch.full((len(rows.tokens),), length)).any())
 
     def held_out(self, batch: int, length: int, *, seed: int = 0, details: bool = False) -> Batch:
         """Return a batch of held-out inputs of one length.
@@ -330,13 +322,13 @@ class CurriculumDataset(IterableDataset):
                 each once.
             length: Of all rows.
             seed: Which batch.
-            details: Whether to add which answers count, lengths and distances; see `Batch`.
+            details: Whether to add lengths and distances; see `Batch`.
         """
         if batch < 1:
             raise ValueError(f"CurriculumDataset: held_out of {batch} rows; expected 1 or more")
         sample = self._hold_out.sample(self._generator(3, seed, length), batch, length)
         lengths = torch.full((len(sample.tokens),), length, device=self.device)
-        return _rows(self.task, sample, lengths, details)
+        return _rows(sample, lengths, details)
 
     def state_dict(self, step: int | None = None) -> StateDict:
         """Return what a resume needs: how many batches were trained on, the schedule's states.
@@ -433,7 +425,7 @@ class DetailedBatches(IterableDataset):
         return self.data.batches(details=True)
 
 
-def _rows(task: Task, sample: Sample, lengths: Tensor, details: bool) -> Batch:
+def _rows(sample: Sample, lengths: Tensor, details: bool) -> Batch:
     rows: Batch = {
         "input_ids": sample.tokens,
         "attention_mask": sample.mask,
@@ -441,7 +433,6 @@ def _rows(task: Task, sample: Sample, lengths: Tensor, details: bool) -> Batch:
     }
     if not details:
         return rows
-    rows["counted"] = task.accuracy_mask(sample)
     rows["lengths"] = lengths
     if sample.distance is not None:
         rows["distance"] = sample.distance

@@ -28,10 +28,7 @@ class ExitRule(CheckedConfig):
     Args:
         threshold: Stop when ‖z - z'‖ / ‖z'‖ against the step before is below it for every latent.
             `ThinkerOutput.residuals` shows the usual values.
-        patience: How many successive looks must agree.
-        min_steps: The first step at which a row may stop.
-        every: Steps from one look to the next. A look at a step that does not output waits for the
-            next that does.
+        min_steps: The first step at which a row may stop. A row stops only at a step that outputs.
 
     Raises:
         ValueError: A number out of its range.
@@ -41,18 +38,7 @@ class ExitRule(CheckedConfig):
     """
 
     threshold: Annotated[float, Range(least=0)] = 0.03
-    patience: Whole = 1
     min_steps: Whole = 1
-    every: Whole = 1
-
-    def looks_at(self, step: int) -> bool:
-        """Return whether this step, counted from 1, is looked at.
-
-        Every ``every`` steps is, from the first that counts.
-        """
-        # so early that `patience` looks have been taken by `min_steps`
-        first = self.min_steps - self.every * (self.patience - 1)
-        return step >= first and (step - self.min_steps) % self.every == 0
 
 
 def check_exit(config: ThinkerConfig, exit_rule: object) -> None:
@@ -82,11 +68,9 @@ class Exits:
         self.context = context
         self.places = context.places
         self.num_steps = num_steps
-        self.due = False  # a look that waits for a step that outputs
         # which row of the whole batch each present one is
         self.rows = torch.arange(batch, device=device)
         self.going = torch.ones(batch, dtype=torch.bool, device=device)  # of the present rows
-        self.calm = torch.zeros(batch, dtype=torch.long, device=device)
         self.latents = state.latents.clone()
         self.steps = torch.full((batch,), num_steps, device=device)
         self.residuals = torch.zeros(batch, num_steps, device=device, dtype=torch.float32)
@@ -111,16 +95,11 @@ class Exits:
         self.residuals[self.rows, number - 1] = torch.where(self.going, residual.float(), 0.0)
         if number == self.num_steps:
             done = self.going
+        elif number < self.rule.min_steps or not row.output:
+            return self.SAME
         else:
-            self.due = self.due or self.rule.looks_at(number)
-            if not self.due or not row.output:
-                return self.SAME
-            self.due = False
-            self.calm = torch.where(residual < self.rule.threshold, self.calm + 1, 0)
-            if number < self.rule.min_steps:
-                return self.SAME
-            done = self.going & (self.calm >= self.rule.patience)
-        # waits for the device: `every` is there to do this rarely
+            done = self.going & (residual < self.rule.threshold)
+        # waits for the device
         which = done.nonzero()[:, 0]
         if not len(which):
             return self.SAME
@@ -133,7 +112,6 @@ class Exits:
         if len(keep) > _CROWD * len(self.going):
             return self.SAME
         self.rows = self.rows[keep]
-        self.calm = self.calm[keep]
         self.going = self.going[keep]
         self.context = self.context.map(lambda t: t[keep])
         return (

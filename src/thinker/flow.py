@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from model_components._checks import is_whole
+
 
 class FlowRow(NamedTuple):
     """One step.
@@ -127,7 +129,7 @@ class FlowPlan:
     @classmethod
     def random(
         cls,
-        p: float | Mapping[str, float],
+        p: float,
         n_step: int,
         *,
         generator: torch.Generator | None = None,
@@ -135,7 +137,7 @@ class FlowPlan:
         """Each cell 1 with probability p; the first row reads, the last outputs.
 
         Args:
-            p: One probability, or one by column (the others are 0, and ``self_attention`` is 1).
+            p: The probability.
             n_step: Rows.
             generator: Of the draws.
 
@@ -144,23 +146,12 @@ class FlowPlan:
         ... ].read_input
         True
         """
-        if not isinstance(n_step, int) or n_step < 1 or not isinstance(p, Mapping | float | int):
+        if not is_whole(n_step, 1) or not isinstance(p, float | int) or not 0 <= p <= 1:
             raise ValueError(
-                f"FlowPlan.random: p is {p!r}, n_step {n_step!r}; expected a probability, or one "
-                "by column, and 1 or more"
+                f"FlowPlan.random: p is {p!r}, n_step {n_step!r}; expected a probability, and 1 or "
+                "more"
             )
-        by_column = {
-            c: p.get(c, float(_USUAL[c])) if isinstance(p, Mapping) else p for c in COLUMNS
-        }
-        wrong = [v for v in by_column.values() if not 0 <= v <= 1]
-        if wrong or (isinstance(p, Mapping) and set(p) - set(COLUMNS)):
-            raise ValueError(
-                f"FlowPlan.random: p is {p!r}; expected probabilities, by columns "
-                f"{', '.join(COLUMNS)}"
-            )
-        drawn = torch.rand(n_step, len(COLUMNS), generator=generator) < torch.tensor(
-            list(by_column.values())
-        )
+        drawn = torch.rand(n_step, len(COLUMNS), generator=generator) < p
         rows = [FlowRow(*row) for row in drawn.tolist()]
         # else a plan could answer without ever having read
         rows[0] = rows[0]._replace(read_input=True)
@@ -168,13 +159,12 @@ class FlowPlan:
         return cls(tuple(rows))
 
     @classmethod
-    def from_table(cls, table: str | Sequence[Sequence[object] | Mapping[str, object]]) -> FlowPlan:
-        """A plan from a Markdown table, as people write it in a notebook, or from rows.
+    def from_table(cls, table: str) -> FlowPlan:
+        """A plan from a Markdown table, as people write it in a notebook.
 
         Args:
             table: Text whose first line names columns (absent ones are 0, ``self_attention`` 1;
-                cells are 1 or 0, x or empty; a ``step`` that ends in * is part of the loop), or a
-                list of rows: mappings by column, or values in the columns' order.
+                cells are 1 or 0, x or empty; a ``step`` that ends in * is part of the loop).
 
         Raises:
             ValueError: A column that plans do not have, or a cell that is neither 1 nor 0.
@@ -187,15 +177,9 @@ class FlowPlan:
         ... ''') == FlowPlan((FlowRow(read_input=True), FlowRow(output=True)))
         True
         """
-        rows: list[Mapping[str, object]]
-        if isinstance(table, str):
-            rows = _rows_of(table)
-        elif isinstance(table, Sequence):
-            rows = [row if isinstance(row, Mapping) else _row(row)._asdict() for row in table]
-        else:
-            raise ValueError(
-                f"FlowPlan.from_table: table is {table!r}; expected text, or a list of rows"
-            )
+        if not isinstance(table, str):
+            raise ValueError(f"FlowPlan.from_table: table is {table!r}; expected text")
+        rows = _rows_of(table)
         steps = tuple(_row({c: v for c, v in row.items() if c != "step"}) for row in rows)
         # as `print` marks the loop, so a printed plan can be read back
         marked = [i for i, row in enumerate(rows) if str(row.get("step", "")).endswith("*")]

@@ -9,7 +9,7 @@ from .counters import signed
 from .tasks.task import Sample, Task, row_key, row_words
 
 _ENOUGH = 1000  # lengths with fewer inputs than this have none held out
-# of rows that are given: with fewer, it may happen that all of a length are held out
+# of given rows: with fewer different inputs, all of a length may happen to be held out
 _ENOUGH_GIVEN = 10
 
 

@@ -136,8 +136,6 @@ class ThinkLayer(nn.Module):
     The row says which.
     """
 
-    PARTS = ("read", "static", "memory", "self_attention", "mlp")
-
     def __init__(self, config: ThinkerConfig):
         super().__init__()
         self.read = Attention(config)
@@ -148,8 +146,6 @@ class ThinkLayer(nn.Module):
         else:
             self.self_attention = SelfAttention(config)
         self.mlp = SwiGLU(config)
-        have = [p for p in self.PARTS if getattr(self, p) is not None]
-        self.after = nn.ModuleDict({p: make_norm(config) for p in have if config.sandwich})
 
     def forward(
         self,
@@ -166,19 +162,16 @@ class ThinkLayer(nn.Module):
     ) -> Tensor:  # (B, n, d)
         """Run the parts that ``row`` asks for; a look-up in an empty memory is left out."""
         if row.read_input:
-            z = z + self._after("read", self.read(z, read, read_mask, turn))
+            z = z + self.read(z, read, read_mask, turn)
         if row.static_mem_lookup and static is not None:
             assert self.static is not None
-            z = z + self._after("static", self.static(z, static))
+            z = z + self.static(z, static)
         if row.mem_lookup and memory is not None:
             assert self.memory is not None
-            z = z + self._after("memory", self.memory(z, memory, memory_mask))
+            z = z + self.memory(z, memory, memory_mask)
         if row.self_attention:
-            z = z + self._after("self_attention", self.self_attention(z, self_mask, turn))
-        return z + self._after("mlp", self.mlp(z))
-
-    def _after(self, part: str, x: Tensor) -> Tensor:
-        return self.after[part](x) if self.after else x
+            z = z + self.self_attention(z, self_mask, turn)
+        return z + self.mlp(z)
 
 
 class Readout(nn.Module):

@@ -23,11 +23,9 @@ class Places:
 
     Args:
         drawn: Random positions in order, (n,); none for kinds that draw none.
-        offset: Where ``"aligned"`` positions start.
     """
 
     drawn: Tensor | None = None
-    offset: int = 0
 
 
 def token_index(
@@ -70,13 +68,10 @@ def operand_index(
 def grid_index(
     tokens: Tensor,  # (B, L)
     mask: Tensor | None,  # (B, L)
-    width: int | None,
 ) -> Tensor:  # (B or 1, L, 2)
-    """The row and the column of each token in a grid that is read row by row.
+    """The row and the column of each token in a square grid that is read row by row.
 
-    Without a width, in a square.
-
-    >>> grid_index(torch.zeros(1, 4), None, None)
+    >>> grid_index(torch.zeros(1, 4), None)
     tensor([[[0, 0],
              [0, 1],
              [1, 0],
@@ -86,11 +81,8 @@ def grid_index(
         count = torch.tensor([[tokens.shape[1]]], device=tokens.device)
     else:
         count = mask.sum(1, keepdim=True)
-    if width is None:
-        # a whole root: `check_grid` refuses other counts
-        columns = count.double().sqrt().round().long()
-    else:
-        columns = width
+    # a whole root: `check_grid` refuses other counts
+    columns = count.double().sqrt().round().long()
     place = token_index(tokens, mask)
     return torch.stack([place // columns, place % columns], -1)
 
@@ -107,8 +99,8 @@ class Positions(nn.Module):
         d = config.hidden_size
         kind = config.positions
         num = config.num_positions
-        # an operand can be as long as a whole sequence, and start at any offset
-        table_sizes = {"random": num, "cyclic": num, "aligned": config.longest + config.max_offset}
+        # an operand can be as long as a whole sequence
+        table_sizes = {"random": num, "cyclic": num, "aligned": config.longest}
         inputs = table_sizes.get(kind, config.max_input_length)
         outputs = config.max_output_length
         if kind in ("learned", "cyclic", "random", "aligned"):
@@ -137,8 +129,7 @@ class Positions(nn.Module):
         In evaluation, without a generator, the same each time.
         """
         config = self.config
-        moved = config.max_offset and self.training
-        if config.positions != "random" and not moved:
+        if config.positions != "random":
             return Places()
         if generator is None and not self.training and not torch.compiler.is_compiling():
             generator = torch.Generator().manual_seed(0)
@@ -146,12 +137,6 @@ class Positions(nn.Module):
             where = generator.device
         else:
             where = torch.device("cpu")
-        if moved:
-            return Places(
-                offset=int(
-                    torch.randint(config.max_offset + 1, (), generator=generator, device=where)
-                )
-            )
         # of the whole table: so also the codes that only long inputs reach are trained
         drawn = (
             torch.randperm(config.num_positions, generator=generator, device=where)[:length]
@@ -171,7 +156,7 @@ class Positions(nn.Module):
         kind = self.config.positions
         code = None
         if kind == "aligned":
-            index = operand_index(tokens, mask, self.config.separators) + places.offset
+            index = operand_index(tokens, mask, self.config.separators)
         elif places.drawn is not None:
             index = places.drawn[index]
         elif kind == "cyclic":
@@ -188,7 +173,7 @@ class Positions(nn.Module):
     def index(self, tokens: Tensor, mask: Tensor | None) -> Tensor:  # (B or 1, L, 1 or 2)
         """The place of each token in its row, or its row and column in a grid."""
         if self.config.positions == "rotary_2d":
-            return grid_index(tokens, mask, self.config.grid_width)
+            return grid_index(tokens, mask)
         return token_index(tokens, mask)[..., None]
 
     def turn(self, index: Tensor) -> Turn | None:
@@ -213,8 +198,7 @@ class Positions(nn.Module):
     def queries(self, out_len: int, places: Places, device: torch.device) -> Tensor:  # (1, O, d)
         """The queries that read the answer off, one for each of its positions."""
         assert self.output is not None
-        # the input's own offset: digits of one place have one code in input and answer
-        index = torch.arange(out_len, device=device)[None] + places.offset
+        index = torch.arange(out_len, device=device)[None]
         if places.drawn is not None:
             if out_len > len(places.drawn):
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""Runs of the command ``think``: training, evaluation and plots."""
+"""Runs of the command ``think``: training and evaluation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from . import report
 from .curriculum import CurriculumDataset
 from .losses import Reach
 from .model import LatentThinker
-from .report import evaluate_grid, evaluate_steps, plot_training
+from .report import Grid, evaluate_grid, evaluate_steps
 from .run_settings import MORE_STEPS, Run
 from .tasks import RowsTask
 from .tasks.at_tokens import without_layout
@@ -98,7 +98,7 @@ def train(
         checkpoints="checkpoints",
         # a finished run may be trained further
         may_change=("iterations",),
-        results=("result.json", "log.json", "training.png", "grid.png", "model"),
+        results=("result.json", "model"),
         fresh=fresh,
     )
     # before the folder gets this run's settings: a card is compared with the earlier ones
@@ -128,8 +128,8 @@ def _train(
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.process_time() - begin
     model.save_pretrained(out / "model")
-    write_json(out / "log.json", trainer.state.log_history)
-    result = measure(model, data, run, samples) | {
+    result, grid = measure(model, data, run, samples)
+    result |= {
         "iterations": run.iterations,
         "cpu_seconds": round(seconds, 1),
         "resumed": checkpoint is not None,
@@ -140,12 +140,9 @@ def _train(
         complete_folder(out / "model", _card(result, run))
     # last: a folder that has it is of a finished run
     write_json(out / "result.json", result)
-    if "grid" in result:
-        print(f"\n{report.Grid.from_dict(result['grid'])}")
-    print(
-        f"{out}: model/, result.json; next: model-components think evaluate {out}, "
-        f"model-components think draw {out}"
-    )
+    if grid is not None:
+        print(f"\n{grid}")
+    print(f"{out}: model/, result.json; next: model-components think evaluate {out}")
     return TrainingReport(run, result)
 
 
@@ -224,7 +221,7 @@ def _check_unfinished(out: Path, run: Run) -> None:
 
 def measure(
     model: LatentThinker, data: CurriculumDataset, run: Run, samples: int
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Grid | None]:
     """Measure accuracy by length, and by number of latents and steps."""
     plan = run.flow_plan()
     n_steps = None
@@ -247,13 +244,13 @@ def measure(
         "sequence": round(longest.sequence, 5),
         "by_length": {n: (round(a.token, 4), round(a.sequence, 4)) for n, a in by_length.items()},
     }
-    # there a number of steps means nothing without a length
-    if not run.at_tokens:
-        latents = _GRID_LATENTS if run.with_noise else (model.config.latents_for(1),)
-        steps = sorted({plan.num_steps(n) for n in (*_GRID_STEPS, run.steps[1])})
-        grid = evaluate_grid(model, data, n_latents=latents, n_steps=steps, samples=samples)
-        result["grid"] = grid.to_dict()
-    return result
+    # with a latent for each token, a number of steps means nothing without a length
+    if run.at_tokens:
+        return result, None
+    latents = _GRID_LATENTS if run.with_noise else (model.config.latents_for(1),)
+    steps = sorted({plan.num_steps(n) for n in (*_GRID_STEPS, run.steps[1])})
+    grid = evaluate_grid(model, data, n_latents=latents, n_steps=steps, samples=samples)
+    return result | {"grid": grid.to_dict()}, grid
 
 
 def _lengths_of(run: Run, data: CurriculumDataset) -> list[int]:
@@ -335,17 +332,3 @@ def evaluate(
     # a plan may need more steps, or have a number of its own
     steps = sorted({run.flow_plan().num_steps(n) for n in n_steps})
     return evaluate_steps(model, data, lengths, n_steps=steps, samples=samples, seed=seed)
-
-
-def draw(folder: Path) -> str:
-    """Write the plots of a run into its folder, and return the names of the files."""
-    result = read_json(folder, "result.json")
-    log = read_json(folder, "log.json")
-    with reading(folder / "log.json", "think draw"):
-        plot_training(log).savefig(folder / "training.png")
-    names = ["training.png"]
-    with reading(folder / "result.json", "think draw"):
-        if "grid" in result:
-            report.Grid.from_dict(result["grid"]).plot().savefig(folder / "grid.png")
-            names.append("grid.png")
-    return f"{folder}: {', '.join(names)}"

@@ -22,13 +22,12 @@ from tests.benchmarks.ablations import settings
 from tests.benchmarks.results import RESULTS, ROOT, commit, put, today
 
 CONFIG, FOUND = Path(__file__).parent / "thinker_ablation.json", RESULTS / "thinker_ablation.json"
-GUIDE, PLOT = ROOT / "docs" / "thinker.md", ROOT / "docs" / "thinker_ablation.svg"
+GUIDE, PLOT = ROOT / "docs" / "thinker_measured.md", ROOT / "docs" / "thinker_ablation.svg"
 LOSSES = {
     "last": lambda: th.losses.LastAndRandom(1.0, 0.0),
     "last + random": th.losses.LastAndRandom,
     "all": th.AllSteps,
     "learned": lambda: th.losses.LearnedWeights(8),
-    "progressive": th.losses.ProgressiveLoss,
 }
 UPDATES = {
     "normalized": {},

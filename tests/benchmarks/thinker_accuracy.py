@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
-from thinker.report import Grid
+from thinker.report import Accuracy, Grid
 
 CONFIG, FOUND = Path(__file__).parent / "thinker_accuracy.json", RESULTS / "thinker_accuracy.json"
-WORK, GUIDE = Path(__file__).parent / "work" / "thinker", ROOT / "docs" / "thinker.md"
+WORK, GUIDE = Path(__file__).parent / "work" / "thinker", ROOT / "docs" / "thinker_measured.md"
 PLOT = ROOT / "docs" / "thinker_grid.svg"
 
 
@@ -93,7 +93,11 @@ def draw(found: dict[str, Any]) -> None:
     row = next((r for r in found["rows"].values() if "noise" in r["arguments"]), None)
     if row is None:
         return
-    figure = Grid.from_dict(row["runs"][0]["grid"]).plot()
+    found = row["runs"][0]["grid"]
+    cells = []
+    for tokens, sequences in zip(found["token"], found["sequence"], strict=True):
+        cells.append(tuple(map(Accuracy, tokens, sequences)))
+    figure = Grid(tuple(found["n_latents"]), tuple(found["n_steps"]), tuple(cells)).plot()
     figure.suptitle("copying 20 symbols; trained with 8 to 16 latents, 1 to 6 steps")
     figure.savefig(PLOT)
     text = PLOT.read_text(encoding="utf-8").split("\n")

@@ -24,7 +24,7 @@ from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
 
 FOUND = RESULTS / "thinker_lengths.json"
 GUIDE, README, PLOT = (
-    ROOT / "docs" / "thinker.md",
+    ROOT / "docs" / "thinker_measured.md",
     ROOT / "README.md",
     ROOT / "docs" / "thinker_lengths.svg",
 )

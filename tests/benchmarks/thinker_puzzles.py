@@ -30,7 +30,7 @@ from tests.benchmarks.examples import load_example, run_example
 from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
 from tests.benchmarks.thinker_anchors import DeepThinking
 
-FOUND, GUIDE = RESULTS / "thinker_puzzles.json", ROOT / "docs" / "thinker.md"
+FOUND, GUIDE = RESULTS / "thinker_puzzles.json", ROOT / "docs" / "thinker_measured.md"
 SEEDS = {"sudoku9": (11, 12, 13), "sudoku4": (11, 12, 13, 14, 15), "maze": (11, 12, 13)}
 PUZZLES = {
     "sudoku9": "9 x 9 Sudoku, never seen",

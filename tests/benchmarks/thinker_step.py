@@ -31,6 +31,7 @@ from thinker import (
     make_task,
     thinker_arguments,
 )
+from thinker.tasks import Sample
 
 IMPLS = (
     "nn.TransformerDecoderLayer",
@@ -41,7 +42,7 @@ IMPLS = (
 STEPS = 8
 WINDOWS = {20: 64, 100: 16, 400: 4, 1600: 1, 10_000: 1}  # rows of each length
 LONGEST_MASK = 2000  # a mask over all keys of 10,000 tokens takes a second a step
-GUIDE = ROOT / "docs" / "thinker.md"
+GUIDE = ROOT / "docs" / "thinker_measured.md"
 SHAPES = {  # inputs: rows, width, latents, answer
     20: (64, 64, 8, 20),
     256: (16, 128, 16, 20),
@@ -277,7 +278,8 @@ def measure_windows(runs: int, device: str) -> list[Row]:
         config = ThinkerConfig(**data.sizes(length), **sizes, positions="rotary")
         model = LatentThinker(config).eval().to(device)
         bits = torch.randint(2, (batch, length), generator=torch.Generator().manual_seed(0))
-        tokens, mask = (x.to(device) for x in task.inputs(bits))
+        sample = task.laid_out(Sample(bits, torch.ones_like(bits, dtype=torch.bool), bits))
+        tokens, mask = sample.tokens.to(device), sample.mask.to(device)
 
         @torch.no_grad()
         def run(

@@ -56,7 +56,6 @@ PAGES = (
             "flow.FlowRow",
             "losses.LastAndRandom",
             "losses.LearnedWeights",
-            "losses.ProgressiveLoss",
             "losses.StepLoss",
             "report.Accuracy",
             "report.Curves",

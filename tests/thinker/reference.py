@@ -57,7 +57,7 @@ def think(
         )
 
     def grid(position: Tensor) -> tuple[Tensor, Tensor]:
-        columns = config.grid_width or (valid.sum(1, keepdim=True) ** 0.5).round().long()
+        columns = (valid.sum(1, keepdim=True) ** 0.5).round().long()
         return position // columns, position % columns
 
     def waves(position: Tensor, size: int, base: float = 10_000.0) -> Tensor:
@@ -116,9 +116,6 @@ def think(
         inner = gate / (1 + (-gate).exp()) * up
         return rearrange(inner @ w[f"{name}.down.weight"].T, "b d n -> b n d")
 
-    def after(layer: int, part: str, x: Tensor) -> Tensor:
-        return norm(x, f"layers.{layer}.after.{part}") if config.sandwich else x
-
     at = place
     if config.positions == "aligned":
         at = torch.zeros_like(place)
@@ -168,22 +165,22 @@ def think(
         for i in range(config.layers_per_step):
             name = f"layers.{i}"
             if row.read_input:
-                z = z + after(i, "read", look_up(f"{name}.read", z, x, read, latent_at, place))
+                z = z + look_up(f"{name}.read", z, x, read, latent_at, place)
             if row.static_mem_lookup:
                 tokens_ = w["static_tokens"][None]
-                z = z + after(i, "static", look_up(f"{name}.static", z, tokens_, None, None, None))
+                z = z + look_up(f"{name}.static", z, tokens_, None, None, None)
             if row.mem_lookup and written:
                 past = torch.cat(written, 1)
                 look = None if may_see is None else may_see.repeat(1, 1, len(written))
-                z = z + after(i, "memory", look_up(f"{name}.memory", z, past, look, None, None))
+                z = z + look_up(f"{name}.memory", z, past, look, None, None)
             if row.self_attention:
                 part = f"{name}.self_attention"
                 if config.mixer == "mlp":
                     told = mixed(part, z)
                 else:
                     told = itself(part, z, may_see, latent_at)
-                z = z + after(i, "self_attention", told)
-            z = z + after(i, "mlp", mlp(f"{name}.mlp", z))
+                z = z + told
+            z = z + mlp(f"{name}.mlp", z)
         if config.step_update == "normalized":
             unit, to = (
                 y / (y.square().mean(-1, keepdim=True) + torch.finfo(dtype).eps).sqrt()

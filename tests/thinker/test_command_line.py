@@ -1,4 +1,4 @@
-"""``model-components think``: what it writes, goes on with, finds and draws; and what it refuses."""
+"""``model-components think``: what it writes, goes on with and finds; and what it refuses."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def test_a_fresh_training_begins_anew(tmp_path):
     assert not json.loads((out / "result.json").read_text())["resumed"]
 
 
-def test_train_resume_evaluate_and_draw(tmp_path, capsys):
+def test_train_resume_and_evaluate(tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["think", "train", "copy", str(out), *SHORT, "--lengths", "6"]) == 0
     printed = capsys.readouterr().out
@@ -82,8 +82,6 @@ def test_train_resume_evaluate_and_draw(tmp_path, capsys):
     settings = json.loads((out / "run.json").read_text())
     (out / "run.json").write_text(json.dumps(settings | {"note": "mine"}))
     assert main(["think", "evaluate", str(out), *options]) == 0
-    assert main(["think", "draw", str(out)]) == 0
-    assert all((out / name).stat().st_size > 5_000 for name in ("grid.png", "training.png"))
 
 
 def test_a_table_of_steps_and_latents_from_noise(tmp_path, capsys):
@@ -130,7 +128,6 @@ def test_latents_at_the_tokens_are_asked_for_longer_inputs(tmp_path, capsys):
     assert (
         json.loads((tmp_path / "run" / "model" / "config.json").read_text())["num_latents"] is None
     )
-    assert main(["think", "draw", out]) == 0  # no grid: a step says nothing without its length
 
 
 @pytest.mark.slow
@@ -219,7 +216,6 @@ def test_settings_reach_the_model(tmp_path):
         ),
         (["think", "train", "copy", "{tmp}/a", "--plan", "{tmp}/none.md"], "none.md"),
         (["think", "evaluate", "{tmp}/nothing"], "without run.json"),
-        (["think", "draw", "{tmp}/nothing"], "without result.json"),
     ],
 )
 def test_what_is_refused(arguments, message, tmp_path, capsys):

@@ -113,20 +113,17 @@ def test_training_never_sees_what_is_held_out(task):
     assert not hidden & seen
     shown = data.held_out(64, 6, details=True)
     sample = [shown[k] for k in ("input_ids", "attention_mask", "labels")]
-    assert data.is_held_out(Sample(*sample), shown["lengths"]).all()
-    longer = data.held_out(4, 9, details=True)  # than any in training
-    sample = [longer[k] for k in ("input_ids", "attention_mask", "labels")]
-    assert data.is_held_out(Sample(*sample), longer["lengths"]).all()
+    assert data._hold_out.rows(Sample(*sample), shown["lengths"]).all()
 
 
 def test_as_many_are_held_out_as_was_asked_whatever_the_padding():
     data, generator = data_of(holdout=0.2), torch.Generator().manual_seed(0)
     lengths = torch.full((4000,), 6)
     sample = data.task.sample(generator, 4000, lengths)
-    held = data.is_held_out(sample, lengths)
+    held = data._hold_out.rows(sample, lengths)
     assert float(held.float().mean()) == pytest.approx(0.2, abs=0.03)
     padded = Sample(*(None if t is None else torch.nn.functional.pad(t, (0, 3)) for t in sample))
-    assert torch.equal(held, data.is_held_out(padded, lengths))
+    assert torch.equal(held, data._hold_out.rows(padded, lengths))
 
 
 def made_by(augment):
@@ -187,7 +184,6 @@ def test_rows_that_are_given_have_masks_and_answers_that_do_not_count():
     batch = CurriculumDataset(task, batch_size=30, holdout=0.0).batch(0, details=True)
     for got, whole in (("input_ids", tokens), ("labels", targets), ("attention_mask", mask)):
         assert torch.equal(batch[got], whole[batch["input_ids"][:, 0] // 4])
-    assert torch.equal(batch["counted"], batch["labels"] != -100)
     others = [
         TensorTask(tokens, targets),
         TensorTask(tokens + 1, targets, mask=mask),
@@ -480,10 +476,10 @@ def test_an_input_is_held_out_wherever_it_is_padded(task):
                 )
             )
             assert alone.mask.all()
-            assert not data.is_held_out(alone, torch.tensor([length])).any()
+            assert not data._hold_out.rows(alone, torch.tensor([length])).any()
     held = data.held_out(20, 7, details=True)
     sample = Sample(held["input_ids"], held["attention_mask"], held["labels"])
-    assert data.is_held_out(sample, torch.full((20,), 7)).all()
+    assert data._hold_out.rows(sample, torch.full((20,), 7)).all()
     assert held["distance"].shape == held["labels"].shape
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tests.thinker.test_model import batch, model_of
 from thinker import AllSteps, FlowPlan, Reach
-from thinker.losses import LastAndRandom, LearnedWeights, ProgressiveLoss
+from thinker.losses import LastAndRandom, LearnedWeights
 
 LABELS = torch.tensor([[1, 2, 3, -100], [4, -100, -100, -100], [5, 6, 7, 8]])
 
@@ -30,32 +30,31 @@ def dense(out, weights):
 
 def run(loss, n_step=4, seed=0, **changes):
     model = model_of(**changes)
-    (part, *more) = loss.passes(n_step, EVERY, torch.Generator().manual_seed(seed))
-    assert not more
-    out = model(*batch(), n_step=part.n_step, out_len=4, output_steps=part.output_steps)
-    return out, part, loss(out, LABELS)
+    steps = loss.supervised(n_step, EVERY, torch.Generator().manual_seed(seed))
+    out = model(*batch(), n_step=n_step, out_len=4, output_steps=steps)
+    return out, steps, loss(out, LABELS)
 
 
 def test_last_and_one_random_earlier_step():
     loss, seen = LastAndRandom(), set()
     for seed in range(40):
-        out, part, found = run(loss, seed=seed)
-        assert part.output_steps[-1] == 4
-        assert len(part.output_steps) == 2
-        seen.add(part.output_steps[0])
+        out, steps, found = run(loss, seed=seed)
+        assert steps[-1] == 4
+        assert len(steps) == 2
+        seen.add(steps[0])
         if seed == 0:
             torch.testing.assert_close(found, dense(out, [0.3, 0.7]))
     assert seen == {1, 2, 3}
-    out, part, found = run(loss, n_step=1)
-    assert part.output_steps == (1,)
+    out, steps, found = run(loss, n_step=1)
+    assert steps == (1,)
     torch.testing.assert_close(found, dense(out, [1.0]))
-    once = loss.passes(4, FlowPlan.read_once(memory=False), torch.Generator())
-    assert [p.output_steps for p in once] == [(4,)]
+    once = FlowPlan.read_once(memory=False)
+    assert loss.supervised(4, once, torch.Generator()) == (4,)
 
 
 def test_all_steps():
-    out, part, found = run(AllSteps())
-    assert part.output_steps == (1, 2, 3, 4)
+    out, steps, found = run(AllSteps())
+    assert steps == (1, 2, 3, 4)
     torch.testing.assert_close(found, dense(out, [0.25] * 4))
 
 
@@ -75,36 +74,15 @@ def test_learned_weights_never_fall():
         loss.weights(out, (9,))
 
 
-def test_progressive_passes():
-    loss, seen = ProgressiveLoss(alpha=0.4), set()
-    for seed in range(300):
-        whole, part = loss.passes(4, EVERY, torch.Generator().manual_seed(seed))
-        assert (whole.n_step, whole.output_steps, whole.grad_steps, whole.share) == (
-            4,
-            (4,),
-            None,
-            0.6,
-        )
-        assert part.share == 0.4
-        assert part.output_steps == (part.n_step,)
-        seen.add((part.n_step - part.grad_steps, part.grad_steps))
-    assert seen == {(n, k) for n in range(4) for k in range(1, 5 - n)}
-    once = FlowPlan.read_once(memory=False)
-    short = [loss.passes(4, once, torch.Generator().manual_seed(s))[1].n_step for s in range(50)]
-    assert min(short) == 2  # a plan's fewest
-    assert len(ProgressiveLoss(alpha=0).passes(3, EVERY, torch.Generator())) == 1
-    assert len(ProgressiveLoss(alpha=1).passes(3, EVERY, torch.Generator())) == 1
-
-
 def test_reach_counts_what_can_be_known():
     """A row's answers in reach share the weight of all its answers; the two last steps count alike."""
     model = model_of(causal=True, window=2, num_latents=None, positions="rotary")
     loss = Reach(window=2, grad_steps=2)
-    (part,) = loss.passes(3, EVERY, torch.Generator())
-    assert (part.n_step, part.output_steps, part.grad_steps) == (3, (2, 3), 2)
+    assert loss.supervised(3, EVERY, torch.Generator()) == (2, 3)
+    assert loss.grad_steps == 2
     tokens, _ = batch(length=4, padded=False)
     distance = torch.tensor([[1, 2, 3, 0], [3, 0, 0, 0], [1, 2, 3, 4]])
-    out = model(tokens, n_step=3, output_steps=part.output_steps)
+    out = model(tokens, n_step=3, output_steps=(2, 3))
     total = 0.0
     for logits, step in zip(out.step_logits, (2, 3), strict=True):
         for row in range(3):
@@ -138,7 +116,6 @@ def test_labels_of_each_step():
     ("call", "message"),
     [
         (lambda: LastAndRandom(last=0), "last 0"),
-        (lambda: ProgressiveLoss(alpha=2), "alpha is 2"),
         (lambda: Reach(window=1), r"Reach:.*window.*1.*1.*2"),
         (lambda: Reach(grad_steps=0), "grad_steps 0"),
         (

@@ -163,7 +163,7 @@ def test_the_command_trains_on_a_file_and_tests_longer_rows(tmp_path, capsys):
     capsys.readouterr()
     assert main(["think", "evaluate", str(out), "--samples", "8"]) == 0
     assert "7" in capsys.readouterr().out
-    file.write_text("\n".join(map(json.dumps, parity([1, 2, 3, 5, 6, 7]))))
+    file.write_text("\n".join(map(json.dumps, parity([1, 2, 3, 4, 6, 7], repeats=2))))
     assert main([*words, *short, "--iterations", "16"]) == 1
     assert "the state has task" in capsys.readouterr().err
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -38,25 +37,13 @@ def num_answers(labels: Tensor, steps: Sequence[int]) -> Tensor:
     ).sum() / len(steps)
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One forward pass that a loss asks for.
+class StepLoss(nn.Module, ABC):
+    """Cross-entropy of answers, weighted by step; a mean over answered symbols.
 
-    Args:
-        n_step: Steps.
-        output_steps: Supervised ones, counted from 1.
-        grad_steps: Only the last so many have gradients; none: all.
-        share: Of the whole loss.
+    ``grad_steps`` is how many of the last steps have gradients; None: all.
     """
 
-    n_step: int
-    output_steps: tuple[int, ...]
     grad_steps: int | None = None
-    share: float = 1.0
-
-
-class StepLoss(nn.Module, ABC):
-    """Cross-entropy of answers, weighted by step; a mean over answered symbols."""
 
     @property
     def counts_from_start(self) -> bool:
@@ -67,8 +54,10 @@ class StepLoss(nn.Module, ABC):
         """Refuse a model that this loss cannot train."""
 
     @abstractmethod
-    def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
-        """The forward passes of a batch that thinks ``n_step`` steps.
+    def supervised(
+        self, n_step: int, plan: FlowPlan, generator: torch.Generator
+    ) -> tuple[int, ...]:
+        """Return the supervised steps, counted from 1, of a batch that thinks ``n_step`` steps.
 
         ``generator`` lives on the CPU.
         """

@@ -1,6 +1,6 @@
 """Which steps are supervised.
 
-The last, all of them, what is in reach, what comes after steps without gradients.
+The last, all of them, what is in reach.
 
 Shapes: B batch, O answer length, S supervised steps.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..config import ThinkerConfig
 from ..flow import FlowPlan
 from ..state import ThinkerOutput
-from .step_loss import Pass, StepLoss
+from .step_loss import StepLoss
 
 
 class LastAndRandom(StepLoss):
@@ -35,13 +35,15 @@ class LastAndRandom(StepLoss):
         self.last = last
         self.random = random
 
-    def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
-        """Return one pass."""
+    def supervised(
+        self, n_step: int, plan: FlowPlan, generator: torch.Generator
+    ) -> tuple[int, ...]:
+        """Return the supervised steps."""
         *earlier, last = plan.output_steps(n_step)
         if not earlier or not self.random:
-            return [Pass(n_step, (last,))]
+            return (last,)
         chosen = earlier[int(torch.randint(len(earlier), (), generator=generator))]
-        return [Pass(n_step, (chosen, last))]
+        return chosen, last
 
     def weights(
         self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None
@@ -56,9 +58,11 @@ class LastAndRandom(StepLoss):
 class AllSteps(StepLoss):
     """Every step that outputs, alike."""
 
-    def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
-        """Return one pass."""
-        return [Pass(n_step, plan.output_steps(n_step))]
+    def supervised(
+        self, n_step: int, plan: FlowPlan, generator: torch.Generator
+    ) -> tuple[int, ...]:
+        """Return the supervised steps."""
+        return plan.output_steps(n_step)
 
     def weights(
         self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None
@@ -136,9 +140,11 @@ class Reach(StepLoss):
                 f"Reach: window is {self.window}, the model's {config.window}; expected the same"
             )
 
-    def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
-        """Return one pass."""
-        return [Pass(n_step, plan.output_steps(n_step)[-2:], self.grad_steps)]
+    def supervised(
+        self, n_step: int, plan: FlowPlan, generator: torch.Generator
+    ) -> tuple[int, ...]:
+        """Return the supervised steps."""
+        return plan.output_steps(n_step)[-2:]
 
     def weights(
         self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None
@@ -153,44 +159,3 @@ class Reach(StepLoss):
         # a row with nothing in reach counts nothing, and is no 0 / 0
         share = (distance > 0).sum(-1) / near.sum(-1).clamp(min=1)  # (S, B)
         return near * share[..., None] / len(steps)
-
-
-class ProgressiveLoss(StepLoss):
-    """Deep thinking (Bansal et al. 2022).
-
-    The last step of the whole run, and of one that starts without gradients.
-
-    Of a batch of M steps, n ~ U{0 .. M-1} are without and k ~ U{1 .. M-n} with gradients. It keeps
-    a model from relying on how many steps there were.
-
-    Args:
-        alpha: Share of the second part.
-    """
-
-    def __init__(self, alpha: float = 0.5):
-        super().__init__()
-        if not 0 <= alpha <= 1:
-            raise ValueError(f"ProgressiveLoss: alpha is {alpha}; expected 0 to 1")
-        self.alpha = alpha
-
-    def passes(self, n_step: int, plan: FlowPlan, generator: torch.Generator) -> list[Pass]:
-        """The whole run, and the other."""
-        passes = []
-        # a share of 0 would cost a whole pass
-        if self.alpha < 1:
-            passes.append(Pass(n_step, plan.output_steps(n_step)[-1:], share=1 - self.alpha))
-        if self.alpha:
-            first = int(torch.randint(n_step, (), generator=generator))
-            rest = 1 + int(torch.randint(n_step - first, (), generator=generator))
-            # steps that a plan adds are among those without gradients
-            steps = plan.num_steps(first + rest)
-            passes.append(
-                Pass(steps, plan.output_steps(steps)[-1:], grad_steps=rest, share=self.alpha)
-            )
-        return passes
-
-    def weights(
-        self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None
-    ) -> Sequence[float]:
-        """One step."""
-        return [1.0]

@@ -2,7 +2,6 @@
 
 from .evaluation import accuracies, evaluate_grid, evaluate_steps
 from .results import Accuracy, Curves, Grid
-from .training import plot_training
 
 __all__ = [
     "Accuracy",
@@ -11,5 +10,4 @@ __all__ = [
     "accuracies",
     "evaluate_grid",
     "evaluate_steps",
-    "plot_training",
 ]

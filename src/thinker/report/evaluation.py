@@ -13,6 +13,7 @@ from ..curriculum import Batch, CurriculumDataset
 from ..flow import FlowPlan
 from ..losses import labels_of_steps
 from ..model import LatentThinker
+from ..tasks.task import IGNORED
 from .results import Accuracy, Curves, Grid
 
 
@@ -31,7 +32,7 @@ def accuracies(
     without an answer count nowhere.
 
     Raises:
-        ValueError: No row has an answer that counts.
+        ValueError: No row has an answer.
     """
     inputs = {
         "input_ids": batch["input_ids"].to(model.device),
@@ -56,20 +57,14 @@ def accuracies(
             logits_of_steps = [by_step[n] for n in n_steps]
         else:
             logits_of_steps = [model(**inputs, n_step=n, plan=plan).logits for n in n_steps]
-    counted = model.answers_of(batch["counted"].to(model.device), n_latent)
     found_accuracies = []
-    for logits, answers, counts in zip(
-        logits_of_steps,
-        labels_of_steps(labels, n_steps),
-        labels_of_steps(counted, n_steps),
-        strict=True,
-    ):
+    for logits, answers in zip(logits_of_steps, labels_of_steps(labels, n_steps), strict=True):
+        counts = answers != IGNORED
         right = (logits.argmax(-1) == answers) & counts
         asked = counts.any(1)
         if not bool(asked.any()):
             raise ValueError(
-                f"accuracies: none of {len(asked)} rows has an answer that counts; expected one or "
-                "more"
+                f"accuracies: none of {len(asked)} rows has an answer; expected one or more"
             )
         # a row without answers has none wrong, but is not right for that
         whole = (right | ~counts).all(1) & asked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,15 +47,6 @@ class Grid(Report):
             for name in ("token", "sequence")
         }
         return plain({"n_latents": self.n_latents, "n_steps": self.n_steps, **parts})
-
-    @classmethod
-    def from_dict(cls, found: Mapping[str, list]) -> Grid:
-        """Read what `to_dict` gave."""
-        pairs = [
-            zip(*rows, strict=True) for rows in zip(found["token"], found["sequence"], strict=True)
-        ]
-        cells = tuple(tuple(Accuracy(token, sequence) for token, sequence in row) for row in pairs)
-        return cls(tuple(found["n_latents"]), tuple(found["n_steps"]), cells)
 
     def table(self) -> Table:
         """Shares of right symbols."""

@@ -16,24 +16,18 @@ from .task import IGNORED, Sample, Task, at_least, integers, register_task
 class Add(Task):
     """Two numbers of ``length`` digits, then ``=``; the answer is their sum, one digit longer.
 
+    Numbers begin with their smallest digits.
+
     Args:
         base: Of the digits; ids are 0 .. base - 1, then the operator, then ``=``.
-        little_endian: Digits from the smallest.
         max_value: No number above it (all numbers of ``length`` digits otherwise).
-        carry_heavy: Share of rows made so that most digits carry.
     """
 
     base: int = 16
-    little_endian: bool = True
     max_value: int | None = None
-    carry_heavy: float = 0.0
 
     def __post_init__(self):
         at_least("Add", base=(self.base, 2), max_value=(self.max_value or 1, 1))
-        if not 0 <= self.carry_heavy <= 1 or (self.carry_heavy and self.max_value is not None):
-            raise ValueError(
-                f"Add: carry_heavy must be a share, without max_value, got {self.carry_heavy}"
-            )
 
     @property
     def vocab_size(self) -> int:
@@ -78,14 +72,6 @@ class Add(Task):
                 digits.append(values % self.base)
                 values = values // self.base
             a, b = torch.stack(digits, 2)
-        if self.carry_heavy:
-            heavy = torch.rand(batch, 1, generator=generator, device=device) < self.carry_heavy
-            most = torch.rand(batch, longest, generator=generator, device=device) < 0.8
-            # the first pair adds up to the base, the others to one less: the carry does the rest
-            carried = torch.where(place == 0, self.base - a, self.base - 1 - a).clamp_(
-                max=self.base - 1
-            )
-            b = torch.where(heavy & most, carried, b)
         inside = place < lengths
         a = a * inside
         b = b * inside
@@ -94,9 +80,6 @@ class Add(Task):
         width = lengths + 1
         out = torch.arange(answer.shape[1], device=device)
         told = out < width
-        if not self.little_endian:
-            a, b = (x.gather(1, (lengths - 1 - place).clamp_(min=0)) for x in (a, b))
-            answer = answer.gather(1, (width - 1 - out).clamp_(min=0))
         at = torch.arange(2 * longest + 2, device=device)
         tokens = torch.where(at < lengths, F.pad(a, (0, longest + 2)), self.base)
         # place within the second number: -1 is the operator, its length the =

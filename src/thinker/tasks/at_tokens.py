@@ -23,7 +23,7 @@ class AtTokens(Task):
     A row is a start token, the input, and where the answer is not as long as the input one blank
     token for each symbol of it; labels are at the input's tokens, or at the blanks. Rows are padded
     on the left, as a causal flow needs. A grid has no start token: it stays a grid. The start's id
-    is the other task's ``vocab_size``, the blank's the next; `inputs` lays out rows of one's own.
+    is the other task's ``vocab_size``, the blank's the next.
 
     Args:
         task: The other.
@@ -46,11 +46,6 @@ class AtTokens(Task):
             raise ValueError(
                 f"AtTokens: the task is {self.task!r}; expected a Task that is not laid out yet, "
                 "as of make_task"
-            )
-        # its answer would be about targets that are not laid out yet
-        if type(self.task).accuracy_mask is not Task.accuracy_mask:
-            raise ValueError(
-                f"AtTokens: {self.task!r} says which answers count; expected a Task where all do"
             )
         if self.task.by_step and self._blanks:
             raise ValueError(
@@ -130,48 +125,6 @@ class AtTokens(Task):
         if rows is None:
             return None
         return self.laid_out(rows)
-
-    def inputs(
-        self,
-        tokens: Tensor,  # (B, L)
-        *,
-        answer: int | None = None,
-    ) -> tuple[Tensor, Tensor]:  # (B, W), (B, W) bool
-        """Rows of one's own as a model that was trained on this task reads them: tokens, and mask.
-
-        Args:
-            tokens: The other task's, as long as each other.
-            answer: Symbols to answer, where they have blanks of their own; default as many as
-                tokens.
-
-        Raises:
-            ValueError: Not (B, L), or ids that the other task does not have.
-
-        >>> from thinker import make_task
-        >>> AtTokens(make_task("add", base=10)).inputs(torch.tensor([[1, 10, 2, 11]]), answer=2)[0]
-        tensor([[12,  1, 10,  2, 11, 13, 13]])
-        """
-        if not isinstance(tokens, Tensor) or tokens.is_floating_point():
-            raise ValueError(
-                f"AtTokens.inputs: tokens are {type(tokens).__name__}; expected a tensor of ids "
-                "(B, L)"
-            )
-        if (
-            tokens.dim() != 2
-            or not tokens.numel()
-            or not 0 <= int(tokens.min()) <= int(tokens.max()) < self._start
-        ):
-            raise ValueError(
-                f"AtTokens.inputs: tokens have shape {list(tokens.shape)}, ids "
-                f"{tokens.unique().tolist()[:9]}; expected (B, L), 0 to {self._start - 1}"
-            )
-        targets = torch.zeros(
-            len(tokens), answer or tokens.shape[1], dtype=torch.long, device=tokens.device
-        )
-        if not self._blanks:
-            targets = torch.zeros_like(tokens)
-        laid_out = self.laid_out(Sample(tokens, torch.ones_like(tokens, dtype=torch.bool), targets))
-        return laid_out.tokens, laid_out.mask
 
     def laid_out(self, sample: Sample) -> Sample:
         """Return another task's sample as a model with latents at the tokens reads it."""

@@ -69,6 +69,10 @@ class RowsTask(Task):
         self.lengths = tuple(sizes.unique().tolist())
         longest = self.lengths[-1]
         self._counts = torch.bincount(sizes, minlength=longest + 1)
+        # repeated inputs count once: they are held out together
+        assert self._rows.key is not None
+        kinds = torch.stack([sizes, self._rows.key]).unique(dim=1)
+        self._kinds = torch.bincount(kinds[0], minlength=longest + 1)
         self._starts = self._counts.cumsum(0) - self._counts
         # a length without rows stands for the nearest shorter one with some
         places = torch.arange(longest + 1).masked_fill(self._counts == 0, self.lengths[0])
@@ -156,8 +160,8 @@ class RowsTask(Task):
         return self._times * length + self._more
 
     def num_samples(self, length: int) -> int:
-        """Return the number of rows of a length, or of the nearest shorter one with rows."""
-        return int(self._counts[self._nearest[min(length, self.lengths[-1])]])
+        """Return the number of different inputs of a length, or of the nearest shorter one."""
+        return int(self._kinds[self._nearest[min(length, self.lengths[-1])]])
 
     def every(self, length: int) -> Sample:
         """Return all rows of a length.

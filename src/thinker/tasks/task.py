@@ -174,10 +174,6 @@ class Task(ABC):
         """Return an answer as the rows have it; here as ids."""
         return tuple(ids)
 
-    def accuracy_mask(self, sample: Sample) -> Tensor:  # like the targets
-        """Which answers count."""
-        return sample.targets != IGNORED
-
     def checked(
         self, generator: torch.Generator, batch: int, length: int | Tensor
     ) -> tuple[Tensor, int]:

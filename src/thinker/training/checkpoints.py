@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
@@ -23,7 +21,6 @@ def pack_carry(carry: ThinkerState | None) -> StateDict | None:
         "latents": carry.latents,
         "memory": memory,
         "drawn": carry.places.drawn,
-        "offset": carry.places.offset,
     }
 
 
@@ -42,25 +39,5 @@ def unpack_carry(
     memory = make_memory(config)
     if memory is not None and packed["memory"] is not None:
         memory.layers = tuple((k.to(device), v.to(device)) for k, v in packed["memory"])
-    places = Places(there(packed["drawn"]), packed["offset"])
+    places = Places(there(packed["drawn"]))
     return ThinkerState(packed["latents"].to(device), memory, places)
-
-
-def read_state(path: Path) -> StateDict:
-    """Read what `ThinkerTrainer` wrote into a checkpoint.
-
-    Raises:
-        ValueError: It is not there, or is cut short.
-    """
-    if not path.exists():
-        raise ValueError(
-            f"ThinkerTrainer: {path.parent} has no {path.name}; expected a whole checkpoint that "
-            "ThinkerTrainer wrote"
-        )
-    try:
-        # on the CPU: other processes may read rank 0's file, which names its GPU
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch and pickle raise what they like for a file that is cut
-        raise ValueError(
-            f"ThinkerTrainer: {path} cannot be read ({error}); expected a whole checkpoint"
-        ) from error

@@ -35,10 +35,9 @@ class Tally:
         }
 
     @torch.no_grad()
-    def add(
-        self, logits: Tensor, labels: Tensor, counted: Tensor, lengths: Tensor, loss: Tensor
-    ) -> None:
-        """Note a batch: logits (B, O, V), labels and counted (B, O), lengths (B,)."""
+    def add(self, logits: Tensor, labels: Tensor, lengths: Tensor, loss: Tensor) -> None:
+        """Note a batch: logits (B, O, V), labels (B, O), lengths (B,)."""
+        counted = labels != -100
         right = ((logits.argmax(-1) == labels) & counted).sum(1)
         self.counts["right"].index_add_(0, lengths, right.double())
         self.counts["total"].index_add_(0, lengths, counted.sum(1).double())

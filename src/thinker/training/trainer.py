@@ -5,17 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Unpack
+from typing import Any, NoReturn, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
-from model_components._checks import Range, Whole, check_value
+from model_components._checks import Whole, check_value
 from model_components._folders import new_file
 from model_components._formats import check_format, reading, stamp
 from model_components._trainer import StepTrainer, TrainerOptions, bare_optimizer
@@ -29,7 +28,7 @@ from ..report import evaluate_steps
 from ..state import ThinkerOutput, ThinkerState
 from .arguments import thinker_arguments
 from .callbacks import CurriculumCallback, RewindOnPeak, ThinkerCallback
-from .checkpoints import pack_carry, read_state, unpack_carry
+from .checkpoints import pack_carry, unpack_carry
 from .fit import check_delay, check_fit, check_kinds, check_reach, check_segments
 from .parameters import parameter_groups
 from .tally import Tally
@@ -43,8 +42,8 @@ class ThinkerTrainer(StepTrainer):
     """A `transformers.Trainer` that trains a `LatentThinker` on a `CurriculumDataset`.
 
     Each batch says how many steps and latents it thinks with; the loss says which steps count. The
-    position in the data, the schedule, noise, the moving average and what callbacks know are in
-    every checkpoint: a run that was stopped and resumed is the run that was not. Evaluation is
+    position in the data, the schedule, noise and what callbacks know are in every
+    checkpoint: a run that was stopped and resumed is the run that was not. Evaluation is
     accuracy on held-out samples. Logs have ``accuracy`` (of training answers) and ``difficulty``.
 
     Args:
@@ -62,7 +61,6 @@ class ThinkerTrainer(StepTrainer):
             one before came to, without gradients into it (deep supervision: HRM, Wang et al. 2025;
             TRM, Jolicoeur-Martineau 2025). A model then learns to go on from where it is, at the
             cost of a few steps. ``max_steps``, and what the logs count by the second, are segments.
-        ema: Decay of a moving average of the weights, `ema_model`; default none.
         eval_lengths: Of held-out samples in `evaluate`; default the longest.
         eval_samples: Of each.
         **options: Of `Trainer`; ``eval_dataset`` is a `CurriculumDataset` too, default the training
@@ -82,7 +80,6 @@ class ThinkerTrainer(StepTrainer):
         step_loss: StepLoss | None = None,
         draw_plan: DrawPlan | None = None,
         segments: int = 1,
-        ema: float | None = None,
         eval_lengths: Sequence[int] | None = None,
         eval_samples: int = 512,
         **options: Unpack[TrainerOptions],
@@ -97,8 +94,6 @@ class ThinkerTrainer(StepTrainer):
             )
         self.step_loss = step_loss or LastAndRandom()
         self.step_loss.check(model.config)
-        decay = Annotated[float | None, Range(above=0, below=1)]
-        check_value("ThinkerTrainer", "ema", ema, decay)
         check_segments(segments, train_dataset, self.step_loss)
         check_reach(model, train_dataset, self.step_loss)
         window = model.config.window
@@ -139,10 +134,6 @@ class ThinkerTrainer(StepTrainer):
         self.data.rank = self.args.process_index
         check_delay(self.args, self.data)
         self.step_loss.to(self.args.device)
-        self.ema = None
-        if ema is not None:
-            # here, where the model is on its device
-            self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema))
         longest = self.data.schedule.max_length
         device = self.args.device
         self.tally = Tally(longest, device, lambda counts: self.accelerator.reduce(counts, "sum"))
@@ -163,14 +154,6 @@ class ThinkerTrainer(StepTrainer):
                 known.trainer = self
         # last, for it loads what the others know
         callbacks.sort(key=lambda known: isinstance(known, _Housekeeping))
-
-    @property
-    def ema_model(self) -> LatentThinker:
-        """The moving average of the weights, as a model."""
-        if self.ema is None:
-            raise ValueError("ThinkerTrainer: no moving average is kept; expected ema=0.999 or so")
-        # pyrefly: ignore[bad-return]: AveragedModel holds what it was made of
-        return self.ema.module
 
     @property
     def seen(self) -> int:
@@ -222,9 +205,7 @@ class ThinkerTrainer(StepTrainer):
         n_step = inputs["n_step"]
         n_latent = inputs["n_latent"]
         distance = inputs.get("distance")
-        labels, counted = (
-            self.thinker.answers_of(inputs[name], n_latent) for name in ("labels", "counted")
-        )
+        labels = self.thinker.answers_of(inputs["labels"], n_latent)
         if distance is not None:
             if self.thinker.config.causal:
                 # an answer cannot depend on what comes after it, whatever the task says
@@ -236,41 +217,33 @@ class ThinkerTrainer(StepTrainer):
         choose = torch.Generator().manual_seed(seed_of(*words, 1))
         noise = torch.Generator(labels.device).manual_seed(seed_of(*words, 2))
         plan = self._plan_of(choose, self.thinker, n_step)
-        loss = torch.zeros((), device=labels.device)
-        first = None
         # a plan may need more steps than the batch has drawn
         n_step = plan.num_steps(n_step)
-        carry = self._carry if model.training and inputs["segment"] else None
-        for part in self.step_loss.passes(n_step, plan, choose):
-            outputs = model(
-                input_ids=inputs["input_ids"],
-                attention_mask=inputs["attention_mask"],
-                out_len=labels.shape[-1],
-                n_step=part.n_step,
-                n_latent=n_latent,
-                plan=plan,
-                output_steps=part.output_steps,
-                grad_steps=part.grad_steps,
-                carry=carry,
-                generator=noise,
-            )
-            # logs and carry are of the first pass: with `ProgressiveLoss` the whole run
-            first = first or outputs
-            loss = loss + part.share * self.step_loss(outputs, labels, distance)
-        assert first is not None
+        outputs = model(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            out_len=labels.shape[-1],
+            n_step=n_step,
+            n_latent=n_latent,
+            plan=plan,
+            output_steps=self.step_loss.supervised(n_step, plan, choose),
+            grad_steps=self.step_loss.grad_steps,
+            carry=self._carry if model.training and inputs["segment"] else None,
+            generator=noise,
+        )
+        loss = self.step_loss(outputs, labels, distance)
         # A plan may leave parameters out. DDP waits for every gradient, and one of 0 lets their
         # weight decay go on.
         loss = (
             loss + 0.0 * torch.stack([p.sum() for p in model.parameters() if p.requires_grad]).sum()
         )
         if model.training:
-            last = first.output_steps[-1:]
-            (answers,), (counted,) = labels_of_steps(labels, last), labels_of_steps(counted, last)
-            self.tally.add(first.logits, answers, counted, inputs["lengths"], loss)
+            (answers,) = labels_of_steps(labels, outputs.output_steps[-1:])
+            self.tally.add(outputs.logits, answers, inputs["lengths"], loss)
             if self.segments > 1:
-                self._carry = first.carry.detach()
+                self._carry = outputs.carry.detach()
         loss = self.share_of_step(loss, (inputs["labels"] != -100).sum(), num_items_in_batch)
-        return (loss, first) if return_outputs else loss
+        return (loss, outputs) if return_outputs else loss
 
     def predict(self, *ignored: object, **named: object) -> NoReturn:
         """Not offered: call the model instead.
@@ -394,7 +367,6 @@ class ThinkerTrainer(StepTrainer):
             "data": self.data.state_dict(self.batches),
             "counts": self.tally.counts,
             "logged": self._logged,
-            "ema": None if self.ema is None else self.ema.state_dict(),
             "step_loss": self.step_loss.state_dict(),
             "callbacks": {name: c.state_dict() for name, c in self._thinker_callbacks().items()},
             "carry": pack_carry(self._carry),
@@ -412,17 +384,16 @@ class ThinkerTrainer(StepTrainer):
         if not is_own:
             # there are more processes now than when it was written
             path = folder / self._state_name(0)
-        state = read_state(path)
-        check_format(state, 1, f"ThinkerTrainer: {folder}")
         with reading(path, "ThinkerTrainer"):
+            # on the CPU: other processes may read rank 0's file, which names its GPU
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            check_format(state, 1, f"ThinkerTrainer: {folder}")
             self._restore_progress(state, with_carry=is_own)
 
     def _restore_progress(self, state: StateDict, *, with_carry: bool) -> None:
         carry = state["carry"] if with_carry else None  # rank 0's is of other rows
         self.data.load_state_dict(state["data"])
         self.step_loss.load_state_dict(state["step_loss"])
-        if self.ema is not None and state["ema"] is not None:
-            self.ema.load_state_dict(state["ema"])
         self.tally.counts, self._logged = (
             self.tally.loaded(state["counts"]),
             self.tally.loaded(state["logged"]),
@@ -437,14 +408,13 @@ class ThinkerTrainer(StepTrainer):
     def snapshot(self) -> StateDict:
         """Return a copy of what training changes.
 
-        Weights, what the loss learns, optimizer, moving average, schedule.
+        Weights, what the loss learns, optimizer, schedule.
         """
         return copy.deepcopy(
             {
                 "model": self.thinker.state_dict(),
                 "step_loss": self.step_loss.state_dict(),
                 "optimizer": bare_optimizer(self.optimizer).state_dict(),
-                "ema": None if self.ema is None else self.ema.state_dict(),
                 "schedule": self.data.newest_state(),
             }
         )
@@ -461,8 +431,6 @@ class ThinkerTrainer(StepTrainer):
         optimizer.load_state_dict(snapshot["optimizer"])
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        if self.ema is not None:
-            self.ema.load_state_dict(snapshot["ema"])
         if not torch.equal(snapshot["schedule"], self.data.newest_state()):
             self.data.change(snapshot["schedule"], step=self.batches)
         self._carry = None  # it comes from steps that were undone
@@ -513,7 +481,7 @@ class ThinkerTrainer(StepTrainer):
 class _Housekeeping(TrainerCallback):
     """Callback for what the stock trainer leaves out.
 
-    Our state in checkpoints, the loss's gradients, the moving average.
+    Our state in checkpoints, the loss's gradients.
     """
 
     def __init__(self, trainer: ThinkerTrainer):
@@ -563,5 +531,3 @@ class _Housekeeping(TrainerCallback):
     ) -> None:
         # the stock trainer clears the gradients of the model alone
         self.trainer.step_loss.zero_grad()
-        if self.trainer.ema is not None:
-            self.trainer.ema.update_parameters(self.trainer.thinker)

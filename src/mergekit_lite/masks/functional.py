@@ -10,27 +10,19 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from model_components._autograd import autocast_dtype, needs_plain
 from model_components._checks import check_choice
 from model_components._fused import takes_fused
 
-from . import reference
 from ._eager.blend import Blend, blend_plain
-from ._eager.linear import (
-    AccurateLinear,
-    EfficientLinear,
-    Embedding,
-    accurate_plain,
-    efficient_plain,
-    embedding_plain,
-)
+from ._eager.linear import AccurateLinear, accurate_plain, efficient_linear
 
 BLEND = "masks.blend"
 LINEAR = "masks.masked_linear"
-EMBEDDING = "masks.masked_embedding"
-IMPLS = ("reference", "eager", "fused", "auto")
+IMPLS = ("eager", "fused", "auto")
 # a blend costs the same for any number of tokens, K products grow with it
 FEW_TOKENS = 16
 FEW_TOKENS_TRAINING = 128
@@ -91,7 +83,7 @@ def blend(weights: Sequence[Tensor], masks: Tensor, *, impl: str = "auto") -> Te
     Args:
         weights: K frozen tensors of one shape and dtype.
         masks: (K, then sizes that broadcast over a weight).
-        impl: ``"reference"``, ``"eager"``, ``"fused"`` (Triton) or ``"auto"``: fused where
+        impl: ``"eager"``, ``"fused"`` (Triton) or ``"auto"``: fused where
             `model_components.measure_kernels` found it right and faster, else eager.
 
     Returns:
@@ -107,9 +99,12 @@ def blend(weights: Sequence[Tensor], masks: Tensor, *, impl: str = "auto") -> Te
     """
     _check_weights("blend", weights, impl)
     _check_masks("blend", weights, masks)
-    if impl == "reference":
-        return reference.blend(weights, masks).to(weights[0].dtype)
-    fused = _uses_fused(impl, weights, "blend", BLEND)
+    return _blended("blend", weights, masks, impl)
+
+
+def _blended(operation: str, weights: Sequence[Tensor], masks: Tensor, impl: str) -> Tensor:
+    """Blend what is checked already."""
+    fused = _uses_fused(impl, weights, operation, BLEND)
     if not fused and needs_plain(masks):
         return blend_plain(weights, masks).to(weights[0].dtype)
     return Blend.apply(masks, fused, *weights)
@@ -141,7 +136,7 @@ def masked_linear(
         mode: ``"accurate"``, ``"efficient"`` (``Σ (m_k x) @ W_k.T``) or ``"auto"``: efficient up to
             `FEW_TOKENS` (`FEW_TOKENS_TRAINING` with gradients), where it is the faster one.
         transposed: Weights are stored (I, O), as GPT-2's `Conv1D` does.
-        impl: ``"reference"``, ``"eager"``, ``"fused"`` (Triton) or ``"auto"``: fused where
+        impl: ``"eager"``, ``"fused"`` (Triton) or ``"auto"``: fused where
             `model_components.measure_kernels` found it right and faster, else eager.
 
     Returns:
@@ -163,32 +158,25 @@ def masked_linear(
         _check_masks("masked_linear", weights, masks)
     mode = _linear_mode(mode, impl, x, masks, in_features)
     # masks of efficient mode are vectors, which are cheap to keep until backward
-    if rule is not None and (mode == "efficient" or impl == "reference"):
+    if rule is not None and mode == "efficient":
         masks = rule(masks)
         rule = None
     autocast = autocast_dtype(x)
     x = _in_working_dtype(x, weights[0], autocast)
     if bias is not None:
         bias = bias.to(x.dtype)
-    if impl == "reference":
-        return reference.masked_linear(
-            x, weights, masks, bias, mode=mode, transposed=transposed
-        ).to(x.dtype)
     fused = _uses_fused(impl, weights, "masked_linear", LINEAR)
     if fused and rule is not None and torch.compiler.is_compiling():
         masks = rule(masks)  # which a graph keeps, since it cannot run a rule again in backward
         rule = None
     # x is cast already, and autocast must not cast inside the float32 sums
     with nullcontext() if autocast is None else torch.autocast(x.device.type, enabled=False):
+        if mode == "efficient":
+            return efficient_linear(x, masks, bias, transposed, weights)
         if not fused and needs_plain(x):
-            if mode == "efficient":
-                return efficient_plain(x, masks, bias, transposed, weights)
             return accurate_plain(x, masks, bias, rule, transposed, weights)
         flat = x.reshape(-1, in_features)
-        if mode == "efficient":
-            y = EfficientLinear.apply(flat, masks, bias, transposed, *weights)
-        else:
-            y = AccurateLinear.apply(flat, masks, bias, rule, transposed, fused, *weights)
+        y = AccurateLinear.apply(flat, masks, bias, rule, transposed, fused, *weights)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -264,7 +252,7 @@ def masked_embedding(
         ids: Token ids, (*B,).
         weights: The components' frozen tables, (V, H) each.
         masks: (K, 1, 1) scalar, (K, 1, H) input, (K, V, 1) output or (K, V, H) element masks.
-        impl: As in `masked_linear`.
+        impl: As in `blend`, which blends the gathered rows.
 
     Returns:
         (*B, H), in the tables' dtype.
@@ -285,10 +273,9 @@ def masked_embedding(
             f"masked_embedding: ids are {ids.dtype} and tables {list(weights[0].shape)}; expected "
             "int64 or int32, and matrices"
         )
-    if impl == "reference":
-        return reference.masked_embedding(ids, weights, masks).to(weights[0].dtype)
-    fused = _uses_fused(impl, weights, "masked_embedding", EMBEDDING)
-    if not fused and needs_plain(masks):
-        return embedding_plain(masks, ids, weights)
-    rows = Embedding.apply(masks, ids.reshape(-1), fused, *weights)
-    return rows.view(*ids.shape, rows.shape[-1])
+    flat = ids.reshape(-1)
+    rows = [F.embedding(flat, weight) for weight in weights]
+    if masks.shape[1] > 1:  # one row of masks a token
+        masks = torch.stack([F.embedding(flat, mask) for mask in masks])
+    # without the checks of `blend`, which do not take the sizes of a graph for any batch
+    return _blended("masked_embedding", rows, masks, impl).view(*ids.shape, rows[0].shape[1])

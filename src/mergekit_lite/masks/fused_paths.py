@@ -8,15 +8,14 @@ from torch import Tensor
 from model_components._fused import FusedPath, Trial, kernel_problem, random_tensor
 
 from . import reference
-from .functional import BLEND, EMBEDDING, LINEAR, blend, masked_embedding, masked_linear
+from .functional import BLEND, LINEAR, blend, masked_linear
 
 
 def paths() -> list[FusedPath]:
-    """Return the fused paths of `blend`, `masked_linear` and `masked_embedding`."""
+    """Return the fused paths of `blend` and `masked_linear`."""
     return [
         FusedPath(BLEND, _problem, _blend),
         FusedPath(LINEAR, _problem, _linear),
-        FusedPath(EMBEDDING, _problem, _embedding),
     ]
 
 
@@ -52,21 +51,4 @@ def _linear(shape: tuple[int, int], tokens: int, device: torch.device, dtype: to
             x, [w.to(x.dtype) for w in weights], masks
         ),
         inputs={"x": random_tensor(tokens, shape[1]), "masks": random_tensor(2, 1, shape[1])},
-    )
-
-
-def _embedding(
-    shape: tuple[int, int], tokens: int, device: torch.device, dtype: torch.dtype
-) -> Trial:
-    weights = _weights(shape, dtype)
-    placed = [w.to(device) for w in weights]
-    ids = torch.randint(0, shape[0], (tokens,), generator=torch.Generator().manual_seed(0))
-    placed_ids = ids.to(device)
-    return Trial(
-        fused=lambda masks: masked_embedding(placed_ids, placed, masks, impl="fused"),
-        eager=lambda masks: masked_embedding(placed_ids, placed, masks, impl="eager"),
-        reference=lambda masks: reference.masked_embedding(
-            ids, [w.to(masks.dtype) for w in weights], masks
-        ),
-        inputs={"masks": random_tensor(2, 1, shape[1])},
     )

@@ -83,7 +83,7 @@ class MaskedLayer(nn.Module):
         base: Optional base layer. The layer then computes
             ``base + Σ mask_k * (component_k - base)``.
         generator: Source of ``"random"``; default: torch's own.
-        impl: ``"reference"``, ``"eager"``, ``"fused"`` (Triton) or ``"auto"``, see `masked_linear`.
+        impl: ``"eager"``, ``"fused"`` (Triton) or ``"auto"``, see `masked_linear`.
         strict: Whether to refuse components whose class, settings or buffers differ; otherwise
             those of the base, or of the first component, are used.
 
@@ -462,7 +462,7 @@ class EfficientMaskedLinear(MaskedLinear):
     """
 
     mode = "efficient"
-    impls = ("reference", "eager", "auto")  # nothing is blended, so there is nothing to fuse
+    impls = ("eager", "auto")  # nothing is blended, so there is nothing to fuse
 
 
 class MaskedEmbedding(MaskedLayer):

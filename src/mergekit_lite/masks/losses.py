@@ -15,7 +15,6 @@ from torch import Tensor
 
 from model_components._checks import check_choice
 
-from . import reference
 from ._eager.blend import work_dtype
 from ._eager.divergence import Distillation, Objective
 from ._eager.evidence import check_labels
@@ -37,7 +36,6 @@ def masked_kl(
     bias: Tensor | None = None,  # (V,)
     teacher_biases: Sequence[Tensor] | None = None,  # K of (V,)
     normalizer: float | Tensor | None = None,
-    impl: str = "auto",
 ) -> Tensor:
     """Return the distillation loss from final hidden states.
 
@@ -67,7 +65,6 @@ def masked_kl(
         bias: The merged head's bias, (V,).
         teacher_biases: The components' own, (V,) each.
         normalizer: What the sum is divided by, a scalar; default N.
-        impl: ``"eager"`` (also ``"auto"``), or ``"reference"`` without biases and normalizer.
 
     Returns:
         A scalar, float32 (float64 for float64 inputs); NaN where a logit is. With N = 0 a zero that
@@ -93,7 +90,7 @@ def masked_kl(
     positions = student.shape[0]
     _check_states(student, teachers, heads, masks)
     _check_biases(teachers, heads, bias, teacher_biases)
-    _check_numbers(direction, impl, temperature, confidence_temperature)
+    _check_numbers(direction, temperature, confidence_temperature)
     coefficients = _checked_coefficients(coefficients, student, teachers)
     if cross_entropy:
         if labels is None:
@@ -108,11 +105,6 @@ def masked_kl(
         "direction": direction,
         "cross_entropy": cross_entropy,
     }
-    if impl == "reference":
-        plain = _plain_teachers(teachers, bias, normalizer)
-        return reference.masked_kl(
-            student, plain, heads, masks, coefficients=coefficients, labels=labels, **numbers
-        )
     if heads is not None:  # under autocast hidden states have another dtype than the heads
         student = student.to(heads[0].dtype)
     fixed = []
@@ -140,19 +132,6 @@ def _zero(student: Tensor, *others: Tensor | None) -> Tensor:
         if other is not None:
             total = total + 0 * other.sum()
     return total
-
-
-def _plain_teachers(
-    teachers: Sequence[Tensor | None], bias: Tensor | None, normalizer: object
-) -> list[Tensor]:
-    """Return the teachers of the definition, which has to have all of them and nothing else."""
-    plain = [teacher for teacher in teachers if teacher is not None]
-    if len(plain) < len(teachers) or bias is not None or normalizer is not None:
-        raise ValueError(
-            "masked_kl: impl 'reference' needs every teacher and supports neither bias nor "
-            "normalizer; expected impl='eager'"
-        )
-    return plain
 
 
 def _check_biases(
@@ -223,11 +202,8 @@ def _check_states(
         )
 
 
-def _check_numbers(
-    direction: str, impl: str, temperature: float, confidence_temperature: float
-) -> None:
+def _check_numbers(direction: str, temperature: float, confidence_temperature: float) -> None:
     check_choice("masked_kl", "direction", direction, get_args(Direction))
-    check_choice("masked_kl", "impl", impl, ("auto", "eager", "reference"))
     if not 0 < temperature < float("inf"):
         raise ValueError(f"masked_kl: temperature is {temperature}, expected a number above 0")
     # entropies are divided by it, and float32 ends at 3e38

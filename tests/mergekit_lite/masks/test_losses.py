@@ -5,9 +5,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mergekit_lite.masks import KLConfig, mask_penalty, masked_kl, reference
+from mergekit_lite.masks import KLConfig, mask_penalty, masked_kl
 from mergekit_lite.masks._eager.evidence import evidence
 from mergekit_lite.masks.constraints import mask_shape
+from tests.mergekit_lite.masks import reference
 from tests.support.equivalence import judge, place
 
 N, H, V, K = 37, 8, 50, 3
@@ -276,7 +277,6 @@ def test_nothing_is_kept_when_no_gradient_is_asked_for():
 
 BAD = {
     "direction is 'up'": {"direction": "up"},
-    "impl is 'fused'": {"impl": "fused"},
     "expected one (N, H)": {"teachers": [torch.zeros(3, 5), None]},
     "expected 2 or more of one (V, 4)": {"heads": [torch.zeros(6, 4)]},
     "expected heads and one for each (2": {"masks": torch.ones(3, 1, 4)},

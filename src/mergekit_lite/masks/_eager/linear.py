@@ -1,11 +1,10 @@
-"""Linear layers and embeddings whose weights are sums of masked frozen weights.
+"""Linear layers whose weights are sums of masked frozen weights.
 
-Neither keeps a blended weight until backward. With dW = Gᵀ X the masks' gradient is reduce(dW *
+They keep no blended weight until backward. With dW = Gᵀ X the masks' gradient is reduce(dW *
 W_k); backward builds W and dW by blocks of input columns, so that of one layer's two matrices none
 is ever whole there.
 
-Letters: K components, O out_features, I in_features, V vocabulary, H hidden size, *B any leading
-shape.
+Letters: K components, O out_features, I in_features, *B any leading shape.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from model_components._autograd import Context, differentiable_gradients, wants_graph
 
-from .blend import blend_any, blend_plain, part_of, pieces, reduce_any, work_dtype
+from .blend import blend_any, blend_plain, part_of, pieces, reduce_any
 
 Rule = Callable[[Tensor], Tensor]
 # elements of a weight that a step of backward builds
@@ -61,14 +60,17 @@ def accurate_plain(
     return F.linear(x, weight.T if transposed else weight, bias)
 
 
-def efficient_plain(
+def efficient_linear(
     x: Tensor,  # (*B, I)
     masks: Tensor,
     bias: Tensor | None,
     transposed: bool,
     weights: Sequence[Tensor],
 ) -> Tensor:
-    """Compute `EfficientLinear` by plain operations, to trace and transform."""
+    """Add up the products of x with every component's weight; no weight is ever built.
+
+    Plain operations: a function of its own was no faster in training.
+    """
     total: Tensor | None = None
     for weight, mask, output in _matrices(weights, masks, transposed, x.dtype):
         row = mask.reshape(-1).to(x.dtype)
@@ -173,80 +175,6 @@ def _accurate_gradients(
     return dx, dm
 
 
-class EfficientLinear(torch.autograd.Function):
-    """Products of x (T, I) with every component's weight; saves x and the masks.
-
-    K products forward and K backward (2 K for output masks). No weight is ever built.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: _WeightsContext,
-        x: Tensor,
-        masks: Tensor,
-        bias: Tensor | None,
-        transposed: bool,
-        *weights: Tensor,
-    ) -> Tensor:
-        ctx.transposed = transposed
-        ctx.save_for_backward(x, masks, *weights)
-        total: Tensor | None = None
-        for weight, mask, output in _matrices(weights, masks, transposed, x.dtype):
-            if output:
-                term = torch.mm(x, weight.T) * mask.to(x.dtype)
-                total = term if total is None else total.add_(term)
-            elif total is None:
-                total = torch.mm(x * mask.to(x.dtype), weight.T)
-            else:
-                total.addmm_(x * mask.to(x.dtype), weight.T)
-        assert total is not None
-        if bias is not None:
-            total += bias
-        return total
-
-    @staticmethod
-    # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
-    def backward(ctx: _WeightsContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, masks, *weights = ctx.saved_tensors
-        need_x, need_masks, need_bias = ctx.needs_input_grad[:3]
-        db = grad.sum(0) if need_bias else None
-        if wants_graph():
-
-            def formula(x: Tensor, masks: Tensor) -> Tensor:
-                return efficient_plain(x, masks, None, ctx.transposed, weights)
-
-            needs = (need_x, need_masks)
-            dx, dm = differentiable_gradients(formula, (x, masks), needs, grad)
-            return dx, dm, db, None, *[None] * len(weights)
-        dx, dm = _efficient_gradients(ctx, x, masks, weights, grad)
-        return dx, dm, db, None, *[None] * len(weights)
-
-
-def _efficient_gradients(
-    ctx: _WeightsContext, x: Tensor, masks: Tensor, weights: Sequence[Tensor], grad: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of x and the masks, component by component."""
-    need_x, need_masks = ctx.needs_input_grad[:2]
-    shape = masks.shape[1:]
-    work = work_dtype(masks.dtype)
-    # K products add up here, where half precision would round each time
-    dx = torch.zeros(x.shape, dtype=work_dtype(x.dtype), device=x.device)
-    dm = torch.zeros(masks.shape, dtype=work, device=masks.device)
-    for k, (weight, mask, output) in enumerate(_matrices(weights, masks, ctx.transposed, x.dtype)):
-        # a mask of outputs multiplies after the weight, one of inputs before it
-        product = torch.mm(grad * mask.to(grad.dtype) if output else grad, weight)
-        if need_x:
-            dx += product if output else product * mask
-        if need_masks:
-            if output:
-                column = (grad.to(work) * torch.mm(x, weight.T)).sum(0)
-            else:
-                column = (x.to(work) * product).sum(0)
-            # a scalar mask is treated as an input mask with one value for all
-            dm[k] = column.sum() if max(shape) == 1 else column.view(shape)
-    return dx.to(x.dtype) if need_x else None, dm.to(masks.dtype) if need_masks else None
-
-
 def _matrices(
     weights: Sequence[Tensor], masks: Tensor, transposed: bool, dtype: torch.dtype
 ) -> Iterator[tuple[Tensor, Tensor, bool]]:
@@ -273,54 +201,3 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> 
         output = torch.addmm(bias, flat, weight)
     # no view of two dimensions, which autograd would not let change in place
     return output if x.dim() == 2 else output.view(*x.shape[:-1], weight.shape[1])
-
-
-def embedding_plain(
-    masks: Tensor,  # (K, broadcasts over a table)
-    ids: Tensor,  # (*B,)
-    weights: Sequence[Tensor],
-) -> Tensor:  # (*B, H)
-    """Compute `Embedding` by plain operations, to trace and transform."""
-    rows = torch.stack([F.embedding(ids, w) for w in weights])
-    if masks.shape[1] > 1:
-        parts = torch.stack([F.embedding(ids, m) for m in masks])
-    else:
-        parts = masks.reshape(len(weights), *[1] * ids.dim(), masks.shape[2])
-    return blend_plain(list(rows), parts).to(weights[0].dtype)
-
-
-class Embedding(torch.autograd.Function):
-    """Rows (N, H) of the blended table for ids (N,): gathered, then blended, never (V, H).
-
-    Saves the ids and the masks, and gathers again in backward.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: _WeightsContext, masks: Tensor, ids: Tensor, fused: bool, *weights: Tensor
-    ) -> Tensor:
-        ctx.fused = fused
-        ctx.save_for_backward(masks, ids, *weights)
-        parts = masks[:, ids] if masks.shape[1] > 1 else masks
-        return blend_any([F.embedding(ids, w) for w in weights], parts, fused)
-
-    @staticmethod
-    # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
-    def backward(ctx: _WeightsContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        masks, ids, *weights = ctx.saved_tensors
-        if wants_graph():
-
-            def formula(masks: Tensor) -> Tensor:
-                return embedding_plain(masks, ids, weights)
-
-            (gradient,) = differentiable_gradients(formula, [masks], [True], grad)
-            return gradient, None, None, *[None] * len(weights)
-        rows = masks.shape[1] > 1
-        shape = (masks.shape[0], ids.numel() if rows else 1, masks.shape[2])
-        mask_gradient = reduce_any(grad, [w[ids] for w in weights], shape, ctx.fused)
-        if rows:
-            # a token may come more than once: its gradients add up
-            mask_gradient = torch.zeros(
-                masks.shape, dtype=mask_gradient.dtype, device=mask_gradient.device
-            ).index_add_(1, ids, mask_gradient)
-        return mask_gradient.to(masks.dtype), None, None, *[None] * len(weights)

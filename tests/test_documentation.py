@@ -171,7 +171,6 @@ KRONECKER_ROWS = [
     for o in ("b_first", "a_first", "rebuild")
     for d in ("float32", "bfloat16")
 ]
-KRONECKER_ROWS += [("kron_embedding", "eager", "float32")]
 KRONECKER_ROWS += [
     (op, "eager", "float32")
     for op in ("van_loan", "van_loan, normalized", "prune", "als", "to_linear")

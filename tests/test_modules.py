@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from heads.lora import LoraLinear
 from heads.pairwise import PairwiseHead
-from kronecker import KroneckerEmbedding, KroneckerLinear, LowRankEmbedding, LowRankLinear
+from kronecker import KroneckerLinear, LowRankEmbedding, LowRankLinear
 from mergekit_lite import AccurateMaskedLinear, EfficientMaskedLinear
 from mergekit_lite.masks import MaskedEmbedding, MaskedLayer
 from model_components.testing import BEHAVIORS, check_module, count_operations
@@ -65,7 +65,6 @@ MODULES = {
         X,
     ),
     "Kronecker, balanced": (lambda: KroneckerLinear(256, 256), BALANCED),
-    "Kronecker embedding": (lambda: KroneckerEmbedding(8, 4, b_shape=(2, 2), rank=2), IDS),
     "low rank": (lambda: LowRankLinear(4, 6, rank=2), X),
     "low-rank embedding": (lambda: LowRankEmbedding(9, 4, rank=2), IDS),
     "LoRA": (lambda: trained(LoraLinear.from_linear(nn.Linear(4, 3), r=2)), X),

@@ -1,7 +1,7 @@
 from .config import KroneckerConfig, LowRankConfig, PruneConfig
 from .data.text import strided, text_batches, text_of
-from .functional import kron_embedding, kron_linear
-from .layers.embedding import KroneckerEmbedding, LowRankEmbedding
+from .functional import kron_linear
+from .layers.embedding import LowRankEmbedding
 from .layers.linear import KroneckerLinear, LowRankLinear
 from .losses import DistillConfig
 from .presets import PRESETS
@@ -22,7 +22,6 @@ __all__ = [
     "FadeIn",
     "FreezePretrained",
     "KroneckerConfig",
-    "KroneckerEmbedding",
     "KroneckerLinear",
     "KroneckerTrainer",
     "LowRankConfig",
@@ -33,7 +32,6 @@ __all__ = [
     "convert_",
     "fold",
     "from_pretrained",
-    "kron_embedding",
     "kron_linear",
     "num_parameters",
     "parameter_groups",

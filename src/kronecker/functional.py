@@ -1,4 +1,4 @@
-"""`kron_linear` and `kron_embedding`: layers whose weights are sums of Kronecker products.
+"""`kron_linear`: a linear layer whose weight is a sum of Kronecker products.
 
 The weights are rarely built.
 
@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 
 from model_components._autograd import (
-    Context,
     autocast_dtype,
-    differentiable_gradients,
     needs_plain,
-    wants_graph,
 )
 from model_components._checks import check_choice
 from model_components._fused import takes_fused
@@ -30,13 +27,10 @@ from ._eager import (
     Balanced,
     order_of,
     plain,
-    scaled,
-    small_gradients,
 )
 
 BALANCED = "kronecker.kron_linear"
 IMPLS = ("reference", "eager", "fused", "auto")
-EMBEDDING_IMPLS = ("reference", "eager", "auto")
 _BALANCED = 16  # smallest side of factors that count as balanced
 _TRACED_TOKENS = 1024  # what a graph's order is chosen for: one graph serves any number of tokens
 
@@ -195,104 +189,3 @@ def _check_linear(
         )
     if bias is not None and tuple(bias.shape) != (o1 * o2,):
         raise ValueError(f"kron_linear: bias has shape {list(bias.shape)}, expected ({o1 * o2},)")
-
-
-def kron_embedding(
-    ids: Tensor,  # (*B,)
-    a: Tensor,  # (r, O1, I1)
-    b: Tensor,  # (r, O2, I2)
-    scales: Tensor | None = None,  # (r,)
-    *,
-    impl: str = "auto",
-) -> Tensor:
-    """Return rows of the embedding table Σ_r s_r A_r ⊗ B_r.
-
-    They are made from gathered rows of A and B, never from the table.
-
-    Args:
-        ids: Token ids, (*B,), below O1 O2.
-        a: (r, O1, I1).
-        b: (r, O2, I2).
-        scales: (r,) or None.
-        impl: ``"reference"`` or ``"eager"``, which ``"auto"`` takes.
-
-    Returns:
-        (*B, I1 I2), in the factors' dtype.
-
-    Raises:
-        ValueError: Factors that do not fit, ids that are not integers.
-        IndexError, RuntimeError: An id below 0 or past the last row, by torch's own gathers.
-
-    >>> a, b = torch.tensor([[[1.0], [2.0]]]), torch.tensor([[[1.0, 5.0]]])
-    >>> kron_embedding(torch.tensor([1, 0]), a, b)
-    tensor([[ 2., 10.],
-            [ 1.,  5.]])
-    """
-    check_factors("kron_embedding", a, b, scales)
-    check_choice("kron_embedding", "impl", impl, EMBEDDING_IMPLS)
-    if ids.is_floating_point() or ids.is_complex():
-        raise ValueError(f"kron_embedding: ids are {ids.dtype}, expected integers")
-    if impl == "reference":
-        return reference.kron_embedding(ids, a, b, scales)
-    if scales is not None:
-        scales = scales.to(a.dtype)
-    flat = ids.reshape(-1)
-    shape = (*ids.shape, a.shape[2] * b.shape[2])
-    if needs_plain(a):
-        return _embedding_plain(flat, a, b, scales).reshape(shape)
-    # no view, since autograd forbids in-place changes of views from custom functions
-    return torch.ops.aten._unsafe_view(_Embedding.apply(flat, a, b, scales), shape)
-
-
-def _embedding_plain(
-    ids: Tensor,  # (N,)
-    a: Tensor,
-    b: Tensor,
-    scales: Tensor | None,
-) -> Tensor:  # (N, H)
-    """Gather the factors' rows and multiply them, in plain torch operations."""
-    p, q = _rows(ids, b)
-    large = a.index_select(1, p)
-    small = scaled(b, scales).index_select(1, q)
-    return torch.einsum("rnu,rnv->nuv", large, small).flatten(1)
-
-
-class _Embedding(torch.autograd.Function):
-    """Compute `_embedding_plain`, saving only the ids and the factors.
-
-    It gathers again in backward, where the gradients of one row are summed in float32.
-    """
-
-    @staticmethod
-    def forward(ctx: Context, ids: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:
-        ctx.save_for_backward(ids, a, b, scales)
-        return _embedding_plain(ids, a, b, scales)
-
-    @staticmethod
-    # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ids, a, b, scales = ctx.saved_tensors
-        if wants_graph():
-
-            def formula(a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:
-                return _embedding_plain(ids, a, b, scales)
-
-            needs = ctx.needs_input_grad[1:]
-            return None, *differentiable_gradients(formula, (a, b, scales), needs, grad)
-        p, q = _rows(ids, b)
-        if a.dtype in (torch.float16, torch.bfloat16):
-            better = torch.float32
-        else:
-            better = torch.float64
-        g = grad.reshape(-1, a.shape[2], b.shape[2]).to(better)
-        da, db = (torch.zeros(t.shape, dtype=better, device=t.device) for t in (a, b))
-        small = scaled(b, scales)
-        da.index_add_(1, p, torch.einsum("nuv,rnv->rnu", g, small.index_select(1, q).to(better)))
-        db.index_add_(1, q, torch.einsum("nuv,rnu->rnv", g, a.index_select(1, p).to(better)))
-        return None, da.to(a.dtype), *small_gradients(db, b, scales)
-
-
-def _rows(ids: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the row of A and the row of B for every id, (N,) each."""
-    o2 = b.shape[1]
-    return torch.div(ids, o2, rounding_mode="floor"), ids % o2

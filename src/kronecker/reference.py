@@ -27,11 +27,6 @@ def kron_linear(
     return F.linear(x, kron_weight(a, b, scales), bias)
 
 
-def kron_embedding(ids: Tensor, a: Tensor, b: Tensor, scales: Tensor | None = None) -> Tensor:
-    """Rows of the dense table Σ_r s_r A_r ⊗ B_r."""
-    return F.embedding(ids, kron_weight(a, b, scales))
-
-
 def rearranged(weight: Tensor, b_shape: tuple[int, int]) -> Tensor:
     """R(W), (O1 I1, O2 I2): row (p, u) is the block that A[p, u] multiplies.
 

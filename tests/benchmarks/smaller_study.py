@@ -93,8 +93,6 @@ STRUCTURES: dict[float | str, dict[str, Config | None]] = {
     },
     TABLE: {
         "neurons instead": PruneConfig(),
-        "table as (1, 2)": KroneckerConfig(b_shape=(1, 2), init="van_loan"),
-        "table as 2 x (1, 4)": KroneckerConfig(b_shape=(1, 4), rank=2, init="van_loan"),
         "table of low rank, nearest": LowRankConfig(init="svd"),
         "table of low rank": LowRankConfig(),
     },

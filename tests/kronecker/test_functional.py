@@ -1,11 +1,11 @@
-"""kron_linear and kron_embedding: every impl × order × dtype × shape against the dense definition."""
+"""kron_linear: every impl × order × dtype × shape against the dense definition."""
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kronecker import kron_embedding, kron_linear, reference
+from kronecker import kron_linear, reference
 from kronecker._eager import ORDERS, build, order_of
 from tests.benchmarks.measure import saved_bytes
 from tests.support.equivalence import judge, place
@@ -76,41 +76,11 @@ def test_few_tokens_take_another_way_to_the_same_result(order):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("a_shape", "b_shape", "r", "leading"), [s for s in SHAPES if s[3]])
-def test_kron_embedding(a_shape, b_shape, r, leading, dtype):
-    inputs = {
-        k: v for k, v in parts(a_shape, b_shape, r, leading).items() if k in ("a", "b", "scales")
-    }
-    rows = a_shape[0] * b_shape[0]
-    ids = torch.randint(0, rows, leading, generator=torch.Generator().manual_seed(0))
-
-    def fast(**t):
-        return kron_embedding(place(ids), **t)
-
-    def dense(**t):
-        return reference.kron_embedding(ids, **t)
-
-    judge(
-        "kron_embedding",
-        "eager",
-        fast,
-        dense,
-        inputs,
-        dtype=dtype,
-        case=f"{r} of {a_shape} x {b_shape}",
-    )
-
-
 @pytest.mark.parametrize("order", ORDERS)
 def test_finite_differences(order):
     held = [t.requires_grad_() for t in parts((3, 4), (2, 3), 2, (2, 3), torch.float64).values()]
     assert torch.autograd.gradcheck(
         lambda x, a, b, bias, s: kron_linear(x, a, b, bias, s, order=order), held
-    )
-    ids = torch.tensor([[0, 5], [5, 3]])
-    assert torch.autograd.gradcheck(
-        lambda a, b, s: kron_embedding(ids, a, b, s), (held[1], held[2], held[4])
     )
 
 
@@ -228,14 +198,6 @@ def test_bad_input_is_refused(change, message):
     good = {"x": torch.ones(2, 6), "a": torch.ones(1, 4, 2), "b": torch.ones(1, 5, 3)}
     with pytest.raises(ValueError, match=message):
         kron_linear(**good | change)
-
-
-def test_bad_ids_are_refused():
-    a, b = torch.ones(1, 2, 2), torch.ones(1, 2, 2)
-    with pytest.raises(ValueError, match=r"kron_embedding:.*torch\.float32"):
-        kron_embedding(torch.ones(2), a, b)
-    with pytest.raises(ValueError, match="impl is 'fused'"):
-        kron_embedding(torch.tensor([1]), a, b, impl="fused")
 
 
 def _layer_arguments(order):

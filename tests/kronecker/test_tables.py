@@ -6,8 +6,6 @@ import transformers
 from torch import nn
 
 from kronecker import (
-    KroneckerConfig,
-    KroneckerEmbedding,
     KroneckerTrainer,
     LowRankConfig,
     LowRankEmbedding,
@@ -168,15 +166,6 @@ def test_tables_and_mlps_in_one_call_and_a_stock_trainer(tmp_path):
     KroneckerTrainer(model, arguments, train_dataset=rows, teacher=tiny("gpt2")).train()
     assert not torch.equal(model.transformer.wte.b, before)
     assert model.lm_head.b is model.transformer.wte.b
-
-
-def test_kronecker_factors_of_a_table_look_at_its_weight_alone():
-    table = nn.Embedding(12, 8)
-    config = KroneckerConfig(b_shape=(1, 2))
-    first = KroneckerEmbedding.from_config(table, config).dense_weight()
-    second = KroneckerEmbedding.from_embedding(table, b_shape=(1, 2)).dense_weight()
-    assert torch.equal(first, second)
-    assert not torch.equal(first, table.weight)
 
 
 def test_neurons_go_before_a_table_does(tmp_path):

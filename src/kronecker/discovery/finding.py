@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from model_components._layers import is_conv1d
 
 from ..config import Config
-from ..layers.embedding import SmallerEmbedding
+from ..layers.embedding import LowRankEmbedding
 from ..layers.experts import is_experts
 from ..layers.linear import SmallerLinear
 from ..layers.weights import is_linear
 from .mlps import Mlp, find_mlps
 
-COMPRESSED = (SmallerLinear, SmallerEmbedding)
+COMPRESSED = (SmallerLinear, LowRankEmbedding)
 
 
 def is_embedding(module: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from torch import nn
 
 from ..config import KroneckerConfig, LowRankConfig
-from .embedding import KroneckerEmbedding, LowRankEmbedding
+from .embedding import LowRankEmbedding
 from .linear import KroneckerLinear, LowRankLinear
 
 
@@ -12,7 +12,8 @@ def empty_layer(module: nn.Module, config: KroneckerConfig | LowRankConfig) -> n
 
     A linear layer's bias goes with it.
     """
-    is_kronecker = isinstance(config, KroneckerConfig)
+    if isinstance(config, KroneckerConfig):
+        return KroneckerLinear.like(module, config)
     if isinstance(module, nn.Embedding):
-        return (KroneckerEmbedding if is_kronecker else LowRankEmbedding).like(module, config)
-    return (KroneckerLinear if is_kronecker else LowRankLinear).like(module, config)
+        return LowRankEmbedding.like(module, config)
+    return LowRankLinear.like(module, config)

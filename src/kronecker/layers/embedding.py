@@ -1,6 +1,6 @@
-"""`KroneckerEmbedding` and `LowRankEmbedding`: embedding tables made of smaller ones.
+"""`LowRankEmbedding`: an embedding table of low rank.
 
-Letters: V rows of width H; for low rank A is (r, H) and B (V, r).
+Letters: V rows of width H; A is (r, H) and B (V, r).
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model_components._checks import check_choice
-
-from ..config import KroneckerConfig, LowRankConfig, kronecker_sizes, low_rank_sizes
-from ..functional import kron_embedding
+from ..config import LowRankConfig, low_rank_sizes
 from ..init import Factors, low_rank
-from .weights import KroneckerLayer, LowRankLayer, SmallerWeight, start
+from .weights import LowRankLayer
 
 
 def _check_plain(embedding: nn.Module, operation: str) -> None:
@@ -26,147 +23,7 @@ def _check_plain(embedding: nn.Module, operation: str) -> None:
         raise ValueError(f"{operation}: expected an nn.Embedding without max_norm, got {embedding}")
 
 
-TABLE_INITS = ("van_loan", "van_loan_normalized", "prune", "random")
-
-
-class SmallerEmbedding(SmallerWeight):
-    """Base of tables of smaller weights: a stock table's sizes, and the way back to one."""
-
-    num_embeddings: int
-    embedding_dim: int
-    padding_idx: int | None
-
-    @classmethod
-    def like(cls, embedding: nn.Embedding, config: KroneckerConfig | LowRankConfig) -> Self:
-        """Return a table of a dense one's sizes, dtype and device, its factors not yet set."""
-        weight = embedding.weight
-        layer = cls(
-            *weight.shape,
-            **config.sizes(),
-            padding_idx=embedding.padding_idx,
-            dtype=weight.dtype,
-            device="meta",
-        )
-        layer.config = config
-        return layer.to_empty(device=weight.device)
-
-    @torch.no_grad()
-    def to_embedding(self) -> nn.Embedding:
-        """The dense `nn.Embedding` with the same rows."""
-        # on the meta device no numbers are drawn that would be overwritten
-        table = nn.Embedding(
-            self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta"
-        )
-        table.weight = nn.Parameter(self.dense_weight())
-        return table
-
-    def extra_repr(self) -> str:
-        """Sizes, structure and compression."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, {super().extra_repr()}"
-
-
-class KroneckerEmbedding(SmallerEmbedding, KroneckerLayer):
-    """An embedding whose table is Σ_r s_r A_r ⊗ B_r.
-
-    Rows are made from gathered rows of the factors.
-
-    Args:
-        num_embeddings: V.
-        embedding_dim: H.
-        rank: Number of terms r, or a share of the dense table's parameters between 0 and 1.
-        a_shape: (V1, H1) of every A.
-        b_shape: (V2, H2) of every B; give one of the two shapes. Without either, A's sizes are the
-            divisors nearest to the square roots of V and H.
-        scales: Whether there is a trainable number s_r for each term.
-        padding_idx: Kept for `to_embedding`; its row is not forced to zero.
-        dtype: Dtype of the parameters.
-        device: Device of the parameters.
-
-    Raises:
-        ValueError: Shapes that do not divide the table's, a rank out of range.
-
-    >>> table = KroneckerEmbedding(50257, 768, b_shape=(1, 2))
-    >>> table(torch.tensor([[1, 50256]])).shape
-    torch.Size([1, 2, 768])
-    """
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        rank: int | float = 1,
-        a_shape: tuple[int, int] | None = None,
-        b_shape: tuple[int, int] | None = None,
-        scales: bool = False,
-        padding_idx: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ):
-        config = kronecker_sizes(
-            num_embeddings,
-            embedding_dim,
-            rank=rank,
-            a_shape=a_shape,
-            b_shape=b_shape,
-            scales=scales,
-        )
-        KroneckerLayer.__init__(self, num_embeddings, embedding_dim, config, dtype, device)
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
-        self.padding_idx = padding_idx
-        self.reset_parameters()
-
-    @classmethod
-    def from_embedding(
-        cls,
-        embedding: nn.Embedding,
-        *,
-        init: str = "van_loan",
-        rank: int | float = 1,
-        a_shape: tuple[int, int] | None = None,
-        b_shape: tuple[int, int] | None = None,
-        scales: bool = False,
-        keep: str | tuple[int, int] = "even",
-    ) -> Self:
-        """Return a smaller table for an `nn.Embedding`; see `KroneckerLinear.from_linear`.
-
-        Raises:
-            ValueError: Shapes that do not divide the table's, a rank out of range, a table that is
-                zero or not finite.
-
-        >>> KroneckerEmbedding.from_embedding(nn.Embedding(8, 6), b_shape=(2, 1), rank=2)
-        KroneckerEmbedding(8, 6, 2 x (4, 6) ⊗ (2, 1), 108.3% of the dense weight)
-        """
-        check_choice(f"{cls.__name__}.from_embedding", "init", init, TABLE_INITS)
-        _check_plain(embedding, f"{cls.__name__}.from_embedding")
-        config = kronecker_sizes(
-            *embedding.weight.shape,
-            rank=rank,
-            a_shape=a_shape,
-            b_shape=b_shape,
-            scales=scales,
-            keep=keep,
-            # pyrefly: ignore[bad-argument-type]: checked above
-            init=init,
-        )
-        return cls.from_config(embedding, config)
-
-    @classmethod
-    def from_config(cls, embedding: nn.Embedding, config: KroneckerConfig) -> Self:
-        """Return a smaller table that starts as a config says, or by Van Loan without inputs."""
-        layer = cls.like(embedding, config)
-        layer.set_factors_(
-            start(embedding.weight.detach(), layer.b_shape, config, None, alone=True)
-        )
-        return layer
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Ids (*B,) to rows (*B, embedding_dim)."""
-        return kron_embedding(ids, self.a, self.b, self.scales)
-
-
-class LowRankEmbedding(SmallerEmbedding, LowRankLayer):
+class LowRankEmbedding(LowRankLayer):
     """An embedding whose rows are those of B (V, r) times A (r, H).
 
     Its parameters are ``a`` and ``b``. A head that is tied to the table is a `LowRankLinear` with
@@ -210,6 +67,20 @@ class LowRankEmbedding(SmallerEmbedding, LowRankLayer):
         self.reset_parameters()
 
     @classmethod
+    def like(cls, embedding: nn.Embedding, config: LowRankConfig) -> Self:
+        """Return a table of a dense one's sizes, dtype and device, its factors not yet set."""
+        weight = embedding.weight
+        layer = cls(
+            *weight.shape,
+            **config.sizes(),
+            padding_idx=embedding.padding_idx,
+            dtype=weight.dtype,
+            device="meta",
+        )
+        layer.config = config
+        return layer.to_empty(device=weight.device)
+
+    @classmethod
     def from_embedding(cls, embedding: nn.Embedding, *, rank: int | float) -> Self:
         """Return the closest embedding of the given rank, by a truncated SVD.
 
@@ -233,3 +104,17 @@ class LowRankEmbedding(SmallerEmbedding, LowRankLayer):
         """Ids (*B,) to rows (*B, embedding_dim)."""
         # only the rows of B that occur are multiplied with A
         return F.embedding(ids, self.b) @ self.a
+
+    @torch.no_grad()
+    def to_embedding(self) -> nn.Embedding:
+        """The dense `nn.Embedding` with the same rows."""
+        # on the meta device no numbers are drawn that would be overwritten
+        table = nn.Embedding(
+            self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta"
+        )
+        table.weight = nn.Parameter(self.dense_weight())
+        return table
+
+    def extra_repr(self) -> str:
+        """Sizes, structure and compression."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, {super().extra_repr()}"

@@ -243,19 +243,14 @@ def start(
     b_shape: tuple[int, int],
     config: KroneckerConfig,
     moments: Moments | None,
-    *,
-    alone: bool = False,
 ) -> init.Factors:
     """The factors that a config's ``init`` gives a weight.
 
     ``"sequential"`` starts from pruning (one term) or Van Loan (more) and goes on by alternating
-    least squares on the layer's moments; with ``alone`` (embeddings, tied weights), where there are
-    no moments, it is Van Loan's start.
+    least squares on the layer's moments.
     """
     weight = weight.contiguous()
     name = config.init
-    if alone and name == "sequential":
-        name = "van_loan"
     if name == "random":
         # pyrefly: ignore[bad-argument-type]: a matrix has two sizes
         return init.random(tuple(weight.shape), b_shape, config.rank, dtype=weight.dtype)

@@ -91,6 +91,11 @@ def check_config(name: str, module: nn.Module, config: Config, tied: bool) -> No
                 f"{config.size}, expected method 'best' and no size; prune_ takes the others"
             )
         return
+    if isinstance(config, KroneckerConfig) and (tied or not is_linear(module)):
+        raise ValueError(
+            f"convert_: {name} is tied or a table of embeddings, got KroneckerConfig; expected "
+            "LowRankConfig"
+        )
     if isinstance(config, KroneckerConfig):
         config.shapes(*dense(module).shape, operation=f"convert_: {name}")
     else:

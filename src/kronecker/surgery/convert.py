@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -52,7 +52,7 @@ class LayerReport:
         structure: Number and shapes of its parts.
         before: Parameters.
         after: Parameters now.
-        init: The start that it got; ``"van_loan"`` where a fit was not possible.
+        init: The start that it got.
         error: Relative error of the weight or, where it was fitted, of the outputs of the layer or
             its MLP.
     """
@@ -244,7 +244,7 @@ def convert_(
                 parameter.requires_grad_(trains[name].get(source, True))
     own_saving_(model)
     rows = (
-        _row(name, model.get_submodule(name), own, name in fitted, sizes[name], errors[name])
+        _row(name, model.get_submodule(name), own, sizes[name], errors[name])
         for name, own in configs.items()
     )
     one_for_mlps = isinstance(config, Config) and filter_fn is None
@@ -333,15 +333,10 @@ def _check_each(
             )
 
 
-def _row(
-    name: str, layer: nn.Module, config: Config, fitted: bool, before: int, error: float
-) -> LayerReport:
+def _row(name: str, layer: nn.Module, config: Config, before: int, error: float) -> LayerReport:
     """Report what became of one layer."""
-    # tables and tied weights have no fit of Kronecker factors: `start` took Van Loan
-    by_weight = isinstance(config, KroneckerConfig) and config.init == "sequential" and not fitted
-    start = "van_loan" if by_weight else config.init
     after = sum(p.numel() for p in layer.parameters())
-    return LayerReport(name, _structure(layer), before, after, start, error)
+    return LayerReport(name, _structure(layer), before, after, config.init, error)
 
 
 def _fitted_tables(
@@ -451,9 +446,6 @@ def _convert_alone(
         return float("nan")  # came along with the one it is tied to
     assert not isinstance(config, PruneConfig)
     others = tied.get(name, [])
-    if others and config.init == "sequential" and isinstance(config, KroneckerConfig):
-        # also in the layer's own config, which is saved with the model
-        config = replace(config, init="van_loan")
     layer, error = _converted(module, config, use)
     if isinstance(layer, SmallerLinear):
         # the bias itself and no copy: BERT ties its decoder's to another module's
@@ -480,7 +472,7 @@ def _converted(
     weight = dense(module)
     layer = empty_layer(module, config)
     if isinstance(layer, KroneckerLayer):
-        layer.set_factors_(start(weight, layer.b_shape, layer.config, None, alone=True))
+        layer.set_factors_(start(weight, layer.b_shape, layer.config, None))
         # the error of the factors as they are stored: half precision has rounded them
         return layer, relative_error(
             weight, build(layer.a.double(), scaled(layer.b, layer.scales).double())

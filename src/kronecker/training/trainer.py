@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -20,7 +19,7 @@ from model_components._folders import make_folder
 from model_components._trainer import Loss, StepTrainer, TrainData, TrainerOptions, bare_optimizer
 
 from ..discovery.finding import COMPRESSED
-from ..losses import DistillConfig, TeacherMlps, targets_of, token_errors, token_loss
+from ..losses import DistillConfig, targets_of, token_errors, token_loss
 from ..storage.checkpoints import has_smaller_layers, is_compressed, read_files, write_files
 from .callbacks import FadeIn, FreezePretrained
 from .parameters import group_kind, parameter_groups
@@ -78,13 +77,10 @@ class KroneckerTrainer(StepTrainer):
             )
         self.teacher = None
         self.distill = None
-        self._mlps = None
         if teacher is not None:
             self.teacher = teacher.eval().requires_grad_(False)
             self.distill = distill or DistillConfig()
             _check_distillation(self.distill, model, teacher)
-            if self.distill.layers:
-                self._mlps = TeacherMlps(teacher, model)
         self.rates = {
             "pretrained_learning_rate": pretrained_learning_rate,
             "structure_aware": structure_aware,
@@ -122,22 +118,20 @@ class KroneckerTrainer(StepTrainer):
         if self.distill is None or self.teacher is None or not model.training:
             return self._own_loss(model, inputs, return_outputs, num_items_in_batch)
         config = self.distill
-        watch = self._mlps.watched() if self._mlps else nullcontext({})
         named = {"output_hidden_states": config.hidden > 0}
         unlabeled = self._without_labels(inputs)
         two_sides = _has_two_sides(self.unwrapped())
-        with torch.no_grad(), watch as seen:
+        with torch.no_grad():
             theirs = self.teacher(**unlabeled, **named)
         ours = model(**unlabeled, **named)
-        states = _states_that_count(unlabeled, ours, seen, two_sides)
         keep, labels = targets_of(
-            (states.shape[0], states.shape[1]),
+            _shape_of_tokens(unlabeled, ours, two_sides),
             inputs.get("labels"),
             # logits are the decoder's, so the encoder's padding says nothing about them
             inputs.get("decoder_attention_mask" if two_sides else "attention_mask"),
             # a decoder's labels are already those of its own positions
             shifted=self.unwrapped().can_generate() and not two_sides,
-            device=states.device,
+            device=self.args.device,
         )
         loss = torch.zeros((), device=self.args.device)
         answers = keep.sum()
@@ -158,10 +152,6 @@ class KroneckerTrainer(StepTrainer):
                 loss
                 + config.hidden * torch.stack([token_errors(s, t, keep) for s, t in pairs]).mean()
             )
-        if self._mlps:
-            # DDP waits for every parameter that the forward used
-            everything = 0.0 * ours[0].float().sum()
-            loss = loss + config.layers * self._mlps.loss(seen, keep) + everything
         loss = self.share_of_step(loss, answers, num_items_in_batch)
         return (loss, ours) if return_outputs else loss
 
@@ -181,7 +171,7 @@ class KroneckerTrainer(StepTrainer):
         if logits is None:
             raise ValueError(
                 f"KroneckerTrainer: {type(self.unwrapped()).__name__} has no logits; expected "
-                f"DistillConfig(logits=0) with hidden or layers"
+                f"DistillConfig(logits=0) with hidden"
             )
         return logits
 
@@ -239,29 +229,21 @@ def _has_two_sides(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
-def _states_that_count(
-    inputs: Mapping[str, Tensor],
-    outputs: ModelOutput,
-    seen: Mapping[str, tuple[Tensor, Tensor]],
-    two_sides: bool,
-) -> Tensor:
-    """Return a tensor with a row and a column for each token that the losses are over.
-
-    Of one answer a row, a row for each.
-    """
+def _shape_of_tokens(
+    inputs: Mapping[str, Tensor], outputs: ModelOutput, two_sides: bool
+) -> tuple[int, int]:
+    """Return the numbers of rows and of tokens in each that the losses are over."""
     if two_sides:
         names = ("decoder_input_ids", "decoder_inputs_embeds")
     else:
         names = ("input_ids", "inputs_embeds")
-    tokens = next((inputs[name] for name in names if name in inputs), None)
-    if tokens is not None:
-        return tokens
-    # of images, patches
-    inside = [x for x, _ in seen.values()] + list(getattr(outputs, "hidden_states", None) or ())
-    if inside:
-        return inside[0]
-    # pictures with one answer a row: only the shape of this is read
-    return torch.empty(len(outputs[0]), 1, device=outputs[0].device)
+    states = [inputs[name] for name in names if name in inputs]
+    # of pictures, patches
+    states += getattr(outputs, "hidden_states", None) or ()
+    if states:
+        return states[0].shape[0], states[0].shape[1]
+    # pictures with one answer a row
+    return len(outputs[0]), 1
 
 
 def _check_models(model: nn.Module, teacher: nn.Module | None, distill: object) -> None:
@@ -279,19 +261,19 @@ def _check_models(model: nn.Module, teacher: nn.Module | None, distill: object) 
 
 
 def _check_distillation(distill: DistillConfig, model: nn.Module, teacher: nn.Module) -> None:
-    """Refuse to compare hidden states or layers where they do not correspond."""
-    if not distill.hidden and not distill.layers:
+    """Refuse to compare hidden states where they do not correspond."""
+    if not distill.hidden:
         return
     _check_depth(model, teacher)
     if _has_two_sides(model):
         raise ValueError(
             f"KroneckerTrainer: {distill} for an encoder-decoder, {type(model).__name__}, whose "
-            "two sides have their own tokens; expected hidden=0 and layers=0"
+            "two sides have their own tokens; expected hidden=0"
         )
 
 
 def _check_depth(model: nn.Module, teacher: nn.Module) -> None:
-    """Hidden states and layers are compared one by one."""
+    """Hidden states are compared one by one."""
     ours, theirs = (
         getattr(getattr(m, "config", None), "num_hidden_layers", None) for m in (model, teacher)
     )

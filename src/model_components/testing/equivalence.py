@@ -12,6 +12,9 @@ from torch import Tensor
 # Last bits that the rounding of the result itself may cost: at one element, and on average
 _MAX_ULPS = 2.0
 _RMS_ULPS = 0.25
+_ROUNDING_ULPS = (
+    0.5  # the error of a correctly rounded number, which few numbers do not average out
+)
 # Share of the largest input that may remain where terms cancel to 0; a finer eps takes its place
 _FLOOR = 2.0**-22
 
@@ -175,7 +178,8 @@ def _measures(
     allowed = (working.double() - true).abs()
     eps = torch.finfo(actual.dtype).eps
     largest = 2 * allowed.max() + _MAX_ULPS * eps * true.abs().max() + floor
-    average = 2 * rms(allowed) + _RMS_ULPS * eps * rms(true) + floor
+    ulps = max(_RMS_ULPS, _SINGLE_ULPS / true.numel() ** 0.5)
+    average = 2 * rms(allowed) + ulps * eps * rms(true) + floor
     return (
         _Measure("maximum", float(error.max()), float(largest)),
         _Measure("rms", float(rms(error)), float(average)),

@@ -12,9 +12,8 @@ from torch import Tensor
 # Last bits that the rounding of the result itself may cost: at one element, and on average
 _MAX_ULPS = 2.0
 _RMS_ULPS = 0.25
-_ROUNDING_ULPS = (
-    0.5  # the error of a correctly rounded number, which few numbers do not average out
-)
+# One number is no average, and its definition may be exact by luck: it may be off by half a bit
+_SINGLE_ULPS = 0.5
 # Share of the largest input that may remain where terms cancel to 0; a finer eps takes its place
 _FLOOR = 2.0**-22
 

@@ -36,7 +36,6 @@ PAPERS = {  # what has one, and words of it
     "thinker.ThinkerConfig": "Hawthorne",
     "thinker.ThinkerTrainer": "Wang et al. 2025",
     "heads.lora.lora_linear": "2312.03415",
-    "heads.pairwise.bradley_terry": "Bradley and Terry 1952",
     "heads.pairwise.parameter_groups": "ULMFiT",
 }
 NAMES = {

@@ -35,7 +35,7 @@ ON_TERMINAL = sys.stderr is not None and sys.stderr.isatty()  # None under pytho
 
 _BUILT_IN = {  # known even if our metadata is damaged
     "doctor": "model_components.doctor:doctor",
-    "kernels": "model_components.kernels:kernels",
+    "kernels": "model_components.kernels:measure_kernels",
 }
 _SHARED_HELP = """Every command also takes --json (print the result as JSON) and --config FILE (read
 flags from a YAML file; a flag on the command line overrides the file)."""

@@ -105,8 +105,8 @@ class KernelReport(Report):
 def measure_kernels(
     *,
     device: str | None = None,
-    shapes: Sequence[tuple[int, int]] = ((4096, 4096),),
-    model: str | Path | None = None,
+    shapes: tuple[tuple[int, int], ...] = ((4096, 4096),),
+    model: str | None = None,
     tokens: int = 2048,
     dtype: str = "bfloat16",
     progress: bool = ON_TERMINAL,
@@ -146,9 +146,8 @@ def measure_kernels(
     operation = "measure_kernels"
     check_choice(operation, "dtype", dtype, _DTYPES)
     check_value(operation, "tokens", tokens, Whole)
-    if model is not None:
-        shapes = _shapes_of(model, operation)
-    sizes = [_checked_shape(operation, shape) for shape in shapes]
+    asked = shapes if model is None else _shapes_of(model, operation)
+    sizes = [_checked_shape(operation, shape) for shape in asked]
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(find_device(device, operation))
@@ -340,26 +339,3 @@ def set_impl_(model: nn.Module, impl: str) -> int:
     for layer in layers:
         layer.impl = impl
     return len(layers)
-
-
-def kernels(
-    device: str | None = None,
-    shapes: tuple[tuple[int, int], ...] = ((4096, 4096),),
-    model: str | None = None,
-    tokens: int = 2048,
-    dtype: str = "bfloat16",
-    progress: bool = ON_TERMINAL,
-) -> KernelReport:
-    """Test and time the fused paths on this machine, and let impl="auto" know.
-
-    Args:
-        device: Device such as cuda; default: a CUDA device if there is one.
-        shapes: Sizes of weights to time, each as out_features and in_features.
-        model: A model folder or id. Its four most frequent sizes are timed instead of ``shapes``.
-        tokens: Rows of the input.
-        dtype: Dtype of the weights: bfloat16, float16 or float32.
-        progress: Print each path as it is measured.
-    """
-    return measure_kernels(
-        device=device, shapes=shapes, model=model, tokens=tokens, dtype=dtype, progress=progress
-    )

@@ -1119,6 +1119,18 @@ def test_fading_in_begins_with_the_original():
         torch.testing.assert_close(output(model), before, rtol=1e-4, atol=1e-5)
 
 
+def test_fading_in_leads_to_the_fit_without_it():
+    """Later blocks are fitted on what the factors give, and not on what the originals give."""
+    config, calibration = LowRankConfig(keep=0.4), [ids(8, seed=1)]
+    plain, faded = tiny("llama"), tiny("llama")
+    convert_(plain, config, calibration=calibration, progress=False)
+    convert_(faded, config, calibration=calibration, fade_in=True, progress=False)
+    for layer in faded.modules():
+        if isinstance(layer, LowRankLinear):
+            layer.fade_in_(None)
+    torch.testing.assert_close(output(faded), output(plain))
+
+
 def test_peft_adapts_what_is_left_dense_and_says_what_it_cannot():
     import peft
 

@@ -162,7 +162,11 @@ def test_without_a_card_the_command_tests_and_times_nothing(tmp_path, monkeypatc
     told = capsys.readouterr().out
     assert "masks.masked_linear" in told
     assert 'impl="auto" is eager' in told
-    assert list(tmp_path.iterdir()) == []
+    file = tmp_path / "flags.yaml"
+    file.write_text("dtype: float32\ntokens: 4\nshapes: [8, 8]\n")
+    assert main(["kernels", "--config", str(file)]) == 0
+    assert "masks.masked_linear" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [file]
     assert main(["kernels", "--dtype", "int8"]) != 0
     with pytest.raises(ValueError, match=r"measure_kernels:.*\(8,\)"):
         measure_kernels(device="cpu", shapes=[(8,)])

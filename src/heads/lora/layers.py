@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import groupby
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
@@ -22,10 +21,9 @@ from transformers.pytorch_utils import Conv1D
 from model_components._autograd import autocast_dtype, transforming
 from model_components._checks import Range, Whole, check_choice, check_value
 
-from ._eager.autograd import Adapter, Spans, add_adapters, linear, run
+from ._eager.autograd import Adapter, add_adapters, linear, run
 from .functional import IMPLS
 
-BASE = "__base__"  # peft's name for no adapter in a mixed batch
 STOCK = (nn.Linear, Conv1D)  # layers whose product we make ourselves
 KINDS = ("Linear", "Linear8bitLt", "Linear4bit", "HqqLoraLinear", "TorchaoLoraLinear")
 """peft's layers whose forward is the base layer's plus the adapters': their class can be exchanged
@@ -46,8 +44,7 @@ class LeanForward:
     """A leaner forward for peft's LoRA layers: the base's product, and updates added in place.
 
     Calls that it does not support go to peft's own forward, see `route`. Everything but the forward
-    is peft's: parameters, state dict, merging, switching, several adapters (active together or one
-    a sample).
+    is peft's: parameters, state dict, merging, switching, several adapters, one a sample.
 
     Attributes:
         impl: ``"auto"``, or ``"reference"`` for peft's own forward.
@@ -60,19 +57,13 @@ class LeanForward:
         """Compute the output; takes peft's arguments."""
         if self.impl not in IMPLS:
             check_choice(type(self).__name__, "impl", self.impl, IMPLS)
-        names = kwargs.get("adapter_names") if kwargs else None
-        other = args or (
-            kwargs and any(v is not None and k != "adapter_names" for k, v in kwargs.items())
-        )
+        # such as adapter_names, with an adapter of its own for each sample
+        other = args or any(v is not None for v in kwargs.values())
         peft_runs = self.impl == "reference" or self._disable_adapters or self.merged_adapters
         if other or peft_runs:
             # pyrefly: ignore[missing-attribute]: peft's layer stands beside it in the bases
             return super().forward(x, *args, **kwargs)
-        spans = None
-        if names is not None:
-            self._check_forward_args(x, adapter_names=names)
-            spans = spans_of(names, x.shape[1:-1].numel())
-        chosen_path = route(self, spans)
+        chosen_path = route(self)
         if isinstance(chosen_path, str):
             # pyrefly: ignore[missing-attribute]: peft's layer stands beside it in the bases
             return super().forward(x, *args, **kwargs)
@@ -248,12 +239,8 @@ class Route(NamedTuple):
     adapters: list[Adapter]
 
 
-def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
-    """Return what the lean forward of this call needs, or why peft's own forward must run.
-
-    Args:
-        layer: A layer of peft's.
-        spans: The rows that each named adapter is for; None: the active adapters, for all rows.
+def route(layer: Any) -> Route | str:
+    """Return what the lean forward of a layer needs, or why peft's own forward must run.
 
     Evaluated in every call, since adapters, hooks, dtypes and parameters may have changed since the
     last one.
@@ -263,7 +250,7 @@ def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
     # read from the dictionaries: attributes of modules are slow, and this runs in every call
     modules = layer._modules
     base = modules["base_layer"]
-    active = (layer._active_adapter if spans is None else spans) or ()
+    active = layer._active_adapter or ()
     a_of = modules["lora_A"]._modules
     b_of = modules["lora_B"]._modules
     drop_of = modules["lora_dropout"]._modules
@@ -285,7 +272,7 @@ def route(layer: Any, spans: dict[str, Spans] | None = None) -> Route | str:
             return reason
         factors += [a._parameters["weight"], b._parameters["weight"]]
         p = drop.p if drop.training and type(drop) is nn.Dropout else 0.0
-        adapters.append(Adapter(layer.scaling[name], p, None if spans is None else spans[name]))
+        adapters.append(Adapter(layer.scaling[name], p))
     weight = None
     # not isinstance: a subclass may compute more than the product with its weight
     if type(base) in STOCK and not _is_touched(base):
@@ -391,7 +378,7 @@ def _merges(
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or autocast_dtype(x) is not None:
         return False
     # tokens then have different updates, which no single weight holds
-    if any(one.dropout_p or one.spans is not None for one in adapters):
+    if any(one.dropout_p for one in adapters):
         return False
     rank = sum(b.shape[1] for b in factors[1::2])
     written = weight.numel() * (rank + len(adapters))
@@ -410,19 +397,3 @@ def merged(
             weight, left.to(weight.dtype), right.to(weight.dtype), alpha=one.scaling
         )
     return weight
-
-
-def spans_of(names: Sequence[str], each: int) -> dict[str, Spans]:
-    """Return each adapter's token ranges in a flattened mixed batch.
-
-    Every sample has ``each`` tokens. Adjacent samples of one adapter share a range.
-
-    >>> spans_of(["a", "a", "__base__", "b", "a"], 10)
-    {'a': ((0, 20), (40, 50)), 'b': ((30, 40),)}
-    """
-    spans: dict[str, Spans] = {}
-    for name, run_ in groupby(enumerate(names), key=lambda pair: pair[1]):
-        places = [place for place, _ in run_]
-        if name != BASE:
-            spans[name] = (*spans.get(name, ()), (places[0] * each, (places[-1] + 1) * each))
-    return spans

@@ -2,7 +2,7 @@ from .config import PairwiseConfig
 from .data.collate import PairwiseCollator, PairwiseDataset
 from .data.rows import each_pair, read_pairs
 from .functional import pairwise_loss
-from .inference import bradley_terry, predict_pairs
+from .inference import predict_pairs
 from .judge_config import JudgeConfig
 from .layers import PairwiseHead
 from .model import PairwiseModel
@@ -29,7 +29,6 @@ __all__ = [
     "PairwiseTrainer",
     "Turn",
     "baseline_verdicts",
-    "bradley_terry",
     "calibrate_",
     "check_packing",
     "each_pair",

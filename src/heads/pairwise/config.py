@@ -47,8 +47,6 @@ class PairwiseConfig(CheckedModelConfig):
         max_prompt_tokens: Tokens that a prompt keeps where an answer is long; default a quarter of
             ``max_tokens``.
         label_smoothing: Share of each target that is spread over all classes.
-        swap_consistency: Weight of the divergence between both orders' verdicts, for ``"concat"``:
-            both orders are trained then, at the price of the head alone.
         **rest: Of `transformers.PreTrainedConfig`.
 
     Raises:
@@ -76,7 +74,6 @@ class PairwiseConfig(CheckedModelConfig):
     max_tokens: MaybeWhole = None
     max_prompt_tokens: MaybeWhole = None
     label_smoothing: Share = 0.0
-    swap_consistency: Annotated[float, Range(least=0)] = 0.0
 
     def derive(self) -> None:
         """Make the encoder's config, and lists of single words and tuples."""
@@ -100,9 +97,6 @@ class PairwiseConfig(CheckedModelConfig):
         # concat reads the encoder's features alone, and would ignore these in silence
         if self.surface and self.link == "concat":
             yield problem(self, "surface", "none of them for link='concat'")
-        # a fair link gives both orders one verdict: there is nothing to weigh
-        if self.swap_consistency and self.link != "concat":
-            yield problem(self, "swap_consistency", "0 for links that are fair")
 
     @property
     def num_classes(self) -> int:

@@ -152,8 +152,6 @@ def _not_fused(query: Tensor, dropout_p: float) -> str | None:
     """Return why the fused path cannot take this call, or None if it can."""
     if not query.is_cuda:
         return "CUDA tensors"
-    if _varlen() is None:
-        return f"a torch whose varlen_attn takes scale and window_size, got {torch.__version__}"
     if torch.cuda.get_device_capability(query.device) < (8, 0):
         return "a GPU of compute capability 8.0 or more"
     if query.dtype not in (torch.float16, torch.bfloat16):
@@ -162,22 +160,6 @@ def _not_fused(query: Tensor, dropout_p: float) -> str | None:
         return f"heads whose width is a multiple of 8, 256 at most, got {query.shape[-1]}"
     if dropout_p:
         return f"dropout_p=0, got {dropout_p}"
-    return None
-
-
-@lru_cache(maxsize=1)
-def _varlen() -> Any:
-    """Torch's variable-length attention.
-
-    None in a torch without it, or without scales and windows.
-    """
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    needed = {"scale", "window_size"}
-    if needed <= set(inspect.signature(varlen_attn).parameters):
-        return varlen_attn
     return None
 
 
@@ -191,18 +173,21 @@ def _flash(
     window: int | None,
     causal: bool,
 ) -> Tensor:
+    # only a GPU takes this path, and loading it takes a while
+    from torch.nn.attention.varlen import varlen_attn
+
     places = _places(tuple(ends), query.device)
     # -1 is the kernel's word for any distance
     far = -1 if window is None else window
-    grouped = {}
+    grouped: dict[str, Any] = {}
     if key.shape[1] < query.shape[1]:
-        if "enable_gqa" in inspect.signature(_varlen()).parameters:
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
             grouped = {"enable_gqa": True}
         else:  # before torch 2.12
             shared = query.shape[1] // key.shape[1]
             key = key.repeat_interleave(shared, 1)
             value = value.repeat_interleave(shared, 1)
-    return _varlen()(
+    output: Any = varlen_attn(
         query,
         key,
         value,
@@ -215,6 +200,7 @@ def _flash(
         window_size=(far, 0 if causal else far),
         **grouped,
     )
+    return output
 
 
 @lru_cache(maxsize=4)  # every layer of an encoder asks for the same
@@ -328,24 +314,3 @@ def pairwise_loss(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
         wanted = F.one_hot(labels, logits.shape[-1]).to(log_probs.dtype)
     wanted = wanted * (1 - label_smoothing) + label_smoothing / logits.shape[-1]
     return -(wanted * log_probs).sum(-1).mean()
-
-
-def swap_divergence(logits: Tensor, swapped_logits: Tensor) -> Tensor:
-    """Return how far a verdict moves when A and B trade places.
-
-    It is the symmetric KL divergence, averaged over pairs.
-
-    Args:
-        logits: (P, C) of A against B.
-        swapped_logits: (P, C) of B against A.
-
-    Returns:
-        (), in nats; 0 for a head that is fair by construction.
-
-    >>> swap_divergence(torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[0.0, 1.0, 0.0]]))
-    tensor(0.)
-    """
-    one = log_probabilities(logits)
-    other = swapped(log_probabilities(swapped_logits))
-    # the product is KL(one, other) + KL(other, one); half of it is their mean
-    return ((one.exp() - other.exp()) * (one - other)).sum(-1).mean() / 2

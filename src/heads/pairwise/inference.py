@@ -243,7 +243,7 @@ def rank_answers(model: Judge, answers: Sequence[Answer], batch_size: int) -> Ra
     wins = _wins(torch.cat(shares) if shares else torch.zeros(0, 2), pairs.cpu(), count)
     if scores is None:
         # a win that is certain has no finite score
-        strengths = bradley_terry(wins.clamp(1e-9, 1 - 1e-9))
+        strengths = _bradley_terry(wins.clamp(1e-9, 1 - 1e-9))
     else:
         strengths = scores.double().cpu()
     return Ranking(
@@ -252,6 +252,9 @@ def rank_answers(model: Judge, answers: Sequence[Answer], batch_size: int) -> Ra
         strengths - strengths.mean(),
         wins,
     )
+
+
+_MOST_NEWTON_STEPS = 200  # a few are enough; far more than any table took
 
 
 def _wins(shares: Tensor, pairs: Tensor, count: int) -> Tensor:
@@ -263,44 +266,19 @@ def _wins(shares: Tensor, pairs: Tensor, count: int) -> Tensor:
     return wins
 
 
-def bradley_terry(wins: Tensor, *, iterations: int = 200) -> Tensor:
+def _bradley_terry(wins: Tensor) -> Tensor:
     """Return the scores whose differences explain a table of wins best, by Newton's method.
 
     Source: Bradley and Terry 1952.
 
     Args:
-        wins: (K, K), how often, or how likely, the row beat the column; a tie is half a win for
-            both.
-        iterations: Most steps; they end when nothing moves.
+        wins: (K, K) shares between 0 and 1, how likely the row beats the column.
 
     Returns:
         (K,) float64 log-strengths that sum to 0.
-
-    Raises:
-        ValueError: A table that is not square, numbers below 0 or not finite, or answers of which
-            some never won against the rest: no finite scores explain that best.
-
-    >>> wins = torch.tensor([[0.0, 3.0], [1.0, 0.0]])
-    >>> scores = bradley_terry(wins)
-    >>> round(float(scores[0] - scores[1]), 4)  # log(3 / 1)
-    1.0986
     """
-    if wins.dim() != 2 or wins.shape[0] != wins.shape[1]:
-        raise ValueError(f"bradley_terry: wins is {list(wins.shape)}, expected (K, K)")
     count = len(wins)
-    if not count:
-        raise ValueError("bradley_terry: wins is [0, 0], expected an answer or more")
-    table = wins.double().cpu() * (1 - torch.eye(count, dtype=torch.float64))
-    if not (torch.isfinite(table).all() and (table >= 0).all()):
-        raise ValueError("bradley_terry: wins has numbers below 0 or not finite")
-    # scores are finite only if chains of wins lead from each answer to all (Ford 1957)
-    reached = torch.eye(count, dtype=torch.bool) | (table > 0)
-    for _ in range(count.bit_length()):
-        reached = (reached.double() @ reached.double()) > 0
-    if not reached.all():
-        raise ValueError(
-            "bradley_terry: some never won against the rest, so that no finite scores are best"
-        )
+    table = wins * (1 - torch.eye(count, dtype=torch.float64))
     won = table.sum(1)
     games = table + table.T
     ones = torch.ones(count, count, dtype=torch.float64)
@@ -309,7 +287,7 @@ def bradley_terry(wins: Tensor, *, iterations: int = 200) -> Tensor:
         return (table * torch.nn.functional.logsigmoid(scores[:, None] - scores[None])).sum()
 
     scores = torch.zeros(count, dtype=torch.float64)
-    for _ in range(iterations):
+    for _ in range(_MOST_NEWTON_STEPS):
         expected = torch.sigmoid(scores[:, None] - scores[None])
         slope = won - (games * expected).sum(1)
         bend = games * expected * (1 - expected)

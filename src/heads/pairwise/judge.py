@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput
 from model_components._loading import CompleteModel
 
 from .config import PairwiseConfig
-from .functional import pairwise_loss, swap_divergence, swapped
+from .functional import pairwise_loss, swapped
 from .layers import PairwiseHead, Pool
 from .packing import ATTENTION, PackingReport, base_of, encode_packed, encode_padded
 from .surface import SURFACE, columns_of
@@ -185,10 +185,6 @@ class Judge(CompleteModel):
             surface_a, surface_b = _average_columns(surface_a, surface_b, columns_of([alike]))
         # a calibrated model that trains on must not learn against its temperature
         divisor = 1.0 if self.training else self.head.temperature
-        if self.config.link == "concat" and labels is not None:
-            consistent = self.config.swap_consistency
-        else:
-            consistent = 0.0
         loss = scores = other = None
         if self.config.link == "davidson":
             scores = torch.stack([self.head.score(a, surface_a), self.head.score(b, surface_b)], -1)
@@ -197,18 +193,12 @@ class Judge(CompleteModel):
             other = swapped(logits) if both_orders else None
         else:
             logits = self.head(a, b, surface_a, surface_b) / divisor
-            if both_orders or consistent:
+            if both_orders:
                 other = self.head(b, a, surface_b, surface_a) / divisor
         if labels is not None:
             smoothing = self.config.label_smoothing
             loss = pairwise_loss(logits, labels, label_smoothing=smoothing)
-            if consistent and other is not None:
-                # the mean over both orders makes the loss fair, though the link is not
-                turned = pairwise_loss(swapped(other), labels, label_smoothing=smoothing)
-                loss = (loss + turned) / 2 + consistent * swap_divergence(logits, other)
-        return PairwiseOutput(
-            loss, logits, None if self.training else scores, other if both_orders else None
-        )
+        return PairwiseOutput(loss, logits, None if self.training else scores, other)
 
 
 def _average_columns(a: Tensor, b: Tensor, columns: Any) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -90,7 +90,6 @@ def fit_(
     operation: str,
     cache: Stage,
     progress: tqdm,
-    placed: Callable[[Part, Fitted], None] | None = None,
     dropped: Collection[str] = (),
 ) -> dict[str, Fitted]:
     """Make the parts of a model smaller, in place; returns what each became, without its tensors.
@@ -102,7 +101,6 @@ def fit_(
         operation: Whose errors they are.
         cache: Of parts that were fitted before.
         progress: Is moved on by one after each part.
-        placed: Called with each part when its new layers stand where the old ones were.
         dropped: Names of blocks that the smaller model does not have.
     """
     # each part on what the original feeds it, so that no second copy of the states runs
@@ -144,8 +142,6 @@ def fit_(
                 tensors, notes = stored
                 fitted = Fitted(tensors, notes["error"], notes=tuple(notes["notes"]))
             place_(model, part, fitted.tensors)
-            if placed is not None:
-                placed(part, fitted)
             # the tensors are in the model now; a second copy of all would be the model's size
             done[part.name] = Fitted({}, fitted.error, fitted.order, fitted.notes)
             progress.update(1)

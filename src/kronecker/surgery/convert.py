@@ -31,7 +31,7 @@ from ..discovery.finding import (
 )
 from ..discovery.mlps import Mlp
 from ..fitting.cache import fit_stage
-from ..fitting.fit import Fitted, Part, fit_, remarks_of
+from ..fitting.fit import Part, fit_, remarks_of
 from ..fitting.tables import TableUse, low_rank_table, uses_of
 from ..init import Factors, low_rank, relative_error
 from ..layers import empty_layer
@@ -296,16 +296,15 @@ def _fit_parts(
         return {}, []
     modules = {name: model.get_submodule(name) for part in parts for name in part.configs}
 
-    def fade(part: Part, done: Fitted) -> None:
-        if not fade_in or part.prune is not None:
-            return
-        for name in part.configs:
-            _attach_original(model, name, modules[name], part.mlp, done.order)
-
     settings = {n: [structure_of(c), asdict(c)] for n, c in configs.items()}
     fits = fit_stage(cache, model, settings, data, "convert_")
     with tqdm(total=len(parts), desc="fitting", unit="part", disable=not progress) as bar:
-        done = fit_(model, parts, data, operation="convert_", cache=fits, progress=bar, placed=fade)
+        done = fit_(model, parts, data, operation="convert_", cache=fits, progress=bar)
+    if fade_in:
+        # only now: later parts are fitted on what the factors give, and not the originals
+        for part in parts:
+            for name in part.configs:
+                _attach_original(model, name, modules[name], part.mlp, done[part.name].order)
     errors = {name: done[part.name].error ** 0.5 for part in parts for name in part.configs}
     # least squares needs as many tokens as the widest layer has inputs
     widths = [dense(module).shape[1] for module in modules.values() if is_linear(module)]

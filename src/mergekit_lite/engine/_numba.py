@@ -296,12 +296,6 @@ def _add_agreeing(row, elected, weight, merged, share):
 
 
 @_kernel
-def _divide_at_least(row, elected, share, floor):
-    for i in range(row.size):
-        row[i] = row[i] * elected[i] / max(share[i], floor)
-
-
-@_kernel
 def _divide_unless_zero(row, elected, share):
     for i in range(row.size):
         row[i] = row[i] * elected[i] / (_ONE if abs(share[i]) < _SMALL else share[i])
@@ -571,7 +565,7 @@ def norms(raw, n, models, place, kind, cuts, budgets, keys, wholes, limits, mask
 
 
 @_kernel
-def _consensus(deltas, weights, normalize, floor, elected, merged, share):
+def _consensus(deltas, weights, normalize, elected, merged, share):
     """Write the weighted mean or sum of changes into ``merged``.
 
     Only changes that have the sign of the weighted total count.
@@ -586,12 +580,10 @@ def _consensus(deltas, weights, normalize, floor, elected, merged, share):
     _fill(merged, _ZERO)
     for k in range(deltas.shape[0]):
         _add_agreeing(deltas[k, :count], elected, weights[k], merged, share)
-    if not normalize:
-        _times_each(merged, elected)
-    elif floor > _ZERO:
-        _divide_at_least(merged, elected, share, floor)
-    else:
+    if normalize:
         _divide_unless_zero(merged, elected, share)
+    else:
+        _times_each(merged, elected)
 
 
 @_kernel
@@ -611,7 +603,6 @@ def shift(
     weights,
     voting,
     normalize,
-    floor,
     scale,
     work,
     out,
@@ -619,8 +610,8 @@ def shift(
     """B + a multiple of the weighted sum, or of the consensus, of what is kept of the task vectors.
 
     Each is first multiplied by its ``scales``, unless there are none. ``voting``: whether the sign
-    is elected; ``normalize``: whether the sum is then divided by the agreeing weights; ``floor``:
-    the least of these where all are positive, else 0; ``scale``: the multiple.
+    is elected; ``normalize``: whether the sum is then divided by the agreeing weights; ``scale``:
+    the multiple.
     """
     kept = (kind, cuts, budgets, keys, wholes, limits, mask)
     base = work[0]
@@ -640,7 +631,7 @@ def shift(
         for k in range(scales.size):
             _times(deltas[k, :count], scales[k])
         if voting:
-            _consensus(deltas, weights, normalize, floor, second[:count], merged, share[:count])
+            _consensus(deltas, weights, normalize, second[:count], merged, share[:count])
         else:
             _product(deltas[0, :count], weights[0], merged)
             for k in range(1, models):

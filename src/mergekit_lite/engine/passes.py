@@ -2,8 +2,8 @@
 
 Its blocks are read into buffers that are used again and again.
 
-Memory is a few megabytes a thread, whatever the model's size. `FusedTensor.chosen` with ``rescale``
-also keeps a bit for each element and model of the tensor.
+Memory is a few megabytes a thread, whatever the model's size. `FusedTensor.chosen` also keeps a bit
+for each element and model of the tensor.
 """
 
 from __future__ import annotations
@@ -46,10 +46,6 @@ Finish = Callable[[Array, int, int, int, Array], bool]
 finite."""
 
 
-Choose = Callable[[Array, int, int, int], Array]
-"""Chooses what is kept of a block: ``choose(raw, count, place, block)``."""
-
-
 def float32(values: Sequence[float] | Array) -> Array:
     """An array of float32, which is what kernels compute in."""
     return np.asarray(values, np.float32)
@@ -90,6 +86,7 @@ class Kept:
         keys: Keys of each model's random words, (K, 4).
         wholes, limits: Of each model's probability, as `Noise.keep` divides it.
         masks: For each block a bit for each model and element, (K, bytes); gone once it is taken.
+        norms: Each model's L1 norm before and after, (K, 2), if they are known already.
     """
 
     kind: int = ALL
@@ -99,6 +96,7 @@ class Kept:
     wholes: Array = field(default_factory=lambda: np.empty(0, np.int64))
     limits: Array = field(default_factory=lambda: np.empty(0, np.float32))
     masks: dict[int, Array] = field(default_factory=dict)
+    norms: Array | None = None
 
     def arguments(self, block: int) -> tuple[Any, ...]:
         """The kernels' tuple for one block."""
@@ -201,7 +199,7 @@ class FusedTensor:
         """The factors that give back the L1 norms; none where they are not wanted."""
         if not rescale or kept.kind == ALL:
             return np.empty(0, np.float32)
-        return _factors(self.norms(kept))
+        return _factors(self.norms(kept) if kept.norms is None else kept.norms)
 
     def _sample(self) -> Array:
         """Stretches of every input, spread over the tensor."""
@@ -272,16 +270,8 @@ class FusedTensor:
             limits=float32(limits),
         )
 
-    def chosen(
-        self, density: Sequence[float], epsilon: Sequence[float], rescale: bool
-    ) -> tuple[Kept, Array, Choose]:
-        """Choose elements at random, the larger with the better chance, as della does.
-
-        Returns:
-            The choice; the factors that restore the L1 norms, none without ``rescale``; and the
-            function that chooses. It has run on all blocks with ``rescale``, and must else run on a
-            block before that is finished.
-        """
+    def chosen(self, density: Sequence[float], epsilon: Sequence[float]) -> Kept:
+        """Choose elements at random, the larger with the better chance, as della does."""
         stream = f"{self._seed}|{self.plan.name}"
         keys = [stream_keys(f"{stream}|{model}|each") for model in range(self.models)]
         # in float32, as `keep_probabilities` has them: both engines must draw alike
@@ -309,10 +299,8 @@ class FusedTensor:
             native.run("choose", raw, count, self._columns, self.models, place, *arguments)
             return sums
 
-        kept = Kept(CHOSEN, masks=masks)
-        if not rescale:
-            return kept, np.empty(0, np.float32), choose
-        return kept, _factors(summed(self.each(choose))), choose
+        norms = summed(self.each(choose))
+        return Kept(CHOSEN, masks=masks, norms=norms)
 
     def combined(self, factors: Sequence[float] | Array) -> Finish:
         """Finish as Σ c_k x_k over all inputs, the base last."""
@@ -338,14 +326,7 @@ class FusedTensor:
         kept = kept or Kept()
         scales = np.empty(0, np.float32) if scales is None else scales
         w = float32(weights)
-        # 0 tells the kernel that weights may cancel, as not all are positive
-        lowest = float(min(weights))
-        voting = (
-            normalize is not None,
-            bool(normalize),
-            np.float32(max(lowest, 0.0)),
-            np.float32(scale),
-        )
+        voting = (normalize is not None, bool(normalize), np.float32(scale))
 
         def finish(raw: Array, count: int, place: int, block: int, out: Array) -> bool:
             arguments = (*kept.arguments(block), scales, w, *voting, self.work(), out)

@@ -89,52 +89,14 @@ def _keeping(keep: Callable[..., Kept], *, vote: bool) -> Callable[..., Finish]:
         normalize: bool,
         rescale: bool,
         lambda_: float,
-        gamma: list[float] | None = None,
+        **of_method: list[float],
     ) -> Finish:
-        if min(density) >= 1:
-            kept = Kept()
-        elif gamma is None:
-            kept = keep(x, density)
-        else:
-            kept = keep(x, density, gamma)
+        # gamma of breadcrumbs, epsilon of della
+        kept = Kept() if min(density) >= 1 else keep(x, density, **of_method)
         scales = x.restoring(kept, rescale)
         if vote:
             return x.shifted(weight, lambda_, kept, scales, normalize)
         return x.shifted(weight, lambda_ / normalizer(weight, normalize), kept, scales)
-
-    return program
-
-
-def _by_rank(*, vote: bool) -> Callable[..., Finish]:
-    """B + λ times the weighted sum, or with ``vote`` the consensus, of what was chosen by rank."""
-
-    def program(
-        x: FusedTensor,
-        density: list[float],
-        epsilon: list[float],
-        weight: list[float],
-        normalize: bool,
-        rescale: bool,
-        lambda_: float,
-    ) -> Finish:
-        scale = lambda_
-        normalized: bool | None = normalize
-        if not vote:
-            scale = lambda_ / normalizer(weight, normalize)
-            normalized = None
-        if min(density) >= 1:
-            return x.shifted(weight, scale, normalize=normalized)
-        kept, scales, choose = x.chosen(density, epsilon, rescale)
-        finish = x.shifted(weight, scale, kept, scales, normalized)
-        # the norms were taken of all masks, so every block is chosen already
-        if rescale:
-            return finish
-
-        def choose_and_finish(raw: Array, count: int, place: int, block: int, out: Array) -> bool:
-            choose(raw, count, place, block)
-            return finish(raw, count, place, block, out)
-
-        return choose_and_finish
 
     return program
 
@@ -178,8 +140,8 @@ PROGRAMS: Mapping[MergeMethod, Callable[..., Finish]] = {
     methods.breadcrumbs: _keeping(_middling, vote=False),
     methods.breadcrumbs_ties: _keeping(_middling, vote=True),
     methods.sce: _sce,
-    methods.della: _by_rank(vote=True),
-    methods.della_linear: _by_rank(vote=False),
+    methods.della: _keeping(FusedTensor.chosen, vote=True),
+    methods.della_linear: _keeping(FusedTensor.chosen, vote=False),
     methods.dare_linear: _keeping(FusedTensor.drawn, vote=False),
     methods.dare_ties: _keeping(FusedTensor.drawn, vote=True),
 }

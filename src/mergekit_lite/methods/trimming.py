@@ -88,12 +88,7 @@ def consensus_mean(changes: Sequence[Tensor], weights: Sequence[float], normaliz
     merged = merged * elected
     if not normalize:
         return merged
-    # rounded as the sums are: a tiny weight becomes 0 in float32
-    least = float(torch.tensor(min(weights), dtype=share.dtype))
-    if least > 0:
-        # where a model agrees the share is at least this; elsewhere the clamp avoids 0 / 0
-        return merged / share.clamp_(min=least)
-    # weights of both signs may cancel
+    # nobody may agree, and weights of both signs may cancel
     return merged / torch.where(share.abs() < 1e-8, 1.0, share)
 
 

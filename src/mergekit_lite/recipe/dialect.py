@@ -45,7 +45,6 @@ _RECIPE = [
     "name",
 ]
 _TEXTS = ("dtype", "out_dtype", "chat_template")  # keys without which a recipe can be planned
-_DEPTH = 6  # deepest nesting of parameters; filter entries with gradients need 4
 _ALIKE = 0.8  # similarity of names from which one is taken for the other, misspelled
 _IDLE = {
     "random_seed": (
@@ -444,25 +443,7 @@ def _whole(value: Any) -> Any:
 
 
 def _parameters(where: str, value: object) -> dict[str, object]:
-    def check(part: object, depth: int) -> None:
-        if depth > _DEPTH:  # a mapping from Python may contain itself
-            raise RecipeError(
-                f"{where}: a value is nested too deep, expected numbers, gradients and filter "
-                "entries"
-            )
-        if not isinstance(part, (Mapping, list, bool, int, float, str, type(None))):
-            raise RecipeError(
-                f"{where}: has {part!r}, expected numbers, texts, gradients and filter entries"
-            )
-        if isinstance(part, Mapping):
-            part = list(part.values())
-        if isinstance(part, list):
-            for inner in part:
-                check(inner, depth + 1)
-
-    parameters = as_mapping(where, {} if value is None else value)
-    check(parameters, 0)
-    return parameters
+    return as_mapping(where, {} if value is None else value)
 
 
 def _reference(where: str, value: object, *, plain: bool = False) -> str:

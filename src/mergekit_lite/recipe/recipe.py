@@ -9,7 +9,7 @@ import difflib
 import os
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import yaml
 
@@ -101,15 +101,6 @@ class ModelEntry:
                     "expected 0 <= start < end"
                 )
 
-    def to_dict(self) -> dict[str, object]:
-        """Return what its YAML would hold."""
-        data: dict[str, object] = {"model": model_label(self.model)}
-        if self.layer_range is not None:
-            data["layer_range"] = list(self.layer_range)
-        if self.parameters:
-            data["parameters"] = _plain(self.parameters)
-        return data
-
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
@@ -143,15 +134,6 @@ class Slice:
             raise RecipeError(
                 f"slice: its sources span {sorted(lengths)} layers, expected one length"
             )
-
-    def to_dict(self) -> dict[str, object]:
-        """Return what its YAML would hold."""
-        data: dict[str, object] = {"sources": [source.to_dict() for source in self.sources]}
-        if self.base_model is not None:
-            data["base_model"] = model_label(self.base_model)
-        if self.parameters:
-            data["parameters"] = _plain(self.parameters)
-        return data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,15 +199,6 @@ class TokenizerSpec:
             raise RecipeError(
                 f"tokenizer pad_to_multiple_of: is {pad!r}, expected a whole number above 0"
             )
-
-    def to_dict(self) -> dict[str, object]:
-        """Return what its YAML would hold."""
-        data: dict[str, object] = {"source": model_label(self.source)}
-        if self.tokens:
-            data["tokens"] = {token: rule.to_dict() for token, rule in self.tokens.items()}
-        if self.pad_to_multiple_of is not None:
-            data["pad_to_multiple_of"] = self.pad_to_multiple_of
-        return data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,25 +318,8 @@ class MergeRecipe:
 
     def to_dict(self) -> dict[str, object]:
         """Return what its YAML would hold; models in memory, and stages, appear by label."""
-        data: dict[str, object] = {}
-        if self.name is not None:
-            data["name"] = self.name
-        data["merge_method"] = self.merge_method
-        if self.models:
-            data["models"] = [entry.to_dict() for entry in self.models]
-        if self.slices:
-            data["slices"] = [piece.to_dict() for piece in self.slices]
-        if self.base_model is not None:
-            data["base_model"] = model_label(self.base_model)
-        if self.parameters:
-            data["parameters"] = _plain(self.parameters)
-        if self.tokenizer is not None:
-            data["tokenizer"] = self.tokenizer.to_dict()
-        for key in ("dtype", "out_dtype", "chat_template"):
-            value = getattr(self, key)
-            if value is not None:
-                data[key] = value
-        return data
+        first = {} if self.name is None else {"name": self.name}
+        return first | _written(self)
 
     def to_yaml(self) -> str:
         """The recipe as YAML text: one document for each stage, its own last."""
@@ -372,8 +328,25 @@ class MergeRecipe:
         return "---\n".join(documents)
 
 
+def _written(part: ModelEntry | Slice | TokenizerSpec | MergeRecipe) -> dict[str, object]:
+    """Return the fields that are set, in the types that YAML has; models by label."""
+    data: dict[str, object] = {}
+    for one in fields(part):
+        name = one.name
+        value = getattr(part, name)
+        if name == "notes" or value in (None, (), {}):
+            continue
+        is_model = name in ("model", "base_model", "source")
+        data[name] = model_label(value) if is_model else _plain(value)
+    return data
+
+
 def _plain(value: object) -> object:
-    """Return a parameter in the types that YAML has."""
+    """Return a value in the types that YAML has."""
+    if isinstance(value, TokenRule):
+        return value.to_dict()
+    if isinstance(value, (ModelEntry, Slice, TokenizerSpec)):
+        return _written(value)
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -594,9 +594,8 @@ def test_hooks_fire_wherever_they_are(place, kind):
     assert sum(seen) == 1
 
 
-def test_adapters_of_samples_keep_apart_under_dropout():
-    """More tokens than masks are kept for: each sample is dropped by its own adapter's seed, and by
-    no other's."""
+def test_adapters_that_are_active_together_have_masks_of_their_own():
+    """With more tokens than masks are kept for."""
     base = nn.Sequential(nn.Linear(16, 16))
     model = peft_model(
         "llama", model=base, adapters=("a", "b"), target_modules=["0"], lora_dropout=0.5
@@ -607,15 +606,8 @@ def test_adapters_of_samples_keep_apart_under_dropout():
     for name in "ab":
         for part in (layer.lora_A, layer.lora_B):
             part[name].weight.data = torch.eye(4, 16) if part is layer.lora_A else torch.eye(16, 4)
-    x = torch.ones(4, 200, 16)
-    made = layer.train()(x, adapter_names=["a", "b", "__base__", "a"]) - layer.base_layer(x)
-    kept = made[..., :4].detach() / (2 * layer.scaling["a"])
-    assert set(kept.round(decimals=4).unique().tolist()) == {0.0, 1.0}
-    shares = kept.flatten(1).mean(1).tolist()
-    assert shares[2] == 0
-    assert all(0.4 < share < 0.6 for share in (shares[0], shares[1], shares[3]))
-    both = (layer(x[:1]) - layer.base_layer(x[:1]))[..., :4].detach() / (2 * layer.scaling["a"])
-    # active together: masks of their own
+    x = torch.ones(2, 200, 16)
+    both = (layer.train()(x) - layer.base_layer(x))[..., :4].detach() / (2 * layer.scaling["a"])
     assert set(both.round(decimals=4).unique().tolist()) == {0.0, 1.0, 2.0}
 
 

@@ -216,8 +216,6 @@ def test_labels_outside_two_classes_and_odd_tokenizers_are_refused():
         ({"hidden_features": -1}, "hidden_features is -1"),
         ({"surface": ["length"], "link": "concat"}, r"PairwiseConfig:.*link='concat'"),
         ({"max_tokens": 0}, r"PairwiseConfig:.*max_tokens.*0"),
-        ({"swap_consistency": -1}, "swap_consistency is -1"),
-        ({"swap_consistency": 1}, r"PairwiseConfig:.*0.*links"),
         ({"label_smoothin": 0.1}, r"PairwiseConfig:.*label_smoothin;.*label_smoothing"),
         ({"encoder": {"model_type": "nothing"}}, r"PairwiseConfig:.*model_type.*'nothing'"),
     ],

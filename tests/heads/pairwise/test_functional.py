@@ -1,7 +1,5 @@
 """Packed attention, the links and the losses, each against its definition."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +11,6 @@ from heads.pairwise.functional import (
     log_probabilities,
     packed_attention,
     pairwise_loss,
-    swap_divergence,
     swapped,
 )
 
@@ -213,12 +210,3 @@ def test_loss_is_cross_entropy():
     torch.testing.assert_close(pairwise_loss(logits, hard), pairwise_loss(logits, labels))
     with pytest.raises(ValueError, match=r"pairwise_loss:.*\[5\].*\[6.*3\]"):
         pairwise_loss(logits, labels[:5])
-
-
-def test_divergence_is_the_symmetric_kl():
-    one, other = torch.randn(2, 8, 3)
-    p, q = one.softmax(-1), swapped(other).softmax(-1)
-    expected = ((p * (p / q).log()).sum(-1) + (q * (q / p).log()).sum(-1)).mean() / 2
-    torch.testing.assert_close(swap_divergence(one, other), expected)
-    assert float(swap_divergence(one, swapped(one))) == 0
-    assert math.isfinite(swap_divergence(one * 100, other))

@@ -31,16 +31,12 @@ from . import products
 _SMALL = 1 << 20
 _FEW = 1 << 15  # outputs up to which half precision adds a product faster than it accumulates one
 
-Spans = tuple[tuple[int, int], ...]
-"""Half-open ranges of token positions: (start, stop)."""
-
 
 class Adapter(NamedTuple):
-    """One adapter's scaling and dropout, and the tokens that it applies to (None: all)."""
+    """One adapter's scaling and dropout."""
 
     scaling: float
     dropout_p: float = 0.0
-    spans: Spans | None = None
 
 
 class _Plan(NamedTuple):
@@ -76,7 +72,7 @@ def add_adapters(
         y: The layer's own output.
         x: Its input.
         factors: The adapters' matrices.
-        adapters: Their scaling, dropout and token ranges.
+        adapters: Their scaling and dropout.
         in_place: Whether y may be overwritten.
         masks: For each adapter its dropout as factors on x, (T, I), or None; without masks torch's
             own dropout.
@@ -92,17 +88,7 @@ def add_adapters(
             seen = x * mask
         elif one.dropout_p and masks is None:
             seen = F.dropout(x, one.dropout_p)
-        if one.spans is None:
-            y = _added(y, seen, a, b, one.scaling, in_place, autocast)
-            continue
-        # gathered once for each adapter: span by span took three times peft's time
-        rows = torch.cat([torch.arange(*span, device=y.device) for span in one.spans])
-        part = y.index_select(0, rows)
-        part = _added(part, seen.index_select(0, rows), a, b, one.scaling, in_place, autocast)
-        if in_place:
-            y = y.index_copy_(0, rows, part)
-        else:
-            y = y.index_copy(0, rows, part)
+        y = _added(y, seen, a, b, one.scaling, in_place, autocast)
     return y
 
 
@@ -151,10 +137,8 @@ class _Tensors(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """An adapter and its rows of x."""
+    """An adapter as the products take it."""
 
-    adapter: int
-    rows: slice
     a: Tensor
     b: Tensor
     scale: float
@@ -167,21 +151,9 @@ def _pieces(plan: _Plan, t: _Tensors, seeds: Tensor | None, x: Tensor) -> Iterat
         if one.dropout_p:
             assert seeds is not None
             drop = products.dropout(seeds[k], x.shape[0], x.shape[1], one.dropout_p)
-        for start, stop in one.spans or ((None, None),):
-            rows = slice(start, stop)
-            rows_dropped = drop
-            if drop is not None and one.spans is not None:
-                # a mask goes by the row's place in all of x, as in `_differentiable`
-                rows_dropped = drop._replace(rows=drop.rows[rows])
-            yield _Piece(
-                k,
-                rows,
-                t.factors[2 * k],
-                t.factors[2 * k + 1],
-                # dropout's own factor is in the scale, so that masks are 0 and 1
-                one.scaling / (1 - one.dropout_p),
-                rows_dropped,
-            )
+        # dropout's own factor is in the scale, so that masks are 0 and 1
+        scale = one.scaling / (1 - one.dropout_p)
+        yield _Piece(t.factors[2 * k], t.factors[2 * k + 1], scale, drop)
 
 
 class _LoraContext(Context, Protocol):
@@ -204,7 +176,7 @@ class _Lora(torch.autograd.Function):
         t = _Tensors.of(x.dtype, tensors)
         y = linear(x, t.weight, t.bias, plan.transposed)
         for piece in _pieces(plan, t, seeds, x):
-            products.add_(y[piece.rows], x[piece.rows], piece.a, piece.b, piece.scale, piece.drop)
+            products.add_(y, x, *piece)
         return y
 
     @staticmethod
@@ -224,24 +196,11 @@ class _Lora(torch.autograd.Function):
             gradients[0] = x.T @ grad if plan.transposed else grad.T @ x
         if need_bias:
             gradients[1] = grad.sum(0)
-        for piece in _pieces(plan, t, seeds, x):
-            at = 2 * piece.adapter
-            piece_gradients = products.gradients(
-                grad[piece.rows],
-                x[piece.rows],
-                piece.a,
-                piece.b,
-                piece.scale,
-                piece.drop,
-                None if dx is None else dx[piece.rows],
-                needs[at],
-                needs[at + 1],
+        for k, piece in enumerate(_pieces(plan, t, seeds, x)):
+            a, b = 2 * k, 2 * k + 1  # places of the adapter's factors
+            gradients[2 + a], gradients[2 + b] = products.gradients(
+                grad, x, *piece, dx, needs[a], needs[b]
             )
-            for place, part in enumerate(piece_gradients, 2 + at):
-                if part is None:  # this factor is not trained
-                    continue
-                before = gradients[place]
-                gradients[place] = part if before is None else before + part
         for place, tensor in enumerate(tensors):
             part = gradients[place]
             if part is not None and tensor is not None:  # under autocast x has another dtype

@@ -194,11 +194,7 @@ class PairwiseTrainer(StepTrainer):
         config = self.judge.config
         metrics = output.metrics or {}
         name = f"{named.get('metric_key_prefix', 'eval')}_loss"
-        # consistency of both orders is no function of one order's predictions
-        is_function_of_logits = (
-            isinstance(output.predictions, np.ndarray) and not config.swap_consistency
-        )
-        if name in metrics and is_function_of_logits:
+        if name in metrics and isinstance(output.predictions, np.ndarray):
             metrics[name] = float(
                 pairwise_loss(
                     torch.as_tensor(output.predictions),
@@ -264,11 +260,10 @@ def check_training_data(data: PairwiseDataset, judge: Judge) -> None:
             "PairwiseTrainer: every label is a tie; expected pairs of which some are won"
         )
     won = count_labels(data.pairs)[:2]
-    if judge.config.link == "concat" and not judge.config.swap_consistency and not all(won):
+    if judge.config.link == "concat" and not all(won):
         raise ValueError(
             f"PairwiseTrainer: {CLASSES[won.index(max(won))]} wins every pair, so link 'concat' "
-            "would learn only the position; expected pairs in both orders, swap_consistency=1.0, "
-            "or another link"
+            "would learn only the position; expected pairs in both orders, or another link"
         )
 
 

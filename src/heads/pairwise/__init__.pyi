@@ -16,6 +16,7 @@ from .training.guard import DeadRunGuard
 from .training.parameters import parameter_groups
 from .training.run import train_judge
 from .training.trainer import PairwiseTrainer
+from .uncertainty import fit_uncertainty_
 
 __all__ = [
     "DeadRunGuard",
@@ -32,6 +33,7 @@ __all__ = [
     "calibrate_",
     "check_packing",
     "each_pair",
+    "fit_uncertainty_",
     "freeze_",
     "pairwise_loss",
     "pairwise_metrics",

@@ -47,6 +47,7 @@ class PairwiseConfig(CheckedModelConfig):
         max_prompt_tokens: Tokens that a prompt keeps where an answer is long; default a quarter of
             ``max_tokens``.
         label_smoothing: Share of each target that is spread over all classes.
+        uncertainty: Whether the head has a covariance, which `fit_uncertainty_` sets.
         **rest: Of `transformers.PreTrainedConfig`.
 
     Raises:
@@ -74,6 +75,7 @@ class PairwiseConfig(CheckedModelConfig):
     max_tokens: MaybeWhole = None
     max_prompt_tokens: MaybeWhole = None
     label_smoothing: Share = 0.0
+    uncertainty: bool = False
 
     def derive(self) -> None:
         """Make the encoder's config, and lists of single words and tuples."""
@@ -97,6 +99,8 @@ class PairwiseConfig(CheckedModelConfig):
         # concat reads the encoder's features alone, and would ignore these in silence
         if self.surface and self.link == "concat":
             yield problem(self, "surface", "none of them for link='concat'")
+        if self.uncertainty and self.link != "antisymmetric":
+            yield problem(self, "uncertainty", "False without link='antisymmetric'")
 
     @property
     def num_classes(self) -> int:

@@ -36,7 +36,9 @@ class PairwiseHead(nn.Module):
     But for ``"concat"``, swapping the answers swaps the first two logits and moves no bit: both
     answers go through the same products, one after the other, and what follows treats them alike.
     Features are divided by the buffer ``scale``, which `fit_` sets. A calibrated model's logits are
-    divided in evaluation by the buffer ``temperature``.
+    divided in evaluation by the buffer ``temperature``. With ``uncertainty`` the buffer
+    ``covariance`` makes verdicts in evaluation less sure the less the training pairs say about
+    them; `fit_uncertainty_` sets it.
 
     Args:
         in_features: W.
@@ -45,6 +47,7 @@ class PairwiseHead(nn.Module):
         hidden_features: Inner width; 0 for a linear head, and for networks of 64.
         dropout: On the features and inside, and half of it on the surface's encodings.
         surface: Kinds of surface features that it looks at, too; none for ``"concat"``.
+        uncertainty: Whether there is a covariance of the last layers; for ``"antisymmetric"``.
 
     >>> head = PairwiseHead(8, link="antisymmetric", hidden_features=4).eval()
     >>> a, b = torch.randn(2, 5, 8)
@@ -61,6 +64,7 @@ class PairwiseHead(nn.Module):
         hidden_features: int = 0,
         dropout: float = 0.0,
         surface: Sequence[str] = (),
+        uncertainty: bool = False,
     ):
         super().__init__()
         self.in_features = in_features
@@ -104,6 +108,9 @@ class PairwiseHead(nn.Module):
         self.scale: Tensor
         self.register_buffer("temperature", torch.ones(()))
         self.register_buffer("scale", torch.ones(in_features))
+        self.covariance: Tensor | None
+        width = in_features + (hidden_features or _INNER)  # of what the last layers read
+        self.register_buffer("covariance", torch.zeros(width, width) if uncertainty else None)
         self.reset_parameters()
 
     @property
@@ -126,6 +133,8 @@ class PairwiseHead(nn.Module):
                 nn.init.zeros_(last.bias)
         nn.init.ones_(self.temperature)
         nn.init.ones_(self.scale)
+        if self.covariance is not None:
+            nn.init.zeros_(self.covariance)
         if self.encoding is not None:
             nn.init.zeros_(self.encoding.edges)
         # ν = 1: A, B and a tie are alike while the scores are
@@ -203,23 +212,49 @@ class PairwiseHead(nn.Module):
             return self._read(a, b)
         a = self._dropped(a / self.scale)
         b = self._dropped(b / self.scale)
-        few_a = self.project(a)
-        few_b = self.project(b)
-        made = []
-        for one, other, looks in (
-            (few_a, few_b, (surface_a, surface_b)),
-            (few_b, few_a, (surface_b, surface_a)),
-        ):
-            seen = [one - other, (one + other) / 2]
-            if self.encoding is not None:
-                seen.append(self.encoding(*map(_given, looks)))
-            made.append(self.beside(torch.cat(seen, -1)))
+        last: Any = self.beside[-1]
+        hidden = self._hidden(a, b, surface_a, surface_b)
+        made = [last(inner) for inner in hidden]
         # outer has no bias: with the order its part changes the sign and no other bit
         wins = (self.outer(a - b)[..., 0] + (made[0][..., 0] - made[1][..., 0])) / 2
+        if self.covariance is not None and not self.training:
+            read = torch.cat([a - b, hidden[0] - hidden[1]], -1) / 2
+            variance = (read @ self.covariance * read).sum(-1)
+            # MacKay 1992: the mean of a sigmoid of a normal number of mean m and variance v is near
+            # sigmoid(m / sqrt(1 + pi v / 8)); here m is 2 wins, with 4 times the variance
+            wins = wins / (1 + math.pi / 2 * variance).sqrt()
         logits = [wins, -wins]
         if self.tie is not None:
             logits.append((made[0][..., 1] + made[1][..., 1]) / 2 + self.tie.squeeze(0))
         return torch.stack(logits, -1)
+
+    def _hidden(
+        self, a: Tensor, b: Tensor, surface_a: Tensor | None, surface_b: Tensor | None
+    ) -> list[Tensor]:
+        """Return what the network's last layer reads, for A before B and for B before A."""
+        project: Any = self.project
+        network: Any = self.beside
+        few = [project(a), project(b)]
+        looks = [surface_a, surface_b]
+        hidden = []
+        for first, second in ((0, 1), (1, 0)):
+            x = [few[first] - few[second], (few[first] + few[second]) / 2]
+            if self.encoding is not None:
+                x.append(self.encoding(_given(looks[first]), _given(looks[second])))
+            inner = torch.cat(x, -1)
+            for layer in network[:-1]:
+                inner = layer(inner)
+            hidden.append(inner)
+        return hidden
+
+    def read_by_last(
+        self, a: Tensor, b: Tensor, surface_a: Tensor | None, surface_b: Tensor | None
+    ) -> Tensor:
+        """Return what the win's logit is linear in, (*B, W + inner width), for ``covariance``."""
+        a = a / self.scale
+        b = b / self.scale
+        one, other = self._hidden(a, b, surface_a, surface_b)
+        return torch.cat([a - b, one - other], -1) / 2
 
     def linked(self, score_a: Tensor, score_b: Tensor) -> Tensor:
         """Return logits (*B, C) from scores (*B,) of A and B, for link ``"davidson"``."""

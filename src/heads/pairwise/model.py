@@ -106,6 +106,7 @@ class PairwiseModel(SavedJudge):
             hidden_features=config.hidden_features,
             dropout=config.dropout,
             surface=config.surface,
+            uncertainty=config.uncertainty,
         )
         self.post_init()
         # from_pretrained makes the model without data, and checks when the weights are there

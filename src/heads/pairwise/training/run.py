@@ -35,6 +35,7 @@ from ..report.evaluation import (
     pairwise_report,
 )
 from ..surgery import freeze_
+from ..uncertainty import WIDEST, fit_uncertainty_, width_of
 from .trainer import PairwiseTrainer, check_training_data
 
 _RESULTS = ("report.json", "report.txt", "calibration.png", "model")
@@ -242,6 +243,8 @@ def train_judge(
         trainer.train(resume_from_checkpoint=checkpoint)
         if not trainer.is_world_process_zero():
             return None
+        if config.link == "antisymmetric" and width_of(model) <= WIDEST:
+            fit_uncertainty_(model, data["train"])
         calibration = calibrate_(model, data["calibrate"], progress=progress)
         seen = parts.seen()
         reports = {}

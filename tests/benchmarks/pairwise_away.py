@@ -1,0 +1,243 @@
+"""How sure a judge is away from home: judges of AlpacaEval pairs on models, and on data, that
+training has not seen.
+
+Frozen MiniLM of four layers, the antisymmetric head, three seeds. Away are two models that answer
+in no training pair (on prompts that no training pair has), people's choices between harmless
+answers (hh-rlhf), and polite rewrites beside rude ones. The same head's verdicts as they are,
+divided by a temperature from held-out pairs, and with `fit_uncertainty_`; beside gradient-boosted
+trees on surface features, and a coin. Not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+import statistics
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import EarlyStoppingCallback, TrainingArguments, set_seed
+
+from heads.pairwise import (
+    Pair,
+    PairwiseDataset,
+    PairwiseModel,
+    PairwiseTrainer,
+    baseline_verdicts,
+    calibrate_,
+    fit_uncertainty_,
+    freeze_,
+    pairwise_metrics,
+    predict_pairs,
+    split_pairs,
+)
+from heads.pairwise.report.baselines import BASELINES
+from tests.benchmarks.pairwise_trial import EVERYWHERE, real_pairs
+from tests.benchmarks.results import RESULTS, ROOT, commit, put, today
+from tests.support import real
+
+FOUND = RESULTS / "pairwise_away.json"
+GUIDE, FEATURES = ROOT / "docs" / "pairwise.md", Path(__file__).parent / "work" / "features"
+SEEDS = (0, 1, 2)
+HELD_MODELS, HELD_PROMPTS, MOST = 2, 150, 800  # pairs of each foreign set
+WAYS = ("plain", "temperature", "fit_uncertainty_")
+WORDS = {
+    "home": "AlpacaEval, prompts never seen",
+    "models": "AlpacaEval, prompts and two models never seen",
+    "people": "hh-rlhf, harmless answers chosen by people",
+    "polite": "polite rewrites beside rude ones",
+}
+
+
+def labeled(rows: Iterable[tuple[str, str, str]]) -> list[Pair]:
+    """Rows of prompt, better and worse answer as pairs, each in a drawn order."""
+    draw = random.Random(0)
+    pairs = []
+    for prompt, better, worse in rows:
+        if draw.random() < 0.5:
+            pairs.append(Pair(prompt, better, worse, 0, (None, None)))
+        else:
+            pairs.append(Pair(prompt, worse, better, 1, (None, None)))
+    return pairs[:MOST]
+
+
+def of_people() -> list[Pair]:
+    """Dialogues that differ in their last answer."""
+    rows = []
+    with gzip.open(
+        real.data("hh-rlhf_harmless-base_test.jsonl.gz"), "rt", encoding="utf-8"
+    ) as file:
+        for line in file:
+            row = json.loads(line)
+            before, _, better = row["chosen"].rpartition("\n\nAssistant:")
+            other, _, worse = row["rejected"].rpartition("\n\nAssistant:")
+            if before == other and better.strip() and worse.strip():
+                rows.append((before.strip(), better.strip(), worse.strip()))
+    return labeled(rows)
+
+
+def of_tone() -> list[Pair]:
+    """Instructions with the chosen and the rejected rewrite of one answer."""
+    text = real.data("rasbt_instruction-data-with-preference.json").read_text(encoding="utf-8")
+    rows = []
+    for row in json.loads(text):
+        prompt = f"{row['instruction']}\n{row['input']}".strip()
+        if row["chosen"].strip() != row["rejected"].strip():
+            rows.append((prompt, row["chosen"], row["rejected"]))
+    return labeled(rows)
+
+
+def sets() -> dict[str, list[Pair]]:
+    """Pairs to train on, to choose the epoch and the temperature, and of each test."""
+    pairs = real_pairs()
+    writers = sorted({w for pair in pairs for w in pair.writers if w and w != EVERYWHERE})
+    unseen = set(random.Random(5).sample(writers, HELD_MODELS))
+    prompts = sorted({pair.prompt for pair in pairs}, key=str)
+    held = set(random.Random(1).sample(prompts, HELD_PROMPTS))
+    rest = [p for p in pairs if p.prompt not in held and not unseen & set(p.writers)]
+    train, epoch, temperature = split_pairs(rest, (0.8, 0.1, 0.1), seed=0)
+    home = [p for p in pairs if p.prompt in held and not unseen & set(p.writers)]
+    models = [p for p in pairs if p.prompt in held and unseen & set(p.writers)]
+    return {
+        "train": train,
+        "epoch": epoch,
+        "temperature": temperature,
+        "home": home,
+        "models": models,
+        "people": of_people(),
+        "polite": of_tone(),
+    }
+
+
+def train(model: PairwiseModel, data: dict[str, PairwiseDataset], seed: int, epochs: int) -> None:
+    """Train the head on features of the frozen encoder."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            num_train_epochs=epochs,
+            per_device_train_batch_size=32,
+            learning_rate=1e-3,
+            warmup_steps=0.1,
+            lr_scheduler_type="cosine",
+            weight_decay=0.01,
+            seed=seed,
+            eval_strategy="epoch",
+            save_strategy="epoch",
+            save_total_limit=2,
+            load_best_model_at_end=True,
+            metric_for_best_model="log_loss",
+            greater_is_better=False,
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            logging_strategy="no",
+        )
+        PairwiseTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=data["train"],
+            eval_dataset=data["epoch"],
+            callbacks=[EarlyStoppingCallback(3)],
+        ).train()
+
+
+def figures(model: PairwiseModel, data: PairwiseDataset) -> dict[str, float]:
+    """Accuracy, log-loss and calibration error of a model."""
+    found = predict_pairs(model, data, progress=False).log_probabilities
+    metrics = pairwise_metrics(found, [pair.label for pair in data.pairs])
+    return {
+        "accuracy": round(metrics.accuracy, 4),
+        "log_loss": round(metrics.log_loss, 4),
+        "calibration_error": round(metrics.calibration_error, 4),
+    }
+
+
+def run(seed: int, pairs: dict[str, list[Pair]], *, epochs: int) -> dict[str, Any]:
+    """One head's figures on every test, in the three ways."""
+    set_seed(seed)
+    model: Any = PairwiseModel.from_encoder(
+        real.minilm(), dtype=torch.float32, depth=4, link="antisymmetric", ties=False
+    )
+    freeze_(model, "all")
+    data = {name: model.dataset(part, progress=False) for name, part in pairs.items()}
+    for one in data.values():
+        one.encode_(model, cache=FEATURES, progress=False)
+    train(model, data, seed, epochs)
+    rows: dict[str, Any] = {way: dict.fromkeys(WORDS) for way in WAYS}
+    for way in WAYS:
+        if way == "temperature":
+            rows["T"] = round(calibrate_(model, data["temperature"], progress=False).temperature, 3)
+        if way == "fit_uncertainty_":
+            # instead of the temperature
+            model.head.temperature.fill_(1.0)
+            fit_uncertainty_(model, data["train"])
+        for name in WORDS:
+            rows[way][name] = figures(model, data[name])
+    return {"seed": seed, **rows}
+
+
+def write_table() -> None:
+    """Write the guide's table."""
+    found = json.loads(FOUND.read_text(encoding="utf-8"))
+    lines = [
+        "| judged | pairs | accuracy | plain | temperature | `fit_uncertainty_` | trees |",
+        "|---" * 7 + "|",
+    ]
+    for name, words in WORDS.items():
+        cells = [words, str(found["pairs"][name])]
+        shares = [one["plain"][name]["accuracy"] for one in found["runs"]]
+        cells.append(f"{statistics.median(shares):.1%}")
+        for way in WAYS:
+            losses = [one[way][name]["log_loss"] for one in found["runs"]]
+            cells.append(
+                f"{statistics.median(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})"
+            )
+        cells.append(f"{found['trees'][name]:.3f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    note = (
+        f"Log-loss, median and range of {len(SEEDS)} seeds; always saying one half costs 0.693. "
+        f"Frozen MiniLM, four layers, {found['pairs']['train']:,} training pairs. Measured "
+        f"{found['date']} at {found['commit']}."
+    )
+    put(GUIDE, [*lines, "", note], "away")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run every seed; write results and the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", help="not looked at: it is not timed")
+    parser.add_argument("--smoke", action="store_true", help="few pairs; nothing is written")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    pairs = sets()
+    if options.smoke:
+        pairs = {name: part[:40] for name, part in pairs.items()}
+    trees = {}
+    seen = [*pairs["train"], *pairs["epoch"], *pairs["temperature"]]
+    for name in WORDS:
+        verdicts = baseline_verdicts(seen, pairs[name], classes=2)[BASELINES[-1]]
+        labels = [pair.label for pair in pairs[name]]
+        trees[name] = round(pairwise_metrics(verdicts, labels).log_loss, 4)
+    seeds = SEEDS[:1] if options.smoke else SEEDS
+    runs = [run(seed, pairs, epochs=1 if options.smoke else 8) for seed in seeds]
+    print(json.dumps({"trees": trees, "runs": runs}, indent=1), flush=True)
+    if options.smoke:
+        return
+    found = {
+        "date": today(),
+        "commit": commit(),
+        "pairs": {name: len(part) for name, part in pairs.items()},
+        "trees": trees,
+        "runs": runs,
+    }
+    FOUND.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_table()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""`fit_uncertainty_` against its definition, and what it keeps."""
+
+import pytest
+import torch
+from tests.heads.pairwise.test_model import PAIRS, model_of
+
+from heads.pairwise import PairwiseModel, calibrate_, fit_uncertainty_, predict_pairs
+from heads.pairwise.inference import sides_of
+
+
+def trained(ties=True, **options):
+    """A model with a head of random last layers, and labeled pairs."""
+    model = model_of(link="antisymmetric", ties=ties, **options).eval()
+    pairs = [(*pair, i % (2 + ties)) for i, pair in enumerate(PAIRS)]
+    return model, model.dataset(pairs, progress=False)
+
+
+@pytest.mark.parametrize("ties", [True, False])
+def test_a_verdict_is_the_mean_over_the_last_weights(ties):
+    """Beside a Laplace approximation written out: its Hessian by autograd, its mean by drawing."""
+    model, data = trained(ties)
+    head = model.head
+    a, b, *looks = sides_of(model, data, range(len(data)))
+    surface = looks if head.encoding is not None else (None, None)
+    last = head.beside[-1]
+    weights = torch.cat([head.outer.weight[0], last.weight[0]]).detach().double()
+    read = head.read_by_last(a, b, *surface).detach().double()
+    plain = head(a, b, *surface).detach().double()
+    torch.testing.assert_close((read @ weights).float(), plain[:, 0].float())
+
+    def expected_loss(w):
+        """The log-loss of labels drawn from the head's own verdicts, and the prior."""
+        wins = read @ w
+        logits = torch.stack([wins, -wins, *plain[:, 2:].unbind(1)], 1)
+        return -(plain.softmax(1) * logits.log_softmax(1)).sum() + w.square().sum() / 2
+
+    precision = torch.autograd.functional.hessian(expected_loss, weights)
+    fit_uncertainty_(model, data, batch_size=2)
+    torch.testing.assert_close(
+        head.covariance.double(), torch.linalg.inv(precision), rtol=1e-3, atol=1e-5
+    )
+    assert model.config.uncertainty
+    drawn = torch.distributions.MultivariateNormal(weights, precision_matrix=precision)
+    torch.manual_seed(0)
+    wins = drawn.sample((20_000,)) @ read.T
+    mean = torch.sigmoid(2 * wins).mean(0)
+    found = head(a, b, *surface).detach()
+    share = torch.sigmoid((found[:, 0] - found[:, 1]).double())
+    # the approximation of the mean is good to about a hundredth
+    torch.testing.assert_close(share, mean, rtol=0, atol=0.02)
+    torch.testing.assert_close(found[:, 2:].double(), plain[:, 2:])
+
+
+def test_verdicts_stay_fair_and_keep_their_winner(tmp_path):
+    model, data = trained()
+    before = predict_pairs(model, data, progress=False)
+    fit_uncertainty_(model, data)
+    after = predict_pairs(model, data, progress=False)
+    assert torch.equal(after.log_probabilities, after.swapped_log_probabilities)
+    for one, other in zip(before.log_probabilities, after.log_probabilities, strict=True):
+        assert (one[0] - one[1]).sign() == (other[0] - other[1]).sign()
+        assert (one[0] - one[1]).abs() >= (other[0] - other[1]).abs()
+    again = PairwiseModel.from_pretrained(
+        model.save_pretrained(tmp_path / "judge") or tmp_path / "judge"
+    )
+    loaded = predict_pairs(again, again.dataset(data.pairs, progress=False), progress=False)
+    assert torch.equal(loaded.log_probabilities, after.log_probabilities)
+    # a second fit is around the plain verdicts, not around the softened ones
+    covariance = model.head.covariance.clone()
+    fit_uncertainty_(model, data)
+    assert torch.equal(model.head.covariance, covariance)
+    calibrate_(model, data, progress=False)
+    # training does not see it
+    model.train()
+    a, b, *looks = sides_of(model, data, range(2))
+    surface = looks if model.head.encoding is not None else (None, None)
+    torch.manual_seed(0)
+    soft = model.head(a, b, *surface)
+    model.head.covariance.fill_(1e6)
+    torch.manual_seed(0)
+    assert torch.equal(model.head(a, b, *surface), soft)
+
+
+def test_other_heads_are_refused():
+    model = model_of(link="davidson")
+    data = model.dataset([(*pair, 0) for pair in PAIRS], progress=False)
+    with pytest.raises(ValueError, match=r"fit_uncertainty_: the link is 'davidson'"):
+        fit_uncertainty_(model, data)
+    with pytest.raises(ValueError, match="uncertainty is True, expected False without link"):
+        model_of(link="davidson", uncertainty=True)

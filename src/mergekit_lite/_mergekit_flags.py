@@ -19,7 +19,7 @@ FLAGS = {
     "--random-seed": "--seed {}",
     "--unsafe-truncate-embeddings": "--truncate-embeddings",
 }
-"""Our words by mergekit's flag, with {} for its value."""
+"""The flags of `mergekit-lite` that replace a mergekit flag; {} stands for its value."""
 
 IDLE = {
     "--async-write": "threads write the blocks that they compute",
@@ -41,7 +41,10 @@ IDLE = {
     "--no-safe-serialization": "weights are written as safetensors",
     "--no-write-model-card": "the model card is written",
 }
-"""Why a flag has no effect. The ``--no-`` form of one that is off by default asks for nothing."""
+"""The reason why a mergekit flag has no effect here.
+
+The ``--no-`` form of a flag that is off by default is not listed.
+"""
 
 _IDLE_WITH_VALUE = (
     "--lora-merge-cache",

@@ -78,9 +78,9 @@ class CurriculumDataset(IterableDataset):
             long.
         n_latent: Latents likewise; none: the model's own.
         holdout: Share of inputs, by hash, that training never sees and `held_out` gives; the same
-            inputs with every seed. Lengths with fewer than 1000 inputs, or 10 given rows, have none
-            held out, but all rows of a `TensorTask` may be. With 0 `held_out` draws from all: for
-            test data of their own.
+            inputs with every seed. Lengths with fewer than 1000 inputs have none held out. For
+            given rows the limit is 10 different inputs, and there is no limit if training uses a
+            single length. With 0, `held_out` draws from all inputs: for separate test data.
         seed: Of everything drawn.
         rank: Whose stream, in training with several processes.
         device: Where batches are made.
@@ -304,7 +304,7 @@ class CurriculumDataset(IterableDataset):
             yield self.batch(self.step - stride, details=details)
 
     def holds_out(self, length: int) -> bool:
-        """Return whether some of the given rows of a length are held out."""
+        """Return whether `held_out` can give rows of a length; False if the task draws inputs."""
         rows = self.task.every(length)
         if rows is None:
             return False
@@ -315,11 +315,10 @@ class CurriculumDataset(IterableDataset):
     def held_out(self, batch: int, length: int, *, seed: int = 0, details: bool = False) -> Batch:
         """Return a batch of held-out inputs of one length.
 
-        Where none of that length are held out, they are of any inputs.
+        If inputs are drawn and none of that length is held out, return any inputs.
 
         Args:
-            batch: Rows; of rows that are given (whose length is 1) at most as many as there are,
-                each once.
+            batch: Number of rows; of given rows at most as many as are held out, each once.
             length: Of all rows.
             seed: Which batch.
             details: Whether to add lengths and distances; see `Batch`.

@@ -122,7 +122,7 @@ class HoldOut:
         return Sample.joined(samples)
 
     def _has(self, length: int) -> bool:
-        """Return whether some rows of a length are held out and the others are not."""
+        """Return whether inputs of a length are divided into training and held-out ones."""
         return length < len(self.lengths) and bool(self.lengths[length])
 
     def _of_given(
@@ -136,8 +136,8 @@ class HoldOut:
             which = torch.arange(len(lengths), device=generator.device)
         if not len(which):
             raise ValueError(
-                f"CurriculumDataset: none of {len(lengths)} rows of length {length} is held out; "
-                "expected more rows, or a larger holdout"
+                f"CurriculumDataset: expected held-out rows of length {length}, got none of "
+                f"{len(lengths)}; add rows with different inputs, or raise holdout"
             )
         return rows.rows(
             which[torch.randperm(len(which), generator=generator, device=generator.device)[:batch]]

@@ -1,7 +1,7 @@
-"""Settings that go together: model, data, loss and rate for four kinds of tasks.
+"""Presets: a model, data, loss and learning rate for four kinds of tasks.
 
-- `scan`: what is known travels from left to right, as in sums, automata and carries.
-- `exchange`: neighbors exchange what they know both ways, as in sorting.
+- `scan`: information moves from left to right, as in sums, automata and carries.
+- `exchange`: neighbors exchange information in both directions, as in sorting.
 - `pointer`: a few latents look things up, one hop a step.
 - `grid`: every cell of a grid of one size has an answer, as in Sudoku.
 """
@@ -26,8 +26,8 @@ Kind = Literal["scan", "exchange", "pointer", "grid"]
 _MORE_STEPS = 6
 """Training steps beyond one for each symbol, so that answers learn to stay."""
 
-# Where each step has an answer of its own, few steps are drawn: so that places far from both ends
-# do not always know of an end.
+# If each step has its own answer, few steps are drawn. Otherwise latents far from both ends would
+# always learn about an end.
 _MOST_EXCHANGES = 8
 
 
@@ -54,10 +54,10 @@ class Preset:
     def data(
         self, task: Task, *, max_length: int | None = None, **options: Any
     ) -> CurriculumDataset:
-        """Return the training data, with one latent for each token unless it is a pointer.
+        """Return the training data. Except for `pointer`, the task is wrapped in `AtTokens`.
 
         Args:
-            task: The task, not laid out.
+            task: The task, not wrapped in `AtTokens`.
             max_length: Longest length in training; default: the task's.
             **options: Options of `CurriculumDataset`, such as ``holdout`` and ``seed``.
 
@@ -80,7 +80,7 @@ class Preset:
         return CurriculumDataset(task, schedule, **settings | options)
 
     def _steps_of(self, task: Task) -> Any:
-        """Return what draws the number of steps of a batch."""
+        """Return the range of steps of a batch, or a function of its longest length."""
         if self.kind == "grid":
             return (1, 4)
         if task.by_step:
@@ -116,7 +116,7 @@ class Preset:
         max_steps: int,
         **arguments: Any,
     ) -> ThinkerTrainer:
-        """Return a trainer.
+        """Return a `ThinkerTrainer` with the preset's loss and rate, and 50 warm-up steps.
 
         Args:
             model: The model.
@@ -138,8 +138,8 @@ class Preset:
 def scan(**fields: Any) -> Preset:
     """Return the preset for answers that can be found from left to right.
 
-    Each token has a latent that sees itself and its left neighbor, so that what is known travels
-    one place a step. Longer inputs take more steps of the same work. Examples: sums, parity,
+    Each token's latent attends to itself and its left neighbor, so information moves one token a
+    step. Longer inputs take more steps of the same work. Examples: sums, parity,
     carries of an addition from its smallest digits, any finite automaton.
 
     Args:
@@ -187,9 +187,9 @@ def pointer(**fields: Any) -> Preset:
 
 
 def grid(**fields: Any) -> Preset:
-    """Return the preset for grids of one size: an MLP mixes the cells, in segments of thought.
+    """Return the preset for grids of one size: a token-mixing MLP, four optimizer steps a batch.
 
-    The task is a `TensorTask` with ``grid=True``.
+    Use it with ``TensorTask(..., grid=True)``.
 
     Args:
         **fields: Fields of `ThinkerConfig` that differ.

@@ -206,7 +206,7 @@ def run_of(task: str, config: RunConfig) -> Run:
 
 
 def _check_task(task: str) -> None:
-    """Refuse what is neither a task that the command trains nor a file."""
+    """Check that a task is one that the command trains, or a file."""
     known = sorted(name for name, kind in TASKS.items() if not kind.by_step)
     if task in TASKS and task not in known:
         raise ValueError(
@@ -218,13 +218,14 @@ def _check_task(task: str) -> None:
 
 
 def _check_preset(config: RunConfig) -> None:
-    """Refuse flags that say what the preset says."""
+    """Reject flags that the preset sets."""
     given = [name for name in ("schedule", "steps") if getattr(config, name) is not None]
     if config.plan != RunConfig.plan:
         given.append("plan")
     if given:
         raise ValueError(
-            f"think train: expected no --{given[0]} with --preset, which says it; leave one out"
+            f"think train: --preset sets the {given[0]}, got --{given[0]}; remove --{given[0]} or "
+            "--preset"
         )
 
 

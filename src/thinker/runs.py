@@ -68,7 +68,7 @@ class TrainingReport(Report):
 def train(
     run: Run, out: Path, *, samples: int, device: str, fresh: bool = False, progress: bool
 ) -> TrainingReport:
-    """Train a model, and write it, its accuracy and its log into a folder.
+    """Train a model; write it and its accuracy into a folder.
 
     An unfinished run in the folder is continued.
 
@@ -162,7 +162,7 @@ def _trainer_of(
         "save_total_limit": 1,
         "seed": run.seed,
         "use_cpu": device == "cpu",
-        # ten points for the plot of a short run
+        # at least ten lines of log, in short runs too
         "logging_steps": max(1, min(50, run.iterations // 10)),
         "disable_tqdm": not progress,
     }
@@ -269,8 +269,9 @@ def _lengths_of(run: Run, data: CurriculumDataset) -> list[int]:
         lengths = {n for n in lengths & set(rows.lengths) if data.holds_out(n)}
     if not lengths:
         raise ValueError(
-            f"think train: none of {rows!r} is held out to measure the accuracy; expected 10 or "
-            "more rows of a length, or longer rows than --length"
+            "think train: expected held-out rows to measure the accuracy, got none in "
+            f"{rows!r}; add rows until a length has 10 different inputs, or rows longer than "
+            "--length"
         )
     return sorted(lengths)
 

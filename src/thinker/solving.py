@@ -32,7 +32,7 @@ class Solutions(Report):
     """Answers to rows.
 
     Attributes:
-        answers: Each answer, as the rows of the task have it: ids, or a text.
+        answers: Each answer in the task's own form: ids, a text, or symbols.
         steps: How many steps each row took.
         settled: Whether the exit rule stopped each row before the most steps.
     """

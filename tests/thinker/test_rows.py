@@ -68,7 +68,7 @@ def test_rows_are_drawn_by_length_and_none_that_is_held_out():
     assert seen[2] == every[2]
     assert len(data.held_out(99, 5)["input_ids"]) == 32
     assert [data.holds_out(n) for n in (2, 4, 5)] == [False, True, True]
-    with pytest.raises(ValueError, match=r"none of 4 rows of length 2 is held out"):
+    with pytest.raises(ValueError, match="expected held-out rows of length 2, got none of 4"):
         data.held_out(3, 2)
     with pytest.raises(ValueError, match=r"no row has length 3; expected one of \[2, 4, 5\]"):
         data.held_out(3, 3)
@@ -111,7 +111,7 @@ def test_a_trained_scan_solves_longer_texts():
     found = th.solve(model, task, ["1" * 30, "0110"])
     assert found.answers == ("10" * 15, "0100")
     assert "1010" in str(found)
-    with pytest.raises(ValueError, match="has the symbol '2', which no row has"):
+    with pytest.raises(ValueError, match="got '2' in '012'"):
         th.solve(model, task, ["012"])
 
 
@@ -172,9 +172,9 @@ def test_the_command_trains_on_a_file_and_tests_longer_rows(tmp_path, capsys):
     ("words", "message"),
     [
         (["nothing.jsonl"], "nothing.jsonl"),
-        (["copy", "--preset", "scan", "--steps", "1", "6"], "expected no --steps with --preset"),
+        (["copy", "--preset", "scan", "--steps", "1", "6"], "--preset sets the steps, got --steps"),
         (["copy", "--preset", "grid"], "a task of grids of one size"),
-        (["few.jsonl"], "none of RowsTask.* is held out"),
+        (["few.jsonl"], "expected held-out rows .*, got none in RowsTask"),
     ],
 )
 def test_the_command_refuses_what_a_preset_cannot_take(

@@ -93,8 +93,8 @@ def check_config(name: str, module: nn.Module, config: Config, tied: bool) -> No
         return
     if isinstance(config, KroneckerConfig) and (tied or not is_linear(module)):
         raise ValueError(
-            f"convert_: {name} is tied or a table of embeddings, got KroneckerConfig; expected "
-            "LowRankConfig"
+            f"convert_: {name}: expected LowRankConfig for a tied layer or an embedding table, got "
+            "KroneckerConfig"
         )
     if isinstance(config, KroneckerConfig):
         config.shapes(*dense(module).shape, operation=f"convert_: {name}")

@@ -52,7 +52,7 @@ class LayerReport:
         structure: Number and shapes of its parts.
         before: Parameters.
         after: Parameters now.
-        init: The start that it got.
+        init: The initializer that was used.
         error: Relative error of the weight or, where it was fitted, of the outputs of the layer or
             its MLP.
     """

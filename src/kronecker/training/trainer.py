@@ -261,14 +261,14 @@ def _check_models(model: nn.Module, teacher: nn.Module | None, distill: object) 
 
 
 def _check_distillation(distill: DistillConfig, model: nn.Module, teacher: nn.Module) -> None:
-    """Refuse to compare hidden states where they do not correspond."""
+    """Check that hidden states of model and teacher can be compared."""
     if not distill.hidden:
         return
     _check_depth(model, teacher)
     if _has_two_sides(model):
         raise ValueError(
-            f"KroneckerTrainer: {distill} for an encoder-decoder, {type(model).__name__}, whose "
-            "two sides have their own tokens; expected hidden=0"
+            f"KroneckerTrainer: expected hidden=0 for an encoder-decoder, got {distill} for "
+            f"{type(model).__name__}; its encoder and decoder have different tokens"
         )
 
 

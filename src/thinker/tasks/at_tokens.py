@@ -120,7 +120,7 @@ class AtTokens(Task):
         return self.laid_out(self.task.sample(generator, batch, length))
 
     def every(self, length: int) -> Sample | None:
-        """The other's, laid out."""
+        """Return all rows of the wrapped task with this length, laid out, or None."""
         rows = self.task.every(length)
         if rows is None:
             return None

@@ -28,17 +28,18 @@ class RowsTask(Task):
     characters. The length of a row is the number of symbols of its input.
 
     The answers may have as many symbols as their inputs, a fixed number more, a fixed number of
-    times as many, or one number of symbols for all inputs. Other answers get an end symbol, and
-    have at most as many symbols as their inputs if all rows have, or a multiple.
+    times as many, or one number of symbols for all inputs. Other answers are padded with an end
+    symbol, up to the smallest multiple of the input's length that fits every answer.
 
-    A `CurriculumDataset` holds some rows of each length out and trains on the others; rows that are
-    longer than its schedule's longest are all held out.
+    A `CurriculumDataset` holds out a share of the inputs of each length that has 10 different ones,
+    and trains on the others. Rows longer than its schedule's longest length are used only for
+    testing.
 
     Args:
         rows: The rows, or a file of them: JSON, JSON lines, CSV, TSV or parquet.
 
     Attributes:
-        symbols: The symbols of inputs and answers in order; a symbol's id is its place.
+        symbols: All symbols, sorted; a symbol's id is its index.
         lengths: The lengths that rows have, in order.
 
     Raises:
@@ -92,7 +93,7 @@ class RowsTask(Task):
             )
 
     def _size_of_answers(self, pairs: Sequence[tuple[list[Symbol], list[Symbol]]]) -> None:
-        """Find how many symbols an answer has: times and more, or with an end symbol."""
+        """Compute the length of answers: a multiple of the input's, plus a constant."""
         sizes = {(len(given), len(answer)) for given, answer in pairs}
         ratio = max(-(-answer // given) for given, answer in sizes)
         self._ends = False
@@ -132,13 +133,13 @@ class RowsTask(Task):
     @property
     # pyrefly: ignore[bad-override]: of the rows
     def min_length(self) -> int:
-        """The shortest row's."""
+        """The shortest length."""
         return self.lengths[0]
 
     @property
     # pyrefly: ignore[bad-override]: of the rows
     def default_length(self) -> int:
-        """The longest row's."""
+        """The longest length."""
         return self.lengths[-1]
 
     @property
@@ -156,7 +157,7 @@ class RowsTask(Task):
         return len(self.symbols) + self._ends
 
     def output_length(self, length: int) -> int:
-        """Return the most symbols of an answer to so many."""
+        """Return the length of the longest answer to inputs of this length."""
         return self._times * length + self._more
 
     def num_samples(self, length: int) -> int:
@@ -198,19 +199,19 @@ class RowsTask(Task):
         """Return the ids of an input's symbols.
 
         Raises:
-            ValueError: A symbol that no row has.
+            ValueError: The input has a symbol that occurs in no row.
         """
         symbols = self._split(row)
         unknown = [symbol for symbol in symbols if symbol not in self._ids]
         if unknown:
             raise ValueError(
-                f"RowsTask: {row!r:.80} has the symbol {unknown[0]!r}, which no row has; expected "
-                f"some of {list(self.symbols)!r:.200}"
+                f"RowsTask: expected symbols of {list(self.symbols)!r:.200}, got {unknown[0]!r} in "
+                f"{row!r:.80}"
             )
         return [self._ids[symbol] for symbol in symbols]
 
     def decode(self, ids: Sequence[int]) -> str | tuple[Symbol, ...]:
-        """Return an answer as the rows have it: a text, or symbols; without its end."""
+        """Return an answer in the form of the rows, a text or symbols, without the end symbol."""
         symbols = []
         for number in ids:
             if number == self._end:

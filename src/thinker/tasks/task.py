@@ -118,7 +118,7 @@ class Task(ABC):
     """A task: its sizes, and how its samples are drawn.
 
     ``length`` is a whole number, or (B,), one for each row; shorter rows are padded, on the left
-    with ``pads_left``. ``default_length`` is the longest in training unless a schedule says it.
+    with ``pads_left``. ``default_length`` is the longest in training unless a schedule sets one.
 
     With ``by_step`` the targets are (B, T, O): each of the first T steps of
     thinking has answers of its own. With ``grid`` the input is a grid, read row by row, and each
@@ -163,15 +163,15 @@ class Task(ABC):
         """A batch, drawn and made on the generator's device."""
 
     def every(self, length: int) -> Sample | None:
-        """Return all rows of a length, if they are given; None if they are drawn."""
+        """Return all rows of a length, or None if the task draws its inputs."""
         return None
 
     def encode(self, row: Any) -> list[int]:
-        """Return the ids of a row's input; here they are the row."""
+        """Return an input's token ids; by default the input already is a list of ids."""
         return list(row)
 
     def decode(self, ids: Sequence[int]) -> Any:
-        """Return an answer as the rows have it; here as ids."""
+        """Return an answer in the form of the task's rows; by default a tuple of ids."""
         return tuple(ids)
 
     def checked(

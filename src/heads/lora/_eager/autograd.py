@@ -137,7 +137,7 @@ class _Tensors(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """An adapter as the products take it."""
+    """The tensors and settings of one adapter, as the products expect them."""
 
     a: Tensor
     b: Tensor

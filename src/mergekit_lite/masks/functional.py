@@ -17,7 +17,7 @@ from model_components._autograd import autocast_dtype, needs_plain
 from model_components._checks import check_choice
 from model_components._fused import takes_fused
 
-from ._eager.blend import Blend, blend_plain
+from ._eager.blend import Blend, blend_plain, work_dtype
 from ._eager.linear import AccurateLinear, accurate_plain, efficient_linear
 
 BLEND = "masks.blend"
@@ -246,7 +246,7 @@ def masked_embedding(
 ) -> Tensor:
     """Return rows of the merged embedding Σ m_k E_k, gathered before they are blended.
 
-    There is never a (V, H) tensor.
+    There is never a (V, H) tensor. Until backward the gathered rows are kept.
 
     Args:
         ids: Token ids, (*B,).
@@ -276,6 +276,8 @@ def masked_embedding(
     flat = ids.reshape(-1)
     rows = [F.embedding(flat, weight) for weight in weights]
     if masks.shape[1] > 1:  # one row of masks a token
-        masks = torch.stack([F.embedding(flat, mask) for mask in masks])
+        # in float32, in which backward adds up the gradients of a token that comes often
+        wide = masks.to(work_dtype(masks.dtype))
+        masks = torch.stack([F.embedding(flat, mask) for mask in wide])
     # without the checks of `blend`, which do not take the sizes of a graph for any batch
     return _blended("masked_embedding", rows, masks, impl).view(*ids.shape, rows[0].shape[1])

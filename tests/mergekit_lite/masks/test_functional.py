@@ -153,6 +153,19 @@ def test_masked_embedding(ids, granularity, impl, dtype):
     )
 
 
+@pytest.mark.parametrize("granularity", ["output", "element"])
+def test_the_gradient_of_a_token_that_comes_often(granularity):
+    # summed in bfloat16, the 257th of equal gradients and all after it would be lost
+    weights, masks = parts((9, 5), granularity, 2, torch.bfloat16)
+    gradients = []
+    for dtype in (torch.bfloat16, torch.float64):
+        leaf = masks.detach().to(dtype).requires_grad_()
+        rows = masked_embedding(torch.full((4000,), 3), [w.to(dtype) for w in weights], leaf)
+        rows.sum().backward()
+        gradients.append(leaf.grad.double())
+    torch.testing.assert_close(*gradients, rtol=0.02, atol=0.5)
+
+
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_finite_differences(granularity):
     weights, masks = parts((4, 6), granularity, 3, torch.float64)

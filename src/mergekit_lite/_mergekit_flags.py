@@ -89,7 +89,7 @@ def translate(words: Sequence[str], *, plan: bool = False) -> tuple[list[str], l
             value = next(rest, "")
         if name == "--out-shard-size":
             # mergekit's B is a billion, ours a byte
-            value = re.sub(r"(?<=\d)[bB]$", "GB", value)
+            value = re.sub(r"(?<=\d)\s*[bB]$", "GB", value)
         # a plan has few of these flags, and its parser would refuse the others
         if not plan or made.startswith(_PLANNED):
             ours += [word.format(value) for word in made.split()]

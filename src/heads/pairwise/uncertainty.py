@@ -5,23 +5,52 @@ Shapes: P pairs, D numbers that the head's last layers read of a pair.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from model_components._modes import evaluating
+from model_components._report import Report
 
+from .functional import pairwise_loss
 from .inference import sides_of
 
 if TYPE_CHECKING:
     from .data.collate import PairwiseDataset
     from .model import PairwiseModel
 
-_PRIOR = 1.0
-"""Precision of the last weights before any pair is seen; they read features of unit size."""
+PRECISIONS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+"""Precisions of the last weights before any pair is seen, of which held-out pairs choose one."""
 
 WIDEST = 4096
 """Most numbers that the last layers may read: a covariance then takes 64 MiB."""
+
+
+@dataclass(frozen=True)
+class UncertaintyReport(Report):
+    """The result of `fit_uncertainty_`.
+
+    Attributes:
+        pairs: Number of held-out pairs.
+        precision: The prior precision that they chose.
+        before: Their log-loss before.
+        after: Their log-loss now.
+    """
+
+    pairs: int
+    precision: float
+    before: float
+    after: float
+
+    def summary(self) -> list[str]:
+        """Return the log-losses and the precision."""
+        return [
+            f"log-loss {self.before:.4f} before, {self.after:.4f} after, on {self.pairs} pairs "
+            f"(prior precision {self.precision:g})"
+        ]
 
 
 def width_of(model: PairwiseModel) -> int:
@@ -32,20 +61,30 @@ def width_of(model: PairwiseModel) -> int:
 
 
 @torch.no_grad()
-def fit_uncertainty_(model: PairwiseModel, data: PairwiseDataset, *, batch_size: int = 32) -> None:
+def fit_uncertainty_(
+    model: PairwiseModel,
+    data: PairwiseDataset,
+    held_out: PairwiseDataset,
+    *,
+    batch_size: int = 32,
+) -> UncertaintyReport:
     """Make a trained judge less sure of pairs that its training says little about, in place.
 
     The weights of the head's last layers get a normal distribution around what was learned: the
-    Laplace approximation, of precision ``I + Σ v x xᵀ`` over the training pairs, where x is what
-    these layers read of a pair and v the variance of its verdict. A verdict in evaluation is then
-    the mean over these weights, near enough, and stays exactly fair. Which answer wins does not
-    change. Call it after the training, with the pairs that were trained on; call it again after
-    further training.
+    Laplace approximation, of precision ``p I + Σ v x xᵀ`` over the training pairs, where x is what
+    these layers read of a pair, v the variance of its verdict, and p the prior precision with the
+    least log-loss on held-out pairs. A verdict in evaluation is then the mean over these weights,
+    near enough, and stays exactly fair. Which answer wins does not change. Training does not see
+    it; call it again after further training.
 
     Args:
         model: A `PairwiseModel` with link ``"antisymmetric"``.
         data: The training pairs.
+        held_out: Labeled pairs that were not trained on.
         batch_size: Pairs at once.
+
+    Returns:
+        The precision, and the log-loss before and after.
 
     Raises:
         ValueError: Another link, no pairs, or a head that reads more than 4096 numbers.
@@ -57,8 +96,11 @@ def fit_uncertainty_(model: PairwiseModel, data: PairwiseDataset, *, batch_size:
         raise ValueError(
             f"fit_uncertainty_: the link is {model.config.link!r}, expected 'antisymmetric'"
         )
-    if not len(data):
-        raise ValueError("fit_uncertainty_: got no pairs, expected those of the training")
+    if not len(data) or not len(held_out) or held_out.labels[0] is None:
+        raise ValueError(
+            f"fit_uncertainty_: {len(data)} pairs and {len(held_out)} held-out ones; expected some "
+            "of both, the latter with labels"
+        )
     width = width_of(model)
     if width > WIDEST:
         raise ValueError(
@@ -66,21 +108,60 @@ def fit_uncertainty_(model: PairwiseModel, data: PairwiseDataset, *, batch_size:
             "kinds of pooling make it narrower"
         )
     head = model.head
-    device = head.outer.weight.device
     # the fit is around the plain verdicts, also where one was made before
     head.covariance = None
-    precision = _PRIOR * torch.eye(width, dtype=torch.float64, device=device)
+    information = torch.zeros(width, width, dtype=torch.float64)
     with evaluating(model):
-        for start in range(0, len(data), batch_size):
-            numbers = range(start, min(start + batch_size, len(data)))
-            a, b, *looks = (x.to(device) for x in sides_of(model, data, numbers, batch_size))
-            surface = looks if head.encoding is not None else (None, None)
-            shares = head(a, b, *surface).softmax(-1).double()
-            x = head.read_by_last(a, b, *surface).double()
+        for sides in _sides(model, data, batch_size):
+            shares = head(*sides).softmax(-1).double().cpu()
+            x = head.read_by_last(*sides).double().cpu()
             # the variance of (A wins) - (B wins), the information of a verdict about the logit
             difference = shares[:, 0] - shares[:, 1]
             variance = shares[:, 0] + shares[:, 1] - difference.square()
-            precision += x.T @ (x * variance[:, None])
-    covariance = torch.cholesky_inverse(torch.linalg.cholesky(precision))
-    head.covariance = covariance.to(head.outer.weight.dtype)
+            information += x.T @ (x * variance[:, None])
+        values, vectors = torch.linalg.eigh(information)
+        kept = list(_sides(model, held_out, batch_size))
+        labels = torch.stack([_shares(held_out, i, head.ties) for i in range(len(held_out))])
+        before = _loss(model, kept, labels)
+        losses = {}
+        for precision in PRECISIONS:
+            covariance = vectors / (values.clamp(min=0) + precision) @ vectors.T
+            head.covariance = covariance.to(head.outer.weight)
+            losses[precision] = _loss(model, kept, labels)
+    best = min(losses, key=losses.__getitem__)
+    covariance = vectors / (values.clamp(min=0) + best) @ vectors.T
+    head.covariance = covariance.to(head.outer.weight)
     model.config.uncertainty = True
+    return UncertaintyReport(len(held_out), best, before, losses[best])
+
+
+def _sides(
+    model: PairwiseModel, data: PairwiseDataset, batch_size: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor | None]]:
+    """Yield features of A and of B and their surface features, batch by batch."""
+    device = model.head.outer.weight.device
+    for start in range(0, len(data), batch_size):
+        numbers = range(start, min(start + batch_size, len(data)))
+        a, b, *looks = (x.to(device) for x in sides_of(model, data, numbers, batch_size))
+        if model.head.encoding is None:
+            yield a, b, None, None
+        else:
+            yield a, b, looks[0], looks[1]
+
+
+def _shares(data: PairwiseDataset, number: int, ties: bool) -> Tensor:
+    """Return the label of a pair as shares of the classes."""
+    label = data[number]["label"]
+    if isinstance(label, int):
+        return torch.nn.functional.one_hot(torch.tensor(label), 2 + ties).float()
+    return torch.as_tensor(label, dtype=torch.float32)
+
+
+def _loss(
+    model: PairwiseModel,
+    kept: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]],
+    labels: Tensor,
+) -> float:
+    """Return the log-loss of verdicts, the temperature included."""
+    logits = torch.cat([model.head(*sides) for sides in kept]).cpu()
+    return float(pairwise_loss(logits / model.head.temperature.cpu(), labels))

@@ -4,7 +4,13 @@ import pytest
 import torch
 from tests.heads.pairwise.test_model import PAIRS, model_of
 
-from heads.pairwise import PairwiseModel, calibrate_, fit_uncertainty_, predict_pairs
+from heads.pairwise import (
+    PairwiseModel,
+    calibrate_,
+    fit_uncertainty_,
+    pairwise_metrics,
+    predict_pairs,
+)
 from heads.pairwise.inference import sides_of
 
 
@@ -32,10 +38,11 @@ def test_a_verdict_is_the_mean_over_the_last_weights(ties):
         """The log-loss of labels drawn from the head's own verdicts, and the prior."""
         wins = read @ w
         logits = torch.stack([wins, -wins, *plain[:, 2:].unbind(1)], 1)
-        return -(plain.softmax(1) * logits.log_softmax(1)).sum() + w.square().sum() / 2
+        loss = -(plain.softmax(1) * logits.log_softmax(1)).sum()
+        return loss + report.precision * w.square().sum() / 2
 
+    report = fit_uncertainty_(model, data, data, batch_size=2)
     precision = torch.autograd.functional.hessian(expected_loss, weights)
-    fit_uncertainty_(model, data, batch_size=2)
     torch.testing.assert_close(
         head.covariance.double(), torch.linalg.inv(precision), rtol=1e-3, atol=1e-5
     )
@@ -54,8 +61,12 @@ def test_a_verdict_is_the_mean_over_the_last_weights(ties):
 def test_verdicts_stay_fair_and_keep_their_winner(tmp_path):
     model, data = trained()
     before = predict_pairs(model, data, progress=False)
-    fit_uncertainty_(model, data)
+    report = fit_uncertainty_(model, data, data)
+    assert "prior precision" in str(report)
     after = predict_pairs(model, data, progress=False)
+    labels = [data[i]["label"] for i in range(len(data))]
+    for found, loss in ((before, report.before), (after, report.after)):
+        assert pairwise_metrics(found.log_probabilities, labels).log_loss == pytest.approx(loss)
     assert torch.equal(after.log_probabilities, after.swapped_log_probabilities)
     for one, other in zip(before.log_probabilities, after.log_probabilities, strict=True):
         assert (one[0] - one[1]).sign() == (other[0] - other[1]).sign()
@@ -67,7 +78,7 @@ def test_verdicts_stay_fair_and_keep_their_winner(tmp_path):
     assert torch.equal(loaded.log_probabilities, after.log_probabilities)
     # a second fit is around the plain verdicts, not around the softened ones
     covariance = model.head.covariance.clone()
-    fit_uncertainty_(model, data)
+    fit_uncertainty_(model, data, data)
     assert torch.equal(model.head.covariance, covariance)
     calibrate_(model, data, progress=False)
     # training does not see it
@@ -85,6 +96,6 @@ def test_other_heads_are_refused():
     model = model_of(link="davidson")
     data = model.dataset([(*pair, 0) for pair in PAIRS], progress=False)
     with pytest.raises(ValueError, match=r"fit_uncertainty_: the link is 'davidson'"):
-        fit_uncertainty_(model, data)
+        fit_uncertainty_(model, data, data)
     with pytest.raises(ValueError, match="uncertainty is True, expected False without link"):
         model_of(link="davidson", uncertainty=True)

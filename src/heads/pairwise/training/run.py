@@ -244,7 +244,7 @@ def train_judge(
         if not trainer.is_world_process_zero():
             return None
         if config.link == "antisymmetric" and width_of(model) <= WIDEST:
-            fit_uncertainty_(model, data["train"])
+            fit_uncertainty_(model, data["train"], data["calibrate"])
         calibration = calibrate_(model, data["calibrate"], progress=progress)
         seen = parts.seen()
         reports = {}

@@ -152,6 +152,7 @@ def main() -> None:
         logging_steps=max(1, iterations // 6),
         seed=options.seed,
         use_cpu=True,
+        save_strategy="no",
     )
     trainer.train()
     seconds = time.process_time() - started

@@ -1,4 +1,4 @@
-"""Commands: think train, think evaluate."""
+"""Commands: think train, think evaluate, think solve."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def evaluate(
     /,
     *,
     lengths: tuple[int, ...] = (),
-    n_steps: tuple[int, ...] = (1, 2, 4, 8, 16, 32),
+    n_steps: tuple[int, ...] = (),
     samples: int = 1024,
     seed: int = 0,
     device: str = "cpu",
@@ -62,7 +62,8 @@ def evaluate(
     Args:
         folder: Folder that think train wrote.
         lengths: Lengths of the held-out samples; default: --length and --lengths of the training.
-        n_steps: Numbers of thinking steps to compare.
+        n_steps: Numbers of thinking steps to compare; default: with a latent for each token, some
+            that follow the length, otherwise 1 to 32.
         samples: Number of held-out samples of each length.
         seed: Random seed of the data.
         device: Device that computes, such as cpu or cuda.
@@ -71,3 +72,15 @@ def evaluate(
 
     where = find_device(device, "think evaluate")
     return runs.evaluate(folder, lengths, n_steps=n_steps, samples=samples, seed=seed, device=where)
+
+
+def solve(folder: Path, inputs: tuple[str, ...], /) -> Report:
+    """Answer inputs with a trained thinker.
+
+    Args:
+        folder: Folder that think train wrote.
+        inputs: Inputs as the rows have them; of the package's tasks, ids between spaces.
+    """
+    from . import runs
+
+    return runs.solve_rows(folder, inputs)

@@ -13,6 +13,7 @@ from model_components._checks import refuse
 from .config import OutputSteps, ThinkerConfig, is_whole
 from .flow import FlowPlan, FlowRow
 from .tasks import AtTokens, Task
+from .tasks.rows import symbols_of
 
 
 def check_layout(operation: str, config: ThinkerConfig, task: Task) -> None:
@@ -31,6 +32,12 @@ def check_layout(operation: str, config: ThinkerConfig, task: Task) -> None:
             needed = 'a plain task, or a model with latent_init="tokens"'
         raise ValueError(
             f"{operation}: the model has {has}, the task is {task!r}; expected {needed}"
+        )
+    symbols = symbols_of(task)
+    if config.symbols != symbols:
+        raise ValueError(
+            f"{operation}: the model was made for the symbols {config.symbols!r:.100}, the task "
+            f"has {symbols!r:.100}; expected the same"
         )
 
 

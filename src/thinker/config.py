@@ -60,6 +60,7 @@ class ThinkerConfig(CheckedModelConfig):
         num_positions: The size of the table of ``"random"``, default four times the longest
             sequence, or of ``"cyclic"``, default 4.
         separators: Token ids that end an operand; for ``"aligned"``.
+        symbols: What the ids of a `RowsTask` stand for; another task's rows are refused.
         memory: Keys and values of past latents: ``"none"``, ``"grow"`` keeps all, ``"static"``
             writes in place into room for ``memory_size`` writes (only without gradients).
         memory_size: The room of a static memory, in writes.
@@ -118,6 +119,7 @@ class ThinkerConfig(CheckedModelConfig):
     from_end: bool = False
     num_positions: Whole = _DERIVED
     separators: list[int] = field(default_factory=list)
+    symbols: Any = None
     memory: MemoryKind = "none"
     memory_size: MaybeWhole = None
     num_static_tokens: Annotated[int, Range(least=0)] = 0

@@ -20,6 +20,7 @@ from .counters import between, mix, seed_of
 from .holdout import HoldOut
 from .schedules import Fixed, Frontier, Schedule
 from .tasks import Sample, Task
+from .tasks.rows import symbols_of
 from .tasks.task import check_sample
 
 Count = int | tuple[int, int] | Callable[[int], int | tuple[int, int]]
@@ -79,8 +80,8 @@ class CurriculumDataset(IterableDataset):
         n_latent: Latents likewise; none: the model's own.
         holdout: Share of inputs, by hash, that training never sees and `held_out` gives; the same
             inputs with every seed. Lengths with fewer than 1000 inputs have none held out. For
-            given rows the limit is 10 different inputs, and there is no limit if training uses a
-            single length. With 0, `held_out` draws from all inputs: for separate test data.
+            given rows the limit is 10 different inputs, and a `TensorTask` has none. With 0,
+            `held_out` draws from all inputs: for separate test data.
         seed: Of everything drawn.
         rank: Whose stream, in training with several processes.
         device: Where batches are made.
@@ -183,7 +184,7 @@ class CurriculumDataset(IterableDataset):
         """The most steps that a batch of the longest length asks for."""
         return _pair("n_step", self.n_step, self.schedule.max_length)[1]
 
-    def sizes(self, length: int | None = None) -> dict[str, int]:
+    def sizes(self, length: int | None = None) -> dict[str, Any]:
         """Return fields of `ThinkerConfig` that a model needs for samples up to ``length``.
 
         By default it is the schedule's.
@@ -193,12 +194,13 @@ class CurriculumDataset(IterableDataset):
         {'vocab_size': 18, 'output_size': 16, 'max_input_length': 8, 'max_output_length': 4}
         """
         longest = self.schedule.max_length if length is None else length
+        symbols = symbols_of(self.task)
         return {
             "vocab_size": self.task.vocab_size,
             "output_size": self.task.output_size,
             "max_input_length": self.task.input_length(longest),
             "max_output_length": self.task.output_length(longest),
-        }
+        } | ({} if symbols is None else {"symbols": symbols})
 
     def state_at(self, step: int) -> Tensor:
         """The schedule's state that batch ``step`` is drawn with."""

@@ -29,10 +29,10 @@ class HoldOut:
         self.is_given = task.every(task.min_length) is not None
         if not self.is_given:
             enough = _ENOUGH
-        elif longest > task.min_length:
+        elif longest > 1:
             enough = _ENOUGH_GIVEN
         else:
-            enough = 1
+            enough = 1  # rows of a `TensorTask`
         has_enough = [
             share > 0 and task.num_samples(n) >= enough for n in range(task.min_length, longest + 1)
         ]

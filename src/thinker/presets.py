@@ -64,11 +64,15 @@ class Preset:
         Returns:
             The data; its ``task`` is laid out for the model.
         """
+        if not isinstance(task, Task):
+            raise ValueError(
+                f"Preset.data: expected a Task, such as RowsTask({task!r:.80}), got {task!r:.80}"
+            )
         longest = task.default_length if max_length is None else max_length
         steps: Any
         schedule: Schedule
         if self.kind == "pointer":
-            schedule = Fixed(max_length=longest)
+            schedule = Fixed(max_length=longest, min_length=task.min_length)
             steps = longest + 1  # the first step reads the start
         else:
             task = AtTokens(task)
@@ -118,6 +122,9 @@ class Preset:
     ) -> ThinkerTrainer:
         """Return a `ThinkerTrainer` with the preset's loss and rate, and 50 warm-up steps.
 
+        It writes a checkpoint after each quarter of the steps, for ``train(
+        resume_from_checkpoint=True)``.
+
         Args:
             model: The model.
             data: The training data.
@@ -125,7 +132,14 @@ class Preset:
             max_steps: Number of optimizer steps.
             **arguments: Arguments of `thinker_arguments`.
         """
-        settings: dict[str, Any] = {"learning_rate": self.learning_rate, "warmup_steps": 50}
+        settings: dict[str, Any] = {
+            "learning_rate": self.learning_rate,
+            "warmup_steps": 50,
+            # four checkpoints, so that a stop loses at most a quarter of a run
+            "save_strategy": "steps",
+            "save_steps": max(10, max_steps // 4),
+            "save_total_limit": 1,
+        }
         return ThinkerTrainer(
             model,
             thinker_arguments(output_dir, max_steps=max_steps, **settings | arguments),

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from model_components._checks import CheckedConfig, Range, Whole, check_choice
 from model_components._formats import reading
+from model_components._rows import SUFFIXES, kind_of
 from model_components._yaml import read_yaml
 
 from . import schedules
@@ -121,10 +122,7 @@ class Run(CheckedConfig):
             # several numbers in training, so that the model can think with any
             counts["n_latent"] = (8, 16)
         kind = getattr(schedules, self.schedule.capitalize())
-        if self.schedule == "fixed":
-            schedule = kind(max_length=self.length)
-        else:
-            schedule = kind(max_length=self.length, min_length=task.min_length)
+        schedule = kind(max_length=self.length, min_length=task.min_length)
         return CurriculumDataset(task, schedule, seed=self.seed, batch_size=self.batch, **counts)
 
     def thinker(self, data: CurriculumDataset) -> LatentThinker:
@@ -164,6 +162,9 @@ def run_of(task: str, config: RunConfig) -> Run:
         ValueError: The task is unknown or has an answer at each step; a flag is invalid.
     """
     _check_task(task)
+    if task not in TASKS:
+        # a run is found again from any folder
+        task = str(Path(task).resolve())
     if config.preset is None:
         recipe = RECIPES.get(task, {})
     else:
@@ -191,6 +192,7 @@ def run_of(task: str, config: RunConfig) -> Run:
     if task not in TASKS:
         rows = RowsTask(task)
         fields.setdefault("length", rows.default_length)
+        _check_rows(rows, config, fields["length"])
         lengths = lengths or tuple(n for n in rows.lengths if n > fields["length"])
     elif config.preset == "grid":
         raise ValueError(
@@ -213,8 +215,30 @@ def _check_task(task: str) -> None:
             f"think train: {task} has an answer at each step; train it from Python with "
             "ThinkerTrainer"
         )
-    if task not in TASKS and not Path(task).is_file():
-        check_choice("think train", "task", task, [*known, "a file of rows"])
+    if task in TASKS or Path(task).is_file():
+        return
+    if kind_of(Path(task)) in SUFFIXES:
+        raise ValueError(f"think train: there is no file {task}")
+    check_choice("think train", "task", task, [*known, "a file of rows"])
+
+
+def _check_rows(rows: RowsTask, config: RunConfig, length: int) -> None:
+    """Check that the flags of a run fit the rows of a file."""
+    if config.options:
+        raise ValueError(f"think train: a file of rows takes no --options, got {config.options[0]}")
+    if length > rows.default_length:
+        raise ValueError(
+            f"think train: --length is {length}, but the longest row has length "
+            f"{rows.default_length}"
+        )
+    if config.preset == "grid" and len(rows.lengths) > 1:
+        raise ValueError(
+            "think train: --preset grid needs rows of one length, got lengths "
+            f"{rows.lengths[0]} to {rows.lengths[-1]}"
+        )
+    missing = sorted(set(config.lengths) - set(rows.lengths))
+    if missing:
+        print(f"think train: no row has length {missing[0]}, so it is not evaluated")
 
 
 def _check_preset(config: RunConfig) -> None:

@@ -25,7 +25,8 @@ from .losses import Reach
 from .model import LatentThinker
 from .report import Grid, evaluate_grid, evaluate_steps
 from .run_settings import MORE_STEPS, Run
-from .tasks import RowsTask
+from .solving import Solutions, solve
+from .tasks import RowsTask, Task
 from .tasks.at_tokens import without_layout
 from .training import RewindOnPeak, ThinkerTrainer, thinker_arguments
 
@@ -33,6 +34,8 @@ _GRID_STEPS = (1, 2, 4, 6, 8, 12, 16, 24)
 """Numbers of steps at which a trained model is measured; training has 1 to 6 by default."""
 _GRID_LATENTS = (4, 6, 8, 12, 16, 24, 32)
 """Numbers of latents at which a model that starts from noise is measured; training has 8 to 16."""
+_STEPS = (1, 2, 4, 8, 16, 32)
+"""Numbers of steps at which a model without a latent for each token is evaluated."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ def train(
     # what does not fit is refused before there is a folder
     data = run.data()
     _lengths_of(run, data)
+    rows = without_layout(data.task)
     model = run.thinker(data)
     folder = RunFolder(
         out,
@@ -98,6 +102,7 @@ def train(
         checkpoints="checkpoints",
         # a finished run may be trained further
         may_change=("iterations",),
+        contents={"rows": repr(rows)} if isinstance(rows, RowsTask) else None,
         results=("result.json", "model"),
         fresh=fresh,
     )
@@ -142,7 +147,7 @@ def _train(
     write_json(out / "result.json", result)
     if grid is not None:
         print(f"\n{grid}")
-    print(f"{out}: model/, result.json; next: model-components think evaluate {out}")
+    print(f"{out}: model/, result.json; next: model-components think evaluate|solve {out}")
     return TrainingReport(run, result)
 
 
@@ -300,11 +305,22 @@ def _run_in(folder: Path) -> Run:
         return Run.from_dict({name: value for name, value in values.items() if name in known})
 
 
+def _check_rows(folder: Path, task: Task) -> None:
+    """Refuse a file of rows that is not the one of the training."""
+    if not isinstance(task, RowsTask):
+        return
+    trained = read_json(folder, "run.json").get("contents", {}).get("rows")
+    if trained != repr(task):
+        raise ValueError(
+            f"think: the file of rows has changed since the training: {trained} then, {task!r} now"
+        )
+
+
 def evaluate(
     folder: Path,
     lengths: Sequence[int],
     *,
-    n_steps: Sequence[int],
+    n_steps: Sequence[int] = (),
     samples: int,
     seed: int,
     device: str,
@@ -314,7 +330,7 @@ def evaluate(
     Args:
         folder: The folder.
         lengths: Lengths of the samples; if empty, those of the run.
-        n_steps: Numbers of thinking steps.
+        n_steps: Numbers of thinking steps; if empty, some that suit the model.
         samples: Number of held-out samples of each length.
         seed: Random seed of the samples.
         device: The device that computes.
@@ -324,12 +340,40 @@ def evaluate(
     model: Any = LatentThinker.from_pretrained(folder / "model")
     model.to(device)
     data = run.data()
+    _check_rows(folder, without_layout(data.task))
     lengths = lengths or [n for n in _lengths_of(run, data) if n >= run.length] or [run.length]
     if max(lengths) > max([run.length, *run.lengths]):
         raise ValueError(
             f"think evaluate: lengths must be at most {max([run.length, *run.lengths])}, got "
             f"{max(lengths)}; train with think train --lengths {max(lengths)}"
         )
-    # a plan may need more steps, or have a number of its own
-    steps = sorted({run.flow_plan().num_steps(n) for n in n_steps})
+    plan = run.flow_plan()
+
+    def steps(length: int) -> list[int]:
+        numbers = n_steps or _STEPS
+        if run.at_tokens and not n_steps:
+            numbers = (length, 2 * length + MORE_STEPS, 4 * length)
+        # a plan may need more steps, or have a number of its own
+        return sorted({plan.num_steps(n) for n in numbers})
+
     return evaluate_steps(model, data, lengths, n_steps=steps, samples=samples, seed=seed)
+
+
+def solve_rows(folder: Path, inputs: Sequence[str]) -> Solutions:
+    """Answer inputs with the model in a run's folder: texts, or ids between spaces.
+
+    Args:
+        folder: The folder.
+        inputs: The inputs.
+    """
+    run = _run_in(folder)
+    task = run.bare_task()
+    _check_rows(folder, task)
+    model: Any = LatentThinker.from_pretrained(folder / "model")
+    rows: list[Any] = list(inputs)
+    if not isinstance(task, RowsTask):
+        try:
+            rows = [[int(word) for word in text.split()] for text in inputs]
+        except ValueError as error:
+            raise ValueError(f"think solve: expected ids between spaces, got {inputs}") from error
+    return solve(model, task, rows)

@@ -92,6 +92,8 @@ def solve(
     >>> [len(answer) for answer in solve(model, task, [[1, 0, 1], [1]], max_steps=4).answers]
     [3, 1]
     """
+    if isinstance(rows, str):
+        raise ValueError(f"solve: rows is the text {rows!r:.80}; expected a list of inputs")
     inner = without_layout(task)
     if model.config.at_tokens:
         task = AtTokens(inner)
@@ -105,6 +107,12 @@ def solve(
     sample = _sample(inner, listed)
     if isinstance(task, AtTokens):
         sample = task.laid_out(sample)
+    if sample.tokens.shape[1] > model.config.max_input_length:
+        raise ValueError(
+            f"solve: the longest row takes {sample.tokens.shape[1]} tokens, the model at most "
+            f"{model.config.max_input_length}; expected shorter rows, or a model that was made for "
+            "longer ones (data.sizes(length))"
+        )
     inputs = {
         "input_ids": sample.tokens.to(model.device),
         "attention_mask": sample.mask.to(model.device),
@@ -176,7 +184,7 @@ def _sample(task: Task, rows: Sequence[Sequence[int]]) -> Sample:
 def _answer_length(task: Task, tokens: int) -> int:
     """Return the symbols of the answer to an input of so many tokens."""
     # a task counts its own lengths, such as digits of two numbers
-    for length in range(task.min_length, tokens + 1):
+    for length in range(1, tokens + 1):
         if task.input_length(length) >= tokens:
             return task.output_length(length)
-    return task.output_length(max(task.min_length, tokens))
+    return task.output_length(tokens)

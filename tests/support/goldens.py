@@ -295,9 +295,9 @@ def thinkers(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
         torch.stack(steps.step_logits).square().mean().backward()
         return digest(list(steps.step_logits), gradients(model))
 
-    def exits(every: int) -> str:
+    def exits(min_steps: int) -> str:
         model = model_of(latent_init="tokens", num_latents=None, positions="rotary")
-        rule = thinker.ExitRule(threshold=0.5, every=every)
+        rule = thinker.ExitRule(threshold=0.5, min_steps=min_steps)
         with torch.no_grad():
             out = model(*batch(rows=9), n_step=12, exit_rule=rule)
         return digest(out.logits, out.steps, out.residuals)
@@ -323,8 +323,8 @@ def thinkers(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
 
     for case in THINKERS:
         yield f"thinker/{case}", lambda case=case: answered(case)
-    for every in (1, 2):
-        yield f"thinker/exit every {every}", lambda every=every: exits(every)
+    for least in (1, 2):
+        yield f"thinker/exit from step {least}", lambda least=least: exits(least)
     for name in thinker.TASKS:
         yield f"thinker/task {name}", lambda name=name: drawn(name)
     for name, loss in (

@@ -40,7 +40,7 @@ def parity(lengths, repeats=1):
 def test_answers_have_a_length_that_the_rows_say(rows, sizes, decoded):
     task = th.RowsTask(rows)
     assert {n: task.output_length(n) for n in sizes} == sizes
-    length = len(task.encode(rows[0][0]))
+    length = max(n for n in task.lengths if task.input_length(n) == len(task.encode(rows[0][0])))
     row = next(row for row in task.every(length).targets if task.decode(row.tolist()) == decoded)
     # what the end symbol leaves over is asked for, too
     assert (row[: task.output_length(length)] != -100).all()
@@ -87,11 +87,14 @@ def test_a_resume_knows_other_rows():
     ("rows", "message"),
     [
         ([], "expected rows, got none"),
-        ([("a", "b"), ("a",)], r"row 2 is \('a',\); expected an input and an answer"),
-        ([{"input": "a", "output": "b"}], "row 1 is .*; expected an input and an answer"),
+        ([("a", "b"), ("a",)], r"row 2 is \('a',\); expected a pair"),
+        (
+            [{"input": "a", "output": "b"}],
+            "row 1 is .*; expected a pair, or the keys 'input' and 'answer'",
+        ),
         ([("a", 3)], "row 1 has 3; expected a text, or a list of texts or whole numbers"),
         ([([1.5], "a")], r"row 1 has \[1.5\]; expected a text"),
-        ([("ab", ""), ("a", "a")], "1 of 2 rows have an empty input or answer, such as"),
+        ([("ab", ""), ("a", "a")], "row 1 has an empty input or answer"),
     ],
 )
 def test_rows_that_are_no_pairs_are_refused(rows, message):
@@ -113,6 +116,56 @@ def test_a_trained_scan_solves_longer_texts():
     assert "1010" in str(found)
     with pytest.raises(ValueError, match="got '2' in '012'"):
         th.solve(model, task, ["012"])
+
+
+def test_longer_answers_have_tokens_of_their_own():
+    """Binary numbers plus one, smallest digits first: a scan, though the answer is longer."""
+    rows = []
+    for length in range(1, 7):
+        for number in range(2**length):
+            rows.append((f"{number:0{length}b}"[::-1], f"{number + 1:0{length + 1}b}"[::-1]))
+    task = th.RowsTask(rows)
+    assert (task.input_length(3), task.output_length(3), task.vocab_size) == (4, 4, 3)
+    assert task.encode("01") == [0, 1, 2]
+    laid_out = th.AtTokens(task).every(2)
+    assert laid_out.tokens.tolist()[0] == [3, 0, 0, 2]
+    assert laid_out.targets.tolist()[0] == [-100, 1, 0, 0]
+    preset = th.presets.scan()
+    data = preset.data(task, max_length=5, seed=11)
+    model = preset.thinker(data, longest=30)
+    preset.trainer(
+        model, data, "unused", max_steps=700, seed=11, use_cpu=True, save_strategy="no"
+    ).train()
+    assert th.solve(model, task, ["1" * 20]).answers == ("0" * 20 + "1",)
+
+
+def test_a_model_knows_the_symbols_of_its_rows(tmp_path):
+    task, other = th.RowsTask(parity([3])), th.RowsTask([("ab", "ba"), ("abb", "bba")])
+    preset = th.presets.scan()
+    model = preset.thinker(preset.data(task))
+    model.save_pretrained(tmp_path)
+    again = th.LatentThinker.from_pretrained(tmp_path)
+    assert again.config.symbols == ["0", "1"]
+    assert th.solve(again, task, ["011"], max_steps=2).answers
+    with pytest.raises(ValueError, match=r"made for the symbols .*'0', '1'.*, the task has .*'a'"):
+        th.solve(again, other, ["ab"])
+    with pytest.raises(ValueError, match="made for the symbols None"):
+        th.solve(preset.thinker(preset.data(th.make_task("prefix_sum"))), task, ["011"])
+    with pytest.raises(ValueError, match="expected a list of inputs"):
+        th.solve(again, task, "011")
+    with pytest.raises(ValueError, match="the longest row takes 10 tokens, the model at most 4"):
+        th.solve(again, task, ["0" * 9])
+
+
+def test_a_stopped_training_of_a_preset_goes_on(tmp_path):
+    preset = th.presets.scan(hidden_size=16)
+    data = preset.data(th.RowsTask(parity([3, 4])))
+    preset.trainer(preset.thinker(data), data, tmp_path, max_steps=40, use_cpu=True).train()
+    again = preset.trainer(preset.thinker(data), data, tmp_path, max_steps=50, use_cpu=True)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 50
+    with pytest.raises(ValueError, match=r"expected a Task, such as RowsTask\('rows.csv'\)"):
+        preset.data("rows.csv")
 
 
 def test_a_scan_is_asked_only_for_what_its_tokens_can_tell():
@@ -162,16 +215,22 @@ def test_the_command_trains_on_a_file_and_tests_longer_rows(tmp_path, capsys):
     assert json.loads((out / "result.json").read_text())["resumed"]
     capsys.readouterr()
     assert main(["think", "evaluate", str(out), "--samples", "8"]) == 0
-    assert "7" in capsys.readouterr().out
+    # as many steps as symbols, some more than twice, and four times
+    assert re.search(r"length .* steps +6 +7 +18 +20 +24 +28", capsys.readouterr().out)
+    assert main(["think", "solve", str(out), "0110", "111"]) == 0
+    assert re.search(r"^0 +\d+ +[01]{4}$", capsys.readouterr().out, re.M)
     file.write_text("\n".join(map(json.dumps, parity([1, 2, 3, 4, 6, 7], repeats=2))))
     assert main([*words, *short, "--iterations", "16"]) == 1
-    assert "the state has task" in capsys.readouterr().err
+    assert "rows" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nothing.jsonl"], "nothing.jsonl"),
+        (["nothing.jsonl"], "there is no file nothing.jsonl"),
+        (["rows.jsonl", "--options", "symbols=3"], "takes no --options, got symbols=3"),
+        (["rows.jsonl", "--length", "9"], "--length is 9, but the longest row has length 7"),
+        (["rows.jsonl", "--preset", "grid"], "needs rows of one length, got lengths 5 to 7"),
         (["copy", "--preset", "scan", "--steps", "1", "6"], "--preset sets the steps, got --steps"),
         (["copy", "--preset", "grid"], "a task of grids of one size"),
         (["few.jsonl"], "expected held-out rows .*, got none in RowsTask"),
@@ -181,6 +240,7 @@ def test_the_command_refuses_what_a_preset_cannot_take(
     words, message, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, parity([5, 7]))))
     (tmp_path / "few.jsonl").write_text('["ab", "ba"]\n["a", "a"]\n')
     assert main(["think", "train", words[0], "out", *words[1:]]) == 1
     printed = " ".join(capsys.readouterr().err.split())

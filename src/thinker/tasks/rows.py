@@ -12,12 +12,10 @@ from torch import Tensor
 
 from model_components._rows import each_row
 
+from .at_tokens import without_layout
 from .task import IGNORED, Sample, Task, integers, row_key, row_words
 
 Symbol = str | int
-
-_NAMED = 3
-"""Bad rows that an error quotes."""
 
 
 class RowsTask(Task):
@@ -29,7 +27,9 @@ class RowsTask(Task):
 
     The answers may have as many symbols as their inputs, a fixed number more, a fixed number of
     times as many, or one number of symbols for all inputs. Other answers are padded with an end
-    symbol, up to the smallest multiple of the input's length that fits every answer.
+    symbol, up to the smallest multiple of the input's length that fits every answer. Where answers
+    are a fixed number of symbols longer, the inputs are padded to their length, so that each symbol
+    of an answer has a token of its own.
 
     A `CurriculumDataset` holds out a share of the inputs of each length that has 10 different ones,
     and trains on the others. Rows longer than its schedule's longest length are used only for
@@ -60,7 +60,6 @@ class RowsTask(Task):
         pairs = [(self._split(given), self._split(answer)) for given, answer in pairs]
         # by length, and otherwise in the order of the file
         pairs.sort(key=lambda pair: len(pair[0]))
-        self._check_pairs(pairs)
         known = {symbol for given, answer in pairs for symbol in (*given, *answer)}
         self.symbols = tuple(sorted(known, key=lambda symbol: (isinstance(symbol, str), symbol)))
         self._ids = {symbol: number for number, symbol in enumerate(self.symbols)}
@@ -84,22 +83,16 @@ class RowsTask(Task):
             return list(part)
         return [*part.split()] if self._has_spaces else [*part]
 
-    def _check_pairs(self, pairs: Sequence[tuple[list[Symbol], list[Symbol]]]) -> None:
-        bad = [pair for pair in pairs if not pair[0] or not pair[1]]
-        if bad:
-            raise ValueError(
-                f"RowsTask: {len(bad)} of {len(pairs)} rows have an empty input or answer, such as "
-                f"{bad[:_NAMED]!r:.200}; expected one or more symbols in each"
-            )
-
     def _size_of_answers(self, pairs: Sequence[tuple[list[Symbol], list[Symbol]]]) -> None:
         """Compute the length of answers: a multiple of the input's, plus a constant."""
         sizes = {(len(given), len(answer)) for given, answer in pairs}
         ratio = max(-(-answer // given) for given, answer in sizes)
         self._ends = False
+        self._pads = 0
         if len({answer - given for given, answer in sizes}) == 1:
             self._times = 1
             self._more = next(answer - given for given, answer in sizes)
+            self._pads = max(0, self._more)
         elif len({answer for _, answer in sizes}) == 1:
             self._times = 0
             self._more = next(answer for _, answer in sizes)
@@ -110,21 +103,24 @@ class RowsTask(Task):
 
     def _tensors(self, pairs: Sequence[tuple[list[Symbol], list[Symbol]]]) -> Sample:
         longest = len(pairs[-1][0])
-        tokens = torch.zeros(len(pairs), longest, dtype=torch.long)
-        mask = torch.zeros(len(pairs), longest, dtype=torch.bool)
+        width = self.input_length(longest)
+        tokens = torch.zeros(len(pairs), width, dtype=torch.long)
+        mask = torch.zeros(len(pairs), width, dtype=torch.bool)
         targets = torch.full((len(pairs), self.output_length(longest)), IGNORED)
         for row, (given, answer) in enumerate(pairs):
-            tokens[row, : len(given)] = torch.tensor([self._ids[symbol] for symbol in given])
-            mask[row, : len(given)] = True
+            ids = self.encode(given)
+            tokens[row, : len(ids)] = torch.tensor(ids)
+            mask[row, : len(ids)] = True
             # an answer that ends early goes on with the end symbol
             targets[row, : self.output_length(len(given))] = self._end
             targets[row, : len(answer)] = torch.tensor([self._ids[symbol] for symbol in answer])
-        key = row_key(tokens, mask, row_words(longest, tokens.device))
+        key = row_key(tokens, mask, row_words(width, tokens.device))
         return Sample(tokens, mask, targets, None, key)
 
     def __repr__(self) -> str:
         # a resume compares tasks by it: other rows are another task
-        content = b"".join(x.numpy().tobytes() for x in (self._rows.tokens, self._rows.targets))
+        parts = [x.numpy().tobytes() for x in (self._rows.tokens, self._rows.targets)]
+        content = b"".join([*parts, repr(self.symbols).encode()])
         return (
             f"RowsTask({len(self._rows.tokens)} rows of {self.lengths[0]} to {self.lengths[-1]}, "
             f"{zlib.crc32(content):08x})"
@@ -148,8 +144,12 @@ class RowsTask(Task):
 
     @property
     def vocab_size(self) -> int:
-        """The number of symbols."""
-        return len(self.symbols)
+        """The number of symbols, with that of padding if there is one."""
+        return len(self.symbols) + (self._pads > 0)
+
+    def input_length(self, length: int) -> int:
+        """Return the number of tokens of an input of this length, with its padding."""
+        return length + self._pads
 
     @property
     def output_size(self) -> int:
@@ -190,13 +190,13 @@ class RowsTask(Task):
         """Return some rows, as wide as ``longest`` needs."""
         rows = self._rows.rows(which)
         return rows._replace(
-            tokens=rows.tokens[:, :longest],
-            mask=rows.mask[:, :longest],
+            tokens=rows.tokens[:, : self.input_length(longest)],
+            mask=rows.mask[:, : self.input_length(longest)],
             targets=rows.targets[:, : self.output_length(longest)],
         )
 
     def encode(self, row: str | Sequence[Symbol]) -> list[int]:
-        """Return the ids of an input's symbols.
+        """Return the ids of an input's symbols, with its padding.
 
         Raises:
             ValueError: The input has a symbol that occurs in no row.
@@ -208,7 +208,8 @@ class RowsTask(Task):
                 f"RowsTask: expected symbols of {list(self.symbols)!r:.200}, got {unknown[0]!r} in "
                 f"{row!r:.80}"
             )
-        return [self._ids[symbol] for symbol in symbols]
+        padding = [len(self.symbols)] * self._pads
+        return [*(self._ids[symbol] for symbol in symbols), *padding]
 
     def decode(self, ids: Sequence[int]) -> str | tuple[Symbol, ...]:
         """Return an answer in the form of the rows, a text or symbols, without the end symbol."""
@@ -235,7 +236,13 @@ def _pair_of(number: int, row: object) -> tuple[Any, Any]:
     elif isinstance(row, Sequence) and not isinstance(row, str) and len(row) == 2:
         pair = (row[0], row[1])
     else:
-        raise ValueError(f"RowsTask: row {number} is {row!r:.80}; expected an input and an answer")
+        raise ValueError(
+            f"RowsTask: row {number} is {row!r:.80}; expected a pair, or the keys 'input' and "
+            "'answer'"
+        )
+    # a line's end, or a space after a cell, is no symbol
+    given, answer = (part.strip() if isinstance(part, str) else part for part in pair)
+    pair = (given, answer)
     for part in pair:
         is_list = isinstance(part, Sequence)
         if not is_list or not all(type(symbol) in (str, int) for symbol in part):
@@ -243,4 +250,12 @@ def _pair_of(number: int, row: object) -> tuple[Any, Any]:
                 f"RowsTask: row {number} has {part!r:.80}; expected a text, or a list of texts or "
                 "whole numbers"
             )
+        if not part:
+            raise ValueError(f"RowsTask: row {number} has an empty input or answer: {pair!r:.80}")
     return pair
+
+
+def symbols_of(task: Task) -> list[Symbol] | None:
+    """Return the symbols of a `RowsTask`, laid out or not; None of another task."""
+    rows = without_layout(task)
+    return list(rows.symbols) if isinstance(rows, RowsTask) else None

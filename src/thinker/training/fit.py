@@ -49,7 +49,9 @@ def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> 
     """Refuse a model whose sizes, latents or plan the data do not suit."""
     config = model.config
     check_layout("ThinkerTrainer", config, data.task)
-    for name, needed in data.sizes().items():
+    sizes = data.sizes()
+    sizes.pop("symbols", None)  # compared with the layout
+    for name, needed in sizes.items():
         has = getattr(config, name)
         if needed > has:
             raise ValueError(

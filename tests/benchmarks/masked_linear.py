@@ -58,12 +58,10 @@ def prepare(
         x.grad = masks.grad = layer.weight.grad = None
         return None
 
-    step.forward, step.frozen = forward, 0
+    step.forward = forward
     if impl == "nn.Linear":
         step.frozen = layer.weight.nbytes
-    elif impl.startswith(("accurate", "efficient")):
-        step.frozen = masks.nbytes
-    elif impl == "plain":
+    else:
         step.frozen = sum(w.nbytes for w in weights) + masks.nbytes
     return step
 

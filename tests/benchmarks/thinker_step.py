@@ -42,6 +42,7 @@ IMPLS = (
 STEPS = 8
 WINDOWS = {20: 64, 100: 16, 400: 4, 1600: 1, 10_000: 1}  # rows of each length
 LONGEST_MASK = 2000  # a mask over all keys of 10,000 tokens takes a second a step
+GRADIENTS = {"every step": None, "the last three": 3, "checkpointed": None}  # grad_steps
 GUIDE = ROOT / "docs" / "thinker_measured.md"
 SHAPES = {  # inputs: rows, width, latents, answer
     20: (64, 64, 8, 20),
@@ -301,6 +302,38 @@ def measure_windows(runs: int, device: str) -> list[Row]:
     return rows
 
 
+def prepare_gradients(way: str, device: str) -> Callable[[], object]:
+    """Return a training step of 64 thinking steps, by one of `GRADIENTS`."""
+    torch.manual_seed(0)
+    data = CurriculumDataset(AtTokens(make_task("prefix_sum")), Frontier(max_length=99))
+    sizes = {"hidden_size": 64, "num_heads": 4, "causal": True, "window": 2}
+    config = ThinkerConfig(**data.sizes(99), **sizes, positions="rotary")
+    model = LatentThinker(config).to(device).train()
+    if way == "checkpointed":
+        model.gradient_checkpointing_enable()
+    tokens = torch.randint(2, (64, 100)).to(device)
+
+    def step() -> None:
+        logits = model(tokens, n_step=64, grad_steps=GRADIENTS[way]).logits
+        logits.square().mean().backward()
+        model.zero_grad()
+
+    return step
+
+
+def measure_gradients(runs: int, device: str) -> list[Row]:
+    """Rows of peak memory and CPU seconds of `GRADIENTS`."""
+    times = interleave({way: prepare_gradients(way, device) for way in GRADIENTS}, runs, device)
+    rows = []
+    for way, measured in times.items():
+        peak = run_alone(prepare_gradients, way, device, device=device)[0]
+        shape = "64 x 100 tokens, latents of 64, 64 steps"
+        mode = "forward + backward"
+        rows.append(Row.of("gradients", way, mode, "float32", shape, measured, peak, device=device))
+    report(rows)
+    return rows
+
+
 def measure_data(runs: int) -> list[Row]:
     """A batch of 512 x 20, vectorised, and row by row in Python as reasoning libraries make them."""
     import random
@@ -402,6 +435,12 @@ def write_table() -> None:
             for way in ("band", "mask")
         ]
         lines.append(f"| {shape.removesuffix(' tokens')} | {' | '.join(micro)} |")
+    gradients = [r for r in rows if r["op"] == "gradients"]
+    lines += ["", f"Gradients through steps, {gradients[0]['shape']}, forward + backward:", ""]
+    lines += ["| gradients | peak, MB | CPU seconds |", "|---|---|---|"]
+    for row in gradients:
+        peak = int(row["peak_bytes"]) / 1e6
+        lines.append(f"| {row['impl']} | {peak:.0f} | {float(row['cpu_p50']):.2f} |")
     batch = {i: v for (op, _, _, i), v in held.items() if op == "batch"}
     exits = [r for r in rows if r["op"] == "early exit"]
     whole = next(float(r["cpu_p50"]) for r in exits if r["impl"] == "all rows")
@@ -447,6 +486,7 @@ def main(arguments: list[str] | None = None) -> None:
             for backward in (False, True):
                 rows += measure_loop(length, shape, backward, options.runs, options.device)
         rows += measure_windows(options.runs, options.device)
+        rows += measure_gradients(options.runs, options.device)
         rows += measure_exit(options.runs, options.device)
         rows += measure_data(options.runs)
         rows += measure_training(options.device, 100)

@@ -303,7 +303,10 @@ def measure_windows(runs: int, device: str) -> list[Row]:
 
 
 def prepare_gradients(way: str, device: str) -> Callable[[], object]:
-    """Return a training step of 64 thinking steps, by one of `GRADIENTS`."""
+    """Return a training step of 32 thinking steps, by one of `GRADIENTS`.
+
+    Latents take 3.3 MB, for the allocator gives smaller blocks back late (`run_alone`).
+    """
     torch.manual_seed(0)
     data = CurriculumDataset(AtTokens(make_task("prefix_sum")), Frontier(max_length=99))
     sizes = {"hidden_size": 64, "num_heads": 4, "causal": True, "window": 2}
@@ -311,10 +314,10 @@ def prepare_gradients(way: str, device: str) -> Callable[[], object]:
     model = LatentThinker(config).to(device).train()
     if way == "checkpointed":
         model.gradient_checkpointing_enable()
-    tokens = torch.randint(2, (64, 100)).to(device)
+    tokens = torch.randint(2, (128, 100)).to(device)
 
     def step() -> None:
-        logits = model(tokens, n_step=64, grad_steps=GRADIENTS[way]).logits
+        logits = model(tokens, n_step=32, grad_steps=GRADIENTS[way]).logits
         logits.square().mean().backward()
         model.zero_grad()
 
@@ -327,7 +330,7 @@ def measure_gradients(runs: int, device: str) -> list[Row]:
     rows = []
     for way, measured in times.items():
         peak = run_alone(prepare_gradients, way, device, device=device)[0]
-        shape = "64 x 100 tokens, latents of 64, 64 steps"
+        shape = "128 x 100 tokens, latents of 64, 32 steps"
         mode = "forward + backward"
         rows.append(Row.of("gradients", way, mode, "float32", shape, measured, peak, device=device))
     report(rows)

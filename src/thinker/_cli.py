@@ -62,8 +62,8 @@ def evaluate(
     Args:
         folder: Folder that think train wrote.
         lengths: Lengths of the held-out samples; default: --length and --lengths of the training.
-        n_steps: Numbers of thinking steps to compare; default: with a latent for each token, some
-            that follow the length, otherwise 1 to 32.
+        n_steps: Numbers of thinking steps to compare; default: n, 2n + 6 and 4n for length n
+            if the model has a latent for each token, otherwise 1, 2, 4, 8, 16 and 32.
         samples: Number of held-out samples of each length.
         seed: Random seed of the data.
         device: Device that computes, such as cpu or cuda.
@@ -79,7 +79,8 @@ def solve(folder: Path, inputs: tuple[str, ...], /) -> Report:
 
     Args:
         folder: Folder that think train wrote.
-        inputs: Inputs as the rows have them; of the package's tasks, ids between spaces.
+        inputs: Inputs, in quotes if they have spaces: texts as in the file of rows, or, for one of
+            the package's tasks, token ids between spaces.
     """
     from . import runs
 

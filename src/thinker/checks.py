@@ -37,7 +37,7 @@ def check_layout(operation: str, config: ThinkerConfig, task: Task) -> None:
     if config.symbols != symbols:
         raise ValueError(
             f"{operation}: the model was made for the symbols {config.symbols!r:.100}, the task "
-            f"has {symbols!r:.100}; expected the same"
+            f"has {symbols!r:.100} (None: not a RowsTask); expected the same"
         )
 
 

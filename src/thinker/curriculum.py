@@ -80,7 +80,7 @@ class CurriculumDataset(IterableDataset):
         n_latent: Latents likewise; none: the model's own.
         holdout: Share of inputs, by hash, that training never sees and `held_out` gives; the same
             inputs with every seed. Lengths with fewer than 1000 inputs have none held out. For
-            given rows the limit is 10 different inputs, and a `TensorTask` has none. With 0,
+            given rows the limit is 10 different inputs, a `TensorTask` has no limit. With 0,
             `held_out` draws from all inputs: for separate test data.
         seed: Of everything drawn.
         rank: Whose stream, in training with several processes.

@@ -122,8 +122,8 @@ class Preset:
     ) -> ThinkerTrainer:
         """Return a `ThinkerTrainer` with the preset's loss and rate, and 50 warm-up steps.
 
-        It writes a checkpoint after each quarter of the steps, for ``train(
-        resume_from_checkpoint=True)``.
+        It saves after each quarter of the steps, at least 10 apart, and keeps the newest
+        checkpoint; ``train(resume_from_checkpoint=True)`` continues from it.
 
         Args:
             model: The model.
@@ -135,7 +135,7 @@ class Preset:
         settings: dict[str, Any] = {
             "learning_rate": self.learning_rate,
             "warmup_steps": 50,
-            # four checkpoints, so that a stop loses at most a quarter of a run
+            # a stop loses at most a quarter of a run
             "save_strategy": "steps",
             "save_steps": max(10, max_steps // 4),
             "save_total_limit": 1,

@@ -238,7 +238,8 @@ def _check_rows(rows: RowsTask, config: RunConfig, length: int) -> None:
         )
     missing = sorted(set(config.lengths) - set(rows.lengths))
     if missing:
-        print(f"think train: no row has length {missing[0]}, so it is not evaluated")
+        numbers = ", ".join(map(str, missing))
+        print(f"think train: no rows have these --lengths, which are not evaluated: {numbers}")
 
 
 def _check_preset(config: RunConfig) -> None:

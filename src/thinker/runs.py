@@ -305,14 +305,15 @@ def _run_in(folder: Path) -> Run:
         return Run.from_dict({name: value for name, value in values.items() if name in known})
 
 
-def _check_rows(folder: Path, task: Task) -> None:
+def _check_rows(folder: Path, run: Run, task: Task) -> None:
     """Refuse a file of rows that is not the one of the training."""
     if not isinstance(task, RowsTask):
         return
     trained = read_json(folder, "run.json").get("contents", {}).get("rows")
     if trained != repr(task):
         raise ValueError(
-            f"think: the file of rows has changed since the training: {trained} then, {task!r} now"
+            f"think: the rows in {run.task} are not those of the training: expected {trained}, got "
+            f"{task!r} (the last number is a checksum); restore the file, or train with --fresh"
         )
 
 
@@ -330,7 +331,7 @@ def evaluate(
     Args:
         folder: The folder.
         lengths: Lengths of the samples; if empty, those of the run.
-        n_steps: Numbers of thinking steps; if empty, some that suit the model.
+        n_steps: Numbers of thinking steps; if empty, those of the command's help.
         samples: Number of held-out samples of each length.
         seed: Random seed of the samples.
         device: The device that computes.
@@ -340,7 +341,7 @@ def evaluate(
     model: Any = LatentThinker.from_pretrained(folder / "model")
     model.to(device)
     data = run.data()
-    _check_rows(folder, without_layout(data.task))
+    _check_rows(folder, run, without_layout(data.task))
     lengths = lengths or [n for n in _lengths_of(run, data) if n >= run.length] or [run.length]
     if max(lengths) > max([run.length, *run.lengths]):
         raise ValueError(
@@ -360,7 +361,7 @@ def evaluate(
 
 
 def solve_rows(folder: Path, inputs: Sequence[str]) -> Solutions:
-    """Answer inputs with the model in a run's folder: texts, or ids between spaces.
+    """Answer inputs with the model in a run's folder: texts, or token ids between spaces.
 
     Args:
         folder: The folder.
@@ -368,12 +369,15 @@ def solve_rows(folder: Path, inputs: Sequence[str]) -> Solutions:
     """
     run = _run_in(folder)
     task = run.bare_task()
-    _check_rows(folder, task)
+    _check_rows(folder, run, task)
     model: Any = LatentThinker.from_pretrained(folder / "model")
     rows: list[Any] = list(inputs)
     if not isinstance(task, RowsTask):
         try:
             rows = [[int(word) for word in text.split()] for text in inputs]
         except ValueError as error:
-            raise ValueError(f"think solve: expected ids between spaces, got {inputs}") from error
+            raise ValueError(
+                f"think solve: {run.task} takes token ids between spaces, such as '3 1 2', got "
+                f"{inputs}"
+            ) from error
     return solve(model, task, rows)

@@ -111,7 +111,7 @@ def solve(
         raise ValueError(
             f"solve: the longest row takes {sample.tokens.shape[1]} tokens, the model at most "
             f"{model.config.max_input_length}; expected shorter rows, or a model that was made for "
-            "longer ones (data.sizes(length))"
+            "longer ones (preset.thinker(data, longest=...), or think train --lengths)"
         )
     inputs = {
         "input_ids": sample.tokens.to(model.device),

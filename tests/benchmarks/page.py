@@ -100,7 +100,7 @@ TABLES = {
         "CPU seconds, one thread; in turn in one process. `think` is eight steps and one read-out, "
         "with the same widths and read-out; `ratio` is against torch's decoder layer as the shared "
         "block. perceiver-pytorch is its weight-tied Perceiver, which reads out a mean. `saved` is "
-        "what autograd keeps beyond the parameters.",
+        "what autograd keeps beyond the parameters. `gradients` is 32 steps of 128 x 100 tokens.",
     ),
 }
 

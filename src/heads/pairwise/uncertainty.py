@@ -73,21 +73,22 @@ def fit_uncertainty_(
     The weights of the head's last layers get a normal distribution around what was learned: the
     Laplace approximation, of precision ``p I + Σ v x xᵀ`` over the training pairs, where x is what
     these layers read of a pair, v the variance of its verdict, and p the prior precision with the
-    least log-loss on held-out pairs. A verdict in evaluation is then the mean over these weights,
-    near enough, and stays exactly fair. Which answer wins does not change. Training does not see
-    it; call it again after further training.
+    least log-loss on held-out pairs. In evaluation a verdict is then, approximately, the mean over
+    these weights. Which answer wins does not change, and swapping the answers still swaps the
+    verdict exactly. Training does not use the distribution; call this again after further training.
 
     Args:
         model: A `PairwiseModel` with link ``"antisymmetric"``.
         data: The training pairs.
         held_out: Labeled pairs that were not trained on.
-        batch_size: Pairs at once.
+        batch_size: Number of pairs in a batch.
 
     Returns:
         The precision, and the log-loss before and after.
 
     Raises:
-        ValueError: Another link, no pairs, or a head that reads more than 4096 numbers.
+        ValueError: The link is another, there are no pairs or no labels of held-out ones, or the
+            last layers read more than 4096 numbers.
 
     Source: MacKay 1992, "The evidence framework applied to classification networks"; of last
     layers, Kristiadi et al., arXiv 2002.10118.

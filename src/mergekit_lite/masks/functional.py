@@ -246,7 +246,7 @@ def masked_embedding(
 ) -> Tensor:
     """Return rows of the merged embedding Σ m_k E_k, gathered before they are blended.
 
-    There is never a (V, H) tensor. Until backward the gathered rows are kept.
+    The merged (V, H) table is never made. The gathered rows are kept for backward.
 
     Args:
         ids: Token ids, (*B,).

@@ -25,11 +25,11 @@ class RowsTask(Task):
     whole numbers), or texts. Texts are split at white space if one of them has some, otherwise into
     characters. The length of a row is the number of symbols of its input.
 
-    The answers may have as many symbols as their inputs, a fixed number more, a fixed number of
-    times as many, or one number of symbols for all inputs. Other answers are padded with an end
-    symbol, up to the smallest multiple of the input's length that fits every answer. Where answers
-    are a fixed number of symbols longer, the inputs are padded to their length, so that each symbol
-    of an answer has a token of its own.
+    The answers may have as many symbols as their inputs, a fixed number more or fewer, a fixed
+    number of times as many, or one number of symbols for all inputs. Other answers are padded with
+    an end symbol, up to the smallest multiple of the input's length that fits every answer. Where
+    answers are a fixed number of symbols longer, the inputs are padded to their length, so that
+    each symbol of an answer has a token of its own.
 
     A `CurriculumDataset` holds out a share of the inputs of each length that has 10 different ones,
     and trains on the others. Rows longer than its schedule's longest length are used only for
@@ -144,7 +144,7 @@ class RowsTask(Task):
 
     @property
     def vocab_size(self) -> int:
-        """The number of symbols, with that of padding if there is one."""
+        """Return the number of symbols, one more if inputs are padded."""
         return len(self.symbols) + (self._pads > 0)
 
     def input_length(self, length: int) -> int:
@@ -153,7 +153,7 @@ class RowsTask(Task):
 
     @property
     def output_size(self) -> int:
-        """The number of symbols, with the end if there is one."""
+        """Return the number of symbols, one more if answers have an end symbol."""
         return len(self.symbols) + self._ends
 
     def output_length(self, length: int) -> int:

@@ -32,7 +32,8 @@ ORDERS = ("b_first", "a_first", "rebuild")
 _WORTH = 1.3  # two products have overheads; below this gain the weight is rebuilt instead
 # building one term's weight costs about as much as so many tokens' dense product
 _REBUILD_TOKENS = 24
-_SMALL = 256  # elements of B's gradient up to which its long sums are made in the next better dtype
+# Elements of B's gradient, and of an input, up to which sums are made in the next better dtype
+_SMALL = 256
 _FEW = 8  # rows of a product below which A is best read where it lies
 _BLOCK = 256  # tokens at a time on a CPU, so that what lies between two products stays in its cache
 
@@ -110,10 +111,7 @@ def _long_product(left: Tensor, right: Tensor) -> Tensor:
     It is made in the next better dtype where that costs little.
     """
     if left.shape[0] * right.shape[1] <= _SMALL:
-        if left.dtype in (torch.float32, torch.float64):
-            better = torch.float64
-        else:
-            better = torch.float32
+        better = _better(left.dtype)
         return torch.mm(left.to(better), right.to(better))
     return torch.mm(left, right).to(_work(left.dtype))
 
@@ -136,6 +134,12 @@ def small_gradients(db: Tensor, b: Tensor, scales: Tensor | None) -> tuple[Tenso
     db = db.double()
     d_scales = (db * b).sum((1, 2)).to(scales.dtype)
     return (db * scales.view(-1, 1, 1)).to(b.dtype).contiguous(), d_scales
+
+
+def _better(dtype: torch.dtype) -> torch.dtype:
+    if dtype in (torch.float32, torch.float64):
+        return torch.float64
+    return torch.float32
 
 
 def _work(dtype: torch.dtype) -> torch.dtype:
@@ -252,17 +256,25 @@ class _AFirst(torch.autograd.Function):
         n = x.shape[0]
         out = None
         saved = None
-        flat = a.reshape(r * o1, i1)
+        learns = _needs(ctx)[2]
+        # the errors of few sums do not average out in the gradients of B and of its scales
+        if learns and x.numel() <= _SMALL:
+            dtype = _better(x.dtype)
+        else:
+            dtype = x.dtype
+        wide = a.to(dtype)
+        flat = wide.reshape(r * o1, i1)
         turned = scaled(b, scales).transpose(1, 2)
         for block in _blocks(x, i2):
-            rows = _split(x[block], i1, i2)
+            rows = _split(x[block], i1, i2).to(dtype)
             if rows.shape[0] <= _FEW:
-                s = torch.bmm(a, rows.T.expand(r, -1, -1)).view(r, o1, i2, -1).permute(2, 3, 0, 1)
+                columns = rows.T.expand(r, -1, -1)
+                s = torch.bmm(wide, columns).view(r, o1, i2, -1).permute(2, 3, 0, 1)
             else:
                 s = torch.mm(rows, flat.T).view(i2, len(rows) // i2, r, o1)
-            if _needs(ctx)[2]:
+            if learns:
                 saved = _put(saved, block, s.transpose(0, 1), n)
-            out = _put(out, block, outward(s, turned), n)
+            out = _put(out, block, outward(s.to(x.dtype), turned), n)
         ctx.save_for_backward(x, a, b, scales, saved)
         return _whole(out, n, o1 * o2)
 
@@ -294,7 +306,8 @@ class _AFirst(torch.autograd.Function):
                 if da is not None:
                     _add_product(da, ds.T, _split(x[block], i1, i2))
             if need_b:
-                db = _plus(db, gram(kept[block].transpose(0, 1), g).transpose(1, 2))
+                # the sums may be kept in the next better dtype
+                db = _plus(db, gram(kept[block].transpose(0, 1), g.to(kept.dtype)).transpose(1, 2))
         da = None if da is None else da.view(r, o1, i1).to(a.dtype)
         dx = _whole(dx, *x.shape) if need_x else None
         return dx, da, *(small_gradients(db, b, scales) if db is not None else (None, None))

@@ -12,8 +12,6 @@ from torch import Tensor
 # Last bits that the rounding of the result itself may cost: at one element, and on average
 _MAX_ULPS = 2.0
 _RMS_ULPS = 0.25
-# One number is no average, and its definition may be exact by luck: it may be off by half a bit
-_SINGLE_ULPS = 0.5
 # Share of the largest input that may remain where terms cancel to 0; a finer eps takes its place
 _FLOOR = 2.0**-22
 
@@ -177,8 +175,7 @@ def _measures(
     allowed = (working.double() - true).abs()
     eps = torch.finfo(actual.dtype).eps
     largest = 2 * allowed.max() + _MAX_ULPS * eps * true.abs().max() + floor
-    ulps = max(_RMS_ULPS, _SINGLE_ULPS / true.numel() ** 0.5)
-    average = 2 * rms(allowed) + ulps * eps * rms(true) + floor
+    average = 2 * rms(allowed) + _RMS_ULPS * eps * rms(true) + floor
     return (
         _Measure("maximum", float(error.max()), float(largest)),
         _Measure("rms", float(rms(error)), float(average)),

@@ -16,7 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model_components._autograd import Context, differentiable_gradients, wants_graph
+from model_components._autograd import (
+    Context,
+    differentiable_gradients,
+    needs_plain,
+    wants_graph,
+)
 
 from .blend import blend_any, blend_plain, part_of, pieces, reduce_any
 
@@ -72,12 +77,36 @@ def efficient_linear(
     Plain operations: a function of its own was no faster in training.
     """
     total: Tensor | None = None
-    for weight, mask, output in _matrices(weights, masks, transposed, x.dtype):
+    for weight, mask, output in _matrices(weights, masks, transposed):
         row = mask.reshape(-1).to(x.dtype)
-        term = F.linear(x, weight) * row if output else F.linear(x * row, weight)
+        term = _product(x, weight) * row if output else _product(x * row, weight)
         total = term if total is None else total + term
     assert total is not None
     return total if bias is None else total + bias
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    if weight.dtype == x.dtype or needs_plain(x):
+        return F.linear(x, weight.to(x.dtype))
+    return _CastProduct.apply(x, weight)
+
+
+class _CastProduct(torch.autograd.Function):
+    """A product with a frozen weight of another dtype, as under autocast.
+
+    The weight is cast again in backward, so that no copy of it is kept.
+    """
+
+    @staticmethod
+    def forward(ctx: _WeightsContext, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return F.linear(x, weight.to(x.dtype))
+
+    @staticmethod
+    # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
+    def backward(ctx: _WeightsContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        return _CastProduct.apply(grad, weight.T), None
 
 
 class AccurateLinear(torch.autograd.Function):
@@ -176,15 +205,15 @@ def _accurate_gradients(
 
 
 def _matrices(
-    weights: Sequence[Tensor], masks: Tensor, transposed: bool, dtype: torch.dtype
+    weights: Sequence[Tensor], masks: Tensor, transposed: bool
 ) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Return each weight as (O, I) in ``dtype`` (autocast's), and its mask as a row.
+    """Return each weight as (O, I), and its mask as a row.
 
     With it, whether that row masks outputs.
     """
     for weight, mask in zip(weights, masks, strict=True):
         matrix, m = (weight.T, mask.T) if transposed else (weight, mask)
-        yield matrix.to(dtype), m.reshape(1, -1), m.shape[0] > 1
+        yield matrix, m.reshape(1, -1), m.shape[0] > 1
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:

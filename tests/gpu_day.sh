@@ -6,7 +6,8 @@
 # Needs a checkout, Python 3.11 or newer with torch, transformers, peft, triton, pytest, pytest-xdist: nothing is
 # installed or downloaded, no virtual environment is made. What is there when the time is up stays: each step has a log
 # of its own, summary.txt a line a step, results/ the rows. MINUTES=9 says when no new step begins, PYTHON which
-# interpreter; DEVICE=cpu rehearses it without a GPU (kernels are then interpreted). Exit status 0: all passed.
+# interpreter, ONLY="equivalence rows" which steps; DEVICE=cpu rehearses it without a GPU (kernels are then
+# interpreted). Exit status 0: all passed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${1:-${OUT:-build/gpu_day}}
@@ -22,6 +23,7 @@ begun=$SECONDS status=0
 step() { # name, seconds at most, command...
     local name=$1 most=$2 left=$((MINUTES * 60 - (SECONDS - begun))) from=$SECONDS rc
     shift 2
+    [[ -z "${ONLY:-}" || " metadata $ONLY " == *" $name "* ]] || return
     if [ "$left" -lt 15 ]; then
         echo "$name: not begun, the time is up" | tee -a "$OUT/summary.txt"
         status=1

@@ -344,6 +344,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--only", help="measure this operation alone")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
@@ -354,6 +355,8 @@ def main(arguments: list[str] | None = None) -> None:
             f"{dtype}: copy {copy_rate / 1e9:.0f} GB/s, product {product_rate / 1e12:.2f} TFLOP/s"
         )
         for case in cases(dtype, options.device):
+            if options.only not in (None, case.op):
+                continue
             for training in (False, True):
                 begun = time.perf_counter()
                 rows = measure(case, training, dtype, options.device, options.runs)

@@ -1,7 +1,7 @@
-"""Cross-entropy of a language model without the logits of all positions.
+"""Losses of logits, without the logits of all positions.
 
-Only positions with a label are worked on, some at a time. Forward makes the gradients of each
-chunk, so that backward only scales them. Only logits of one chunk are in memory at a time.
+Positions are worked on in chunks. Forward makes the gradients of each chunk, so that backward only
+scales them. Only logits of one chunk are in memory at a time.
 
 Letters: N positions, H hidden size, V vocabulary.
 
@@ -26,6 +26,11 @@ IGNORED = -100
 # took 1.3 to 1.6 times as long; twice the size .92 to .95 times as long, and twice the memory
 _ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}
 _FEWEST = 16  # positions of a chunk
+
+
+Compare = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
+"""Function from a chunk's logits (n, V), which it may overwrite, the chunk's place among the
+positions, and whether a gradient is wanted, to the loss and the gradient of the logits."""
 
 
 def head_loss(
@@ -55,35 +60,65 @@ def head_loss(
     tensor(1.3863)
     """
     trained = (labels != IGNORED).nonzero()[:, 0]
-    settings = (head, vocabulary, label_smoothing)
     # an index of all positions would copy them
     if len(trained) < len(labels):
         hidden = hidden[trained]
         labels = labels[trained]
+
+    def compare(logits: Tensor, rows: slice, wanted: bool) -> tuple[Tensor, Tensor | None]:
+        with torch.set_grad_enabled(wanted):
+            loss = nn.functional.cross_entropy(
+                logits.requires_grad_(wanted),
+                labels[rows],
+                reduction="sum",
+                label_smoothing=label_smoothing,
+            )
+        return loss.detach(), torch.autograd.grad(loss, logits)[0] if wanted else None
+
+    most = _ELEMENTS.get(hidden.device.type, _ELEMENTS["cuda"])
+    size = max(_FEWEST, most // vocabulary)
+    return chunked_loss(hidden, head, parameters, compare, size)
+
+
+def chunked_loss(
+    hidden: Tensor,  # (N, H)
+    head: Callable[[Tensor], Tensor],
+    parameters: Sequence[Tensor],
+    compare: Compare,
+    size: int,
+) -> Tensor:
+    """Return the sum of a loss of ``head(hidden)`` over chunks of positions, float32 or better.
+
+    Args:
+        hidden: Final hidden states.
+        head: Function from hidden states, (n, H), to logits, (n, V).
+        parameters: The tensors that the head uses and that require grad.
+        compare: The loss of a chunk.
+        size: Positions of a chunk.
+    """
     # `needs_input_grad` does not know of no_grad, and gradients would be made for nothing
     if not torch.is_grad_enabled():
         parameters = ()
         hidden = hidden.detach()
-    return _HeadLoss.apply(settings, labels, hidden, *parameters)
+    return _ChunkedLoss.apply((head, compare, size), hidden, *parameters)
 
 
-class _HeadLossContext(Context, Protocol):
+class _ChunkedContext(Context, Protocol):
     dtypes: list[torch.dtype]
 
 
-class _HeadLoss(torch.autograd.Function):
-    """The loss of `head_loss`, whose forward also computes and saves the gradients."""
+class _ChunkedLoss(torch.autograd.Function):
+    """The loss of `chunked_loss`, whose forward also computes and saves the gradients."""
 
     @staticmethod
     def forward(
-        ctx: _HeadLossContext,
-        settings: tuple[Callable[[Tensor], Tensor], int, float],
-        labels: Tensor,
+        ctx: _ChunkedContext,
+        settings: tuple[Callable[[Tensor], Tensor], Compare, int],
         hidden: Tensor,
-        *parameters: nn.Parameter,
+        *parameters: Tensor,
     ) -> Tensor:
-        head, vocabulary, smoothing = settings
-        wanted = ctx.needs_input_grad[2:]
+        head, compare, size = settings
+        wanted = ctx.needs_input_grad[1:]
         # float32, as many chunks are added
         gradients = [
             torch.zeros_like(tensor, dtype=_wide(tensor.dtype)) if needed else None
@@ -91,43 +126,40 @@ class _HeadLoss(torch.autograd.Function):
         ]
         ctx.dtypes = [tensor.dtype for tensor in (hidden, *parameters)]
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        most = _ELEMENTS.get(hidden.device.type, _ELEMENTS["cuda"])
-        size = max(_FEWEST, most // vocabulary)
-        for start in range(0, len(labels), size):
-            rows = slice(start, start + size)
+        for start in range(0, len(hidden), size):
+            rows = slice(start, min(start + size, len(hidden)))
             # within a custom forward torch has switched gradients off
             with torch.set_grad_enabled(any(wanted)):
                 states = hidden[rows].detach().requires_grad_(wanted[0])
                 logits = head(states)
-                loss = nn.functional.cross_entropy(
-                    logits.to(_wide(logits.dtype)),
-                    labels[rows],
-                    reduction="sum",
-                    label_smoothing=smoothing,
-                )
-            total += loss.detach()
-            if not loss.requires_grad:
+            loss, gradient = compare(
+                logits.detach().to(_wide(logits.dtype)), rows, logits.requires_grad
+            )
+            total += loss
+            if gradient is None:
                 continue
             needed = [t for t, want in zip((states, *parameters), wanted, strict=True) if want]
             # an adapter of the head may be inactive
-            found = iter(torch.autograd.grad(loss, needed, allow_unused=True))
+            found = iter(
+                torch.autograd.grad(logits, needed, gradient.to(logits.dtype), allow_unused=True)
+            )
             if gradients[0] is not None:
                 gradients[0][rows] = next(found)
-            for gradient in gradients[1:]:
-                if gradient is not None and (part := next(found)) is not None:
-                    gradient += part
+            for sums in gradients[1:]:
+                if sums is not None and (part := next(found)) is not None:
+                    sums += part
         ctx.save_for_backward(*gradients)
         return total.to(_wide(hidden.dtype))
 
     @staticmethod
     @once_differentiable
     # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
-    def backward(ctx: _HeadLossContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _ChunkedContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [
             None if gradient is None else (gradient * grad).to(dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return None, None, *scaled
+        return None, *scaled
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -67,11 +67,12 @@ class Student(nn.Module):
         """Return inputs with which no keys and values are kept."""
         return {**inputs, "use_cache": False}
 
-    def output_head(self) -> _StudentHead:
-        """Return the student's head with the teachers', as `distill` reads them."""
+    def head_options(self) -> dict[str, Any]:
+        """Return the arguments of `masked_kl` that are of the student's head."""
         head: Any = self.model.get_output_embeddings()
         # detached: no student trains its head
-        return _StudentHead([*self._heads, head.weight.detach()])
+        own = head.weight.detach().to(self._heads[0].dtype)
+        return {"heads": self._heads, "head": own}
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return what is trained, by name."""
@@ -82,34 +83,6 @@ class Student(nn.Module):
         if self._adapted is None:
             return self.model
         return self._adapted.merge_and_unload()
-
-
-class _StudentHead:
-    """Heads in the form of a masked head whose mask chooses the last one.
-
-    Args:
-        heads: The teachers' heads and the student's, which is read in the dtype of the others.
-    """
-
-    masks = ("weight",)
-
-    def __init__(self, heads: list[Tensor]):
-        self._heads = [head.to(heads[-1].device, heads[0].dtype) for head in heads]
-
-    def is_same(self, name: str) -> bool:
-        """Return False: the student's head is not the first one."""
-        return False
-
-    def frozen(self, name: str) -> list[Tensor]:
-        """Return all heads."""
-        return self._heads
-
-    def mask(self, name: str) -> Tensor:
-        """Return the mask, 1 for the student's head and 0 for the others."""
-        # (heads, 1, 1), to be broadcast over the heads' (V, H)
-        chosen = torch.zeros(len(self._heads), 1, 1, device=self._heads[0].device)
-        chosen[-1] = 1
-        return chosen
 
 
 class StudentTrainer(DistillTrainer):

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from model_components._modes import evaluating
 
 from ._eager.evidence import evidence, label_log_probs
-from ._eager.logits import Heads
+from ._eager.teachers import Teachers
 from .config import KLConfig
-from .layers import MaskedLayer
-from .losses import mask_penalty, masked_kl
+from .losses import check_labels, chunk_size, mask_penalty, masked_kl
 from .model import MaskedModel
 
 
@@ -68,7 +67,7 @@ def distill(
             f"Merger.distill: cross_entropy is {kl.cross_entropy:g}, expected labels in the batch"
         )
     answers = None if targets is None else targets[places]
-    head = merger.output_head()
+    head = merger.head_options()
     shares = _shares(merger, kl, task, where, places)
     if teacher_hidden is None:
         teachers = _run_teachers(merger, shares, places, head is not None, inputs)
@@ -82,7 +81,6 @@ def distill(
             examples = places[0]
         shares = _evidence(teachers, head, answers, examples)
     student = _outputs(merger, head is not None, inputs)[places]
-    options = {} if head is None else _head_options(head)
     loss = masked_kl(
         student,
         teachers,
@@ -93,23 +91,12 @@ def distill(
         labels=answers if kl.cross_entropy else None,
         cross_entropy=kl.cross_entropy if answers is not None else 0.0,
         normalizer=normalizer,
-        **options,
+        **(head or {}),
     )
     if count and kl.penalizes:
         part = 1.0 if normalizer is None else count / normalizer  # this batch's share of the step
         loss = loss + part * mask_penalty(merger.trained_masks(), kl)
     return loss
-
-
-def _head_options(head: MaskedLayer) -> dict[str, Any]:
-    """Return the arguments of `masked_kl` that are of the merged head."""
-    masks = None if head.is_same("weight") else head.mask("weight")
-    options: dict[str, Any] = {"heads": head.frozen("weight"), "masks": masks}
-    # heads of Phi and GPT-J have one
-    if "bias" in head.masks:
-        options["bias"] = head.current("bias")
-        options["teacher_biases"] = head.frozen("bias")
-    return options
 
 
 def _main_input(inputs: Mapping[str, object]) -> Tensor:
@@ -242,7 +229,7 @@ def _examples(ids: Tensor, position_ids: Tensor | None) -> Tensor:  # (B, L)
 @torch.no_grad()
 def _evidence(
     teachers: Sequence[Tensor | None],
-    head: MaskedLayer | None,
+    head: Mapping[str, Any] | None,
     answers: Tensor | None,
     examples: Tensor,
 ) -> Tensor:  # (N, K)
@@ -251,16 +238,15 @@ def _evidence(
         raise ValueError(
             "Merger.distill: coefficients by evidence need labels, and this model's inputs are none"
         )
-    # without a plain head, teachers came as logits already
-    heads = Heads(None, None, [None] * len(teachers))
-    if head is not None:
-        if "bias" not in head.masks:
-            biases = [None] * len(teachers)
-        else:
-            biases = head.frozen("bias")
-        heads = Heads(head.frozen("weight"), None, biases)
+    known = head or {}  # without a plain head, teachers came as logits already
+    heads = known.get("heads")
+    first = next(t for t in teachers if t is not None)
+    check_labels(answers, first.shape[1] if heads is None else heads[0].shape[0])
+    biases = known.get("teacher_biases") or [None] * len(teachers)
+    said = Teachers(states=teachers, heads=heads, biases=biases)
+    size = chunk_size(len(answers))
     log_probs = [
-        label_log_probs(t, heads, k, answers) for k, t in enumerate(teachers) if t is not None
+        label_log_probs(said, k, answers, size) for k, t in enumerate(teachers) if t is not None
     ]
     return evidence(torch.stack(log_probs, 1), examples)
 

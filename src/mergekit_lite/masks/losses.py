@@ -7,18 +7,25 @@ Letters: N positions, H hidden size, V vocabulary, K components.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from model_components._checks import check_choice
+from model_components._head_loss import chunked_loss
 
 from ._eager.blend import work_dtype
-from ._eager.divergence import Distillation, Objective
-from ._eager.evidence import check_labels
+from ._eager.teachers import Teachers, forward_kl, reverse_kl
 from .config import Direction, KLConfig
+from .functional import masked_linear
+
+# positions of a chunk: a sixteenth of all, so that a few buffers of its logits are less than a
+# third of all logits; products of fewer rows are slow, and more than the most are no faster
+_SHARE, _FEWEST, _MOST = 16, 16, 512
 
 
 def masked_kl(
@@ -27,6 +34,7 @@ def masked_kl(
     heads: Sequence[Tensor] | None = None,  # K or more of (V, H)
     masks: Tensor | None = None,  # (as many, broadcasts over a head)
     *,
+    head: Tensor | None = None,  # (V, H)
     coefficients: Tensor | str = "confidence",  # (N, K) or (K,)
     confidence_temperature: float = 1.0,
     temperature: float = 1.0,
@@ -41,9 +49,9 @@ def masked_kl(
 
     ``T² Σ_n D(Σ_k c_nk softmax(teacher_k / T), softmax(student / T)) / normalizer``.
 
-    There is never a (positions, vocabulary) tensor: two buffers of a chunk of positions take its
-    place, at most an eighth of one such tensor together (and never fewer than 16 positions each).
-    Until backward the gradients of ``student`` and ``masks`` are kept.
+    There is never a (positions, vocabulary) tensor, but only buffers of a sixteenth of the
+    positions (16 to 512), and no merged head. Until backward the gradients of ``student``,
+    ``masks``, ``head`` and ``bias`` are kept.
 
     Args:
         student: The merged model's final hidden states at supervised positions, (N, H); its logits
@@ -52,8 +60,9 @@ def masked_kl(
             each; None for one whose coefficients are all zero.
         heads: The components' frozen output heads, (V, H) each, in the order of the teachers; what
             is beyond those, as a base's, belongs to the student alone.
-        masks: Masks of the head, (as many, then sizes that broadcast over a head); None: the
-            student's head is the first one, unmasked.
+        masks: Masks of the head, (as many, then sizes that broadcast over a head).
+        head: The student's own head, (V, H), instead of masks; default without masks: the first of
+            ``heads``.
         coefficients: Shares c of the teachers, (N, K) or (K,), at least 0, rows that sum to one; or
             ``"confidence"``: at each position the softmax over k of -entropy_k /
             ``confidence_temperature``.
@@ -62,7 +71,7 @@ def masked_kl(
         direction: ``"forward"`` D = KL(target, student) or ``"reverse"`` D = KL(student, target).
         labels: Token ids for ``cross_entropy``, (N,).
         cross_entropy: Weight of the cross-entropy (at temperature 1) towards ``labels``.
-        bias: The merged head's bias, (V,).
+        bias: The bias of the student's head, (V,).
         teacher_biases: The components' own, (V,) each.
         normalizer: What the sum is divided by, a scalar; default N.
 
@@ -89,6 +98,11 @@ def masked_kl(
     """
     positions = student.shape[0]
     _check_states(student, teachers, heads, masks)
+    if head is not None and (heads is None or masks is not None or head.shape != heads[0].shape):
+        raise ValueError(
+            f"masked_kl: head is {list(head.shape)}, expected the shape of the teachers' heads, "
+            "which come with it, and no masks"
+        )
     _check_biases(teachers, heads, bias, teacher_biases)
     _check_numbers(direction, temperature, confidence_temperature)
     coefficients = _checked_coefficients(coefficients, student, teachers)
@@ -98,31 +112,78 @@ def masked_kl(
         # on a GPU a label out of range would end all further work of the process
         check_labels(labels, student.shape[1] if heads is None else heads[0].shape[0])
     if positions == 0:
-        return _zero(student, masks, bias)
-    numbers: dict[str, Any] = {
-        "confidence_temperature": confidence_temperature,
-        "temperature": temperature,
-        "direction": direction,
-        "cross_entropy": cross_entropy,
-    }
+        return _zero(student, masks, head, bias)
     if heads is not None:  # under autocast hidden states have another dtype than the heads
         student = student.to(heads[0].dtype)
-    fixed = []
-    for teacher in teachers:
-        fixed.append(None if teacher is None else teacher.detach().to(student.dtype))
-    arguments = {
-        "teachers": fixed,
-        "heads": heads,
-        "biases": teacher_biases or [None] * len(teachers),
-        "labels": labels,
-        "normalizer": positions if normalizer is None else normalizer,
-        "objective": Objective(
-            coefficients=coefficients if isinstance(coefficients, Tensor) else None, **numbers
-        ),
-    }
+    fixed = Teachers(
+        states=[None if t is None else t.detach().to(student.dtype) for t in teachers],
+        heads=heads,
+        biases=teacher_biases or [None] * len(teachers),
+        shares=coefficients if isinstance(coefficients, Tensor) else None,
+        temperature=temperature,
+        confidence_temperature=confidence_temperature,
+    )
+    used = None if fixed.shares is None else (fixed.shares > 0).cpu()
+    divergence = forward_kl if direction == "forward" else reverse_kl
+
+    def compare(logits: Tensor, rows: slice, wanted: bool) -> tuple[Tensor, Tensor | None]:
+        target = fixed.mixture(rows, used)
+        logs = (logits / temperature if temperature != 1 else logits).log_softmax(-1)
+        loss, gradient = divergence(target, logs)
+        # T² of the loss, times 1 / T of logits / T
+        loss = temperature**2 * loss
+        gradient = gradient.mul_(temperature) if temperature != 1 else gradient
+        if cross_entropy and labels is not None:
+            chosen = labels[rows, None]
+            log_probs = logits.log_softmax(-1)
+            loss = loss - cross_entropy * log_probs.gather(1, chosen).sum(dtype=torch.float64)
+            # softmax, less 1 at the label
+            gradient.add_(log_probs.exp_(), alpha=cross_entropy)
+            gradient.scatter_add_(1, chosen, gradient.new_full(chosen.shape, -cross_entropy))
+        return loss, gradient if wanted else None
+
+    logits_of, parameters = _student_head(student, heads, masks, head, bias)
     # dtypes are chosen above, and autocast would cast once more
     with torch.autocast(student.device.type, enabled=False):
-        return Distillation.apply(student, masks, bias, arguments)
+        total = chunked_loss(student, logits_of, parameters, compare, chunk_size(positions))
+    return total / (positions if normalizer is None else normalizer)
+
+
+def chunk_size(positions: int) -> int:
+    """Return how many of so many positions have their logits in memory at once."""
+    return min(_MOST, max(_FEWEST, positions // _SHARE))
+
+
+def _student_head(
+    student: Tensor,
+    heads: Sequence[Tensor] | None,
+    masks: Tensor | None,
+    head: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
+    """Return the function from hidden states to the student's logits, and what it trains."""
+    if heads is None:
+        # a copy, as the logits of a chunk are overwritten
+        return torch.clone, []
+    bias = None if bias is None else bias.to(student.dtype)
+    if masks is None:
+        weight = heads[0] if head is None else head
+        used = (weight, bias)
+        logits_of = partial(F.linear, weight=weight, bias=bias)
+    else:
+        is_element = masks.shape[1] > 1 and masks.shape[2] > 1
+        # several products of a chunk take less time than a blend, and build no head
+        mode = "accurate" if is_element else "efficient"
+        used = (masks, bias)
+        logits_of = partial(masked_linear, weights=heads, masks=masks, bias=bias, mode=mode)
+    return logits_of, [t for t in used if t is not None and t.requires_grad]
+
+
+def check_labels(labels: Tensor, vocabulary: int) -> None:
+    """Refuse labels outside the vocabulary."""
+    if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < vocabulary:
+        span = f"{int(labels.min())} to {int(labels.max())}"
+        raise ValueError(f"masked_kl: labels from {span}, expected 0 to {vocabulary - 1}")
 
 
 def _zero(student: Tensor, *others: Tensor | None) -> Tensor:

@@ -340,6 +340,19 @@ class MaskedModel(nn.Module):
             self._plain_head = self._is_plain(head)
         return head if self._plain_head else None
 
+    def head_options(self) -> dict[str, Any] | None:
+        """Return `masked_kl`'s arguments for the merged head; None where it is not plain."""
+        head = self.output_head()
+        if head is None:
+            return None
+        masks = None if head.is_same("weight") else head.mask("weight")
+        options: dict[str, Any] = {"heads": head.frozen("weight"), "masks": masks}
+        # heads of Phi and GPT-J have one
+        if "bias" in head.masks:
+            options["bias"] = head.current("bias")
+            options["teacher_biases"] = head.frozen("bias")
+        return options
+
     @torch.no_grad()
     def _is_plain(self, head: MaskedLayer) -> bool:
         """Try it: a head with a soft cap, a scale or a transform in between gives other logits."""

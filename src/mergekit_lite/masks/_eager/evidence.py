@@ -8,31 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .blend import work_dtype
-from .logits import Heads, chunks, log_softmax_
+from .blend import pieces
+from .teachers import Teachers
 
 _LEAST = -1e6  # of a log probability: an impossible token, which may not make all others NaN
 
 
-def check_labels(labels: Tensor, vocabulary: int) -> None:
-    """Refuse labels outside the vocabulary."""
-    if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < vocabulary:
-        span = f"{int(labels.min())} to {int(labels.max())}"
-        raise ValueError(f"masked_kl: labels from {span}, expected 0 to {vocabulary - 1}")
-
-
-def label_log_probs(states: Tensor, heads: Heads, k: int, labels: Tensor) -> Tensor:  # (N,)
-    """The log probability that component k gives each label.
-
-    Raises:
-        ValueError: Labels outside the vocabulary.
-    """
-    check_labels(labels, states.shape[1] if heads.heads is None else heads.heads[0].shape[0])
-    log_probs = torch.empty(states.shape[0], dtype=work_dtype(states.dtype), device=states.device)
-    for chunk, (logits,) in chunks(states, heads, log_probs.dtype, buffers=1):
-        log_softmax_(heads.teacher(k, states[chunk], logits))
-        log_probs[chunk] = logits.gather(1, labels[chunk, None])[:, 0]
-    return log_probs
+def label_log_probs(teachers: Teachers, k: int, labels: Tensor, size: int) -> Tensor:  # (N,)
+    """Return the log probability that teacher k gives each label, ``size`` positions at a time."""
+    parts = [
+        teachers.log_probs(k, rows).gather(1, labels[rows, None])[:, 0]
+        for rows in pieces(len(labels), size)
+    ]
+    return torch.cat(parts)
 
 
 def evidence(

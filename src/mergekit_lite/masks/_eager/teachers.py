@@ -1,0 +1,132 @@
+"""What the teachers say at a chunk of positions, and how far a student is from it.
+
+Letters: N positions, H hidden size, V vocabulary, K components.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .blend import work_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teachers:
+    """The distributions of K teachers at N positions.
+
+    Args:
+        states: Their final hidden states, (N, H) each, or logits; None for one without shares.
+        heads: Their output heads, (V, H) each; None: states are logits.
+        biases: Of the heads, (V,) each, or None.
+        shares: (N, K), at least one above 0 in each row; None: shares by confidence.
+        temperature: Logits are divided by it.
+        confidence_temperature: Entropies are divided by it; 0: the surest teacher alone.
+    """
+
+    states: Sequence[Tensor | None]
+    heads: Sequence[Tensor] | None
+    biases: Sequence[Tensor | None]
+    shares: Tensor | None = None
+    temperature: float = 1.0
+    confidence_temperature: float = 1.0
+
+    def log_probs(self, k: int, rows: slice | Tensor) -> Tensor:  # (n, V)
+        """Return the log probabilities of one teacher."""
+        states = self.states[k]
+        assert states is not None
+        logits = states[rows]
+        if self.heads is not None:
+            logits = F.linear(logits, self.heads[k], self.biases[k])
+        logits = logits.to(work_dtype(logits.dtype))
+        if self.temperature != 1:
+            logits = logits / self.temperature
+        return logits.log_softmax(-1)
+
+    def mixture(self, rows: slice, used: Tensor | None) -> Tensor:  # (n, V)
+        """Return the log probabilities of the mixture.
+
+        Args:
+            rows: The positions.
+            used: Where shares are above 0, (N, K), on the CPU: there a look at it waits for no
+                device.
+        """
+        if self.shares is None:
+            return self._by_confidence(rows)
+        assert used is not None
+        mixture: Tensor | None = None
+        for k in range(len(self.states)):
+            places = used[rows, k].nonzero()[:, 0]
+            if not len(places):
+                continue
+            if len(places) == rows.stop - rows.start:
+                chosen, where = rows, slice(None)
+            else:
+                where = places.to(self.shares.device)
+                chosen = where + rows.start
+            logs = self.log_probs(k, chosen) + self.shares[chosen, k, None].log()
+            if mixture is None and isinstance(where, slice):
+                mixture = logs
+                continue
+            if mixture is None:
+                mixture = logs.new_full((rows.stop - rows.start, logs.shape[1]), -math.inf)
+            mixture[where] = torch.logaddexp(mixture[where], logs)
+        assert mixture is not None
+        return mixture
+
+    def _by_confidence(self, rows: slice) -> Tensor:
+        """Return the mixture by shares that are the softmax of -entropy / temperature."""
+        logs = [self.log_probs(k, rows) for k in range(len(self.states))]
+        entropies = torch.stack([_entropy(one) for one in logs])  # (K, n)
+        if self.confidence_temperature:
+            # less the least first: divided by a small temperature they are huge numbers, whose
+            # difference rounding would swallow
+            weights = (entropies.amin(0) - entropies) / self.confidence_temperature
+            weights = weights.log_softmax(0)
+        else:
+            # of NaN and numbers argmin takes NaN: a broken teacher must be seen
+            others = F.one_hot(entropies.argmin(0), len(logs)).T == 0
+            weights = torch.zeros_like(entropies).masked_fill_(others, -math.inf)
+        mixture = logs[0].add_(weights[0, :, None])
+        for one, weight in zip(logs[1:], weights[1:, :, None], strict=True):
+            torch.logaddexp(mixture, one.add_(weight), out=mixture)
+        return mixture
+
+
+def _entropy(logs: Tensor) -> Tensor:  # (n,)
+    """Return the entropies of rows of log probabilities."""
+    p = logs.exp()
+    # an impossible token has log -inf, and 0 * -inf is NaN
+    return -torch.where(p == 0, 0, p * logs).sum(-1)
+
+
+# Each takes log probabilities of target and student, which it may overwrite; gives the rows' sum,
+# and the gradient with respect to the student's logits. A term of probability 0 is 0, one of
+# probability NaN is NaN.
+
+
+def forward_kl(target: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return KL(target, student)."""
+    p = target.exp()
+    terms = target.sub_(logs).mul_(p).masked_fill_(p == 0, 0)
+    # softmax less target is the gradient
+    return _sum_of(terms), logs.exp_().sub_(p)
+
+
+def reverse_kl(target: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return KL(student, target)."""
+    p = logs.exp()
+    difference = logs.sub_(target).masked_fill_(p == 0, 0)
+    rows = (p * difference).sum(-1, keepdim=True)
+    # the gradient through softmax: each difference, less its mean under p
+    return rows.sum(dtype=torch.float64), difference.sub_(rows).mul_(p)
+
+
+def _sum_of(terms: Tensor) -> Tensor:
+    """Return the sum of all, rows first."""
+    return terms.sum(-1).sum(dtype=torch.float64)

@@ -23,9 +23,9 @@ from ._eager.teachers import Teachers, forward_kl, reverse_kl
 from .config import Direction, KLConfig
 from .functional import masked_linear
 
-# positions of a chunk: a sixteenth of all, so that a few buffers of its logits are less than a
-# third of all logits; products of fewer rows are slow, and more than the most are no faster
-_SHARE, _FEWEST, _MOST = 16, 16, 512
+# positions of a chunk: a share of all, so that its ten buffers are a third of one tensor of all
+# logits; products of fewer rows are slow, and of more than the most no faster
+_SHARE, _FEWEST, _MOST = 32, 16, 512
 
 
 def masked_kl(
@@ -49,7 +49,7 @@ def masked_kl(
 
     ``T² Σ_n D(Σ_k c_nk softmax(teacher_k / T), softmax(student / T)) / normalizer``.
 
-    There is never a (positions, vocabulary) tensor, but only buffers of a sixteenth of the
+    There is never a (positions, vocabulary) tensor, but only buffers for a 32nd of the
     positions (16 to 512), and no merged head. Until backward the gradients of ``student``,
     ``masks``, ``head`` and ``bias`` are kept.
 

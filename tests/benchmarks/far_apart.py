@@ -22,6 +22,7 @@ import multiprocessing
 import random
 import re
 import shutil
+import statistics
 import sysconfig
 import time
 import warnings
@@ -624,41 +625,55 @@ def in_table(row: dict[str, Any]) -> bool:
     return not row["search"] and row["steps"] == STEPS and row["rows"] == 1 and not changed
 
 
-def write_table() -> None:
-    """Write the guide's table of the pairs whose students have rows."""
-    rows = [row for row in read_found() if in_table(row)]
-    shares: dict[str, dict[str, float]] = {}
-    described: list[str] = []
-    pairs: list[str] = []
-    for pair in PAIRS:
-        own = [row for row in rows if row["pair"] == pair]
-        losses: dict[str, list[float]] = {}
-        for row in own:
+def shares_of(pair: str, rows: Sequence[dict[str, Any]]) -> tuple[dict[str, float], float]:
+    """Return what each merge of a pair recovers of its gap, and the gap in nats."""
+    losses: dict[str, list[float]] = {}
+    for row in rows:
+        if row["pair"] == pair:
             start = f" from {row['start']}" if "start" in row else ""
             losses[row["merge"] + start] = row["losses"]
-        if not {"first", "second", "average", "lora from regmean"} <= losses.keys():
-            continue
-        pairs.append(pair)
-        average = sum(losses["average"])
-        gap = average - losses.pop("first")[0] - losses.pop("second")[1]
-        described.append(f"{pair}: {ABOUT[pair.partition('-')[0]]}, {gap / 2:.2f} nats")
-        for name, values in losses.items():
-            shares.setdefault(name, {})[pair] = (average - sum(values)) / gap
-    if not pairs:
-        return
-    lines = [f"| merge | {' | '.join(pairs)} |", "|---" * (1 + len(pairs)) + "|"]
-    for name in sorted(shares, key=lambda name: -shares[name].get(pairs[-1], 0)):
-        cells = [f"{shares[name][pair]:.0%}" if pair in shares[name] else "" for pair in pairs]
+    average = sum(losses["average"])
+    gap = average - losses.pop("first")[0] - losses.pop("second")[1]
+    return {name: (average - sum(values)) / gap for name, values in losses.items()}, gap / 2
+
+
+def write_table() -> None:
+    """Write the guide's table: a column for each kind of pair, with the spread of its seeds."""
+    rows = [row for row in read_found() if in_table(row)]
+    kinds: dict[str, list[str]] = {}
+    for pair in PAIRS:
+        kinds.setdefault(pair.partition("-")[0], []).append(pair)
+    columns: dict[str, dict[str, list[float]]] = {}
+    described: list[str] = []
+    for kind, pairs in kinds.items():
+        found = [shares_of(pair, rows) for pair in pairs]
+        gap = statistics.mean(gap for _, gap in found)
+        seeds = f" (mean of {len(pairs)} seeds ± standard deviation)" if len(pairs) > 1 else ""
+        described.append(f"{kind}: {ABOUT[kind]}, {gap:.2f} nats{seeds}")
+        columns[kind] = {name: [share[name] for share, _ in found] for name in found[0][0]}
+    first = next(iter(columns.values()))
+    lines = [f"| merge | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    names = dict.fromkeys(name for shares in columns.values() for name in shares)
+    for name in sorted(names, key=lambda name: -statistics.mean(first.get(name, [-9]))):
+        cells = [_cell(shares.get(name, [])) for shares in columns.values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    row = next(row for row in rows if row["pair"] == pairs[0] and "start" in row)
+    made = dict.fromkeys(f"{row['date']} at {row['commit']}" for row in rows)
+    row = rows[0]
     about = (
         "How much of the gap a merge recovers in mean held-out loss: 0 % is the average of two "
         f"models, 100 % each model on its own task. The pairs and their gaps: {'; '.join(described)}. "
-        f"Students were trained for {STEPS} steps of 8 rows of at most {LENGTH} tokens, with one "
-        "seed. Their rates, and the strengths of task_arithmetic, slerp and iso_c, were chosen on "
-        f"other rows. {row['hardware']}, {row['versions']}; {row['date']} at {row['commit']}."
+        f"Students were trained for {STEPS} steps of 8 rows of at most {LENGTH} tokens. "
+        "Their rates, and the strengths of task_arithmetic, slerp and iso_c, were chosen on "
+        f"other rows. {row['hardware']}, {row['versions']}; {', '.join(made)}."
     )
     put(GUIDE, [*lines, "", about], "far apart")
+
+
+def _cell(shares: Sequence[float]) -> str:
+    if not shares:
+        return ""
+    spread = f" ± {100 * statistics.stdev(shares):.0f}" if len(shares) > 1 else ""
+    return f"{100 * statistics.mean(shares):.0f}{spread} %"
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,10 +1,11 @@
-"""One training step of masks over a pair of GPT-2 124M: peak memory against context, ours and the
-plain way.
+"""One training step of each student of a pair of GPT-2 124M, of masks done the plain way, and of a
+fine-tune: peak memory against context.
 
 The plain way is what a notebook does: every weight Σ m_k W_k built where it is used
 (`torch.nn.utils.parametrize`), whole logits of student and teacher, `kl_div`. Ours is `Merger` with
-`KLConfig()`. Both without and with gradient checkpointing. Each runs in a process of its own, in
-turn; the peak is what the step adds to the two resident models.
+`KLConfig()`. Both without and with gradient checkpointing. "lora" and "all" are the other students
+of `learn_merge`, with cached teachers. Each runs in a process of its own, in turn; the peak is what
+the step adds to the two resident models.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from tests.benchmarks.measure import run_alone
 from tests.benchmarks.results import Row, append
 
 CONTEXTS = (128, 512, 1024, 2048)
-IMPLS = ("plain", "plain, checkpointed", "Merger", "Merger, checkpointed")
+STUDENTS = {"lora": 16, "all": None}  # ranks of adapters
+IMPLS = ("plain", "plain, checkpointed", "Merger", "Merger, checkpointed", *STUDENTS, "fine-tune")
 
 
 def models(context: int, device: str, dtype: torch.dtype) -> list:
@@ -97,13 +99,23 @@ def prepare(impl: str, context: int, device: str, dtype: torch.dtype) -> Callabl
             F.kl_div(student, target, log_target=True, reduction="batchmean").backward()
 
         return step
+    if impl == "fine-tune":
+        model = pair[0].train()
+        return lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    from mergekit_lite.learning.student import Student
     from mergekit_lite.masks import KLConfig, Merger
 
+    task = torch.zeros(1, dtype=torch.long, device=device)
+    if impl in STUDENTS:
+        heads = [model.lm_head.weight.detach().clone() for model in pair]
+        student = Student(pair[0], heads, STUDENTS[impl]).train()
+        known = torch.randn(context - 1, 1, heads[0].shape[1], device=device, dtype=dtype)
+        batch = {"input_ids": ids, "task": task, "teacher_hidden": known}
+        return lambda: student(kl=KLConfig(), **batch).loss.backward()
     merger = Merger(pair)
     merger.output_head()
     _checkpoint(merger, impl)
     merger.train()
-    task = torch.zeros(1, dtype=torch.long, device=device)
     return lambda: merger(kl=KLConfig(), input_ids=ids, task=task).loss.backward()
 
 

@@ -10,7 +10,7 @@ from model_components._checks import CheckedConfig, Range, Whole
 
 from ..masks.config import Granularity
 
-RATES = {"masks": 1e-1, "lora": 2e-3, "all": 1e-4}
+RATES = {"masks": 3e-2, "lora": 2e-3, "all": 1e-4}
 """Learning rates by what is trained, from a search on SmolLM2-135M (docs/masks.md)."""
 
 
@@ -27,7 +27,7 @@ class LearnConfig(CheckedConfig):
         granularity: One mask value for each weight matrix (``"scalar"``), input column, output row
             or element.
         rank: Rank of the adapters of ``"lora"``.
-        learning_rate: Peak of the rate; default: 0.1 for masks, 2e-3 for adapters, 1e-4 for all
+        learning_rate: Peak of the rate; default: 0.03 for masks, 2e-3 for adapters, 1e-4 for all
             weights.
         max_steps: Number of steps.
         batch_size: Examples in a step.

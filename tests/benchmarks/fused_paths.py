@@ -316,8 +316,9 @@ def section() -> list[str]:
     rows = latest("fused_paths.csv")
     for hardware in dict.fromkeys(row["hardware"] for row in rows):
         own = [row for row in rows if row["hardware"] == hardware]
+        made = dict.fromkeys(f"{row['date']} at {row['commit']}" for row in own)
         lines += [
-            f"{hardware}; {own[0]['versions']}; {own[0]['date']}, at {own[0]['commit']}. "
+            f"{hardware}; {own[0]['versions']}; {', '.join(made)}. "
             "[All rows](measured/fused_paths.csv).",
             "",
             f"| operation | dtype | mode | floor | library | {PLAIN} | {COMPILED} | eager | fused "

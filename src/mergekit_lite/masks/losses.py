@@ -8,6 +8,7 @@ Letters: N positions, H hidden size, V vocabulary, K components.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import get_args
 
@@ -98,11 +99,7 @@ def masked_kl(
     """
     positions = student.shape[0]
     _check_states(student, teachers, heads, masks)
-    if head is not None and (heads is None or masks is not None or head.shape != heads[0].shape):
-        raise ValueError(
-            f"masked_kl: head is {list(head.shape)}, expected the shape of the teachers' heads, "
-            "which come with it, and no masks"
-        )
+    _check_head(heads, masks, head)
     _check_biases(teachers, heads, bias, teacher_biases)
     _check_numbers(direction, temperature, confidence_temperature)
     coefficients = _checked_coefficients(coefficients, student, teachers)
@@ -123,25 +120,7 @@ def masked_kl(
         temperature=temperature,
         confidence_temperature=confidence_temperature,
     )
-    used = None if fixed.shares is None else (fixed.shares > 0).cpu()
-    divergence = forward_kl if direction == "forward" else reverse_kl
-
-    def compare(logits: Tensor, rows: slice, wanted: bool) -> tuple[Tensor, Tensor | None]:
-        target = fixed.mixture(rows, used)
-        logs = (logits / temperature if temperature != 1 else logits).log_softmax(-1)
-        loss, gradient = divergence(target, logs)
-        # T² of the loss, times 1 / T of logits / T
-        loss = temperature**2 * loss
-        gradient = gradient.mul_(temperature) if temperature != 1 else gradient
-        if cross_entropy and labels is not None:
-            chosen = labels[rows, None]
-            log_probs = logits.log_softmax(-1)
-            loss = loss - cross_entropy * log_probs.gather(1, chosen).sum(dtype=torch.float64)
-            # softmax, less 1 at the label
-            gradient.add_(log_probs.exp_(), alpha=cross_entropy)
-            gradient.scatter_add_(1, chosen, gradient.new_full(chosen.shape, -cross_entropy))
-        return loss, gradient if wanted else None
-
+    compare = _Comparison(fixed, direction, labels, cross_entropy)
     logits_of, parameters = _student_head(student, heads, masks, head, bias)
     # dtypes are chosen above, and autocast would cast once more
     with torch.autocast(student.device.type, enabled=False):
@@ -152,6 +131,49 @@ def masked_kl(
 def chunk_size(positions: int) -> int:
     """Return how many of so many positions have their logits in memory at once."""
     return min(_MOST, max(_FEWEST, positions // _SHARE))
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """The loss of a chunk, as `chunked_loss` calls it.
+
+    Args:
+        teachers: Their distributions.
+        direction: ``"forward"`` or ``"reverse"``.
+        labels: (N,), for the cross-entropy.
+        cross_entropy: Its weight.
+    """
+
+    teachers: Teachers
+    direction: str
+    labels: Tensor | None
+    cross_entropy: float
+
+    def __call__(self, logits: Tensor, rows: slice, wanted: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the loss, and the gradient of logits (n, V) if it is wanted."""
+        divergence = forward_kl if self.direction == "forward" else reverse_kl
+        temperature = self.teachers.temperature
+        logs = logits / temperature if temperature != 1 else logits
+        loss, gradient = divergence(self.teachers.mixture(rows), logs.log_softmax(-1))
+        if temperature != 1:
+            loss = temperature**2 * loss
+            # T² of the loss, times 1 / T of logits / T
+            gradient *= temperature
+        if self.cross_entropy:
+            loss = loss + self._add_cross_entropy(logits, rows, gradient)
+        return loss, gradient if wanted else None
+
+    def _add_cross_entropy(self, logits: Tensor, rows: slice, gradient: Tensor) -> Tensor:
+        """Return the loss towards the labels; add its gradient to what there is."""
+        assert self.labels is not None
+        weight = self.cross_entropy
+        chosen = self.labels[rows, None]
+        log_probs = logits.log_softmax(-1)
+        loss = -weight * log_probs.gather(1, chosen).sum(dtype=torch.float64)
+        # softmax, less 1 at the label
+        gradient.add_(log_probs.exp_(), alpha=weight)
+        gradient.scatter_add_(1, chosen, gradient.new_full(chosen.shape, -weight))
+        return loss
 
 
 def _student_head(
@@ -213,6 +235,16 @@ def _check_biases(
             f"masked_kl: {len(teacher_biases)} teacher_biases for {len(teachers)} teachers, "
             "expected one each"
         )
+
+
+def _check_head(heads: Sequence[Tensor] | None, masks: Tensor | None, head: Tensor | None) -> None:
+    """Refuse a head of the student's that does not fit the teachers', or that comes with masks."""
+    if head is None or (heads is not None and masks is None and head.shape == heads[0].shape):
+        return
+    raise ValueError(
+        f"masked_kl: head is {list(head.shape)}, expected the shape of the teachers' heads, which "
+        "come with it, and no masks"
+    )
 
 
 def _checked_coefficients(

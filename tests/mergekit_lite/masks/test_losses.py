@@ -116,6 +116,22 @@ def test_a_bias_and_a_normalizer():
         torch.testing.assert_close(a, b * N / 5)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_head_of_its_own_is_trained(bias):
+    student, head = made(N, H).requires_grad_(), made(V, H, seed=5).requires_grad_()
+    teachers, heads = [made(N, H, seed=k) for k in (1, 2)], [made(V, H, seed=k) for k in (3, 4)]
+    own = made(V, seed=6).requires_grad_() if bias else None
+    coefficients = shares("mixed", count=2)
+    found = masked_kl(student, teachers, heads, head=head, bias=own, coefficients=coefficients)
+    logits = student @ head.T + (own if bias else 0)
+    targets = [t @ h.T for t, h in zip(teachers, heads, strict=True)]
+    expected = reference.masked_kl(logits, targets, coefficients=coefficients)
+    torch.testing.assert_close(found, expected)
+    leaves = [student, head, own] if bias else [student, head]
+    for a, b in zip(*(torch.autograd.grad(v, leaves) for v in (found, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_targets_that_underflow_give_finite_losses(direction):
     student = torch.randn(4, V).requires_grad_()
@@ -293,6 +309,10 @@ BAD = {
     "coefficients must be shares or 'confidence', got 'task'": {"coefficients": "task"},
     "coefficients 'confidence' weigh every teacher, and 1 was not given": {
         "coefficients": "confidence"
+    },
+    "head is [5, 4], expected the shape": {"masks": None, "head": torch.ones(5, 4)},
+    "head is [6, 4], expected the shape of the teachers' heads, which come with it, and no masks": {
+        "head": torch.ones(6, 4)
     },
     "1 teacher_biases for 2 teachers": {"teacher_biases": [None]},
     "a bias came without heads": {"heads": None, "masks": None, "bias": torch.ones(4)},

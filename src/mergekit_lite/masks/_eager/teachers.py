@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -48,20 +49,19 @@ class Teachers:
             logits = logits / self.temperature
         return logits.log_softmax(-1)
 
-    def mixture(self, rows: slice, used: Tensor | None) -> Tensor:  # (n, V)
-        """Return the log probabilities of the mixture.
+    @cached_property
+    def used(self) -> Tensor:  # (N, K)
+        """Where shares are above 0, on the CPU: there a look at it waits for no device."""
+        assert self.shares is not None
+        return (self.shares > 0).cpu()
 
-        Args:
-            rows: The positions.
-            used: Where shares are above 0, (N, K), on the CPU: there a look at it waits for no
-                device.
-        """
+    def mixture(self, rows: slice) -> Tensor:  # (n, V)
+        """Return the log probabilities of the mixture at some positions."""
         if self.shares is None:
             return self._by_confidence(rows)
-        assert used is not None
         mixture: Tensor | None = None
         for k in range(len(self.states)):
-            places = used[rows, k].nonzero()[:, 0]
+            places = self.used[rows, k].nonzero()[:, 0]
             if not len(places):
                 continue
             if len(places) == rows.stop - rows.start:

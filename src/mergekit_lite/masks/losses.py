@@ -192,13 +192,35 @@ def _student_head(
         weight = heads[0] if head is None else head
         used = (weight, bias)
         logits_of = partial(F.linear, weight=weight, bias=bias)
-    else:
-        is_element = masks.shape[1] > 1 and masks.shape[2] > 1
-        # several products of a chunk take less time than a blend, and build no head
-        mode = "accurate" if is_element else "efficient"
+    elif masks.shape[1] > 1 and masks.shape[2] > 1:
         used = (masks, bias)
-        logits_of = partial(masked_linear, weights=heads, masks=masks, bias=bias, mode=mode)
+        logits_of = partial(masked_linear, weights=heads, masks=masks, bias=bias)
+    else:
+        used = (masks, bias)
+        logits_of = partial(_masked_logits, heads=heads, masks=masks, bias=bias)
     return logits_of, [t for t in used if t is not None and t.requires_grad]
+
+
+def _masked_logits(
+    states: Tensor,  # (n, H)
+    heads: Sequence[Tensor],
+    masks: Tensor,  # (as many, 1 or V, 1 or H)
+    bias: Tensor | None,
+) -> Tensor:  # (n, V)
+    """Return the logits of a head whose masks multiply its inputs or its outputs.
+
+    Several products of a chunk take less time than a blend, and build no head.
+    """
+    total: Tensor | None = None
+    for head, mask in zip(heads, masks, strict=True):
+        if mask.shape[1] > 1:
+            term = F.linear(states * mask.to(states.dtype), head)
+        else:
+            # in float32, as the loss is
+            term = F.linear(states, head) * mask.to(work_dtype(states.dtype)).T
+        total = term if total is None else total + term
+    assert total is not None
+    return total if bias is None else total + bias
 
 
 def check_labels(labels: Tensor, vocabulary: int) -> None:

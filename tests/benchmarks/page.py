@@ -58,8 +58,8 @@ TABLES = {
         "wall",
         "Wall seconds of a first, cold step, one run in a process of its own. Peaks are what it "
         "adds to two resident models; the plain way has every merged weight and whole logits in "
-        "the graph. The rows at context 2048 were taken with one thread on a machine busy with "
-        "other work: read their peaks, not their times.",
+        "the graph. One thread, beside other work: read the peaks, not the times. Merger trains "
+        "masks; lora and all are the other students of `learn_merge`, with cached teachers.",
     ),
     "kron_linear": Table(
         "kron_linear",

@@ -122,25 +122,21 @@ def fit_(
         before = theirs
         # before any of this block's layers changes
         theirs = block.original(theirs, one_pass=one_pass)
-        if gone := list(takewhile(lambda b: b.name in dropped, blocks[index + 1 :])):
+        gone = list(takewhile(lambda b: b.name in dropped, blocks[index + 1 :]))
+        if gone:
             now = theirs
             for later in gone:
                 theirs = outputs_of(later.module, later.calls, theirs)
             block.look_ahead(now, theirs)
-        if silent := [n for n in block.singles if n not in block.ran]:
+        silent = [n for n in block.singles if n not in block.ran]
+        if silent:
             raise ValueError(
                 f"{operation}: {silent[0]} saw no calibration token, expected data that it runs on"
             )
+        given = before if one_pass else ours
         # in the order they run, so that later parts of a block see the earlier ones' new weights
         for part in (by_name[n] for n in block.ran):
-            stored = cache.load(part.name or "model")
-            if stored is None:
-                fitted = fit_part(model, block, part, before if one_pass else ours, operation)
-                notes = {"error": fitted.error, "notes": fitted.notes}
-                cache.store(part.name or "model", fitted.tensors, notes)
-            else:
-                tensors, notes = stored
-                fitted = Fitted(tensors, notes["error"], notes=tuple(notes["notes"]))
+            fitted = _fitted_or_stored(model, block, part, given, operation, cache)
             place_(model, part, fitted.tensors)
             # the tensors are in the model now; a second copy of all would be the model's size
             done[part.name] = Fitted({}, fitted.error, fitted.order, fitted.notes)
@@ -148,6 +144,25 @@ def fit_(
         if not one_pass:
             ours = outputs_of(block.module, block.calls, ours)
     return done
+
+
+def _fitted_or_stored(
+    model: nn.Module,
+    block: Block,
+    part: Part,
+    given: list[Tensor],
+    operation: str,
+    cache: Stage,
+) -> Fitted:
+    """Return a part as an earlier call has stored it; else fit it and store it."""
+    name = part.name or "model"
+    stored = cache.load(name)
+    if stored is None:
+        fitted = fit_part(model, block, part, given, operation)
+        cache.store(name, fitted.tensors, {"error": fitted.error, "notes": fitted.notes})
+        return fitted
+    tensors, facts = stored
+    return Fitted(tensors, facts["error"], notes=tuple(facts["notes"]))
 
 
 def fit_part(
@@ -207,6 +222,13 @@ def _fitted_mlp(
         small, error = fit_neurons(mlp, weights, seen, part.neurons, prune)
         return Fitted(_stock_parameters(mlp, modules, small), error, notes=notes)
     small, error, order = fit_factors(mlp, weights, seen, _factored(part))
+    return Fitted(_factors_as_parameters(part, mlp, modules, small), error, order, notes)
+
+
+def _factors_as_parameters(
+    part: Part, mlp: Mlp, modules: Sequence[nn.Module], small: Any
+) -> dict[str, Tensor]:
+    """Return the parameters, by their names in the model, of layers that hold fitted factors."""
     tensors: dict[str, Tensor] = {}
     matrices = (*small.ups, small.down)
     biases = (*small.up_biases, small.down_bias)
@@ -218,7 +240,7 @@ def _fitted_mlp(
         if bias is not None and layer.bias is not None:
             layer.bias.copy_(bias)
         tensors |= {f"{name}.{n}": t for n, t in layer.state_dict().items()}
-    return Fitted(tensors, error, order, notes)
+    return tensors
 
 
 def _check_seen(seen: Seen, part: Part, operation: str) -> None:

@@ -187,18 +187,7 @@ def convert_(
     >>> model.transformer.h[0].mlp.c_proj
     KroneckerLinear(16 to 4, 1 x (4, 8) ⊗ (1, 2), 53.1% of the dense weight)
     """
-    if torch.is_inference_mode_enabled():
-        raise ValueError(
-            "convert_: torch.inference_mode is on, and weights made in it cannot be trained; "
-            "expected a call outside of it"
-        )
-    check_model("convert_", model)
-    check_float64("convert_", model)
-    if convertible(model) or isinstance(model, COMPRESSED):
-        raise ValueError(
-            f"convert_: the model is a single {type(model).__name__}, expected one that has it as "
-            "a submodule; or make the layer by from_linear or from_embedding"
-        )
+    _check_convertible(model)
     data = [] if calibration is None else batches(calibration, model, "convert_")
     configs = resolve(model, config, filter_fn, data[0] if data else None)
     tied = tied_modules(model)
@@ -236,12 +225,7 @@ def convert_(
                 if fade_in and name not in tied:
                     _attach_original(model, name, original[name])
         for name, module in original.items():
-            # a new layer has its own mode; a user may have put single modules into eval()
-            layer = model.get_submodule(name).train(module.training)
-            for parameter_name, parameter in layer.named_parameters(recurse=False):
-                # a layer's factors train where its weight did
-                source = "bias" if parameter_name == "bias" else "weight"
-                parameter.requires_grad_(trains[name].get(source, True))
+            _set_training(model.get_submodule(name), module.training, trains[name])
     own_saving_(model)
     rows = (
         _row(name, model.get_submodule(name), own, sizes[name], errors[name])
@@ -252,6 +236,36 @@ def convert_(
         model, configs, "not part of an MLP" if one_for_mlps else "not asked for"
     )
     return ConversionReport(tuple(rows), skipped, before, num_parameters(model), tuple(notes))
+
+
+def _check_convertible(model: nn.Module) -> None:
+    """Refuse a model whose layers cannot be replaced, or not now."""
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "convert_: torch.inference_mode is on, and weights made in it cannot be trained; "
+            "expected a call outside of it"
+        )
+    check_model("convert_", model)
+    check_float64("convert_", model)
+    if convertible(model) or isinstance(model, COMPRESSED):
+        raise ValueError(
+            f"convert_: the model is a single {type(model).__name__}, expected one that has it as "
+            "a submodule; or make the layer by from_linear or from_embedding"
+        )
+
+
+def _set_training(layer: nn.Module, training: bool, trains: Mapping[str, bool]) -> None:
+    """Give a new layer the mode of the original, and train its factors where the weight did.
+
+    Args:
+        layer: The new layer.
+        training: The original's mode: a user may have put single modules into eval().
+        trains: Whether each of the original's parameters was trained.
+    """
+    layer.train(training)
+    for name, parameter in layer.named_parameters(recurse=False):
+        source = "bias" if name == "bias" else "weight"
+        parameter.requires_grad_(trains.get(source, True))
 
 
 def _skipped_layers(model: nn.Module, converted: Iterable[str], why: str) -> dict[str, str]:

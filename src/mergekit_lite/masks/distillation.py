@@ -75,10 +75,9 @@ def distill(
         teachers = _cached(merger, kl, count, teacher_hidden)
     if kl.coefficients == "evidence" and shares is None:
         # a classifier has one position a row: there each row is an example
+        examples = places[0]
         if where.dim() > 1:
             examples = _examples(ids, inputs.get("position_ids"))[places]
-        else:
-            examples = places[0]
         shares = _evidence(teachers, head, answers, examples)
     student = _outputs(merger, head is not None, inputs)[places]
     loss = masked_kl(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..recipe import MergeRecipe, ModelEntry, Slice, model_key
@@ -122,13 +122,20 @@ def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout
         else:
             for place in lacking:
                 missing.setdefault(place, []).append(name)
-    for place, there in missing.items():
-        holders = [models.label(m) for m in members if there[0] in models.sources[m].tensors]
-        layout.problems.append(
-            f"{models.label(place)} lacks {len(there)} tensors that {some(holders)} have: "
-            f"{some(there)}"
-        )
+    for place, lacked in missing.items():
+        layout.problems.append(_problem_of_missing(models, members, place, lacked))
     return layout
+
+
+def _problem_of_missing(
+    models: Models, members: Iterable[int], place: int, lacked: Sequence[str]
+) -> str:
+    """Return the message on the tensors that one model lacks and others have."""
+    holders = [models.label(m) for m in members if lacked[0] in models.sources[m].tensors]
+    return (
+        f"{models.label(place)} lacks {len(lacked)} tensors that {some(holders)} have: "
+        f"{some(lacked)}"
+    )
 
 
 def stacked_slices(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout:

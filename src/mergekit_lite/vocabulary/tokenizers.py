@@ -98,8 +98,6 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
     Raises:
         CheckpointError: The kind of tokenizer cannot be extended with its ids in place.
     """
-    from tokenizers import Tokenizer
-
     data = json.loads(path.read_text(encoding="utf-8"))
     model = data["model"]
     if not isinstance(model["vocab"], dict):
@@ -142,6 +140,14 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
     model["vocab"] = dict(sorted(tokens.items(), key=lambda item: item[1]))
     data["added_tokens"] = sorted(added.values(), key=lambda t: t["id"])
     text = json.dumps(data, ensure_ascii=False)
+    _check_loads(path, text, tokens)
+    return text
+
+
+def _check_loads(path: Path, text: str, tokens: Mapping[str, int]) -> None:
+    """Refuse an extended tokenizer that its library does not read, or reads with other ids."""
+    from tokenizers import Tokenizer
+
     try:
         loaded = Tokenizer.from_str(text).get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises no class of its own
@@ -153,4 +159,3 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
             raise CheckpointError(
                 f"{path}: extended, token {token!r} would lose its row; use base or a path"
             )
-    return text

@@ -1,4 +1,4 @@
-"""What the teachers say at a chunk of positions, and how far a student is from it.
+"""Distributions of the teachers at a chunk of positions, and a student's divergence from them.
 
 Letters: N positions, H hidden size, V vocabulary, K components.
 """
@@ -51,7 +51,7 @@ class Teachers:
 
     @cached_property
     def used(self) -> Tensor:  # (N, K)
-        """Where shares are above 0, on the CPU: there a look at it waits for no device."""
+        """A mask of the shares above 0, on the CPU, where reading it waits for no device."""
         assert self.shares is not None
         return (self.shares > 0).cpu()
 

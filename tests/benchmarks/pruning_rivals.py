@@ -4,10 +4,10 @@
 - `modegpt`: neurons by ridge leverage scores, the last matrix by a Nyström approximation, and shares
   of the layers by their influence (arXiv 2408.09632);
 - `shortgpt`: whole blocks by influence (arXiv 2403.03853);
-- `fitted_depth`: the same blocks, with the matrix before each gap fitted to what is behind it.
+- `fitted_depth`: the same blocks, with the down projection before each gap refitted.
 
-Each takes a model, batches of token ids and the share of all parameters that stays. One pass over
-the text collects what they need.
+Each takes a model, batches of token ids and ``size``, the fraction of all parameters to keep. One
+pass over the text collects the statistics; `fitted_depth` makes one more for each gap.
 
 SliceGPT (arXiv 2401.15024) is not here: it unties SmolLM2's embeddings, which are a fifth of its
 parameters, and adds two square matrices a block, so that with a quarter of its width cut away the
@@ -25,48 +25,48 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SMOOTHING = 0.1  # epsilon of MoDeGPT's shares
-MOST_GONE = 0.8  # of a layer's neurons
-DEPTH_RIDGE, NYSTROM_RIDGE, LEVERAGE_RIDGE = 3e-2, 1e-3, 1e-2  # shares of the mean second moment
+SMOOTHING = 0.1  # temperature of the softmax that spreads MoDeGPT's cuts over layers (epsilon)
+MOST_GONE = 0.8  # at most this fraction of a layer's neurons is removed
+# fractions of the mean second moment
+DEPTH_RIDGE, NYSTROM_RIDGE, LEVERAGE_RIDGE = 3e-2, 1e-3, 1e-2
 
 
 @dataclass
-class Seen:
-    """What one layer sees of the calibration text, of N tokens.
+class Statistics:
+    """Calibration statistics of one block.
 
     Attributes:
-        states: What goes into the block, (N, H); the last element of a list of these is what comes
-            out of the last block.
-        neurons: Second moments of the MLP's hidden neurons.
-        sizes: Mean absolute activations of the neurons.
+        states: The block's inputs, one (n, H) tensor for each batch.
+        moments: Sum over tokens of the outer products of the MLP's hidden activations.
+        sizes: Sum over tokens of their absolute values.
     """
 
     states: list[Tensor]
-    neurons: Tensor | float = 0.0
+    moments: Tensor | float = 0.0
     sizes: Tensor | float = 0.0
 
     def joined(self) -> Tensor:
-        """The states of all batches."""
+        """Return the inputs of all batches, (N, H)."""
         return torch.cat(self.states)
 
 
-def see(model: Any, batches: Sequence[Tensor]) -> list[Seen]:
-    """Run the text through a model; return what each block sees, and what leaves the last one."""
+def collect_statistics(model: Any, batches: Sequence[Tensor]) -> list[Statistics]:
+    """Return the statistics of each block, then one more entry with the last block's outputs."""
     blocks = model.model.layers
-    seen = [Seen([]) for _ in range(len(blocks) + 1)]
+    stats = [Statistics([]) for _ in range(len(blocks) + 1)]
 
     def into(index: int) -> Any:
         def hook(module: nn.Module, given: tuple, named: dict[str, Tensor]) -> None:
             states = given[0] if given else named["hidden_states"]
-            seen[index].states.append(states.flatten(0, 1))
+            stats[index].states.append(states.flatten(0, 1))
 
         return hook
 
     def neurons_of(index: int) -> Any:
         def hook(module: nn.Module, given: tuple) -> None:
             x = given[0].flatten(0, 1)
-            seen[index].neurons += x.T @ x
-            seen[index].sizes += x.abs().sum(0)
+            stats[index].moments += x.T @ x
+            stats[index].sizes += x.abs().sum(0)
 
         return hook
 
@@ -83,12 +83,12 @@ def see(model: Any, batches: Sequence[Tensor]) -> list[Seen]:
         model.model(input_ids=batch, use_cache=False)
     for handle in handles:
         handle.remove()
-    return seen
+    return stats
 
 
-def influences(seen: Sequence[Seen]) -> Tensor:
+def influences(stats: Sequence[Statistics]) -> Tensor:
     """Return each block's influence: 1 less the mean cosine of what goes in and what comes out."""
-    states = [one.joined() for one in seen]
+    states = [one.joined() for one in stats]
     return torch.stack(
         [
             1 - F.cosine_similarity(before, after, dim=-1).mean()
@@ -98,7 +98,7 @@ def influences(seen: Sequence[Seen]) -> Tensor:
 
 
 def gone_share(model: Any, size: float) -> float:
-    """Return the share of all MLPs' neurons that goes, so that a share of all parameters stays."""
+    """Return the fraction of MLP neurons to remove so that ``size`` of all parameters remains."""
     total = sum(p.numel() for p in model.parameters())
     inside = sum(p.numel() for block in model.model.layers for p in block.mlp.parameters())
     return (1 - size) * total / inside
@@ -114,25 +114,25 @@ def keep_neurons(mlp: Any, kept: Tensor, down: Tensor | None = None) -> None:
 
 
 def minitron(model: Any, batches: Sequence[Tensor], size: float) -> None:
-    """Keep the neurons with the largest mean activation, as many in each layer."""
+    """Keep the neurons of largest mean absolute activation, the same number in each layer."""
     gone = gone_share(model, size)
-    for block, seen in zip(model.model.layers, see(model, batches), strict=False):
-        assert isinstance(seen.sizes, Tensor)
-        count = round((1 - gone) * len(seen.sizes))
-        keep_neurons(block.mlp, seen.sizes.topk(count).indices.sort().values)
+    for block, stats in zip(model.model.layers, collect_statistics(model, batches), strict=False):
+        assert isinstance(stats.sizes, Tensor)
+        count = round((1 - gone) * len(stats.sizes))
+        keep_neurons(block.mlp, stats.sizes.topk(count).indices.sort().values)
 
 
 def modegpt(model: Any, batches: Sequence[Tensor], size: float, *, uniform: bool = False) -> None:
     """Keep the neurons that explain the others best, and fit the last matrix to them."""
     blocks = model.model.layers
-    all_seen = see(model, batches)
+    all_stats = collect_statistics(model, batches)
     shares = torch.full((len(blocks),), 1 / len(blocks))
     if not uniform:
-        shares = (-influences(all_seen) / SMOOTHING).softmax(0)
+        shares = (-influences(all_stats) / SMOOTHING).softmax(0)
     gone = (shares * gone_share(model, size) * len(blocks)).clamp(max=MOST_GONE)
-    for block, seen, part in zip(blocks, all_seen, gone.tolist(), strict=False):
-        assert isinstance(seen.neurons, Tensor)
-        moments = seen.neurons.double()
+    for block, stats, part in zip(blocks, all_stats, gone.tolist(), strict=False):
+        assert isinstance(stats.moments, Tensor)
+        moments = stats.moments.double()
         mean = moments.diagonal().mean()
         one = torch.eye(len(moments), dtype=moments.dtype)
         ridge = LEVERAGE_RIDGE * mean
@@ -145,16 +145,16 @@ def modegpt(model: Any, batches: Sequence[Tensor], size: float, *, uniform: bool
 
 
 def modegpt_uniform(model: Any, batches: Sequence[Tensor], size: float) -> None:
-    """As `modegpt`, with as many neurons in each layer."""
+    """Prune as `modegpt`, with the same number of neurons in each layer."""
     modegpt(model, batches, size, uniform=True)
 
 
-def least_influential(model: Any, seen: Sequence[Seen], size: float) -> set[int]:
-    """Return the blocks that go: as few as leave no more than the share of all parameters."""
+def least_influential(model: Any, stats: Sequence[Statistics], size: float) -> set[int]:
+    """Return the fewest blocks of least influence whose removal leaves ``size`` or less."""
     total = sum(p.numel() for p in model.parameters())
     each = sum(p.numel() for p in model.model.layers[0].parameters())
-    count = -int(-(1 - size) * total // each)
-    return set(influences(seen).argsort()[:count].tolist())
+    count = -int(-(1 - size) * total // each)  # rounded up
+    return set(influences(stats).argsort()[:count].tolist())
 
 
 def drop(model: Any, gone: set[int]) -> None:
@@ -168,38 +168,53 @@ def drop(model: Any, gone: set[int]) -> None:
 
 def shortgpt(model: Any, batches: Sequence[Tensor], size: float) -> None:
     """Drop the blocks of least influence."""
-    drop(model, least_influential(model, see(model, batches), size))
+    drop(model, least_influential(model, collect_statistics(model, batches), size))
 
 
 def fitted_depth(model: Any, batches: Sequence[Tensor], size: float) -> None:
-    """Drop the blocks of least influence; fit the matrix before each gap to what is behind it."""
-    seen = see(model, batches)
-    gone = least_influential(model, seen, size)
+    """Drop the blocks of least influence.
+
+    The down projection of the MLP before each gap is refitted, so that its block gives what the
+    last block of the gap gave.
+    """
+    stats = collect_statistics(model, batches)
+    gone = least_influential(model, stats, size)
+    refitted: dict[int, Tensor] = {}
     for index, block in enumerate(model.model.layers):
         if index in gone or index + 1 not in gone:
             continue
         after = index + 1
         while after in gone:
             after += 1
-        given: list[Tensor] = []
-        handle = block.mlp.down_proj.register_forward_pre_hook(
-            lambda module, args, given=given: given.append(args[0].flatten(0, 1))
-        )
-        said: list[Tensor] = []
-        other = block.mlp.register_forward_hook(
-            lambda module, args, out, said=said: said.append(out.flatten(0, 1))
-        )
-        for batch in batches:  # as the original feeds it: nothing is dropped yet
-            model.model(input_ids=batch, use_cache=False)
-        handle.remove()
-        other.remove()
-        x = torch.cat(given)
-        # the MLP gives what it gave, and what the blocks of the gap added
-        wanted = torch.cat(said) + seen[after].joined() - seen[index + 1].joined()
-        down = block.mlp.down_proj
-        moments = (x.T @ x).double()
+        inputs, outputs = inputs_and_outputs(model, block.mlp, batches)
+        # the original output, and the change that the removed blocks made
+        wanted = outputs + stats[after].joined() - stats[index + 1].joined()
+        weight = block.mlp.down_proj.weight
+        moments = (inputs.T @ inputs).double()
         ridge = DEPTH_RIDGE * moments.diagonal().mean()
         moments += ridge * torch.eye(len(moments), dtype=moments.dtype)
-        target = (x.T @ wanted).double() + ridge * down.weight.double().T
-        down.weight = nn.Parameter(torch.linalg.solve(moments, target).T.to(down.weight.dtype))
+        target = (inputs.T @ wanted).double() + ridge * weight.double().T
+        refitted[index] = torch.linalg.solve(moments, target).T.to(weight.dtype)
+    # after the loop: a refitted matrix before blocks that are still there would count them twice
+    for index, weight in refitted.items():
+        model.model.layers[index].mlp.down_proj.weight = nn.Parameter(weight)
     drop(model, gone)
+
+
+def inputs_and_outputs(model: Any, mlp: Any, batches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the inputs of an MLP's down projection, (N, neurons), and the MLP's outputs, (N, H)."""
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
+    handles = [
+        mlp.down_proj.register_forward_pre_hook(
+            lambda module, given: inputs.append(given[0].flatten(0, 1))
+        ),
+        mlp.register_forward_hook(
+            lambda module, given, output: outputs.append(output.flatten(0, 1))
+        ),
+    ]
+    for batch in batches:
+        model.model(input_ids=batch, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return torch.cat(inputs), torch.cat(outputs)

@@ -1,7 +1,6 @@
-"""Losses of logits, without the logits of all positions.
+"""Losses of logits that are computed in chunks, so that those of all positions never exist at once.
 
-Positions are worked on in chunks. Forward makes the gradients of each chunk, so that backward only
-scales them. Only logits of one chunk are in memory at a time.
+Forward makes the gradients of each chunk, so that backward only scales them.
 
 Letters: N positions, H hidden size, V vocabulary.
 
@@ -28,9 +27,12 @@ _ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}
 _FEWEST = 16  # positions of a chunk
 
 
-Compare = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
-"""Function from a chunk's logits (n, V), which it may overwrite, the chunk's place among the
-positions, and whether a gradient is wanted, to the loss and the gradient of the logits."""
+ChunkLoss = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
+"""A loss of one chunk: ``(logits, rows, needs_gradient)`` to ``(loss, gradient)``.
+
+The logits, (n, V), may be overwritten; ``rows`` are the chunk's positions. The loss is a sum over
+the chunk; the gradient is with respect to the logits, or None.
+"""
 
 
 def head_loss(
@@ -65,42 +67,42 @@ def head_loss(
         hidden = hidden[trained]
         labels = labels[trained]
 
-    def compare(logits: Tensor, rows: slice, wanted: bool) -> tuple[Tensor, Tensor | None]:
-        with torch.set_grad_enabled(wanted):
+    def loss_of(logits: Tensor, rows: slice, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        with torch.set_grad_enabled(needs_gradient):
             loss = nn.functional.cross_entropy(
-                logits.requires_grad_(wanted),
+                logits.requires_grad_(needs_gradient),
                 labels[rows],
                 reduction="sum",
                 label_smoothing=label_smoothing,
             )
-        return loss.detach(), torch.autograd.grad(loss, logits)[0] if wanted else None
+        return loss.detach(), torch.autograd.grad(loss, logits)[0] if needs_gradient else None
 
     most = _ELEMENTS.get(hidden.device.type, _ELEMENTS["cuda"])
     size = max(_FEWEST, most // vocabulary)
-    return chunked_loss(hidden, head, parameters, compare, size)
+    return chunked_loss(hidden, head, parameters, loss_of, size)
 
 
 def chunked_loss(
     hidden: Tensor,  # (N, H)
     head: Callable[[Tensor], Tensor],
     parameters: Sequence[Tensor],
-    compare: Compare,
+    loss_of: ChunkLoss,
     size: int,
 ) -> Tensor:
     """Return the sum of a loss of ``head(hidden)`` over chunks of positions, float32 or better.
 
     Args:
         hidden: Final hidden states.
-        head: Function from hidden states, (n, H), to logits, (n, V).
+        head: Function from hidden states, (n, H), to logits, (n, V), as a new tensor.
         parameters: The tensors that the head uses and that require grad.
-        compare: The loss of a chunk.
+        loss_of: The loss of a chunk.
         size: Positions of a chunk.
     """
     # `needs_input_grad` does not know of no_grad, and gradients would be made for nothing
     if not torch.is_grad_enabled():
         parameters = ()
         hidden = hidden.detach()
-    return _ChunkedLoss.apply((head, compare, size), hidden, *parameters)
+    return _ChunkedLoss.apply((head, loss_of, size), hidden, *parameters)
 
 
 class _ChunkedContext(Context, Protocol):
@@ -113,11 +115,11 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: _ChunkedContext,
-        settings: tuple[Callable[[Tensor], Tensor], Compare, int],
+        settings: tuple[Callable[[Tensor], Tensor], ChunkLoss, int],
         hidden: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
-        head, compare, size = settings
+        head, loss_of, size = settings
         wanted = ctx.needs_input_grad[1:]
         # float32, as many chunks are added
         gradients = [
@@ -132,7 +134,7 @@ class _ChunkedLoss(torch.autograd.Function):
             with torch.set_grad_enabled(any(wanted)):
                 states = hidden[rows].detach().requires_grad_(wanted[0])
                 logits = head(states)
-            loss, gradient = compare(
+            loss, gradient = loss_of(
                 logits.detach().to(_wide(logits.dtype)), rows, logits.requires_grad
             )
             total += loss

@@ -571,12 +571,13 @@ def rivals(pair: str) -> tuple[str, ...]:
 
 
 def searches(starts: Sequence[str], steps: int) -> list[Job]:
-    """Return the runs that choose learning rates."""
+    """Return the runs that choose learning rates; long runs leave out the largest rate."""
+    most = None if steps == STEPS else -1
     return [
         (learned, (SEARCHED, start, train), {"steps": steps, "rate": rate, "search": True})
         for start in starts
         for train in STUDENTS
-        for rate in RATES[train][: len(RATES[train]) - (steps != STEPS)]
+        for rate in RATES[train][:most]
     ]
 
 
@@ -610,10 +611,15 @@ def run_alone(runner: Runner) -> None:
         runner.all([(learned, ("chain-0", "regmean", train), options)])
 
 
+TITLES = {
+    "chain": "base and fine-tune",
+    "siblings": "two fine-tunes",
+    "adapters": "two LoRA adapters",
+}
 ABOUT = {
     "chain": "SmolLM2-135M-Instruct, and the same after training on German manual pages",
-    "siblings": "SmolLM2-135M-Instruct trained whole on German manual pages, and on Python sources",
-    "adapters": "the same two tasks, learned by adapters of rank 16",
+    "siblings": "the same trained whole on German manual pages, and on Python sources",
+    "adapters": "trained on these two by LoRA adapters of rank 16",
 }
 
 
@@ -625,8 +631,9 @@ def in_table(row: dict[str, Any]) -> bool:
     return not row["search"] and row["steps"] == STEPS and row["rows"] == 1 and not changed
 
 
-def shares_of(pair: str, rows: Sequence[dict[str, Any]]) -> tuple[dict[str, float], float]:
-    """Return what each merge of a pair recovers of its gap, and the gap in nats."""
+def recovered_by_merge(pair: str, rows: Sequence[dict[str, Any]]) -> tuple[dict[str, float], float]:
+    """Return the fraction of a pair's gap that each merge recovers, and the mean gap of its two
+    tasks in nats."""
     losses: dict[str, list[float]] = {}
     for row in rows:
         if row["pair"] == pair:
@@ -646,25 +653,29 @@ def write_table() -> None:
     columns: dict[str, dict[str, list[float]]] = {}
     described: list[str] = []
     for kind, pairs in kinds.items():
-        found = [shares_of(pair, rows) for pair in pairs]
+        found = [recovered_by_merge(pair, rows) for pair in pairs]
         gap = statistics.mean(gap for _, gap in found)
-        seeds = f" (mean of {len(pairs)} seeds ± standard deviation)" if len(pairs) > 1 else ""
-        described.append(f"{kind}: {ABOUT[kind]}, {gap:.2f} nats{seeds}")
+        seeds = f"; mean of {len(pairs)} seeds ± standard deviation" if len(pairs) > 1 else ""
+        described.append(f"{TITLES[kind]}: {ABOUT[kind]} ({gap:.2f} nats{seeds})")
         columns[kind] = {name: [share[name] for share, _ in found] for name in found[0][0]}
     first = next(iter(columns.values()))
-    lines = [f"| merge | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    lines = [
+        f"| merge | {' | '.join(TITLES[kind] for kind in columns)} |",
+        "|---" * (1 + len(columns)) + "|",
+    ]
     names = dict.fromkeys(name for shares in columns.values() for name in shares)
+    # merges without a value in the first column come last
     for name in sorted(names, key=lambda name: -statistics.mean(first.get(name, [-9]))):
         cells = [_cell(shares.get(name, [])) for shares in columns.values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     made = dict.fromkeys(f"{row['date']} at {row['commit']}" for row in rows)
     row = rows[0]
     about = (
-        "How much of the gap a merge recovers in mean held-out loss: 0 % is the average of two "
-        f"models, 100 % each model on its own task. The pairs and their gaps: {'; '.join(described)}. "
-        f"Students were trained for {STEPS} steps of 8 rows of at most {LENGTH} tokens. "
-        "Their rates, and the strengths of task_arithmetic, slerp and iso_c, were chosen on "
-        f"other rows. {row['hardware']}, {row['versions']}; {', '.join(made)}."
+        "Share of the gap in mean held-out loss that a merge recovers. 0 %: the average of the two "
+        "models. 100 %: each model on its own task. Above 100 %: better than that. "
+        f"{'; '.join(described)}. Students were trained for {STEPS} steps of 8 rows of at most "
+        f"{LENGTH} tokens. Their rates, and the strengths of task_arithmetic and slerp, were chosen "
+        f"on other rows. {row['hardware']}, {row['versions']}; {', '.join(made)}."
     )
     put(GUIDE, [*lines, "", about], "far apart")
 

@@ -1,11 +1,11 @@
-"""One training step of each student of a pair of GPT-2 124M, of masks done the plain way, and of a
-fine-tune: peak memory against context.
+"""Peak memory of one training step against context: masks, masks the plain way, the other students
+of `learn_merge`, and a fine-tune of one model (GPT-2 124M).
 
 The plain way is what a notebook does: every weight Σ m_k W_k built where it is used
 (`torch.nn.utils.parametrize`), whole logits of student and teacher, `kl_div`. Ours is `Merger` with
-`KLConfig()`. Both without and with gradient checkpointing. "lora" and "all" are the other students
-of `learn_merge`, with cached teachers. Each runs in a process of its own, in turn; the peak is what
-the step adds to the two resident models.
+`KLConfig()`. Both without and with gradient checkpointing. Each runs in a process of its own, in
+turn. The peak is what the step adds to what is resident: two models for masks; one, with the
+teachers' heads and cached states, for "lora" and "all"; one for the fine-tune.
 """
 
 from __future__ import annotations

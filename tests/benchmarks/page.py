@@ -57,9 +57,10 @@ TABLES = {
         ("plain", ""),
         "wall",
         "Wall seconds of a first, cold step, one run in a process of its own. Peaks are what it "
-        "adds to two resident models; the plain way has every merged weight and whole logits in "
-        "the graph. One thread, beside other work: read the peaks, not the times. Merger trains "
-        "masks; lora and all are the other students of `learn_merge`, with cached teachers.",
+        "adds to the resident models: two for masks, one for the other students of `learn_merge` "
+        "(lora, all), which have cached teachers, and for a fine-tune. The plain way has every "
+        "merged weight and whole logits in the graph. One thread, beside other work: read the "
+        "peaks, not the times.",
     ),
     "kron_linear": Table(
         "kron_linear",

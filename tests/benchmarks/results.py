@@ -165,7 +165,7 @@ def write_memory_account() -> None:
     }
     place = f"{rows[0]['dtype']}; {rows[0]['hardware']}"
     lines = [
-        f"Peak MB that one step adds to two resident GPT-2 of 124M parameters ({place}):",
+        f"Peak MB that one step adds to the resident models, GPT-2 of 124M parameters ({place}):",
         "",
         f"| context | {' | '.join(impls)} |",
         "|---" * (len(impls) + 1) + "|",

@@ -68,7 +68,7 @@ class Student(nn.Module):
         return {**inputs, "use_cache": False}
 
     def head_options(self) -> dict[str, Any]:
-        """Return the arguments of `masked_kl` that are of the student's head."""
+        """Return the teachers' heads and the student's as keyword arguments for `masked_kl`."""
         head: Any = self.model.get_output_embeddings()
         # detached: no student trains its head
         own = head.weight.detach().to(self._heads[0].dtype)

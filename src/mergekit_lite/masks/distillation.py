@@ -67,10 +67,10 @@ def distill(
             f"Merger.distill: cross_entropy is {kl.cross_entropy:g}, expected labels in the batch"
         )
     answers = None if targets is None else targets[places]
-    head = merger.head_options()
+    head_options = merger.head_options()
     shares = _shares(merger, kl, task, where, places)
     if teacher_hidden is None:
-        teachers = _run_teachers(merger, shares, places, head is not None, inputs)
+        teachers = _run_teachers(merger, shares, places, head_options is not None, inputs)
     else:
         teachers = _cached(merger, kl, count, teacher_hidden)
     if kl.coefficients == "evidence" and shares is None:
@@ -78,8 +78,8 @@ def distill(
         examples = places[0]
         if where.dim() > 1:
             examples = _examples(ids, inputs.get("position_ids"))[places]
-        shares = _evidence(teachers, head, answers, examples)
-    student = _outputs(merger, head is not None, inputs)[places]
+        shares = _evidence(teachers, head_options or {}, answers, examples)
+    student = _outputs(merger, head_options is not None, inputs)[places]
     loss = masked_kl(
         student,
         teachers,
@@ -90,7 +90,7 @@ def distill(
         labels=answers if kl.cross_entropy else None,
         cross_entropy=kl.cross_entropy if answers is not None else 0.0,
         normalizer=normalizer,
-        **(head or {}),
+        **(head_options or {}),
     )
     if count and kl.penalizes:
         part = 1.0 if normalizer is None else count / normalizer  # this batch's share of the step
@@ -228,7 +228,7 @@ def _examples(ids: Tensor, position_ids: Tensor | None) -> Tensor:  # (B, L)
 @torch.no_grad()
 def _evidence(
     teachers: Sequence[Tensor | None],
-    head: Mapping[str, Any] | None,
+    head_options: Mapping[str, Any],
     answers: Tensor | None,
     examples: Tensor,
 ) -> Tensor:  # (N, K)
@@ -237,15 +237,17 @@ def _evidence(
         raise ValueError(
             "Merger.distill: coefficients by evidence need labels, and this model's inputs are none"
         )
-    known = head or {}  # without a plain head, teachers came as logits already
-    heads = known.get("heads")
+    # without a plain head, teachers came as logits already
+    heads = head_options.get("heads")
     first = next(t for t in teachers if t is not None)
-    check_labels(answers, first.shape[1] if heads is None else heads[0].shape[0])
-    biases = known.get("teacher_biases") or [None] * len(teachers)
-    said = Teachers(states=teachers, heads=heads, biases=biases)
+    check_labels("Merger.distill", answers, first.shape[1] if heads is None else heads[0].shape[0])
+    biases = head_options.get("teacher_biases") or [None] * len(teachers)
+    distributions = Teachers(states=teachers, heads=heads, biases=biases)
     size = chunk_size(len(answers))
     log_probs = [
-        label_log_probs(said, k, answers, size) for k, t in enumerate(teachers) if t is not None
+        label_log_probs(distributions, k, answers, size)
+        for k, t in enumerate(teachers)
+        if t is not None
     ]
     return evidence(torch.stack(log_probs, 1), examples)
 

@@ -24,8 +24,8 @@ from ._eager.teachers import Teachers, forward_kl, reverse_kl
 from .config import Direction, KLConfig
 from .functional import masked_linear
 
-# positions of a chunk: a share of all, so that its ten buffers are a third of one tensor of all
-# logits; products of fewer rows are slow, and of more than the most no faster
+# A chunk has 1/32 of all positions: its ten or so (n, V) buffers then take about a third of one
+# (N, V) tensor. Fewer than 16 rows make slow products; more than 512 are no faster.
 _SHARE, _FEWEST, _MOST = 32, 16, 512
 
 
@@ -50,9 +50,10 @@ def masked_kl(
 
     ``T² Σ_n D(Σ_k c_nk softmax(teacher_k / T), softmax(student / T)) / normalizer``.
 
-    There is never a (positions, vocabulary) tensor, but only buffers for a 32nd of the
-    positions (16 to 512), and no merged head. Until backward the gradients of ``student``,
-    ``masks``, ``head`` and ``bias`` are kept.
+    With ``heads``, no (positions, vocabulary) tensor is built: logits exist for one chunk of
+    positions at a time (1/32 of all, at least 16, at most 512). Element masks of the head build the
+    merged head for each chunk; other masks never build it. Until backward the gradients of
+    ``student``, ``masks``, ``head`` and ``bias`` are kept.
 
     Args:
         student: The merged model's final hidden states at supervised positions, (N, H); its logits
@@ -81,8 +82,9 @@ def masked_kl(
         has a graph.
 
     Raises:
-        ValueError: Shapes that do not fit, a missing teacher that has a share, invalid shares or
-            temperatures, labels outside the vocabulary, an unknown direction.
+        ValueError: Shapes that do not fit, a head with masks or without heads, a missing teacher
+            that has a share, invalid shares or temperatures, labels outside the vocabulary, an
+            unknown direction.
 
     Source: Hinton et al., arXiv 1503.02531; gradients made in forward after Hsu et al., arXiv
     2410.10989.
@@ -107,7 +109,7 @@ def masked_kl(
         if labels is None:
             raise ValueError("masked_kl: cross_entropy needs labels")
         # on a GPU a label out of range would end all further work of the process
-        check_labels(labels, student.shape[1] if heads is None else heads[0].shape[0])
+        check_labels("masked_kl", labels, student.shape[1] if heads is None else heads[0].shape[0])
     if positions == 0:
         return _zero(student, masks, head, bias)
     if heads is not None:  # under autocast hidden states have another dtype than the heads
@@ -120,21 +122,21 @@ def masked_kl(
         temperature=temperature,
         confidence_temperature=confidence_temperature,
     )
-    compare = _Comparison(fixed, direction, labels, cross_entropy)
+    loss_of = _ChunkLoss(fixed, direction, labels, cross_entropy)
     logits_of, parameters = _student_head(student, heads, masks, head, bias)
     # dtypes are chosen above, and autocast would cast once more
     with torch.autocast(student.device.type, enabled=False):
-        total = chunked_loss(student, logits_of, parameters, compare, chunk_size(positions))
+        total = chunked_loss(student, logits_of, parameters, loss_of, chunk_size(positions))
     return total / (positions if normalizer is None else normalizer)
 
 
 def chunk_size(positions: int) -> int:
-    """Return how many of so many positions have their logits in memory at once."""
+    """Return the number of positions in a chunk."""
     return min(_MOST, max(_FEWEST, positions // _SHARE))
 
 
 @dataclass(frozen=True)
-class _Comparison:
+class _ChunkLoss:
     """The loss of a chunk, as `chunked_loss` calls it.
 
     Args:
@@ -149,22 +151,24 @@ class _Comparison:
     labels: Tensor | None
     cross_entropy: float
 
-    def __call__(self, logits: Tensor, rows: slice, wanted: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the loss, and the gradient of logits (n, V) if it is wanted."""
+    def __call__(
+        self, logits: Tensor, rows: slice, needs_gradient: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the loss, and the gradient of logits (n, V) if it is needed."""
         divergence = forward_kl if self.direction == "forward" else reverse_kl
         temperature = self.teachers.temperature
         logs = logits / temperature if temperature != 1 else logits
         loss, gradient = divergence(self.teachers.mixture(rows), logs.log_softmax(-1))
         if temperature != 1:
             loss = temperature**2 * loss
-            # T² of the loss, times 1 / T of logits / T
+            # the loss has a factor T², the derivative of logits / T a factor 1 / T
             gradient *= temperature
         if self.cross_entropy:
             loss = loss + self._add_cross_entropy(logits, rows, gradient)
-        return loss, gradient if wanted else None
+        return loss, gradient if needs_gradient else None
 
     def _add_cross_entropy(self, logits: Tensor, rows: slice, gradient: Tensor) -> Tensor:
-        """Return the loss towards the labels; add its gradient to what there is."""
+        """Return the weighted cross-entropy of the labels; add its gradient to ``gradient``."""
         assert self.labels is not None
         weight = self.cross_entropy
         chosen = self.labels[rows, None]
@@ -183,9 +187,9 @@ def _student_head(
     head: Tensor | None,
     bias: Tensor | None,
 ) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
-    """Return the function from hidden states to the student's logits, and what it trains."""
+    """Return the function from hidden states to the student's logits, and the tensors it trains."""
     if heads is None:
-        # a copy, as the logits of a chunk are overwritten
+        # a copy: a loss may overwrite logits, which would be the caller's tensor
         return torch.clone, []
     bias = None if bias is None else bias.to(student.dtype)
     if masks is None:
@@ -223,11 +227,11 @@ def _masked_logits(
     return total if bias is None else total + bias
 
 
-def check_labels(labels: Tensor, vocabulary: int) -> None:
+def check_labels(operation: str, labels: Tensor, vocabulary: int) -> None:
     """Refuse labels outside the vocabulary."""
     if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < vocabulary:
         span = f"{int(labels.min())} to {int(labels.max())}"
-        raise ValueError(f"masked_kl: labels from {span}, expected 0 to {vocabulary - 1}")
+        raise ValueError(f"{operation}: labels are {span}, expected 0 to {vocabulary - 1}")
 
 
 def _zero(student: Tensor, *others: Tensor | None) -> Tensor:
@@ -261,12 +265,16 @@ def _check_biases(
 
 def _check_head(heads: Sequence[Tensor] | None, masks: Tensor | None, head: Tensor | None) -> None:
     """Refuse a head of the student's that does not fit the teachers', or that comes with masks."""
-    if head is None or (heads is not None and masks is None and head.shape == heads[0].shape):
+    if head is None:
         return
-    raise ValueError(
-        f"masked_kl: head is {list(head.shape)}, expected the shape of the teachers' heads, which "
-        "come with it, and no masks"
-    )
+    if heads is None:
+        raise ValueError("masked_kl: a head came without heads, expected the teachers' heads, too")
+    if masks is not None:
+        raise ValueError("masked_kl: a head and masks came, expected one of them")
+    if head.shape != heads[0].shape:
+        raise ValueError(
+            f"masked_kl: head is {list(head.shape)}, expected the teachers' {list(heads[0].shape)}"
+        )
 
 
 def _checked_coefficients(

@@ -341,13 +341,16 @@ class MaskedModel(nn.Module):
         return head if self._plain_head else None
 
     def head_options(self) -> dict[str, Any] | None:
-        """Return `masked_kl`'s arguments for the merged head; None where it is not plain."""
+        """Return the masked output head as keyword arguments for `masked_kl`.
+
+        None if logits are not exactly its product with the hidden states.
+        """
         head = self.output_head()
         if head is None:
             return None
         masks = None if head.is_same("weight") else head.mask("weight")
         options: dict[str, Any] = {"heads": head.frozen("weight"), "masks": masks}
-        # heads of Phi and GPT-J have one
+        # Phi and GPT-J have a bias in the head
         if "bias" in head.masks:
             options["bias"] = head.current("bias")
             options["teacher_biases"] = head.frozen("bias")

@@ -299,7 +299,7 @@ BAD = {
     "coefficients are": {"coefficients": torch.ones(4)},
     "teacher 1 has coefficients": {"coefficients": torch.tensor([0.5, 0.5])},
     "needs labels": {"cross_entropy": 1.0},
-    "labels from 0 to 6, expected 0 to 5": {
+    "labels are 0 to 6, expected 0 to 5": {
         "cross_entropy": 1.0,
         "labels": torch.tensor([0, 6, 1]),
     },
@@ -310,10 +310,9 @@ BAD = {
     "coefficients 'confidence' weigh every teacher, and 1 was not given": {
         "coefficients": "confidence"
     },
-    "head is [5, 4], expected the shape": {"masks": None, "head": torch.ones(5, 4)},
-    "head is [6, 4], expected the shape of the teachers' heads, which come with it, and no masks": {
-        "head": torch.ones(6, 4)
-    },
+    "head is [5, 4], expected the teachers' [6, 4]": {"masks": None, "head": torch.ones(5, 4)},
+    "a head and masks came": {"head": torch.ones(6, 4)},
+    "a head came without heads": {"heads": None, "masks": None, "head": torch.ones(6, 4)},
     "1 teacher_biases for 2 teachers": {"teacher_biases": [None]},
     "a bias came without heads": {"heads": None, "masks": None, "bias": torch.ones(4)},
     "temperature is 0, expected": {"temperature": 0},

@@ -50,7 +50,7 @@ class Teachers:
         return logits.log_softmax(-1)
 
     @cached_property
-    def used(self) -> Tensor:  # (N, K)
+    def has_share(self) -> Tensor:  # (N, K)
         """A mask of the shares above 0, on the CPU, where reading it waits for no device."""
         assert self.shares is not None
         return (self.shares > 0).cpu()
@@ -61,7 +61,7 @@ class Teachers:
             return self._by_confidence(rows)
         mixture: Tensor | None = None
         for k in range(len(self.states)):
-            places = self.used[rows, k].nonzero()[:, 0]
+            places = self.has_share[rows, k].nonzero()[:, 0]
             if not len(places):
                 continue
             if len(places) == rows.stop - rows.start:
@@ -80,21 +80,21 @@ class Teachers:
         return mixture
 
     def _by_confidence(self, rows: slice) -> Tensor:
-        """Return the mixture by shares that are the softmax of -entropy / temperature."""
+        """Return the mixture with shares softmax(-entropy / ``confidence_temperature``)."""
         logs = [self.log_probs(k, rows) for k in range(len(self.states))]
         entropies = torch.stack([_entropy(one) for one in logs])  # (K, n)
         if self.confidence_temperature:
-            # less the least first: divided by a small temperature they are huge numbers, whose
-            # difference rounding would swallow
-            weights = (entropies.amin(0) - entropies) / self.confidence_temperature
-            weights = weights.log_softmax(0)
+            # subtract the smallest entropy before dividing: a small temperature gives huge numbers,
+            # and rounding would lose their differences
+            scaled = (entropies.amin(0) - entropies) / self.confidence_temperature
+            log_shares = scaled.log_softmax(0)
         else:
-            # of NaN and numbers argmin takes NaN: a broken teacher must be seen
+            # argmin gives the index of a NaN if there is one, so that the loss shows it
             others = F.one_hot(entropies.argmin(0), len(logs)).T == 0
-            weights = torch.zeros_like(entropies).masked_fill_(others, -math.inf)
-        mixture = logs[0].add_(weights[0, :, None])
-        for one, weight in zip(logs[1:], weights[1:, :, None], strict=True):
-            torch.logaddexp(mixture, one.add_(weight), out=mixture)
+            log_shares = torch.zeros_like(entropies).masked_fill_(others, -math.inf)
+        mixture = logs[0].add_(log_shares[0, :, None])
+        for one, log_share in zip(logs[1:], log_shares[1:, :, None], strict=True):
+            torch.logaddexp(mixture, one.add_(log_share), out=mixture)
         return mixture
 
 
@@ -105,13 +105,14 @@ def _entropy(logs: Tensor) -> Tensor:  # (n,)
     return -torch.where(p == 0, 0, p * logs).sum(-1)
 
 
-# Each takes log probabilities of target and student, which it may overwrite; gives the rows' sum,
-# and the gradient with respect to the student's logits. A term of probability 0 is 0, one of
-# probability NaN is NaN.
+# In both divergences a term of probability 0 is 0, and one of probability NaN is NaN.
 
 
 def forward_kl(target: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return KL(target, student)."""
+    """Return KL(target, student), summed over rows, and its gradient to the student's logits.
+
+    Both arguments are log probabilities, (n, V), and are overwritten.
+    """
     p = target.exp()
     terms = target.sub_(logs).mul_(p).masked_fill_(p == 0, 0)
     # softmax less target is the gradient
@@ -119,7 +120,10 @@ def forward_kl(target: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reverse_kl(target: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return KL(student, target)."""
+    """Return KL(student, target), summed over rows, and its gradient to the student's logits.
+
+    Both arguments are log probabilities, (n, V), and are overwritten.
+    """
     p = logs.exp()
     difference = logs.sub_(target).masked_fill_(p == 0, 0)
     rows = (p * difference).sum(-1, keepdim=True)

@@ -88,6 +88,7 @@ def chunked_loss(
     parameters: Sequence[Tensor],
     loss_of: ChunkLoss,
     size: int,
+    leaves: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Return the sum of a loss of ``head(hidden)`` over chunks of positions, float32 or better.
 
@@ -97,12 +98,16 @@ def chunked_loss(
         parameters: The tensors that the head uses and that require grad.
         loss_of: The loss of a chunk.
         size: Positions of a chunk.
+        leaves: What the head uses in place of the parameters: detached copies, so that the graph
+            and the hooks of the parameters are left alone until backward. Default: the parameters
+            themselves, as a module does.
     """
     # `needs_input_grad` does not know of no_grad, and gradients would be made for nothing
     if not torch.is_grad_enabled():
         parameters = ()
         hidden = hidden.detach()
-    return _ChunkedLoss.apply((head, loss_of, size), hidden, *parameters)
+    used = parameters if leaves is None else leaves
+    return _ChunkedLoss.apply((head, loss_of, size, used), hidden, *parameters)
 
 
 class _ChunkedContext(Context, Protocol):
@@ -115,11 +120,11 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: _ChunkedContext,
-        settings: tuple[Callable[[Tensor], Tensor], ChunkLoss, int],
+        settings: tuple[Callable[[Tensor], Tensor], ChunkLoss, int, Sequence[Tensor]],
         hidden: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
-        head, loss_of, size = settings
+        head, loss_of, size, used = settings
         wanted = ctx.needs_input_grad[1:]
         # float32, as many chunks are added
         gradients = [
@@ -140,7 +145,8 @@ class _ChunkedLoss(torch.autograd.Function):
             total += loss
             if gradient is None:
                 continue
-            needed = [t for t, want in zip((states, *parameters), wanted, strict=True) if want]
+            # without gradients for parameters there are none of them here
+            needed = [t for t, want in zip((states, *used), wanted, strict=False) if want]
             # an adapter of the head may be inactive
             found = iter(
                 torch.autograd.grad(logits, needed, gradient.to(logits.dtype), allow_unused=True)

@@ -71,8 +71,9 @@ class Student(nn.Module):
         """Return the teachers' heads and the student's as keyword arguments for `masked_kl`."""
         head: Any = self.model.get_output_embeddings()
         # detached: no student trains its head
-        own = head.weight.detach().to(self._heads[0].dtype)
-        return {"heads": self._heads, "head": own}
+        own = head.weight.detach()
+        # a Trainer may have moved the student
+        return {"heads": [teacher.to(own.device) for teacher in self._heads], "head": own}
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return what is trained, by name."""

@@ -24,9 +24,10 @@ from ._eager.teachers import Teachers, forward_kl, reverse_kl
 from .config import Direction, KLConfig
 from .functional import masked_linear
 
-# A chunk has 1/32 of all positions: its ten or so (n, V) buffers then take about a third of one
-# (N, V) tensor. Fewer than 16 rows make slow products; more than 512 are no faster.
-_SHARE, _FEWEST, _MOST = 32, 16, 512
+# A chunk of two components has 1/32 of all positions, one of K components 1/(16 K): its (n, V)
+# buffers, some of which are for each component, then take about a third of one (N, V) tensor.
+# Fewer than 16 rows make slow products; more than 512 are no faster.
+_SHARE, _FEWEST, _MOST = 16, 16, 512
 
 
 def masked_kl(
@@ -51,9 +52,9 @@ def masked_kl(
     ``T² Σ_n D(Σ_k c_nk softmax(teacher_k / T), softmax(student / T)) / normalizer``.
 
     With ``heads``, no (positions, vocabulary) tensor is built: logits exist for one chunk of
-    positions at a time (1/32 of all, at least 16, at most 512). Element masks of the head build the
-    merged head for each chunk; other masks never build it. Until backward the gradients of
-    ``student``, ``masks``, ``head`` and ``bias`` are kept.
+    positions at a time (1/32 of all for two components, at least 16, at most 512). Element masks of
+    the head build the merged head for each chunk; other masks never build it. Until backward the
+    gradients of ``student``, ``masks``, ``head`` and ``bias`` are kept.
 
     Args:
         student: The merged model's final hidden states at supervised positions, (N, H); its logits
@@ -108,11 +109,18 @@ def masked_kl(
     if cross_entropy:
         if labels is None:
             raise ValueError("masked_kl: cross_entropy needs labels")
+        if labels.shape != student.shape[:1]:
+            raise ValueError(
+                f"masked_kl: labels are {list(labels.shape)}, expected ({positions},), one a "
+                "position"
+            )
         # on a GPU a label out of range would end all further work of the process
         check_labels("masked_kl", labels, student.shape[1] if heads is None else heads[0].shape[0])
     if positions == 0:
         return _zero(student, masks, head, bias)
-    if heads is not None:  # under autocast hidden states have another dtype than the heads
+    if heads is not None:
+        heads = [each.detach() for each in heads]  # the components are frozen
+        # under autocast hidden states have another dtype than the heads
         student = student.to(heads[0].dtype)
     fixed = Teachers(
         states=[None if t is None else t.detach().to(student.dtype) for t in teachers],
@@ -123,16 +131,26 @@ def masked_kl(
         confidence_temperature=confidence_temperature,
     )
     loss_of = _ChunkLoss(fixed, direction, labels, cross_entropy)
-    logits_of, parameters = _student_head(student, heads, masks, head, bias)
+    trained = [t for t in (masks, head, bias) if t is not None and t.requires_grad]
+    own = [None if t is None else _leaf(t) for t in (masks, head, bias)]
+    leaves = [t for t in own if t is not None and t.requires_grad]
+    logits_of = _student_head(student, heads, *own)
+    size = chunk_size(positions, max(len(teachers), len(heads or ())))
     # dtypes are chosen above, and autocast would cast once more
     with torch.autocast(student.device.type, enabled=False):
-        total = chunked_loss(student, logits_of, parameters, loss_of, chunk_size(positions))
-    return total / (positions if normalizer is None else normalizer)
+        total = chunked_loss(student, logits_of, trained, loss_of, size, leaves)
+    # a normalizer may be of float64, or have one dimension
+    return (total / (positions if normalizer is None else normalizer)).to(total.dtype).reshape(())
 
 
-def chunk_size(positions: int) -> int:
-    """Return the number of positions in a chunk."""
-    return min(_MOST, max(_FEWEST, positions // _SHARE))
+def _leaf(tensor: Tensor) -> Tensor:
+    """Return a detached copy that shares the memory, to be differentiated by itself."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def chunk_size(positions: int, count: int) -> int:
+    """Return the number of positions in a chunk, for so many components."""
+    return min(_MOST, max(_FEWEST, positions // (_SHARE * max(2, count))))
 
 
 @dataclass(frozen=True)
@@ -186,23 +204,23 @@ def _student_head(
     masks: Tensor | None,
     head: Tensor | None,
     bias: Tensor | None,
-) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
-    """Return the function from hidden states to the student's logits, and the tensors it trains."""
+) -> Callable[[Tensor], Tensor]:
+    """Return the function from hidden states, (n, H), to the student's logits, (n, V)."""
     if heads is None:
         # a copy: a loss may overwrite logits, which would be the caller's tensor
-        return torch.clone, []
-    bias = None if bias is None else bias.to(student.dtype)
+        return torch.clone
     if masks is None:
         weight = heads[0] if head is None else head
-        used = (weight, bias)
-        logits_of = partial(F.linear, weight=weight, bias=bias)
-    elif masks.shape[1] > 1 and masks.shape[2] > 1:
-        used = (masks, bias)
-        logits_of = partial(masked_linear, weights=heads, masks=masks, bias=bias)
-    else:
-        used = (masks, bias)
-        logits_of = partial(_masked_logits, heads=heads, masks=masks, bias=bias)
-    return logits_of, [t for t in used if t is not None and t.requires_grad]
+
+        def logits_of(states: Tensor) -> Tensor:
+            # cast here, so that the gradients have the parameters' own dtypes
+            own_bias = None if bias is None else bias.to(student.dtype)
+            return F.linear(states, weight.to(student.dtype), own_bias)
+
+        return logits_of
+    if masks.shape[1] > 1 and masks.shape[2] > 1:
+        return partial(masked_linear, weights=heads, masks=masks, bias=bias)
+    return partial(_masked_logits, heads=heads, masks=masks, bias=bias)
 
 
 def _masked_logits(
@@ -215,13 +233,15 @@ def _masked_logits(
 
     Several products of a chunk take less time than a blend, and build no head.
     """
+    work = work_dtype(states.dtype)
     total: Tensor | None = None
     for head, mask in zip(heads, masks, strict=True):
+        # masks multiply, and products are added, in float32: their own dtype would round them
+        wide = mask.to(work)
         if mask.shape[1] > 1:
-            term = F.linear(states * mask.to(states.dtype), head)
+            term = F.linear((states * wide).to(states.dtype), head).to(work)
         else:
-            # in float32, as the loss is
-            term = F.linear(states, head) * mask.to(work_dtype(states.dtype)).T
+            term = F.linear(states, head) * wide.T
         total = term if total is None else total + term
     assert total is not None
     return total if bias is None else total + bias
@@ -304,6 +324,8 @@ def _check_states(
 ) -> None:
     """Refuse hidden states, heads and masks whose shapes do not fit each other."""
     shapes = [list(teacher.shape) for teacher in teachers if teacher is not None]
+    if not teachers:
+        raise ValueError("masked_kl: there are no teachers, expected one or more")
     if student.dim() != 2 or any(shape != list(student.shape) for shape in shapes):
         raise ValueError(
             f"masked_kl: student is {list(student.shape)}, teachers {shapes}; expected one (N, H)"

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mergekit_lite.masks import KLConfig, mask_penalty, masked_kl
+from mergekit_lite.masks import KLConfig, distillation, mask_penalty, masked_kl
 from mergekit_lite.masks._eager.evidence import evidence
 from mergekit_lite.masks.constraints import mask_shape
 from tests.mergekit_lite.masks import reference
@@ -132,6 +132,56 @@ def test_a_head_of_its_own_is_trained(bias):
         torch.testing.assert_close(a, b)
 
 
+def test_parameters_may_depend_on_each_other_and_have_hooks():
+    student, masks = made(N, H), made(2, V, 1, seed=1).requires_grad_()
+    teachers, heads = [made(N, H, seed=k) for k in (2, 3)], [made(V, H, seed=k) for k in (4, 5)]
+    options = {"coefficients": shares("mixed", count=2)}
+    seen = []
+    acting = masks.softmax(0)
+    acting.register_hook(lambda gradient: seen.append(gradient) or 2 * gradient)
+    found = masked_kl(
+        student, teachers, heads, acting, bias=(acting[:, :, 0] ** 2).sum(0), **options
+    )
+    found.backward()
+    assert len(seen) == 1
+    copy = masks.detach().requires_grad_()
+    again = copy.softmax(0)
+    weight = (again * torch.stack(heads)).sum(0)
+    logits = student @ weight.T + (again[:, :, 0] ** 2).sum(0)
+    targets = [t @ h.T for t, h in zip(teachers, heads, strict=True)]
+    reference.masked_kl(logits, targets, **options).backward()
+    torch.testing.assert_close(masks.grad, 2 * copy.grad)
+
+
+def test_heads_are_frozen_and_biases_may_have_another_dtype():
+    weight = torch.nn.Parameter(made(V, H).bfloat16())
+    student = made(N, H, seed=1).bfloat16().requires_grad_()
+    bias = made(V, seed=2).float().requires_grad_()
+    loss = masked_kl(
+        student,
+        [student],
+        [weight],
+        bias=bias,
+        teacher_biases=[bias.detach()],
+        coefficients=torch.ones(1),
+        normalizer=torch.ones(1, dtype=torch.float64),
+    )
+    loss.backward()
+    assert weight.grad is None
+    assert loss.shape == ()
+    assert loss.dtype == bias.grad.dtype == torch.float32
+    assert loss.abs() < 1e-6
+
+
+@pytest.mark.parametrize("granularity", ["scalar", "input", "output"])
+def test_an_average_of_equal_heads_is_that_head(granularity):
+    """A third has no short form in bfloat16, and rounded masks would scale all logits."""
+    states, head = made(128, 64).bfloat16(), (made(2000, 64, seed=1) / 8).bfloat16()
+    masks = torch.full((3, *mask_shape((2000, 64), granularity)), 1 / 3)
+    loss = masked_kl(states, [states] * 3, [head] * 3, masks, coefficients=torch.ones(3) / 3)
+    assert loss < 2e-5
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_targets_that_underflow_give_finite_losses(direction):
     student = torch.randn(4, V).requires_grad_()
@@ -196,6 +246,15 @@ def test_an_impossible_token_spoils_no_other_example():
     assert found[2, 0] < 1e-6
     torch.testing.assert_close(found[3:5], evidence(log_probs[3:5], torch.zeros(2)))
     torch.testing.assert_close(found[5:].sum(1), torch.ones(3).double())
+
+
+def test_evidence_is_not_in_the_dtype_of_autocast():
+    heads = [made(V, H, seed=k).float() for k in (1, 2)]
+    teachers = [made(N, H, seed=k).float() for k in (3, 4)]
+    arguments = (teachers, {"heads": heads}, torch.arange(N) % V, torch.zeros(N, dtype=torch.long))
+    expected = distillation._evidence(*arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(distillation._evidence(*arguments), expected)
 
 
 class Largest(TorchDispatchMode):
@@ -292,6 +351,8 @@ def test_nothing_is_kept_when_no_gradient_is_asked_for():
 
 
 BAD = {
+    "there are no teachers": {"teachers": []},
+    "labels are [2], expected (3,)": {"cross_entropy": 1.0, "labels": torch.tensor([0, 1])},
     "direction is 'up'": {"direction": "up"},
     "expected one (N, H)": {"teachers": [torch.zeros(3, 5), None]},
     "expected 2 or more of one (V, 4)": {"heads": [torch.zeros(6, 4)]},

@@ -43,7 +43,11 @@ class Teachers:
         assert states is not None
         logits = states[rows]
         if self.heads is not None:
-            logits = F.linear(logits, self.heads[k], self.biases[k])
+            head = self.heads[k]
+            bias = self.biases[k]
+            # states may be in autocast's dtype, and a bias in one of its own
+            own_bias = None if bias is None else bias.to(head.dtype)
+            logits = F.linear(logits.to(head.dtype), head, own_bias)
         logits = logits.to(work_dtype(logits.dtype))
         if self.temperature != 1:
             logits = logits / self.temperature

@@ -170,12 +170,12 @@ def main(arguments: list[str] | None = None) -> None:
         found: dict[str, Any] = {"rows": []}
         if FOUND.exists():
             found = json.loads(FOUND.read_text(encoding="utf-8"))
-        if "original" not in found:
-            found["original"] = measured(load())
         made = {(r["method"], r["size"], r["tokens"]) for r in found["rows"]}
         is_wanted = method in options.only and size in options.sizes
         if (method, size, tokens) in made or not is_wanted:
             continue
+        if "original" not in found:
+            found["original"] = measured(load())
         batches = text_batches(found_texts["calibration"], encode, tokens=tokens, context=CONTEXT)
         model = load()
         begin = time.process_time()

@@ -198,8 +198,11 @@ def test_bad_batches_are_refused(change, message):
 
 def test_labels_outside_the_vocabulary_are_refused():
     batch = BATCH | {"labels": BATCH["labels"].masked_fill(BATCH["labels"] > 0, 10_000)}
-    for kl in (KLConfig(cross_entropy=1.0), KLConfig(coefficients="evidence")):
-        with pytest.raises(ValueError, match=r"masked_kl:.*10000.*10000.*0.*95"):
+    for name, kl in {
+        "masked_kl": KLConfig(cross_entropy=1.0),
+        "Merger.distill": KLConfig(coefficients="evidence"),
+    }.items():
+        with pytest.raises(ValueError, match=rf"{name}:.*10000.*10000.*0.*95"):
             merger_of().distill(kl, **batch)
 
 

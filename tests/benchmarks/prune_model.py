@@ -130,7 +130,7 @@ def write_table() -> None:
         f"SmolLM2-135M-Instruct, {TOKENS:,} calibration tokens of Alpaca; nats a token of "
         f"{HELD_OUT:,} held-out tokens each of Alpaca and of hh-rlhf's dialogs, in parentheses the "
         f"difference from `{BEST}`, ± its standard error over rows of {CONTEXT} tokens. The original: "
-        f"{statistics.mean(original['home']):.3f} and {statistics.mean(original['away']):.3f}. "
+        f"{statistics.mean(original['in_domain']):.3f} and {statistics.mean(original['out_of_domain']):.3f}. "
         "The rivals are our implementations of the papers; of MoDeGPT and Minitron the part for MLPs. "
         f"{hardware('cpu')}, one thread; "
         f"{found['date']} at {', '.join(dict.fromkeys(r['commit'] for r in found['rows']))}."

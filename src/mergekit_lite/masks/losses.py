@@ -107,15 +107,7 @@ def masked_kl(
     _check_numbers(direction, temperature, confidence_temperature)
     coefficients = _checked_coefficients(coefficients, student, teachers)
     if cross_entropy:
-        if labels is None:
-            raise ValueError("masked_kl: cross_entropy needs labels")
-        if labels.shape != student.shape[:1]:
-            raise ValueError(
-                f"masked_kl: labels are {list(labels.shape)}, expected ({positions},), one a "
-                "position"
-            )
-        # on a GPU a label out of range would end all further work of the process
-        check_labels("masked_kl", labels, student.shape[1] if heads is None else heads[0].shape[0])
+        _check_answers(labels, student, heads)
     if positions == 0:
         return _zero(student, masks, head, bias)
     if heads is not None:
@@ -252,6 +244,18 @@ def check_labels(operation: str, labels: Tensor, vocabulary: int) -> None:
     if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < vocabulary:
         span = f"{int(labels.min())} to {int(labels.max())}"
         raise ValueError(f"{operation}: labels are {span}, expected 0 to {vocabulary - 1}")
+
+
+def _check_answers(labels: Tensor | None, student: Tensor, heads: Sequence[Tensor] | None) -> None:
+    """Refuse a cross-entropy without a label of the vocabulary at each position."""
+    if labels is None:
+        raise ValueError("masked_kl: cross_entropy came without labels, expected (N,) of them")
+    if labels.shape != student.shape[:1]:
+        raise ValueError(
+            f"masked_kl: labels are {list(labels.shape)}, expected {list(student.shape[:1])}"
+        )
+    # on a GPU a label out of range would end all further work of the process
+    check_labels("masked_kl", labels, student.shape[1] if heads is None else heads[0].shape[0])
 
 
 def _zero(student: Tensor, *others: Tensor | None) -> Tensor:

@@ -352,14 +352,14 @@ def test_nothing_is_kept_when_no_gradient_is_asked_for():
 
 BAD = {
     "there are no teachers": {"teachers": []},
-    "labels are [2], expected (3,)": {"cross_entropy": 1.0, "labels": torch.tensor([0, 1])},
+    "labels are [2], expected [3]": {"cross_entropy": 1.0, "labels": torch.tensor([0, 1])},
     "direction is 'up'": {"direction": "up"},
     "expected one (N, H)": {"teachers": [torch.zeros(3, 5), None]},
     "expected 2 or more of one (V, 4)": {"heads": [torch.zeros(6, 4)]},
     "expected heads and one for each (2": {"masks": torch.ones(3, 1, 4)},
     "coefficients are": {"coefficients": torch.ones(4)},
     "teacher 1 has coefficients": {"coefficients": torch.tensor([0.5, 0.5])},
-    "needs labels": {"cross_entropy": 1.0},
+    "cross_entropy came without labels": {"cross_entropy": 1.0},
     "labels are 0 to 6, expected 0 to 5": {
         "cross_entropy": 1.0,
         "labels": torch.tensor([0, 6, 1]),

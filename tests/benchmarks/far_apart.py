@@ -49,7 +49,9 @@ ASKED, ANSWER = 40, 48  # prompts that are answered, and tokens of an answer
 STUDENTS = ("masks", "lora", "all")
 STARTS = ("average", "regmean")
 PAIRS = ("chain-0", "chain-1", "chain-2", "siblings", "adapters")
-SEARCHED = "chain-0"  # the pair on which learning rates are chosen
+# other seeds, whose merges are measured against more rivals and trained for longer
+MORE = ("chain-3", "chain-4", "chain-5", "siblings-3")
+SEARCHED, SEARCHED_LONG = "chain-0", "chain-3"  # the pairs on which learning rates are chosen
 ALONE = 1.2  # minutes that are kept for the runs alone
 # merges by data; the searches of rates start from one of their own rows
 CALIBRATIONS = {"regmean": "regmean", "regmean++": "regmean++", "regmean-search": "regmean"}
@@ -107,7 +109,7 @@ def pair_of(name: str) -> tuple[list[str], list[str], str]:
     kind, _, seed = name.partition("-")
     if kind == "chain":
         return [base, str(WORK / f"german-{seed}")], ["alpaca", "german"], base
-    suffix = "0" if kind == "siblings" else "lora"
+    suffix = (seed or "0") if kind == "siblings" else "lora"
     return (
         [str(WORK / f"{task}-{suffix}") for task in ("german", "python")],
         [
@@ -464,15 +466,22 @@ class Runner:
 
     def all(self, jobs: Sequence[Job]) -> None:
         """Run jobs whose rows are not there yet; write the rows that they return."""
+        self.finish(self.begin(jobs))
+
+    def begin(self, jobs: Sequence[Job]) -> list[Any]:
+        """Begin jobs whose rows are not there yet; return their futures."""
         made = {key_of(row) for row in read_found()}
         jobs = [job for job in jobs if key_of_job(*job) not in made]
         if self.pool is None:
             context = multiprocessing.get_context("spawn")
             self.pool = ProcessPoolExecutor(self.workers, mp_context=context)
-        futures = [
+        return [
             self.pool.submit(_in_time, self.deadline, job, arguments, named)
             for job, arguments, named in jobs
         ]
+
+    def finish(self, futures: Sequence[Any]) -> None:
+        """Write the rows that jobs return, as they come."""
         for future in as_completed(futures):
             try:
                 row = future.result()
@@ -502,7 +511,7 @@ def best_rates() -> dict[tuple[str, str, int], float]:
     return {place: min(tried, key=lambda rate: tried[rate]) for place, tried in found.items()}
 
 
-def run_all(runner: Runner, pairs: Sequence[str], *, long: bool) -> None:
+def run_all(runner: Runner, pairs: Sequence[str]) -> None:
     """Make the models, the merges, the searches and the table's runs, what matters most first."""
     runner.all([(train_second, names, {}) for names in second_models(pairs)])
     jobs: list[Job] = [
@@ -514,37 +523,55 @@ def run_all(runner: Runner, pairs: Sequence[str], *, long: bool) -> None:
         jobs.append((closed_form, (SEARCHED, "regmean-search"), {}))
     runner.all(jobs)
     if SEARCHED in pairs:
-        runner.all(searches(STARTS, STEPS))
+        runner.all(
+            [
+                (learned, (SEARCHED, start, train), {"steps": STEPS, "rate": rate, "search": True})
+                for start in STARTS
+                for train in STUDENTS
+                for rate in RATES[train]
+            ]
+        )
+    runner.all([job for start in STARTS[::-1] for job in students(pairs, start, STEPS)])
+
+
+def run_more(runner: Runner) -> None:
+    """Make the pairs of other seeds: more rivals, longer training, other settings."""
+    runner.all([(train_second, names, {}) for names in second_models(MORE)])
+    ends = ("average", "first", "second")
+    jobs: list[Job] = [(closed_form, (pair, merge), {}) for merge in ends for pair in MORE]
+    searches = runner.begin(jobs + long_searches())
+    slow = [(closed_form, (pair, merge), {}) for pair in MORE for merge in rivals(pair)]
+    others = runner.begin(slow + students(MORE, "average", STEPS))
+    runner.finish(searches)
+    # asked for before the others end, so that no worker waits
+    runs = runner.begin(students(MORE, "average", LONG) + ablations())
+    runner.finish([*others, *runs])
+
+
+def students(pairs: Sequence[str], start: str, steps: int) -> list[Job]:
+    """Return a run of each student on each pair."""
     rates = best_rates()
-    jobs = [
+    return [
         (
             learned,
             (pair, start, train),
-            {"steps": STEPS, "rate": rates.get((start, train, STEPS)), "seed": seed_of(pair)},
+            {"steps": steps, "rate": rates.get((start, train, steps)), "seed": seed_of(pair)},
         )
         for pair in pairs
-        for start in STARTS[::-1]
         for train in STUDENTS
     ]
-    jobs += [(closed_form, (pair, merge), {}) for pair in pairs for merge in rivals(pair)]
-    runner.all(jobs)
-    if not long or SEARCHED not in pairs:
-        return
-    runner.all(searches(("regmean",), LONG))
+
+
+def long_searches() -> list[Job]:
+    """Return long runs at the rate that was best for short ones, and at the next lower one."""
     rates = best_rates()
-    runner.all(
-        [
-            (
-                learned,
-                (pair, "regmean", train),
-                {"steps": LONG, "rate": rates.get(("regmean", train, LONG)), "seed": seed_of(pair)},
-            )
-            for pair in pairs
-            if pair.startswith("chain")
-            for train in STUDENTS
-        ]
-    )
-    runner.all(ablations())
+    jobs: list[Job] = []
+    for train in STUDENTS:
+        place = RATES[train].index(rates["average", train, STEPS])
+        for rate in RATES[train][max(0, place - 1) : place + 1]:
+            options = {"steps": LONG, "rate": rate, "search": True}
+            jobs.append((learned, (SEARCHED_LONG, "average", train), options))
+    return jobs
 
 
 def second_models(pairs: Sequence[str]) -> list[tuple[str, str]]:
@@ -566,19 +593,8 @@ def seed_of(pair: str) -> int:
 def rivals(pair: str) -> tuple[str, ...]:
     """Return the merges without training that stand beside the average and RegMean."""
     if pair.startswith("chain"):  # its base is its first model
-        return ("regmean++", "linear", "slerp")
-    return ("regmean++", "task_arithmetic", "ties", "slerp", "tsv", "iso_c")
-
-
-def searches(starts: Sequence[str], steps: int) -> list[Job]:
-    """Return the runs that choose learning rates; long runs leave out the largest rate."""
-    most = None if steps == STEPS else -1
-    return [
-        (learned, (SEARCHED, start, train), {"steps": steps, "rate": rate, "search": True})
-        for start in starts
-        for train in STUDENTS
-        for rate in RATES[train][:most]
-    ]
+        return ("regmean", "regmean++", "linear", "slerp")
+    return ("regmean", "regmean++", "task_arithmetic", "ties", "slerp", "tsv", "iso_c")
 
 
 def ablations() -> list[Job]:
@@ -596,8 +612,13 @@ def ablations() -> list[Job]:
     return [
         (
             learned,
-            (SEARCHED, "regmean", train),
-            {**one, "steps": STEPS, "rate": rates.get(("regmean", train, STEPS))},
+            (SEARCHED_LONG, "average", train),
+            {
+                **one,
+                "steps": STEPS,
+                "rate": rates.get(("average", train, STEPS)),
+                "seed": seed_of(SEARCHED_LONG),
+            },
         )
         for train, one in runs
     ]
@@ -694,7 +715,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=600)
     parser.add_argument("--alone", action="store_true", help="seconds and memory, at the end")
-    parser.add_argument("--short", action="store_true", help=f"without runs of {LONG} steps")
+    parser.add_argument("--more", action="store_true", help="the pairs of other seeds alone")
     parser.add_argument("--data", action="store_true", help="only write the rows")
     options, _ = parser.parse_known_args(arguments)
     write_data()
@@ -702,7 +723,10 @@ def main(arguments: list[str] | None = None) -> None:
         return
     kept = ALONE if options.alone else 0.0
     runner = Runner(options.workers, options.minutes - kept)
-    run_all(runner, options.pairs, long=not options.short)
+    if options.more:
+        run_more(runner)
+        return
+    run_all(runner, options.pairs)
     if options.alone:
         run_alone(Runner(1, kept))
     write_table()

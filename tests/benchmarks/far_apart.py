@@ -16,418 +16,41 @@ takes minutes; several runs share it, and three runs alone give seconds and memo
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import multiprocessing
-import random
-import re
-import shutil
-import statistics
-import sysconfig
 import time
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today, versions
+from tests.benchmarks.far_apart_pairs import (
+    LONG,
+    MORE,
+    PAIRS,
+    STEPS,
+    closed_form,
+    learned,
+    pair_of,
+    read_found,
+    train_second,
+    write_data,
+    write_found,
+)
+from tests.benchmarks.far_apart_table import write_tables
 from tests.support import real
 
-FOUND, GUIDE = RESULTS / "far_apart.json", ROOT / "docs" / "masks.md"
-WORK = Path(__file__).parent / "work" / "far_apart"
-ROWS, SEARCH_ROWS, LENGTH = 400, 200, 128
-HELD_OUT = 0.2
-STEPS, LONG = 60, 240
-# at 1.5e-3 the second model forgets a nat of Alpaca; at 6e-4 it forgot .17
-SECOND_STEPS, SECOND_RATE, ADAPTER_RATE = 60, 1.5e-3, 1e-3
-MANUALS = Path("/usr/share/man/de")
-CHARACTERS = {"german": 400, "python": 400}  # of a text: some 128 tokens
-ASKED, ANSWER = 40, 48  # prompts that are answered, and tokens of an answer
 STUDENTS = ("masks", "lora", "all")
 STARTS = ("average", "regmean")
-PAIRS = ("chain-0", "chain-1", "chain-2", "siblings", "adapters")
-# other seeds, whose merges are measured against more rivals and trained for longer
-MORE = ("chain-3", "chain-4", "chain-5", "siblings-3")
 SEARCHED, SEARCHED_LONG = "chain-0", "chain-3"  # the pairs on which learning rates are chosen
 ALONE = 1.2  # minutes that are kept for the runs alone
-# merges by data; the searches of rates start from one of their own rows
-CALIBRATIONS = {"regmean": "regmean", "regmean++": "regmean++", "regmean-search": "regmean"}
 RATES = {
     "masks": (1e-2, 3e-2, 1e-1, 3e-1),
     "lora": (1e-3, 2e-3, 4e-3, 8e-3),
     "all": (5e-5, 1e-4, 2e-4, 5e-4),
 }
 Job = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-GERMAN = frozenset(
-    [
-        "der",
-        "die",
-        "das",
-        "und",
-        "ist",
-        "nicht",
-        "ein",
-        "eine",
-        "wird",
-        "werden",
-        "mit",
-        "von",
-        "für",
-        "den",
-        "dem",
-        "zu",
-    ]
-)
-ENGLISH = frozenset(
-    [
-        "the",
-        "and",
-        "is",
-        "of",
-        "to",
-        "a",
-        "in",
-        "for",
-        "with",
-        "that",
-        "it",
-        "are",
-        "as",
-        "be",
-        "this",
-        "you",
-    ]
-)
-
-
-def pair_of(name: str) -> tuple[list[str], list[str], str]:
-    """Return the models of a pair, their tasks, and the base."""
-    base = str(real.smollm2())
-    kind, _, seed = name.partition("-")
-    if kind == "chain":
-        return [base, str(WORK / f"german-{seed}")], ["alpaca", "german"], base
-    suffix = (seed or "0") if kind == "siblings" else "lora"
-    return (
-        [str(WORK / f"{task}-{suffix}") for task in ("german", "python")],
-        [
-            "german",
-            "python",
-        ],
-        base,
-    )
-
-
-# data
-
-
-def write_data() -> None:
-    """Write each task's rows: those of the merges, of the searches, and of the second models."""
-    if (WORK / "python_train.json").is_file():
-        return
-    WORK.mkdir(parents=True, exist_ok=True)
-    alpaca = [row for row in real.alpaca(2000) if row["output"].strip()]
-    _write("alpaca", alpaca[:ROWS], alpaca[ROWS : ROWS + SEARCH_ROWS])
-    texts = (manual(path) for path in sorted(MANUALS.rglob("*.gz")))
-    _write_texts("german", texts)
-    library = Path(sysconfig.get_path("stdlib"))
-    sources = (path.read_text(encoding="utf-8") for path in sorted(library.glob("*.py")))
-    _write_texts("python", sources)
-
-
-def _write(task: str, rows: Sequence[Any], search: Sequence[Any]) -> None:
-    (WORK / f"{task}.json").write_text(json.dumps(rows), encoding="utf-8")
-    (WORK / f"{task}_search.json").write_text(json.dumps(search), encoding="utf-8")
-
-
-def _write_texts(task: str, texts: Iterable[str]) -> None:
-    """Write stretches of texts; the second models read other texts than the merges."""
-    parts: tuple[list[dict[str, str]], list[dict[str, str]]] = ([], [])
-    size = CHARACTERS[task]
-    for number, text in enumerate(texts):
-        for start in range(0, min(len(text), 20 * size) - size, size):
-            parts[number % 2].append({"text": text[start : start + size]})
-    for part in parts:
-        random.Random(0).shuffle(part)
-    _write(task, parts[0][:ROWS], parts[0][ROWS : ROWS + SEARCH_ROWS])
-    (WORK / f"{task}_train.json").write_text(json.dumps(parts[1]), encoding="utf-8")
-
-
-def manual(path: Path) -> str:
-    """Return the text of a manual page, without roff's requests and escapes."""
-    with gzip.open(path, "rt", encoding="utf-8", errors="ignore") as file:
-        lines = [line.strip() for line in file if not line.startswith((".", "'"))]
-    text = re.sub(r"\\f.|\\[|&^]", "", " ".join(filter(None, lines)))
-    return re.sub(r"\\(\(..|.)", lambda found: "-" if found[1] == "-" else " ", text)
-
-
-# what one process does
-
-
-def train_second(task: str, name: str) -> None:
-    """Write a model trained on a task: whole with a seed, or with adapters ("lora")."""
-    from heads.lora import tune
-    from mergekit_lite import merge_models
-
-    out = WORK / f"{task}-{name}"
-    if out.exists():
-        return
-    is_adapter = name == "lora"
-    report = tune(
-        str(real.smollm2()),
-        WORK / f"{task}_train.json",
-        out=WORK / f"{task}-{name}.tuning",
-        r=16 if is_adapter else 0,
-        learning_rate=ADAPTER_RATE if is_adapter else SECOND_RATE,
-        max_steps=SECOND_STEPS,
-        max_length=LENGTH,
-        seed=0 if is_adapter else int(name),
-        answers=0,
-        evaluations=2,
-        progress=False,
-    )
-    source = str(report.out / "model")
-    if is_adapter:
-        source = f"{real.smollm2()}+{report.out / 'adapter'}"
-    merge_models([source], "passthrough", dtype="bfloat16", out=out, progress=False)
-
-
-def loaded(folder: Path | str) -> Any:
-    """Return a model of a folder, on the device."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-
-
-def examples(task: str, *, search: bool) -> tuple[Any, Any]:
-    """Return a task's training and held-out examples, as `learn_merge` splits them."""
-    from transformers import AutoTokenizer
-
-    from model_components._examples import TextExamples, split_examples
-
-    file = WORK / f"{task}{'_search' if search else ''}.json"
-    tokenizer = AutoTokenizer.from_pretrained(real.smollm2())
-    return split_examples(TextExamples(file, tokenizer, max_length=LENGTH), HELD_OUT, 200)
-
-
-def losses_of(model: Any, tasks: Sequence[str], *, search: bool = False) -> list[float]:
-    """Return the held-out loss of each task."""
-    from mergekit_lite.learning.run import held_out_losses
-    from mergekit_lite.masks import MaskCollator
-
-    tests = [examples(task, search=search)[1] for task in tasks]
-    collator = MaskCollator(pad_token_id=0, max_length=LENGTH)
-    return [round(loss, 4) for loss in held_out_losses(model, tests, collator)]
-
-
-@torch.no_grad()
-def answers_of(model: Any) -> dict[str, float]:
-    """Return how many answers to Alpaca's prompts are German, and their chrF.
-
-    Prompts are of rows that no run trains on.
-    """
-    from sacrebleu import corpus_chrf
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(real.smollm2(), padding_side="left")
-    tokenizer.pad_token = tokenizer.eos_token
-    rows = json.loads((WORK / "alpaca_search.json").read_text(encoding="utf-8"))[:ASKED]
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": "\n".join(filter(None, (r["instruction"], r["input"])))}],
-            tokenize=False,
-            add_generation_prompt=True,
-        )
-        for r in rows
-    ]
-    batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
-    batch = batch.to(model.device)
-    out = model.generate(**batch, max_new_tokens=ANSWER, do_sample=False)
-    answers = tokenizer.batch_decode(
-        out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True
-    )
-    words = [re.findall(r"\w+", answer.lower()) for answer in answers]
-    german = [sum(w in GERMAN for w in one) > sum(w in ENGLISH for w in one) for one in words]
-    chrf = corpus_chrf(answers, [[row["output"] for row in rows]]).score
-    return {"german_answers": sum(german) / len(german), "chrf": round(chrf, 1)}
-
-
-def described(pair: str, **known: Any) -> dict[str, Any]:
-    """Return a row with its date, commit, hardware and versions."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return {
-        "pair": pair,
-        **known,
-        "date": today(),
-        "commit": commit(),
-        "hardware": hardware(device),
-        "versions": versions("torch", "transformers"),
-    }
-
-
-def measured(pair: str, merge: str, folder: Path | str, **known: Any) -> dict[str, Any]:
-    """Return the row of a model in a folder."""
-    _, tasks, _ = pair_of(pair)
-    model = loaded(folder)
-    asked = answers_of(model) if "alpaca" in tasks else {}
-    return described(pair, merge=merge, losses=losses_of(model, tasks), **asked, **known)
-
-
-def closed_form(pair: str, merge: str) -> dict[str, Any]:
-    """Write a merge without training; return its row. Its strength is searched, if it has one."""
-    from mergekit_lite import merge_models
-
-    warnings.simplefilter("ignore")
-    models, tasks, base = pair_of(pair)
-    if merge in ("first", "second"):
-        return measured(pair, merge, models[merge == "second"])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    out = WORK / f"{pair}-{merge}"
-    if out.exists():
-        return measured(pair, merge, out)
-    if merge in CALIBRATIONS:
-        search = merge == "regmean-search"
-        started = time.perf_counter()
-        calibration = [examples(task, search=search)[0][:256] for task in tasks]
-        merge_models(
-            models,
-            CALIBRATIONS[merge],
-            calibration=calibration,
-            device=device,
-            out=out,
-            progress=False,
-        )
-        return measured(pair, merge, out, seconds=round(time.perf_counter() - started, 1))
-    if merge == "average":
-        merge_models(models, "linear", weight=[1.0, 1.0], out=out, progress=False)
-        return measured(pair, merge, out)
-    tried: dict[float, float] = {}
-    for strength in (0.3, 0.5, 0.7, 1.0):
-        folder = WORK / f"{pair}-{merge}-{strength}"
-        shutil.rmtree(folder, ignore_errors=True)
-        _searched_merge(models, base, merge, strength, folder)
-        tried[strength] = sum(losses_of(loaded(folder), tasks, search=True)) / 2
-    best = min(tried, key=lambda strength: tried[strength])
-    row = measured(pair, merge, WORK / f"{pair}-{merge}-{best}", strength=best)
-    for strength in tried:
-        shutil.rmtree(WORK / f"{pair}-{merge}-{strength}")
-    return row
-
-
-def _searched_merge(
-    models: Sequence[str], base: str, merge: str, strength: float, out: Path
-) -> None:
-    from mergekit_lite import merge_models
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    options: dict[str, Any] = {"out": out, "device": device, "progress": False}
-    if merge == "linear":
-        merge_models(models, "linear", weight=[1 - strength, strength], **options)
-    elif merge == "slerp":
-        merge_models(models, "slerp", base_model=models[0], t=strength, **options)
-    elif merge == "ties":
-        merge_models(models, "ties", base_model=base, weight=strength, density=0.5, **options)
-    elif merge == "task_arithmetic":
-        merge_models(models, merge, base_model=base, weight=strength, **options)
-    else:
-        merge_models(models, merge, base_model=base, alpha=strength, **options)
-
-
-def learned(
-    pair: str,
-    start: str,
-    train: str,
-    *,
-    steps: int,
-    rate: float | None,
-    seed: int = 0,
-    rows: float = 1.0,
-    search: bool = False,
-    alone: bool = False,
-    **settings: Any,
-) -> dict[str, Any]:
-    """Learn one merge; return its row.
-
-    Args:
-        pair: The pair.
-        start: Average or regmean.
-        train: The student.
-        steps: Steps of 8 examples.
-        rate: The learning rate.
-        seed: The seed of the training.
-        rows: The share of the training rows that is used.
-        search: Use the rows of the searches.
-        alone: Record the row's seconds and memory, which mean something if no other run shares the
-            machine.
-        **settings: More fields of `LearnConfig`.
-    """
-    from mergekit_lite import learn_merge
-
-    warnings.simplefilter("ignore")
-    models, tasks, _ = pair_of(pair)
-    about = "-".join(
-        map(str, (pair, start, train, steps, rate, seed, rows, search, *settings.values()))
-    )
-    out = WORK / "runs" / about
-    data: list[Any] = [WORK / f"{task}{'_search' if search else ''}.json" for task in tasks]
-    first = start
-    if start == "regmean" and rows == 1.0:
-        first = str(WORK / f"{pair}-regmean{'-search' if search else ''}")
-    if rows < 1.0:
-        data = [json.loads(file.read_text(encoding="utf-8")) for file in data]
-        data = [part[: round(rows * len(part))] for part in data]
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    report = learn_merge(
-        models,
-        data,
-        out=out,
-        start=first,
-        train=train,
-        max_steps=steps,
-        learning_rate=rate,
-        max_length=LENGTH,
-        held_out=HELD_OUT,
-        dtype="bfloat16",
-        compare=(),
-        seed=seed,
-        progress=False,
-        **settings,
-    )
-    known = {
-        "merge": train,
-        "start": start,
-        "steps": steps,
-        "rate": rate,
-        "seed": seed,
-        "rows": rows,
-        "search": search,
-        **settings,
-    }
-    losses = [round(loss, 4) for loss in report.losses[report.student]]
-    if rows < 1.0:  # other rows than the table's are held out
-        losses = losses_of(loaded(out), tasks)
-    asked: dict[str, float] = {}
-    if report.delivered == report.student and not search and "alpaca" in tasks:
-        asked = answers_of(loaded(out))
-    if alone:
-        known["seconds"] = round(report.seconds, 1)
-        if torch.cuda.is_available():
-            known["peak_bytes"] = torch.cuda.max_memory_allocated()
-    shutil.rmtree(out)
-    shutil.rmtree(out.with_name(f"{out.name}.training"))
-    return described(pair, losses=losses, **asked, **known)
-
-
-# all of them
-
-
-def read_found() -> list[dict[str, Any]]:
-    """The rows that are there already."""
-    return json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else []
 
 
 def key_of(row: dict[str, Any]) -> tuple[str, ...]:
@@ -489,9 +112,7 @@ class Runner:
                 print(f"failed: {type(error).__name__}: {error}", flush=True)
                 continue
             if row is not None:
-                rows = [old for old in read_found() if key_of(old) != key_of(row)]
-                FOUND.parent.mkdir(parents=True, exist_ok=True)
-                FOUND.write_text(json.dumps([*rows, row], indent=1) + "\n", encoding="utf-8")
+                write_found([old for old in read_found() if key_of(old) != key_of(row)] + [row])
                 left = self.deadline - time.time()
                 print(f"{left:.0f} s left: {' '.join(key_of(row))} {row['losses']}", flush=True)
 
@@ -516,7 +137,7 @@ def run_all(runner: Runner, pairs: Sequence[str]) -> None:
     runner.all([(train_second, names, {}) for names in second_models(pairs)])
     jobs: list[Job] = [
         (closed_form, (pair, merge), {})
-        for merge in ("average", "regmean", "first", "second")
+        for merge in ("average", "regmean", "first", "second", "base")
         for pair in pairs
     ]
     if SEARCHED in pairs:
@@ -537,7 +158,7 @@ def run_all(runner: Runner, pairs: Sequence[str]) -> None:
 def run_more(runner: Runner) -> None:
     """Make the pairs of other seeds: more rivals, longer training, other settings."""
     runner.all([(train_second, names, {}) for names in second_models(MORE)])
-    ends = ("average", "first", "second")
+    ends = ("average", "first", "second", "base")
     jobs: list[Job] = [(closed_form, (pair, merge), {}) for merge in ends for pair in MORE]
     searches = runner.begin(jobs + long_searches())
     slow = [(closed_form, (pair, merge), {}) for pair in MORE for merge in rivals(pair)]
@@ -632,82 +253,6 @@ def run_alone(runner: Runner) -> None:
         runner.all([(learned, ("chain-0", "regmean", train), options)])
 
 
-TITLES = {
-    "chain": "base and fine-tune",
-    "siblings": "two fine-tunes",
-    "adapters": "two LoRA adapters",
-}
-ABOUT = {
-    "chain": "SmolLM2-135M-Instruct, and the same after training on German manual pages",
-    "siblings": "the same trained whole on German manual pages, and on Python sources",
-    "adapters": "trained on these two by LoRA adapters of rank 16",
-}
-
-
-def in_table(row: dict[str, Any]) -> bool:
-    """Return whether a row is of a merge without training, or of a student as it is by default."""
-    if "start" not in row:
-        return row["merge"] != "regmean-search"
-    changed = {"granularity", "coefficients", "temperature", "peak_bytes"} & row.keys()
-    return not row["search"] and row["steps"] == STEPS and row["rows"] == 1 and not changed
-
-
-def recovered_by_merge(pair: str, rows: Sequence[dict[str, Any]]) -> tuple[dict[str, float], float]:
-    """Return the fraction of a pair's gap that each merge recovers, and the mean gap of its two
-    tasks in nats."""
-    losses: dict[str, list[float]] = {}
-    for row in rows:
-        if row["pair"] == pair:
-            start = f" from {row['start']}" if "start" in row else ""
-            losses[row["merge"] + start] = row["losses"]
-    average = sum(losses["average"])
-    gap = average - losses.pop("first")[0] - losses.pop("second")[1]
-    return {name: (average - sum(values)) / gap for name, values in losses.items()}, gap / 2
-
-
-def write_table() -> None:
-    """Write the guide's table: a column for each kind of pair, with the spread of its seeds."""
-    rows = [row for row in read_found() if in_table(row)]
-    kinds: dict[str, list[str]] = {}
-    for pair in PAIRS:
-        kinds.setdefault(pair.partition("-")[0], []).append(pair)
-    columns: dict[str, dict[str, list[float]]] = {}
-    described: list[str] = []
-    for kind, pairs in kinds.items():
-        found = [recovered_by_merge(pair, rows) for pair in pairs]
-        gap = statistics.mean(gap for _, gap in found)
-        seeds = f"; mean of {len(pairs)} seeds ± standard deviation" if len(pairs) > 1 else ""
-        described.append(f"{TITLES[kind]}: {ABOUT[kind]} ({gap:.2f} nats{seeds})")
-        columns[kind] = {name: [share[name] for share, _ in found] for name in found[0][0]}
-    first = next(iter(columns.values()))
-    lines = [
-        f"| merge | {' | '.join(TITLES[kind] for kind in columns)} |",
-        "|---" * (1 + len(columns)) + "|",
-    ]
-    names = dict.fromkeys(name for shares in columns.values() for name in shares)
-    # merges without a value in the first column come last
-    for name in sorted(names, key=lambda name: -statistics.mean(first.get(name, [-9]))):
-        cells = [_cell(shares.get(name, [])) for shares in columns.values()]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    made = dict.fromkeys(f"{row['date']} at {row['commit']}" for row in rows)
-    row = rows[0]
-    about = (
-        "Share of the gap in mean held-out loss that a merge recovers. 0 %: the average of the two "
-        "models. 100 %: each model on its own task. Above 100 %: better than that. "
-        f"{'; '.join(described)}. Students were trained for {STEPS} steps of 8 rows of at most "
-        f"{LENGTH} tokens. Their rates, and the strengths of task_arithmetic and slerp, were chosen "
-        f"on other rows. {row['hardware']}, {row['versions']}; {', '.join(made)}."
-    )
-    put(GUIDE, [*lines, "", about], "far apart")
-
-
-def _cell(shares: Sequence[float]) -> str:
-    if not shares:
-        return ""
-    spread = f" ± {100 * statistics.stdev(shares):.0f}" if len(shares) > 1 else ""
-    return f"{100 * statistics.mean(shares):.0f}{spread} %"
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run what the time allows, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -725,11 +270,11 @@ def main(arguments: list[str] | None = None) -> None:
     runner = Runner(options.workers, options.minutes - kept)
     if options.more:
         run_more(runner)
-        return
-    run_all(runner, options.pairs)
+    else:
+        run_all(runner, options.pairs)
     if options.alone:
         run_alone(Runner(1, kept))
-    write_table()
+    write_tables()
 
 
 if __name__ == "__main__":

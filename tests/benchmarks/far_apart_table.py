@@ -1,0 +1,102 @@
+"""The tables of `far_apart` in the guide to learned merges."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from tests.benchmarks.far_apart_pairs import LENGTH, LONG, MORE, PAIRS, STEPS, read_found
+from tests.benchmarks.results import ROOT, put
+
+GUIDE = ROOT / "docs" / "masks.md"
+TITLES = {
+    "chain": "base and fine-tune",
+    "siblings": "two fine-tunes",
+    "adapters": "two LoRA adapters",
+}
+ABOUT = {
+    "chain": "SmolLM2-135M-Instruct, and the same after training on German manual pages",
+    "siblings": "the same trained whole on German manual pages, and on Python sources",
+    "adapters": "trained on these two by LoRA adapters of rank 16",
+}
+
+
+def write_tables() -> None:
+    """Write the guide's tables: starts and students; other seeds with rivals and longer runs."""
+    explained = (
+        "Share of the gap in mean held-out loss that a merge recovers. 0 %: the average of the two "
+        "models. 100 %: each model on its own task. Above 100 %: better than that. "
+    )
+    put(GUIDE, table(PAIRS, explained), "far apart")
+    put(GUIDE, table(MORE, "Read as the table above; models of other seeds. "), "far apart, more")
+
+
+def in_table(row: dict[str, Any]) -> bool:
+    """Return whether a row is of a merge without training, or of a student as it is by default."""
+    if "start" not in row:
+        return row["merge"] != "regmean-search"
+    changed = {"granularity", "coefficients", "temperature", "peak_bytes"} & row.keys()
+    return not row["search"] and row["rows"] == 1 and not changed
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """Return how the tables call a merge."""
+    if "start" not in row:
+        return row["merge"]
+    steps = "" if row["steps"] == STEPS else f", {row['steps']} steps"
+    return f"{row['merge']} from {row['start']}{steps}"
+
+
+def recovered(pair: str, rows: Sequence[dict[str, Any]]) -> tuple[dict[str, float], float]:
+    """Return what share of a pair's gap each merge recovers, and the mean gap in nats."""
+    losses = {name_of(row): row["losses"] for row in rows if row["pair"] == pair}
+    average = sum(losses["average"])
+    gap = average - losses.pop("first")[0] - losses.pop("second")[1]
+    return {name: (average - sum(values)) / gap for name, values in losses.items()}, gap / 2
+
+
+def table(pairs: Sequence[str], explained: str) -> list[str]:
+    """Return a table's lines: a column for each kind of pair, with the spread of its seeds."""
+    rows = [row for row in read_found() if in_table(row) and row["pair"] in pairs]
+    kinds: dict[str, list[str]] = {}
+    for pair in pairs:
+        kinds.setdefault(pair.partition("-")[0], []).append(pair)
+    columns: dict[str, dict[str, list[float]]] = {}
+    described: list[str] = []
+    for kind, members in kinds.items():
+        found = [recovered(pair, rows) for pair in members]
+        gap = statistics.mean(gap for _, gap in found)
+        seeds = f"; mean of {len(members)} seeds ± standard deviation" if len(members) > 1 else ""
+        described.append(f"{TITLES[kind]}: {ABOUT[kind]} ({gap:.2f} nats{seeds})")
+        columns[kind] = {}
+        for shares, _ in found:
+            for name, share in shares.items():
+                columns[kind].setdefault(name, []).append(share)
+    first = next(iter(columns.values()))
+    lines = [
+        f"| merge | {' | '.join(TITLES[kind] for kind in columns)} |",
+        "|---" * (1 + len(columns)) + "|",
+    ]
+    names = dict.fromkeys(name for shares in columns.values() for name in shares)
+    # merges without a value in the first column come last
+    for name in sorted(names, key=lambda name: -statistics.mean(first.get(name, [-9]))):
+        cells = [_cell(columns[kind].get(name, []), len(kinds[kind])) for kind in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    made = dict.fromkeys(f"{row['date']} at {row['commit']}" for row in rows)
+    steps = f"{STEPS} steps, or {LONG} where it says so," if pairs == MORE else f"{STEPS} steps"
+    about = (
+        f"{explained}{'; '.join(described)}. Students were trained for {steps} of 8 rows of at most "
+        f"{LENGTH} tokens. Their rates, and the strengths of linear, slerp, task_arithmetic, ties "
+        f"and iso_c, were chosen on other rows. {rows[0]['hardware']}, {rows[0]['versions']}; "
+        f"{', '.join(made)}."
+    )
+    return [*lines, "", about]
+
+
+def _cell(shares: Sequence[float], seeds: int) -> str:
+    if not shares:
+        return ""
+    spread = f" ± {100 * statistics.stdev(shares):.0f}" if len(shares) > 1 else ""
+    fewer = f" ({len(shares)} of {seeds} seeds)" if len(shares) < seeds else ""
+    return f"{100 * statistics.mean(shares):.0f}{spread} %{fewer}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,6 @@ from .config import Config, Init, KroneckerConfig, LowRankConfig, PruneConfig
 from .presets import PRESETS
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
 
@@ -152,12 +150,9 @@ def prune(
     encode = encoder_of(source)
     loaded = load(found, where)
     rows = text_batches(text, encode, tokens=tokens, context=context_of([loaded], reading.context))
-    # mixtures keep routers in float32 beside bfloat16: each tensor gets its own dtype back
-    dtypes = _dtypes_of(loaded)
-    model_dtype = loaded.dtype
     with new, torch.no_grad():
         report = prune_(
-            loaded.float(),  # in which prune_ computes
+            loaded,
             config,
             calibration=calibration_of(rows, loaded),
             # kept between runs: an interrupted command goes on from the parts in it
@@ -166,8 +161,6 @@ def prune(
         )
         # an interrupted run may have left half of its result there
         new.clear()
-        for name, tensor in _tensors_of(loaded):
-            tensor.data = tensor.data.to(dtypes.get(name, model_dtype))
         loaded.save_pretrained(new.folder)
         card = smaller_card(model, loaded, f"prune_(model, {config}, calibration=batches)")
         complete_folder(new.folder, card, source=model, tokenizer=_tokenizer_or_note(source))
@@ -176,15 +169,6 @@ def prune(
         hint = f"; measure its loss: model-components compare {model} {out} --text FILE"
     print(f"{out} is a stock model{hint}")
     return report
-
-
-def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def _dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
-    return {name: tensor.dtype for name, tensor in _tensors_of(model)}
 
 
 def convert(

@@ -34,6 +34,7 @@ from kronecker.discovery.finding import COMPRESSED, blocks_of, resolve
 from kronecker.discovery.mlps import find_mlps
 from kronecker.fitting.block import blocks_with
 from kronecker.fitting.calls import calls_of
+from kronecker.fitting.precision import in_float32
 from kronecker.fitting.stream import stream_kind
 from kronecker.layers.weights import dense
 from kronecker.surgery.beside import permuted
@@ -853,7 +854,7 @@ def test_the_stream_is_found_and_read(kind, expected, dtype):
     up, down = model.get_submodule(mlp.ups[0]), model.get_submodule(mlp.down)
     blocks = blocks_of(model, [mlp.down])
     (calls,), states = calls_of(model, [blocks[0][1]], batches([ids()], model, "test"))
-    with torch.no_grad():
+    with torch.no_grad(), in_float32(blocks[0][1]):
         kind = stream_kind(blocks[0][1], up, down, calls[0], states[0])
         assert kind == expected
         if kind is None:
@@ -870,8 +871,7 @@ def test_the_stream_is_found_and_read(kind, expected, dtype):
         for parameter in down.parameters():  # what the MLP says is no part of the stream it adds to
             parameter.mul_(-3)
         after = stream()
-    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.05}
-    torch.testing.assert_close(before, after, **close)
+    torch.testing.assert_close(before, after, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,6 +4,8 @@ model."""
 import copy
 import itertools
 import shutil
+import sys
+from pathlib import Path
 
 import datasets
 import peft
@@ -19,6 +21,7 @@ from kronecker.fitting.elimination import eliminate, refitted
 from kronecker.fitting.fit import fit_part
 from kronecker.fitting.mlp import MlpWeights, Seen
 from kronecker.fitting.neurons import fit_neurons
+from kronecker.fitting.precision import blocks_in_float32
 from kronecker.layers.experts import is_experts
 from kronecker.moments import Moments
 from kronecker.surgery.blocks import Stack, config_with_blocks, keep_blocks_, new_places
@@ -402,6 +405,70 @@ def test_half_precision_models_keep_their_dtype(dtype):
     assert {p.dtype for p in model.parameters()} == {dtype}
     assert torch.isfinite(output(model)).all()
     assert all(0 <= r.error < 1 for r in report.layers)
+
+
+def mapped_files():
+    """Return for each mapped range of this process's memory its start, end and file."""
+    found = []
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5].startswith("/"):
+            start, end = (int(number, 16) for number in fields[0].split("-"))
+            found.append((start, end, Path(fields[5])))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's list of mapped files")
+def test_a_model_in_bfloat16_stays_mapped(tmp_path):
+    """Weights that stay are the files' own memory, new ones the cache's: no copy takes room."""
+    tiny("llama").bfloat16().save_pretrained(tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    prune_(model, calibration=[ids()], cache=tmp_path / "cache", progress=False)
+    files = mapped_files()
+    for name, parameter in model.named_parameters():
+        place = parameter.data_ptr()
+        (file,) = [file for start, end, file in files if start <= place < end]
+        expected = tmp_path / ("cache" if ".mlp." in name else "model")
+        assert file.parent == expected, name
+    model.save_pretrained(tmp_path / "smaller")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "smaller")
+    assert torch.equal(output(again), output(model))
+
+
+@pytest.mark.parametrize("method", ["fast", "best", "blocks"])
+def test_half_precision_is_fitted_as_float32_is(method):
+    """Only what a bfloat16 model's weights are rounded to tells its fit from a float32 one's."""
+    half = tiny("llama").bfloat16()
+    full = copy.deepcopy(half).float()
+    config = PruneConfig(keep=0.5, method=method)
+    found = [prune_(m, config, calibration=[ids(64)], progress=False).layers for m in (half, full)]
+    errors = [[layer.error for layer in layers if layer.error is not None] for layers in found]
+    assert errors[0] == pytest.approx(errors[1], rel=0.02)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+
+
+def test_blocks_in_float32_leaves_weights_and_hooks_as_they_were():
+    model = tiny("llama").bfloat16()
+    block = model.model.layers[0]
+    weight, before = block.mlp.up_proj.weight, block.mlp.up_proj.weight.data_ptr()
+    seen = []
+
+    def stop(module, given):
+        seen.append((given[0].dtype, module.weight.dtype))
+        raise RuntimeError("stopped")
+
+    with (
+        torch.no_grad(),
+        block.mlp.up_proj.register_forward_pre_hook(stop),
+        blocks_in_float32(model),
+        pytest.raises(RuntimeError, match="stopped"),
+    ):
+        model(ids())
+    assert seen == [(torch.float32, torch.float32)]
+    assert block.mlp.up_proj.weight is weight
+    assert (weight.dtype, weight.data_ptr()) == (torch.bfloat16, before)
+    assert not block._forward_hooks
+    assert not block._forward_pre_hooks
 
 
 def test_one_token_and_dead_neurons_are_no_trouble():

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, suppress
 import torch
 from torch import Tensor, nn
 
-from model_components._walk import Batch, Call, Stop, tokens
+from model_components._walk import Batch, Call, Stop, outputs_of, tokens
 
 from ..discovery.finding import blocks_of
 from ..discovery.mlps import Mlp, watched
@@ -22,6 +22,7 @@ from ..layers.weights import dense
 from ..moments import Moments
 from .calls import WholeModel, calls_of
 from .mlp import Middle, Seen, middle_of
+from .precision import blocks_in_float32, in_float32
 from .stream import stream_kind
 
 
@@ -61,6 +62,16 @@ class Block:
         # target of each MLP, plus the residual stream where it can be read
         self.wanted: dict[str, list[Tensor]] = {}
 
+    def in_float32(self) -> AbstractContextManager[None]:
+        """Return a context in which the block computes in float32, whatever its weights are in."""
+        # as one block, a whole model also holds what is given inputs in the model's own dtype
+        return in_float32(self.module) if self.name else blocks_in_float32(self.module)
+
+    def outputs(self, states: Sequence[Tensor]) -> list[Tensor]:
+        """Return the hidden states after the block, batch by batch."""
+        with self.in_float32():
+            return outputs_of(self.module, self.calls, states)
+
     def original(self, states: Sequence[Tensor], *, one_pass: bool = False) -> list[Tensor]:
         """Run the block as it is on the original's states.
 
@@ -70,6 +81,10 @@ class Block:
             states: Hidden states before the block, batch by batch.
             one_pass: Also keep what its MLPs read, which `smaller` would run the block again for.
         """
+        with self.in_float32():
+            return self._original(states, one_pass)
+
+    def _original(self, states: Sequence[Tensor], one_pass: bool) -> list[Tensor]:
         if one_pass:  # a fit to the original alone: errors of earlier blocks are ignored
             self.kinds = dict.fromkeys((m.down for m in self.mlps), None)
             self.seen = {m.down: self._nothing_seen(m) for m in self.mlps}
@@ -116,10 +131,12 @@ class Block:
         Return what an MLP sees there, and what it should give.
         """
         total = self._nothing_seen(mlp)
-        for call, hidden, target in zip(self.calls, states, self.wanted[mlp.down], strict=True):
-            out, seen = self._run(call, hidden)
-            x, h, y = seen[mlp.down]
-            total.add(h, target - self._stream(mlp, x, y, out, call), x if keep_inputs else None)
+        with self.in_float32():
+            for call, hidden, target in zip(self.calls, states, self.wanted[mlp.down], strict=True):
+                out, seen = self._run(call, hidden)
+                x, h, y = seen[mlp.down]
+                lost = target - self._stream(mlp, x, y, out, call)
+                total.add(h, lost, x if keep_inputs else None)
         return total
 
     def _nothing_seen(self, mlp: Mlp) -> Seen:
@@ -138,11 +155,12 @@ class Block:
             raise Stop
 
         inputs = []
-        for call, hidden in zip(self.calls, states, strict=True):
-            with watched({name: self.model.get_submodule(name)}, see), suppress(Stop):
-                call.run(self.module, hidden)
-            inputs += [tokens(x, call.keep) for x in seen]
-            seen.clear()
+        with self.in_float32():
+            for call, hidden in zip(self.calls, states, strict=True):
+                with watched({name: self.model.get_submodule(name)}, see), suppress(Stop):
+                    call.run(self.module, hidden)
+                inputs += [tokens(x, call.keep) for x in seen]
+                seen.clear()
         return inputs
 
     def routed(self, name: str, states: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -155,7 +173,8 @@ class Block:
             hidden, experts = (*given, *named.values())[:2]
             seen.append((tokens(hidden, keep[0]), tokens(experts, keep[0])))
 
-        with self.model.get_submodule(name).register_forward_pre_hook(see, with_kwargs=True):
+        module = self.model.get_submodule(name)
+        with self.in_float32(), module.register_forward_pre_hook(see, with_kwargs=True):
             for call, hidden in zip(self.calls, states, strict=True):
                 keep[0] = call.keep
                 call.run(self.module, hidden)
@@ -173,7 +192,7 @@ class Block:
                 said[name] = y.reshape(-1, y.shape[-1])
 
         layers = {n: self.model.get_submodule(n) for n in (*mlp.ups, mlp.down)}
-        with self._full_precision():
+        with self.in_float32(), self._full_precision():
             with watched(layers, see):
                 self.calls[0].run(self.module, self._in_own_dtype(states))
             return middle_of(

@@ -21,6 +21,7 @@ from model_components._walk import (
 )
 
 from ..data.batches import without_labels
+from .precision import as_float32, blocks_in_float32
 
 Calls = list[list[Call]]
 """The calls of each block, batch by batch."""
@@ -46,7 +47,7 @@ def calls_of(
     def reads(module: nn.Module, given: tuple, named: Mapping[str, object]) -> None:
         inputs.append(given[0] if given else named["hidden_states"])
 
-    with ExitStack() as hooks:
+    with blocks_in_float32(model), ExitStack() as hooks:
         for block in blocks:
             hooks.enter_context(block.register_forward_pre_hook(reads, with_kwargs=True))
             hooks.enter_context(
@@ -55,8 +56,10 @@ def calls_of(
         first = _captured(body, blocks, data[0])
     states = [out[0] if isinstance(out, tuple) else out for out in outputs]
     # one output more than there are pairs: what the last block says is read by no block
-    if any(not torch.equal(read, before) for read, before in zip(inputs[1:], states, strict=False)):
-        return None
+    for read, before in zip(inputs[1:], states, strict=False):
+        # blocks are given float32, and return the model's own dtype
+        if not torch.equal(read.to(before.dtype), before):
+            return None
     rest = data[1:]
     # a block that also returns attentions or a position bias hands them on, so it has to run;
     # so has one that runs several times, as ALBERT's, since it reads what it said
@@ -65,7 +68,8 @@ def calls_of(
         with _passed_by(blocks, outputs[-1]):
             if _same_arguments(_captured(body, blocks, data[0])[0], first[0]):
                 return _joined([first, *(_captured(body, blocks, batch) for batch in rest)])
-    return _joined([first, *(_captured(body, blocks, batch) for batch in rest)])
+    with blocks_in_float32(model):
+        return _joined([first, *(_captured(body, blocks, batch) for batch in rest)])
 
 
 def _body(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) -> nn.Module:
@@ -88,7 +92,8 @@ def _captured(
 
     def hook(index: int) -> Callable:
         def capture(module: nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
-            hidden, call = split_arguments(arguments, named, keep)
+            # blocks run in float32, and so does what they are given
+            hidden, call = split_arguments(as_float32(arguments), as_float32(named), keep)
             calls[index].append(call)
             if index == 0:
                 first.append(hidden)

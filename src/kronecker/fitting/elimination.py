@@ -11,6 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# of the inputs that C⁻¹ has, the share left at which it is cut to these
+_CUT = 0.8
+
 
 def eliminate(weight: Tensor, moment: Tensor, keep: int, *, step: int = 1) -> Tensor:
     """Drop the inputs that cost least, some at a time.
@@ -34,22 +37,30 @@ def eliminate(weight: Tensor, moment: Tensor, keep: int, *, step: int = 1) -> Te
     >>> eliminate(weight, moment, 2)
     tensor([1, 2])
     """
-    weight = weight.double()
+    weight = weight.double().clone()
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(moment.double()))
-    alive = torch.arange(weight.shape[1], device=weight.device)
-    while len(alive) > keep:
+    inputs = torch.arange(weight.shape[1], device=weight.device)  # of each column
+    alive = torch.ones(len(inputs), dtype=torch.bool, device=weight.device)
+    left = len(inputs)
+    while left > keep:
         costs = weight.square().sum(0) / inverse.diagonal()
+        costs[~alive] = torch.inf
         # stable, so that neurons of equal cost go in one order on every machine
-        out = costs.argsort(stable=True)[: min(step, len(alive) - keep)]
-        stays = torch.ones(len(alive), dtype=torch.bool, device=weight.device)
-        stays[out] = False
-        rest = stays.nonzero()[:, 0]
-        # block elimination of C⁻¹: no new inverse of the covariance in any step
-        solved = torch.linalg.solve(inverse[out][:, out], inverse[out][:, rest])  # (dropped, kept)
-        weight = weight[:, rest] - weight[:, out] @ solved
-        inverse = inverse[rest][:, rest] - inverse[rest][:, out] @ solved
-        alive = alive[stays]
-    return alive
+        out = costs.argsort(stable=True)[: min(step, left - keep)]
+        # block elimination of C⁻¹, in place: no new inverse of the covariance, and no copy of it
+        solved = torch.linalg.solve(inverse[out][:, out], inverse[out])  # (dropped, I)
+        weight.addmm_(weight[:, out], solved, alpha=-1)
+        inverse.addmm_(inverse[:, out], solved, alpha=-1)
+        alive[out] = False
+        left -= len(out)
+        # what went costs products until it is cut off, and cutting costs a copy
+        if left < _CUT * len(alive):
+            rest = alive.nonzero()[:, 0]
+            weight = weight[:, rest]
+            inverse = inverse[rest][:, rest]
+            inputs = inputs[rest]
+            alive = alive[rest]
+    return inputs[alive]
 
 
 def refitted(cross: Tensor, moment: Tensor, kept: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from model_components._layers import is_conv1d
 from model_components._stages import Stage
-from model_components._walk import Batch, outputs_of
+from model_components._walk import Batch
 
 from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig
 from ..discovery.finding import put, set_parameters_
@@ -117,7 +117,7 @@ def fit_(
         if block.name in dropped:
             # the first blocks: those after them make up for them
             if all(b.name in dropped for b in blocks[:index]):
-                theirs = outputs_of(block.module, block.calls, theirs)
+                theirs = block.outputs(theirs)
             continue
         before = theirs
         # before any of this block's layers changes
@@ -126,7 +126,7 @@ def fit_(
         if gone:
             now = theirs
             for later in gone:
-                theirs = outputs_of(later.module, later.calls, theirs)
+                theirs = later.outputs(theirs)
             block.look_ahead(now, theirs)
         silent = [n for n in block.singles if n not in block.ran]
         if silent:
@@ -142,7 +142,7 @@ def fit_(
             done[part.name] = Fitted({}, fitted.error, fitted.order, fitted.notes)
             progress.update(1)
         if not one_pass:
-            ours = outputs_of(block.module, block.calls, ours)
+            ours = block.outputs(ours)
     return done
 
 
@@ -160,7 +160,10 @@ def _fitted_or_stored(
     if stored is None:
         fitted = fit_part(model, block, part, given, operation)
         cache.store(name, fitted.tensors, {"error": fitted.error, "notes": fitted.notes})
-        return fitted
+        # from the disk: mapped memory takes no room, while all new parts may not fit
+        stored = cache.load(name)
+        if stored is None:
+            return fitted
     tensors, facts = stored
     return Fitted(tensors, facts["error"], notes=tuple(facts["notes"]))
 

@@ -32,11 +32,9 @@ def normal_equations(weights: MlpWeights, moments: Moments, ridge: float) -> tup
     ridge = ridge * (float(moments.inputs.diagonal().mean()) / n or 1.0)
     if weights.down_bias is not None:  # it takes care of means
         moments = moments.centered()
-    eye = torch.eye(len(moments.inputs), dtype=moments.inputs.dtype, device=moments.inputs.device)
-    return (
-        moments.inputs / n + ridge * eye,
-        moments.cross / n + ridge * weights.down_weight.double(),
-    )
+    moment = moments.inputs / n
+    moment.diagonal().add_(ridge)
+    return moment, moments.cross / n + ridge * weights.down_weight.double()
 
 
 def most_important(weights: MlpWeights, moments: Moments, keep: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from model_components._walk import outputs_of, tokens
+from model_components._walk import tokens
 
 from ..config import PruneConfig
 from ..discovery.finding import blocks_of
@@ -105,7 +105,7 @@ def block_influences(blocks: Sequence[Block], states: Sequence[Tensor]) -> list[
     influences = []
     for block in blocks:
         cosines: list[Tensor] = []
-        outputs = outputs_of(block.module, block.calls, states)
+        outputs = block.outputs(states)
         for call, before, after in zip(block.calls, states, outputs, strict=True):
             first, last = (tokens(x, call.keep).float() for x in (before, after))
             cosines.append(torch.cosine_similarity(first, last, dim=-1))

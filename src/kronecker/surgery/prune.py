@@ -30,6 +30,7 @@ from ..discovery.stock import (
 from ..fitting.block import blocks_with
 from ..fitting.cache import fit_stage
 from ..fitting.fit import Fitted, Part, fit_, remarks_of
+from ..fitting.precision import blocks_in_float32
 from .blocks import (
     Stack,
     block_influences,
@@ -140,8 +141,13 @@ def prune_(
     ``method="blocks"`` the blocks go that change hidden states least (arXiv 2403.03853), and the
     MLPs of the others are fitted to make up for them as by ``"best"``.
 
-    In models with large MLPs, float32 products run in bfloat16 if the processor has instructions
-    for it. Sums over tokens and solves stay in float32 or float64.
+    Models in bfloat16 or float16 are computed in float32, a block at a time. Where MLPs are large,
+    products run in bfloat16 if the processor has instructions for it. Sums over tokens and solves
+    stay in float32 or float64.
+
+    On a CPU a model that ``from_pretrained`` has loaded is mapped from its files, and with
+    ``cache`` its new MLPs are mapped from there, so a model can be larger than memory: one block,
+    its statistics and the hidden states have to fit.
 
     Args:
         model: A transformers model, or any model whose MLPs can be found; changed in place.
@@ -183,7 +189,9 @@ def prune_(
     walk = _Walk(model, config, batches(calibration, model, "prune_"), cache, progress)
     prune = _drop_blocks if config.chosen_method == "blocks" else _drop_neurons
     before = num_parameters(model)
-    rows, notes = prune(walk, prunable_parts(model, walk.data))
+    with blocks_in_float32(model):
+        parts = prunable_parts(model, walk.data)
+    rows, notes = prune(walk, parts)
     after = num_parameters(model)
     if config.size is not None and after / before < config.size - _NEAR:
         notes.append(f"{after / before:.1%} of the parameters stay, asked for {config.size:.1%}")

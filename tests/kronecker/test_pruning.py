@@ -62,7 +62,7 @@ def test_each_step_drops_what_costs_least():
     while len(alive) > 2:
         rest = [[j for j in alive if j != dropped] for dropped in alive]
         alive = min(rest, key=lambda kept: least_error(weight, moment, kept))
-    assert eliminate(weight, moment, 2).tolist() == alive
+    assert eliminate(weight @ moment, moment, 2).tolist() == alive
 
 
 def test_dropping_several_at_a_time_is_seldom_better():
@@ -70,7 +70,7 @@ def test_dropping_several_at_a_time_is_seldom_better():
     for seed in range(6):
         weight, moment = problem(12, seed=seed)
         fast, slow = (
-            least_error(weight, moment, eliminate(weight, moment, 4, step=step).tolist())
+            least_error(weight, moment, eliminate(weight @ moment, moment, 4, step=step).tolist())
             for step in (4, 1)
         )
         apart.append(fast / slow)
@@ -84,7 +84,9 @@ def test_elimination_is_near_the_best_choice_there_is():
         best = min(
             least_error(weight, moment, kept) for kept in itertools.combinations(range(9), 4)
         )
-        ours.append(least_error(weight, moment, eliminate(weight, moment, 4).tolist()) / best)
+        ours.append(
+            least_error(weight, moment, eliminate(weight @ moment, moment, 4).tolist()) / best
+        )
         by_size.append(
             least_error(weight, moment, weight.square().sum(0).argsort()[-4:].tolist()) / best
         )

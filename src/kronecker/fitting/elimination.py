@@ -15,7 +15,7 @@ from torch import Tensor
 _CUT = 0.8
 
 
-def eliminate(weight: Tensor, moment: Tensor, keep: int, *, step: int = 1) -> Tensor:
+def eliminate(cross: Tensor, moment: Tensor, keep: int, *, step: int = 1) -> Tensor:
     """Drop the inputs that cost least, some at a time.
 
     The others always make up for what went.
@@ -25,7 +25,7 @@ def eliminate(weight: Tensor, moment: Tensor, keep: int, *, step: int = 1) -> Te
     models: SlimGPT, arXiv 2412.18110).
 
     Args:
-        weight: (O, I), the best weight on all inputs.
+        cross: E[t xᵀ], (O, I).
         moment: C, (I, I), positive definite.
         keep: Number of inputs that stay.
         step: Inputs that go at a time: the more, the faster and the less exact.
@@ -33,12 +33,13 @@ def eliminate(weight: Tensor, moment: Tensor, keep: int, *, step: int = 1) -> Te
     Returns:
         The inputs that stay, (S,), in their order.
 
-    >>> weight, moment = torch.tensor([[1.0, 2.0, 3.0]]), torch.eye(3)
-    >>> eliminate(weight, moment, 2)
+    >>> eliminate(torch.tensor([[1.0, 2.0, 3.0]]), torch.eye(3), 2)
     tensor([1, 2])
     """
-    weight = weight.double().clone()
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(moment.double()))
+    root = torch.linalg.cholesky(moment.double())
+    weight = torch.cholesky_solve(cross.double().T, root).T  # the best one on all inputs
+    inverse = torch.cholesky_inverse(root)
+    del root  # as large as the covariance
     inputs = torch.arange(weight.shape[1], device=weight.device)  # of each column
     alive = torch.ones(len(inputs), dtype=torch.bool, device=weight.device)
     left = len(inputs)

@@ -4,7 +4,7 @@
 
 Drops hidden neurons of every MLP, fits the others on 32,000 tokens of your text, writes a
 checkpoint that plain transformers loads, and prints loss, parameters, bytes and tokens a second
-next to the original's, on text that nothing was fitted on. SmolLM2-135M took 8 minutes on 2 cores.
+next to the original's, on text that nothing was fitted on. SmolLM2-135M took 12 minutes on 2 cores.
 Expect a loss about 0.7 above the original's at half, measured on text of the same kind (the guide
 has our run).
 """
@@ -71,12 +71,12 @@ def main() -> None:
     )
 
     original = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
-    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(given.model)
     begin = time.perf_counter()
     print(prune_(model, PruneConfig(keep=given.keep), calibration=calibration))
     seconds = round(time.perf_counter() - begin)
     print(f"in {seconds} s\n")
-    model.to(stored.dtype or torch.float32).save_pretrained(given.out)
+    model.save_pretrained(given.out)
     tokenizer.save_pretrained(given.out)
     sizes = {
         name: sum(f.stat().st_size for f in Path(name).rglob("*.safetensors"))

@@ -17,19 +17,15 @@ TITLES = {
 }
 ABOUT = {
     "chain": "SmolLM2-135M-Instruct, and the same after training on German manual pages",
-    "siblings": "the same trained whole on German manual pages, and on Python sources",
-    "adapters": "trained on these two by LoRA adapters of rank 16",
+    "siblings": "SmolLM2 trained whole on German manual pages, and on Python sources",
+    "adapters": "SmolLM2 with LoRA adapters of rank 16, trained on the same two tasks",
 }
 
 
 def write_tables() -> None:
     """Write the guide's tables: starts and students; other seeds with rivals and longer runs."""
-    explained = (
-        "Share of the gap in mean held-out loss that a merge recovers. 0 %: the average of the two "
-        "models. 100 %: each model on its own task. Above 100 %: better than that. "
-    )
-    put(GUIDE, table(PAIRS, explained), "far apart")
-    put(GUIDE, table(MORE, "Read as the table above; models of other seeds. "), "far apart, more")
+    put(GUIDE, table(PAIRS, f"{STEPS} steps"), "far apart")
+    put(GUIDE, table(MORE, f"{STEPS} steps, or {LONG} where it says so,"), "far apart, more")
 
 
 def in_table(row: dict[str, Any]) -> bool:
@@ -56,7 +52,7 @@ def recovered(pair: str, rows: Sequence[dict[str, Any]]) -> tuple[dict[str, floa
     return {name: (average - sum(values)) / gap for name, values in losses.items()}, gap / 2
 
 
-def table(pairs: Sequence[str], explained: str) -> list[str]:
+def table(pairs: Sequence[str], steps: str) -> list[str]:
     """Return a table's lines: a column for each kind of pair, with the spread of its seeds."""
     rows = [row for row in read_found() if in_table(row) and row["pair"] in pairs]
     kinds: dict[str, list[str]] = {}
@@ -84,12 +80,14 @@ def table(pairs: Sequence[str], explained: str) -> list[str]:
         cells = [_cell(columns[kind].get(name, []), len(kinds[kind])) for kind in columns]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     made = dict.fromkeys(f"{row['date']} at {row['commit']}" for row in rows)
-    steps = f"{STEPS} steps, or {LONG} where it says so," if pairs == MORE else f"{STEPS} steps"
+    searched = ", ".join(sorted({row["merge"] for row in rows if "strength" in row}))
+    hardware = dict.fromkeys(f"{row['hardware']}, {row['versions']}" for row in rows)
     about = (
-        f"{explained}{'; '.join(described)}. Students were trained for {steps} of 8 rows of at most "
-        f"{LENGTH} tokens. Their rates, and the strengths of linear, slerp, task_arithmetic, ties "
-        f"and iso_c, were chosen on other rows. {rows[0]['hardware']}, {rows[0]['versions']}; "
-        f"{', '.join(made)}."
+        "Share of the gap in mean held-out loss that a merge recovers. 0 %: the average of the two "
+        "models. 100 %: each model on its own task. Above 100 %: better than that. Below 0 %: worse "
+        f"than the average. Empty: not measured. {'; '.join(described)}. Students were trained for "
+        f"{steps} of 8 rows of at most {LENGTH} tokens. Their rates, and the strengths of {searched}, "
+        f"were chosen on other rows. {'; '.join(hardware)}; {', '.join(made)}."
     )
     return [*lines, "", about]
 

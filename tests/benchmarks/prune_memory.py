@@ -1,8 +1,8 @@
 """Memory of `prune_` against depth: models of a 1B model's width with 4 and 16 blocks, random.
 
-A process of its own prunes each, from files in bfloat16: mapped, with a cache on the disk, or as a
-float32 copy in memory. What counts is memory that the system cannot take back (anonymous pages);
-pages of a mapped file it can.
+Each run is a process of its own and counts anonymous pages alone, since the system can drop those of
+mapped files. Either the files in bfloat16 are mapped, with a cache on the disk, or the model is a
+float32 copy in memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHAPE = {
     "vocab_size": 32000,
     "tie_word_embeddings": True,
 }
-MAPPED, RESIDENT = "mapped", "in memory, float32"
+MAPPED, RESIDENT = "mapped files", "float32 in memory"
 RUNS = [
     ("fast", 4, MAPPED),
     ("fast", 16, MAPPED),
@@ -66,7 +66,7 @@ def write_model(folder: Path, blocks: int) -> None:
     model.bfloat16().save_pretrained(folder)
 
 
-def prune(folder: Path, method: Any, way: str) -> dict[str, Any]:
+def prune(folder: Path, method: Any, weights: str) -> dict[str, Any]:
     """Halve the MLPs of the model in a folder; return memory and seconds."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -88,13 +88,13 @@ def prune(folder: Path, method: Any, way: str) -> dict[str, Any]:
     cpu, wall = time.process_time(), time.perf_counter()
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     size = num_parameters(model)
-    if way == RESIDENT:
+    if weights == RESIDENT:
         model = model.float()
     prune_(
         model,
         PruneConfig(keep=0.5, method=method),
         calibration=list(ids.split(1)),
-        cache=folder / "fitted" if way == MAPPED else None,
+        cache=folder / "fitted" if weights == MAPPED else None,
         progress=False,
     )
     model.save_pretrained(folder / "smaller")
@@ -109,12 +109,17 @@ def prune(folder: Path, method: Any, way: str) -> dict[str, Any]:
 
 def write_table() -> None:
     """Write the guide's table."""
+    if not FOUND.exists():
+        return
     rows = json.loads(FOUND.read_text(encoding="utf-8"))
-    lines = ["| model | method | blocks | parameters | MB | minutes |", "|---" * 6 + "|"]
+    lines = [
+        "| weights | method | blocks | parameters | peak memory, MB | minutes |",
+        "|---" * 6 + "|",
+    ]
     for row in rows:
         size = f"{row['parameters'] / 1e6:,.0f} M"
         used = f"{row['peak_bytes'] / 1e6:,.0f} | {row['wall_seconds'] / 60:.1f}"
-        lines.append(f"| {row['way']} | {row['method']} | {row['blocks']} | {size} | {used} |")
+        lines.append(f"| {row['weights']} | {row['method']} | {row['blocks']} | {size} | {used} |")
     one = rows[0]
     about = (
         "Peak of memory beyond mapped files, and wall time, of halving all MLPs of random models "
@@ -130,22 +135,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--one", nargs=3, metavar=("FOLDER", "METHOD", "WAY"))
     options, _ = parser.parse_known_args(arguments)
     if options.one:
-        folder, method, way = options.one
-        print(json.dumps(prune(Path(folder), method, way)))
+        folder, method, weights = options.one
+        print(json.dumps(prune(Path(folder), method, weights)))
         return
     rows = []
-    for method, blocks, way in RUNS:
+    for method, blocks, weights in RUNS:
         with tempfile.TemporaryDirectory() as folder:
             write_model(Path(folder), blocks)
             command = [sys.executable, "-m", "tests.benchmarks.prune_memory", "--one"]
             done = subprocess.run(
-                [*command, folder, method, way], check=True, stdout=subprocess.PIPE, text=True
+                [*command, folder, method, weights], check=True, stdout=subprocess.PIPE, text=True
             )
         rows.append(
             {
                 "method": method,
                 "blocks": blocks,
-                "way": way,
+                "weights": weights,
                 **json.loads(done.stdout.splitlines()[-1]),
                 "date": today(),
                 "commit": commit(),

@@ -14,7 +14,7 @@ from mergekit_lite import LearnConfig, learn_merge, merge_models
 from mergekit_lite.learning import run as module
 from mergekit_lite.learning.run import _tasks, held_out_losses
 from mergekit_lite.learning.student import Student
-from mergekit_lite.masks import KLConfig, MaskCollator, Merger
+from mergekit_lite.masks import KLConfig, MaskCollator, Merger, cache_teachers
 from mergekit_lite.masks.training import DistillTrainer
 from model_components._cli import main
 from model_components._runs import RunFolder
@@ -96,6 +96,21 @@ def test_a_student_of_models_in_bfloat16_learns(train):
     report = learned(train=train, dtype="bfloat16", max_steps=8)
     assert report.losses[report.student] != report.losses["regmean"]
     assert load("out").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(2, 8), (20, 22)])
+def test_teachers_run_on_no_more_examples_than_the_steps_read(steps, expected, monkeypatch):
+    """Of 22 training examples; those that are drawn come from both tasks."""
+    seen = []
+
+    def cached(merger, dataset, *arguments, **named):
+        seen.extend(dataset[place] for place in range(len(dataset)))
+        return cache_teachers(merger, dataset, *arguments, **named)
+
+    monkeypatch.setattr(module, "cache_teachers", cached)
+    learned(train="masks", start="average", compare=(), max_steps=steps)
+    assert len(seen) == expected
+    assert {example["task"] for example in seen} == {0, 1}
 
 
 def test_the_kl_of_a_student_is_that_of_the_definition():

@@ -62,14 +62,14 @@ class Block:
         # target of each MLP, plus the residual stream where it can be read
         self.wanted: dict[str, list[Tensor]] = {}
 
-    def in_float32(self) -> AbstractContextManager[None]:
+    def computing_in_float32(self) -> AbstractContextManager[None]:
         """Return a context in which the block computes in float32, whatever its weights are in."""
-        # as one block, a whole model also holds what is given inputs in the model's own dtype
+        # without a list of blocks this is the whole model: its embedding and head keep their dtype
         return in_float32(self.module) if self.name else blocks_in_float32(self.module)
 
     def outputs(self, states: Sequence[Tensor]) -> list[Tensor]:
         """Return the hidden states after the block, batch by batch."""
-        with self.in_float32():
+        with self.computing_in_float32():
             return outputs_of(self.module, self.calls, states)
 
     def original(self, states: Sequence[Tensor], *, one_pass: bool = False) -> list[Tensor]:
@@ -81,7 +81,7 @@ class Block:
             states: Hidden states before the block, batch by batch.
             one_pass: Also keep what its MLPs read, which `smaller` would run the block again for.
         """
-        with self.in_float32():
+        with self.computing_in_float32():
             return self._original(states, one_pass)
 
     def _original(self, states: Sequence[Tensor], one_pass: bool) -> list[Tensor]:
@@ -131,12 +131,12 @@ class Block:
         Return what an MLP sees there, and what it should give.
         """
         total = self._nothing_seen(mlp)
-        with self.in_float32():
+        with self.computing_in_float32():
             for call, hidden, target in zip(self.calls, states, self.wanted[mlp.down], strict=True):
                 out, seen = self._run(call, hidden)
                 x, h, y = seen[mlp.down]
-                lost = target - self._stream(mlp, x, y, out, call)
-                total.add(h, lost, x if keep_inputs else None)
+                target_of_mlp = target - self._stream(mlp, x, y, out, call)
+                total.add(h, target_of_mlp, x if keep_inputs else None)
         return total
 
     def _nothing_seen(self, mlp: Mlp) -> Seen:
@@ -155,7 +155,7 @@ class Block:
             raise Stop
 
         inputs = []
-        with self.in_float32():
+        with self.computing_in_float32():
             for call, hidden in zip(self.calls, states, strict=True):
                 with watched({name: self.model.get_submodule(name)}, see), suppress(Stop):
                     call.run(self.module, hidden)
@@ -174,7 +174,7 @@ class Block:
             seen.append((tokens(hidden, keep[0]), tokens(experts, keep[0])))
 
         module = self.model.get_submodule(name)
-        with self.in_float32(), module.register_forward_pre_hook(see, with_kwargs=True):
+        with self.computing_in_float32(), module.register_forward_pre_hook(see, with_kwargs=True):
             for call, hidden in zip(self.calls, states, strict=True):
                 keep[0] = call.keep
                 call.run(self.module, hidden)
@@ -192,7 +192,7 @@ class Block:
                 said[name] = y.reshape(-1, y.shape[-1])
 
         layers = {n: self.model.get_submodule(n) for n in (*mlp.ups, mlp.down)}
-        with self.in_float32(), self._full_precision():
+        with self.computing_in_float32(), self._full_precision():
             with watched(layers, see):
                 self.calls[0].run(self.module, self._in_own_dtype(states))
             return middle_of(

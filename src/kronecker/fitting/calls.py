@@ -57,7 +57,7 @@ def calls_of(
     states = [out[0] if isinstance(out, tuple) else out for out in outputs]
     # one output more than there are pairs: what the last block says is read by no block
     for read, before in zip(inputs[1:], states, strict=False):
-        # blocks are given float32, and return the model's own dtype
+        # hooks cast a block's inputs to float32 and its outputs back
         if not torch.equal(read.to(before.dtype), before):
             return None
     rest = data[1:]
@@ -92,7 +92,7 @@ def _captured(
 
     def hook(index: int) -> Callable:
         def capture(module: nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
-            # blocks run in float32, and so does what they are given
+            # blocks run in float32, so their inputs are recorded in float32
             hidden, call = split_arguments(as_float32(arguments), as_float32(named), keep)
             calls[index].append(call)
             if index == 0:

@@ -11,21 +11,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# of the inputs that C⁻¹ has, the share left at which it is cut to these
-_CUT = 0.8
+# C⁻¹ is compacted when fewer than this share of its columns is left: dropped columns still cost
+# products, and compacting costs a copy
+_COMPACT_BELOW = 0.8
 
 
 def eliminate(cross: Tensor, moment: Tensor, keep: int, *, step: int = 1) -> Tensor:
-    """Drop the inputs that cost least, some at a time.
-
-    The others always make up for what went.
+    """Drop the inputs that cost least, ``step`` at a time, and refit the others after each step.
 
     The cost of an input j is ‖w_j‖² / (C⁻¹)_jj; after each step the weight and C⁻¹ are those of the
     inputs that are left (optimal brain surgeon: Hassibi and Stork 1993; for layers of language
     models: SlimGPT, arXiv 2412.18110).
 
     Args:
-        cross: E[t xᵀ], (O, I).
+        cross: The cross moment of targets t and inputs x, E[t xᵀ], (O, I).
         moment: C, (I, I), positive definite.
         keep: Number of inputs that stay.
         step: Inputs that go at a time: the more, the faster and the less exact.
@@ -40,22 +39,22 @@ def eliminate(cross: Tensor, moment: Tensor, keep: int, *, step: int = 1) -> Ten
     weight = torch.cholesky_solve(cross.double().T, root).T  # the best one on all inputs
     inverse = torch.cholesky_inverse(root)
     del root  # as large as the covariance
-    inputs = torch.arange(weight.shape[1], device=weight.device)  # of each column
+    inputs = torch.arange(weight.shape[1], device=weight.device)  # the input of each column
     alive = torch.ones(len(inputs), dtype=torch.bool, device=weight.device)
-    left = len(inputs)
-    while left > keep:
+    remaining = len(inputs)
+    while remaining > keep:
         costs = weight.square().sum(0) / inverse.diagonal()
         costs[~alive] = torch.inf
         # stable, so that neurons of equal cost go in one order on every machine
-        out = costs.argsort(stable=True)[: min(step, left - keep)]
+        dropped = costs.argsort(stable=True)[: min(step, remaining - keep)]
         # block elimination of C⁻¹, in place: no new inverse of the covariance, and no copy of it
-        solved = torch.linalg.solve(inverse[out][:, out], inverse[out])  # (dropped, I)
-        weight.addmm_(weight[:, out], solved, alpha=-1)
-        inverse.addmm_(inverse[:, out], solved, alpha=-1)
-        alive[out] = False
-        left -= len(out)
-        # what went costs products until it is cut off, and cutting costs a copy
-        if left < _CUT * len(alive):
+        rows = inverse[dropped]
+        solved = torch.linalg.solve(rows[:, dropped], rows)
+        weight.addmm_(weight[:, dropped], solved, alpha=-1)
+        inverse.addmm_(inverse[:, dropped], solved, alpha=-1)
+        alive[dropped] = False
+        remaining -= len(dropped)
+        if remaining < _COMPACT_BELOW * len(alive):
             rest = alive.nonzero()[:, 0]
             weight = weight[:, rest]
             inverse = inverse[rest][:, rest]

@@ -160,7 +160,7 @@ def _fitted_or_stored(
     if stored is None:
         fitted = fit_part(model, block, part, given, operation)
         cache.store(name, fitted.tensors, {"error": fitted.error, "notes": fitted.notes})
-        # from the disk: mapped memory takes no room, while all new parts may not fit
+        # from the cache: the system can drop mapped tensors, while all new parts may not fit
         stored = cache.load(name)
         if stored is None:
             return fitted

@@ -1,7 +1,7 @@
-"""Blocks of a model in half precision, computed in float32, one at a time.
+"""Run a half-precision model in float32, one block at a time.
 
-A model's own weights stay as they are: loaded from files they are mapped memory, which takes no
-room until it is read, and a copy of all would take the room of two models.
+Weights loaded from files are memory-mapped, so that a float32 copy of all of them would take twice
+the model's size where the model itself takes none.
 """
 
 from __future__ import annotations
@@ -28,56 +28,64 @@ def as_float32(value: Any) -> Any:
 
 @contextmanager
 def in_float32(module: nn.Module) -> Iterator[None]:
-    """Give a module float32 copies of its weights in half precision, in a context."""
-    own = [
+    """Cast a module's half-precision parameters and buffers to float32, in a context.
+
+    On exit the old tensors come back, so that what was changed inside is lost.
+    """
+    originals = [
         (tensor, tensor.data)
         for tensor in (*module.parameters(), *module.buffers())
         if tensor.dtype in _HALF
     ]
     try:
-        for tensor, value in own:
+        for tensor, value in originals:
             tensor.data = value.float()
         yield
     finally:
-        for tensor, value in own:
+        for tensor, value in originals:
             tensor.data = value
 
 
 @contextmanager
 def blocks_in_float32(model: nn.Module) -> Iterator[None]:
-    """Run each block of a whole model in float32, in a context, with what it is given."""
-    running: dict[nn.Module, ExitStack] = {}
-    dtypes: dict[nn.Module, torch.dtype] = {}  # of the hidden states that a block was given
+    """Run each block of a whole model in float32, in a context.
+
+    Its weights and inputs are cast before it, and its outputs are cast back after it.
+    """
+    # by block: the open context of its weights, and the dtype of the hidden states it was given
+    running: dict[nn.Module, tuple[ExitStack, torch.dtype]] = {}
 
     def begin(block: nn.Module, arguments: tuple, named: dict[str, Any]) -> tuple:
-        running[block] = ExitStack()
-        running[block].enter_context(in_float32(block))
         hidden = arguments[0] if arguments else named["hidden_states"]
-        dtypes[block] = hidden.dtype
+        context = ExitStack()
+        context.enter_context(in_float32(block))
+        running[block] = context, hidden.dtype
         return as_float32((arguments, named))
 
     def end(block: nn.Module, arguments: tuple, out: Any) -> Any:
-        # no context where the first hook did not run, because an earlier one raised
-        running.pop(block, ExitStack()).close()
+        if block not in running:  # a caller's hook raised before `begin` ran
+            return out
+        context, dtype = running.pop(block)
+        context.close()
         # what comes after the blocks, a norm and a head, computes in the model's own dtype
-        return tree_map(lambda leaf: _returned(leaf, dtypes[block]), out)
+        return tree_map(lambda leaf: _cast_back(leaf, dtype), out)
 
     with ExitStack() as hooks:
-        for block in _blocks(model):
+        for block in _outermost_list_members(model):
             hooks.enter_context(
                 block.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
             )
-            # also after an error, with which a caller may end a run that has shown enough
+            # also after an exception: callers end a forward early by raising `Stop`
             hooks.enter_context(block.register_forward_hook(end, always_call=True))
         yield
 
 
-def _returned(leaf: Any, dtype: torch.dtype) -> Any:
+def _cast_back(leaf: Any, dtype: torch.dtype) -> Any:
     is_float32 = isinstance(leaf, Tensor) and leaf.dtype == torch.float32
     return leaf.to(dtype) if is_float32 and dtype in _HALF else leaf
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def _outermost_list_members(model: nn.Module) -> list[nn.Module]:
     """Return the members of the model's outermost lists of modules."""
     blocks: list[nn.Module] = []
     inside: tuple[str, ...] = ()

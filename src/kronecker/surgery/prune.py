@@ -141,13 +141,13 @@ def prune_(
     ``method="blocks"`` the blocks go that change hidden states least (arXiv 2403.03853), and the
     MLPs of the others are fitted to make up for them as by ``"best"``.
 
-    Models in bfloat16 or float16 are computed in float32, a block at a time. Where MLPs are large,
-    products run in bfloat16 if the processor has instructions for it. Sums over tokens and solves
+    Models in half precision are cast to float32 one block at a time. In models with large layers,
+    matrix products run in bfloat16 if the processor has instructions for it. Statistics and solves
     stay in float32 or float64.
 
-    On a CPU a model that ``from_pretrained`` has loaded is mapped from its files, and with
-    ``cache`` its new MLPs are mapped from there, so a model can be larger than memory: one block,
-    its statistics and the hidden states have to fit.
+    On a CPU a model can be larger than memory: ``from_pretrained`` maps its weights from the files,
+    and with ``cache`` the new MLPs are mapped, too. One block in float32, its statistics and the
+    hidden states have to fit.
 
     Args:
         model: A transformers model, or any model whose MLPs can be found; changed in place.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import xxhash
 from torch import Tensor
+from torch.utils.data import Subset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments, set_seed
 
 from model_components._checkpoints import newest_whole
@@ -379,10 +381,22 @@ class _Run:
         mixture = TaskMixture([task.train for task in self.tasks], weights="tokens")
         if self.teachers.output_head() is None:
             return mixture
-        folder = self.training / f"teachers-{self.key}"
         return cache_teachers(
-            self.teachers, mixture, self.collator, folder, kl=self._kl(), progress=self.progress
+            self.teachers,
+            self._read_by_steps(mixture),
+            self.collator,
+            self.training / f"teachers-{self.key}",
+            kl=self._kl(),
+            progress=self.progress,
         )
+
+    def _read_by_steps(self, mixture: TaskMixture) -> TaskMixture | Subset:
+        """Return as many examples as the steps read, drawn at random: teachers run on no others."""
+        count = self.config.max_steps * self.config.batch_size
+        if count >= len(mixture):
+            return mixture
+        drawn = random.Random(self.config.seed).sample(range(len(mixture)), count)
+        return Subset(mixture, drawn)
 
     def _train_masks(self) -> Merger:
         """Return the components with trained masks, over the start unless that is the average."""

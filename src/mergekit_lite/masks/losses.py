@@ -107,7 +107,7 @@ def masked_kl(
     _check_numbers(direction, temperature, confidence_temperature)
     coefficients = _checked_coefficients(coefficients, student, teachers)
     if cross_entropy:
-        _check_answers(labels, student, heads)
+        _check_cross_entropy_labels(labels, student, heads)
     if positions == 0:
         return _zero(student, masks, head, bias)
     if heads is not None:
@@ -246,8 +246,10 @@ def check_labels(operation: str, labels: Tensor, vocabulary: int) -> None:
         raise ValueError(f"{operation}: labels are {span}, expected 0 to {vocabulary - 1}")
 
 
-def _check_answers(labels: Tensor | None, student: Tensor, heads: Sequence[Tensor] | None) -> None:
-    """Refuse a cross-entropy without a label of the vocabulary at each position."""
+def _check_cross_entropy_labels(
+    labels: Tensor | None, student: Tensor, heads: Sequence[Tensor] | None
+) -> None:
+    """Check that every position has a label within the vocabulary."""
     if labels is None:
         raise ValueError("masked_kl: cross_entropy came without labels, expected (N,) of them")
     if labels.shape != student.shape[:1]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,6 +32,10 @@ class Call:
     arguments: tuple[object, ...]
     named: Mapping[str, object]
     keep: Tensor | None
+
+    def mapped(self, function: Callable[[Any], Any]) -> Self:
+        """Return a copy whose arguments are what a function makes of these."""
+        return replace(self, arguments=function(self.arguments), named=function(self.named))
 
     def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
         """Return the hidden states after the block."""

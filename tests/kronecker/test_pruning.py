@@ -15,13 +15,13 @@ import transformers
 from torch import nn
 
 from kronecker import LowRankConfig, PruneConfig, convert_, num_parameters, prune_
+from kronecker.data.batches import batches
 from kronecker.discovery.mlps import Mlp, find_mlps
 from kronecker.fitting.block import blocks_with
 from kronecker.fitting.elimination import eliminate, refitted
 from kronecker.fitting.fit import fit_part
 from kronecker.fitting.mlp import MlpWeights, Seen
 from kronecker.fitting.neurons import fit_neurons
-from kronecker.fitting.precision import blocks_in_float32
 from kronecker.layers.experts import is_experts
 from kronecker.moments import Moments
 from kronecker.surgery.blocks import Stack, config_with_blocks, keep_blocks_, new_places
@@ -449,28 +449,84 @@ def test_half_precision_is_fitted_as_float32_is(method):
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
 
 
-def test_blocks_in_float32_leaves_weights_and_hooks_as_they_were():
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_blocks_are_as_they_were_after_an_error(error):
+    """Checked while the error is on its way, which keeps every frame alive."""
+    raised = []
+    for place in range(1, 9):
+        model = tiny("llama").bfloat16()
+        weights = {name: (p, p.dtype, p.data_ptr()) for name, p in model.named_parameters()}
+        seen = []
+
+        def stop(module, given, seen=seen, place=place):
+            seen.append(module)
+            if len(seen) == place:
+                raise error("stopped")
+
+        model.model.layers[1].mlp.register_forward_pre_hook(stop)
+        try:
+            prune_(model, PruneConfig(method="best"), calibration=[ids()], progress=False)
+        except (error, ValueError):  # finding the MLPs turns errors of the model into its own
+            for name, parameter in model.named_parameters():
+                assert (parameter, parameter.dtype, parameter.data_ptr()) == weights[name], name
+            assert all("forward" not in vars(layer) for layer in model.model.layers)
+            raised.append(place)
+    # where the search for MLPs tries something, an error of the model is an answer
+    assert len(raised) > 4
+
+
+def test_blocks_share_the_arguments_that_were_recorded():
+    """Positions and masks are one tensor for all blocks, whatever the dtype they are cast to."""
     model = tiny("llama").bfloat16()
-    block = model.model.layers[0]
-    weight, before = block.mlp.up_proj.weight, block.mlp.up_proj.weight.data_ptr()
-    seen = []
+    mlps = find_mlps(model)
+    blocks, states = blocks_with(model, mlps, [], batches([ids(), ids(seed=2)], model, "test"))
+    assert {hidden.dtype for hidden in states} == {torch.float32}
+    for batch in range(2):
+        cosines = {
+            block.calls[batch].named["position_embeddings"][0].data_ptr() for block in blocks
+        }
+        assert len(cosines) == 1
+    with blocks[0].computing_in_float32():
+        assert blocks[0].calls[0].named["position_embeddings"][0].dtype == torch.float32
+        assert next(blocks[0].module.parameters()).dtype == torch.float32
 
-    def stop(module, given):
-        seen.append((given[0].dtype, module.weight.dtype))
-        raise RuntimeError("stopped")
 
-    with (
-        torch.no_grad(),
-        block.mlp.up_proj.register_forward_pre_hook(stop),
-        blocks_in_float32(model),
-        pytest.raises(RuntimeError, match="stopped"),
-    ):
-        model(ids())
-    assert seen == [(torch.float32, torch.float32)]
-    assert block.mlp.up_proj.weight is weight
-    assert (weight.dtype, weight.data_ptr()) == (torch.bfloat16, before)
-    assert not block._forward_hooks
-    assert not block._forward_pre_hooks
+class Heads(nn.Module):
+    """Blocks, and a list of heads: modules whose own forward is called outside the walk."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.table = nn.Embedding(32, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+            for _ in range(2)
+        )
+        self.heads = nn.ModuleList(nn.Linear(width, 4) for _ in range(3))
+
+    def forward(self, input_ids):
+        hidden = self.table(input_ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return sum(head(hidden) for head in self.heads)
+
+
+class Named(Heads):
+    """A model whose blocks are given their states by a name of their own, as PatchTST's are."""
+
+    def forward(self, input_ids):
+        hidden = self.table(input_ids)
+        for block in self.blocks:
+            hidden = hidden + block(input=hidden)
+        return hidden
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Heads, Named])
+def test_lists_of_other_modules_are_left_alone(kind, dtype):
+    model = kind().to(dtype).eval()
+    report = prune_(model, calibration=[torch.arange(32).view(4, 8)], progress=False)
+    assert all(layer.after < layer.before for layer in report.layers)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
 def test_one_token_and_dead_neurons_are_no_trouble():

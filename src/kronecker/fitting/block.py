@@ -7,8 +7,8 @@ has lost so far, where it can be read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from ..layers.weights import dense
 from ..moments import Moments
 from .calls import WholeModel, calls_of
 from .mlp import Middle, Seen, middle_of
-from .precision import blocks_in_float32, in_float32
+from .precision import as_float32, has_half, in_float32
 from .stream import stream_kind
 
 
@@ -62,10 +62,20 @@ class Block:
         # target of each MLP, plus the residual stream where it can be read
         self.wanted: dict[str, list[Tensor]] = {}
 
-    def computing_in_float32(self) -> AbstractContextManager[None]:
-        """Return a context in which the block computes in float32, whatever its weights are in."""
-        # without a list of blocks this is the whole model: its embedding and head keep their dtype
-        return in_float32(self.module) if self.name else blocks_in_float32(self.module)
+    @contextmanager
+    def computing_in_float32(self) -> Iterator[None]:
+        """Compute in float32, in a context, if the block's weights are of half precision."""
+        if not has_half(self.module):
+            yield
+            return
+        recorded = self.calls
+        # cast here, for one block at a time: all blocks share the tensors that were recorded
+        self.calls = [call.mapped(as_float32) for call in recorded]
+        try:
+            with in_float32(self.module):
+                yield
+        finally:
+            self.calls = recorded
 
     def outputs(self, states: Sequence[Tensor]) -> list[Tensor]:
         """Return the hidden states after the block, batch by batch."""
@@ -275,11 +285,12 @@ def blocks_with(
         recorded = calls_of(model, [b for _, b, _ in blocks], data)
     if recorded is None:  # not a chain of blocks
         blocks = [("", model, names)]
-        recorded = [[WholeModel(b) for b in data]], [torch.empty(0)] * len(data)
+        recorded = [[WholeModel.of(b) for b in data]], [torch.empty(0)] * len(data)
     calls_by_block, states = recorded
     result = []
     for (block_name, _, layer_names), calls in zip(blocks, calls_by_block, strict=True):
         block_mlps = [m for m in mlps if m.down in layer_names]
         block_singles = [n for n in singles if n in layer_names]
         result.append(Block(model, block_name, block_mlps, block_singles, calls))
-    return result, states
+    # the blocks compute in float32
+    return result, as_float32(states)

@@ -21,10 +21,14 @@ from model_components._walk import (
 )
 
 from ..data.batches import without_labels
-from .precision import as_float32, blocks_in_float32
+from .precision import blocks_in_float32
 
 Calls = list[list[Call]]
 """The calls of each block, batch by batch."""
+
+
+class _NoStatesError(Exception):
+    """A block is called without hidden states."""
 
 
 def calls_of(
@@ -45,21 +49,24 @@ def calls_of(
     inputs: list[Any] = []
 
     def reads(module: nn.Module, given: tuple, named: Mapping[str, object]) -> None:
+        if not given and "hidden_states" not in named:
+            raise _NoStatesError
         inputs.append(given[0] if given else named["hidden_states"])
 
-    with blocks_in_float32(model), ExitStack() as hooks:
+    with blocks_in_float32(blocks), ExitStack() as hooks:
         for block in blocks:
             hooks.enter_context(block.register_forward_pre_hook(reads, with_kwargs=True))
             hooks.enter_context(
                 block.register_forward_hook(lambda module, given, out: outputs.append(out))
             )
-        first = _captured(body, blocks, data[0])
+        try:
+            first = _captured(body, blocks, data[0])
+        except _NoStatesError:  # PatchTST's blocks call their states something else
+            return None
     states = [out[0] if isinstance(out, tuple) else out for out in outputs]
     # one output more than there are pairs: what the last block says is read by no block
-    for read, before in zip(inputs[1:], states, strict=False):
-        # hooks cast a block's inputs to float32 and its outputs back
-        if not torch.equal(read.to(before.dtype), before):
-            return None
+    if any(not torch.equal(read, before) for read, before in zip(inputs[1:], states, strict=False)):
+        return None
     rest = data[1:]
     # a block that also returns attentions or a position bias hands them on, so it has to run;
     # so has one that runs several times, as ALBERT's, since it reads what it said
@@ -68,7 +75,7 @@ def calls_of(
         with _passed_by(blocks, outputs[-1]):
             if _same_arguments(_captured(body, blocks, data[0])[0], first[0]):
                 return _joined([first, *(_captured(body, blocks, batch) for batch in rest)])
-    with blocks_in_float32(model):
+    with blocks_in_float32(blocks):
         return _joined([first, *(_captured(body, blocks, batch) for batch in rest)])
 
 
@@ -92,8 +99,7 @@ def _captured(
 
     def hook(index: int) -> Callable:
         def capture(module: nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
-            # blocks run in float32, so their inputs are recorded in float32
-            hidden, call = split_arguments(as_float32(arguments), as_float32(named), keep)
+            hidden, call = split_arguments(arguments, named, keep)
             calls[index].append(call)
             if index == 0:
                 first.append(hidden)
@@ -152,8 +158,10 @@ def _joined(parts: Sequence[tuple[Calls, list[Tensor]]]) -> tuple[Calls, list[Te
 class WholeModel(Call):
     """A whole model as one block. It has no hidden states, so they stay as they are."""
 
-    def __init__(self, batch: Batch):
-        super().__init__((), without_labels(batch), not_padding(batch))
+    @classmethod
+    def of(cls, batch: Batch) -> WholeModel:
+        """Return the call of a batch."""
+        return cls((), without_labels(batch), not_padding(batch))
 
     def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
         """Run the model on the batch."""

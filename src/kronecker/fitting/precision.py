@@ -6,24 +6,28 @@ the model's size where the model itself takes none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
+
+from model_components._walk import forwards_replaced
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
 def as_float32(value: Any) -> Any:
     """Return a value with each tensor of half precision in it cast to float32."""
+    return tree_map(lambda leaf: leaf.float() if _is_half(leaf) else leaf, value)
 
-    def cast(leaf: Any) -> Any:
-        return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf
 
-    return tree_map(cast, value)
+def has_half(module: nn.Module) -> bool:
+    """Return whether a parameter or buffer of a module is of half precision."""
+    return any(map(_is_half, chain(module.parameters(), module.buffers())))
 
 
 @contextmanager
@@ -32,11 +36,8 @@ def in_float32(module: nn.Module) -> Iterator[None]:
 
     On exit the old tensors come back, so that what was changed inside is lost.
     """
-    originals = [
-        (tensor, tensor.data)
-        for tensor in (*module.parameters(), *module.buffers())
-        if tensor.dtype in _HALF
-    ]
+    tensors = filter(_is_half, chain(module.parameters(), module.buffers()))
+    originals = [(tensor, tensor.data) for tensor in tensors]
     try:
         for tensor, value in originals:
             tensor.data = value.float()
@@ -47,50 +48,29 @@ def in_float32(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def blocks_in_float32(model: nn.Module) -> Iterator[None]:
-    """Run each block of a whole model in float32, in a context.
+def blocks_in_float32(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Make half-precision blocks of a model that runs as a whole compute in float32, in a context.
 
-    Its weights and inputs are cast before it, and its outputs are cast back after it.
+    Their inputs are cast, and their outputs are cast back.
     """
-    # by block: the open context of its weights, and the dtype of the hidden states it was given
-    running: dict[nn.Module, tuple[ExitStack, torch.dtype]] = {}
+    half = [block for block in dict.fromkeys(blocks) if has_half(block)]
+    originals: list[Callable[..., Any]] = [block.forward for block in half]
 
-    def begin(block: nn.Module, arguments: tuple, named: dict[str, Any]) -> tuple:
-        hidden = arguments[0] if arguments else named["hidden_states"]
-        context = ExitStack()
-        context.enter_context(in_float32(block))
-        running[block] = context, hidden.dtype
-        return as_float32((arguments, named))
-
-    def end(block: nn.Module, arguments: tuple, out: Any) -> Any:
-        if block not in running:  # a caller's hook raised before `begin` ran
-            return out
-        context, dtype = running.pop(block)
-        context.close()
+    def forward(number: int, arguments: tuple, named: dict[str, Any]) -> object:
+        given = [leaf.dtype for leaf in tree_leaves((arguments, named)) if _is_half(leaf)]
+        with in_float32(half[number]):
+            out = originals[number](*as_float32(arguments), **as_float32(named))
         # what comes after the blocks, a norm and a head, computes in the model's own dtype
-        return tree_map(lambda leaf: _cast_back(leaf, dtype), out)
+        return tree_map(lambda leaf: _cast_back(leaf, given[0]), out) if given else out
 
-    with ExitStack() as hooks:
-        for block in _outermost_list_members(model):
-            hooks.enter_context(
-                block.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
-            )
-            # also after an exception: callers end a forward early by raising `Stop`
-            hooks.enter_context(block.register_forward_hook(end, always_call=True))
+    with forwards_replaced(half, forward):
         yield
+
+
+def _is_half(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype in _HALF
 
 
 def _cast_back(leaf: Any, dtype: torch.dtype) -> Any:
     is_float32 = isinstance(leaf, Tensor) and leaf.dtype == torch.float32
-    return leaf.to(dtype) if is_float32 and dtype in _HALF else leaf
-
-
-def _outermost_list_members(model: nn.Module) -> list[nn.Module]:
-    """Return the members of the model's outermost lists of modules."""
-    blocks: list[nn.Module] = []
-    inside: tuple[str, ...] = ()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not name.startswith(inside):
-            blocks += module
-            inside = (*inside, f"{name}.")
-    return blocks
+    return leaf.to(dtype) if is_float32 else leaf

@@ -30,7 +30,6 @@ from ..discovery.stock import (
 from ..fitting.block import blocks_with
 from ..fitting.cache import fit_stage
 from ..fitting.fit import Fitted, Part, fit_, remarks_of
-from ..fitting.precision import blocks_in_float32
 from .blocks import (
     Stack,
     block_influences,
@@ -141,7 +140,8 @@ def prune_(
     ``method="blocks"`` the blocks go that change hidden states least (arXiv 2403.03853), and the
     MLPs of the others are fitted to make up for them as by ``"best"``.
 
-    Models in half precision are cast to float32 one block at a time. In models with large layers,
+    Models in half precision are cast to float32 one block at a time, so hooks in a block are given
+    float32. In models with large layers,
     matrix products run in bfloat16 if the processor has instructions for it. Statistics and solves
     stay in float32 or float64.
 
@@ -189,9 +189,7 @@ def prune_(
     walk = _Walk(model, config, batches(calibration, model, "prune_"), cache, progress)
     prune = _drop_blocks if config.chosen_method == "blocks" else _drop_neurons
     before = num_parameters(model)
-    with blocks_in_float32(model):
-        parts = prunable_parts(model, walk.data)
-    rows, notes = prune(walk, parts)
+    rows, notes = prune(walk, prunable_parts(model, walk.data))
     after = num_parameters(model)
     if config.size is not None and after / before < config.size - _NEAR:
         notes.append(f"{after / before:.1%} of the parameters stay, asked for {config.size:.1%}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -392,7 +393,9 @@ class _Run:
 
     def _read_by_steps(self, mixture: TaskMixture) -> TaskMixture | Subset:
         """Return as many examples as the steps read, drawn at random: teachers run on no others."""
-        count = self.config.max_steps * self.config.batch_size
+        # the batch size is of a device; with too many, some examples are never read
+        devices = max(torch.cuda.device_count(), int(os.environ.get("WORLD_SIZE", "1")))
+        count = self.config.max_steps * self.config.batch_size * max(1, devices)
         if count >= len(mixture):
             return mixture
         drawn = random.Random(self.config.seed).sample(range(len(mixture)), count)

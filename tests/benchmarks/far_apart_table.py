@@ -55,6 +55,10 @@ def recovered(pair: str, rows: Sequence[dict[str, Any]]) -> tuple[dict[str, floa
 def table(pairs: Sequence[str], steps: str) -> list[str]:
     """Return a table's lines: a column for each kind of pair, with the spread of its seeds."""
     rows = [row for row in read_found() if in_table(row) and row["pair"] in pairs]
+    # a pair that was begun may lack what shares are computed from
+    ends = {(row["pair"], row["merge"]) for row in rows}
+    pairs = [p for p in pairs if {(p, "average"), (p, "first"), (p, "second")} <= ends]
+    rows = [row for row in rows if row["pair"] in pairs]
     kinds: dict[str, list[str]] = {}
     for pair in pairs:
         kinds.setdefault(pair.partition("-")[0], []).append(pair)

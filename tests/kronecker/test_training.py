@@ -100,20 +100,6 @@ def test_groups_have_their_rates_and_only_factors_decay():
         "pretrained": (0.1, 0.0),
     }
     assert sum(len(g["params"]) for g in groups.values()) == len(list(model.parameters()))
-    aware = parameter_groups(model, learning_rate=1.0, structure_aware=True)
-    rates = {g["name"]: g["lr"] for g in aware}
-    fc, out = model.transformer.h[0].mlp.c_fc, model.transformer.h[0].mlp.c_proj
-    assert fc.learning_rate_multipliers() == {"a": 0.5, "b": 8.0}
-    assert out.learning_rate_multipliers() == {"a": 1.0, "b": 16.0}
-    assert rates == {
-        "factors x0.5": 0.5,
-        "factors x8": 8.0,
-        "factors x1": 1.0,
-        "factors x16": 16.0,
-    } | {
-        "scales": 1.0,
-        "pretrained": 1.0,
-    }
     assert "pretrained" not in {
         g["name"] for g in parameter_groups(model, learning_rate=1.0, pretrained_learning_rate=0)
     }

@@ -127,14 +127,6 @@ class KroneckerLayer(SmallerWeight):
         """Number and shapes of the terms."""
         return f"{self.config.rank} x {self.a_shape} ⊗ {self.b_shape}"
 
-    def learning_rate_multipliers(self) -> dict[str, float]:
-        """Return factors of the rate for Adam, by parameter: I / (I_k times the number of factors).
-
-        Source: arXiv 2406.06248, section 3.
-        """
-        columns = self.a_shape[1] * self.b_shape[1]
-        return {"a": columns / self.a_shape[1] / 2, "b": columns / self.b_shape[1] / 2}
-
 
 class LowRankLayer(SmallerWeight):
     """A weight (rows, columns) held as the product of ``b`` (rows, r) and ``a`` (r, columns)."""

@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 from ..discovery.finding import COMPRESSED
-from ..layers.weights import KroneckerLayer
 
 Group = dict[str, Any]
 """Of an optimizer: ``params``, ``name``, ``lr``, ``weight_decay``."""
@@ -29,7 +28,6 @@ def parameter_groups(
     learning_rate: float,
     pretrained_learning_rate: float | None = None,
     weight_decay: float = 0.1,
-    structure_aware: bool = False,
 ) -> list[dict[str, object]]:
     """Optimizer groups: new factors, their scales, and the pretrained rest.
 
@@ -40,9 +38,6 @@ def parameter_groups(
         learning_rate: Of factors and scales.
         pretrained_learning_rate: Of the rest; default: the same. 0 leaves it out.
         weight_decay: Of the factors.
-        structure_aware: Multiply each factor's rate by I / (2 I_k), what keeps its updates the size
-            of a dense layer's under Adam (arXiv 2406.06248, section 3). Factors with the same
-            multiplier share a group.
 
     Returns:
         What a torch optimizer takes, each group with a ``name``; empty groups are left out.
@@ -57,26 +52,18 @@ def parameter_groups(
     for module in model.modules():
         if not isinstance(module, COMPRESSED):
             continue
-        if isinstance(module, KroneckerLayer):
-            times = module.learning_rate_multipliers()
-        else:
-            # the rule of arXiv 2406.06248 is for Kronecker factors; low rank keeps one rate
-            times = {}
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in factors:
                 continue
             if name.endswith("scales"):
                 key = "scales"
-                rate = learning_rate
                 # a scale is a size: decay would pull the whole term towards zero
                 decay = 0.0
             else:
-                many = times.get(name, 1.0) if structure_aware else 1.0
-                key = f"factors x{many:g}" if structure_aware else "factors"
-                rate = learning_rate * many
+                key = "factors"
                 decay = weight_decay
             group = groups.setdefault(
-                key, {"name": key, "params": [], "lr": rate, "weight_decay": decay}
+                key, {"name": key, "params": [], "lr": learning_rate, "weight_decay": decay}
             )
             # tied factors come twice; `in` would compare values
             if not any(parameter is p for p in group["params"]):
@@ -95,4 +82,4 @@ def parameter_groups(
 def group_kind(group: Group) -> str:
     """``factors``, ``scales`` or ``pretrained``."""
     # an optimizer that a user passes has groups without names
-    return group.get("name", "pretrained").split(" ")[0]
+    return group.get("name", "pretrained")

@@ -42,7 +42,6 @@ class KroneckerTrainer(StepTrainer):
         teacher: The original model; frozen, in evaluation mode.
         distill: What to learn from; default with a teacher: its logits at temperature 2.
         pretrained_learning_rate: Of everything but factors; default: the same.
-        structure_aware: See `parameter_groups`.
         **options: Of `Trainer`.
 
     Raises:
@@ -63,7 +62,6 @@ class KroneckerTrainer(StepTrainer):
         teacher: nn.Module | None = None,
         distill: DistillConfig | None = None,
         pretrained_learning_rate: float | None = None,
-        structure_aware: bool = False,
         **options: Unpack[TrainerOptions],
     ):
         _check_models(model, teacher, distill)
@@ -81,10 +79,7 @@ class KroneckerTrainer(StepTrainer):
             self.teacher = teacher.eval().requires_grad_(False)
             self.distill = distill or DistillConfig()
             _check_distillation(self.distill, model, teacher)
-        self.rates = {
-            "pretrained_learning_rate": pretrained_learning_rate,
-            "structure_aware": structure_aware,
-        }
+        self.pretrained_learning_rate = pretrained_learning_rate
         callbacks = options.get("callbacks") or []
         if any(isinstance(c, (FreezePretrained, FadeIn)) for c in callbacks):
             args.ddp_find_unused_parameters = True  # what learns changes on the way
@@ -102,9 +97,12 @@ class KroneckerTrainer(StepTrainer):
     def optimizer_groups(self) -> list[dict[str, object]]:
         """`parameter_groups` at the arguments' rate and decay."""
         assert self.model is not None
-        rate = self.args.learning_rate
-        decay = self.args.weight_decay
-        return parameter_groups(self.model, learning_rate=rate, weight_decay=decay, **self.rates)
+        return parameter_groups(
+            self.model,
+            learning_rate=self.args.learning_rate,
+            pretrained_learning_rate=self.pretrained_learning_rate,
+            weight_decay=self.args.weight_decay,
+        )
 
     def compute_loss(
         self,

@@ -31,7 +31,6 @@ PAPERS = {  # what has one, and words of it
     "mergekit_lite.masks.TaskMixture": "1910.10683",
     "kronecker.LowRankConfig": "2403.07378",
     "kronecker.kron_linear": "Van Loan",
-    "kronecker.parameter_groups": "2406.06248",
     "kronecker.prune_": "2403.03853",
     "thinker.ThinkerConfig": "Hawthorne",
     "thinker.ThinkerTrainer": "Wang et al. 2025",

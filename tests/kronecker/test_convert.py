@@ -34,7 +34,6 @@ from kronecker.discovery.finding import COMPRESSED, blocks_of, resolve
 from kronecker.discovery.mlps import find_mlps
 from kronecker.fitting.block import blocks_with
 from kronecker.fitting.calls import calls_of
-from kronecker.fitting.precision import in_float32
 from kronecker.fitting.stream import stream_kind
 from kronecker.layers.weights import dense
 from kronecker.surgery.beside import permuted
@@ -852,14 +851,12 @@ def test_the_stream_is_found_and_read(kind, expected, dtype):
     model = tiny(kind).to(dtype)
     mlp = find_mlps(model)[0]
     up, down = model.get_submodule(mlp.ups[0]), model.get_submodule(mlp.down)
-    blocks = blocks_of(model, [mlp.down])
-    (calls,), states = calls_of(model, [blocks[0][1]], batches([ids()], model, "test"))
-    with torch.no_grad(), in_float32(blocks[0][1]):
-        kind = stream_kind(blocks[0][1], up, down, calls[0], states[0])
+    (block, *_), states = blocks_with(model, [mlp], [], batches([ids()], model, "test"))
+    with torch.no_grad(), block.computing_in_float32():
+        kind = stream_kind(block.module, up, down, block.calls[0], states[0])
         assert kind == expected
         if kind is None:
             return
-        block = blocks_with(model, [mlp], [], batches([ids()], model, "test"))[0][0]
 
         def stream():
             block.original(states)

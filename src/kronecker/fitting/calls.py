@@ -45,24 +45,10 @@ def calls_of(
     """
     # the head's product with a large vocabulary would be made for nothing
     body = _body(model, blocks, data[0])
-    outputs: list[Any] = []
-    inputs: list[Any] = []
-
-    def reads(module: nn.Module, given: tuple, named: Mapping[str, object]) -> None:
-        if not given and "hidden_states" not in named:
-            raise _NoStatesError
-        inputs.append(given[0] if given else named["hidden_states"])
-
-    with blocks_in_float32(blocks), ExitStack() as hooks:
-        for block in blocks:
-            hooks.enter_context(block.register_forward_pre_hook(reads, with_kwargs=True))
-            hooks.enter_context(
-                block.register_forward_hook(lambda module, given, out: outputs.append(out))
-            )
-        try:
-            first = _captured(body, blocks, data[0])
-        except _NoStatesError:  # PatchTST's blocks call their states something else
-            return None
+    watched = _watched_run(body, blocks, data[0])
+    if watched is None:
+        return None
+    first, inputs, outputs = watched
     states = [out[0] if isinstance(out, tuple) else out for out in outputs]
     # one output more than there are pairs: what the last block says is read by no block
     if any(not torch.equal(read, before) for read, before in zip(inputs[1:], states, strict=False)):
@@ -77,6 +63,35 @@ def calls_of(
                 return _joined([first, *(_captured(body, blocks, batch) for batch in rest)])
     with blocks_in_float32(blocks):
         return _joined([first, *(_captured(body, blocks, batch) for batch in rest)])
+
+
+def _watched_run(
+    body: nn.Module, blocks: Sequence[nn.Module], batch: Batch
+) -> tuple[tuple[Calls, list[Tensor]], list[Tensor], list[Any]] | None:
+    """Run the model on a batch, with every block computed.
+
+    Returns:
+        The calls and the first hidden states, what each block was given, and what it returned; None
+        if a block is called without hidden states.
+    """
+    inputs: list[Tensor] = []
+    outputs: list[Any] = []
+
+    def reads(module: nn.Module, given: tuple, named: Mapping[str, Any]) -> None:
+        if not given and "hidden_states" not in named:
+            raise _NoStatesError
+        inputs.append(given[0] if given else named["hidden_states"])
+
+    with blocks_in_float32(blocks), ExitStack() as hooks:
+        for block in blocks:
+            hooks.enter_context(block.register_forward_pre_hook(reads, with_kwargs=True))
+            hooks.enter_context(
+                block.register_forward_hook(lambda module, given, out: outputs.append(out))
+            )
+        try:
+            return _captured(body, blocks, batch), inputs, outputs
+        except _NoStatesError:  # PatchTST's blocks call their states something else
+            return None
 
 
 def _body(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) -> nn.Module:

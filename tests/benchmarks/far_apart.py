@@ -30,6 +30,7 @@ from tests.benchmarks.far_apart_pairs import (
     MORE,
     PAIRS,
     STEPS,
+    TABLES,
     closed_form,
     learned,
     pair_of,
@@ -58,7 +59,8 @@ def key_of(row: dict[str, Any]) -> tuple[str, ...]:
     chosen = ("pair", "merge", "start", "steps", "seed", "rows", "search", "granularity")
     more = ("coefficients", "temperature", *(["rate"] if row.get("search") else []))
     is_alone = "seconds" in row and "start" in row
-    return (*(str(row.get(name)) for name in (*chosen, *more)), str(is_alone))
+    settings = [str(row.get(name)) for name in (*chosen, *more)]
+    return (*settings, str(is_alone), str(row.get("tables", False)))
 
 
 def key_of_job(job: Callable[..., Any], arguments: tuple, named: dict[str, Any]) -> Any:
@@ -245,6 +247,23 @@ def ablations() -> list[Job]:
     ]
 
 
+def run_tables(runner: Runner) -> None:
+    """Train masks of one more pair, with and without those of the embedding and the head."""
+    runner.all([(train_second, names, {}) for names in second_models([TABLES])])
+    closed: list[Job] = [
+        (closed_form, (TABLES, merge), {}) for merge in ("average", "first", "second", "regmean")
+    ]
+    runner.all(closed)
+    options = {"steps": STEPS, "rate": 3e-2, "seed": seed_of(TABLES)}
+    runner.all(
+        [
+            (learned, (TABLES, start, "masks"), {**options, "tables": tables})
+            for start in STARTS[::-1]
+            for tables in (False, True)
+        ]
+    )
+
+
 def run_alone(runner: Runner) -> None:
     """Measure seconds and memory of each student, one after the other."""
     rates = best_rates()
@@ -261,6 +280,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=600)
     parser.add_argument("--alone", action="store_true", help="seconds and memory, at the end")
     parser.add_argument("--more", action="store_true", help="the pairs of other seeds alone")
+    parser.add_argument("--tables", action="store_true", help="masks of embedding and head alone")
     parser.add_argument("--data", action="store_true", help="only write the rows")
     options, _ = parser.parse_known_args(arguments)
     write_data()
@@ -270,6 +290,8 @@ def main(arguments: list[str] | None = None) -> None:
     runner = Runner(options.workers, options.minutes - kept)
     if options.more:
         run_more(runner)
+    elif options.tables:
+        run_tables(runner)
     else:
         run_all(runner, options.pairs)
     if options.alone:

@@ -34,6 +34,8 @@ ASKED, ANSWER = 40, 48  # prompts that are answered, and tokens of an answer
 PAIRS = ("chain-0", "chain-1", "chain-2", "siblings", "adapters")
 # other seeds, whose merges are measured against more rivals and trained for longer
 MORE = ("chain-3", "chain-4", "chain-5", "siblings-6")
+# whose masks are trained with and without those of embedding and head
+TABLES = "chain-6"
 # merges by data; the searches of rates start from one of their own rows
 CALIBRATIONS = {"regmean": "regmean", "regmean++": "regmean++", "regmean-search": "regmean"}
 GERMAN = frozenset(
@@ -313,6 +315,7 @@ def learned(
     rows: float = 1.0,
     search: bool = False,
     alone: bool = False,
+    tables: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Learn one merge; return its row.
@@ -328,14 +331,17 @@ def learned(
         search: Use the rows of the searches.
         alone: Record the row's seconds and memory, which mean something if no other run shares the
             machine.
+        tables: Train masks of the embedding and the head, too, which `learn_merge` does not.
         **settings: More fields of `LearnConfig`.
     """
     from mergekit_lite import learn_merge
+    from mergekit_lite.learning import run
 
+    leave_tables = run._leave_tables
     warnings.simplefilter("ignore")
     models, tasks, _ = pair_of(pair)
     about = "-".join(
-        map(str, (pair, start, train, steps, rate, seed, rows, search, *settings.values()))
+        map(str, (pair, start, train, steps, rate, seed, rows, search, tables, *settings.values()))
     )
     out = WORK / "runs" / about
     data: list[Any] = [WORK / f"{task}{'_search' if search else ''}.json" for task in tasks]
@@ -347,6 +353,8 @@ def learned(
         data = [part[: round(rows * len(part))] for part in data]
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
+    if tables:
+        run._leave_tables = lambda merger: None
     report = learn_merge(
         models,
         data,
@@ -363,6 +371,7 @@ def learned(
         progress=False,
         **settings,
     )
+    run._leave_tables = leave_tables
     known = {
         "merge": train,
         "start": start,
@@ -371,6 +380,7 @@ def learned(
         "seed": seed,
         "rows": rows,
         "search": search,
+        "tables": tables,
         **settings,
     }
     losses = [round(loss, 4) for loss in report.losses[report.student]]

@@ -152,6 +152,17 @@ def test_masks_over_a_start_begin_there(monkeypatch):
     assert report.losses["masks from average"] == pytest.approx(report.losses["average"], rel=1e-5)
 
 
+@pytest.mark.parametrize("start", ["average", "regmean"])
+def test_masks_of_embedding_and_head_stay(start):
+    learned(start=start)
+    masks = load_file("out.training/masks.safetensors")
+    initial = 0.5 if start == "average" else 0.0
+    tables = {name for name in masks if "embed" in name or "lm_head" in name}
+    assert tables
+    for name, mask in masks.items():
+        assert bool((mask == initial).all()) == (name in tables), name
+
+
 def test_a_start_in_a_folder_is_delivered_if_training_spoils_it(monkeypatch):
     merge_models(MODELS, "slerp", base_model="model0", t=0.3, out="start", progress=False)
 

@@ -22,8 +22,8 @@ class LearnConfig(CheckedConfig):
         start: The merge that training begins from: ``"average"``, ``"regmean"``, ``"regmean++"``,
             any other method of `merge_models` that needs no parameters, or a model's folder.
         train: What is trained: ``"masks"`` (one number for each row of each component's weights),
-            ``"lora"`` (adapters on the start) or ``"all"`` (all weights of the start but embeddings
-            and head).
+            ``"lora"`` (adapters on the start) or ``"all"`` (all weights of the start). Embeddings
+            and head stay as the start has them.
         granularity: One mask value for each weight matrix (``"scalar"``), input column, output row
             or element.
         rank: Rank of the adapters of ``"lora"``.

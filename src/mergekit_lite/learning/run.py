@@ -30,6 +30,7 @@ from ..files import open_source
 from ..functional import merge_models
 from ..masks.config import KLConfig
 from ..masks.data import MaskCollator, TaskMixture, cache_teachers
+from ..masks.layers import MaskedLayer
 from ..masks.merger import Merger
 from ..masks.storage import MASKS
 from ..masks.training import DistillTrainer, MaskTrainer
@@ -416,6 +417,7 @@ class _Run:
                 # masks of 0 take nothing from any component, so that training begins at the start
                 initial=0.0,
             )
+        _leave_tables(merger)
         self._train(MaskTrainer, merger, cached)
         merger.save_masks(self.training / MASKS)
         return merger.fold_()
@@ -456,6 +458,18 @@ class _Run:
         with NewFolder(self.out, OPERATION) as new:
             model.save_pretrained(new.folder)
             complete_folder(new.folder, card, source=source)
+
+
+def _leave_tables(merger: Merger) -> None:
+    """Train no masks of the embedding and the head: as with the other students, they stay."""
+    for table in (merger.model.get_input_embeddings(), merger.model.get_output_embeddings()):
+        if isinstance(table, MaskedLayer):
+            table.masks.requires_grad_(False)
+    if not merger.trained_masks():
+        raise ValueError(
+            f"{OPERATION}: expected components that differ in more than embedding and head, of "
+            "which masks are not trained"
+        )
 
 
 def _component_names(labels: Sequence[str], config: LearnConfig) -> list[str]:

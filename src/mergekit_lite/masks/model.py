@@ -348,8 +348,12 @@ class MaskedModel(nn.Module):
         head = self.output_head()
         if head is None:
             return None
-        masks = None if head.is_same("weight") else head.mask("weight")
-        options: dict[str, Any] = {"heads": head.frozen("weight"), "masks": masks}
+        options: dict[str, Any] = {"heads": head.frozen("weight")}
+        if head.masks["weight"].requires_grad:
+            options["masks"] = head.mask("weight")
+        else:
+            # blended once a batch: products with each component's head take longer
+            options["head"] = head.current("weight").detach()
         # Phi and GPT-J have a bias in the head
         if "bias" in head.masks:
             options["bias"] = head.current("bias")

@@ -13,6 +13,7 @@ from mergekit_lite import merge_models
 from mergekit_lite.masks import (
     AccurateMaskedLinear,
     EfficientMaskedLinear,
+    KLConfig,
     MaskConfig,
     MaskedEmbedding,
     MaskedLayer,
@@ -443,6 +444,18 @@ def test_masks_over_a_few_modules_and_the_others_stay():
         Merger(models, MaskConfig(modules=("mlp",)))
     with pytest.raises(ValueError, match=r"MaskConfig:.*'mlp'"):
         MaskConfig(modules="mlp")
+
+
+def test_a_head_whose_masks_stay_gives_the_same_loss_and_gradients():
+    found = []
+    for modules in (None, ("model.layers.*",)):
+        config = MaskConfig(modules=modules, initial=0.3, constraint="none")
+        merger = Merger([tiny("llama", seed) for seed in range(2)], config)
+        loss = merger.distill(KLConfig(coefficients="confidence"), input_ids=IDS)
+        loss.backward()
+        inside = {n: mask.grad for n, mask in merger.masks().items() if ".layers." in n}
+        found.append({"loss": loss.detach(), **inside})
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_constrained_element_masks_are_not_kept_until_backward():

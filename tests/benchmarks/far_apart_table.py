@@ -6,10 +6,19 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from tests.benchmarks.far_apart_pairs import LENGTH, LONG, MORE, PAIRS, STEPS, read_found
+from tests.benchmarks.far_apart_pairs import (
+    LENGTH,
+    LONG,
+    MORE,
+    PAIRS,
+    STEPS,
+    TABLES,
+    read_found,
+)
 from tests.benchmarks.results import ROOT, put
 
 GUIDE = ROOT / "docs" / "masks.md"
+LOST = ROOT / "docs" / "what_did_not_win.md"
 TITLES = {
     "chain": "base and fine-tune",
     "siblings": "two fine-tunes",
@@ -23,9 +32,10 @@ ABOUT = {
 
 
 def write_tables() -> None:
-    """Write the guide's tables: starts and students; other seeds with rivals and longer runs."""
+    """Write the tables: starts and students; other seeds with rivals; masks of all modules."""
     put(GUIDE, table(PAIRS, f"{STEPS} steps"), "far apart")
     put(GUIDE, table(MORE, f"{STEPS} steps, or {LONG} where it says so,"), "far apart, more")
+    put(LOST, mask_tables(), "mask tables")
 
 
 def in_table(row: dict[str, Any]) -> bool:
@@ -41,7 +51,8 @@ def name_of(row: dict[str, Any]) -> str:
     if "start" not in row:
         return row["merge"]
     steps = "" if row["steps"] == STEPS else f", {row['steps']} steps"
-    return f"{row['merge']} from {row['start']}{steps}"
+    tables = ", also of embedding and head" if row.get("tables") else ""
+    return f"{row['merge']}{tables} from {row['start']}{steps}"
 
 
 def recovered(pair: str, rows: Sequence[dict[str, Any]]) -> tuple[dict[str, float], float]:
@@ -92,6 +103,22 @@ def table(pairs: Sequence[str], steps: str) -> list[str]:
         f"than the average. Empty: not measured. {'; '.join(described)}. Students were trained for "
         f"{steps} of 8 rows of at most {LENGTH} tokens. Their rates, and the strengths of {searched}, "
         f"were chosen on other rows. {'; '.join(hardware)}; {', '.join(made)}."
+    )
+    return [*lines, "", about]
+
+
+def mask_tables() -> list[str]:
+    """Return a table of masks with and without those of the embedding and the head."""
+    rows = [row for row in read_found() if row["pair"] == TABLES]
+    shares, gap = recovered(TABLES, rows)
+    lines = ["| merge | share of the gap |", "|---|---|"]
+    for name, share in sorted(shares.items(), key=lambda item: -item[1]):
+        lines.append(f"| {name} | {100 * share:.0f} % |")
+    made = dict.fromkeys(f"{row['date']} at {row['commit']}" for row in rows)
+    about = (
+        "Share of the gap between the average and each model on its own task, on held-out rows: "
+        f"{ABOUT['chain']} ({gap:.2f} nats). {STEPS} steps of 8 rows of at most {LENGTH} tokens, "
+        f"rate .03. {rows[0]['hardware']}; {', '.join(made)}."
     )
     return [*lines, "", about]
 

@@ -10,8 +10,8 @@ Three pairs, all made of SmolLM2-135M-Instruct:
 What a merge recovers is its share of the gap between the average of the two models (0 %) and each
 model on its own task (100 %). Searched methods and learning rates are chosen on rows that no other
 run reads. Needs SmolLM2, the folder of real data, and Debian's German manual pages. On a GPU it
-takes minutes; several runs share it, and three runs alone give seconds and memory. `--tables` trains
-masks of one more pair, with and without those of the embedding and the head, on a CPU in 40 minutes.
+takes minutes; several runs share it, and three runs alone give seconds and memory. `--modules`
+trains masks of one more pair, with and without those of the embedding and the head.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ import torch
 
 from tests.benchmarks.far_apart_pairs import (
     LONG,
+    MODULES,
     MORE,
     PAIRS,
     STEPS,
-    TABLES,
     closed_form,
     learned,
     pair_of,
@@ -61,7 +61,7 @@ def key_of(row: dict[str, Any]) -> tuple[str, ...]:
     more = ("coefficients", "temperature", *(["rate"] if row.get("search") else []))
     is_alone = "seconds" in row and "start" in row
     settings = [str(row.get(name)) for name in (*chosen, *more)]
-    return (*settings, str(is_alone), str(row.get("tables", False)))
+    return (*settings, str(is_alone), str(row.get("all_modules", False)))
 
 
 def key_of_job(job: Callable[..., Any], arguments: tuple, named: dict[str, Any]) -> Any:
@@ -248,19 +248,19 @@ def ablations() -> list[Job]:
     ]
 
 
-def run_tables(runner: Runner) -> None:
+def run_modules(runner: Runner) -> None:
     """Train masks of one more pair, with and without those of the embedding and the head."""
-    runner.all([(train_second, names, {}) for names in second_models([TABLES])])
+    runner.all([(train_second, names, {}) for names in second_models([MODULES])])
     closed: list[Job] = [
-        (closed_form, (TABLES, merge), {}) for merge in ("average", "first", "second", "regmean")
+        (closed_form, (MODULES, merge), {}) for merge in ("average", "first", "second", "regmean")
     ]
     runner.all(closed)
-    options = {"steps": STEPS, "rate": 3e-2, "seed": seed_of(TABLES)}
+    options = {"steps": STEPS, "rate": 3e-2, "seed": seed_of(MODULES)}
     runner.all(
         [
-            (learned, (TABLES, start, "masks"), {**options, "tables": tables})
+            (learned, (MODULES, start, "masks"), {**options, "all_modules": everywhere})
             for start in STARTS[::-1]
-            for tables in (False, True)
+            for everywhere in (False, True)
         ]
     )
 
@@ -281,7 +281,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=600)
     parser.add_argument("--alone", action="store_true", help="seconds and memory, at the end")
     parser.add_argument("--more", action="store_true", help="the pairs of other seeds alone")
-    parser.add_argument("--tables", action="store_true", help="masks of embedding and head alone")
+    parser.add_argument("--modules", action="store_true", help="masks of embedding and head alone")
     parser.add_argument("--data", action="store_true", help="only write the rows")
     options, _ = parser.parse_known_args(arguments)
     write_data()
@@ -291,8 +291,8 @@ def main(arguments: list[str] | None = None) -> None:
     runner = Runner(options.workers, options.minutes - kept)
     if options.more:
         run_more(runner)
-    elif options.tables:
-        run_tables(runner)
+    elif options.modules:
+        run_modules(runner)
     else:
         run_all(runner, options.pairs)
     if options.alone:

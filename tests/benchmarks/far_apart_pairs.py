@@ -11,8 +11,10 @@ import sysconfig
 import time
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -35,7 +37,7 @@ PAIRS = ("chain-0", "chain-1", "chain-2", "siblings", "adapters")
 # other seeds, whose merges are measured against more rivals and trained for longer
 MORE = ("chain-3", "chain-4", "chain-5", "siblings-6")
 # whose masks are trained with and without those of embedding and head
-TABLES = "chain-6"
+MODULES = "chain-6"
 # merges by data; the searches of rates start from one of their own rows
 CALIBRATIONS = {"regmean": "regmean", "regmean++": "regmean++", "regmean-search": "regmean"}
 GERMAN = frozenset(
@@ -315,7 +317,7 @@ def learned(
     rows: float = 1.0,
     search: bool = False,
     alone: bool = False,
-    tables: bool = False,
+    all_modules: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Learn one merge; return its row.
@@ -331,17 +333,19 @@ def learned(
         search: Use the rows of the searches.
         alone: Record the row's seconds and memory, which mean something if no other run shares the
             machine.
-        tables: Train masks of the embedding and the head, too, which `learn_merge` does not.
+        all_modules: Train masks of the embedding and the head, too, which `learn_merge` does not.
         **settings: More fields of `LearnConfig`.
     """
     from mergekit_lite import learn_merge
     from mergekit_lite.learning import run
 
-    leave_tables = run._leave_tables
     warnings.simplefilter("ignore")
     models, tasks, _ = pair_of(pair)
     about = "-".join(
-        map(str, (pair, start, train, steps, rate, seed, rows, search, tables, *settings.values()))
+        map(
+            str,
+            (pair, start, train, steps, rate, seed, rows, search, all_modules, *settings.values()),
+        )
     )
     out = WORK / "runs" / about
     data: list[Any] = [WORK / f"{task}{'_search' if search else ''}.json" for task in tasks]
@@ -353,25 +357,26 @@ def learned(
         data = [part[: round(rows * len(part))] for part in data]
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    if tables:
-        run._leave_tables = lambda merger: None
-    report = learn_merge(
-        models,
-        data,
-        out=out,
-        start=first,
-        train=train,
-        max_steps=steps,
-        learning_rate=rate,
-        max_length=LENGTH,
-        held_out=HELD_OUT,
-        dtype="bfloat16",
-        compare=(),
-        seed=seed,
-        progress=False,
-        **settings,
-    )
-    run._leave_tables = leave_tables
+    fixes = nullcontext()
+    if all_modules:
+        fixes = patch.object(run, "_fix_embedding_and_head")
+    with fixes:
+        report = learn_merge(
+            models,
+            data,
+            out=out,
+            start=first,
+            train=train,
+            max_steps=steps,
+            learning_rate=rate,
+            max_length=LENGTH,
+            held_out=HELD_OUT,
+            dtype="bfloat16",
+            compare=(),
+            seed=seed,
+            progress=False,
+            **settings,
+        )
     known = {
         "merge": train,
         "start": start,
@@ -380,7 +385,7 @@ def learned(
         "seed": seed,
         "rows": rows,
         "search": search,
-        "tables": tables,
+        "all_modules": all_modules,
         **settings,
     }
     losses = [round(loss, 4) for loss in report.losses[report.student]]

@@ -9,10 +9,10 @@ from typing import Any
 from tests.benchmarks.far_apart_pairs import (
     LENGTH,
     LONG,
+    MODULES,
     MORE,
     PAIRS,
     STEPS,
-    TABLES,
     read_found,
 )
 from tests.benchmarks.results import ROOT, put
@@ -35,7 +35,7 @@ def write_tables() -> None:
     """Write the tables: starts and students; other seeds with rivals; masks of all modules."""
     put(GUIDE, table(PAIRS, f"{STEPS} steps"), "far apart")
     put(GUIDE, table(MORE, f"{STEPS} steps, or {LONG} where it says so,"), "far apart, more")
-    put(LOST, mask_tables(), "mask tables")
+    put(LOST, modules_table(), "all modules")
 
 
 def in_table(row: dict[str, Any]) -> bool:
@@ -51,8 +51,8 @@ def name_of(row: dict[str, Any]) -> str:
     if "start" not in row:
         return row["merge"]
     steps = "" if row["steps"] == STEPS else f", {row['steps']} steps"
-    tables = ", also of embedding and head" if row.get("tables") else ""
-    return f"{row['merge']}{tables} from {row['start']}{steps}"
+    modules = " of all modules" if row.get("all_modules") else ""
+    return f"{row['merge']}{modules} from {row['start']}{steps}"
 
 
 def recovered(pair: str, rows: Sequence[dict[str, Any]]) -> tuple[dict[str, float], float]:
@@ -107,10 +107,10 @@ def table(pairs: Sequence[str], steps: str) -> list[str]:
     return [*lines, "", about]
 
 
-def mask_tables() -> list[str]:
+def modules_table() -> list[str]:
     """Return a table of masks with and without those of the embedding and the head."""
-    rows = [row for row in read_found() if row["pair"] == TABLES]
-    shares, gap = recovered(TABLES, rows)
+    rows = [row for row in read_found() if row["pair"] == MODULES]
+    shares, gap = recovered(MODULES, rows)
     lines = ["| merge | share of the gap |", "|---|---|"]
     for name, share in sorted(shares.items(), key=lambda item: -item[1]):
         lines.append(f"| {name} | {100 * share:.0f} % |")

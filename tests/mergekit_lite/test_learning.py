@@ -163,6 +163,15 @@ def test_masks_of_embedding_and_head_stay(start):
         assert bool((mask == initial).all()) == (name in tables), name
 
 
+def test_masks_of_components_that_differ_in_the_embedding_alone_are_refused():
+    model = load("model0")
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(2)
+    save(model, "model1")
+    with pytest.raises(ValueError, match="differ from the start in embedding and head alone"):
+        learned(start="model0", compare=())
+
+
 def test_a_start_in_a_folder_is_delivered_if_training_spoils_it(monkeypatch):
     merge_models(MODELS, "slerp", base_model="model0", t=0.3, out="start", progress=False)
 

@@ -141,9 +141,8 @@ def prune_(
     MLPs of the others are fitted to make up for them as by ``"best"``.
 
     Models in half precision are cast to float32 one block at a time, so hooks in a block are given
-    float32. In models with large layers,
-    matrix products run in bfloat16 if the processor has instructions for it. Statistics and solves
-    stay in float32 or float64.
+    float32. In models with large layers, matrix products run in bfloat16 if the processor has
+    instructions for it. Statistics and solves stay in float32 or float64.
 
     On a CPU a model can be larger than memory: ``from_pretrained`` maps its weights from the files,
     and with ``cache`` the new MLPs are mapped, too. One block in float32, its statistics and the

@@ -417,7 +417,7 @@ class _Run:
                 # masks of 0 take nothing from any component, so that training begins at the start
                 initial=0.0,
             )
-        _leave_tables(merger)
+        _fix_embedding_and_head(merger)
         self._train(MaskTrainer, merger, cached)
         merger.save_masks(self.training / MASKS)
         return merger.fold_()
@@ -460,15 +460,16 @@ class _Run:
             complete_folder(new.folder, card, source=source)
 
 
-def _leave_tables(merger: Merger) -> None:
-    """Train no masks of the embedding and the head: as with the other students, they stay."""
-    for table in (merger.model.get_input_embeddings(), merger.model.get_output_embeddings()):
-        if isinstance(table, MaskedLayer):
-            table.masks.requires_grad_(False)
+def _fix_embedding_and_head(merger: Merger) -> None:
+    """Exclude masks of the embedding and the head from training: no student changes these two."""
+    model = merger.model
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if isinstance(layer, MaskedLayer):
+            layer.masks.requires_grad_(False)
     if not merger.trained_masks():
         raise ValueError(
-            f"{OPERATION}: expected components that differ in more than embedding and head, of "
-            "which masks are not trained"
+            f"{OPERATION}: the components differ from the start in embedding and head alone, whose "
+            "masks are not trained; expected other differences"
         )
 
 

@@ -352,7 +352,7 @@ class MaskedModel(nn.Module):
         if head.masks["weight"].requires_grad:
             options["masks"] = head.mask("weight")
         else:
-            # blended once a batch: products with each component's head take longer
+            # blended once a batch, in place of products with every component's head
             options["head"] = head.current("weight").detach()
         # Phi and GPT-J have a bias in the head
         if "bias" in head.masks:

@@ -77,9 +77,14 @@ def head_loss(
             )
         return loss.detach(), torch.autograd.grad(loss, logits)[0] if needs_gradient else None
 
-    most = _ELEMENTS.get(hidden.device.type, _ELEMENTS["cuda"])
-    size = max(_FEWEST, most // vocabulary)
+    size = chunk_rows(hidden.device, vocabulary)
     return chunked_loss(hidden, head, parameters, loss_of, size)
+
+
+def chunk_rows(device: torch.device, vocabulary: int) -> int:
+    """Return the number of positions in a chunk of logits, by the device and V."""
+    most = _ELEMENTS.get(device.type, _ELEMENTS["cuda"])
+    return max(_FEWEST, most // vocabulary)
 
 
 def chunked_loss(

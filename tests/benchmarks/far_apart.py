@@ -44,7 +44,7 @@ from tests.benchmarks.far_apart_table import write_tables
 from tests.support import real
 
 STUDENTS = ("masks", "lora", "all")
-STARTS = ("average", "regmean")
+STARTS = ("regmean", "average")
 SEARCHED, SEARCHED_LONG = "chain-0", "chain-3"  # the pairs on which learning rates are chosen
 ALONE = 1.2  # minutes that are kept for the runs alone
 RATES = {
@@ -135,41 +135,38 @@ def best_rates() -> dict[tuple[str, str, int], float]:
     return {place: min(tried, key=lambda rate: tried[rate]) for place, tried in found.items()}
 
 
-def run_all(runner: Runner, pairs: Sequence[str]) -> None:
-    """Make the models, the merges, the searches and the table's runs, what matters most first."""
+def run_all(runner: Runner) -> None:
+    """Make the models, the merges, the searches and the table's runs.
+
+    A job is asked for as soon as what it needs is there, so that no worker waits.
+    """
+    pairs = (*PAIRS, *MORE)
     runner.all([(train_second, names, {}) for names in second_models(pairs)])
-    jobs: list[Job] = [
-        (closed_form, (pair, merge), {})
-        for merge in ("average", "regmean", "first", "second", "base")
-        for pair in pairs
-    ]
-    if SEARCHED in pairs:
-        jobs.append((closed_form, (SEARCHED, "regmean-search"), {}))
-    runner.all(jobs)
-    if SEARCHED in pairs:
-        runner.all(
-            [
-                (learned, (SEARCHED, start, train), {"steps": STEPS, "rate": rate, "search": True})
-                for start in STARTS
-                for train in STUDENTS
-                for rate in RATES[train]
-            ]
-        )
-    runner.all([job for start in STARTS[::-1] for job in students(pairs, start, STEPS)])
-
-
-def run_more(runner: Runner) -> None:
-    """Make the pairs of other seeds: more rivals, longer training, other settings."""
-    runner.all([(train_second, names, {}) for names in second_models(MORE)])
+    starts: list[Job] = [(closed_form, (pair, "regmean"), {}) for pair in PAIRS]
+    regmeans = runner.begin([(closed_form, (SEARCHED, "regmean-search"), {}), *starts])
+    from_average = runner.begin(searches("average"))
+    runner.finish(regmeans)
+    from_regmean = runner.begin(searches("regmean"))
     ends = ("average", "first", "second", "base")
-    jobs: list[Job] = [(closed_form, (pair, merge), {}) for merge in ends for pair in MORE]
-    searches = runner.begin(jobs + long_searches())
-    slow = [(closed_form, (pair, merge), {}) for pair in MORE for merge in rivals(pair)]
-    others = runner.begin(slow + students(MORE, "average", STEPS))
-    runner.finish(searches)
-    # asked for before the others end, so that no worker waits
-    runs = runner.begin(students(MORE, "average", LONG) + ablations())
-    runner.finish([*others, *runs])
+    others = runner.begin([(closed_form, (pair, merge), {}) for merge in ends for pair in pairs])
+    runner.finish(from_average)
+    long = runner.begin(long_searches())
+    others += runner.begin(students(pairs, "average", STEPS))
+    runner.finish(from_regmean)
+    others += runner.begin(students(PAIRS, "regmean", STEPS))
+    runner.finish(long)
+    others += runner.begin(students(MORE, "average", LONG) + ablations())
+    slow: list[Job] = [(closed_form, (pair, merge), {}) for pair in MORE for merge in rivals(pair)]
+    runner.finish([*others, *runner.begin(slow)])
+
+
+def searches(start: str) -> list[Job]:
+    """Return a run of each student at each rate."""
+    return [
+        (learned, (SEARCHED, start, train), {"steps": STEPS, "rate": rate, "search": True})
+        for train in STUDENTS
+        for rate in RATES[train]
+    ]
 
 
 def students(pairs: Sequence[str], start: str, steps: int) -> list[Job]:
@@ -259,7 +256,7 @@ def run_modules(runner: Runner) -> None:
     runner.all(
         [
             (learned, (MODULES, start, "masks"), {**options, "all_modules": everywhere})
-            for start in STARTS[::-1]
+            for start in STARTS
             for everywhere in (False, True)
         ]
     )
@@ -276,11 +273,9 @@ def run_alone(runner: Runner) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run what the time allows, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", nargs="+", default=PAIRS, choices=PAIRS)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=600)
     parser.add_argument("--alone", action="store_true", help="seconds and memory, at the end")
-    parser.add_argument("--more", action="store_true", help="the pairs of other seeds alone")
     parser.add_argument("--modules", action="store_true", help="masks of embedding and head alone")
     parser.add_argument("--data", action="store_true", help="only write the rows")
     options, _ = parser.parse_known_args(arguments)
@@ -289,12 +284,10 @@ def main(arguments: list[str] | None = None) -> None:
         return
     kept = ALONE if options.alone else 0.0
     runner = Runner(options.workers, options.minutes - kept)
-    if options.more:
-        run_more(runner)
-    elif options.modules:
+    if options.modules:
         run_modules(runner)
     else:
-        run_all(runner, options.pairs)
+        run_all(runner)
     if options.alone:
         run_alone(Runner(1, kept))
     write_tables()

@@ -243,7 +243,7 @@ def _evidence(
     check_labels("Merger.distill", answers, first.shape[1] if heads is None else heads[0].shape[0])
     biases = head_options.get("teacher_biases") or [None] * len(teachers)
     distributions = Teachers(states=teachers, heads=heads, biases=biases)
-    size = chunk_size(len(answers), len(teachers))
+    size = chunk_size(first, heads, len(teachers))
     # an example's log probability is a sum of hundreds, which half precision would move by nats
     with torch.autocast(first.device.type, enabled=False):
         log_probs = [

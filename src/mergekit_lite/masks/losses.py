@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model_components._checks import check_choice
-from model_components._head_loss import chunked_loss
+from model_components._head_loss import chunk_rows, chunked_loss
 
 from ._eager.blend import work_dtype
 from ._eager.teachers import Teachers, forward_kl, reverse_kl
@@ -52,9 +52,10 @@ def masked_kl(
     ``T² Σ_n D(Σ_k c_nk softmax(teacher_k / T), softmax(student / T)) / normalizer``.
 
     With ``heads``, no (positions, vocabulary) tensor is built: logits exist for one chunk of
-    positions at a time (1/32 of all for two components, at least 16, at most 512). Element masks of
-    the head build the merged head for each chunk; other masks never build it. Until backward the
-    gradients of ``student``, ``masks``, ``head`` and ``bias`` are kept.
+    positions at a time (1/32 of all for two components, at least 16, at most 512; on a GPU 34
+    million logits or more). Element masks of the head build the merged head for each chunk; other
+    masks never build it. Until backward the gradients of ``student``, ``masks``, ``head`` and
+    ``bias`` are kept.
 
     Args:
         student: The merged model's final hidden states at supervised positions, (N, H); its logits
@@ -127,7 +128,7 @@ def masked_kl(
     own = [None if t is None else _leaf(t) for t in (masks, head, bias)]
     leaves = [t for t in own if t is not None and t.requires_grad]
     logits_of = _student_head(student, heads, *own)
-    size = chunk_size(positions, max(len(teachers), len(heads or ())))
+    size = chunk_size(student, heads, max(len(teachers), len(heads or ())))
     # dtypes are chosen above, and autocast would cast once more
     with torch.autocast(student.device.type, enabled=False):
         total = chunked_loss(student, logits_of, trained, loss_of, size, leaves)
@@ -140,9 +141,19 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def chunk_size(positions: int, count: int) -> int:
-    """Return the number of positions in a chunk, for so many components."""
-    return min(_MOST, max(_FEWEST, positions // (_SHARE * max(2, count))))
+def chunk_size(states: Tensor, heads: Sequence[Tensor] | None, count: int) -> int:
+    """Return the number of positions in a chunk, for so many components.
+
+    Args:
+        states: Hidden states, (N, H), or logits where there are no heads.
+        heads: (V, H) each.
+        count: K.
+    """
+    size = min(_MOST, max(_FEWEST, len(states) // (_SHARE * max(2, count))))
+    if states.device.type == "cpu":
+        return size
+    # a GPU takes as long for a small chunk as for a larger one
+    return max(size, chunk_rows(states.device, states.shape[1] if heads is None else len(heads[0])))
 
 
 @dataclass(frozen=True)

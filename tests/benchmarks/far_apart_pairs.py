@@ -27,8 +27,8 @@ ROWS, SEARCH_ROWS, LENGTH = 400, 200, 128
 HELD_OUT = 0.2
 STEPS, LONG = 60, 240
 SECOND_STEPS, ADAPTER_RATE = 60, 1e-3
-# by task: at 1.5e-3 the German model forgets a nat of Alpaca, at 6e-4 it forgot .17; the Python
-# model of pair "siblings" was made at 1.5e-3, too, which left it worse at Python than its base
+# by task: at 1.5e-3 the German model forgets a nat of Alpaca, at 6e-4 it forgot .17; at 1.5e-3 the
+# Python model was worse at Python than its base
 SECOND_RATES = {"german": 1.5e-3, "python": 3e-4}
 MANUALS = Path("/usr/share/man/de")
 CHARACTERS = {"german": 400, "python": 400}  # of a text: some 128 tokens

@@ -10,8 +10,8 @@ Three pairs, all made of SmolLM2-135M-Instruct:
 What a merge recovers is its share of the gap between the average of the two models (0 %) and each
 model on its own task (100 %). Searched methods and learning rates are chosen on rows that no other
 run reads. Needs SmolLM2, the folder of real data, and Debian's German manual pages. On a GPU it
-takes minutes; several runs share it, and three runs alone give seconds and memory. `--modules`
-trains masks of one more pair, with and without those of the embedding and the head.
+takes minutes, and several runs share it. `--modules` trains masks of one more pair, with and without
+those of the embedding and the head.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from tests.benchmarks.far_apart_pairs import (
+    ABLATED,
     LONG,
     MODULES,
     MORE,
@@ -41,12 +42,12 @@ from tests.benchmarks.far_apart_pairs import (
     write_found,
 )
 from tests.benchmarks.far_apart_table import write_tables
+from tests.benchmarks.results import hardware
 from tests.support import real
 
 STUDENTS = ("masks", "lora", "all")
 STARTS = ("regmean", "average")
-SEARCHED, SEARCHED_LONG = "chain-0", "chain-3"  # the pairs on which learning rates are chosen
-ALONE = 1.2  # minutes that are kept for the runs alone
+SEARCHED = "chain-0"  # the pair on which learning rates are chosen
 RATES = {
     "masks": (1e-2, 3e-2, 1e-1, 3e-1),
     "lora": (1e-3, 2e-3, 4e-3, 8e-3),
@@ -57,23 +58,22 @@ Job = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 def key_of(row: dict[str, Any]) -> tuple[str, ...]:
     """Return the settings that identify a row, without its results."""
-    chosen = ("pair", "merge", "start", "steps", "seed", "rows", "search", "granularity")
-    more = ("coefficients", "temperature", *(["rate"] if row.get("search") else []))
-    is_alone = "seconds" in row and "start" in row
+    # the second models of a pair are trained, which gives others on other hardware
+    chosen = ("hardware", "pair", "merge", "start", "steps", "seed", "rows", "search")
+    more = ("granularity", "coefficients", "temperature", *(["rate"] if row.get("search") else []))
     settings = [str(row.get(name)) for name in (*chosen, *more)]
-    return (*settings, str(is_alone), str(row.get("all_modules", False)))
+    return (*settings, str(row.get("all_modules", False)))
 
 
 def key_of_job(job: Callable[..., Any], arguments: tuple, named: dict[str, Any]) -> Any:
     """Return the key of the row that a job will return."""
-    if job is closed_form:
-        return key_of({"pair": arguments[0], "merge": arguments[1]})
     if job is train_second:
         return None
+    here = {"hardware": hardware("cuda" if torch.cuda.is_available() else "cpu")}
+    if job is closed_form:
+        return key_of({**here, "pair": arguments[0], "merge": arguments[1]})
     pair, start, train = arguments
-    chosen = {"seed": 0, "rows": 1.0, "search": False, **named}
-    if chosen.pop("alone", False):
-        chosen["seconds"] = 0
+    chosen = {**here, "seed": 0, "rows": 1.0, "search": False, **named}
     return key_of({"pair": pair, "start": start, "merge": train, **chosen})
 
 
@@ -129,7 +129,7 @@ def best_rates() -> dict[tuple[str, str, int], float]:
     """Return by start, student and steps the rate with the lowest loss of the searches."""
     found: dict[tuple[str, str, int], dict[float, float]] = {}
     for row in read_found():
-        if row.get("search"):
+        if row.get("search") and not row.get("all_modules"):
             place = (row["start"], row["merge"], row["steps"])
             found.setdefault(place, {})[row["rate"]] = sum(row["losses"])
     return {place: min(tried, key=lambda rate: tried[rate]) for place, tried in found.items()}
@@ -197,7 +197,7 @@ def long_searches() -> list[Job]:
         place = RATES[train].index(rates["average", train, STEPS])
         for rate in RATES[train][max(0, place - 1) : place + 1]:
             options = {"steps": LONG, "rate": rate, "search": True}
-            jobs.append((learned, (SEARCHED_LONG, "average", train), options))
+            jobs.append((learned, (ABLATED, "average", train), options))
     return jobs
 
 
@@ -239,12 +239,12 @@ def ablations() -> list[Job]:
     return [
         (
             learned,
-            (SEARCHED_LONG, "average", train),
+            (ABLATED, "average", train),
             {
                 **one,
                 "steps": STEPS,
                 "rate": rates.get(("average", train, STEPS)),
-                "seed": seed_of(SEARCHED_LONG),
+                "seed": seed_of(ABLATED),
             },
         )
         for train, one in runs
@@ -268,34 +268,22 @@ def run_modules(runner: Runner) -> None:
     )
 
 
-def run_alone(runner: Runner) -> None:
-    """Measure seconds and memory of each student, one after the other."""
-    rates = best_rates()
-    for train in STUDENTS:
-        options = {"steps": STEPS, "rate": rates.get(("regmean", train, STEPS)), "alone": True}
-        runner.all([(learned, ("chain-0", "regmean", train), options)])
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run what the time allows, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=600)
-    parser.add_argument("--alone", action="store_true", help="seconds and memory, at the end")
     parser.add_argument("--modules", action="store_true", help="masks of embedding and head alone")
     parser.add_argument("--data", action="store_true", help="only write the rows")
     options, _ = parser.parse_known_args(arguments)
     write_data()
     if options.data:
         return
-    kept = ALONE if options.alone else 0.0
-    runner = Runner(options.workers, options.minutes - kept)
+    runner = Runner(options.workers, options.minutes)
     if options.modules:
         run_modules(runner)
     else:
         run_all(runner)
-    if options.alone:
-        run_alone(Runner(1, kept))
     write_tables()
 
 

@@ -36,6 +36,8 @@ ASKED, ANSWER = 40, 48  # prompts that are answered, and tokens of an answer
 PAIRS = ("chain-0", "chain-1", "chain-2", "siblings", "adapters")
 # other seeds, whose merges are measured against more rivals and trained for longer
 MORE = ("chain-3", "chain-4", "chain-5", "siblings-6")
+# whose students are trained with other settings, too, and searched at the greater number of steps
+ABLATED = "chain-3"
 # whose masks are trained with and without those of embedding and head
 MODULES = "chain-6"
 # merges by data; the searches of rates start from one of their own rows
@@ -316,7 +318,6 @@ def learned(
     seed: int = 0,
     rows: float = 1.0,
     search: bool = False,
-    alone: bool = False,
     all_modules: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
@@ -331,8 +332,6 @@ def learned(
         seed: The seed of the training.
         rows: The share of the training rows that is used.
         search: Use the rows of the searches.
-        alone: Record the row's seconds and memory, which mean something if no other run shares the
-            machine.
         all_modules: Train masks of the embedding and the head, too, which `learn_merge` does not.
         **settings: More fields of `LearnConfig`.
     """
@@ -355,8 +354,6 @@ def learned(
     if rows < 1.0:
         data = [json.loads(file.read_text(encoding="utf-8")) for file in data]
         data = [part[: round(rows * len(part))] for part in data]
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
     fixes = nullcontext()
     if all_modules:
         fixes = patch.object(run, "_fix_embedding_and_head")
@@ -394,10 +391,6 @@ def learned(
     asked: dict[str, float] = {}
     if report.delivered == report.student and not search and "alpaca" in tasks:
         asked = answers_of(loaded(out))
-    if alone:
-        known["seconds"] = round(report.seconds, 1)
-        if torch.cuda.is_available():
-            known["peak_bytes"] = torch.cuda.max_memory_allocated()
     shutil.rmtree(out)
     shutil.rmtree(out.with_name(f"{out.name}.training"))
     return described(pair, losses=losses, **asked, **known)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.benchmarks.far_apart_pairs import (
+    ABLATED,
     LENGTH,
     LONG,
     MODULES,
@@ -24,6 +25,7 @@ TITLES = {
     "siblings": "two fine-tunes",
     "adapters": "two LoRA adapters",
 }
+SETTINGS = ("granularity", "coefficients", "temperature")
 ABOUT = {
     "chain": "SmolLM2-135M-Instruct, and the same after training on German manual pages",
     "siblings": "SmolLM2 trained whole on German manual pages, and on Python sources",
@@ -35,6 +37,7 @@ def write_tables() -> None:
     """Write the tables: starts and students; other seeds with rivals; masks of all modules."""
     put(GUIDE, table(PAIRS, f"{STEPS} steps"), "far apart")
     put(GUIDE, table(MORE, f"{STEPS} steps, or {LONG} where it says so,"), "far apart, more")
+    put(GUIDE, settings_table(), "far apart, settings")
     put(LOST, modules_table(), "all modules")
 
 
@@ -42,7 +45,7 @@ def in_table(row: dict[str, Any]) -> bool:
     """Return whether a row is of a merge without training, or of a student as it is by default."""
     if "start" not in row:
         return row["merge"] != "regmean-search"
-    changed = {"granularity", "coefficients", "temperature", "peak_bytes"} & row.keys()
+    changed = set(SETTINGS) & row.keys()
     return not row["search"] and row["rows"] == 1 and not changed
 
 
@@ -55,9 +58,20 @@ def name_of(row: dict[str, Any]) -> str:
     return f"{row['merge']}{modules} from {row['start']}{steps}"
 
 
-def recovered(pair: str, rows: Sequence[dict[str, Any]]) -> tuple[dict[str, float], float]:
+def by_pair(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Return the rows of each pair and hardware.
+
+    A pair's second models are trained, which gives others on other hardware.
+    """
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["pair"], row["hardware"]), []).append(row)
+    return found
+
+
+def recovered(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, float], float]:
     """Return what share of a pair's gap each merge recovers, and the mean gap in nats."""
-    losses = {name_of(row): row["losses"] for row in rows if row["pair"] == pair}
+    losses = {name_of(row): row["losses"] for row in rows}
     average = sum(losses["average"])
     gap = average - losses.pop("first")[0] - losses.pop("second")[1]
     return {name: (average - sum(values)) / gap for name, values in losses.items()}, gap / 2
@@ -66,17 +80,16 @@ def recovered(pair: str, rows: Sequence[dict[str, Any]]) -> tuple[dict[str, floa
 def table(pairs: Sequence[str], steps: str) -> list[str]:
     """Return a table's lines: a column for each kind of pair, with the spread of its seeds."""
     rows = [row for row in read_found() if in_table(row) and row["pair"] in pairs]
-    # a pair that was begun may lack what shares are computed from
-    ends = {(row["pair"], row["merge"]) for row in rows}
-    pairs = [p for p in pairs if {(p, "average"), (p, "first"), (p, "second")} <= ends]
-    rows = [row for row in rows if row["pair"] in pairs]
-    kinds: dict[str, list[str]] = {}
-    for pair in pairs:
-        kinds.setdefault(pair.partition("-")[0], []).append(pair)
+    kinds: dict[str, list[list[dict[str, Any]]]] = {}
+    for (pair, _), own in sorted(by_pair(rows).items(), key=lambda item: pairs.index(item[0][0])):
+        # a pair that was begun may lack what shares are computed from
+        if {"average", "first", "second"} <= {row["merge"] for row in own}:
+            kinds.setdefault(pair.partition("-")[0], []).append(own)
+    rows = [row for members in kinds.values() for own in members for row in own]
     columns: dict[str, dict[str, list[float]]] = {}
     described: list[str] = []
     for kind, members in kinds.items():
-        found = [recovered(pair, rows) for pair in members]
+        found = [recovered(own) for own in members]
         gap = statistics.mean(gap for _, gap in found)
         seeds = f"; mean of {len(members)} seeds ± standard deviation" if len(members) > 1 else ""
         described.append(f"{TITLES[kind]}: {ABOUT[kind]} ({gap:.2f} nats{seeds})")
@@ -110,7 +123,7 @@ def table(pairs: Sequence[str], steps: str) -> list[str]:
 def modules_table() -> list[str]:
     """Return a table of masks with and without those of the embedding and the head."""
     rows = [row for row in read_found() if row["pair"] == MODULES]
-    shares, gap = recovered(MODULES, rows)
+    shares, gap = recovered(rows)
     lines = ["| merge | share of the gap |", "|---|---|"]
     for name, share in sorted(shares.items(), key=lambda item: -item[1]):
         lines.append(f"| {name} | {100 * share:.0f} % |")
@@ -119,6 +132,32 @@ def modules_table() -> list[str]:
         "Share of the gap between the average and each model on its own task, on held-out rows: "
         f"{ABOUT['chain']} ({gap:.2f} nats). {STEPS} steps of 8 rows of at most {LENGTH} tokens, "
         f"rate .03. {rows[0]['hardware']}; {', '.join(made)}."
+    )
+    return [*lines, "", about]
+
+
+def settings_table() -> list[str]:
+    """Return a table of students with other settings, on one pair."""
+    rows = [row for row in read_found() if row["pair"] == ABLATED]
+    losses = {row["merge"]: row["losses"] for row in rows if "start" not in row}
+    average = sum(losses["average"])
+    gap = average - losses["first"][0] - losses["second"][1]
+    lines = ["| student | setting | share of the gap |", "|---|---|---|"]
+    students = [
+        row for row in rows if "start" in row and row["steps"] == STEPS and not row["search"]
+    ]
+    for row in sorted(students, key=lambda row: (row["merge"] != "masks", sum(row["losses"]))):
+        changed = [f"`{name}={row[name]!r}`" for name in SETTINGS if name in row]
+        if row["rows"] < 1:
+            changed.append(f"{100 * row['rows']:.0f} % of the rows")
+        share = 100 * (average - sum(row["losses"])) / gap
+        setting = ", ".join(changed) or "as by default"
+        lines.append(f"| {row['merge']} | {setting} | {share:.0f} % |")
+    made = dict.fromkeys(f"{row['date']} at {row['commit']}" for row in students)
+    about = (
+        f"Share of the gap as above, from the average: {ABOUT['chain']} ({gap / 2:.2f} nats; one "
+        f"seed). {STEPS} steps of 8 rows of at most {LENGTH} tokens, each at the rate of the "
+        f"defaults. {students[0]['hardware']}; {', '.join(made)}."
     )
     return [*lines, "", about]
 

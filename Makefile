@@ -53,11 +53,14 @@ build/peers/.ready: $(VENV)/.bench
 	for sdist in build/peers/*.tar.gz; do tar -xzf $$sdist -C build/peers; done
 	$(BIN)/pip install --quiet --no-deps --target build/peers/site parameterized
 	$(BIN)/pip install --quiet --no-deps --target build/peers/quantizers bitsandbytes==0.50.2 torchao==0.18.0
+	$(BIN)/pip install --quiet --no-deps --target build/peers/onnx onnx==1.23.2 onnx-ir==1.1.0 onnxruntime==1.32.0 \
+		onnxscript==0.7.2 ml_dtypes==0.6.0 flatbuffers==25.12.19 protobuf==7.36.2
 	touch $@
 
-test-peers: build/peers/.ready ## rivals' packages against what we recorded of them, their own tests under ours, quantizers (8 min)
+test-peers: build/peers/.ready ## rivals' packages against what we recorded of them, their own tests under ours, quantizers, ONNX (8 min)
 	$(BIN)/python -m pytest -m peers
 	PYTHONPATH=build/peers/quantizers $(BIN)/python -m pytest -m peers tests/heads/lora/test_quantized.py
+	PYTHONPATH=build/peers/onnx $(BIN)/python -m pytest -m peers tests/thinker/test_export.py
 
 test-wheel: $(VENV)/.ready ## build wheel and sdist, and prove the wheel by its imports, commands and doctests
 	rm -rf build/wheel && $(BIN)/python -m build --no-isolation --outdir build/wheel . >/dev/null

@@ -314,7 +314,7 @@ def test_the_snippets_about_thinking_run(tmp_path, monkeypatch):
         if re.search(r"th\.|model\.", code)
         and not re.search("kronecker|mergekit_lite|from heads", code)
     ]
-    assert len(found) == 8
+    assert len(found) == 9
     namespace = {}
     try:
         for code in found:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class Moments:
     count: int = 0
     # one token, or tokens that are all alike, have no variance: the ridge needs a size then
     size: float = 0.0  # of the inputs before they were centered: the mean of Σ x²
+    sizes: list[Tensor] = field(default_factory=list)  # |y|² of each token, (N,) a call of `add`
 
     @classmethod
     def zeros(
@@ -53,7 +54,9 @@ class Moments:
         with torch.autocast(x.device.type, enabled=False):
             self.inputs += x.T @ x
             self.cross += y.T @ x
-        self.energy += y.double().square().sum()
+        sizes = y.double().square().sum(-1)
+        self.sizes.append(sizes.float())
+        self.energy += sizes.sum()
         self.sum_x += x.double().sum(0)
         self.sum_y += y.double().sum(0)
         self.count += len(x)
@@ -86,6 +89,18 @@ class Moments:
         return self.inputs + ridge * torch.eye(
             len(self.inputs), dtype=self.inputs.dtype, device=self.inputs.device
         )
+
+    def is_of_few_tokens(self) -> bool:
+        """Return whether a hundredth of the tokens has over half of what errors are relative to.
+
+        Such tokens are attention sinks, whose hidden states are hundreds of times as large.
+        """
+        # of a few tokens any one may be the largest by chance
+        if self.count < 16:
+            return False
+        sizes = torch.cat(self.sizes)
+        largest = sizes.topk(max(1, len(sizes) // 100)).values.sum()
+        return bool(largest > 0.5 * sizes.sum())
 
     def of_inputs(self, index: Tensor) -> Moments:
         """Return the moments of some of the inputs, or of all in another order."""

@@ -962,27 +962,42 @@ def test_a_bias_before_the_middle_counts_from_the_start():
     assert float((output(model, ids(8, seed=2)) - before).norm() / before.norm()) < 0.05
 
 
-def test_a_few_tokens_that_are_most_of_the_error_are_told():
+WITH_SINK = {
+    "neurons": ("llama", PruneConfig(), "model.layers.0.mlp"),
+    "neurons, fast": ("llama", PruneConfig(method="fast"), "model.layers.0.mlp"),
+    "experts": ("mixtral", PruneConfig(), "model.layers.0.mlp.experts"),
+    "low rank": ("llama", LowRankConfig(epochs=0), "model.layers.0.mlp"),
+    "one layer": ("llama", {"*.0.mlp.up_proj": LowRankConfig()}, "model.layers.0.mlp.up_proj"),
+}
+
+
+@pytest.mark.parametrize("case", WITH_SINK)
+def test_a_few_tokens_that_are_most_of_the_error_are_told(case):
     """An attention sink: one position whose hidden neurons are hundreds of times as large."""
-    model = tiny("llama")
-    report = prune_(model, PruneConfig(), calibration=[ids()], progress=False)
+    kind, config, name = WITH_SINK[case]
+    change = prune_ if isinstance(config, PruneConfig) else convert_
+    report = change(tiny(kind), config, calibration=[ids()], progress=False)
     assert not [note for note in report.notes if "attention sinks" in note]
-    model = tiny("llama")
+    model = tiny(kind)
     with torch.no_grad():
         mlp = model.model.layers[0].mlp
         model.model.embed_tokens.weight[:, 0] = 0
         model.model.embed_tokens.weight[2] = 0
         model.model.embed_tokens.weight[2, 0] = 1  # what no other token has
         model.model.layers[0].self_attn.o_proj.weight[0] = 0
-        for matrix in (mlp.gate_proj.weight, mlp.up_proj.weight):
-            matrix[3] = 0
-            matrix[3, 0] = 30
+        if kind == "mixtral":
+            matrices = list(mlp.experts.gate_up_proj.chunk(2, dim=1))
+        else:
+            matrices = [mlp.gate_proj.weight, mlp.up_proj.weight]
+        for matrix in matrices:
+            matrix[..., 3, :] = 0
+            matrix[..., 3, 0] = 30
     rows = ids()
     rows[:] = rows.clamp(min=3)
     rows[0, 0] = 2
-    report = prune_(model, PruneConfig(method="fast"), calibration=[rows], progress=False)
+    report = change(model, config, calibration=[rows], progress=False)
     (note,) = [note for note in report.notes if "attention sinks" in note]
-    assert note.startswith("model.layers.0.mlp")
+    assert note.startswith(name)
 
 
 def test_blocks_that_went_have_an_influence_and_no_error(monkeypatch):

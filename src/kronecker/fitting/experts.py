@@ -36,8 +36,8 @@ def experts_shapes(module: nn.Module, keep: int) -> dict[str, torch.Size]:
 
 def fit_expert_neurons(
     module: nn.Module, routed: Routed, keep: int, config: PruneConfig
-) -> tuple[dict[str, Tensor], float]:
-    """The best ``keep`` hidden neurons of each expert.
+) -> tuple[dict[str, Tensor], float, bool]:
+    """Keep the best ``keep`` hidden neurons of each expert.
 
     Args:
         module: A stack of experts.
@@ -46,25 +46,27 @@ def fit_expert_neurons(
         config: As for an MLP.
 
     Returns:
-        The stack's new parameters, and the relative error of all experts together, squared.
+        The stack's new parameters; the relative error of all experts together, squared; whether
+        that is about a few tokens of an expert alone.
     """
     layout = layout_of(module)
     new: dict[str, list[Tensor]] = {name: [] for name in (*layout.matrices, *layout.biases)}
     apart = 0.0
     energy = 0.0
+    is_of_few = False
     for weights, seen in _experts(module, routed, keep_inputs=config.descends):
         small, error = fit_neurons(_mlp(layout), weights, seen, keep, config)
         for name, tensor in zip(
             new, (small.ups[0][0], small.down[0], *_biases(small)), strict=True
         ):
             new[name].append(tensor)
+        is_of_few |= seen.moments.is_of_few_tokens()
         size = float(seen.moments.energy)
         apart = apart + error * size
         energy = energy + size
     dtype = module.get_parameter("down_proj").dtype
-    return {n: layout.stock(n, torch.stack(t).to(dtype)) for n, t in new.items()}, apart / max(
-        1e-30, energy
-    )
+    stacks = {n: layout.stock(n, torch.stack(t).to(dtype)) for n, t in new.items()}
+    return stacks, apart / max(1e-30, energy), is_of_few
 
 
 def _mlp(layout: ExpertsLayout) -> Mlp:

@@ -174,10 +174,11 @@ def fit_part(
     """Return a part's new parameters, from the smaller model's states before its block."""
     if is_experts(module := model.get_submodule(part.name)):
         assert part.prune is not None
-        tensors, error = fit_expert_neurons(
+        tensors, error, is_of_few = fit_expert_neurons(
             module, block.routed(part.name, states), part.neurons, part.prune
         )
-        return Fitted({f"{part.name}.{n}": t for n, t in tensors.items()}, error)
+        named = {f"{part.name}.{n}": t for n, t in tensors.items()}
+        return Fitted(named, error, notes=("few",) if is_of_few else ())
     if part.mlp is None:
         return _fitted_alone(module, part, block.inputs(part.name, states), block.said[part.name])
     return _fitted_mlp(model, block, part, part.mlp, states, operation)
@@ -200,7 +201,8 @@ def _fitted_alone(
     layer = kind.from_config(module, config, moments)
     seen = moments.centered() if layer.bias is not None else moments
     tensors = {f"{part.name}.{n}": t for n, t in layer.state_dict().items()}
-    return Fitted(tensors, seen.error(layer.dense_weight()) ** 2)
+    notes = ("few",) if moments.is_of_few_tokens() else ()
+    return Fitted(tensors, seen.error(layer.dense_weight()) ** 2, notes=notes)
 
 
 def _fitted_mlp(
@@ -219,7 +221,7 @@ def _fitted_mlp(
         seen = block.smaller(mlp, states, keep_inputs=prune is None or descends)
     _check_seen(seen, part, operation)
     notes = ("unknown",) if weights.middle is None and descends else ()
-    if seen.is_of_few_tokens():
+    if seen.moments.is_of_few_tokens():
         notes = (*notes, "few")
     if prune is not None:
         small, error = fit_neurons(mlp, weights, seen, part.neurons, prune)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
@@ -124,7 +123,6 @@ class Seen:
     # (N, H), where the matrices before are fitted too
     inputs: list[Tensor] = field(default_factory=list)
     targets: list[Tensor] = field(default_factory=list)  # (N, O)
-    sizes: list[Tensor] = field(default_factory=list)  # |t|² of each token, (N,)
 
     def add(self, hidden: Tensor, target: Tensor, inputs: Tensor | None = None) -> None:
         """Tokens: hidden neurons (N, I), wanted outputs (N, O) and the MLP's inputs (N, H).
@@ -132,22 +130,9 @@ class Seen:
         The inputs are there only if they are to be kept.
         """
         self.moments.add(hidden, target)
-        self.sizes.append(target.detach().float().square().sum(-1))
         if inputs is not None:
             self.inputs.append(inputs.float())
             self.targets.append(target.float())
-
-    def is_of_few_tokens(self) -> bool:
-        """Return whether a hundredth of the tokens has over half of what errors are relative to.
-
-        Such tokens are attention sinks, whose hidden states are hundreds of times as large.
-        """
-        sizes = torch.cat(self.sizes)
-        # of a few tokens any one may be the largest by chance
-        if len(sizes) < 16:
-            return False
-        largest = sizes.topk(max(1, len(sizes) // 100)).values.sum()
-        return bool(largest > 0.5 * sizes.sum())
 
 
 def middle_of(

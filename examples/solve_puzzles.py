@@ -4,7 +4,7 @@ Each cell is a latent.
 
 python examples/solve_puzzles.py --puzzle sudoku9
 
-learns 9 x 9 Sudoku in three and a half minutes on one CPU core, from 2000 puzzles and others that
+learns 9 x 9 Sudoku in three minutes on one CPU core, from 2000 puzzles and others that
 symmetries make of them, with 26 to 56 clues; it is tested on puzzles that it has not seen, with 50,
 40 and 30 clues. ``sudoku4`` learns 4 x 4 Sudoku in a minute and a half, from puzzles that need
 every clue they have. ``maze`` learns mazes of up to 9 x 9 cells in eight minutes and solves larger

@@ -229,28 +229,45 @@ def _solved(can: Tensor) -> Tensor:  # (N,)
     return (can.sum(2) == 1).all(1)
 
 
-def _narrowed(can: Tensor, box: int, *, hidden: bool = True) -> Tensor:
+def _narrowed(
+    can: Tensor,  # (N, L, S)
+    box: int,
+    *,
+    hidden: bool = True,
+    until: Tensor | None = None,  # (N,)
+) -> Tensor:  # (N, L, S)
     """Strike out digits until nothing changes.
 
     In a puzzle that cannot be solved everything is struck out.
+
+    Args:
+        can: Which digits a cell can have.
+        box: Side of a box.
+        hidden: Place digits, too, that fit in one cell alone of a row, a column or a box.
+        until: A cell of each puzzle; the puzzle stops once that cell has one digit.
     """
-    can, going = can.clone(), torch.arange(len(can))
+    can = can.clone()
+    going = torch.arange(len(can))
     units = _units(box)
     peers = _peers(box)
+    one = torch.ones(box**2)  # a product with it counts digits, faster than a sum of booleans
     while len(going):
-        before = can[going]
-        alone = (before.sum(2, keepdim=True) == 1) & before
-        now = before & ~((peers @ alone.float()) > 0)
-        places = units @ now.float()  # (N, 3 S, S): in how many cells of a unit a digit fits
+        before = can[going].float()
+        alone = before * ((before @ one) == 1)[..., None]
+        now = before * ((peers @ alone) == 0)
+        places = units @ now  # (N, 3 S, S): in how many cells of a unit a digit fits
         # a cell without a digit, or a digit without a cell
-        broken = (now.sum(2) == 0).any(1) | (places == 0).flatten(1).any(1)
+        broken = ((now @ one) == 0).any(1) | (places == 0).flatten(1).any(1)
         if hidden:
             # digits that fit nowhere else in one of the cell's units
-            only = now & ((units.T @ (places == 1).float()) > 0)
-            now = torch.where(only.any(2, keepdim=True), only, now)
-        now &= ~broken[:, None, None]
-        can[going] = now
-        going = going[(now != before).flatten(1).any(1) & ~broken]
+            only = now * ((units.T @ (places == 1).float()) > 0)
+            now = torch.where(((only @ one) > 0)[..., None], only, now)
+        now *= ~broken[:, None, None]
+        can[going] = now.bool()
+        goes_on = (now != before).flatten(1).any(1) & ~broken
+        if until is not None:
+            goes_on &= (now[torch.arange(len(now)), until[going]] @ one) != 1
+        going = going[goes_on]
     return can
 
 
@@ -317,16 +334,19 @@ def _dug(
 ) -> Tensor:  # (N, L)
     """Remove digits in a random order, each one only if the rest still determines the solution."""
     puzzles = solutions.clone()
-    rows = torch.arange(len(solutions))
-    for cell in torch.rand(solutions.shape, generator=generator).argsort(1).unbind(1):
-        fewer = puzzles.clone()
-        fewer[rows, cell] = 0
+    for cells in torch.rand(solutions.shape, generator=generator).argsort(1).unbind(1):
+        rows = ((puzzles > 0).sum(1) > clues).nonzero()[:, 0]
+        cell = cells[rows]
+        fewer = puzzles[rows]
+        at = torch.arange(len(rows))
+        fewer[at, cell] = 0
         can = _possible(fewer, box)
         if difficulty == "hard":  # another solution would have another digit there
-            can[rows, cell, solutions[rows, cell] - 1] = False
+            can[at, cell, solutions[rows, cell] - 1] = False
             enough = ~_solvable(generator, can, box)
         else:
-            enough = _solved(_narrowed(can, box, hidden=difficulty == "medium"))
-        enough &= (fewer > 0).sum(1) >= clues
-        puzzles = torch.where(enough[:, None], fewer, puzzles)
+            # once the removed digit is found again, the rest follows as it did before
+            can = _narrowed(can, box, hidden=difficulty == "medium", until=cell)
+            enough = can[at, cell].sum(1) == 1
+        puzzles[rows[enough]] = fewer[enough]
     return puzzles

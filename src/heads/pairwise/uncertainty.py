@@ -15,7 +15,7 @@ from torch import Tensor
 from model_components._modes import evaluating
 from model_components._report import Report
 
-from .functional import pairwise_loss
+from .functional import log_probabilities
 from .inference import sides_of
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from .model import PairwiseModel
 
 PRECISIONS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-"""Precisions of the last weights before any pair is seen, of which held-out pairs choose one."""
+"""Precisions of the last weights before any pair is seen, of which held-out pairs choose one: the
+smaller, the less sure is the judge."""
 
 WIDEST = 4096
 """Most numbers that the last layers may read: a covariance then takes 64 MiB."""
@@ -72,10 +73,12 @@ def fit_uncertainty_(
 
     The weights of the head's last layers get a normal distribution around what was learned: the
     Laplace approximation, of precision ``p I + Σ v x xᵀ`` over the training pairs, where x is what
-    these layers read of a pair, v the variance of its verdict, and p the prior precision with the
-    least log-loss on held-out pairs. In evaluation a verdict is then, approximately, the mean over
-    these weights. Which answer wins does not change, and swapping the answers still swaps the
-    verdict exactly. Training does not use the distribution; call this again after further training.
+    these layers read of a pair, v the variance of its verdict, and p a prior precision. Held-out
+    pairs choose p: the smallest whose log-loss on them is within one standard error of the least,
+    since pairs from elsewhere need a judge that is less sure. In evaluation a verdict is then,
+    approximately, the mean over these weights. Which answer wins does not change, and swapping the
+    answers still swaps the verdict exactly. Training does not use the distribution; call this again
+    after further training.
 
     Args:
         model: A `PairwiseModel` with link ``"antisymmetric"``.
@@ -123,17 +126,29 @@ def fit_uncertainty_(
         values, vectors = torch.linalg.eigh(information)
         kept = list(_sides(model, held_out, batch_size))
         labels = torch.stack([_shares(held_out, i, head.ties) for i in range(len(held_out))])
-        before = _loss(model, kept, labels)
-        losses = {}
+        before = _losses(model, kept, labels)
+        found = []
         for precision in PRECISIONS:
             covariance = vectors / (values.clamp(min=0) + precision) @ vectors.T
             head.covariance = covariance.to(head.outer.weight)
-            losses[precision] = _loss(model, kept, labels)
-    best = min(losses, key=losses.__getitem__)
-    covariance = vectors / (values.clamp(min=0) + best) @ vectors.T
+            found.append(_losses(model, kept, labels))
+    losses = torch.stack(found)
+    chosen = _least_sure(losses)
+    precision = PRECISIONS[chosen]
+    covariance = vectors / (values.clamp(min=0) + precision) @ vectors.T
     head.covariance = covariance.to(head.outer.weight)
     model.config.uncertainty = True
-    return UncertaintyReport(len(held_out), best, before, losses[best])
+    after = float(losses[chosen].mean())
+    return UncertaintyReport(len(held_out), precision, float(before.mean()), after)
+
+
+def _least_sure(losses: Tensor) -> int:  # (choices, P)
+    """Return the first choice whose mean loss is within one standard error of the least."""
+    best = int(losses.mean(1).argmin())
+    # differences of the same pairs vary far less than the losses themselves
+    worse = losses - losses[best]
+    error = worse.std(1, correction=0) / losses.shape[1] ** 0.5
+    return int((worse.mean(1) <= error).nonzero()[0])
 
 
 def _sides(
@@ -158,11 +173,11 @@ def _shares(data: PairwiseDataset, number: int, ties: bool) -> Tensor:
     return torch.as_tensor(label, dtype=torch.float32)
 
 
-def _loss(
+def _losses(
     model: PairwiseModel,
     kept: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]],
     labels: Tensor,
-) -> float:
-    """Return the log-loss of verdicts, the temperature included."""
+) -> Tensor:  # (P,)
+    """Return the log-loss of each verdict, the temperature included."""
     logits = torch.cat([model.head(*sides) for sides in kept]).cpu()
-    return float(pairwise_loss(logits / model.head.temperature.cpu(), labels))
+    return -(labels * log_probabilities(logits / model.head.temperature.cpu())).sum(1)

@@ -12,6 +12,7 @@ from heads.pairwise import (
     predict_pairs,
 )
 from heads.pairwise.inference import sides_of
+from heads.pairwise.uncertainty import _least_sure
 
 
 def trained(ties=True, **options):
@@ -90,6 +91,19 @@ def test_verdicts_stay_fair_and_keep_their_winner(tmp_path):
     model.head.covariance.fill_(1e6)
     torch.manual_seed(0)
     assert torch.equal(model.head(a, b, *surface), soft)
+
+
+def test_the_least_sure_of_equally_good_choices_is_taken():
+    torch.manual_seed(0)
+    noise = torch.randn(400)
+    noise -= noise.mean()
+    equal = 0.5 + 0.01 * noise
+    # worse by far more than its error; worse by less than its error; the best
+    losses = torch.stack(
+        [equal + 0.1 + 0.1 * noise.flip(0), equal + 0.002 + 0.1 * noise.roll(1), equal]
+    )
+    assert _least_sure(losses) == 1
+    assert _least_sure(losses[[0, 2]]) == 1
 
 
 def test_other_heads_are_refused():

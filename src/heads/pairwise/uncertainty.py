@@ -94,8 +94,8 @@ def fit_uncertainty_(
         The precision, and the log-loss before and after.
 
     Raises:
-        ValueError: The link is not ``"antisymmetric"``, there are no pairs or no labels of held-out ones, or the
-            last layers read more than 4096 numbers.
+        ValueError: The link is not ``"antisymmetric"``, there are no pairs or no labels of held-out
+            ones, or the last layers read more than 4096 numbers.
 
     Source: MacKay 1992, "The evidence framework applied to classification networks"; for last
     layers alone, Kristiadi et al., arXiv 2002.10118.

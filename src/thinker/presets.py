@@ -86,7 +86,7 @@ class Preset:
     def _steps_of(self, task: Task) -> Any:
         """Return the range of steps of a batch, or a function of its longest length."""
         if self.kind == "grid":
-            return (1, 4)
+            return (1, 3)
         if task.by_step:
             return lambda longest: (1, min(_MOST_EXCHANGES, longest))
         return lambda longest: (1, longest + _MORE_STEPS)
@@ -201,7 +201,7 @@ def pointer(**fields: Any) -> Preset:
 
 
 def grid(**fields: Any) -> Preset:
-    """Return the preset for grids of one size: a token-mixing MLP, four optimizer steps a batch.
+    """Return the preset for grids of one size: token-mixing MLPs, four optimizer steps a batch.
 
     Use it with ``TensorTask(..., grid=True)``.
 
@@ -211,8 +211,8 @@ def grid(**fields: Any) -> Preset:
     Returns:
         The preset.
     """
-    model = {"latent_init": "tokens", "mixer": "mlp"}
-    return Preset(kind="grid", model=model | fields, learning_rate=3e-3, batch_size=32, segments=4)
+    model = {"latent_init": "tokens", "mixer": "mlp", "layers_per_step": 2}
+    return Preset(kind="grid", model=model | fields, learning_rate=3e-3, batch_size=16, segments=4)
 
 
 PRESETS = {"scan": scan, "exchange": exchange, "pointer": pointer, "grid": grid}

@@ -136,7 +136,9 @@ def variant(
     set_seed(seed)
     data = puzzle.train
     if segments == 1:
-        data = th.CurriculumDataset(data.task, n_step=(1, 12), holdout=0.0, seed=seed)
+        data = th.CurriculumDataset(
+            data.task, n_step=(1, 12), batch_size=data.batch_size, holdout=0.0, seed=seed
+        )
     made = th.LatentThinker(
         th.ThinkerConfig(**data.sizes() | {"latent_init": "tokens"} | puzzle.model | model)
     )

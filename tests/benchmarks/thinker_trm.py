@@ -19,7 +19,8 @@ from torch import Tensor, nn
 WIDTH = 64
 CYCLES = 2  # of the answer, and of the scratch state in each
 SUPERVISIONS = 4  # of a batch
-RATE = 4e-3  # of 1e-3, 2e-3 and 4e-3 the one with the lowest training loss after 60 CPU seconds
+# in batches of 16; at 4e-3, in batches of 16 or of 32, seed 11 solves a fifth fewer with 30 clues
+RATE = 2e-3
 
 State = tuple[Tensor, Tensor]
 

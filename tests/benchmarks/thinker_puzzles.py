@@ -233,7 +233,10 @@ def write_table() -> None:
                 seconds = statistics.median(r["cpu_seconds"] for r in runs)
                 which = f"{model}, {TOLD[name].format(length)}" if len(lengths) > 1 else model
                 lines.append(f"| {which} | {seconds:.0f} | {' | '.join(cells)} |")
-        place = f"{entry['hardware']}, one thread; measured {entry['date']} at {entry['commit']}."
+        # a rival's runs may have been made again by themselves
+        later = (r.get("commit") for runs in entry["runs"].values() for r in runs)
+        made = ", ".join(dict.fromkeys([entry["commit"], *filter(None, later)]))
+        place = f"{entry['hardware']}, one thread; measured {entry['date']} at {made}."
         count = SAMPLES[name]
         lines += [
             "",

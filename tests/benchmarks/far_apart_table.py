@@ -138,7 +138,8 @@ def modules_table() -> list[str]:
 
 def settings_table() -> list[str]:
     """Return a table of students with other settings, on one pair."""
-    rows = [row for row in read_found() if row["pair"] == ABLATED]
+    of_hardware = by_pair([row for row in read_found() if row["pair"] == ABLATED])
+    rows = max(of_hardware.values(), key=len)
     losses = {row["merge"]: row["losses"] for row in rows if "start" not in row}
     average = sum(losses["average"])
     gap = average - losses["first"][0] - losses["second"][1]

@@ -8,27 +8,36 @@ on held-out samples.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import thinker as th
 import thinker.losses
 import thinker.schedules
+from tests.benchmarks.examples import load_example
 from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
-from tests.support.real import alpaca
+from tests.support.real import alpaca, smollm2
+from tests.support.real import data as data_file
 from thinker.state import ThinkerOutput
 from thinker.tasks import TensorTask
 
 FOUND, PAGE = RESULTS / "thinker_questions.json", ROOT / "docs" / "thinker_questions.md"
+PLOT = ROOT / "docs" / "thinker_raised.svg"
+WORK = Path(__file__).parent / "work" / "distill"
+GRID_LATENTS, GRID_STEPS = (4, 8, 16, 24, 32), (1, 2, 4, 8, 12, 16, 24)
 SEEDS, FEWER = (0, 1, 2), {"text": (0, 1)}  # a run of text takes minutes
 COPY = {"hidden_size": 64, "num_heads": 4, "num_latents": 8}
 Rows = list[dict[str, Any]]
@@ -42,6 +51,13 @@ def train(
 
     set_seed(seed)
     made = th.LatentThinker(th.ThinkerConfig(**{**data.sizes(), **model}))
+    return made, train_on(made, data, iterations, seed, **options)
+
+
+def train_on(
+    made: th.LatentThinker, data: th.CurriculumDataset, iterations: int, seed: int, **options: Any
+) -> float:
+    """The CPU seconds of training a model, from where it is."""
     rate = options.pop("learning_rate", 3e-3)
     with tempfile.TemporaryDirectory() as folder:
         arguments = th.thinker_arguments(
@@ -55,7 +71,7 @@ def train(
         trainer = th.ThinkerTrainer(made, arguments, train_dataset=data, **options)
         seconds = time.process_time()
         trainer.train()
-        return made, time.process_time() - seconds
+        return time.process_time() - seconds
 
 
 def copying(
@@ -312,6 +328,123 @@ def text(seed: int, few: int) -> Rows:
     return rows
 
 
+def raised(seed: int, few: int) -> Rows:
+    """Copying before and after the ranges of latents and steps are raised, and after as many
+    iterations without."""
+    rows = []
+    narrow, wide = (
+        {"n_latent": (4, 16), "n_step": (4, 12)},
+        {"n_latent": (4, 24), "n_step": (4, 16)},
+    )
+    model = COPY | {"latent_init": "noise"}
+    before, seconds = train(copying(seed, length=12, **narrow), model, few or 400, seed)
+    trained = {"4 to 16 latents, 4 to 12 steps": (before, seconds)}
+    for name, ranges in (("and on with the same", narrow), ("and on with 24 and 16", wide)):
+        made = copy.deepcopy(before)
+        more = train_on(made, copying(seed + 10, length=12, **ranges), few or 400, seed)
+        trained[name] = (made, seconds + more)
+    for name, (made, took) in trained.items():
+        for latents in GRID_LATENTS:
+            right = symbols(made, copying(seed, length=12), GRID_STEPS, n_latent=latents)
+            row: dict[str, Any] = {"trained with": name, "latents": str(latents)}
+            row |= {f"{n} steps": share for n, share in zip(GRID_STEPS, right, strict=True)}
+            rows.append(row | {"CPU s": took})
+    return rows
+
+
+class Distilled:
+    """Models of bytes that learn SmolLM2's probabilities as `examples/distill_language_model.py`
+    does: the thinker, and transformers of as many parameters and of as many operations."""
+
+    def __init__(self) -> None:
+        self.example = load_example("distill_language_model")
+        texts = self.example.read_texts(data_file("alpaca_5000.json"), 3000)
+        kept = WORK / "teacher.pt"
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        whole, self.held_out = self.example.kept_streams(smollm2(), texts, kept)
+        # rates are chosen on the last twentieth of what is trained on, which then is not
+        cut = len(whole.data) * 19 // 20
+        self.chosen_on = self.example.Stream(whole.data[cut:], whole.expected[cut:])
+        self.training = self.example.Stream(whole.data[:cut], whole.expected[:cut])
+        self.rates: dict[str, float] = {}
+        one_hot = F.one_hot(self.training.data.long(), 256).half()
+        self.untaught = self.example.Stream(self.training.data, one_hot)
+
+    def make(self, kind: str, seed: int) -> tuple[torch.nn.Module, Any]:
+        """A model, and its answers for bytes and a number of steps."""
+        from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+        set_seed(seed)
+        if kind.startswith("thinker"):
+            made = self.example.make_thinker(128)
+            return made, self.example.thinker_forward(made)
+        width, inner, layers = SHAPES[kind]
+        config = LlamaConfig(
+            vocab_size=256,
+            hidden_size=width,
+            intermediate_size=inner,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+        )
+        model = LlamaForCausalLM(config)
+        return model, lambda read, steps: [model(read).logits]
+
+    def trained(
+        self, kind: str, seed: int, iterations: int, rate: float
+    ) -> tuple[torch.nn.Module, Any, float]:
+        """A trained model, its answers and its CPU seconds."""
+        model, forward = self.make(kind, seed)
+        stream = self.untaught if kind == UNTAUGHT else self.training
+        seconds = time.process_time()
+        self.example.train(
+            model, forward, stream, iterations=iterations, learning_rate=rate, seed=seed
+        )
+        return model, forward, time.process_time() - seconds
+
+    def rate(self, kind: str, few: int) -> float:
+        """The rate that is best after a fifth of the iterations."""
+        if kind not in self.rates:
+            found = {}
+            for rate in RATES:
+                _, forward, _ = self.trained(kind, 99, few or DISTILLED // 5, rate)
+                found[rate] = self.example.nats(forward, self.chosen_on, 4, 256)
+            print(kind, found, flush=True)
+            self.rates[kind] = min(found, key=found.__getitem__)
+        return self.rates[kind]
+
+
+SHAPES = {
+    "transformer, as many parameters": (104, 304, 2),
+    "transformer, as many operations": (128, 344, 5),
+}
+"""Width, inner width and layers: the thinker has 329,472 parameters, and 4 steps of it about the
+operations of five layers of its width."""
+UNTAUGHT = "thinker, on the text alone"
+RATES, DISTILLED = (1e-3, 2e-3, 4e-3), 2000
+distilled = cache(Distilled)
+
+
+def distillation(seed: int, few: int) -> Rows:
+    """Nats for each byte of texts that were held out, by steps of thought."""
+    work, rows = distilled(), []
+    pieces = 8 if few else 512
+    nats = work.example.nats
+    for kind in ("thinker", UNTAUGHT, *SHAPES):
+        rate = work.rate(kind, few)
+        model, forward, seconds = work.trained(kind, seed, few or DISTILLED, rate)
+        row: dict[str, Any] = {"model": kind, "rate": str(rate)}
+        row["parameters"] = f"{sum(p.numel() for p in model.parameters()):,}"
+        for steps in (1, 2, 4, 8, 16) if kind.startswith("thinker") else (1,):
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                forward(torch.zeros(1, 128, dtype=torch.long), steps)
+            row[f"{steps} steps"] = nats(forward, work.held_out, steps, pieces)
+            if steps in (1, 4):
+                row[f"MFLOP a byte, {steps} steps"] = f"{counter.get_total_flops() / 128e6:.2f}"
+        rows.append(row | {"CPU s": seconds})
+    teacher = work.example.teacher_nats(work.held_out, pieces)
+    return [*rows, {"model": "SmolLM2 itself", "1 steps": teacher}]
+
+
 QUESTIONS: dict[str, Callable[[int, int], Rows]] = {
     "self_attention": self_attention,
     "fixed_steps": fixed_steps,
@@ -320,6 +453,8 @@ QUESTIONS: dict[str, Callable[[int, int], Rows]] = {
     "embeddings": embeddings,
     "latent_noise": latent_noise,
     "text": text,
+    "raised": raised,
+    "distillation": distillation,
 }
 
 
@@ -350,6 +485,34 @@ def write_tables() -> None:
         put(PAGE, [*lines, "", f"Median of {count} seeds, and their range. {place}"], name)
 
 
+def draw() -> None:
+    """Heat maps of the question `raised`: shares of right symbols by latents and steps."""
+    import matplotlib
+
+    matplotlib.rcParams["svg.hashsalt"] = "thinker"
+    from matplotlib.figure import Figure
+
+    seeds = json.loads(FOUND.read_text(encoding="utf-8"))["raised"]["seeds"]
+    names = list(dict.fromkeys(row["trained with"] for row in seeds[0]))
+    figure = Figure((11, 3.2), layout="constrained")
+    for number, name in enumerate(names):
+        cells = []
+        for rows in zip(*seeds, strict=True):
+            if rows[0]["trained with"] == name:
+                by_step = [[row[f"{n} steps"] for row in rows] for n in GRID_STEPS]
+                cells.append([statistics.median(values) for values in by_step])
+        axes = figure.add_subplot(1, len(names), number + 1)
+        axes.imshow(cells, cmap="viridis", aspect="auto", origin="lower", vmin=0, vmax=1)
+        for y, row in enumerate(cells):
+            for x, value in enumerate(row):
+                color = "white" if value < 0.5 else "black"
+                axes.text(x, y, f"{value:.2f}", ha="center", va="center", color=color, fontsize=7)
+        axes.set_xticks(range(len(GRID_STEPS)), GRID_STEPS)
+        axes.set_yticks(range(len(GRID_LATENTS)), GRID_LATENTS)
+        axes.set(xlabel="steps", ylabel="latents", title=name)
+    figure.savefig(PLOT, metadata={"Date": None})
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Answer every question; write results and tables."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -378,6 +541,7 @@ def main(arguments: list[str] | None = None) -> None:
             ordered = {n: found[n] for n in QUESTIONS if n in found}
             FOUND.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     if not options.smoke:
+        draw()
         write_tables()
 
 

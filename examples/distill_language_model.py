@@ -1,0 +1,291 @@
+"""Distill a language model into a thinker that reads bytes, and see what each step of thought adds.
+
+python examples/distill_language_model.py build/real/smollm2 texts.json --out runs/distill
+
+The language model says what the next byte of each text may be; a small causal thinker learns its
+probabilities, and is tested on texts that were held out, in nats for each byte. ``texts.json`` is a
+list of objects, whose values are joined by newlines. With SmolLM2 and 2000 texts of Alpaca this
+takes about an hour on one CPU core, a third of it for the teacher, whose probabilities are kept in
+``--out``. ``--json`` takes the figures: the teacher's nats, and a list of {steps, nats}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import ask_where, make_room
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+import thinker as th
+
+LENGTH = 128
+"""Bytes of a piece of text that a thinker reads."""
+STEPS = 8
+"""Most steps of thought in training."""
+END = 0
+"""Byte between two texts."""
+RATE = 2e-3
+"""The best of three learning rates for the default size."""
+
+
+class NextByte:
+    """What a language model with byte-level tokens expects of the next byte.
+
+    Within a token it is the share of all tokens that begin with the bytes so far, by their next
+    byte. Tokens that end there are left out: what would follow them is another call of the model.
+
+    Args:
+        folder: Folder of the model and its tokenizer.
+    """
+
+    def __init__(self, folder: Path):
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
+        names = self.tokenizer.convert_ids_to_tokens(range(len(self.tokenizer)))
+        special = set(self.tokenizer.all_special_ids)
+        self.words = [
+            b"" if number in special else bytes(letters[letter] for letter in name)
+            for number, name in enumerate(names)
+        ]
+        self.order = torch.tensor(sorted(range(len(names)), key=self.words.__getitem__))
+        self.sorted = sorted(self.words)
+        self.bounds = cache(self._bounds)
+
+    def _bounds(self, prefix: bytes) -> Tensor:  # (257,)
+        """Return where, among sorted tokens, those begin that go on with each byte."""
+        firsts = [bisect_left(self.sorted, prefix + bytes([byte])) for byte in range(256)]
+        # no token has the byte 255, which UTF-8 does not use
+        return torch.tensor([*firsts, firsts[-1]])
+
+    @torch.no_grad()
+    def __call__(self, text: str) -> Tensor:  # (bytes of the text, 256)
+        """Return the probabilities of each byte of a text, given those before it."""
+        tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        words = [self.words[token] for token in tokens]
+        if b"".join(words) != text.encode():
+            raise ValueError(f"expected tokens that make up {text[:40]!r}, got {words[:8]}")
+        start = self.tokenizer.bos_token_id
+        logits = self.model(torch.tensor([[start, *tokens[:-1]]])).logits[0]
+        # sums of many small numbers, of which small differences count
+        shares = logits[:, self.order].softmax(-1).double().cumsum(-1)
+        shares = F.pad(shares, (1, 0))
+        rows = [row for row, word in enumerate(words) for _ in word]
+        bounds = [self.bounds(word[:place]) for word in words for place in range(len(word))]
+        found = shares[torch.tensor(rows)[:, None], torch.stack(bounds)].diff()
+        return (found / found.sum(-1, keepdim=True)).float()
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Bytes, one text after the other, and what a teacher expected at each of them."""
+
+    data: Tensor  # (N,), bytes
+    expected: Tensor  # (N, 256), probabilities
+
+    def pieces(self, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return bytes that are read, the bytes that follow them, and what was expected there.
+
+        Args:
+            starts: (B,), where pieces start.
+
+        Returns:
+            (B, LENGTH), (B, LENGTH) and (B, LENGTH, 256).
+        """
+        read = starts[:, None] + torch.arange(LENGTH)
+        return self.data[read].long(), self.data[read + 1].long(), self.expected[read + 1].float()
+
+    def batch(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """Return pieces that start anywhere."""
+        last = len(self.data) - LENGTH - 1
+        return self.pieces(torch.randint(last + 1, (size,), generator=generator))
+
+
+def read_texts(file: Path, count: int) -> list[str]:
+    """Return the first texts of a JSON file."""
+    rows = json.loads(file.read_text(encoding="utf-8"))[:count]
+    return ["\n".join(filter(None, row.values())) for row in rows]
+
+
+def make_stream(texts: Sequence[str], teacher: NextByte) -> Stream:
+    """Ask the teacher about each text; where a text ends, the end is certain."""
+    data = []
+    expected = []
+    end = F.one_hot(torch.tensor([END]), 256).half()
+    for text in tqdm(texts, desc="teacher"):
+        data += [*text.encode(), END]
+        expected += [teacher(text).half(), end]
+    return Stream(torch.tensor(data, dtype=torch.uint8), torch.cat(expected))
+
+
+Forward = Callable[[Tensor, int], Sequence[Tensor]]
+"""Bytes (B, LENGTH) and a number of steps, to logits (B, LENGTH, 256) of one step or several."""
+
+
+def thinker_forward(model: th.LatentThinker) -> Forward:
+    """Return the answers of a thinker after half of the steps, and after all."""
+
+    def forward(read: Tensor, steps: int) -> Sequence[Tensor]:
+        return model(read, n_step=steps, output_steps=sorted({-(-steps // 2), steps})).step_logits
+
+    return forward
+
+
+def train(
+    model: nn.Module,
+    forward: Forward,
+    stream: Stream,
+    *,
+    iterations: int,
+    learning_rate: float,
+    seed: int,
+    batch_size: int = 16,
+) -> None:
+    """Train towards the teacher's probabilities, by 1 to `STEPS` steps of thought in a batch."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98))
+
+    def rate(done: int) -> float:
+        return min(1, (done + 1) / 50) * (0.525 + 0.475 * math.cos(math.pi * done / iterations))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    model.train()
+    for _ in (bar := tqdm(range(iterations), desc="training")):
+        read, _, expected = stream.batch(batch_size, generator)
+        steps = int(torch.randint(1, STEPS + 1, (1,), generator=generator))
+        answers = forward(read, steps)
+        losses = [F.cross_entropy(a.flatten(0, 1), expected.flatten(0, 1)) for a in answers]
+        loss = torch.stack(losses).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        bar.set_postfix(loss=f"{losses[-1].detach():.3f}")
+    model.eval()
+
+
+def spread(stream: Stream, pieces: int) -> Tensor:  # (pieces,)
+    """Return where evenly spread pieces start."""
+    return torch.linspace(0, len(stream.data) - LENGTH - 1, pieces).long()
+
+
+@torch.no_grad()
+def nats(forward: Forward, stream: Stream, steps: int, pieces: int) -> float:
+    """Return nats for each byte of a stream, of the second halves of evenly spread pieces."""
+    read, following, _ = stream.pieces(spread(stream, pieces))
+    half = LENGTH // 2
+    logits = torch.cat([forward(part, steps)[-1][:, half:] for part in read.split(32)])
+    return float(F.cross_entropy(logits.flatten(0, 1), following[:, half:].flatten()))
+
+
+def teacher_nats(stream: Stream, pieces: int) -> float:
+    """Return the teacher's nats for the same bytes; it has read their texts from the start."""
+    _, following, expected = stream.pieces(spread(stream, pieces))
+    half = LENGTH // 2
+    found = expected[:, half:].gather(-1, following[:, half:, None])
+    # less than half precision's smallest number is 0
+    return float(-found.clamp(min=1e-7).log().mean())
+
+
+def kept_streams(model: Path, texts: Sequence[str], file: Path) -> tuple[Stream, Stream]:
+    """Return the streams of training and of held-out texts, a twentieth of all.
+
+    They are kept in ``file``; those of another teacher or of other texts are made again.
+    """
+    key = hashlib.sha256(repr([str(model.resolve()), *texts]).encode()).hexdigest()
+    kept = torch.load(file) if file.is_file() else {"key": None}
+    if kept["key"] != key:
+        teacher = NextByte(model)
+        held = -(-len(texts) // 20)
+        streams = [make_stream(part, teacher) for part in (texts[held:], texts[:held])]
+        kept = {"key": key, "streams": [(one.data, one.expected) for one in streams]}
+        part = file.with_suffix(".part")
+        torch.save(kept, part)
+        part.replace(file)
+    training, held_out = (Stream(*one) for one in kept["streams"])
+    return training, held_out
+
+
+def make_thinker(width: int) -> th.LatentThinker:
+    """Return a causal thinker of bytes."""
+    return th.LatentThinker(
+        vocab_size=256,
+        hidden_size=width,
+        num_heads=4,
+        causal=True,
+        positions="rotary",
+        max_input_length=LENGTH,
+        max_output_length=LENGTH,
+    )
+
+
+def main() -> None:
+    """Ask the teacher, train, measure, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="folder of the language model")
+    parser.add_argument("texts", type=Path, help="JSON file: a list of objects of texts")
+    parser.add_argument("--count", type=int, default=3000, help="texts to take, the first ones")
+    parser.add_argument("--iterations", type=int, default=2400)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=0)
+    ask_where(parser)
+    parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
+    options = parser.parse_args()
+    if options.smoke:
+        options.count, options.iterations, options.width = 20, 4, 32
+    for place in (options.model / "config.json", options.texts):
+        if not place.is_file():
+            parser.error(f"{place} is no file; expected a model's folder and a JSON file of texts")
+    make_room(parser, options)
+    torch.set_num_threads(1)
+    out = options.out or Path("runs/distill_language_model")
+    out.mkdir(parents=True, exist_ok=True)
+    texts = read_texts(options.texts, options.count)
+    training, held_out = kept_streams(options.model, texts, out / "teacher.pt")
+    set_seed(options.seed)
+    model = make_thinker(options.width)
+    forward = thinker_forward(model)
+    started = time.process_time()
+    train(
+        model,
+        forward,
+        training,
+        iterations=options.iterations,
+        learning_rate=RATE,
+        seed=options.seed,
+    )
+    seconds = time.process_time() - started
+    print(f"{model.num_parameters()} parameters, {len(training.data)} bytes, {seconds:.0f} CPU s")
+    pieces = 4 if options.smoke else 512
+    figures: dict[str, Any] = {"teacher": teacher_nats(held_out, pieces)}
+    print(f"the teacher: {figures['teacher']:.3f} nats a byte")
+    figures["steps"] = []
+    for steps in (1, 2, 4, 8, 16):
+        figures["steps"].append({"steps": steps, "nats": nats(forward, held_out, steps, pieces)})
+        print(f"{steps} steps: {figures['steps'][-1]['nats']:.3f} nats a byte")
+    model.save_pretrained(out / "thinker")
+    print(f"the thinker: {out / 'thinker'}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -208,12 +208,17 @@ def kept_streams(model: Path, texts: Sequence[str], file: Path) -> tuple[Stream,
 
     They are kept in ``file``; those of another teacher or of other texts are made again.
     """
+    held = -(-len(texts) // 20)
+    parts = (texts[held:], texts[:held])
+    for part in parts:
+        size = len("".join(part).encode())
+        if size <= LENGTH:
+            raise SystemExit(f"expected more than {LENGTH} bytes to train or test on, got {size}")
     key = hashlib.sha256(repr([str(model.resolve()), *texts]).encode()).hexdigest()
     kept = torch.load(file) if file.is_file() else {"key": None}
     if kept["key"] != key:
         teacher = NextByte(model)
-        held = -(-len(texts) // 20)
-        streams = [make_stream(part, teacher) for part in (texts[held:], texts[:held])]
+        streams = [make_stream(part, teacher) for part in parts]
         kept = {"key": key, "streams": [(one.data, one.expected) for one in streams]}
         part = file.with_suffix(".part")
         torch.save(kept, part)

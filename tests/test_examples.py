@@ -299,6 +299,64 @@ def test_the_example_that_solves_puzzles_runs(puzzle, tmp_path):
     assert (tmp_path / f"{puzzle}.svg").exists()
 
 
+def byte_level_model(folder):
+    """A tiny Llama whose tokens are bytes and merges of them, and texts."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    texts = [f"Name a tool, please: a hammer (é{n}) or a saw." for n in range(40)]
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator(texts, vocab_size=300, special_tokens=["<end>"], show_progress=False)
+    PreTrainedTokenizerFast(
+        tokenizer_object=made._tokenizer, bos_token="<end>", eos_token="<end>"
+    ).save_pretrained(folder)
+    save(tiny("llama", vocab_size=300, max_position_embeddings=512), folder)
+    return [{"instruction": text, "input": "", "output": 3 * text} for text in texts]
+
+
+def test_the_distillation_example_runs_and_goes_on(tmp_path):
+    rows = byte_level_model(tmp_path / "model")
+    (tmp_path / "texts.json").write_text(json.dumps(rows))
+    figures = tmp_path / "figures.json"
+    given = [tmp_path / "model", tmp_path / "texts.json", "--out", tmp_path / "out"]
+    command = ["distill_language_model.py", *given, "--json", figures]
+    printed = run_example(*command)
+    found = json.loads(figures.read_text())
+    assert [point["steps"] for point in found["steps"]] == [1, 2, 4, 8, 16]
+    assert f"the teacher: {found['teacher']:.3f} nats a byte" in printed
+    teacher = tmp_path / "out" / "teacher.pt"
+    before = teacher.stat().st_mtime_ns
+    assert run_example(*command).splitlines()[1:] == printed.splitlines()[1:]
+    assert teacher.stat().st_mtime_ns == before  # it is asked once
+    assert (tmp_path / "out" / "thinker" / "model.safetensors").exists()
+
+
+def test_a_teachers_bytes_are_its_tokens_sums(tmp_path):
+    """Of all tokens that begin with the bytes so far, by their next byte."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    import distill_language_model
+
+    text = byte_level_model(tmp_path)[0]["output"]
+    teacher = distill_language_model.NextByte(tmp_path)
+    found = teacher(text)
+    tokens = teacher.tokenizer(text)["input_ids"]
+    with torch.no_grad():
+        start = teacher.tokenizer.bos_token_id
+        logits = teacher.model(torch.tensor([[start, *tokens[:-1]]])).logits[0].double()
+    expected = []
+    for token, shares in zip(tokens, logits.softmax(-1), strict=True):
+        word = teacher.words[token]
+        for place in range(len(word)):
+            row = torch.zeros(256, dtype=torch.float64)
+            # a model may have rows for more tokens than its tokenizer knows
+            for other, share in zip(teacher.words, shares, strict=False):
+                if len(other) > place and other[:place] == word[:place]:
+                    row[other[place]] += share
+            expected.append(row / row.sum())
+    assert max(len(teacher.words[token]) for token in tokens) > 2
+    torch.testing.assert_close(found, torch.stack(expected).float())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [11, 12, 13, 14, 15])
 def test_parity_of_five_bits_becomes_parity_of_a_hundred(seed, tmp_path):

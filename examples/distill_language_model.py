@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -70,8 +70,9 @@ class NextByte:
     def _bounds(self, prefix: bytes) -> Tensor:  # (257,)
         """Return where, among sorted tokens, those begin that go on with each byte."""
         firsts = [bisect_left(self.sorted, prefix + bytes([byte])) for byte in range(256)]
-        # no token has the byte 255, which UTF-8 does not use
-        return torch.tensor([*firsts, firsts[-1]])
+        # behind every token that begins with the prefix
+        end = bisect_right(self.sorted, prefix + b"\xff" * len(max(self.sorted, key=len)))
+        return torch.tensor([*firsts, end])
 
     @torch.no_grad()
     def __call__(self, text: str) -> Tensor:  # (bytes of the text, 256)

@@ -112,7 +112,7 @@ def prune(
 ) -> Report:
     """Make a model smaller by removing hidden neurons or blocks.
 
-    The result loads with transformers alone.
+    The result loads with transformers alone, except with --allocate influence.
 
     Args:
         model: Folder or hub id of a transformers model.
@@ -131,7 +131,7 @@ def prune(
 
     from .data.text import text_batches, text_of
     from .loading import calibration_of, context_of, encoder_of, find_model, load
-    from .storage.checkpoints import smaller_card
+    from .storage.checkpoints import compressed_card, smaller_card
     from .surgery.prune import prune_
 
     if tokens is None:
@@ -162,12 +162,19 @@ def prune(
         # an interrupted run may have left half of its result there
         new.clear()
         loaded.save_pretrained(new.folder)
-        card = smaller_card(model, loaded, f"prune_(model, {config}, calibration=batches)")
+        call = f"prune_(model, {config}, calibration=batches)"
+        if config.allocate == "uniform":
+            card = smaller_card(model, loaded, call)
+        else:
+            card = compressed_card(loaded, call)
         complete_folder(new.folder, card, source=model, tokenizer=_tokenizer_or_note(source))
     hint = ""
     if "CausalLM" in type(loaded).__name__:
         hint = f"; measure its loss: model-components compare {model} {out} --text FILE"
-    print(f"{out} is a stock model{hint}")
+    kind = "a stock model"
+    if config.allocate != "uniform":
+        kind = "a compressed model: load it with kronecker.from_pretrained"
+    print(f"{out} is {kind}{hint}")
     return report
 
 

@@ -11,6 +11,7 @@ from model_components._checks import CheckedConfig, Range, Whole, problem
 Init = Literal["sequential", "van_loan", "van_loan_normalized", "prune", "random"]
 LowRankInit = Literal["sequential", "svd"]
 Method = Literal["best", "fast", "blocks"]
+Allocation = Literal["uniform", "influence"]
 Shape = Annotated[tuple[int, int] | None, Range(least=1)]
 """Rows and columns, both 1 or more."""
 # of all parameters; on SmolLM2 one pass lost .003 nats to the walk at .93, and .12 at .70
@@ -181,9 +182,7 @@ class PruneConfig(CheckedConfig):
     """Settings of pruning: how much is dropped, and how what stays makes up for it.
 
     Args:
-        keep: Fraction of the hidden neurons of each MLP, or of the blocks, to keep; default: 0.5.
-            Every layer keeps the same number of neurons, so transformers can load the result
-            without this library.
+        keep: Fraction of the hidden neurons of the MLPs, or of the blocks, to keep; default: 0.5.
         size: Fraction of all parameters of the model to keep; give it instead of keep.
         method: best fits every MLP in turn, on what the smaller model really feeds it, in closed
             form and by gradient descent. fast fits all MLPs in closed form on what the original
@@ -191,6 +190,10 @@ class PruneConfig(CheckedConfig):
             best does. Default: fast if size is 0.8 or more, else best.
         epochs: Passes over the calibration tokens in the gradient descent of best and blocks; 0
             fits the last matrix of each MLP in closed form alone.
+        allocate: uniform keeps the same share of neurons in every MLP, so transformers can load the
+            result without this library. influence keeps more where a block changes the hidden
+            states more; the loss is lower, and kronecker.from_pretrained loads the result. For
+            neurons alone.
         multiple_of: Round the number of neurons to a multiple of this. The neurons of experts are
             also rounded to a multiple of 8.
         ridge: Ridge penalty of the least squares, as a fraction of the inputs' mean second moment.
@@ -207,14 +210,17 @@ class PruneConfig(CheckedConfig):
     size: Annotated[float | None, Range(above=0, most=1)] = None
     method: Method | None = None
     epochs: Annotated[int, Range(least=0)] = 3
+    allocate: Allocation = "uniform"
     multiple_of: Whole = 1
     ridge: Annotated[float, Range(above=0, below=1)] = 3e-2
     init: ClassVar[str] = "sequential"  # always; the other configs have a field of this name
 
     def problems(self) -> Iterator[str]:
-        """Yield problems: blocks are not rounded, and keep and size exclude each other."""
+        """Yield problems: blocks have no neurons, and keep and size exclude each other."""
         if self.multiple_of > 1 and self.method == "blocks":
             yield problem(self, "multiple_of", "1 for blocks")
+        if self.allocate != "uniform" and self.method == "blocks":
+            yield problem(self, "allocate", "uniform for blocks")
         if self.keep is not None and self.size is not None:
             yield f"keep is {self.keep} and size {self.size}, expected one of them"
 

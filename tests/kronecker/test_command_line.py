@@ -182,6 +182,23 @@ def test_pruning_in_the_command_writes_a_stock_model(place, capsys):
     assert not (place / "new").exists()
 
 
+def test_pruning_by_influence_in_the_command_writes_a_model_that_says_how_it_loads(place, capsys):
+    command = ["prune", str(place / "model"), str(place / "out"), *COMMON, "--no-progress"]
+    command += ["--calibration", str(place / "text.txt"), "--keep", "0.5"]
+    assert main([*command, "--allocate", "influence"]) == 0
+    assert "load it with kronecker.from_pretrained" in capsys.readouterr().err
+    assert "kronecker.from_pretrained" in (place / "out" / "README.md").read_text()
+    small = from_pretrained(place / "out")
+    assert len({layer.mlp.c_proj.weight.shape for layer in small.transformer.h}) > 1
+    assert num_parameters(small) < num_parameters(tiny("gpt2"))
+    # filled up to the size of the largest
+    assert main(["fold", str(place / "out"), str(place / "stock")]) == 0
+    stock = GPT2LMHeadModel.from_pretrained(place / "stock").eval()
+    ids = torch.arange(3, 19)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(small(ids).logits, stock(ids).logits)
+
+
 def test_neurons_dropped_by_a_preset_end_as_a_stock_model(place, capsys):
     model, text = (
         str(place / "model"),

@@ -6,7 +6,7 @@ import torch
 import transformers
 from torch import nn
 
-from kronecker import KroneckerConfig, LowRankConfig, convert_, prune_
+from kronecker import KroneckerConfig, LowRankConfig, PruneConfig, convert_, prune_
 from kronecker.discovery.mlps import find_mlps
 from kronecker.fitting.calls import calls_of
 from tests.support.models import MAKERS, MIXTURES, tiny
@@ -191,6 +191,13 @@ def test_a_model_that_cannot_be_run_is_refused():
         find_mlps(Rows(nn.ReLU()))
     with pytest.raises(ValueError, match=r"kronecker:.*not be run"):
         find_mlps(Rows(nn.ReLU()), {"x": torch.randn(5, 7)})
+
+
+def test_influence_takes_blocks_of_one_list():
+    model = family("BartForConditionalGeneration")
+    config = PruneConfig(keep=0.5, allocate="influence")
+    with pytest.raises(ValueError, match=r"not one list of modules.*allocate='influence'"):
+        prune_(model, config, calibration=[calibration(model)], progress=False)
 
 
 def test_batches_of_an_encoder_decoder_are_whole():

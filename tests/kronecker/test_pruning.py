@@ -14,8 +14,16 @@ import torch
 import transformers
 from torch import nn
 
-from kronecker import LowRankConfig, PruneConfig, convert_, num_parameters, prune_
+from kronecker import (
+    LowRankConfig,
+    PruneConfig,
+    convert_,
+    from_pretrained,
+    num_parameters,
+    prune_,
+)
 from kronecker.data.batches import batches
+from kronecker.discovery.finding import blocks_of
 from kronecker.discovery.mlps import Mlp, find_mlps
 from kronecker.fitting.block import blocks_with
 from kronecker.fitting.elimination import eliminate, refitted
@@ -25,6 +33,7 @@ from kronecker.fitting.neurons import fit_neurons
 from kronecker.layers.experts import is_experts
 from kronecker.moments import Moments
 from kronecker.surgery.blocks import Stack, config_with_blocks, keep_blocks_, new_places
+from kronecker.surgery.neurons import PrunablePart, neurons_by_influence
 from model_components._walk import Call
 from tests.support.models import MAKERS, MIXTURES, auto_class, tiny
 
@@ -551,6 +560,7 @@ def test_one_token_and_dead_neurons_are_no_trouble():
         ({"epochs": -1}, r"PruneConfig:.*epochs.*-1"),
         ({"ridge": 0}, r"PruneConfig:.*ridge.*0"),
         ({"method": "blocks", "multiple_of": 64}, r"PruneConfig:.*multiple_of.*64.*1"),
+        ({"method": "blocks", "allocate": "influence"}, r"PruneConfig:.*allocate.*uniform"),
     ],
 )
 def test_bad_configs_are_refused(fields, message):
@@ -835,6 +845,69 @@ def test_without_some_blocks_it_is_a_stock_model(kind, tmp_path):
             ids()[:, :4], max_new_tokens=6, min_new_tokens=6, do_sample=False, use_cache=False
         )
         assert torch.equal(texts[0], plain)
+
+
+def cosine_influences(model, blocks, batch):
+    """By the definition: 1 - cos of the hidden states before and after each block."""
+    seen = []
+    hooks = [
+        block.register_forward_hook(
+            lambda module, given, out: seen.append(
+                1 - torch.cosine_similarity(given[0], out[0] if isinstance(out, tuple) else out, -1)
+            )
+        )
+        for block in blocks
+    ]
+    output(model, batch)
+    for hook in hooks:
+        hook.remove()
+    return [float(one.mean()) for one in seen]
+
+
+@pytest.mark.parametrize("method", ["fast", "best"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_blocks_of_less_influence_lose_more_neurons(kind, method, tmp_path):
+    model = tiny(kind)
+    blocks = blocks_of(model, [m.down for m in find_mlps(model)])
+    batch = ids(8, seed=1)
+    influences = torch.tensor(cosine_influences(model, [b for _, b, _ in blocks], batch))
+    config = PruneConfig(keep=0.5, method=method, allocate="influence")
+    report = prune_(model, config, calibration=[batch], progress=False)
+    gone = (-influences / 0.1).softmax(0) * 0.5 * len(influences)
+    count = report.layers[0].before
+    assert gone.max() < 0.8
+    assert [row.after for row in report.layers] == [int((1 - g) * count + 1e-6) for g in gone]
+    assert len({row.after for row in report.layers}) > 1
+    assert any("kronecker.from_pretrained loads" in note for note in report.notes)
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(output(from_pretrained(tmp_path)), output(model))
+    with pytest.raises(RuntimeError):
+        auto_class(kind).from_pretrained(tmp_path)
+
+
+def part(name, count):
+    return PrunablePart(
+        name, (name,), count, lambda n: {name: torch.Size([4, n])}, Mlp(("up",), name)
+    )
+
+
+def test_no_mlp_loses_more_than_four_fifths_and_the_size_holds():
+    parts = [part(f"p{i}", 800) for i in range(4)]
+    influences = {"p0": 0.0, "p1": 0.5, "p2": 0.5, "p3": 9.0}
+    uniform = {p.name: 400 for p in parts}
+    keep = neurons_by_influence(parts, uniform, influences, PruneConfig())
+    # p0 loses all that it may, and the two beside it the rest
+    assert [keep[p.name] for p in parts] == [160, 320, 320, 800]
+    keep = neurons_by_influence(parts, dict.fromkeys(uniform, 100), influences, PruneConfig())
+    assert set(keep.values()) == {100}
+    keep = neurons_by_influence(parts, uniform, influences, PruneConfig(multiple_of=64))
+    assert [keep[p.name] for p in parts] == [128, 320, 320, 768]
+
+
+def test_influence_is_for_a_whole_model():
+    config = PruneConfig(keep=0.5, allocate="influence")
+    with pytest.raises(ValueError, match=r"convert_:.*allocate 'influence'.*prune_"):
+        convert_(tiny("gpt2"), config, calibration=[ids()], progress=False)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

@@ -90,6 +90,11 @@ def check_config(name: str, module: nn.Module, config: Config, tied: bool) -> No
                 f"convert_: PruneConfig has method {config.chosen_method!r} and size "
                 f"{config.size}, expected method 'best' and no size; prune_ takes the others"
             )
+        if config.allocate != "uniform":
+            raise ValueError(
+                f"convert_: PruneConfig has allocate {config.allocate!r}, expected 'uniform'; "
+                "prune_ takes the other"
+            )
         return
     if isinstance(config, KroneckerConfig) and (tied or not is_linear(module)):
         raise ValueError(

@@ -6,7 +6,7 @@ The MLPs and stacks of experts of a model, and how many of theirs stay.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,11 @@ from ..layers.weights import bias_of, dense
 from .checks import check_own
 from .convert import num_parameters
 
+_SMOOTHING = 0.1
+"""Temperature of the softmax of influences. 0.1 is MoDeGPT's."""
+_MOST_GONE = 0.8
+"""Largest share of an MLP's neurons that goes, unless more goes of all."""
+
 
 @dataclass(frozen=True)
 class PrunablePart:
@@ -37,6 +42,12 @@ class PrunablePart:
     def parameters(self, keep: int) -> int:
         """Count its parameters with so many hidden neurons."""
         return sum(shape.numel() for shape in self.shapes(keep).values())
+
+    @property
+    def per_neuron(self) -> int:
+        """Count the parameters of one hidden neuron."""
+        # a difference: biases of the block's width do not depend on the number of neurons
+        return self.parameters(2) - self.parameters(1)
 
 
 def prunable_parts(model: nn.Module, data: Sequence[Batch]) -> list[PrunablePart]:
@@ -75,22 +86,16 @@ def neurons_to_keep(
     model: nn.Module, parts: Sequence[PrunablePart], config: PruneConfig
 ) -> dict[str, int]:
     """Return how many hidden neurons each part keeps."""
-    # layers of one size have one field in a config
-    grouped = {p.count for p in parts if p.mlp is None}
-    units = {
-        p.name: math.lcm(config.multiple_of, GROUPED if p.count in grouped else 1) for p in parts
-    }
+    units = _units(parts, config)
     if config.size is None:
         return {p.name: config.neurons(p.count, units[p.name]) for p in parts}
     if config.size == 1:
         return {p.name: p.count for p in parts}
     total = num_parameters(model)
     budget = round(config.size * total)
-    # a difference: biases of the block's width do not depend on the number of neurons
-    per_neuron = {p.name: p.parameters(2) - p.parameters(1) for p in parts}
-    neurons = sum(per_neuron[p.name] * p.count for p in parts)
+    neurons = sum(p.per_neuron * p.count for p in parts)
     # with one neuron in every part
-    least = (total - neurons + sum(per_neuron.values())) / total
+    least = (total - neurons + sum(p.per_neuron for p in parts)) / total
     if config.size < least:
         raise ValueError(
             f"prune_: size is {config.size}, expected {rounded_up(least)} to 1 for "
@@ -98,14 +103,9 @@ def neurons_to_keep(
         )
     # all that goes is hidden neurons: every part keeps the same share of them
     share = 1 - (total - budget) / neurons
-    keep: dict[str, int] = {}
-    for part in parts:
-        unit = units[part.name]
-        fewest = min(part.count, unit)
-        # rounded down, so that the size holds; 1e-9 keeps a whole number that came out just below
-        keep[part.name] = max(fewest, int(share * part.count / unit + 1e-9) * unit)
+    keep = {p.name: _rounded_down(share * p.count, p.count, units[p.name]) for p in parts}
     # a part of one unit cannot go lower, so the size may still be missed
-    gone = sum(per_neuron[p.name] * (p.count - keep[p.name]) for p in parts)
+    gone = parameters_gone(parts, keep)
     if total - gone > budget:
         least = rounded_up((total - gone) / total)
         raise ValueError(
@@ -113,6 +113,64 @@ def neurons_to_keep(
             "are"
         )
     return keep
+
+
+def neurons_by_influence(
+    parts: Sequence[PrunablePart],
+    keep: Mapping[str, int],
+    influences: Mapping[str, float],
+    config: PruneConfig,
+) -> dict[str, int]:
+    """Return how many hidden neurons each part keeps if blocks of less influence lose more.
+
+    The shares that go are a softmax of -influence (MoDeGPT, arXiv 2408.09632).
+
+    Args:
+        parts: The MLPs and stacks of experts.
+        keep: How many each keeps if all keep the same share; as many parameters go here.
+        influences: That of each part's block.
+        config: How numbers of neurons are rounded.
+    """
+    units = _units(parts, config)
+    sizes = torch.tensor([p.per_neuron * p.count for p in parts], dtype=torch.float64)
+    budget = parameters_gone(parts, keep)
+    most = max(_MOST_GONE, budget / float(sizes.sum()))
+    weights = torch.tensor([-influences[p.name] for p in parts], dtype=torch.float64)
+    weights = (weights / _SMOOTHING).softmax(0)
+    full = torch.zeros(len(parts), dtype=torch.bool)  # parts that lose the most they may
+    gone = torch.zeros_like(weights)
+    # each round fills a part, or is the last
+    for _ in parts:
+        left = budget - most * sizes[full].sum()
+        gone = weights * left / (weights * sizes)[~full].sum()
+        gone[full] = most
+        if not (gone > most).any():
+            break
+        full |= gone > most
+    return {
+        p.name: _rounded_down((1 - share) * p.count, p.count, units[p.name])
+        for p, share in zip(parts, gone.tolist(), strict=True)
+    }
+
+
+def parameters_gone(parts: Sequence[PrunablePart], keep: Mapping[str, int]) -> int:
+    """Count the parameters that go if the parts keep so many neurons."""
+    return sum(p.per_neuron * (p.count - keep[p.name]) for p in parts)
+
+
+def _units(parts: Sequence[PrunablePart], config: PruneConfig) -> dict[str, int]:
+    """Return what the number of neurons of each part is a multiple of."""
+    # layers of one size have one field in a config
+    grouped = {p.count for p in parts if p.mlp is None}
+    return {
+        p.name: math.lcm(config.multiple_of, GROUPED if p.count in grouped else 1) for p in parts
+    }
+
+
+def _rounded_down(neurons: float, count: int, unit: int) -> int:
+    """Return a number of neurons as a multiple of a unit, at least one unit or all of them."""
+    # 1e-9 keeps a whole number that came out just below
+    return max(min(count, unit), int(neurons / unit + 1e-9) * unit)
 
 
 def rounded_up(share: float) -> float:

@@ -30,6 +30,7 @@ from ..discovery.stock import (
 from ..fitting.block import blocks_with
 from ..fitting.cache import fit_stage
 from ..fitting.fit import Fitted, Part, fit_, remarks_of
+from ..storage.checkpoints import own_saving_
 from .blocks import (
     Stack,
     block_influences,
@@ -40,9 +41,19 @@ from .blocks import (
     new_places,
 )
 from .convert import num_parameters
-from .neurons import PrunablePart, neurons_to_keep, prunable_parts
+from .neurons import (
+    PrunablePart,
+    neurons_by_influence,
+    neurons_to_keep,
+    parameters_gone,
+    prunable_parts,
+)
 
 _NEURONS = "neurons"
+_UNEQUAL = (
+    "MLPs have different sizes, which no stock config describes: save_pretrained writes a folder "
+    "that kronecker.from_pretrained loads"
+)
 _NEAR = 0.01  # of all parameters; of less than that no one is told
 _LARGE = 1 << 18  # parameters of a layer; of smaller ones casts take what products save
 
@@ -129,7 +140,8 @@ def prune_(
     On any error the model is as it was.
 
     The result is a stock model: its config has the new size, ``model.save_pretrained`` writes it,
-    and plain ``from_pretrained`` loads it.
+    and plain ``from_pretrained`` loads it. With ``allocate="influence"`` MLPs have different sizes,
+    so `kronecker.from_pretrained` loads it.
 
     With ``method="best"``, block by block, on what the smaller model really feeds each MLP: the
     neurons go whose loss costs least when all others make up for it (optimal brain surgeon); then
@@ -266,8 +278,16 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     first = parts[0]
     if all(keep[p.name] == p.count for p in parts):
         _refuse_nothing(walk.config, first.count, f"neurons of {first.name}")
+    # near=1.0: a share of neurons is seldom whole, and less than one neuron is no news
+    remarks = _rounded(
+        walk.config, first.count, keep[first.name], f"neurons of {first.name}", near=1.0
+    )
+    if walk.config.allocate == "influence":
+        influences = _influence_of_each(walk, [p.name for p in parts])
+        keep = neurons_by_influence(parts, keep, influences, walk.config)
+        remarks = [_UNEQUAL] if parameters_gone(parts, keep) else []
     changes: Changes = []
-    if isinstance(model, PreTrainedModel):
+    if isinstance(model, PreTrainedModel) and walk.config.allocate == "uniform":
         # before the fit: a family whose config has no field for the size is refused early
         shapes = parameter_shapes(model) | {
             n: s for p in parts for n, s in p.shapes(keep[p.name]).items()
@@ -283,11 +303,8 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
         done = walk.fit(fitting, keep)
     # only now: until the fit is done an error leaves the model as it was
     set_attributes_(changes)
+    own_saving_(model)
     sizes = {p.name: p.count for p in parts}
-    # near=1.0: a share of neurons is seldom whole, and less than one neuron is no news
-    remarks = _rounded(
-        walk.config, first.count, keep[first.name], f"neurons of {first.name}", near=1.0
-    )
     return [
         PrunedLayer(n, _NEURONS, sizes[n], keep[n], fitted.error**0.5) for n, fitted in done.items()
     ], remarks
@@ -328,6 +345,23 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
         for n, fitted in done.items()
     ]
     return rows, _rounded(walk.config, stack.count, keep, "blocks")
+
+
+def _influence_of_each(walk: _Walk, names: Sequence[str]) -> dict[str, float]:
+    """Return the influence of the block of each layer."""
+    with torch.no_grad(), evaluating(walk.model):
+        blocks, states = blocks_with(walk.model, [], names, walk.data)
+        if len(blocks) < 2:
+            raise ValueError(
+                f"prune_: the blocks of {type(walk.model).__name__} are not one list of modules, "
+                "expected that for allocate='influence'"
+            )
+        influences = block_influences(blocks, states)
+    return {
+        name: influence
+        for block, influence in zip(blocks, influences, strict=True)
+        for name in block.singles
+    }
 
 
 def _refuse_nothing(config: PruneConfig, count: int, what: str) -> None:

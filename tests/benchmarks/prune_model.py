@@ -31,14 +31,21 @@ TOKENS, LARGE, HELD_OUT, CONTEXT = 12_288, 49_664, 10_240, 256
 SIZES = (0.9, 0.8, 0.7)
 PLOT = ROOT / "docs" / "pruning.svg"
 BEST = "prune_, best"
-OURS = ("prune_, fast", BEST, "prune_, blocks")
+OURS = {
+    "prune_, fast": '`"fast"`',
+    BEST: '`"best"`',
+    "prune_, blocks": '`"blocks"`',
+    "prune_, fast, influence": '`"fast"`, influence',
+    "prune_, best, influence": '`"best"`, influence',
+}
+"""Ours, and their names in the small table."""
 
 
-def pruned(method: str) -> Callable[..., None]:
+def pruned(method: str, allocate: str = "uniform") -> Callable[..., None]:
     """Return `prune_` by a method."""
 
     def run(model: Any, batches: Sequence[Tensor], size: float) -> None:
-        config = PruneConfig.from_dict({"size": size, "method": method})
+        config = PruneConfig.from_dict({"size": size, "method": method, "allocate": allocate})
         prune_(model, config, calibration=batches, progress=False)
 
     return run
@@ -48,6 +55,8 @@ METHODS: dict[str, Callable[..., None]] = {
     BEST: pruned("best"),
     "prune_, fast": pruned("fast"),
     "prune_, blocks": pruned("blocks"),
+    "prune_, fast, influence": pruned("fast", "influence"),
+    "prune_, best, influence": pruned("best", "influence"),
     "MoDeGPT (MLPs)": pruning_rivals.modegpt,
     "MoDeGPT (MLPs), uniform": pruning_rivals.modegpt_uniform,
     "Minitron's activations (MLPs)": pruning_rivals.minitron,
@@ -100,10 +109,8 @@ def difference(row: dict[str, Any], other: dict[str, Any], text: str) -> str:
 
 def write_sizes(found: dict[str, Any]) -> None:
     """Write the guide's small table: our methods and the best rival at each size."""
-    lines = [
-        '| parameters | `"fast"` | `"best"` | `"blocks"` | best other method |',
-        "|---" * 5 + "|",
-    ]
+    names = " | ".join(OURS.values())
+    lines = [f"| parameters | {names} | best other method |", "|---" * (2 + len(OURS)) + "|"]
     for size in SIZES:
         rows = [r for r in found["rows"] if (r["size"], r["tokens"]) == (size, TOKENS)]
         by_method = {row["method"]: row for row in rows}

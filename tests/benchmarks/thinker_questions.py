@@ -337,7 +337,7 @@ def raised(seed: int, few: int) -> Rows:
         {"n_latent": (4, 24), "n_step": (4, 16)},
     )
     model = COPY | {"latent_init": "noise"}
-    before, seconds = train(copying(seed, length=12, **narrow), model, few or 400, seed)
+    before, seconds = train(copying(seed, length=12, **narrow), model, few or 800, seed)
     trained = {"4 to 16 latents, 4 to 12 steps": (before, seconds)}
     for name, ranges in (("and on with the same", narrow), ("and on with 24 and 16", wide)):
         made = copy.deepcopy(before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import re
 import sys
 import warnings
@@ -50,6 +51,18 @@ def has_bfloat16(device: torch.device) -> bool:
         known = torch.backends.mkldnn.is_available()
         return known and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return device.type == "cuda" and torch.cuda.is_bf16_supported()
+
+
+def is_faster_in_bfloat16(device: torch.device) -> bool:
+    """Return whether products are faster in bfloat16 than in float32.
+
+    On x86 that takes AMX: with the instructions of AVX-512 alone they took 1.8 times as long.
+    """
+    import torch
+
+    if device.type == "cpu" and platform.machine() in ("x86_64", "AMD64"):
+        return has_bfloat16(device) and torch.cpu._is_amx_tile_supported()
+    return has_bfloat16(device)
 
 
 def warn_if_slow(operation: str, module: nn.Module) -> None:

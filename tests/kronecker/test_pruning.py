@@ -284,7 +284,7 @@ def test_the_whole_size_drops_nothing(fields):
 @pytest.mark.parametrize("method", ["best", "fast"])
 def test_a_model_whose_states_autocast_leaves_in_bfloat16(method, monkeypatch):
     monkeypatch.setattr("kronecker.surgery.prune._LARGE", 0)
-    monkeypatch.setattr("kronecker.surgery.prune.has_bfloat16", lambda device: True)
+    monkeypatch.setattr("kronecker.surgery.prune.is_faster_in_bfloat16", lambda device: True)
     sizes = {"vocab_size": 96, "num_hidden_layers": 2, "embedding_size": 8, "hidden_size": 16}
     config = transformers.ElectraConfig(num_attention_heads=2, intermediate_size=32, **sizes)
     model = transformers.ElectraModel(config).eval()

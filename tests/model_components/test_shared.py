@@ -1,6 +1,7 @@
 """What packages share: devices, modes of modules that come back, and trainers of one shape."""
 
 import inspect
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from heads.pairwise import PairwiseTrainer
 from kronecker import KroneckerTrainer
 from mergekit_lite.masks import MaskTrainer
 from model_components._cli import main
-from model_components._devices import find_device, warn_if_slow
+from model_components._devices import find_device, is_faster_in_bfloat16, warn_if_slow
 from model_components._folders import NewFolder, OutputError, is_begun
 from model_components._layers import ReadOnlyWeight
 from model_components._modes import evaluating, in_mode
@@ -178,6 +179,23 @@ def test_a_dtype_that_a_processor_does_not_compute_in_is_said(computes, monkeypa
     else:
         with pytest.warns(UserWarning, match=SLOW):
             warn_if_slow("encode_", torch.nn.Linear(2, 2, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("machine", "bfloat16", "amx", "faster"),
+    [
+        ("x86_64", True, True, True),
+        ("x86_64", True, False, False),
+        ("AMD64", True, False, False),
+        ("aarch64", True, False, True),
+        ("aarch64", False, False, False),
+    ],
+)
+def test_bfloat16_is_faster_on_x86_with_amx_alone(machine, bfloat16, amx, faster, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: bfloat16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    assert is_faster_in_bfloat16(torch.device("cpu")) is faster
 
 
 def test_a_result_that_cannot_be_published_lets_go_of_its_lock(tmp_path):

@@ -12,7 +12,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from model_components._devices import has_bfloat16
+from model_components._devices import is_faster_in_bfloat16
 from model_components._modes import evaluating
 from model_components._report import Axes, Figure, Report, Table, bars
 from model_components._walk import Batch
@@ -153,8 +153,8 @@ def prune_(
     MLPs of the others are fitted to make up for them as by ``"best"``.
 
     Models in half precision are cast to float32 one block at a time, so hooks in a block are given
-    float32. In models with large layers, matrix products run in bfloat16 if the processor has
-    instructions for it. Statistics and solves stay in float32 or float64.
+    float32. In models with large layers, matrix products run in bfloat16 if that is faster on the
+    device. Statistics and solves stay in float32 or float64.
 
     On a CPU a model can be larger than memory: ``from_pretrained`` maps its weights from the files,
     and with ``cache`` the new MLPs are mapped, too. One block in float32, its statistics and the
@@ -258,7 +258,7 @@ class _Walk:
 def _gains_by_bfloat16(model: nn.Module, parts: Sequence[Part]) -> bool:
     """Return whether products of a model's layers are faster in bfloat16."""
     largest = max((num_parameters(model.get_submodule(p.name)) for p in parts), default=0)
-    return largest >= _LARGE and has_bfloat16(next(model.parameters()).device)
+    return largest >= _LARGE and is_faster_in_bfloat16(next(model.parameters()).device)
 
 
 def _bfloat16_products(model: nn.Module) -> AbstractContextManager[object]:

@@ -16,7 +16,7 @@ import xxhash
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainingArguments, set_seed
 
 from model_components._checkpoints import newest_whole
-from model_components._devices import find_device, has_bfloat16
+from model_components._devices import find_device, is_faster_in_bfloat16
 from model_components._folders import new_file, write_json
 from model_components._hub import find_folder
 from model_components._report import Axes, Figure, Report, Table
@@ -318,7 +318,7 @@ def _dtype(config: JudgeConfig, device: str) -> torch.dtype:
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     # features are pooled in float32; weights that train would stay where they are at small rates
-    takes_half = not config.trains_encoder and has_bfloat16(torch.device(device))
+    takes_half = not config.trains_encoder and is_faster_in_bfloat16(torch.device(device))
     return torch.bfloat16 if takes_half else torch.float32
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from model_components._checks import MaybeWhole, check_choice, check_value
 from model_components._devices import find_device
@@ -47,6 +47,11 @@ def parse_size(size: int | str) -> int:
     return count
 
 
+def _is_list_of_values(value: object) -> TypeGuard[Sequence[object]]:
+    """Return whether a parameter is a list; one with mappings is a single value with filters."""
+    return isinstance(value, (list, tuple)) and not any(isinstance(v, Mapping) for v in value)
+
+
 def build_recipe(
     models: Sequence[object],
     method: str,
@@ -61,6 +66,7 @@ def build_recipe(
             the number of models.
     """
     chosen = get_method(method)
+    per_model = {name for name, p in chosen.parameters.items() if p.per_model}
     if base_model is not None and chosen.base == "unused":
         raise ValueError(
             f"{method}: a base model was given, but this method uses none; list it among the models"
@@ -72,14 +78,7 @@ def build_recipe(
         name = key.rstrip("_")
         if name != key and name in parameters:
             raise ValueError(f"{method}: expected {name} or {key}, got both")
-        parameter = chosen.parameters.get(name)
-        per_model = parameter is not None and parameter.per_model
-        # a list with mappings is one value with filters, for all models
-        if (
-            per_model
-            and isinstance(value, (list, tuple))
-            and not any(isinstance(v, Mapping) for v in value)
-        ):
+        if name in per_model and _is_list_of_values(value):
             takers = [
                 o
                 for o, m in zip(own_parameters, models, strict=True)

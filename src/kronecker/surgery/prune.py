@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -289,13 +289,7 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     changes: Changes = []
     if isinstance(model, PreTrainedModel) and walk.config.allocate == "uniform":
         # before the fit: a family whose config has no field for the size is refused early
-        shapes = parameter_shapes(model) | {
-            n: s for p in parts for n, s in p.shapes(keep[p.name]).items()
-        }
-        new_config = stock_config(
-            type(model), model.config, shapes, {p.count: keep[p.name] for p in parts}
-        )
-        changes = attribute_changes(model, new_config)
+        changes = _stock_changes(model, parts, keep)
     fitting = [
         Part(p.name, dict.fromkeys(p.modules, walk.config), p.mlp, keep[p.name]) for p in parts
     ]
@@ -308,6 +302,17 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     return [
         PrunedLayer(n, _NEURONS, sizes[n], keep[n], fitted.error**0.5) for n, fitted in done.items()
     ], remarks
+
+
+def _stock_changes(
+    model: PreTrainedModel, parts: Sequence[PrunablePart], keep: Mapping[str, int]
+) -> Changes:
+    """Return what to set on a model so that its config has the new sizes."""
+    shapes = parameter_shapes(model)
+    for part in parts:
+        shapes |= part.shapes(keep[part.name])
+    sizes = {p.count: keep[p.name] for p in parts}
+    return attribute_changes(model, stock_config(type(model), model.config, shapes, sizes))
 
 
 def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:

@@ -420,7 +420,7 @@ SHAPES = {
 """Width, inner width and layers: the thinker has 329,472 parameters, and 4 steps of it about the
 operations of five layers of its width."""
 UNTAUGHT = "thinker, on the text alone"
-RATES, DISTILLED = (1e-3, 2e-3, 4e-3), 2000
+RATES, DISTILLED = (2e-3, 4e-3, 8e-3), 1500
 distilled = cache(Distilled)
 
 

@@ -27,7 +27,7 @@ from ..discovery.stock import (
     set_attributes_,
     stock_config,
 )
-from ..fitting.block import blocks_with
+from ..fitting.block import Block, blocks_with
 from ..fitting.cache import fit_stage
 from ..fitting.fit import Fitted, Part, fit_, remarks_of
 from ..storage.checkpoints import own_saving_
@@ -223,7 +223,7 @@ class _Walk:
     ) -> dict[str, Fitted]:
         """Fit parts in place."""
         # part of the cache's key: parts fitted with other products are other parts
-        in_bfloat16 = _gains_by_bfloat16(self.model, parts)
+        in_bfloat16 = self._gains_by_bfloat16(parts)
         cache = fit_stage(
             self.cache,
             self.model,
@@ -233,7 +233,7 @@ class _Walk:
         )
         with (
             evaluating(self.model),
-            _bfloat16_products(self.model) if in_bfloat16 else nullcontext(),
+            self._products(parts),
             tqdm(total=len(parts), desc="pruning", disable=not self.progress) as bar,
         ):
             done = fit_(
@@ -250,22 +250,35 @@ class _Walk:
         self.notes = (*fits, *remarks_of(done))
         return done
 
+    def influences(self, parts: Sequence[PrunablePart]) -> tuple[list[Block], list[float]]:
+        """Return the blocks and the influence of each."""
+        with torch.no_grad(), evaluating(self.model):
+            blocks, states = blocks_with(self.model, [], [p.name for p in parts], self.data)
+            if len(blocks) < 2:
+                raise ValueError(
+                    f"prune_: the blocks of {type(self.model).__name__} are not one list of "
+                    "modules, expected that to compare their influence"
+                )
+            with self._products(parts):
+                return blocks, block_influences(blocks, states)
+
     def refits(self, parts: Sequence[PrunablePart]) -> list[Part]:
         """MLPs that keep their neurons and make up for what goes elsewhere."""
         return [Part(p.name, dict.fromkeys(p.modules, self.config), p.mlp, p.count) for p in parts]
 
+    def _gains_by_bfloat16(self, parts: Sequence[Part | PrunablePart]) -> bool:
+        """Return whether products of the model's layers are faster in bfloat16."""
+        sizes = [num_parameters(self.model.get_submodule(p.name)) for p in parts]
+        device = next(self.model.parameters()).device
+        return max(sizes, default=0) >= _LARGE and is_faster_in_bfloat16(device)
 
-def _gains_by_bfloat16(model: nn.Module, parts: Sequence[Part]) -> bool:
-    """Return whether products of a model's layers are faster in bfloat16."""
-    largest = max((num_parameters(model.get_submodule(p.name)) for p in parts), default=0)
-    return largest >= _LARGE and is_faster_in_bfloat16(next(model.parameters()).device)
-
-
-def _bfloat16_products(model: nn.Module) -> AbstractContextManager[object]:
-    """Return a context in which products of float32 run in bfloat16."""
-    device = next(model.parameters()).device
-    # weights change within it, which a cache of their casts would miss
-    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
+    def _products(self, parts: Sequence[Part | PrunablePart]) -> AbstractContextManager[object]:
+        """Return a context in which products run in bfloat16 where that is faster."""
+        if not self._gains_by_bfloat16(parts):
+            return nullcontext()
+        device = next(self.model.parameters()).device
+        # weights change within it, which a cache of their casts would miss
+        return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
 
 Outcome = tuple[list[PrunedLayer], list[str]]  # a row for each layer, and remarks
@@ -283,8 +296,7 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
         walk.config, first.count, keep[first.name], f"neurons of {first.name}", near=1.0
     )
     if walk.config.allocate == "influence":
-        influences = _influence_of_each(walk, [p.name for p in parts])
-        keep = neurons_by_influence(parts, keep, influences, walk.config)
+        keep = neurons_by_influence(parts, keep, _influence_of_each(walk, parts), walk.config)
         remarks = [_UNEQUAL] if parameters_gone(parts, keep) else []
     changes: Changes = []
     if isinstance(model, PreTrainedModel) and walk.config.allocate == "uniform":
@@ -323,9 +335,8 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     keep = blocks_to_keep(model, stack, walk.config)
     if keep == stack.count:
         _refuse_nothing(walk.config, keep, "blocks")
-    with torch.no_grad(), evaluating(model):
-        influences = block_influences(*blocks_with(model, [], names, walk.data))
-        gone = least_influential(influences, keep)
+    _, influences = walk.influences(parts)
+    gone = least_influential(influences, keep)
     stay = [i for i in range(stack.count) if i not in gone]
     if isinstance(model, PreTrainedModel) and gone:
         # raises before the fit where no config has so few blocks
@@ -352,16 +363,9 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     return rows, _rounded(walk.config, stack.count, keep, "blocks")
 
 
-def _influence_of_each(walk: _Walk, names: Sequence[str]) -> dict[str, float]:
-    """Return the influence of the block of each layer."""
-    with torch.no_grad(), evaluating(walk.model):
-        blocks, states = blocks_with(walk.model, [], names, walk.data)
-        if len(blocks) < 2:
-            raise ValueError(
-                f"prune_: the blocks of {type(walk.model).__name__} are not one list of modules, "
-                "expected that for allocate='influence'"
-            )
-        influences = block_influences(blocks, states)
+def _influence_of_each(walk: _Walk, parts: Sequence[PrunablePart]) -> dict[str, float]:
+    """Return the influence of the block of each part."""
+    blocks, influences = walk.influences(parts)
     return {
         name: influence
         for block, influence in zip(blocks, influences, strict=True)

@@ -15,13 +15,12 @@ _STEP = 0.015  # of a step, as a share of a matrix's standard deviation
 
 
 def descended(
-    weights: MlpWeights, x: Tensor, target: Tensor, epochs: int
+    weights: MlpWeights, x: Tensor, target: Tensor, epochs: int, before: float
 ) -> tuple[MlpWeights, float]:
     """Return the MLP's weights after descent on |target - y|², and their relative error, squared.
 
-    The error is never above what it was.
+    The error is never above ``before``, what it was.
     """
-    before = weights.error(x, target)
     if not epochs:
         return weights, before
     moved = _moved(weights, x, target, epochs)
@@ -45,7 +44,8 @@ def _moved(weights: MlpWeights, x: Tensor, target: Tensor, epochs: int) -> MlpWe
     weights = weights.with_parameters(parameters)
     groups = [{"params": [t], "lr": 0.0, "size": s} for t, s in zip(parameters, sizes, strict=True)]
     # rates are set in every step below; the groups only hold the sizes
-    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
+    # fused: the plain loop over tensors takes four times as long on a CPU
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95), fused=True)
     generator = torch.Generator().manual_seed(0)
     batch = min(_BATCH, len(x))
     chunks: list[Tensor] = []

@@ -57,7 +57,8 @@ def fit_factors(mlp: Mlp, weights: MlpWeights, seen: Seen, configs: Configs) -> 
     epochs = max(c.epochs for c in configs.values())
     if started.middle is None:
         return FactorFit(started, moments.error(started.down_weight, started.down_bias) ** 2, order)
-    return FactorFit(*descended(started, x, target, epochs), order)
+    before = started.error(x, target)
+    return FactorFit(*descended(started, x, target, epochs, before), order)
 
 
 def _started(

@@ -111,8 +111,8 @@ class MlpWeights:
         """Return the error of what it gives: Σ |t - y|² over Σ |t|²."""
         # in pieces: the hidden neurons of all tokens at once are many times the inputs
         parts = zip(x.split(_CHUNK), target.split(_CHUNK), strict=True)
-        apart = sum(float((t - self(rows)).double().square().sum()) for rows, t in parts)
-        return apart / max(1e-30, float(target.double().square().sum()))
+        apart = sum(float((t - self(rows)).float().square().sum()) for rows, t in parts)
+        return apart / max(1e-30, float(target.float().square().sum()))
 
 
 @dataclass

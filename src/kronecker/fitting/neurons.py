@@ -63,9 +63,11 @@ def fit_neurons(
     """
     chosen = most_important(weights, seen.moments, keep)
     small = _with_writing_matrix(weights.on(mlp, chosen), weights, seen.moments, chosen, config)
-    if config.descends and seen.moments.count and small.middle is not None:
-        return descended(small, torch.cat(seen.inputs), torch.cat(seen.targets), config.epochs)
-    return small, seen.moments.of_inputs(chosen).error(small.down_weight, small.down_bias) ** 2
+    error = seen.moments.of_inputs(chosen).error(small.down_weight, small.down_bias) ** 2
+    if not config.descends or not seen.moments.count or small.middle is None:
+        return small, error
+    x, target = torch.cat(seen.inputs), torch.cat(seen.targets)
+    return descended(small, x, target, config.epochs, error)
 
 
 def _with_writing_matrix(

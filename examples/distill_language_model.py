@@ -2,11 +2,11 @@
 
 python examples/distill_language_model.py build/real/smollm2 texts.json --out runs/distill
 
-The language model says what the next byte of each text may be; a small causal thinker learns its
-probabilities, and is tested on texts that were held out, in nats for each byte. ``texts.json`` is a
-list of objects, whose values are joined by newlines. With SmolLM2 and 3000 texts of Alpaca this
-takes 20 minutes on one CPU core, most of it for the teacher, whose probabilities are kept in
-``--out``. ``--json`` takes the figures: the teacher's nats, and a list of {steps, nats}.
+A language model gives the probabilities of each next byte, and a small causal thinker learns them.
+It is tested on held-out texts, in nats a byte. ``texts.json`` is a list of objects, whose texts are
+joined by newlines. With SmolLM2 and 3000 texts of Alpaca this takes 20 minutes on one CPU core,
+most of it for the teacher, whose probabilities are kept in ``--out`` beside the thinker. ``--json``
+takes the figures: the teacher's nats, and a list of {steps, nats}.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import ask_where, make_room
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
@@ -44,13 +43,16 @@ RATE = 4e-3
 
 
 class NextByte:
-    """What a language model with byte-level tokens expects of the next byte.
+    """The next-byte probabilities of a language model with byte-level tokens.
 
-    Within a token it is the share of all tokens that begin with the bytes so far, by their next
-    byte. Tokens that end there are left out: what would follow them is another call of the model.
+    Within a token they are the shares, by the next byte, of all tokens that begin with the bytes so
+    far. Tokens that end there are left out: what would follow them is another call of the model.
 
     Args:
         folder: Folder of the model and its tokenizer.
+
+    Raises:
+        ValueError: The tokens are not made of bytes, or there is none to start with.
     """
 
     def __init__(self, folder: Path):
@@ -59,6 +61,13 @@ class NextByte:
         letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
         names = self.tokenizer.convert_ids_to_tokens(range(len(self.tokenizer)))
         special = set(self.tokenizer.all_special_ids)
+        if self.tokenizer.bos_token_id is None:
+            raise ValueError(f"{folder}: expected a tokenizer with a token that begins a text")
+        for number, name in enumerate(names):
+            if number not in special and not letters.keys() >= set(name):
+                raise ValueError(
+                    f"{folder}: expected a byte-level tokenizer, got the token {name!r}"
+                )
         self.words = [
             b"" if number in special else bytes(letters[letter] for letter in name)
             for number, name in enumerate(names)
@@ -68,9 +77,11 @@ class NextByte:
         self.bounds = cache(self._bounds)
 
     def _bounds(self, prefix: bytes) -> Tensor:  # (257,)
-        """Return where, among sorted tokens, those begin that go on with each byte."""
+        """Return, for each next byte, the place of the first sorted token that goes on with it.
+
+        The last number is the place behind all of them.
+        """
         firsts = [bisect_left(self.sorted, prefix + bytes([byte])) for byte in range(256)]
-        # behind every token that begins with the prefix
         end = bisect_right(self.sorted, prefix + b"\xff" * len(max(self.sorted, key=len)))
         return torch.tensor([*firsts, end])
 
@@ -80,10 +91,12 @@ class NextByte:
         tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         words = [self.words[token] for token in tokens]
         if b"".join(words) != text.encode():
-            raise ValueError(f"expected tokens that make up {text[:40]!r}, got {words[:8]}")
+            raise ValueError(
+                f"expected tokens that join to the text {text[:40]!r}, got {words[:8]}"
+            )
         start = self.tokenizer.bos_token_id
         logits = self.model(torch.tensor([[start, *tokens[:-1]]])).logits[0]
-        # sums of many small numbers, of which small differences count
+        # in float64: differences of sums lose small probabilities in float32
         shares = logits[:, self.order].softmax(-1).double().cumsum(-1)
         shares = F.pad(shares, (1, 0))
         rows = [row for row, word in enumerate(words) for _ in word]
@@ -119,12 +132,17 @@ class Stream:
 
 def read_texts(file: Path, count: int) -> list[str]:
     """Return the first texts of a JSON file."""
-    rows = json.loads(file.read_text(encoding="utf-8"))[:count]
-    return ["\n".join(filter(None, row.values())) for row in rows]
+    rows = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise SystemExit(f"{file}: expected a list of objects, got {str(rows)[:60]}")
+    return [
+        "\n".join(value for value in row.values() if isinstance(value, str) and value)
+        for row in rows[:count]
+    ]
 
 
 def make_stream(texts: Sequence[str], teacher: NextByte) -> Stream:
-    """Ask the teacher about each text; where a text ends, the end is certain."""
+    """Return texts with the teacher's probabilities; those of the byte `END` are 1."""
     data = []
     expected = []
     end = F.one_hot(torch.tensor([END]), 256).half()
@@ -139,7 +157,7 @@ Forward = Callable[[Tensor, int], Sequence[Tensor]]
 
 
 def thinker_forward(model: th.LatentThinker) -> Forward:
-    """Return the answers of a thinker after half of the steps, and after all."""
+    """Return a function that gives a thinker's logits after half of the steps, and after all."""
 
     def forward(read: Tensor, steps: int) -> Sequence[Tensor]:
         return model(read, n_step=steps, output_steps=sorted({-(-steps // 2), steps})).step_logits
@@ -157,11 +175,12 @@ def train(
     seed: int,
     batch_size: int = 16,
 ) -> None:
-    """Train towards the teacher's probabilities, by 1 to `STEPS` steps of thought in a batch."""
+    """Train on the teacher's probabilities, with a random number of steps for each batch."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98))
 
     def rate(done: int) -> float:
+        # 50 iterations of warm-up, then a cosine from 1 to 0.05
         return min(1, (done + 1) / 50) * (0.525 + 0.475 * math.cos(math.pi * done / iterations))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
@@ -188,15 +207,19 @@ def spread(stream: Stream, pieces: int) -> Tensor:  # (pieces,)
 
 @torch.no_grad()
 def nats(forward: Forward, stream: Stream, steps: int, pieces: int) -> float:
-    """Return nats for each byte of a stream, of the second halves of evenly spread pieces."""
+    """Return the mean loss in nats a byte, over the second halves of evenly spread pieces."""
     read, following, _ = stream.pieces(spread(stream, pieces))
-    half = LENGTH // 2
+    half = LENGTH // 2  # so that each byte has as many before it
     logits = torch.cat([forward(part, steps)[-1][:, half:] for part in read.split(32)])
     return float(F.cross_entropy(logits.flatten(0, 1), following[:, half:].flatten()))
 
 
 def teacher_nats(stream: Stream, pieces: int) -> float:
-    """Return the teacher's nats for the same bytes; it has read their texts from the start."""
+    """Return the teacher's mean nats a byte, of the same bytes.
+
+    It has an easier task: it reads each text from its start, is told where tokens end, and the end
+    of a text costs it nothing.
+    """
     _, following, expected = stream.pieces(spread(stream, pieces))
     half = LENGTH // 2
     found = expected[:, half:].gather(-1, following[:, half:, None])
@@ -205,25 +228,29 @@ def teacher_nats(stream: Stream, pieces: int) -> float:
 
 
 def kept_streams(model: Path, texts: Sequence[str], file: Path) -> tuple[Stream, Stream]:
-    """Return the streams of training and of held-out texts, a twentieth of all.
+    """Return the streams of training and of held-out texts, the first twentieth.
 
-    They are kept in ``file``; those of another teacher or of other texts are made again.
+    They are kept in ``file``, and made again for another folder or other texts. Remove the file if
+    the model in the folder changes.
     """
     held = -(-len(texts) // 20)
     parts = (texts[held:], texts[:held])
     for part in parts:
         size = len("".join(part).encode())
         if size <= LENGTH:
-            raise SystemExit(f"expected more than {LENGTH} bytes to train or test on, got {size}")
+            raise SystemExit(
+                f"expected more than {LENGTH} bytes to train and to test on, got {size}; give more "
+                "texts"
+            )
     key = hashlib.sha256(repr([str(model.resolve()), *texts]).encode()).hexdigest()
     kept = torch.load(file) if file.is_file() else {"key": None}
     if kept["key"] != key:
         teacher = NextByte(model)
         streams = [make_stream(part, teacher) for part in parts]
         kept = {"key": key, "streams": [(one.data, one.expected) for one in streams]}
-        part = file.with_suffix(".part")
-        torch.save(kept, part)
-        part.replace(file)
+        temporary = file.with_suffix(".part")
+        torch.save(kept, temporary)
+        temporary.replace(file)
     training, held_out = (Stream(*one) for one in kept["streams"])
     return training, held_out
 
@@ -252,7 +279,13 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=1500)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
-    ask_where(parser)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/distill_language_model"),
+        help="folder for the teacher's probabilities and the thinker",
+    )
+    parser.add_argument("--json", type=Path, help="a file for the figures")
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
     options = parser.parse_args()
     if options.smoke:
@@ -260,9 +293,8 @@ def main() -> None:
     for place in (options.model / "config.json", options.texts):
         if not place.is_file():
             parser.error(f"{place} is no file; expected a model's folder and a JSON file of texts")
-    make_room(parser, options)
     torch.set_num_threads(1)
-    out = options.out or Path("runs/distill_language_model")
+    out = options.out
     out.mkdir(parents=True, exist_ok=True)
     texts = read_texts(options.texts, options.count)
     training, held_out = kept_streams(options.model, texts, out / "teacher.pt")
@@ -285,8 +317,9 @@ def main() -> None:
     print(f"the teacher: {figures['teacher']:.3f} nats a byte")
     figures["steps"] = []
     for steps in (1, 2, 4, 8, 16):
-        figures["steps"].append({"steps": steps, "nats": nats(forward, held_out, steps, pieces)})
-        print(f"{steps} steps: {figures['steps'][-1]['nats']:.3f} nats a byte")
+        loss = nats(forward, held_out, steps, pieces)
+        figures["steps"].append({"steps": steps, "nats": loss})
+        print(f"steps {steps}: {loss:.3f} nats a byte")
     model.save_pretrained(out / "thinker")
     print(f"the thinker: {out / 'thinker'}")
     if options.json is not None:

@@ -131,7 +131,7 @@ def prune(
 
     from .data.text import text_batches, text_of
     from .loading import calibration_of, context_of, encoder_of, find_model, load
-    from .storage.checkpoints import compressed_card, smaller_card
+    from .storage.checkpoints import compressed_card, has_smaller_layers, smaller_card
     from .surgery.prune import prune_
 
     if tokens is None:
@@ -163,7 +163,8 @@ def prune(
         new.clear()
         loaded.save_pretrained(new.folder)
         call = f"prune_(model, {config}, calibration=batches)"
-        if config.allocate == "uniform":
+        is_stock = not has_smaller_layers(loaded)
+        if is_stock:
             card = smaller_card(model, loaded, call)
         else:
             card = compressed_card(loaded, call)
@@ -172,8 +173,11 @@ def prune(
     if "CausalLM" in type(loaded).__name__:
         hint = f"; measure its loss: model-components compare {model} {out} --text FILE"
     kind = "a stock model"
-    if config.allocate != "uniform":
-        kind = "a compressed model: load it with kronecker.from_pretrained"
+    if not is_stock:
+        kind = (
+            "a compressed model: load it with kronecker.from_pretrained, or run model-components "
+            "fold"
+        )
     print(f"{out} is {kind}{hint}")
     return report
 
@@ -273,10 +277,10 @@ class FoldReport(Report):
 
 
 def fold(model: str, out: Path, /) -> Report:
-    """Turn a model that convert wrote into the smallest ordinary transformers checkpoint.
+    """Turn a compressed model into the smallest ordinary transformers checkpoint.
 
     Args:
-        model: Folder that convert wrote.
+        model: Folder that convert, or prune with --allocate influence, wrote.
         out: Output folder: a new path, or an empty folder.
     """
     from .loading import find_model, load

@@ -192,8 +192,8 @@ class PruneConfig(CheckedConfig):
             fits the last matrix of each MLP in closed form alone.
         allocate: uniform keeps the same share of neurons in every MLP, so transformers can load the
             result without this library. influence keeps more where a block changes the hidden
-            states more; the loss is lower, and kronecker.from_pretrained loads the result. For
-            neurons alone.
+            states more. The MLPs then differ in size, so load the result with
+            kronecker.from_pretrained. Not for method=blocks.
         multiple_of: Round the number of neurons to a multiple of this. The neurons of experts are
             also rounded to a multiple of 8.
         ridge: Ridge penalty of the least squares, as a fraction of the inputs' mean second moment.
@@ -216,7 +216,7 @@ class PruneConfig(CheckedConfig):
     init: ClassVar[str] = "sequential"  # always; the other configs have a field of this name
 
     def problems(self) -> Iterator[str]:
-        """Yield problems: blocks have no neurons, and keep and size exclude each other."""
+        """Yield problems: multiple_of or allocate with blocks, keep together with size."""
         if self.multiple_of > 1 and self.method == "blocks":
             yield problem(self, "multiple_of", "1 for blocks")
         if self.allocate != "uniform" and self.method == "blocks":

@@ -48,7 +48,7 @@ def parse_size(size: int | str) -> int:
 
 
 def _is_list_of_values(value: object) -> TypeGuard[Sequence[object]]:
-    """Return whether a parameter is a list; one with mappings is a single value with filters."""
+    """Return whether a value is a list for the models; with mappings it is one value of filters."""
     return isinstance(value, (list, tuple)) and not any(isinstance(v, Mapping) for v in value)
 
 

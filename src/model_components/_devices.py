@@ -54,9 +54,9 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def is_faster_in_bfloat16(device: torch.device) -> bool:
-    """Return whether products are faster in bfloat16 than in float32.
+    """Return whether matrix products are expected to be faster in bfloat16 than in float32.
 
-    On x86 that takes AMX: with the instructions of AVX-512 alone they took 1.8 times as long.
+    x86 processors need AMX: with the instructions of AVX-512 alone they took 1.8 times as long.
     """
     import torch
 

@@ -191,7 +191,8 @@ def run(
             ).precision
         for name in WORDS:
             verdicts = verdicts_of(model, data[name])
-            if way == "with trees":  # the judge of the way before, half and half
+            # the model is as the way before has left it, after `fit_uncertainty_`
+            if way == "with trees":
                 verdicts = ((verdicts + trees[name]) / 2).log_softmax(-1)
             rows[way][name] = figures(verdicts, pairs[name])
     return {"seed": seed, **rows}
@@ -227,9 +228,9 @@ def write_table() -> None:
     note = (
         "The last five columns are log-losses; always saying one half has 0.693. Of the judge: the "
         f"median (and range) of {len(SEEDS)} seeds, as trained, after `calibrate_`, and after "
-        "`fit_uncertainty_` without `calibrate_`; the accuracy of all three is the same. Trees: "
-        "boosted trees on style, one fit. With trees: the mean of the log-probabilities of the two "
-        "columns beside it. Frozen MiniLM, four layers. Measured "
+        "`fit_uncertainty_` without `calibrate_`; the accuracy is that of these three. Trees: boosted "
+        "trees on style, one fit. With trees: the mean of the log-probabilities of the judge after "
+        "`fit_uncertainty_` and of the trees, normalized. Frozen MiniLM, four layers. Measured "
         f"{found['date']} at {found['commit']}."
     )
     put(GUIDE, [*lines, "", note], "away")

@@ -38,7 +38,7 @@ OURS = {
     "prune_, fast, influence": '`"fast"`, influence',
     "prune_, best, influence": '`"best"`, influence',
 }
-"""Ours, and their names in the small table."""
+"""Our methods, and their titles in the guide's small table."""
 
 
 def pruned(method: str, allocate: str = "uniform") -> Callable[..., None]:

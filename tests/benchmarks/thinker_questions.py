@@ -329,8 +329,8 @@ def text(seed: int, few: int) -> Rows:
 
 
 def raised(seed: int, few: int) -> Rows:
-    """Copying before and after the ranges of latents and steps are raised, and after as many
-    iterations without."""
+    """Copying before the ranges of latents and steps are raised, after, and after as many iterations
+    without."""
     rows = []
     narrow, wide = (
         {"n_latent": (4, 16), "n_step": (4, 12)},
@@ -417,8 +417,8 @@ SHAPES = {
     "transformer, as many parameters": (104, 304, 2),
     "transformer, as many operations": (128, 344, 5),
 }
-"""Width, inner width and layers: the thinker has 329,472 parameters, and 4 steps of it about the
-operations of five layers of its width."""
+"""Width, inner width and layers: the thinker has 329,472 parameters, and four of its steps cost
+about as much as five layers of its width."""
 UNTAUGHT = "thinker, on the text alone"
 RATES, DISTILLED = (2e-3, 4e-3, 8e-3), 1500
 distilled = cache(Distilled)
@@ -492,7 +492,10 @@ def draw() -> None:
     matplotlib.rcParams["svg.hashsalt"] = "thinker"
     from matplotlib.figure import Figure
 
-    seeds = json.loads(FOUND.read_text(encoding="utf-8"))["raised"]["seeds"]
+    found = json.loads(FOUND.read_text(encoding="utf-8"))
+    if "raised" not in found:
+        return
+    seeds = found["raised"]["seeds"]
     names = list(dict.fromkeys(row["trained with"] for row in seeds[0]))
     figure = Figure((11, 3.2), layout="constrained")
     for number, name in enumerate(names):

@@ -26,7 +26,7 @@ class JudgeConfig(CheckedConfig):
             and the N lowest layers. A frozen encoder reads each answer once.
         depth: Number of the encoder's layers to use, from the lowest; default: all.
         dtype: Dtype of the encoder's weights. auto: bfloat16 if the encoder is frozen and the
-            device has instructions for it, else float32.
+            device is faster in it (on x86: with AMX), else float32.
         link: Function from features to log-probabilities; see PairwiseConfig.
         pooling: Hidden states that stand for an answer; see PairwiseConfig.
         surface: Surface features given to the head: length, style, overlap; none of them with

@@ -19,7 +19,7 @@ def descended(
 ) -> tuple[MlpWeights, float]:
     """Return the MLP's weights after descent on |target - y|², and their relative error, squared.
 
-    The error is never above ``before``, what it was.
+    The error is never above ``before``, that of the weights that came.
     """
     if not epochs:
         return weights, before

@@ -92,8 +92,8 @@ def check_config(name: str, module: nn.Module, config: Config, tied: bool) -> No
             )
         if config.allocate != "uniform":
             raise ValueError(
-                f"convert_: PruneConfig has allocate {config.allocate!r}, expected 'uniform'; "
-                "prune_ takes the other"
+                f"convert_: allocate is {config.allocate!r}, expected 'uniform'; prune_ allocates "
+                "by influence"
             )
         return
     if isinstance(config, KroneckerConfig) and (tied or not is_linear(module)):

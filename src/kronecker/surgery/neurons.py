@@ -26,7 +26,8 @@ from .convert import num_parameters
 _SMOOTHING = 0.1
 """Temperature of the softmax of influences. 0.1 is MoDeGPT's."""
 _MOST_GONE = 0.8
-"""Largest share of an MLP's neurons that goes, unless more goes of all."""
+"""Largest share of its neurons that an MLP may lose, unless the whole cut is larger. With 0.8, as
+our MoDeGPT has it, no MLP of SmolLM2 reached it."""
 
 
 @dataclass(frozen=True)
@@ -121,15 +122,17 @@ def neurons_by_influence(
     influences: Mapping[str, float],
     config: PruneConfig,
 ) -> dict[str, int]:
-    """Return how many hidden neurons each part keeps if blocks of less influence lose more.
+    """Return how many hidden neurons each part keeps, with larger cuts in blocks of low influence.
 
-    The shares that go are a softmax of -influence (MoDeGPT, arXiv 2408.09632).
+    The share that a part loses is proportional to softmax(-influence), up to a limit (MoDeGPT,
+    arXiv 2408.09632).
 
     Args:
         parts: The MLPs and stacks of experts.
-        keep: How many each keeps if all keep the same share; as many parameters go here.
-        influences: That of each part's block.
-        config: How numbers of neurons are rounded.
+        keep: The neurons that each part would keep at equal shares. It sets the number of
+            parameters to drop, before rounding.
+        influences: The influence of each part's block.
+        config: The settings that say how to round.
     """
     units = _units(parts, config)
     sizes = torch.tensor([p.per_neuron * p.count for p in parts], dtype=torch.float64)
@@ -154,13 +157,13 @@ def neurons_by_influence(
 
 
 def parameters_gone(parts: Sequence[PrunablePart], keep: Mapping[str, int]) -> int:
-    """Count the parameters that go if the parts keep so many neurons."""
+    """Count the parameters that are dropped if each part keeps ``keep[name]`` neurons."""
     return sum(p.per_neuron * (p.count - keep[p.name]) for p in parts)
 
 
 def _units(parts: Sequence[PrunablePart], config: PruneConfig) -> dict[str, int]:
-    """Return what the number of neurons of each part is a multiple of."""
-    # layers of one size have one field in a config
+    """Return, for each part, the multiple to which its neurons are rounded."""
+    # MLPs and experts of one size share a field of the config, so they are rounded alike
     grouped = {p.count for p in parts if p.mlp is None}
     return {
         p.name: math.lcm(config.multiple_of, GROUPED if p.count in grouped else 1) for p in parts
@@ -168,7 +171,7 @@ def _units(parts: Sequence[PrunablePart], config: PruneConfig) -> dict[str, int]
 
 
 def _rounded_down(neurons: float, count: int, unit: int) -> int:
-    """Return a number of neurons as a multiple of a unit, at least one unit or all of them."""
+    """Round down to a multiple of ``unit``, but never below ``min(count, unit)``."""
     # 1e-9 keeps a whole number that came out just below
     return max(min(count, unit), int(neurons / unit + 1e-9) * unit)
 

@@ -51,8 +51,8 @@ from .neurons import (
 
 _NEURONS = "neurons"
 _UNEQUAL = (
-    "MLPs have different sizes, which no stock config describes: save_pretrained writes a folder "
-    "that kronecker.from_pretrained loads"
+    "no stock config describes MLPs of different sizes: save_pretrained writes a folder for "
+    "kronecker.from_pretrained, and fold pads them to one size"
 )
 _NEAR = 0.01  # of all parameters; of less than that no one is told
 _LARGE = 1 << 18  # parameters of a layer; of smaller ones casts take what products save
@@ -175,8 +175,9 @@ def prune_(
 
     Raises:
         ValueError: No MLP, weights that are shared by several, quantized, zero, not finite or on
-            the meta device; a family whose config has no field for the size; bad calibration.
-            Nothing has changed then.
+            the meta device; a family whose config has no field for the size, except with
+            ``allocate="influence"``; with that or ``method="blocks"``, blocks that are not one
+            list; bad calibration. Nothing has changed then.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(
@@ -256,8 +257,8 @@ class _Walk:
             blocks, states = blocks_with(self.model, [], [p.name for p in parts], self.data)
             if len(blocks) < 2:
                 raise ValueError(
-                    f"prune_: the blocks of {type(self.model).__name__} are not one list of "
-                    "modules, expected that to compare their influence"
+                    f"prune_: {type(self.model).__name__} is not two or more blocks in one list, "
+                    "each of which reads what the one before says; expected allocate='uniform'"
                 )
             with self._products(parts):
                 return blocks, block_influences(blocks, states)
@@ -273,7 +274,7 @@ class _Walk:
         return max(sizes, default=0) >= _LARGE and is_faster_in_bfloat16(device)
 
     def _products(self, parts: Sequence[Part | PrunablePart]) -> AbstractContextManager[object]:
-        """Return a context in which products run in bfloat16 where that is faster."""
+        """Return a context in which products run in bfloat16 if that is faster."""
         if not self._gains_by_bfloat16(parts):
             return nullcontext()
         device = next(self.model.parameters()).device

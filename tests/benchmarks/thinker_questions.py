@@ -338,8 +338,8 @@ def raised(seed: int, few: int) -> Rows:
     )
     model = COPY | {"latent_init": "noise"}
     before, seconds = train(copying(seed, length=12, **narrow), model, few or 800, seed)
-    trained = {"4 to 16 latents, 4 to 12 steps": (before, seconds)}
-    for name, ranges in (("and on with the same", narrow), ("and on with 24 and 16", wide)):
+    trained = {"800 iterations": (before, seconds)}
+    for name, ranges in (("and 400 more", narrow), ("and 400 more, wider", wide)):
         made = copy.deepcopy(before)
         more = train_on(made, copying(seed + 10, length=12, **ranges), few or 400, seed)
         trained[name] = (made, seconds + more)

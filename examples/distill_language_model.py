@@ -38,6 +38,8 @@ STEPS = 8
 """Most steps of thought in training."""
 END = 0
 """Byte between two texts."""
+_LEAST = 1e-12
+"""Probability that is added to the byte that came: differences of sums are exact to about 1e-16."""
 RATE = 4e-3
 """The best of three learning rates for the default size."""
 
@@ -88,12 +90,8 @@ class NextByte:
     @torch.no_grad()
     def __call__(self, text: str) -> Tensor:  # (bytes of the text, 256)
         """Return the probabilities of each byte of a text, given those before it."""
-        tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        tokens = self.tokens_of(text)
         words = [self.words[token] for token in tokens]
-        if b"".join(words) != text.encode():
-            raise ValueError(
-                f"expected tokens that join to the text {text[:40]!r}, got {words[:8]}"
-            )
         start = self.tokenizer.bos_token_id
         logits = self.model(torch.tensor([[start, *tokens[:-1]]])).logits[0]
         # in float64: differences of sums lose small probabilities in float32
@@ -102,7 +100,22 @@ class NextByte:
         rows = [row for row, word in enumerate(words) for _ in word]
         bounds = [self.bounds(word[:place]) for word in words for place in range(len(word))]
         found = shares[torch.tensor(rows)[:, None], torch.stack(bounds)].diff()
+        # the byte that came is never impossible, however small its probability
+        place = torch.arange(len(found))
+        found[place, torch.tensor([*text.encode()])] += _LEAST
+        if not found.isfinite().all():
+            raise ValueError(f"expected finite probabilities of {text[:40]!r}, got nan")
         return (found / found.sum(-1, keepdim=True)).float()
+
+    def tokens_of(self, text: str) -> list[int]:
+        """Return the tokens of a text, of which its bytes are made."""
+        tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        words = [self.words[token] for token in tokens]
+        if b"".join(words) != text.encode():
+            raise ValueError(
+                f"expected tokens that join to the text {text[:40]!r}, got {words[:8]}"
+            )
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -132,13 +145,17 @@ class Stream:
 
 def read_texts(file: Path, count: int) -> list[str]:
     """Return the first texts of a JSON file."""
-    rows = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SystemExit(f"{file}: expected JSON in UTF-8, got {error}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise SystemExit(f"{file}: expected a list of objects, got {str(rows)[:60]}")
-    return [
+    texts = [
         "\n".join(value for value in row.values() if isinstance(value, str) and value)
-        for row in rows[:count]
+        for row in rows
     ]
+    return [text for text in texts if text][:count]
 
 
 def make_stream(texts: Sequence[str], teacher: NextByte) -> Stream:
@@ -246,6 +263,8 @@ def kept_streams(model: Path, texts: Sequence[str], file: Path) -> tuple[Stream,
     kept = torch.load(file) if file.is_file() else {"key": None}
     if kept["key"] != key:
         teacher = NextByte(model)
+        for text in texts:
+            teacher.tokens_of(text)  # refused before the teacher runs
         streams = [make_stream(part, teacher) for part in parts]
         kept = {"key": key, "streams": [(one.data, one.expected) for one in streams]}
         temporary = file.with_suffix(".part")
@@ -293,6 +312,12 @@ def main() -> None:
     for place in (options.model / "config.json", options.texts):
         if not place.is_file():
             parser.error(f"{place} is no file; expected a model's folder and a JSON file of texts")
+    if min(options.count, options.iterations) < 1 or options.width < 8 or options.width % 8:
+        parser.error("expected --count and --iterations of 1 or more, --width a multiple of 8")
+    if options.json is not None:
+        if options.json.is_dir():
+            parser.error(f"{options.json} is a folder; expected a file")
+        options.json.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     out = options.out
     out.mkdir(parents=True, exist_ok=True)

@@ -876,8 +876,14 @@ def test_blocks_of_less_influence_lose_more_neurons(kind, method, tmp_path):
     gone = (-influences / 0.1).softmax(0) * 0.5 * len(influences)
     count = report.layers[0].before
     assert gone.max() < 0.8
-    assert [row.after for row in report.layers] == [int((1 - g) * count + 1e-6) for g in gone]
-    assert len({row.after for row in report.layers}) > 1
+    assert all(
+        abs(row.after - (1 - g) * count) < 1
+        for row, g in zip(report.layers, gone.tolist(), strict=True)
+    )
+    # as many in all as uniform shares would leave
+    assert sum(row.after for row in report.layers) == len(gone) * (count // 2)
+    # BERT's blocks differ by less than a neuron
+    assert kind == "bert" or len({row.after for row in report.layers}) > 1
     assert any("for kronecker.from_pretrained" in note for note in report.notes)
     model.save_pretrained(tmp_path)
     torch.testing.assert_close(output(from_pretrained(tmp_path)), output(model))
@@ -901,7 +907,107 @@ def test_no_mlp_loses_more_than_four_fifths_and_the_size_holds():
     keep = neurons_by_influence(parts, dict.fromkeys(uniform, 100), influences, PruneConfig())
     assert set(keep.values()) == {100}
     keep = neurons_by_influence(parts, uniform, influences, PruneConfig(multiple_of=64))
-    assert [keep[p.name] for p in parts] == [128, 320, 320, 768]
+    assert [keep[p.name] for p in parts] == [128, 320, 320, 800]
+    keep = neurons_by_influence(parts, dict.fromkeys(uniform, 800), influences, PruneConfig())
+    assert set(keep.values()) == {800}
+
+
+def of_one_loud_block(kind="llama"):
+    """A model whose first block alone changes the hidden states much."""
+    model = tiny(kind)
+    with torch.no_grad():
+        for number, layer in enumerate(model.model.layers):
+            for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                module.weight.mul_(30 if number == 0 else 0.01)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"size": 0.72, "multiple_of": 8}, 0.72),
+        ({"size": 1.0, "multiple_of": 16}, 1.0),
+        ({"keep": 1.0, "multiple_of": 16}, 1.0),
+    ],
+)
+def test_a_size_holds_whatever_the_rounding(fields, kept):
+    model = of_one_loud_block()
+    config = PruneConfig(allocate="influence", epochs=0, **fields)
+    report = prune_(model, config, calibration=[ids()], progress=False)
+    assert kept - 0.15 < report.after / report.before <= kept
+    if kept == 1:
+        assert not any("save_pretrained" in note for note in report.notes)
+
+
+def test_a_share_that_rounding_misses_is_said():
+    config = PruneConfig(keep=0.02, multiple_of=8, allocate="influence", epochs=0)
+    report = prune_(tiny("llama"), config, calibration=[ids()], progress=False)
+    assert any("32 of 96 neurons stay, 33.3%, asked for 2.0%" in note for note in report.notes)
+
+
+def test_a_users_own_save_pretrained_stays(tmp_path):
+    for allocate in ("uniform", "influence"):
+        model = tiny("llama")
+        model.model.save_pretrained = own = lambda *given, **named: None
+        config = PruneConfig(epochs=0, allocate=allocate)
+        if allocate == "uniform":
+            model.save_pretrained = own
+        prune_(model, config, calibration=[ids()], progress=False)
+        assert allocate == "influence" or vars(model)["save_pretrained"] is own
+
+
+def test_parts_that_take_more_than_a_config_are_no_trouble():
+    """PatchTST's encoder takes a number of patches, too."""
+    config = transformers.PatchTSTConfig(
+        num_input_channels=2,
+        context_length=32,
+        patch_length=8,
+        patch_stride=8,
+        d_model=16,
+        ffn_dim=24,
+        num_attention_heads=2,
+        num_hidden_layers=3,
+        prediction_length=4,
+    )
+    model = transformers.PatchTSTForPrediction(config).eval()
+    calibration = [{"past_values": torch.randn(8, 32, 2)}]
+    report = prune_(model, PruneConfig(), calibration=calibration, progress=False)
+    assert report.after < report.before
+
+
+def test_an_interrupt_at_the_end_leaves_the_model_as_it_was(monkeypatch, tmp_path):
+    model = tiny("llama")
+    before = output(model)
+
+    def interrupt(model):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kronecker.storage.checkpoints.has_smaller_layers", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prune_(model, PruneConfig(allocate="influence"), calibration=[ids()], progress=False)
+    assert torch.equal(output(model), before)
+    model.save_pretrained(tmp_path)
+    stock = auto_class("llama").from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(output(stock), before)
+
+
+class Mine(transformers.LlamaForCausalLM):
+    """A class of a user's own."""
+
+
+def test_what_has_no_influence_or_no_folder_is_refused():
+    config = PruneConfig(keep=0.5, allocate="influence")
+    padding = {"input_ids": ids(2), "attention_mask": torch.zeros(2, 16, dtype=torch.long)}
+    with pytest.raises(ValueError, match=r"the influence of model\.layers\.0 is nan.*all padding"):
+        prune_(tiny("llama"), config, calibration=[padding], progress=False)
+    with pytest.raises(ValueError, match=r"prune_: 'Mine' is not a model class of transformers"):
+        prune_(Mine(tiny("llama").config).eval(), config, calibration=[ids()], progress=False)
+    model = tiny("qwen3")
+    prune_(model, config, calibration=[ids()], progress=False)
+    for again in (PruneConfig(keep=0.5), PruneConfig(keep=0.5, method="blocks")):
+        with pytest.raises(ValueError, match=r"has lost neurons already.*allocate='influence'"):
+            prune_(model, again, calibration=[ids()], progress=False)
 
 
 def test_influence_is_for_a_whole_model():

@@ -53,8 +53,11 @@ def resized(model: nn.Module) -> dict[str, list[int]]:
     """
     if not isinstance(model, PreTrainedModel):
         return {}  # it has no config to differ from
-    # a copy, because building a model may write into its config
-    shapes = parameter_shapes(empty(type(model), copy.deepcopy(model.config)))
+    try:
+        # a copy, because building a model may write into its config
+        shapes = parameter_shapes(empty(type(model), copy.deepcopy(model.config)))
+    except TypeError:  # a part of a model, made with more than a config, as PatchTST's encoder
+        return {}
     parameters = model.named_parameters(remove_duplicate=False)
     return {n: list(p.shape) for n, p in parameters if n in shapes and p.shape != shapes[n]}
 
@@ -135,15 +138,17 @@ def own_saving_(model: nn.Module) -> None:
 
     Restore the original method where none are left.
     """
-    for module in (m for m in model.modules() if isinstance(m, PreTrainedModel)):
-        if has_smaller_layers(module):
+    models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    # all looked at before one is changed: an interrupt leaves nothing half done
+    for module, is_smaller in zip(models, list(map(has_smaller_layers, models)), strict=True):
+        if is_smaller:
             module.save_pretrained = partial(_save_compressed, module)
             # a second convert_ on the same model must not add the hooks again
             if _add_markers not in module._state_dict_hooks.values():
                 module.register_state_dict_post_hook(_add_markers)
                 module.register_load_state_dict_pre_hook(_drop_markers)
-        else:
-            vars(module).pop("save_pretrained", None)
+        elif getattr(vars(module).get("save_pretrained"), "func", None) is _save_compressed:
+            del module.save_pretrained
 
 
 def _add_markers(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -107,9 +108,20 @@ def block_influences(blocks: Sequence[Block], states: Sequence[Tensor]) -> list[
         cosines: list[Tensor] = []
         outputs = block.outputs(states)
         for call, before, after in zip(block.calls, states, outputs, strict=True):
+            if before.shape != after.shape:
+                raise ValueError(
+                    f"prune_: {block.name} makes hidden states of shape {list(after.shape)} from "
+                    f"{list(before.shape)}, expected one shape to measure its influence"
+                )
             first, last = (tokens(x, call.keep).float() for x in (before, after))
             cosines.append(torch.cosine_similarity(first, last, dim=-1))
-        influences.append(1 - float(torch.cat(cosines).mean()))
+        influence = 1 - float(torch.cat(cosines).mean())
+        if not math.isfinite(influence):
+            raise ValueError(
+                f"prune_: the influence of {block.name} is {influence}, expected finite hidden "
+                "states of calibration tokens that are not all padding"
+            )
+        influences.append(influence)
         states = outputs
     return influences
 

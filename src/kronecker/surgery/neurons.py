@@ -150,10 +150,35 @@ def neurons_by_influence(
         if not (gone > most).any():
             break
         full |= gone > most
-    return {
-        p.name: _rounded_down((1 - share) * p.count, p.count, units[p.name])
-        for p, share in zip(parts, gone.tolist(), strict=True)
-    }
+    wanted = {p.name: (1 - share) * p.count for p, share in zip(parts, gone.tolist(), strict=True)}
+    return _rounded_to_budget(parts, wanted, units, budget)
+
+
+def _rounded_to_budget(
+    parts: Sequence[PrunablePart],
+    wanted: Mapping[str, float],
+    units: Mapping[str, int],
+    budget: int,
+) -> dict[str, int]:
+    """Round numbers of neurons so that at least ``budget`` parameters go, and few more."""
+    found = {p.name: _rounded_down(wanted[p.name], p.count, units[p.name]) for p in parts}
+    spare = parameters_gone(parts, found) - budget
+    # a part cannot go below its first unit, so others may have to lose more
+    while spare < 0:
+        fewer = {p.name: _rounded_down(found[p.name] - 1, p.count, units[p.name]) for p in parts}
+        part = max(
+            (p for p in parts if fewer[p.name] < found[p.name]),
+            key=lambda p: found[p.name] - wanted[p.name],
+        )
+        found[part.name] = fewer[part.name]
+        spare = parameters_gone(parts, found) - budget
+    # what rounding took beyond the budget goes back where it took most
+    for part in sorted(parts, key=lambda p: found[p.name] - wanted[p.name]):
+        step = min(units[part.name], part.count - found[part.name])
+        if step * part.per_neuron <= spare:
+            found[part.name] += step
+            spare -= step * part.per_neuron
+    return found
 
 
 def parameters_gone(parts: Sequence[PrunablePart], keep: Mapping[str, int]) -> int:

@@ -30,7 +30,7 @@ from ..discovery.stock import (
 from ..fitting.block import Block, blocks_with
 from ..fitting.cache import fit_stage
 from ..fitting.fit import Fitted, Part, fit_, remarks_of
-from ..storage.checkpoints import own_saving_
+from ..storage.checkpoints import model_class, own_saving_, resized
 from .blocks import (
     Stack,
     block_influences,
@@ -45,13 +45,12 @@ from .neurons import (
     PrunablePart,
     neurons_by_influence,
     neurons_to_keep,
-    parameters_gone,
     prunable_parts,
 )
 
 _NEURONS = "neurons"
 _UNEQUAL = (
-    "no stock config describes MLPs of different sizes: save_pretrained writes a folder for "
+    "the config does not describe the new sizes of the MLPs: save_pretrained writes a folder for "
     "kronecker.from_pretrained, and fold pads them to one size"
 )
 _NEAR = 0.01  # of all parameters; of less than that no one is told
@@ -199,6 +198,11 @@ def prune_(
     check_float64("prune_", model)
     _refuse(model)
     walk = _Walk(model, config, batches(calibration, model, "prune_"), cache, progress)
+    if config.allocate == "uniform" and (smaller := resized(model)):
+        raise ValueError(
+            f"prune_: {next(iter(smaller))} has lost neurons already, expected "
+            "allocate='influence' for a model whose MLPs have different sizes"
+        )
     prune = _drop_blocks if config.chosen_method == "blocks" else _drop_neurons
     before = num_parameters(model)
     rows, notes = prune(walk, prunable_parts(model, walk.data))
@@ -297,8 +301,15 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
         walk.config, first.count, keep[first.name], f"neurons of {first.name}", near=1.0
     )
     if walk.config.allocate == "influence":
+        if isinstance(model, PreTrainedModel):
+            # from_pretrained would not find a user's own class
+            model_class(type(model).__name__, "prune_")
         keep = neurons_by_influence(parts, keep, _influence_of_each(walk, parts), walk.config)
-        remarks = [_UNEQUAL] if parameters_gone(parts, keep) else []
+        # each part may be off by less than one neuron
+        count, kept = sum(p.count for p in parts), sum(keep.values())
+        remarks = _rounded(walk.config, count, kept, "neurons", near=len(parts))
+        if isinstance(model, PreTrainedModel) and kept < count:
+            remarks.append(_UNEQUAL)
     changes: Changes = []
     if isinstance(model, PreTrainedModel) and walk.config.allocate == "uniform":
         # before the fit: a family whose config has no field for the size is refused early
@@ -308,9 +319,10 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     ]
     with all_or_nothing(model, (n for p in parts for n in p.modules)):
         done = walk.fit(fitting, keep)
+        if walk.config.allocate == "influence":
+            own_saving_(model)
     # only now: until the fit is done an error leaves the model as it was
     set_attributes_(changes)
-    own_saving_(model)
     sizes = {p.name: p.count for p in parts}
     return [
         PrunedLayer(n, _NEURONS, sizes[n], keep[n], fitted.error**0.5) for n, fitted in done.items()

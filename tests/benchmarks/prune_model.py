@@ -63,7 +63,8 @@ METHODS: dict[str, Callable[..., None]] = {
     "blocks, least squares": pruning_rivals.fitted_depth,
     "ShortGPT": pruning_rivals.shortgpt,
 }
-RUNS = [(name, size, TOKENS) for size in SIZES for name in METHODS] + [(BEST, 0.7, LARGE)]
+RUNS = [(name, size, TOKENS) for size in SIZES for name in METHODS]
+RUNS += [(name, 0.7, LARGE) for name in (BEST, "prune_, best, influence")]
 
 
 def texts() -> dict[str, str]:

@@ -4,7 +4,7 @@ python examples/distill_language_model.py build/real/smollm2 texts.json --out ru
 
 A language model gives the probabilities of each next byte, and a small causal thinker learns them.
 It is tested on held-out texts, in nats a byte. ``texts.json`` is a list of objects, whose texts are
-joined by newlines. With SmolLM2 and 3000 texts of Alpaca this takes 20 minutes on one CPU core,
+joined by newlines. With SmolLM2 and 3000 texts of Alpaca this takes some 20 minutes on a CPU core,
 most of it for the teacher, whose probabilities are kept in ``--out`` beside the thinker. ``--json``
 takes the figures: the teacher's nats, and a list of {steps, nats}.
 """

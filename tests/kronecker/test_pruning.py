@@ -945,15 +945,11 @@ def test_a_share_that_rounding_misses_is_said():
     assert any("32 of 96 neurons stay, 33.3%, asked for 2.0%" in note for note in report.notes)
 
 
-def test_a_users_own_save_pretrained_stays(tmp_path):
-    for allocate in ("uniform", "influence"):
-        model = tiny("llama")
-        model.model.save_pretrained = own = lambda *given, **named: None
-        config = PruneConfig(epochs=0, allocate=allocate)
-        if allocate == "uniform":
-            model.save_pretrained = own
-        prune_(model, config, calibration=[ids()], progress=False)
-        assert allocate == "influence" or vars(model)["save_pretrained"] is own
+def test_a_users_own_save_pretrained_stays():
+    model = tiny("llama")
+    model.save_pretrained = own = lambda *given, **named: None
+    prune_(model, PruneConfig(epochs=0), calibration=[ids()], progress=False)
+    assert vars(model)["save_pretrained"] is own
 
 
 def test_parts_that_take_more_than_a_config_are_no_trouble():

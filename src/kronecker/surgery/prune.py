@@ -41,12 +41,7 @@ from .blocks import (
     new_places,
 )
 from .convert import num_parameters
-from .neurons import (
-    PrunablePart,
-    neurons_by_influence,
-    neurons_to_keep,
-    prunable_parts,
-)
+from .neurons import PrunablePart, neurons_by_influence, neurons_to_keep, prunable_parts
 
 _NEURONS = "neurons"
 _UNEQUAL = (
@@ -262,7 +257,8 @@ class _Walk:
             if len(blocks) < 2:
                 raise ValueError(
                     f"prune_: {type(self.model).__name__} is not two or more blocks in one list, "
-                    "each of which reads what the one before says; expected allocate='uniform'"
+                    "each of which reads what the one before says; expected that to measure "
+                    "influence"
                 )
             with self._products(parts):
                 return blocks, block_influences(blocks, states)

@@ -1,0 +1,289 @@
+"""What training the encoder is worth to a judge: MiniLM frozen, with the upper two layers trained,
+with all trained, and with LoRA, on the same pairs and tests as in `pairwise_away`.
+
+Each way's rate is chosen by the log-loss of seed 0 on the pairs that also choose the epoch. Every
+judge gets `fit_uncertainty_` and `calibrate_`, as in `train_judge`. CPU seconds are those of the
+training alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import TrainingArguments, set_seed
+
+from heads.pairwise import (
+    Pair,
+    PairwiseDataset,
+    PairwiseModel,
+    PairwiseTrainer,
+    baseline_verdicts,
+    calibrate_,
+    fit_uncertainty_,
+    freeze_,
+)
+from heads.pairwise.report.baselines import BASELINES
+from tests.benchmarks.pairwise_away import FEATURES, GUIDE, SEEDS, fewer, figures, sets, verdicts_of
+from tests.benchmarks.results import RESULTS, commit, put, today
+from tests.support import real
+
+FOUND = RESULTS / "pairwise_encoders.json"
+HEAD_RATE = 1e-3
+MAX_TOKENS, MOST = 256, 400  # tokens of an answer with its prompt, pairs of each test
+TESTS = {
+    "home": "prompts never seen",
+    "models": "models never seen",
+    "people": "hh-rlhf",
+    "polite": "rewrites",
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train a judge."""
+
+    name: str
+    freeze: str
+    depth: int = 6
+    rates: tuple[float, ...] = (HEAD_RATE,)  # of the encoder; of a frozen one the head's
+    epochs: int = 2
+    rank: int = 0  # of LoRA
+
+    @property
+    def trains(self) -> bool:
+        """Return whether the encoder trains."""
+        return self.freeze != "all" or bool(self.rank)
+
+
+TUNED = (3e-5, 1e-4, 3e-4)
+WAYS = (
+    Way("frozen, 4 layers", "all", depth=4, epochs=8),
+    Way("frozen, 6 layers", "all", epochs=8),
+    Way("2 of 6 layers trained", "bottom:4", rates=TUNED),
+    Way("LoRA of rank 16", "all", rates=(2e-4, 6e-4, 2e-3), rank=16),
+    Way("all trained", "none", rates=TUNED),
+)
+
+
+def made(way: Way) -> Any:
+    """A new judge."""
+    # the settings of `JudgeConfig`
+    model: Any = PairwiseModel.from_encoder(
+        real.minilm(),
+        dtype=torch.float32,
+        depth=way.depth,
+        ties=False,
+        dropout=0.3,
+        max_tokens=MAX_TOKENS,
+    )
+    freeze_(model, way.freeze)
+    if not way.rank:
+        return model
+    config = LoraConfig(
+        r=way.rank,
+        lora_alpha=way.rank,
+        target_modules=r".*layer\.\d+\..*(query|key|value|dense)",
+        modules_to_save=["head", "pool"],
+    )
+    return get_peft_model(model, config)
+
+
+def train(
+    way: Way, model: Any, data: dict[str, PairwiseDataset], rate: float, seed: int, epochs: int
+) -> float:
+    """Train a judge and return the log-loss of its best epoch."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            num_train_epochs=epochs,
+            per_device_train_batch_size=32 if way.trains else 64,
+            learning_rate=rate,
+            warmup_steps=0.1,
+            lr_scheduler_type="cosine",
+            weight_decay=0.05,
+            seed=seed,
+            eval_strategy="epoch",
+            save_strategy="epoch",
+            save_total_limit=2,
+            load_best_model_at_end=True,
+            metric_for_best_model="log_loss",
+            greater_is_better=False,
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            logging_strategy="no",
+        )
+        trainer = PairwiseTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=data["train"],
+            eval_dataset=data["epoch"],
+            head_lr_ratio=HEAD_RATE / rate,
+            # a run that learns nothing is a result here
+            guard=False,
+        )
+        trainer.train()
+        return trainer.state.best_metric
+
+
+def run(
+    way: Way,
+    pairs: dict[str, list[Pair]],
+    rate: float,
+    seed: int,
+    *,
+    smoke: bool = False,
+) -> dict[str, Any]:
+    """Train one judge at one rate; its figures on the tests."""
+    set_seed(seed)
+    model = made(way)
+    data = {name: model.dataset(part, progress=False) for name, part in pairs.items()}
+    if not way.trains:
+        for one in data.values():
+            one.encode_(model, cache=FEATURES, progress=False)
+    begin = time.process_time()
+    chosen_by = train(way, model, data, rate, seed, epochs=1 if smoke else way.epochs)
+    seconds = round(time.process_time() - begin)
+    fit_uncertainty_(model, data["train"], data["temperature"])
+    calibrate_(model, data["temperature"], progress=False)
+    return {
+        "way": way.name,
+        "pairs": len(pairs["train"]),
+        "rate": rate,
+        "seed": seed,
+        "log_loss_by_which_the_rate_is_chosen": round(chosen_by, 4),
+        "cpu_seconds": seconds,
+        "tests": {name: figures(verdicts_of(model, data[name]), pairs[name]) for name in TESTS},
+        "date": today(),
+        "commit": commit(),
+    }
+
+
+def trees(pairs: dict[str, list[Pair]]) -> dict[str, Any]:
+    """The row of boosted trees on surface features, fitted on all pairs that a judge gets."""
+    seen = [*pairs["train"], *pairs["epoch"], *pairs["temperature"]]
+    begin = time.process_time()
+    verdicts = {
+        name: baseline_verdicts(seen, pairs[name], classes=2)[BASELINES[-1]] for name in TESTS
+    }
+    return {
+        "way": BASELINES[-1],
+        "pairs": len(pairs["train"]),
+        "seed": 0,
+        "cpu_seconds": round(time.process_time() - begin),
+        "tests": {name: figures(one, pairs[name]) for name, one in verdicts.items()},
+        "date": today(),
+        "commit": commit(),
+    }
+
+
+def read_found() -> list[dict[str, Any]]:
+    """The rows that are there already."""
+    return json.loads(FOUND.read_text(encoding="utf-8"))["rows"] if FOUND.exists() else []
+
+
+def keep(row: dict[str, Any]) -> None:
+    """Add a row to the results."""
+    print(json.dumps(row), flush=True)
+    FOUND.write_text(json.dumps({"rows": [*read_found(), row]}, indent=1) + "\n", encoding="utf-8")
+
+
+def best_rate(way: str, count: int) -> float | None:
+    """The rate whose log-loss of seed 0 is lowest; None of baselines."""
+    tried = [
+        row
+        for row in read_found()
+        if (row["way"], row["pairs"], row["seed"]) == (way, count, 0) and "rate" in row
+    ]
+    best = min(tried, key=lambda row: row["log_loss_by_which_the_rate_is_chosen"], default={})
+    return best.get("rate")
+
+
+def measure(way: Way, pairs: dict[str, list[Pair]]) -> None:
+    """Run seed 0 at every rate, and the other seeds at the best."""
+    count = len(pairs["train"])
+
+    def run_once(rate: float, seed: int) -> None:
+        run_already = any(
+            (row["way"], row["pairs"], row.get("rate"), row["seed"])
+            == (way.name, count, rate, seed)
+            for row in read_found()
+        )
+        if not run_already:
+            keep(run(way, pairs, rate, seed))
+
+    for rate in way.rates:
+        run_once(rate, 0)
+    best = best_rate(way.name, count)
+    assert best is not None  # seed 0 has run
+    for seed in SEEDS[1:]:
+        run_once(best, seed)
+
+
+def write_table() -> None:
+    """Write the guide's table."""
+    rows = read_found()
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row.get("rate") == best_rate(row["way"], row["pairs"]):
+            groups.setdefault((row["pairs"], row["way"]), []).append(row)
+    header = ["encoder", "pairs", "rate", "accuracy", *TESTS.values(), "CPU s"]
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    order = [BASELINES[-1], *(way.name for way in WAYS)]
+    for (count, name), found in sorted(
+        groups.items(), key=lambda g: (g[0][0], order.index(g[0][1]))
+    ):
+        cells = [name, f"{count:,}", f"{found[0]['rate']:g}" if "rate" in found[0] else ""]
+        shares = [row["tests"]["home"]["accuracy"] for row in found]
+        cells.append(f"{statistics.median(shares):.1%}")
+        for test in TESTS:
+            losses = [row["tests"][test]["log_loss"] for row in found]
+            span = f" ({min(losses):.3f} to {max(losses):.3f})" if len(losses) > 1 else ""
+            cells.append(f"{statistics.median(losses):.3f}{span}")
+        cells.append(str(round(statistics.median(row["cpu_seconds"] for row in found))))
+        lines.append(f"| {' | '.join(cells)} |")
+    note = (
+        f"MiniLM-L6, {MAX_TOKENS} tokens, log-losses on at most {MOST} pairs of each test: the median "
+        f"(and range) of the seeds 0 to {len(SEEDS) - 1}; the accuracy is that on prompts never seen. "
+        "Of a frozen encoder the rate is the head's, elsewhere the encoder's, with 0.001 for the head. "
+        "CPU seconds of one training, without what a frozen encoder reads once. Measured "
+        f"{max(row['date'] for row in rows)} at "
+        f"{', '.join(dict.fromkeys(row['commit'] for row in rows))}."
+    )
+    put(GUIDE, [*lines, "", note], "encoders")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what has no row yet; write results after each run, and the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", help="not looked at")
+    parser.add_argument("--only", nargs="+", help="names of ways")
+    parser.add_argument("--smoke", action="store_true", help="few pairs; nothing is written")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    every = sets()
+    few = fewer(every)
+    for name in TESTS:
+        few[name] = few[name][:MOST]
+    if options.smoke:
+        for way in WAYS:
+            print(run(way, {n: p[:40] for n, p in few.items()}, way.rates[0], 0, smoke=True))
+        return
+    if not any(row["way"] == BASELINES[-1] for row in read_found()):
+        keep(trees(few))
+    for way in WAYS:
+        if options.only is None or way.name in options.only:
+            measure(way, few)
+    write_table()
+
+
+if __name__ == "__main__":
+    main()

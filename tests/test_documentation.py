@@ -321,6 +321,8 @@ def test_the_snippets_about_thinking_run(tmp_path, monkeypatch):
             code = re.sub(r"max_steps=\d+", "max_steps=2", code).replace(
                 "save_steps=500", "save_steps=2"
             )
+            # an export traces every step
+            code = code.replace("n_step=16)", "n_step=2)")
             exec(code.replace('"runs/plan")', '"runs/plan", max_steps=2)'), namespace)
     finally:
         thinker.TASKS.pop("double", None)

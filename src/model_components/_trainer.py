@@ -59,10 +59,10 @@ class DeadRunError(RuntimeError):
 class StepTrainer(Trainer):
     """A `transformers.Trainer` whose losses are means over all items of a step.
 
-    Gradient accumulation does not change the loss. Training stops at a loss or gradient with NaN or
-    infinity before the optimizer's step (in float16 the gradient scaler skips such steps instead),
-    and at such a parameter before a checkpoint is written. After a resume, logged losses include
-    the steps before it.
+    Gradient accumulation does not change the loss. Training stops before the optimizer's step if
+    the loss or the norm of the gradients is not finite (in float16 the gradient scaler skips such
+    steps instead), and before a checkpoint is written if a parameter is not. After a resume, logged
+    losses include the steps before it.
 
     Attributes:
         resumed_from: The checkpoint that the training goes on from, or None.
@@ -74,6 +74,7 @@ class StepTrainer(Trainer):
         super().__init__(*args, **options)
         self._losses = _Losses()
         self._loss_of_step: Tensor | float = 0.0
+        self._norm_is_finite: Tensor | bool = True  # of the gradients
         self._sampler: _SeededLengthSampler | None = None
         self.add_callback(_StepCallback(self))
 
@@ -140,6 +141,12 @@ class StepTrainer(Trainer):
         loss = super().training_step(*args, **named)
         # kept on the device: to read it here would wait for each micro-batch
         self._loss_of_step = self._loss_of_step + loss.detach().float()
+        # float16: the gradient scaler skips steps that overflow, and finds a smaller scale
+        if self.accelerator.sync_gradients and self.accelerator.scaler is None:
+            # here, since the stock trainer clips next, which makes all gradients zero if their
+            # norm is infinite
+            gradients = [p.grad for p in self._trained_parameters() if p.grad is not None]
+            self._norm_is_finite = _has_finite_norm(gradients)
         return loss
 
     def check_step(self) -> None:
@@ -147,16 +154,14 @@ class StepTrainer(Trainer):
         loss = float(self._loss_of_step)
         self._loss_of_step = 0.0
         is_finite = math.isfinite(loss)
-        # float16: the gradient scaler skips steps that overflow, and finds a smaller scale
         if self.accelerator.scaler is None:
-            gradients = [p.grad for p in self._trained_parameters() if p.grad is not None]
             # all processes stop, or skip the step, or none does
-            bad = self._mean_of_processes(float(not is_finite or not _are_finite(gradients)))
+            bad = self._mean_of_processes(float(not is_finite or not self._norm_is_finite))
             step = self.state.global_step + 1
             if bad and not is_finite:
                 self.on_not_finite(f"the loss of step {step} is {loss}")
             elif bad:
-                self.on_not_finite(f"gradients of step {step} have NaN or infinity")
+                self.on_not_finite(f"the norm of the gradients of step {step} is not finite")
         if is_finite:
             self._losses.total += loss
             self._losses.steps += 1
@@ -400,6 +405,21 @@ def _are_finite(tensors: Sequence[Tensor]) -> bool:
     # parts of a model may lie on several devices
     checks = [tensor.isfinite().all().to(tensors[0].device) for tensor in tensors]
     return not checks or bool(torch.stack(checks).all())
+
+
+@torch.no_grad()
+def _has_finite_norm(tensors: Sequence[Tensor]) -> Tensor | bool:
+    """Return whether the norm of all values of this process is finite, without waiting for it."""
+    tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    if not tensors:
+        return True
+    norms = []
+    for tensor in tensors:
+        # float16 alone would overflow
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(tensor, dtype=dtype)
+        norms.append(norm.to(tensors[0].device, torch.float32))
+    return torch.stack(norms).norm().isfinite()
 
 
 def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:

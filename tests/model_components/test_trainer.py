@@ -18,7 +18,7 @@ ROWS = [{"input_ids": row, "labels": row} for row in torch.arange(3, 35).view(8,
 
 
 class Spoils(TrainerCallback):
-    """Puts an infinity into a gradient before a step, or into a parameter after it."""
+    """Puts an infinity into a gradient or its norm before a step, or into a parameter after it."""
 
     def __init__(self, what, step):
         self.what = what
@@ -26,8 +26,9 @@ class Spoils(TrainerCallback):
 
     def on_step_begin(self, args, state, control, model=None, **rest):
         weight = model.transformer.wte.weight
-        if self.what == "gradient" and state.global_step == self.step - 1:
-            weight.register_hook(lambda gradient: gradient * math.inf)
+        factors = {"gradient": math.inf, "norm": 1e30}
+        if self.what in factors and state.global_step == self.step - 1:
+            weight.register_hook(lambda gradient: gradient * factors[self.what])
 
     def on_step_end(self, args, state, control, model=None, **rest):
         if self.what == "parameter" and state.global_step == self.step:
@@ -44,7 +45,7 @@ def trainer_of(folder, *callbacks, **changes):
     return StepTrainer(model, arguments, train_dataset=ROWS, callbacks=[*callbacks])
 
 
-@pytest.mark.parametrize("what", ["gradient", "parameter"])
+@pytest.mark.parametrize("what", ["gradient", "norm", "parameter"])
 def test_numbers_that_are_not_finite_stop_a_run_before_its_checkpoint(what, tmp_path):
     trainer = trainer_of(tmp_path, Spoils(what, 4), save_total_limit=1)
     with pytest.raises(DeadRunError, match=f"StepTrainer: expected finite numbers, .* {what}s? "):

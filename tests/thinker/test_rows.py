@@ -108,7 +108,7 @@ def test_a_trained_scan_solves_longer_texts():
     data = preset.data(task, max_length=5, seed=11)
     model = preset.thinker(data, longest=40)
     trainer = preset.trainer(
-        model, data, "unused", max_steps=700, seed=11, use_cpu=True, save_strategy="no"
+        model, data, "unused", max_steps=300, seed=11, use_cpu=True, save_strategy="no"
     )
     trainer.train()
     found = th.solve(model, task, ["1" * 30, "0110"])
@@ -134,7 +134,7 @@ def test_longer_answers_have_tokens_of_their_own():
     data = preset.data(task, max_length=5, seed=11)
     model = preset.thinker(data, longest=30)
     preset.trainer(
-        model, data, "unused", max_steps=700, seed=11, use_cpu=True, save_strategy="no"
+        model, data, "unused", max_steps=300, seed=11, use_cpu=True, save_strategy="no"
     ).train()
     assert th.solve(model, task, ["1" * 20]).answers == ("0" * 20 + "1",)
 

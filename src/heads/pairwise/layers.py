@@ -21,6 +21,9 @@ from .surface import SurfaceEncoding
 # width of a network, and of what it sees of the features
 _INNER = 64
 _COMBINATIONS = 16
+# features whose spread is at most this share of the median's are taken as constant; those of
+# MiniLM and SmolLM2 that vary have a third of it or more
+_CONSTANT = 1e-3
 
 
 class PairwiseHead(nn.Module):
@@ -148,8 +151,10 @@ class PairwiseHead(nn.Module):
         """
         # one scale for both sides, or the head would treat A and B differently
         spread = torch.cat([a, b]).float().std(0)
-        # a feature that is the same everywhere has no spread to divide by
-        self.scale.copy_(torch.where(spread > 0, spread, 1.0))
+        # the last norm of MiniLM multiplies three dimensions by 1e-32 to 1e-8: divided by their
+        # spread, they would give the encoder infinite gradients
+        least = _CONSTANT * spread.median()
+        self.scale.copy_(torch.where(spread > least, spread, 1.0))
         if self.encoding is not None:
             self.encoding.fit_(surface_a, surface_b)
 

@@ -103,6 +103,8 @@ def test_scales_are_those_of_the_data():
     torch.testing.assert_close(head.scale, torch.tensor([1.0, 100.0, 1.0]), rtol=0.1, atol=0)
     torch.nn.init.ones_(head.outer.weight)
     assert torch.equal(head.score(a), head.outer(a / head.scale)[:, 0])
+    head.fit_(a * 1e-20, b * 1e-20, torch.zeros(500, 0), torch.zeros(500, 0))
+    torch.testing.assert_close(head.scale, torch.tensor([1e-20, 1e-18, 1.0]), rtol=0.1, atol=0)
 
 
 def test_the_early_head_is_not_fair():

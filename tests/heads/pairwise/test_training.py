@@ -79,6 +79,23 @@ def test_it_learns_which_answer_is_better(tmp_path):
     assert report.metrics.flip_rate == 0
 
 
+def test_a_dimension_that_the_encoder_all_but_drops_does_not_stop_the_rest(tmp_path):
+    """As in MiniLM's last norm."""
+    model = model_of("bert", trained=False)
+    last = model.encoder.encoder.layer[-1].output.LayerNorm
+    with torch.no_grad():
+        last.weight[3] = last.bias[3] = 1e-32
+    trainer = PairwiseTrainer(
+        model=model,
+        train_dataset=data_of(model),
+        args=arguments_of(tmp_path, logging_steps=1),
+    )
+    trainer.train()
+    norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+    assert len(norms) == 6
+    assert max(norms) < 100
+
+
 @pytest.mark.parametrize("kind", ["bert", "mpnet"])
 def test_stopped_and_resumed_is_as_if_never_stopped(kind, tmp_path):
     # an epoch is 8 steps

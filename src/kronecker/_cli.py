@@ -117,14 +117,14 @@ def prune(
     Args:
         model: Folder or hub id of a transformers model.
         out: Output folder: a new path, or an empty folder.
-        config: What goes, and how the rest makes up for it.
+        config: The neurons or blocks to drop, and how the others are fitted.
         calibration: Calibration set: a file of text, JSON, JSON lines, CSV or TSV, also gzipped, or
             of parquet.
         tokens: Number of tokens to read from the text; default: 12,000 for the fast method, 50,000
             for the others.
         reading: Flags for turning text into tokens.
         fresh: Begin anew instead of continuing an interrupted run.
-        run_flags: Where to compute, and whether to show progress.
+        run_flags: The device, and whether to show progress.
     """
     # here, so that --help loads no torch
     import torch
@@ -207,7 +207,7 @@ def convert(
         tokens: Number of tokens to read from the text.
         reading: Flags for turning text into tokens.
         fresh: Begin anew instead of continuing an interrupted run.
-        run_flags: Where to compute, and whether to show progress.
+        run_flags: The device, and whether to show progress.
     """
     config = conversion.config()
     if calibration is None and conversion.reads_data(config):

@@ -439,7 +439,7 @@ def _whole(out: Tensor | None, rows: int, columns: int) -> Tensor:
 
 
 def _split(x: Tensor, i1: int, i2: int) -> Tensor:
-    """(n, I) as (v n, u)."""
+    """Reshape (n, I) to (v n, u)."""
     return x.view(len(x), i1, i2).permute(2, 0, 1).reshape(-1, i1)
 
 

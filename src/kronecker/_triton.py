@@ -145,7 +145,7 @@ def unsupported(
     Args:
         rank: Number of terms.
         sides: (O1, I1, O2, I2).
-        device: Where the factors are.
+        device: The device of the factors.
         dtype: Dtype of the factors.
     """
     if device.type != "cuda" and not _INTERPRETED:

@@ -33,11 +33,11 @@ class KroneckerConfig(CheckedConfig):
             model really feeds it; from the weight alone: ``"van_loan"``, ``"van_loan_normalized"``
             the nearest weight, the second with the norm of the original; ``"prune"`` some rows and
             columns; ``"random"``.
-        keep: What ``"prune"`` keeps: ``"even"``, ``"odd"``, ``"energy"``, or the position (row,
-            column) within B.
-        rounds: Of alternating least squares in a sequential fit.
-        epochs: Of descent after that, over the calibration tokens, on all matrices of an MLP
-            together; 0: none.
+        keep: The rows and columns that ``"prune"`` keeps: ``"even"``, ``"odd"``, ``"energy"``, or
+            the position (row, column) within B.
+        rounds: The number of rounds of alternating least squares in a sequential fit.
+        epochs: The number of epochs of descent after that, over the calibration tokens, on all
+            matrices of an MLP together; 0: none.
 
     Raises:
         ValueError: Neither or both shapes, sizes below 1, an unknown init.
@@ -81,8 +81,8 @@ class KroneckerConfig(CheckedConfig):
         most = min(a[0] * a[1], b[0] * b[1])
         if self.rank > most:
             raise ValueError(
-                f"{operation}: rank is {self.rank}, but A {a} and B {b} need at most {most}, where "
-                "it is exact"
+                f"{operation}: expected a rank of at most {most}, which is exact for A {a} and B "
+                f"{b}, got {self.rank}"
             )
         return a, b
 
@@ -160,7 +160,7 @@ class LowRankConfig(CheckedConfig):
     def rank_of(
         self, out_features: int, in_features: int, *, operation: str = "LowRankConfig"
     ) -> int:
-        """R for a weight of (out_features, in_features)."""
+        """Return the rank R for a weight (out_features, in_features)."""
         # one rank costs O + I numbers; at least 1, as a tiny share of a small weight gives 0
         rank = self.rank or max(
             1, int(self.share * out_features * in_features / (out_features + in_features))
@@ -173,7 +173,7 @@ class LowRankConfig(CheckedConfig):
         return rank
 
     def count(self, out_features: int, in_features: int) -> int:
-        """Parameters of the two factors."""
+        """Count the parameters of the two factors."""
         return self.rank_of(out_features, in_features) * (out_features + in_features)
 
 
@@ -258,7 +258,7 @@ class PruneConfig(CheckedConfig):
 
 
 def _near(total: int, wanted: int) -> str:
-    """Divisors of ``total`` nearest to ``wanted``."""
+    """Return the divisors of ``total`` nearest to ``wanted``."""
     divisors = [d for d in range(1, total + 1) if total % d == 0]
     return ", ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:5])))
 
@@ -300,8 +300,8 @@ def kronecker_sizes(
     # two prime sizes leave only the shapes (1, 1) and (O, I): nothing becomes smaller
     if terms < 1 and each >= out_features * in_features:
         raise ValueError(
-            f"kronecker: expected sizes with divisors, got a weight of {out_features} x "
-            f"{in_features}: one term of {config.shapes(out_features, in_features)} is no smaller"
+            f"kronecker: expected factors smaller than the weight of {out_features} x "
+            f"{in_features}, got {config.shapes(out_features, in_features)}; prime sizes have none"
         )
     if terms < 1:
         raise ValueError(

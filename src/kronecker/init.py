@@ -70,7 +70,7 @@ def random(
         shape: (O, I) of the weight.
         b_shape: (O2, I2).
         rank: Number of terms.
-        dtype: Of the factors.
+        dtype: The dtype of the factors.
 
     >>> random((8, 6), (2, 3), 2).a.shape
     torch.Size([2, 4, 2])
@@ -186,9 +186,9 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
     the inputs' second moments.
 
     Args:
-        moments: Of the layer's inputs and wanted outputs.
-        start: Where to begin; terms beyond the start's are not added.
-        rounds: Of one step for each factor.
+        moments: The moments of the layer's inputs and wanted outputs.
+        start: The factors to begin with; terms beyond the start's are not added.
+        rounds: The number of rounds, of one step for each factor.
 
     Returns:
         Factors in the start's dtype; ``error`` is the relative error of the outputs.
@@ -278,7 +278,7 @@ def low_rank(weight: Tensor, rank: int, moments: Moments | None = None) -> tuple
     Args:
         weight: (O, I).
         rank: r.
-        moments: Of the layer's inputs and wanted outputs.
+        moments: The moments of the layer's inputs and wanted outputs.
 
     Returns:
         A (r, I) and B (O, r) in the weight's dtype, for the weight B A.

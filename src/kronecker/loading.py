@@ -59,7 +59,7 @@ def load(found: ModelFolder, device: str = "cpu") -> PreTrainedModel:
 
     Args:
         found: The folder, as `find_model` returns it.
-        device: Where to put it.
+        device: The device to load it on.
 
     Raises:
         ValueError: No whole model can be loaded from the folder.

@@ -58,15 +58,15 @@ def targets_of(
     shifted: bool,
     device: torch.device | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Which tokens count, a mask of ``shape``, and their labels.
+    """Return a mask, of ``shape``, of the tokens that count, and their labels.
 
     Args:
         shape: (B, T) of the tokens.
-        labels: Of the same shape, with -100 where there is none; of another shape (one a row) they
-            are handed through.
+        labels: Labels of the same shape, with -100 where there is none; labels of another shape
+            (one per row) are returned as they are.
         mask: Attention mask.
         shifted: The label at t + 1 belongs to token t.
-        device: Of the mask that is made.
+        device: The device of the mask.
 
     >>> keep, labels = targets_of((1, 3), torch.tensor([[-100, 5, 6]]), None, shifted=True)
     >>> keep, labels

@@ -46,7 +46,8 @@ class Moments:
         """Count tokens: inputs (N, I) and wanted outputs (N, O)."""
         if len(x) != len(y):
             raise ValueError(
-                f"Moments: {len(x)} inputs and {len(y)} wanted outputs, expected as many"
+                f"Moments: expected an output for each input, got {len(x)} inputs and {len(y)} "
+                "outputs"
             )
         x = x.detach().float()
         y = y.detach().float()
@@ -63,7 +64,7 @@ class Moments:
 
     @classmethod
     def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Moments:
-        """Moments of inputs (N, I) where the wanted outputs are the layer's own."""
+        """Return the moments of inputs (N, I), with the layer's own outputs as the wanted ones."""
         moments = cls.zeros(*weight.shape, device=weight.device)
         moments.add(x, torch.nn.functional.linear(x, weight, bias))
         return moments
@@ -125,12 +126,13 @@ class Moments:
 
 
 def positive(moment: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a second moment with the smallest ridge that makes it positive definite.
+    """Return a second moment, made positive definite, and its Cholesky factor.
 
-    Its Cholesky factor comes with it.
+    A ridge is added only if the factorization fails. It starts at 1e-8 of the mean diagonal and
+    grows tenfold, since rounding errors of centered moments can be larger than a small ridge.
 
-    Where the mean of tokens is far from zero, subtracting it loses more digits than a small ridge
-    makes up for.
+    Raises:
+        ValueError: The moment is not finite.
     """
     ridge = 0.0
     eye = torch.eye(len(moment), dtype=moment.dtype, device=moment.device)

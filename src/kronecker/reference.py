@@ -28,7 +28,7 @@ def kron_linear(
 
 
 def rearranged(weight: Tensor, b_shape: tuple[int, int]) -> Tensor:
-    """R(W), (O1 I1, O2 I2): row (p, u) is the block that A[p, u] multiplies.
+    """Return R(W), (O1 I1, O2 I2), where row (p, u) is the block that A[p, u] multiplies.
 
     Kronecker products become rank one.
     """

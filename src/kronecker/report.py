@@ -28,12 +28,12 @@ class ModelFigures:
 
     Attributes:
         name: The model's.
-        parameters: How many it has, tied ones once.
-        perplexities: Of a language model, by text.
-        cosines: Of an encoder, by text: the mean cosine of its embeddings of rows to the first
+        parameters: The number of parameters, tied ones once.
+        perplexities: The perplexities of a language model, by text.
+        cosines: For an encoder, by text: the mean cosine of its embeddings of rows to the first
             model's.
-        forward_tokens_per_second: Of a forward pass.
-        generated_tokens_per_second: Of a language model.
+        forward_tokens_per_second: The tokens per second of a forward pass.
+        generated_tokens_per_second: The tokens per second that a language model generates.
     """
 
     name: str
@@ -187,7 +187,8 @@ def compare(
     (means of last hidden states) to those of the first model.
 
     Args:
-        models: By name, in evaluation mode, on one device; of encoders the original first.
+        models: The models by name, in evaluation mode, on one device; if they are encoders, the
+            original first.
         texts: Batches as for `perplexity`, or several texts' by name. Speed is over the first batch
             of the first.
         runs: Times that each is timed, after one that is not counted.

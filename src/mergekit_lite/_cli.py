@@ -81,7 +81,7 @@ def merge(
         files: Flags for checkpoints.
         trust_remote_code: Also copy the model's own Python files.
         fresh: Begin anew instead of continuing an interrupted run of the same merge.
-        run_flags: Where to compute, and whether to show progress.
+        run_flags: The device, and whether to show progress.
     """
     # imports stand inside the commands, so that --help need not wait for them
     from .functional import merge_models

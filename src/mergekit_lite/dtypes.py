@@ -30,7 +30,7 @@ class DType:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
+        """The number of bytes of one element."""
         return np.dtype(self.storage).itemsize
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ def from_torch(dtype: torch.dtype) -> DType | None:
 
 @cache
 def to_torch(dtype: DType) -> torch.dtype:
-    """Torch's own."""
+    """Return torch's dtype of the same name."""
     return getattr(torch, dtype.name)
 
 
@@ -121,7 +121,7 @@ def all_finite(stored: Array) -> bool:
 
 
 def stored_as(values: Array, dtype: DType) -> Array:
-    """Float32 numbers rounded to nearest even, as they are stored in a float dtype.
+    """Round float32 numbers to nearest even, as they are stored in a float dtype.
 
     >>> numbers(stored_as(np.array([1.5, 1 + 2**-9], np.float32), BFLOAT16))
     array([1.5, 1. ], dtype=float32)

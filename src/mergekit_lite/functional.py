@@ -30,7 +30,7 @@ _IMPLS = ("auto", "eager", "fused")
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes from a number or from text such as ``"5GB"`` (decimal units).
+    """Return a number of bytes from a number or from text such as ``"5GB"`` (decimal units).
 
     >>> parse_size("1.5GB"), parse_size(100)
     (1500000000, 100)
@@ -48,7 +48,7 @@ def parse_size(size: int | str) -> int:
 
 
 def _is_list_of_values(value: object) -> TypeGuard[Sequence[object]]:
-    """Return whether a value is a list for the models; with mappings it is one value of filters."""
+    """Return whether a value is a list with one value per model, and not a list of filters."""
     return isinstance(value, (list, tuple)) and not any(isinstance(v, Mapping) for v in value)
 
 
@@ -144,12 +144,12 @@ def merge_models(
         dtype: Dtype of the result; default: the inputs' promoted dtype. ``"float64"`` also computes
             in float64.
         out_dtype: Dtype of the result where it differs from ``dtype``.
-        device: Where to compute.
+        device: The device to compute on.
         impl: ``"eager"`` runs torch functions. ``"fused"`` runs compiled kernels, which never
             import torch, on files, or raises where there is none. ``"auto"``, where a folder is
             written, runs kernels where it can; both write the same bytes.
         max_shard_size: Largest weight file, bytes or ``"5GB"``.
-        seed: Of methods that draw.
+        seed: The seed of random methods.
         threads: Blocks that kernels compute at once, and torch's threads; default: one a core, at
             most 8. The results of kernels do not depend on it.
         progress: Show a progress bar.
@@ -286,7 +286,8 @@ def _check_calibrated(
     """Refuse a merge with calibration that lacks something, or has what it cannot use."""
     if method is not None and method not in CALIBRATED:
         raise ValueError(
-            f"merge_models: {method!r} is no method with calibration: {', '.join(CALIBRATED)}"
+            f"merge_models: expected a method with calibration ({', '.join(CALIBRATED)}), got "
+            f"{method!r}"
         )
     lost = None
     if isinstance(models, MergeRecipe):

@@ -22,7 +22,7 @@ class MergeReport(Report):
         peak_memory: Largest resident size of this process so far, bytes (imports included).
         resumed: Weight files that an earlier, interrupted run had finished.
         tensors: For each tensor its name, shape, dtype, method and file.
-        notes: What a user should know.
+        notes: Notes for the user.
     """
 
     out: Path
@@ -37,7 +37,7 @@ class MergeReport(Report):
     notes: list[str]
 
     def summary(self) -> list[str]:
-        """Sizes, time and memory."""
+        """Return sizes, time and memory."""
         files = f"{len(self.paths)} file{'s' if len(self.paths) > 1 else ''}"
         return [
             f"{len(self.tensors)} tensors, {self.bytes_written / 1e6:.1f} MB in {files} at "

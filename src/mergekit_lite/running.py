@@ -105,9 +105,9 @@ def merge_in_memory(
     """The merged state dict and its plan; the plan's notes become warnings.
 
     Args:
-        recipe: What to merge.
+        recipe: The recipe of the merge.
         run: Its settings.
-        depth: How many recipes this one is a stage of, one inside the other.
+        depth: The number of recipes that this one is nested in, as a stage.
     """
     stages: dict[int, Source] = {}
     for stage in recipe.stages():

@@ -76,7 +76,7 @@ def check_new(out: str | os.PathLike[str], operation: str) -> Path:
         if not os.access(
             parent, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids
         ):
-            raise OutputError(f"{to}: {parent} may not be written to")
+            raise OutputError(f"{to}: no permission to write in {parent}; name another folder")
     except OSError as error:
         raise _told(to, error) from error
     return path
@@ -95,7 +95,7 @@ def write_error(to: str, error: BaseException | None) -> OutputError | None:
 
     Args:
         to: The operation and the path, as the message begins.
-        error: What was raised, if anything was.
+        error: The exception that was raised, or None.
     """
     text = str(error)
     number = error.errno if isinstance(error, OSError) else None
@@ -160,7 +160,7 @@ class NewFolder:
 
     Args:
         out: The final name: nothing, or an empty folder.
-        operation: What to call the work in errors.
+        operation: The name of the work in errors.
         resumable: An error leaves what was written, and a later run finds it again.
         fresh: Remove what an earlier run left.
 
@@ -249,10 +249,11 @@ class NewFolder:
         return self._lock.is_at(self.place)
 
     def _check_result(self) -> None:
-        """Refuse a result that somebody has made a link, or a file."""
+        """Raise an error if the result folder was replaced by a link or a file."""
         if not stat.S_ISDIR(os.lstat(self.folder).st_mode):
             raise OutputError(
-                f"{self._to}: {self.folder} is no folder of ours; remove it, or name another folder"
+                f"{self._to}: expected a folder at {self.folder}, got a link or a file; remove it, "
+                "or name another folder"
             )
 
     def clear(self, keep: Collection[str] = ()) -> None:

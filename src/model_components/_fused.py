@@ -155,7 +155,7 @@ def fused_pays(name: str, device: torch.device) -> bool:
 
     Args:
         name: The path's name.
-        device: Where it would run.
+        device: The device that it would run on.
     """
     card = device_name(device)
     return card is not None and name in _paying(card)

@@ -103,9 +103,9 @@ def chunked_loss(
         parameters: The tensors that the head uses and that require grad.
         loss_of: The loss of a chunk.
         size: Positions of a chunk.
-        leaves: What the head uses in place of the parameters: detached copies, so that the graph
-            and the hooks of the parameters are left alone until backward. Default: the parameters
-            themselves, as a module does.
+        leaves: Tensors that the head uses instead of the parameters: detached copies, so that the
+            graph and the hooks of the parameters are left alone until backward. Default: the
+            parameters themselves, as a module does.
     """
     # `needs_input_grad` does not know of no_grad, and gradients would be made for nothing
     if not torch.is_grad_enabled():

@@ -39,7 +39,7 @@ def find_folder(
     An id is ``owner/name`` or ``owner/name@revision``.
 
     Args:
-        place: Of the folder, or an id.
+        place: The path of the folder, or an id.
         patterns: Which files are wanted.
         operation: The name that error messages begin with, where one is given.
         hub: More of `huggingface_hub.snapshot_download`'s, such as ``revision`` and ``token``.

@@ -73,7 +73,7 @@ class Report:
     """
 
     def summary(self) -> Sequence[str]:
-        """Lines above the table."""
+        """Return the lines above the table."""
         return ()
 
     def table(self) -> Table | None:
@@ -81,7 +81,7 @@ class Report:
         return None
 
     def remarks(self) -> Sequence[str]:
-        """Lines below the table: warnings, and what was left out."""
+        """Return the lines below the table: warnings, and what was left out."""
         return ()
 
     def __str__(self) -> str:

@@ -180,7 +180,7 @@ class StepTrainer(Trainer):
         """Stop the training; subclasses may skip the step instead.
 
         Args:
-            what: What is not finite, as the message says it.
+            what: The cause, worded for the error message.
 
         Raises:
             DeadRunError: Always.
@@ -188,10 +188,12 @@ class StepTrainer(Trainer):
         raise self._dead_run(what)
 
     def on_bad_parameters(self, what: str) -> None:
-        """Stop the training before a checkpoint is written; subclasses may go back instead.
+        """Stop the training, since parameters are not finite, before a checkpoint is written.
+
+        Subclasses may return to an earlier state instead.
 
         Args:
-            what: What is not finite, as the message says it.
+            what: The cause, worded for the error message.
 
         Raises:
             DeadRunError: Always.
@@ -247,7 +249,10 @@ class StepTrainer(Trainer):
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Write to the logs, with losses of the whole run where it was resumed."""
+        """Write the logs, with losses averaged over all processes.
+
+        After a resume, ``train_loss`` covers the whole run.
+        """
         losses = self._losses
         # each process counts its own; from here on all have the mean
         is_of_steps = {"loss", "learning_rate"} <= logs.keys()  # a user may log a loss, too
@@ -276,7 +281,7 @@ class StepTrainer(Trainer):
         return self._sampler
 
     def optimizer_groups(self) -> list[dict[str, object]] | None:
-        """Groups of parameters for the arguments' optimizer; None for the stock trainer's own."""
+        """Return groups of parameters for the optimizer, or None for those of the stock trainer."""
         return None
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -306,7 +311,7 @@ class StepTrainer(Trainer):
 
         Args:
             loss: The mean over the micro-batch's items.
-            items: How many those are.
+            items: The number of these items.
             num_items_in_batch: Items of the whole step, all processes; None where the trainer takes
                 the mean itself.
         """
@@ -365,7 +370,7 @@ class _StepCallback(TrainerCallback):
         **rest: object,
     ) -> None:
         states: Any = state.stateful_callbacks
-        # the stock trainer fails at its next checkpoint where a file lacks this entry
+        # if this entry is missing, the stock trainer fails when it writes its next checkpoint
         states.setdefault("TrainerControl", {})
         stored = states.get("StepTrainer", {}) if self.trainer.resumed_from else {}
         with reading(self.trainer.resumed_from, type(self.trainer).__name__):

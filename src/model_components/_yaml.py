@@ -36,7 +36,7 @@ class Loader(yaml.SafeLoader):
                 raise yaml.YAMLError(f"expected a single value as a key, got several (line {line})")
             # << may stand twice, to take in two mappings
             if key.value in earlier and key.value != "<<":
-                raise yaml.YAMLError(f"{key.value!r} stands twice in one mapping (line {line})")
+                raise yaml.YAMLError(f"{key.value!r} is repeated in one mapping (line {line})")
             earlier.add(key.value)
         return node
 

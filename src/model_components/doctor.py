@@ -120,7 +120,7 @@ class DoctorReport(Report):
 
     @property
     def exit_status(self) -> int:
-        """1 if something needs repair."""
+        """The exit status: 1 if something needs repair, else 0."""
         return int(bool(self.findings))
 
     def summary(self) -> list[str]:

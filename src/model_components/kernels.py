@@ -80,7 +80,7 @@ class KernelReport(Report):
         return [f"fused paths on {self.device}, {self.dtype}"]
 
     def table(self) -> Table:
-        """List the paths with errors, times and what "auto" takes."""
+        """List each path and shape with its error, its times and its problem."""
         rows = []
         for row in self.rows:
             shape = " x ".join(map(str, row.shape))

@@ -34,7 +34,7 @@ def train(
         run_config: Settings of the run.
         samples: Number of held-out samples of each length.
         fresh: Begin anew instead of continuing what the folder holds.
-        run_flags: Where to compute, and whether to show progress.
+        run_flags: The device, and whether to show progress.
     """
     # here, for the help of a command must not load torch
     from . import runs

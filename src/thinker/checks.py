@@ -36,15 +36,15 @@ def check_layout(operation: str, config: ThinkerConfig, task: Task) -> None:
     symbols = symbols_of(task)
     if config.symbols != symbols:
         raise ValueError(
-            f"{operation}: the model was made for the symbols {config.symbols!r:.100}, the task "
-            f"has {symbols!r:.100} (None: not a RowsTask); expected the same"
+            f"{operation}: expected a task with the symbols that the model was made for, "
+            f"{config.symbols!r:.100}, got {symbols!r:.100} (None: not a RowsTask)"
         )
 
 
 def check_tokens(
     config: ThinkerConfig, tokens: Tensor, mask: Tensor | None, *, values: bool
 ) -> None:
-    """Shape, length, and with ``values`` the ids."""
+    """Check the shape and length of tokens, and with ``values`` the ids."""
     if not isinstance(tokens, Tensor):
         raise ValueError(
             f"LatentThinker: tokens are {type(tokens).__name__}; expected a tensor of ids (B, L)"
@@ -142,8 +142,8 @@ def check_mask(config: ThinkerConfig, mask: Tensor) -> None:
     # the latents of a causal flow are the last places, and these have to be tokens
     if config.causal and bool((mask[:, :-1] & ~mask[:, 1:]).any()):
         raise ValueError(
-            "LatentThinker: padding after tokens; a causal flow aligns right and needs it on the "
-            "left"
+            "LatentThinker: expected padding on the left, since the model is causal, got padding "
+            "after tokens"
         )
 
 
@@ -209,7 +209,7 @@ def check_plan(config: ThinkerConfig, rows: Sequence[FlowRow]) -> None:
 
 
 def check_labels(config: ThinkerConfig, labels: Tensor, logits: Sequence[int]) -> None:
-    """Answers that the logits, (B, O, output_size), can give."""
+    """Refuse labels that the logits, (B, O, output_size), cannot give."""
     if tuple(labels.shape) != tuple(logits[:2]):
         raise ValueError(
             f"LatentThinker: labels have shape {list(labels.shape)}; expected {list(logits[:2])}, "
@@ -220,9 +220,7 @@ def check_labels(config: ThinkerConfig, labels: Tensor, logits: Sequence[int]) -
         return
     # cross_entropy would be nan
     if not known.numel():
-        raise ValueError(
-            "LatentThinker: every label is -100, of which there is no mean loss; expected an answer"
-        )
+        raise ValueError("LatentThinker: expected one or more labels other than -100, got none")
     if int(known.min()) < 0 or int(known.max()) >= config.output_size:
         raise ValueError(
             f"LatentThinker: labels from {int(known.min())} to {int(known.max())}; expected 0 to "
@@ -252,9 +250,8 @@ def check_latents(
         )
     if config.table_size is not None and n > config.table_size:
         raise ValueError(
-            f"LatentThinker: n_latent is {n}, the table has {config.table_size}; expected at most "
-            "as many, or a model "
-            'with latent_init="noise", which thinks with any number'
+            f"LatentThinker: expected n_latent of at most {config.table_size}, the size of the "
+            f'table, got {n}; a model with latent_init="noise" thinks with any number'
         )
 
 

@@ -60,7 +60,8 @@ class ThinkerConfig(CheckedModelConfig):
         num_positions: The size of the table of ``"random"``, default four times the longest
             sequence, or of ``"cyclic"``, default 4.
         separators: Token ids that end an operand; for ``"aligned"``.
-        symbols: What the ids of a `RowsTask` stand for; another task's rows are refused.
+        symbols: The symbols that the ids of a `RowsTask` stand for; another task's rows are
+            refused.
         memory: Keys and values of past latents: ``"none"``, ``"grow"`` keeps all, ``"static"``
             writes in place into room for ``memory_size`` writes (only without gradients).
         memory_size: The room of a static memory, in writes.
@@ -70,7 +71,7 @@ class ThinkerConfig(CheckedModelConfig):
             each channel (nGPT's, Loshchilov et al. 2024): latents stay as large as they were, and
             when they no longer move they have arrived; ``"replace"``, f(z), a sum that grows with
             the steps.
-        step_rate: Where λ starts.
+        step_rate: The initial value of λ.
         step_noise: Standard deviation of what is added to the latents before each training step; it
             teaches steps to correct what they are given, so that answers stay right when thinking
             goes on.
@@ -81,7 +82,7 @@ class ThinkerConfig(CheckedModelConfig):
             itself included: with 2 at its neighbors, in a grid (``"rotary_2d"``) at the eight
             around it. What a latent knows then travels one place a step, as in a scan; default
             everywhere.
-        mixer: How latents of tokens learn of each other: ``"attention"``, the default; ``"mlp"``, a
+        mixer: The layer that mixes latents of tokens: ``"attention"``, the default; ``"mlp"``, a
             token-mixing MLP over the places, for inputs of one length without padding, as grids
             (TRM, Jolicoeur-Martineau 2025).
         initializer_range: Standard deviation of the initial embeddings, positions, latents and
@@ -253,7 +254,7 @@ class ThinkerConfig(CheckedModelConfig):
 
     @property
     def longest(self) -> int:
-        """The longest sequence, of input or answer."""
+        """The larger of the maximum input length and the maximum output length."""
         return max(self.max_input_length, self.max_output_length)
 
 

@@ -70,9 +70,9 @@ class CurriculumDataset(IterableDataset):
     it in a `DataLoader` with ``batch_size=None``.
 
     Args:
-        task: What to sample.
-        schedule: How long; default half of the rows uniform up to the task's ``default_length``
-            (20, or the longest of given rows), half at it.
+        task: The task to sample.
+        schedule: The schedule of lengths; default: half of the rows uniform up to the task's
+            ``default_length`` (20, or the longest of given rows), half at it.
         batch_size: Rows.
         n_step: Steps of each batch: one number, two to draw uniformly between, or a function from
             the batch's longest length to either. Processes draw the same where their batches are as
@@ -82,10 +82,11 @@ class CurriculumDataset(IterableDataset):
             inputs with every seed. Lengths with fewer than 1000 inputs have none held out. For
             given rows the limit is 10 different inputs, a `TensorTask` has no limit. With 0,
             `held_out` draws from all inputs: for separate test data.
-        seed: Of everything drawn.
+        seed: The seed of all random choices.
         rank: Whose stream, in training with several processes.
-        device: Where batches are made.
-        delay: How many batches later a report takes effect; at least as many as workers draw ahead.
+        device: The device of the batches.
+        delay: The number of batches after which a report takes effect; at least the number that
+            workers draw ahead.
 
     Raises:
         ValueError: Numbers outside what is said above, or a task whose samples are not what it says
@@ -321,7 +322,7 @@ class CurriculumDataset(IterableDataset):
 
         Args:
             batch: Number of rows; of given rows at most as many as are held out, each once.
-            length: Of all rows.
+            length: The length of all rows.
             seed: Which batch.
             details: Whether to add lengths and distances; see `Batch`.
         """

@@ -46,7 +46,9 @@ def check_exit(config: ThinkerConfig, exit_rule: object) -> None:
     if not isinstance(exit_rule, ExitRule | None):
         raise ValueError(f"LatentThinker: exit_rule must be an ExitRule or None, got {exit_rule!r}")
     if exit_rule is not None and torch.is_grad_enabled():
-        raise ValueError("LatentThinker: an exit rule came with gradients on; use torch.no_grad()")
+        raise ValueError(
+            "LatentThinker: expected no gradients with an exit rule; use torch.no_grad()"
+        )
 
 
 class Exits:

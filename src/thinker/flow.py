@@ -76,7 +76,7 @@ class FlowPlan:
         every = self.prologue + self.loop + self.epilogue
         if not any(row.output for row in every):
             raise ValueError(
-                f"FlowPlan: none of {len(every)} rows outputs; expected at least the last to"
+                f"FlowPlan: expected output = 1 in the last row or more, got 0 in {len(every)} rows"
             )
         if not every[-1].output:
             raise ValueError("FlowPlan: the last step does not output; expected output = 1 there")
@@ -90,7 +90,7 @@ class FlowPlan:
         static: bool = False,
         self_attention: bool = True,
     ) -> FlowPlan:
-        """Every step reads, looks up, writes and outputs.
+        """Return a plan in which every step reads, looks up, writes and outputs.
 
         Args:
             n_step: Fixed length; default: any.
@@ -134,12 +134,12 @@ class FlowPlan:
         *,
         generator: torch.Generator | None = None,
     ) -> FlowPlan:
-        """Each cell 1 with probability p; the first row reads, the last outputs.
+        """Draw a plan: each cell is 1 with probability p; the first row reads, the last outputs.
 
         Args:
             p: The probability.
             n_step: Rows.
-            generator: Of the draws.
+            generator: The random generator.
 
         >>> FlowPlan.random(0.5, 3, generator=torch.Generator().manual_seed(0)).rows(3)[
         ...     0
@@ -213,7 +213,7 @@ class FlowPlan:
         return self._ends_in_output(len(self.prologue) + len(self.epilogue) or len(self.loop))
 
     def num_steps(self, usual: int) -> int:
-        """Steps to take: with a loop ``usual`` or the next number after which the plan outputs.
+        """Return the number of steps: with a loop, ``usual`` or the next after which it outputs.
 
         Without a loop they are the plan's own.
         """
@@ -234,8 +234,8 @@ class FlowPlan:
         """The row of each step.
 
         Args:
-            n_step: How many; default the fewest. A loop of several rows is cut where the epilogue
-                must begin.
+            n_step: The number of steps; default: the fewest. A loop of several rows is cut where
+                the epilogue must begin.
 
         Raises:
             ValueError: A number of steps that the plan does not have, or a cut after which the last
@@ -265,7 +265,7 @@ class FlowPlan:
         """The steps that output, counted from 1.
 
         Args:
-            n_step: Of `rows`.
+            n_step: The number of steps of `rows`.
 
         >>> FlowPlan.read_once().output_steps(5)
         (5,)
@@ -332,7 +332,7 @@ def _rows_of(table: str) -> list[Mapping[str, object]]:
 
 
 def _row(row: object) -> FlowRow:
-    """One step, from values in the columns' order or by column."""
+    """Return a step of a plan from values in the columns' order, or by column."""
     if isinstance(row, FlowRow):
         return FlowRow(*map(bool, row))
     if not isinstance(row, Mapping):
@@ -340,7 +340,9 @@ def _row(row: object) -> FlowRow:
             raise ValueError(f"FlowPlan: a row is {row!r}; expected {len(COLUMNS)} values or fewer")
         row = dict(zip(COLUMNS, row, strict=False))
     if unknown := sorted(map(str, set(row) - set(COLUMNS))):
-        raise ValueError(f"FlowPlan: column {unknown[0]!r}; expected some of {', '.join(COLUMNS)}")
+        raise ValueError(
+            f"FlowPlan: expected columns among {', '.join(COLUMNS)}, got {unknown[0]!r}"
+        )
     return FlowRow(**{column: _cell(value) for column, value in row.items()})
 
 

@@ -65,7 +65,7 @@ class Frame:
 
 
 def plain_frame(context: Context) -> Frame:
-    """Every latent sees the whole input, without its padding, and all latents."""
+    """Return a frame in which every latent sees all latents and the input without padding."""
     return Frame(None if context.mask is None else context.mask[:, None, None])
 
 

@@ -34,7 +34,7 @@ def attention(
         query: Queries.
         keys: Keys.
         values: Values.
-        mask: Where to look; default everywhere. Each query needs one place at least.
+        mask: The places to look at, default: all. Each query needs at least one place.
 
     Raises:
         ValueError: Keys and values that differ in shape, or whose heads are not the queries'.
@@ -141,7 +141,7 @@ def angles(
     *,
     base: float = 10_000.0,
 ) -> Tensor:  # (..., n, size), float32
-    """Position times base^(-i / size) for i in 0 .. size - 1: the angles that `rotate` turns by.
+    """Return the angles that `rotate` turns by: position * base^(-i / size), i = 0 .. size - 1.
 
     >>> angles(torch.tensor([0, 2]), 2, base=100.0)
     tensor([[0.0000, 0.0000],

@@ -18,9 +18,9 @@ class HoldOut:
 
     Args:
         task: Whose inputs. Rows that are given are held out by their `Sample.key`.
-        share: Of the inputs of each length; 0: none.
+        share: The share of the inputs of each length; 0: none.
         longest: The longest length in training.
-        device: Where samples are made.
+        device: The device of the samples.
     """
 
     def __init__(self, task: Task, share: float, longest: int, device: torch.device):
@@ -40,7 +40,7 @@ class HoldOut:
         self._words = row_words(task.input_length(longest), device)  # the same whatever the seed
 
     def rows(self, sample: Sample, lengths: Tensor) -> Tensor:  # (B,)
-        """Which rows are held out."""
+        """Return a mask of the rows that are held out."""
         if not self.share:
             return torch.zeros(len(lengths), dtype=torch.bool, device=lengths.device)
         if sample.key is None:
@@ -93,7 +93,7 @@ class HoldOut:
         )
 
     def sample(self, generator: torch.Generator, batch: int, length: int) -> Sample:
-        """Held-out rows, or any rows of a length of which none are held out.
+        """Draw held-out rows, or any rows of a length of which none are held out.
 
         Of rows that are given at most as many as there are, each once.
 

@@ -38,7 +38,7 @@ class Attention(nn.Module):
         source: Tensor,  # (B, L, d)
         turn: Turn | None = None,  # of L places
     ) -> KeysValues:  # (B, H, L, h) twice
-        """Keys and values of what is looked at."""
+        """Return the keys and values of what is looked at."""
         projected = self.key_value(self.source_norm(source)).unflatten(-1, (2, self.num_heads, -1))
         # (B, L, 2, H, h) to (2, B, H, L, h)
         keys, values = projected.permute(2, 0, 3, 1, 4).unbind(0)

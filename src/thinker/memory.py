@@ -30,13 +30,13 @@ class Memory(ABC):
 
     @property
     def length(self) -> int:
-        """Latents that can be looked up."""
+        """The number of latents that can be looked up."""
         if self.layers:
             return self.layers[0][0].shape[2]
         return 0
 
     def read(self, layer: int) -> KeysValues | None:
-        """Keys and values of a layer; none while nothing was written."""
+        """Return the keys and values of a layer, or None if nothing was written."""
         if self.layers:
             return self.layers[layer]
         return None
@@ -54,10 +54,10 @@ class Memory(ABC):
 
 
 class GrowMemory(Memory):
-    """Keeps every write."""
+    """A memory that keeps every write."""
 
     def write(self, layers: Sequence[KeysValues]) -> Memory:
-        """Appended."""
+        """Append a step's keys and values."""
         if not self.layers:
             return type(self)(layers)
         # new tensors each time: an older carry, and autograd, keep theirs
@@ -92,7 +92,7 @@ class StaticMemory(Memory):
 
     @property
     def length(self) -> int:
-        """Latents that can be looked up."""
+        """The number of latents that can be looked up."""
         return self.filled
 
     def read(self, layer: int) -> KeysValues | None:
@@ -103,7 +103,7 @@ class StaticMemory(Memory):
         return keys[:, :, : self.filled], values[:, :, : self.filled]
 
     def write(self, layers: Sequence[KeysValues]) -> Memory:
-        """In place.
+        """Write a step's keys and values in place.
 
         Refused with gradients, whose saved keys it would change, past its room, and from an old
         handle.

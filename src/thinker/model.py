@@ -127,10 +127,7 @@ class LatentThinker(CompleteModel):
 
     @property
     def plan(self) -> FlowPlan:
-        """Return what each step does when a call does not say.
-
-        The config's plan, or everything that the model has.
-        """
+        """The default plan: the config's plan, or else every operation that the model has."""
         return chosen_plan(self.config)
 
     def answers_of(
@@ -167,7 +164,7 @@ class LatentThinker(CompleteModel):
             out_len: Longest answer to come, where positions are drawn for both; default the input's
                 length.
             places: Positions that were drawn before, of a carry; default: drawn here.
-            generator: Of positions.
+            generator: The random generator for positions.
 
         Raises:
             ValueError: Not (B, L), too long, ids outside the vocabulary, a row all padding, a row
@@ -227,10 +224,10 @@ class LatentThinker(CompleteModel):
         """Think n steps about what was read.
 
         Args:
-            context: Of `encode`.
+            context: The result of `encode`.
             n_step: Steps; default the config's, or a plan's own.
             n_latent: Latents; default the config's, or the carry's.
-            plan: What each step does; default the model's.
+            plan: What each step does; default: the model's plan.
             carry: Go on from there.
             output_steps: Steps whose latents to keep: the ``"last"`` or ``"all"`` that output, or a
                 list, from 1 on.
@@ -240,7 +237,8 @@ class LatentThinker(CompleteModel):
                 batch. In a causal model the number of steps depends on later tokens too: do not
                 score next-token predictions with it.
             step_noise: Standard deviation; default the config's in training, none in evaluation.
-            generator: Of noise and noise latents; in evaluation, without one, the same each time.
+            generator: The random generator for noise and noise latents; without one, evaluation
+                draws the same each time.
 
         Raises:
             ValueError: No steps, more latents than there are, a plan that looks up what is not
@@ -316,7 +314,7 @@ class LatentThinker(CompleteModel):
         """Read the answer off.
 
         Args:
-            state: Of `think`.
+            state: The result of `think`.
             out_len: O; default the longest. Where latents are tokens the answer has their length.
 
         Raises:
@@ -354,15 +352,15 @@ class LatentThinker(CompleteModel):
             n_step: See `think`, as for the rest.
             n_latent: Latents.
             plan: What each step does.
-            output_steps: Of which steps to give logits; each costs a read-out.
+            output_steps: The steps to give logits of; each costs a read-out.
             grad_steps: Truncated backpropagation.
-            carry: Of an earlier output.
+            carry: The carry of an earlier output.
             exit_rule: Rows may stop early.
             step_noise: Standard deviation of noise before each step.
-            generator: Of everything drawn.
+            generator: The generator of all random choices.
 
         Raises:
-            ValueError: What `encode`, `think` and `decode` refuse.
+            ValueError: As in `encode`, `think` and `decode`.
         """
         # a carry does not say how many steps it took, so whose labels come next is not known
         if labels is not None and labels.dim() == 3 and carry is not None:
@@ -434,7 +432,7 @@ class LatentThinker(CompleteModel):
     def _start(
         self, context: Context, n_latent: int | None, generator: torch.Generator | None
     ) -> ThinkerState:
-        """Latents before the first step."""
+        """Return the latents before the first step."""
         config, (batch, length) = self.config, context.shape
         n = config.latents_for(length) if n_latent is None else n_latent
         check_latents(config, n_latent, (batch, n, config.hidden_size), context.shape)
@@ -499,8 +497,8 @@ class LatentThinker(CompleteModel):
         if config.at_tokens:
             if out_len not in (None, latents.shape[1]):
                 raise ValueError(
-                    f"LatentThinker: out_len is {out_len}, but the answer is at the "
-                    f"{latents.shape[1]} latents, which are tokens; expected as many"
+                    "LatentThinker: with latent_init='tokens' out_len is the number of latents; "
+                    f"expected None or {latents.shape[1]}, got {out_len}"
                 )
             return self.readout(latents, None)
         length = config.max_output_length if out_len is None else out_len
@@ -513,7 +511,7 @@ class LatentThinker(CompleteModel):
 
 
 def _normal(shape: Sequence[int], like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """N(0, 1), drawn where the generator lives."""
+    """Draw N(0, 1) on the generator's device."""
     if generator is None:  # torch.compile takes no generator, not even None, with dynamic sizes
         return torch.randn(shape, device=like.device, dtype=like.dtype)
     # so a generator on the CPU gives a model on a GPU the same numbers

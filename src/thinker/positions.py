@@ -124,7 +124,7 @@ class Positions(nn.Module):
     def draw(
         self, length: int, *, generator: torch.Generator | None = None, device: torch.device
     ) -> Places:
-        """Positions for a batch whose longest sequence, input or answer, is ``length``.
+        """Draw positions for a batch whose longest input or answer has ``length`` tokens.
 
         In evaluation, without a generator, the same each time.
         """

@@ -285,7 +285,7 @@ def read_json(folder: Path, name: str) -> Any:
     """Read a JSON file that `train` wrote.
 
     Raises:
-        ValueError: The file does not exist.
+        ValueError: The file does not exist, or is damaged.
     """
     if not (folder / name).is_file():
         raise ValueError(

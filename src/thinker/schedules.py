@@ -39,7 +39,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def lengths(self, generator: torch.Generator, batch: int, step: int, state: Tensor) -> Tensor:
-        """(batch,) lengths."""
+        """Draw lengths, (batch,)."""
 
     def update(self, state: Tensor, right: Tensor, total: Tensor) -> Tensor:
         """The state after results: right and all answers by length, (max_length + 1,) each."""
@@ -68,7 +68,7 @@ class Fixed(Schedule):
     """Always ``max_length``."""
 
     def lengths(self, generator: torch.Generator, batch: int, step: int, state: Tensor) -> Tensor:
-        """The same."""
+        """Return ``max_length`` for every row."""
         return torch.full((batch,), self.max_length, device=generator.device)
 
 
@@ -77,7 +77,7 @@ class Uniform(Schedule):
     """All lengths alike."""
 
     def lengths(self, generator: torch.Generator, batch: int, step: int, state: Tensor) -> Tensor:
-        """Uniform."""
+        """Draw lengths uniformly."""
         return self._uniform(generator, batch, self.max_length)
 
 
@@ -93,7 +93,7 @@ class Frontier(Schedule):
     Args:
         min_length: Least length.
         max_length: Largest length.
-        share: Of the rows at the longest.
+        share: The share of the rows at the longest.
 
     >>> lengths = Frontier(max_length=9).lengths(
     ...     torch.Generator().manual_seed(0), 1000, 0, torch.empty(0)
@@ -124,9 +124,9 @@ class Progressive(Schedule):
         start: First frontier; default ``min_length``.
         threshold: Accuracy at the frontier from which it moves on.
         retreat: Accuracy below which it moves back by one.
-        grow: By how much it moves on.
-        share: Of the rows at the frontier.
-        min_answers: As many answers at the frontier are waited for.
+        grow: The number of lengths by which it moves on.
+        share: The share of the rows at the frontier.
+        min_answers: The number of answers at the frontier before it moves.
     """
 
     start: int | None = None
@@ -158,7 +158,7 @@ class Progressive(Schedule):
         return self.start
 
     def initial(self) -> list[float]:
-        """Frontier; right and all answers there since it moved."""
+        """Return the frontier, and the right and all answers there since it moved."""
         return [float(self.first), 0.0, 0.0]
 
     def difficulty(self, step: int, state: Tensor) -> float:
@@ -191,7 +191,7 @@ class Dynamic(Schedule):
 
     Args:
         floor: Added to every error, so that nothing is forgotten.
-        momentum: Of the mean error.
+        momentum: The momentum of the mean error.
     """
 
     floor: float = 0.1
@@ -201,8 +201,8 @@ class Dynamic(Schedule):
         super().__post_init__()
         if self.floor <= 0 or not 0 <= self.momentum < 1:
             raise ValueError(
-                f"Dynamic: floor {self.floor}, momentum {self.momentum}; expected above 0, and 0 "
-                "to below 1"
+                f"Dynamic: expected floor above 0 and momentum from 0 to below 1, got "
+                f"floor={self.floor}, momentum={self.momentum}"
             )
 
     def initial(self) -> list[float]:
@@ -225,7 +225,7 @@ class Dynamic(Schedule):
         return torch.multinomial(weights, batch, replacement=True, generator=generator)
 
     def update(self, state: Tensor, right: Tensor, total: Tensor) -> Tensor:
-        """Errors of the lengths that were seen move towards what was seen."""
+        """Move the errors of the lengths in a batch towards those observed."""
         error = 1 - right / total.clamp(min=1)
         moved = self.momentum * state + (1 - self.momentum) * error.to(state.dtype)
         return torch.where(total > 0, moved, state)

@@ -33,7 +33,7 @@ class Solutions(Report):
 
     Attributes:
         answers: Each answer in the task's own form: ids, a text, or symbols.
-        steps: How many steps each row took.
+        steps: The number of steps of each row.
         settled: Whether the exit rule stopped each row before the most steps.
     """
 
@@ -166,7 +166,8 @@ def _most_steps(model: LatentThinker, task: Task, longest: int, max_steps: int |
     most = _STEPS * longest
     if config.memory_size is not None:
         most = min(most, config.memory_size)
-    # a plan of a fixed length, or whose loop has several rows, takes no other number
+    # a plan without a loop has a fixed number of steps; a loop of several rows may run on to its
+    # next output
     return model.plan.num_steps(most)
 
 

@@ -22,12 +22,12 @@ class Context:
     """An input that was read: keys and values of every layer, projected once for all steps.
 
     Args:
-        keys_values: By layer, (B, H, L, h) twice.
+        keys_values: Keys and values by layer, (B, H, L, h) each.
         static: Those of the static tokens, by layer, (1, H, M, h) twice; empty without any.
         mask: (B, L), False is padding; none when there is none.
         index: (B or 1, L, 1 or 2), the place of each token in its row, or its row and column in a
             grid.
-        places: What was drawn for positions.
+        places: The positions that were drawn.
         embedded: (B, L, d), where the latents are the tokens and start from it.
     """
 
@@ -40,7 +40,7 @@ class Context:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """B and L."""
+        """The shape (B, L) of the input."""
         keys = self.keys_values[0][0]
         return keys.shape[0], keys.shape[2]
 
@@ -66,7 +66,7 @@ class ThinkerState:
 
     Args:
         latents: (B, n, d).
-        memory: What was written; none without memory.
+        memory: The written keys and values; None without memory.
         places: The positions that the answer must share.
     """
 
@@ -123,7 +123,7 @@ class ThinkerOutput(ModelOutput):
     Args:
         loss: Cross-entropy of the last answer, when there were labels.
         logits: (B, O, output_size) of the last step.
-        step_logits: The same of every step asked for, in order.
+        step_logits: The logits of every requested step, in order.
         output_steps: Which steps those are, counted from 1.
         residuals: (B, T), how far each step moved the latent that moved most, relative to it.
         steps: (B,), how many steps each row took.

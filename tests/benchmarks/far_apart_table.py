@@ -28,7 +28,7 @@ TITLES = {
 SETTINGS = ("granularity", "coefficients", "temperature")
 ABOUT = {
     "chain": "SmolLM2-135M-Instruct, and the same after training on German manual pages",
-    "siblings": "SmolLM2 trained whole on German manual pages, and on Python sources",
+    "siblings": "SmolLM2 with all weights trained, on German manual pages and on Python sources",
     "adapters": "SmolLM2 with LoRA adapters of rank 16, trained on the same two tasks",
 }
 
@@ -92,7 +92,7 @@ def table(pairs: Sequence[str], steps: str) -> list[str]:
         found = [recovered(own) for own in members]
         gap = statistics.mean(gap for _, gap in found)
         seeds = f"; mean of {len(members)} seeds ± standard deviation" if len(members) > 1 else ""
-        described.append(f"{TITLES[kind]}: {ABOUT[kind]} ({gap:.2f} nats{seeds})")
+        described.append(f"{TITLES[kind]}: {ABOUT[kind]} (gap {gap:.2f} nats{seeds})")
         columns[kind] = {}
         for shares, _ in found:
             for name, share in shares.items():

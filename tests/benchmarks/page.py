@@ -40,7 +40,7 @@ TABLES = {
         "masked_linear",
         ("nn.Linear", ""),
         "wall",
-        "Wall seconds; all in turn in one process. `ratio` is against a trainable `nn.Linear` of "
+        "Wall-clock seconds. All variants were timed in turn in one process. `ratio` is the time divided by that of a trainable `nn.Linear` of "
         "the same size, which is the floor (three products). `plain` is `F.linear(x, m[0] * W[0] + "
         "m[1] * W[1])`. `saved` is what autograd keeps until backward beyond what is resident; "
         "peaks are of processes of their own.",
@@ -49,7 +49,7 @@ TABLES = {
         "masked_kl",
         ("plain", ""),
         "wall",
-        "Wall seconds; in turn in one process. `ratio` is against the plain way: whole logits, "
+        "Wall-clock seconds. All variants were timed in turn in one process. `ratio` is the time divided by that of the naive code: full logits, "
         "`log_softmax`, `kl_div`. Peaks are of processes of their own.",
     ),
     "mask_training_step": Table(
@@ -215,6 +215,6 @@ def write_page() -> None:
             "",
         ]
         if draw(rows, table, PLOTS / f"{name}.svg"):
-            lines += [f"![Ratios of {table.title}](measured/{name}.svg)", ""]
+            lines += [f"![Time ratios: {table.title}](measured/{name}.svg)", ""]
         lines += [*summary(rows, table), ""]
     PAGE.write_text("\n".join(lines), encoding="utf-8")

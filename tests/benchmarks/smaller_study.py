@@ -340,8 +340,8 @@ def write_table() -> None:
         "Parameters: of the MLPs, or half of the table of embeddings. Fitted on 12,288 tokens by "
         "the same walk (a table's Kronecker sums, and the low rank called nearest: to its weight "
         f"alone), then distilled in bfloat16 autocast{exact}, {BATCH} x {CONTEXT} tokens a step "
-        "(MiniLM: 8 x 128); mean, range and number of orders of data. Time: forward of 512 tokens "
-        "against the original's, in turns on one thread, beside other work. At equal time: what "
+        "(MiniLM: 8 x 128); mean, range and number of orders of data. Time: a forward pass of "
+        "512 tokens divided by the original's, measured in turn on one thread while other programs ran. At equal time: what "
         "dropped neurons give at the row's time, between the budgets measured. Measured to "
         f"{max(r['date'] for r in rows)} at {', '.join(dict.fromkeys(r['commit'] for r in rows))}."
     )

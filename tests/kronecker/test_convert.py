@@ -534,9 +534,9 @@ def test_a_filter_reaches_attention_and_a_report_says_what_was_left():
 
 def test_bad_files_are_refused(tmp_path):
     model = tiny("gpt2")
-    with pytest.raises(ValueError, match="no compressed layer"):
+    with pytest.raises(ValueError, match="compressed layers, got none"):
         save_pretrained(model, tmp_path / "out")
-    with pytest.raises(ValueError, match="no compressed layer"):
+    with pytest.raises(ValueError, match="compressed layers, got none"):
         fold(model, tmp_path / "out")
     convert_(model, VAN_LOAN, progress=False)
     save_pretrained(model, tmp_path / "out")
@@ -1259,7 +1259,7 @@ def test_a_model_within_a_converted_one_is_saved_with_its_factors(tmp_path):
 @pytest.mark.parametrize(
     ("config", "named", "message"),
     [
-        ({}, {}, r"convert_:.*patterns"),
+        ({}, {}, r"convert_:.*empty mapping"),
         (PruneConfig(size=0.9), {}, r"convert_:.*fast.*0\.9.*prune_"),
         (PruneConfig(), {"fade_in": True}, r"convert_:.*PruneConfig"),
         ({"*.wte": PruneConfig()}, {}, r"convert_:.*PruneConfig"),

@@ -810,7 +810,7 @@ def test_adapters_wrappers_and_nothing_but_padding_are_refused():
         {"input_ids": ids(), "attention_mask": torch.zeros(8, 16)},
     )
     with torch.inference_mode():
-        attempt(tiny("bert"), "inference_mode is on")
+        attempt(tiny("bert"), "expected torch.inference_mode to be off")
 
 
 @pytest.mark.parametrize(

@@ -381,7 +381,7 @@ def test_a_method_of_ones_own_returns_a_tensor_of_its_inputs_shape(tmp_path):
         try:
             for out in ({}, {"out": tmp_path / str(number)}):
                 with pytest.raises(
-                    ValueError, match=r"w: odd: expected a tensor of shape \(2, 3\)"
+                    ValueError, match=r"w: odd: expected a real tensor of shape \(2, 3\)"
                 ):
                     merge_models(models, "odd", progress=False, **out)
         finally:

@@ -165,7 +165,7 @@ def test_a_wrong_file_of_flags_is_refused(flags, tmp_path, capsys):
         ("no_fast: true", "unknown field no_fast"),
         ("help: true", "unknown field help"),
         ("names: a", "unknown field names"),
-        ("width: 7\nwidth: 8", "'width' stands twice"),
+        ("width: 7\nwidth: 8", "'width' is repeated"),
         ("? [a]\n: b", "expected a single value as a key, got several (line 1)"),
         ("width: !!timestamp foo", "expected a YAML mapping"),
         (BOMB, "expected at most 100,000 values, with what aliases stand for"),

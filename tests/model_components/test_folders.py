@@ -321,7 +321,7 @@ def test_a_result_that_was_made_a_link_is_not_emptied(tmp_path):
     (new.folder / "a").unlink()
     new.folder.rmdir()
     new.folder.symlink_to(work)
-    with pytest.raises(OutputError, match="is no folder of ours"):
+    with pytest.raises(OutputError, match="got a link or a file"):
         NewFolder(tmp_path / "m", "save", resumable=True).open()
     save(tmp_path / "m")  # one that keeps nothing removes the link, and not what it leads to
     assert (work / "thesis").read_text() == "x"
@@ -329,7 +329,7 @@ def test_a_result_that_was_made_a_link_is_not_emptied(tmp_path):
     new.folder.rename(tmp_path / "moved")
     new.folder.write_text("a file")
     for _ in range(2):  # the lock is let go of
-        with pytest.raises(OutputError, match="is no folder of ours"):
+        with pytest.raises(OutputError, match="got a link or a file"):
             NewFolder(tmp_path / "n", "save", resumable=True).open()
 
 
@@ -337,7 +337,7 @@ def test_a_result_that_becomes_a_link_meanwhile(tmp_path):
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "thesis").write_text("x")
     with (
-        pytest.raises(OutputError, match="is no folder of ours"),
+        pytest.raises(OutputError, match="got a link or a file"),
         NewFolder(tmp_path / "m", "s", resumable=True) as new,
     ):
         new.folder.rmdir()

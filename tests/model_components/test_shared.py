@@ -207,7 +207,7 @@ def test_a_result_that_cannot_be_published_lets_go_of_its_lock(tmp_path):
             new.folder.write_text("x")
 
     for _ in range(2):  # the second is refused for the same reason, not for the first one's lock
-        with pytest.raises(OutputError, match="is no folder of ours"):
+        with pytest.raises(OutputError, match="got a link or a file"):
             fail()
         new.folder.unlink()
 

@@ -523,7 +523,7 @@ def test_what_was_reported_in_the_past_stays():
         (lambda: resumed(n_step=7), r"CurriculumDataset:.*n_step.*1, 6.*7, 7"),
         (lambda: resumed(n_latent=3), r"CurriculumDataset:.*n_latent.*3, 3"),
         (lambda: Progressive(max_length=3, start=4), "start 4"),
-        (lambda: Dynamic(max_length=3, floor=0), "floor 0"),
+        (lambda: Dynamic(max_length=3, floor=0), "floor=0"),
         (
             lambda: data_of(n_step=lambda n: (3, n - 7)),
             r"CurriculumDataset:.*n_step.*\(3.*-6\).*1.*1",

@@ -115,7 +115,7 @@ def test_labels_of_each_step():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: LastAndRandom(last=0), "last 0"),
+        (lambda: LastAndRandom(last=0), "last=0"),
         (lambda: Reach(window=1), r"Reach:.*window.*1.*1.*2"),
         (lambda: Reach(grad_steps=0), "grad_steps 0"),
         (

@@ -888,7 +888,7 @@ TOKENS = torch.zeros(2, 5, dtype=torch.long)
         (
             {},
             lambda m: m(TOKENS, n_latent=5),
-            r'LatentThinker:.*n_latent.*5.*4.*latent_init="noise"',
+            r'LatentThinker:.*n_latent.*4.*5.*latent_init="noise"',
         ),
         (
             {},
@@ -976,7 +976,7 @@ TOKENS = torch.zeros(2, 5, dtype=torch.long)
         (
             {"causal": True},
             lambda m: m(TOKENS, out_len=3),
-            r"LatentThinker:.*out_len.*3.*4",
+            r"LatentThinker:.*out_len.*4, got 3",
         ),
         (
             {"latent_init": "tokens", "num_latents": None},
@@ -1060,7 +1060,7 @@ def test_bad_input_is_refused(changes, call, message):
         ({"plan": {"loop": [[0.3] * 6]}}, r"FlowPlan:.*cell.*0.3.*1.*0"),
         (
             {"plan": {"loop": [{"read_inptu": 1, "output": 1}]}},
-            r"FlowPlan:.*'read_inptu'.*read_input",
+            r"FlowPlan:.*read_input.*'read_inptu'",
         ),
         (
             {"plan": FlowPlan.read_once()},

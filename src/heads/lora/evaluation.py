@@ -124,7 +124,7 @@ class HeldOut:
         """Make the judge that `tune` was asked for.
 
         Args:
-            judge: As of `tune`.
+            judge: The judge, as in `tune`.
             folder: The folder of the model before tuning.
         """
         if judge == "likelihood_gain":
@@ -133,7 +133,7 @@ class HeldOut:
             self._judge = judge(dict(zip(self.prompts, self.references, strict=True)))
 
     def measure(self) -> Measurement:
-        """Measure the model as it is now."""
+        """Return the held-out loss, the model's answers and, with a judge, their mean score."""
         loss, _perplexity = answer_loss(
             self._model,
             self._examples,

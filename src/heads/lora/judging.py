@@ -42,8 +42,7 @@ class LikelihoodGain:
             start = tokenizer.bos_token_id
         if start is None:
             raise ValueError(
-                "LikelihoodGain: the tokenizer has neither a beginning nor an end token, expected "
-                "one"
+                "LikelihoodGain: expected a tokenizer with a bos_token or an eos_token, got neither"
             )
         self.model = model
         self.tokenizer = tokenizer
@@ -51,7 +50,7 @@ class LikelihoodGain:
 
     @torch.no_grad()
     def log_likelihood(self, before: Sequence[int], answer: Sequence[int]) -> float:
-        """Log-likelihood of an answer's tokens after those of ``before``, in nats.
+        """Return the log-likelihood of an answer's tokens after those of ``before``, in nats.
 
         Raises:
             ValueError: ``before`` is empty, or together they are more than the model has

@@ -212,7 +212,7 @@ def can_be_lean(kind: type) -> bool:
 
 
 def lora_layers(model: nn.Module) -> dict[str, lora.LoraLayer]:
-    """All of peft's LoRA layers, by name."""
+    """Return all of peft's LoRA layers, by name."""
     layers = {}
     for name, module in model.named_modules():
         if isinstance(module, lora.LoraLayer):

@@ -158,8 +158,8 @@ def _check_loss(base: Any, operation: str) -> None:
         near = False
     if not near:
         raise ValueError(
-            f"fuse_cross_entropy_: expected a loss that is the cross-entropy of the next tokens by "
-            f"the head, got another from {type(base).__name__}"
+            "fuse_cross_entropy_: expected a model whose loss is the next-token cross-entropy of "
+            f"its head's logits, but {type(base).__name__} computes another loss"
         )
 
 

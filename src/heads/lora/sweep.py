@@ -93,7 +93,7 @@ def sweep(
             except (RuntimeError, ValueError) as error:
                 # running out of memory is a RuntimeError, too, and the next run may be smaller
                 failures[name] = str(error)
-                if number == len(failures) == len(runs):  # a reason that all runs share
+                if number == len(failures) == len(runs):  # every run failed
                     raise
             report = SweepReport(shown, finished, failures)
             report.write(out)

@@ -48,7 +48,7 @@ def train(
         judge_config: Settings of the run.
         columns: Names of FILE's columns, if they are others, as FIELD=COLUMN, for example
             prompt=question a=first b=second label=better.
-        run_flags: Where to compute, and whether to show progress.
+        run_flags: The device, and whether to show progress.
     """
     from .training.run import train_judge
 
@@ -83,7 +83,7 @@ def pairs(
         columns: Names of FILE's columns, if they are not prompt, a and b, as FIELD=COLUMN, for
             example prompt=question a=first b=second.
         batch_size: Number of pairs computed at once.
-        run_flags: Where to compute, and whether to show progress.
+        run_flags: The device, and whether to show progress.
     """
     from .data.rows import each_pair
 
@@ -111,7 +111,7 @@ def rank(
         file: Rows with a prompt and a list of answers.
         out: Output file: a new path; default: print.
         batch_size: Number of pairs computed at once.
-        run_flags: Where to compute, and whether to show progress.
+        run_flags: The device, and whether to show progress.
     """
     where = _checked_device(out, run_flags.device, "judge rank")
     # all of it now: a file that cannot be read is told before a model is loaded
@@ -140,7 +140,7 @@ def report(
         columns: Names of FILE's columns, if they are not prompt, a and b, as FIELD=COLUMN, for
             example prompt=question a=first b=second.
         batch_size: Number of pairs computed at once.
-        run_flags: Where to compute, and whether to show progress.
+        run_flags: The device, and whether to show progress.
     """
     from .data.rows import read_pairs
     from .report.evaluation import pairwise_report

@@ -28,17 +28,17 @@ class PairwiseConfig(CheckedModelConfig):
 
     Args:
         encoder: The encoder's config, or its dictionary.
-        link: From features to A, B or tie. ``"davidson"`` gives each answer one score and learns
-            how often close ones tie. ``"antisymmetric"`` compares both directly. ``"concat"``, a
-            classifier over both side by side, is a baseline, and the only one whose verdict depends
-            on which answer is called A.
+        link: The function from features to A, B or tie. ``"davidson"`` gives each answer one score
+            and learns how often close ones tie. ``"antisymmetric"`` compares both directly.
+            ``"concat"``, a classifier over both side by side, is a baseline, and the only one whose
+            verdict depends on which answer is called A.
         pooling: ``"mean"`` of an answer's last hidden states, the sequence's ``"first"`` or
             ``"last"`` one; or several of them, side by side.
         ties: Whether there is a class for ties.
         hidden_features: Inner width of the head; 0 for a linear one, and 64 inside
             ``"antisymmetric"``.
-        dropout: On the features and inside the head.
-        surface: What the head is told beside the encoder's states: any of the answers'
+        dropout: The dropout on the features and inside the head.
+        surface: What the head reads beside the encoder's states: any of the answers'
             ``"length"``, ``"style"`` and ``"overlap"`` with the prompt. Judges owe much to these;
             `pairwise_report` says how much.
         append_prompt: Encode the prompt before each answer.
@@ -104,11 +104,11 @@ class PairwiseConfig(CheckedModelConfig):
 
     @property
     def num_classes(self) -> int:
-        """A, B and, with ``ties``, tie."""
+        """The number of classes: A, B and, with ``ties``, tie."""
         return 3 if self.ties else 2
 
     def to_dict(self) -> dict[str, object]:
-        """With the encoder's config as a dictionary, which names no folder."""
+        """Return all fields, with the encoder's config as a dictionary, which names no folder."""
         fields = super().to_dict()
         if isinstance(self.encoder, PreTrainedConfig):
             fields["encoder"] = self.encoder.to_dict()

@@ -45,13 +45,13 @@ def packed_attention(
     is torch's own variable-length flash attention.
 
     Args:
-        query: Of all sequences, one after the other.
-        key: As the query, with as many heads or a divisor of them, each for a group of the query's.
-        value: As the key.
+        query: The queries of all sequences, one after the other.
+        key: The keys, with as many heads as the query or a divisor of them.
+        value: The values, with as many heads as the key.
         cu_seq_lens: Where sequences start, and where the last one ends: 0, l1, l1 + l2, ..., T.
-        scale: Of the products; default ``1 / sqrt(d)``.
+        scale: The factor of the products; default ``1 / sqrt(d)``.
         dropout_p: Share of the attention weights that is dropped.
-        window: How far apart tokens may be that see each other; None for any distance.
+        window: The largest distance of tokens that see each other; None: any.
         causal: Whether a token sees only itself and those before it.
         impl: ``"reference"`` (dense), ``"eager"``, ``"fused"`` (CUDA, half precision, no dropout),
             or ``"auto"``: fused where that is supported, else eager.
@@ -244,7 +244,7 @@ def davidson(score_a: Tensor, score_b: Tensor, log_nu: Tensor) -> Tensor:
 
 
 def swapped(classes: Tensor) -> Tensor:
-    """(..., C) of A against B as of B against A: the first two columns trade places.
+    """Exchange A and B in values of shape (..., C): the first two columns trade places.
 
     >>> swapped(torch.tensor([[0.5, 0.3, 0.2]]))
     tensor([[0.3000, 0.5000, 0.2000]])
@@ -253,7 +253,7 @@ def swapped(classes: Tensor) -> Tensor:
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
-    """Log-softmax over A, B (and tie) that does not depend on which is A.
+    """Compute a log-softmax over A, B (and tie) that does not depend on which is A.
 
     Swapping them moves no bit.
 
@@ -278,7 +278,7 @@ def log_probabilities(logits: Tensor) -> Tensor:
 
 
 def pairwise_loss(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy of A, B or tie, averaged over pairs.
+    """Compute the cross-entropy of A, B or tie, averaged over pairs.
 
     Args:
         logits: (*B, C).

@@ -45,7 +45,7 @@ class Predictions:
 
     @property
     def probabilities(self) -> Tensor:
-        """(N, C) of A, B and tie."""
+        """The probabilities of A, B and tie, (N, C)."""
         return self.log_probabilities.exp()
 
     @property
@@ -74,7 +74,7 @@ class Ranking:
 
 
 def verdicts_of(found: Tensor) -> Tensor:
-    """(N, C) log-probabilities to (N,) classes.
+    """Return the verdicts, (N,) classes, of log-probabilities (N, C).
 
     Where A and B are equally likely and likeliest it is 2, a tie.
 
@@ -158,7 +158,7 @@ def predict_pairs(
 def sides_of(
     model: Judge, data: PairwiseDataset, numbers: Sequence[int], batch_size: int = 32
 ) -> list[Tensor]:
-    """Features of A and of B of these pairs, and their surface features, on the CPU."""
+    """Return features of A and of B of these pairs, and their surface features, on the CPU."""
     collate = PairwiseCollator()
     device = next(model.parameters()).device
     sides: list[list[Tensor]] = [[], [], [], []]
@@ -190,7 +190,7 @@ def _verdicts(
 
 
 def _sides(model: Judge, batch: dict[str, Tensor]) -> Sides:
-    """Features of A and of B, and their surface features or None, of a batch."""
+    """Return features of A and of B, and their surface features or None, of a batch."""
     rest = {
         name: value for name, value in batch.items() if name not in ("pairs", "surface", "features")
     }
@@ -258,7 +258,7 @@ _MOST_NEWTON_STEPS = 200  # a few are enough; far more than any table took
 
 
 def _wins(shares: Tensor, pairs: Tensor, count: int) -> Tensor:
-    """(count, count) shares of wins from (N, C) probabilities for all (N, 2) pairs of answers."""
+    """Return shares of wins (count, count) from probabilities (N, C) of answer pairs (N, 2)."""
     shares, (first, second) = shares.double(), pairs.unbind(1)
     ties = shares[:, 2] / 2 if shares.shape[1] == 3 else 0.0
     wins = torch.full((count, count), 0.5, dtype=torch.float64)

@@ -75,7 +75,7 @@ class Judge(CompleteModel):
         begins: Tensor | None = None,
         token_type_ids: Tensor | None = None,
     ) -> Tensor:
-        """(S, W) float32 features of S sequences, whose T tokens are one flat run.
+        """Return float32 features, (S, W), of S sequences whose T tokens are one flat run.
 
         Args:
             input_ids: (T,).
@@ -119,7 +119,7 @@ class Judge(CompleteModel):
         labels: Tensor | None = None,
         both_orders: bool = False,
     ) -> PairwiseOutput:
-        """Logits of pairs of sequences; `PairwiseCollator` makes the arguments.
+        """Compute the logits of pairs of sequences; `PairwiseCollator` makes the arguments.
 
         Args:
             input_ids: (T,) tokens of all sequences.
@@ -163,10 +163,10 @@ class Judge(CompleteModel):
         """Return logits of pairs from (P, W) features and (P, F) surface features.
 
         Args:
-            a: Of A.
-            b: Of B.
-            surface_a: Of A.
-            surface_b: Of B.
+            a: The features of A.
+            b: The features of B.
+            surface_a: The surface features of A.
+            surface_b: The surface features of B.
             labels: (P,) classes or (P, C) shares.
             both_orders: Also give the logits with A and B exchanged.
             alike: Take both answers to be the same in this: ``"encoder"``, ``"length"``,

@@ -48,7 +48,7 @@ class PairwiseHead(nn.Module):
         link: See `PairwiseConfig`.
         ties: Whether there is a class for ties.
         hidden_features: Inner width; 0 for a linear head, and for networks of 64.
-        dropout: On the features and inside, and half of it on the surface's encodings.
+        dropout: The dropout on the features and inside; half of it is on the surface's encodings.
         surface: Kinds of surface features that it looks at, too; none for ``"concat"``.
         uncertainty: Whether there is a covariance of the last layers; for ``"antisymmetric"``.
 
@@ -310,7 +310,8 @@ class Pool(nn.Module):
     what follows it, not over the prompt.
 
     Args:
-        pooling: Of ``"mean"`` over the answer, the sequence's ``"first"`` state or its ``"last"``.
+        pooling: One or more of ``"mean"`` (over the answer), ``"first"`` and ``"last"`` (the
+            sequence's first and last state).
 
     >>> pool = Pool(["mean", "last"])
     >>> states = torch.tensor([[9.0, 9.0], [1.0, 0.0], [3.0, 0.0], [5.0, 1.0]])

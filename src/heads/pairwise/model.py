@@ -46,11 +46,11 @@ class PairwiseModel(SavedJudge):
     nothing. Features and head are float32, whatever the encoder is.
 
     Args:
-        config: Of encoder and head; see `from_encoder` for a pretrained one.
+        config: The settings of encoder and head; see `from_encoder` for a pretrained one.
         encoder: One that is there already; default: made of its config, untrained.
 
     Attributes:
-        tokenizer: What `predict` and `rank` use; saved and loaded with the model.
+        tokenizer: The tokenizer for `predict` and `rank`; it is saved and loaded with the model.
         packing: Whether the encoder runs without padding, and if not, why. An attention that is
             chosen afterwards, by ``model.encoder.set_attn_implementation``, stays, and sequences
             are padded then.
@@ -83,8 +83,8 @@ class PairwiseModel(SavedJudge):
         super().__init__(config)
         if config.encoder is None:
             raise ValueError(
-                "PairwiseModel: there is no encoder in its config, so it is no judge; expected one "
-                "that was trained and saved, or from_encoder, which makes a new one"
+                "PairwiseModel: expected a config with an encoder, got none; load a trained judge "
+                "with from_pretrained, or make a new one with from_encoder"
             )
         inner: Any = encoder
         if encoder is None:
@@ -139,13 +139,13 @@ class PairwiseModel(SavedJudge):
                 attention.
             tokenizer: The encoder's, or where it is; loaded from the encoder's place when None and
                 a place is given.
-            dtype: Of the encoder's weights; None keeps the checkpoint's. bfloat16 is good for an
-                encoder that stays frozen; train one in half precision only if you know that it can
-                be.
-            depth: How many of the encoder's layers to keep, from the lowest; default all. Fewer are
-                cheaper, and can judge better.
-            revision: Of encoder and tokenizer on the hub.
-            token: Of the hub.
+            dtype: The dtype of the encoder's weights; None keeps the checkpoint's. bfloat16 is good
+                for an encoder that stays frozen; train one in half precision only if you know that
+                it can be.
+            depth: The number of the encoder's layers to keep, from the lowest; default: all. Fewer
+                are cheaper, and can judge better.
+            revision: The revision of encoder and tokenizer on the hub.
+            token: The access token of the hub.
             trust_remote_code: Run code that comes with a model.
             **options: Fields of `PairwiseConfig`. By default the settings that judged best are
                 taken: ``link="antisymmetric"``, ``pooling=["mean", "last"]`` and all surface
@@ -192,8 +192,8 @@ class PairwiseModel(SavedJudge):
             or inner.main_input_name != "input_ids"  # of pictures or sounds
         ):
             raise ValueError(
-                f"from_encoder: {type(inner).__name__} is no encoder that gives hidden states of a "
-                "text"
+                "from_encoder: expected an encoder that gives hidden states of a text, got "
+                f"{type(inner).__name__}"
             )
         if depth is not None:
             keep_lowest_(inner, depth)
@@ -221,7 +221,7 @@ class PairwiseModel(SavedJudge):
         return model
 
     def dataset(self, pairs: Sequence[object], *, progress: bool = True) -> PairwiseDataset:
-        """Pairs as this model reads them."""
+        """Return pairs as a data set for this model."""
         return PairwiseDataset(pairs, self._own_tokenizer, self.config, progress=progress)
 
     def predict(
@@ -233,7 +233,7 @@ class PairwiseModel(SavedJudge):
         batch_size: int = 32,
         progress: bool = True,
     ) -> Predictions:
-        """Verdicts on many pairs.
+        """Judge many pairs.
 
         Args:
             prompts: One for each pair.
@@ -266,7 +266,7 @@ class PairwiseModel(SavedJudge):
         pair, in both orders, and the scores are those of a tournament.
 
         Args:
-            prompt: What was asked: a text, or turns.
+            prompt: The prompt: a text, or turns.
             answers: One or more.
             batch_size: Pairs that are compared at once, and a quarter of it answers that are
                 encoded at once.
@@ -301,7 +301,7 @@ def _check_options(options: Mapping[str, object]) -> None:
     ]
     if unknown := sorted(set(options) - set(fields)):
         raise ValueError(
-            f"from_encoder: there is no option {', '.join(unknown)}; there are {', '.join(fields)}"
+            f"from_encoder: expected options among {', '.join(fields)}, got {', '.join(unknown)}"
         )
 
 

@@ -57,7 +57,7 @@ def _attention(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' interface, (1, H, T, d) to (1, T, H, d).
+    """Compute attention with transformers' signature, (1, H, T, d) to (1, T, H, d).
 
     Without ends of sequences it is stock sdpa attention.
     """
@@ -114,7 +114,7 @@ class PackingReport(Report):
     offset: int = 0
 
     def summary(self) -> list[str]:
-        """One line."""
+        """Return a line with the totals."""
         return [
             f"{self.encoder}: packed, no padding"
             if self.packed
@@ -132,7 +132,7 @@ def encode_packed(
     token_type_ids: Tensor | None,
     offset: int = 0,
 ) -> Tensor:
-    """(T,) tokens of S sequences to their (T, W) last hidden states, in one pass."""
+    """Return the last hidden states (T, W) of S sequences of T tokens in all, in one pass."""
     ends = [0]
     for length in lengths:
         ends.append(ends[-1] + length)
@@ -193,7 +193,7 @@ def base_of(encoder: PreTrainedModel) -> PreTrainedModel:
 
 
 def embedding_weight(encoder: PreTrainedModel) -> Tensor:
-    """(V, W), of the tokens."""
+    """Return the tokens' embeddings, (V, W)."""
     weight = encoder.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     return weight

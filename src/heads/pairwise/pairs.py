@@ -47,7 +47,7 @@ class Turn(NamedTuple):
 
     Attributes:
         role: ``"user"``, ``"assistant"`` or ``"system"``.
-        text: What was said.
+        text: The text of the turn.
     """
 
     role: str
@@ -65,12 +65,11 @@ class Pair(NamedTuple):
     """A prompt, two answers, which is better, and who wrote them.
 
     Attributes:
-        prompt: What both answers follow: a text, or the turns of a conversation so far.
-        a: An answer: a text, or the turns from where both conversations differ, which end with the
-            assistant's.
-        b: The other.
+        prompt: The text, or the turns of the conversation, that both answers reply to.
+        a: Answer A: a text, or the turns after the shared prompt. The last turn is the assistant's.
+        b: Answer B, in the same form.
         label: 0 for A, 1 for B, 2 for a tie, shares of A, B and tie, or None.
-        writers: Names of the models that answered, where they are known.
+        writers: The names of the models that wrote A and B, or None if unknown.
     """
 
     prompt: Words
@@ -81,7 +80,7 @@ class Pair(NamedTuple):
 
 
 def turns_of(role: str, words: Words) -> tuple[Turn, ...]:
-    """Words as turns: a text becomes one turn, an empty prompt none.
+    """Return words as turns: a text becomes one turn, an empty prompt becomes none.
 
     >>> turns_of("user", "Hello"), turns_of("user", "")
     ((Turn(role='user', text='Hello'),), ())
@@ -162,10 +161,10 @@ def check_words(name: str, value: object) -> Words:
 
 
 def as_pairs(operation: str, pairs: Iterable[object], classes: int = 3) -> list[Pair]:
-    """Pairs, tuples like them, or mappings with their names, as pairs.
+    """Return pairs, tuples like them, or mappings with their names, as pairs.
 
     Raises:
-        ValueError: What is none of these, with its number.
+        ValueError: An item is none of these; the message has its number.
 
     >>> as_pairs("an example", [{"prompt": "2 + 2?", "a": "4", "b": "5", "label": "A"}])
     [Pair(prompt='2 + 2?', a='4', b='5', label=0, writers=(None, None))]
@@ -202,9 +201,9 @@ def split_pairs(
     With fewer than ten prompts a part, single pairs are drawn instead, and parts may share prompts.
 
     Args:
-        pairs: In any order, which the parts keep.
-        shares: Of the prompts; they sum to 1.
-        seed: Of the draw.
+        pairs: Pairs in any order, which the parts keep.
+        shares: The parts' shares of the prompts; they sum to 1.
+        seed: The seed of the draw.
 
     Returns:
         One list a share.
@@ -227,7 +226,7 @@ def split_pairs(
     # the order of a set of texts changes from process to process
     drawn = sorted(set(prompts))
     random.Random(seed).shuffle(drawn)
-    # rounded ends meet; sizes that are rounded one by one could miss a prompt
+    # round the cumulative ends: sizes rounded one by one may not add up to all prompts
     ends = [round(end * len(drawn)) for end in accumulate(shares)]
     part_of = {}
     for number, prompt in enumerate(drawn):
@@ -238,8 +237,8 @@ def split_pairs(
         parts[part_of[prompt]].append(pair)
     if not all(parts):
         raise ValueError(
-            f"split_pairs: {len(pairs)} pairs make parts of {[len(part) for part in parts]}; "
-            "expected more"
+            f"split_pairs: expected enough pairs for every part, got {len(pairs)}, which make "
+            f"parts of {[len(part) for part in parts]}"
         )
     return parts
 

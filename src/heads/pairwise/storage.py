@@ -69,7 +69,7 @@ class SavedJudge(Judge):
         report: object = None,
         **kwargs: object,
     ) -> None:
-        """Config, safetensors, a card and, where the model has one, the tokenizer.
+        """Write config, weights (safetensors), a card and, if the model has one, the tokenizer.
 
         Args:
             save_directory: Made if there is none.

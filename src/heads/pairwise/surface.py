@@ -107,7 +107,7 @@ def surface_of(prompt: str, answer: str) -> np.ndarray:
 
 
 def surfaces_of(pairs: Sequence[Pair]) -> tuple[np.ndarray, np.ndarray]:
-    """(N, F) features of the answers called A, and of those called B."""
+    """Return the surface features (N, F) of the answers called A, and of those called B."""
     first, second = [], []
     for pair in pairs:
         # the user's words alone: to repeat a system's instructions is no overlap
@@ -118,7 +118,7 @@ def surfaces_of(pairs: Sequence[Pair]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def columns_of(kinds: Sequence[str]) -> list[int]:
-    """Places in `NAMES` of the features of these kinds."""
+    """Return the places in `NAMES` of the features of these kinds."""
     return [NAMES.index(name) for kind in kinds for name in SURFACE[kind]]
 
 

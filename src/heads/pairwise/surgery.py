@@ -1,4 +1,4 @@
-"""Changing an encoder in place: which of its layers are there, and which of them train."""
+"""Remove layers of an encoder, or freeze parts of it, in place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FreezeReport(Report):
     trained_parameters: int
 
     def summary(self) -> list[str]:
-        """One line."""
+        """Return a line with the totals."""
         what = ", ".join(self.frozen) if self.frozen else "nothing"
         return [
             f"frozen: {what} ({self.frozen_parameters:,} parameters); {self.trained_parameters:,} "
@@ -146,7 +146,7 @@ def freeze_(model: Judge, what: str) -> FreezeReport:
 
 
 def encoder_parts(encoder: PreTrainedModel, what: str) -> list[tuple[str, nn.Module]]:
-    """Names and modules of the part of an encoder that ``what`` of `freeze_` names."""
+    """Return names and modules of the part of an encoder that `freeze_` calls ``what``."""
     if what == "none":
         return []
     if what == "all":

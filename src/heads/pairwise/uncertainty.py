@@ -41,8 +41,8 @@ class UncertaintyReport(Report):
     Attributes:
         pairs: Number of held-out pairs.
         precision: The prior precision that they chose.
-        before: Their log-loss before.
-        after: Their log-loss now.
+        before: The log-loss of these pairs before the call.
+        after: The log-loss of these pairs after it.
     """
 
     pairs: int

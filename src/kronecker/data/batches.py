@@ -96,7 +96,7 @@ def _check_batch(batch: Mapping[str, Any], model: nn.Module, operation: str) -> 
 
 
 def _as_tensors(row: Mapping[str, object]) -> dict[str, Any]:
-    """Lists of numbers as tensors; a row's texts are no argument of a model."""
+    """Convert lists of numbers to tensors, and leave out texts, which no model takes."""
     batch = {}
     for name, value in row.items():
         if isinstance(value, list):

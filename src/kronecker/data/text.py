@@ -43,7 +43,7 @@ def text_of(path: str | Path) -> str:
         text = read_text(path, "text_of")
     # JSON may contain unpaired surrogates, which UTF-8 cannot encode: they are replaced
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    # UTF-16 without a mark, or a binary file, reads as text with null bytes
+    # UTF-16 without a byte order mark, or a binary file, decodes to text with null characters
     if "\0" in text:
         raise ValueError(f"text_of: expected text in UTF-8 or UTF-16, got null bytes in {path}")
     if not text.strip():
@@ -86,14 +86,14 @@ def text_batches(
     rows: int = 4,
     skip: int = 0,
 ) -> list[Tensor]:
-    """Batches of token ids, (rows, context), from running text.
+    """Return batches of token ids, (rows, context), from running text.
 
     Args:
-        text: Of which as much is encoded as is needed.
+        text: The text; only as much as needed is encoded.
         encode: A tokenizer's ``encode``, or any function from text to token ids.
-        tokens: How many to take.
+        tokens: The number of tokens to take.
         context: Tokens in a row; whole rows only, or one shorter row where there is no more.
-        rows: In a batch.
+        rows: The number of rows of a batch.
         skip: Tokens to leave out before, such as those that something was fitted on.
 
     Returns:
@@ -155,8 +155,8 @@ def strided(batches: Iterable[Tensor], *, context: int, stride: int) -> list[dic
     Args:
         batches: (B, T) each, as `text_batches` gives them: one text's rows in order.
         context: Tokens in a window.
-        stride: From one window to the next; the tokens of a window that count, but for the first
-            one's.
+        stride: The number of tokens from one window to the next; the tokens of a window that count,
+            but for the first one's.
 
     Returns:
         Dicts of ``input_ids`` and ``labels``, both (1, T), T at most ``context``.

@@ -115,7 +115,7 @@ def _resolve_map(
     unused = set(config)
     shadowed = set[str]()
     if not unused:
-        raise ValueError("convert_: the map from patterns to configs is empty, expected some")
+        raise ValueError("convert_: expected configs by pattern, got an empty mapping")
     for name, module in modules.items():
         fitting = [p for p in config if fnmatchcase(name, p)]
         pattern = fitting[0] if fitting else None

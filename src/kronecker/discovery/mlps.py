@@ -53,7 +53,7 @@ class Mlp:
     layout: str = "plain"  # or gate and up in one matrix: "halves", "interleaved"
 
     def rows(self, neurons: Tensor, count: int) -> Tensor:
-        """The outputs of an up layer that belong to these of ``count`` hidden neurons.
+        """Return which outputs of an up layer belong to the given ones of ``count`` neurons.
 
         >>> Mlp(("gate_up_proj",), "down_proj", "halves").rows(torch.tensor([0, 2]), 3)
         tensor([0, 2, 3, 5])
@@ -125,7 +125,7 @@ def find_mlps(model: nn.Module, batch: Mapping[str, object] | None = None) -> li
 
 
 def _kind(mlp: Mlp) -> tuple[str, ...]:
-    """Names that are the same in all blocks."""
+    """Return names that are the same in all blocks."""
     # layers.3.fc1 and layers.7.fc1 are one kind
     return tuple(re.sub(r"\d+", "#", name) for name in (*mlp.ups, mlp.down))
 
@@ -183,7 +183,7 @@ def _equal_halves(model: nn.Module, batch: Mapping[str, object] | None) -> dict[
 
 
 def _simple_arguments(model: PreTrainedModel, device: torch.device) -> dict[str, object]:
-    """Two equal rows for a model that reads tokens or images."""
+    """Return a batch of two equal rows for a model that reads tokens or images."""
     config: Any = model.config
     if model.main_input_name == "input_ids":
         count = getattr(config.get_text_config(), "vocab_size", None)

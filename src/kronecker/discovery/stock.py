@@ -26,7 +26,7 @@ def stock_config(
         cls: The model's.
         before: The config that it has.
         wanted: Shapes of all parameters, by name.
-        sizes: From each size or count to the one it becomes.
+        sizes: The new size or count for each old one.
 
     Raises:
         ValueError: No field of the config, or no set of fields, gives these shapes.
@@ -77,7 +77,7 @@ def _places(
 
 
 def parameter_shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """By name; tied ones under each of their names."""
+    """Return all shapes by name; tied parameters are listed under each of their names."""
     return {n: p.shape for n, p in model.named_parameters(remove_duplicate=False)}
 
 

@@ -24,9 +24,9 @@ def fit_stage(
     """Return the stage of the fitted layers of one model, one set of settings and calibration.
 
     Args:
-        folder: Where the files are; None stores nothing.
+        folder: The folder of the files; None stores nothing.
         model: The model before anything is changed.
-        settings: What else a fit depends on; JSON values.
+        settings: Other settings that a fit depends on, as JSON values.
         data: The calibration batches.
         operation: The name that error messages begin with.
     """

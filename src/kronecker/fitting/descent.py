@@ -33,7 +33,7 @@ def descended(
 
 @torch.enable_grad()
 def _moved(weights: MlpWeights, x: Tensor, target: Tensor, epochs: int) -> MlpWeights:
-    """All of an MLP's weights after descent (Adam, a rate that falls to nothing).
+    """Train all weights of an MLP (Adam, with a rate that falls to zero) and return them.
 
     A step moves a matrix by a share of its own size and a bias by one of what it is added to, so
     that no rate has to be chosen for a model. The order of tokens is drawn by a generator of its

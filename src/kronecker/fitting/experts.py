@@ -41,9 +41,9 @@ def fit_expert_neurons(
 
     Args:
         module: A stack of experts.
-        routed: What it gets in the smaller model.
+        routed: The tokens that it gets in the smaller model, with their experts.
         keep: Number of hidden neurons that stay in each.
-        config: As for an MLP.
+        config: The settings, as for an MLP.
 
     Returns:
         The stack's new parameters; the relative error of all experts together, squared; whether
@@ -70,7 +70,7 @@ def fit_expert_neurons(
 
 
 def _mlp(layout: ExpertsLayout) -> Mlp:
-    """One expert as an MLP."""
+    """Return an expert as an MLP."""
     return Mlp((layout.up,), "down_proj", layout.canonical_rows)
 
 
@@ -81,7 +81,7 @@ def _biases(weights: MlpWeights) -> list[Tensor]:
 def _experts(
     module: nn.Module, routed: Routed, *, keep_inputs: bool
 ) -> Iterator[tuple[MlpWeights, Seen]]:
-    """Each expert's weights, and what it sees and should go on saying."""
+    """Yield each expert's weights, its inputs and the outputs that it should keep."""
     layout = layout_of(module)
     stack = canonical_parameters(module)
 

@@ -43,7 +43,7 @@ def fit_factors(mlp: Mlp, weights: MlpWeights, seen: Seen, configs: Configs) -> 
         mlp: Its layers.
         weights: Before, in its neurons' own order.
         seen: Over calibration tokens, with inputs and targets.
-        configs: By layer.
+        configs: The settings by name of a layer.
     """
     x = torch.cat(seen.inputs)
     target = torch.cat(seen.targets)
@@ -71,7 +71,7 @@ def _started(
     *,
     sorted_neurons: bool,
 ) -> MlpWeights:
-    """Each matrix by itself, the last one after the others."""
+    """Fit each matrix by itself, the last one after the others."""
     is_kronecker = any(isinstance(c, KroneckerConfig) for c in configs.values())
     small = replace(
         weights, ups=[], up_biases=[], build=build if is_kronecker else lambda a, b: b @ a

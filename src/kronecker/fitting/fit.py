@@ -53,7 +53,7 @@ class Part:
 
     @property
     def prune(self) -> PruneConfig | None:
-        """Return how neurons are dropped, where they are."""
+        """Return the config that drops this part's neurons, or None if no neuron is dropped."""
         config = self.configs[self.name]
         if isinstance(config, PruneConfig):
             return config
@@ -95,11 +95,11 @@ def fit_(
     """Make the parts of a model smaller, in place; returns what each became, without its tensors.
 
     Args:
-        model: In evaluation mode.
-        parts: What becomes smaller.
+        model: A model in evaluation mode.
+        parts: The parts that become smaller.
         data: Batches, as `batches` gives.
         operation: Whose errors they are.
-        cache: Of parts that were fitted before.
+        cache: The store of parts that were fitted before.
         progress: Is moved on by one after each part.
         dropped: Names of blocks that the smaller model does not have.
     """
@@ -131,7 +131,8 @@ def fit_(
         silent = [n for n in block.singles if n not in block.ran]
         if silent:
             raise ValueError(
-                f"{operation}: {silent[0]} saw no calibration token, expected data that it runs on"
+                f"{operation}: expected calibration data that {silent[0]} runs on, but no token "
+                "reached it"
             )
         given = before if one_pass else ours
         # in the order they run, so that later parts of a block see the earlier ones' new weights

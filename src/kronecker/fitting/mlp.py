@@ -59,18 +59,18 @@ class MlpWeights:
 
     @property
     def down_weight(self) -> Tensor:
-        """The matrix that writes the block's width, (O, I)."""
+        """The weight of the MLP's last layer (the down projection), (O, I)."""
         return self.build(*self.down)
 
     def hidden(self, x: Tensor) -> Tensor:
-        """(N, H) to (N, I)."""
+        """Return the hidden neurons (N, I) of inputs (N, H)."""
         assert self.middle is not None
         return self.middle(
             [F.linear(x, self.build(*m), b) for m, b in zip(self.ups, self.up_biases, strict=True)]
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(N, H) to (N, O)."""
+        """Return the outputs (N, O) of inputs (N, H)."""
         return F.linear(self.hidden(x), self.down_weight, self.down_bias)
 
     def on(self, mlp: Mlp, neurons: Tensor) -> MlpWeights:
@@ -81,7 +81,7 @@ class MlpWeights:
         return replace(self, ups=ups, up_biases=biases, down=(self.down_weight[:, neurons],))
 
     def parameters(self) -> list[Tensor]:
-        """All that they are built from."""
+        """Return the tensors that the weights are built from."""
         matrices = [t for m in (*self.ups, self.down) for t in m]
         return [*matrices, *(b for b in (*self.up_biases, self.down_bias) if b is not None)]
 
@@ -95,7 +95,7 @@ class MlpWeights:
         return replace(self, ups=ups, up_biases=biases, down=down, down_bias=bias)
 
     def sizes(self, x: Tensor) -> list[float]:
-        """For each of `parameters` its standard deviation.
+        """Return the standard deviation of each of `parameters`.
 
         A bias has that of what it is added to.
         """
@@ -126,7 +126,7 @@ class Seen:
     targets: list[Tensor] = field(default_factory=list)  # (N, O)
 
     def add(self, hidden: Tensor, target: Tensor, inputs: Tensor | None = None) -> None:
-        """Tokens: hidden neurons (N, I), wanted outputs (N, O) and the MLP's inputs (N, H).
+        """Add tokens: hidden neurons (N, I), wanted outputs (N, O) and the MLP's inputs (N, H).
 
         The inputs are there only if they are to be kept.
         """
@@ -147,7 +147,7 @@ def middle_of(
         mlp: Its layers.
         config: The model's, which may name an activation.
         near: Modules around it, among which the activation may be.
-        said: What its up layers said of some tokens, each (N, I) or (N, 2 I).
+        said: The outputs of its up layers for some tokens, each (N, I) or (N, 2 I).
         hidden: (N, I), what its last layer then read.
     """
     names = [getattr(config, n, None) for n in _ACTIVATIONS]

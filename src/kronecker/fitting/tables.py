@@ -33,7 +33,7 @@ class TableUse:
 
     @property
     def looked_up(self) -> int:
-        """Count the rows that are looked up at all."""
+        """The number of rows that are looked up at all."""
         return int((self.counts > 0).sum())
 
 
@@ -41,10 +41,16 @@ class TableUse:
 def uses_of(
     model: nn.Module, tables: Mapping[str, Sequence[str]], data: Sequence[Batch], operation: str
 ) -> dict[str, TableUse]:
-    """Measure how the model uses tables; by name, each with the layers that share its weight.
+    """Measure how calibration tokens use tables: the look-ups, and the inputs of tied layers.
+
+    Args:
+        model: The model.
+        tables: For each table's name, the names of the layers that share its weight.
+        data: Batches of calibration tokens.
+        operation: The verb, for messages.
 
     Raises:
-        ValueError: A table that no token was looked up in.
+        ValueError: No calibration token is looked up in a table.
     """
     uses: dict[str, TableUse] = {}
     table_of: dict[str, str] = {}
@@ -90,7 +96,7 @@ def low_rank_table(weight: Tensor, rank: int, use: TableUse) -> tuple[Tensor, Te
     Args:
         weight: W, (V, H).
         rank: r.
-        use: Of the table.
+        use: How the tokens use the table.
 
     Returns:
         A (r, H) and B (V, r) in the weight's dtype, for the weight B A, and the share of that

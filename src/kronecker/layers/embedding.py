@@ -97,11 +97,11 @@ class LowRankEmbedding(LowRankLayer):
         return layer
 
     def _fresh_stds(self, rank: int, columns: int) -> tuple[float, float]:
-        """Rows of size one, as those of a fresh `nn.Embedding`."""
+        """Return standard deviations that make rows as large as those of a new `nn.Embedding`."""
         return rank**-0.5, 1.0
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Ids (*B,) to rows (*B, embedding_dim)."""
+        """Look up the rows (*B, embedding_dim) of ids (*B,)."""
         # only the rows of B that occur are multiplied with A
         return F.embedding(ids, self.b) @ self.a
 
@@ -116,5 +116,5 @@ class LowRankEmbedding(LowRankLayer):
         return table
 
     def extra_repr(self) -> str:
-        """Sizes, structure and compression."""
+        """Return sizes, structure and compression, for printing."""
         return f"{self.num_embeddings}, {self.embedding_dim}, {super().extra_repr()}"

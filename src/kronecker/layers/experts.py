@@ -39,7 +39,7 @@ class ExpertsLayout:
 
     @property
     def biases(self) -> tuple[str, ...]:
-        """Names of the biases, in the same order."""
+        """The names of the biases, in the same order."""
         if self.biased:
             return (f"{self.up}_bias", "down_proj_bias")
         return ()

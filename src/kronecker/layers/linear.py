@@ -122,11 +122,11 @@ class SmallerLinear(SmallerWeight):
         self.share = share if original is not None else 1.0
 
     def product(self, x: Tensor) -> Tensor:
-        """(*B, in_features) to (*B, out_features), by the smaller weights."""
+        """Compute the output (*B, out_features) of x (*B, in_features) from the smaller weights."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """(*B, in_features) to (*B, out_features)."""
+        """Compute the output (*B, out_features) of x (*B, in_features)."""
         if self.original is None:
             return self.product(x)
         before = self.original(x)
@@ -136,7 +136,7 @@ class SmallerLinear(SmallerWeight):
         return torch.lerp(before, self.product(x), self.share)
 
     def extra_repr(self) -> str:
-        """Sizes, structure and compression."""
+        """Return sizes, structure and compression, for printing."""
         bias = "" if self.bias is not None else ", no bias"
         return f"{self.in_features} to {self.out_features}, {super().extra_repr()}{bias}"
 
@@ -390,5 +390,5 @@ class LowRankLinear(SmallerLinear, LowRankLayer):
         return layer
 
     def product(self, x: Tensor) -> Tensor:
-        """(*B, in_features) to (*B, out_features)."""
+        """Compute the output (*B, out_features) of x (*B, in_features)."""
         return F.linear(F.linear(x, self.a), self.b, self.bias)

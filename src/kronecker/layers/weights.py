@@ -44,12 +44,12 @@ class SmallerWeight(nn.Module):
 
     @property
     def structure(self) -> str:
-        """Number and shapes of the parts."""
+        """The number and shapes of the parts."""
         raise NotImplementedError
 
     @property
     def compression(self) -> float:
-        """Parameters over those of the dense weight."""
+        """The number of parameters divided by that of the dense weight."""
         # the bias is as large as before, so only what replaces the weight is compared
         rows, columns = self._sizes()
         return sum(p.numel() for n, p in self.named_parameters(recurse=False) if n != "bias") / (
@@ -124,7 +124,7 @@ class KroneckerLayer(SmallerWeight):
 
     @property
     def structure(self) -> str:
-        """Number and shapes of the terms."""
+        """The number and shapes of the terms."""
         return f"{self.config.rank} x {self.a_shape} ⊗ {self.b_shape}"
 
 
@@ -168,7 +168,7 @@ class LowRankLayer(SmallerWeight):
         return len(self.b), self.a.shape[1]
 
     def dense_weight(self) -> Tensor:
-        """B A, (rows, columns), differentiable."""
+        """Return the weight B A, (rows, columns), differentiable."""
         return self.b @ self.a
 
     @property

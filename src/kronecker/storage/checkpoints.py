@@ -94,7 +94,8 @@ def save_pretrained(model: nn.Module, out: str | Path) -> None:
         )
     if not has_smaller_layers(model):
         raise ValueError(
-            "save_pretrained: the model has no compressed layer; its own save_pretrained writes it"
+            "save_pretrained: expected a model with compressed layers, got none; call "
+            "model.save_pretrained instead"
         )
     # a user's own class could be written, but from_pretrained would not find it
     model_class(type(model).__name__, "save_pretrained")
@@ -170,15 +171,15 @@ def _drop_markers(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: 
 def _save_compressed(
     model: PreTrainedModel, save_directory: str | Path, is_main_process: bool = True, **options: Any
 ) -> None:
-    """``model.save_pretrained`` while a model has compressed layers.
+    """Save a model with compressed layers, in the place of ``model.save_pretrained``.
 
     It writes into any folder, like the stock one.
     """
     refuse_fading(model, "save_pretrained")
     if options.get("push_to_hub"):
         raise ValueError(
-            "save_pretrained: push_to_hub is not there for compressed models; expected "
-            "model.push_to_hub(repo_id)"
+            "save_pretrained: push_to_hub is not supported for compressed models; call "
+            "model.push_to_hub(repo_id) instead"
         )
     if is_main_process:
         write_files(
@@ -279,9 +280,9 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
     The original is not needed.
 
     Args:
-        folder: What `save_pretrained` wrote, or a hub id of such a model, ``owner/name`` or
-            ``owner/name@revision``.
-        device: Where to put it.
+        folder: A folder that `save_pretrained` wrote, or a hub id of such a model, ``owner/name``
+            or ``owner/name@revision``.
+        device: The device to load it on.
 
     Returns:
         The model.
@@ -341,7 +342,7 @@ def _make_smaller_(model: PreTrainedModel, mark: Mapping[str, Any], dtype: torch
     for name, values in mark["layers"].items():
         layer_config = from_dict(values)
         if isinstance(layer_config, PruneConfig):
-            raise ValueError(f"from_pretrained: {layer_config} is no layer's config")
+            raise ValueError(f"from_pretrained: expected the config of a layer, got {layer_config}")
         put(model, name, empty_layer(model.get_submodule(name), layer_config))
     shapes = {name: torch.Size(shape) for name, shape in mark["shapes"].items()}
     set_parameters_(
@@ -351,7 +352,7 @@ def _make_smaller_(model: PreTrainedModel, mark: Mapping[str, Any], dtype: torch
 
 @torch.no_grad()
 def dense_again(layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """For compressed layers, one after the other, stock ones of the same function.
+    """Yield, for each compressed layer, its name and a stock layer of the same function.
 
     Tied ones share their weight.
     """
@@ -399,7 +400,7 @@ def fold(
     layers = compressed(model)
     if not layers and not resized(model):
         raise ValueError(
-            "fold: the model has no compressed layer; its own save_pretrained writes it"
+            "fold: expected a model with compressed layers, got none; call model.save_pretrained"
         )
     refuse_fading(model, "fold")
     state: dict[str, Tensor] = {}

@@ -14,7 +14,7 @@ from ..layers.weights import dense, is_linear
 
 
 def tied_modules(model: nn.Module) -> dict[str, list[str]]:
-    """For each module that shares its weight, the names of the others that have the same one."""
+    """Return, for each module with a shared weight, the names of the others that share it."""
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         # from _parameters: `weight` of a compressed layer is computed, and new each time

@@ -70,11 +70,11 @@ class ConversionReport(Report):
     """Layers that `convert_` changed, and those that it left alone and why.
 
     Attributes:
-        layers: What was converted.
+        layers: The layers that were converted.
         skipped: Reasons, by layer.
         before: Parameters of the model.
         after: Parameters now.
-        notes: What a user should know.
+        notes: Notes for the user.
     """
 
     layers: tuple[LayerReport, ...]
@@ -84,7 +84,7 @@ class ConversionReport(Report):
     notes: tuple[str, ...] = ()
 
     def summary(self) -> list[str]:
-        """Parameters before and after."""
+        """Return the numbers of parameters before and after."""
         share = f"{self.after / self.before:.1%}"
         return [
             f"{self.before:,} to {self.after:,} parameters ({share}), {len(self.layers)} layers"
@@ -112,7 +112,7 @@ class ConversionReport(Report):
         ]
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Each layer's relative error as a bar (extra ``plot``), on ``ax`` or in a new figure.
+        """Plot each layer's relative error as a bar (extra ``plot``), on ``ax`` or in a new figure.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -123,7 +123,7 @@ class ConversionReport(Report):
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Parameters, tied ones once.
+    """Count the parameters of a model, tied ones once.
 
     Args:
         model: A module of any kind.

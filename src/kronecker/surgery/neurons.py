@@ -46,7 +46,7 @@ class PrunablePart:
 
     @property
     def per_neuron(self) -> int:
-        """Count the parameters of one hidden neuron."""
+        """The number of parameters of one hidden neuron."""
         # a difference: biases of the block's width do not depend on the number of neurons
         return self.parameters(2) - self.parameters(1)
 

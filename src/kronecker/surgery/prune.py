@@ -71,10 +71,10 @@ class PruneReport(Report):
     """Report of what `prune_` dropped.
 
     Attributes:
-        layers: What became smaller, or was fitted.
+        layers: The layers that became smaller, or were fitted.
         before: Parameters of the model.
         after: Parameters now.
-        notes: What a user should know.
+        notes: Notes for the user.
     """
 
     layers: tuple[PrunedLayer, ...]
@@ -83,7 +83,7 @@ class PruneReport(Report):
     notes: tuple[str, ...] = ()
 
     def summary(self) -> list[str]:
-        """Parameters before and after."""
+        """Return the numbers of parameters before and after."""
         share = f"{self.after / self.before:.1%}"
         return [
             f"{self.before:,} to {self.after:,} parameters ({share}), {len(self.layers)} layers"
@@ -108,7 +108,7 @@ class PruneReport(Report):
         return list(self.notes)
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Each layer's relative error as a bar (extra ``plot``), on ``ax`` or in a new figure.
+        """Plot each layer's relative error as a bar (extra ``plot``), on ``ax`` or in a new figure.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -156,7 +156,7 @@ def prune_(
 
     Args:
         model: A transformers model, or any model whose MLPs can be found; changed in place.
-        config: What to drop; default: half of the hidden neurons.
+        config: The settings; default: half of the hidden neurons.
         calibration: Batches: dicts of the model's arguments (a tokenized `datasets.Dataset`'s rows,
             too), or tensors of token ids (B, T). 50,000 tokens of the text that it is for are good,
             12,000 will do.
@@ -256,15 +256,14 @@ class _Walk:
             blocks, states = blocks_with(self.model, [], [p.name for p in parts], self.data)
             if len(blocks) < 2:
                 raise ValueError(
-                    f"prune_: {type(self.model).__name__} is not two or more blocks in one list, "
-                    "each of which reads what the one before says; expected that to measure "
-                    "influence"
+                    "prune_: influence can be measured of two or more blocks in one list, each of "
+                    f"which reads the output of the one before; got {type(self.model).__name__}"
                 )
             with self._products(parts):
                 return blocks, block_influences(blocks, states)
 
     def refits(self, parts: Sequence[PrunablePart]) -> list[Part]:
-        """MLPs that keep their neurons and make up for what goes elsewhere."""
+        """Return MLPs that keep their neurons and make up for what is dropped elsewhere."""
         return [Part(p.name, dict.fromkeys(p.modules, self.config), p.mlp, p.count) for p in parts]
 
     def _gains_by_bfloat16(self, parts: Sequence[Part | PrunablePart]) -> bool:
@@ -409,7 +408,7 @@ def _refuse(model: nn.Module) -> None:
     """Refuse inference mode, a compressed model, and a transformers model inside another module."""
     if torch.is_inference_mode_enabled():
         raise ValueError(
-            "prune_: torch.inference_mode is on, expected a place where gradients can be taken"
+            "prune_: expected torch.inference_mode to be off, since gradients are computed, got on"
         )
     for name, module in model.named_modules():
         if isinstance(module, COMPRESSED):

@@ -17,7 +17,7 @@ def revert_(model: nn.Module) -> list[str]:
     What compression lost stays lost: the originals are gone. Tied layers stay tied.
 
     Args:
-        model: With compressed layers.
+        model: A model with compressed layers.
 
     Returns:
         The names of the layers.
@@ -34,7 +34,9 @@ def revert_(model: nn.Module) -> list[str]:
     """
     layers = compressed(model)
     if not layers:
-        raise ValueError(f"revert_: {type(model).__name__} has no compressed layer")
+        raise ValueError(
+            f"revert_: expected a model with compressed layers, got none in {type(model).__name__}"
+        )
     if "" in layers:
         raise ValueError(
             f"revert_: the model is a single {type(model).__name__}, expected one that has it as a "

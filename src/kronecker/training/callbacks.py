@@ -125,15 +125,15 @@ class FadeIn(TrainerCallback):
     def __init__(self, *, every: int = 0, over: int = 0, order: str = "low_to_high"):
         if every < 0 or over < 0 or order not in ("low_to_high", "high_to_low"):
             raise ValueError(
-                f"FadeIn: every={every}, over={over}, order={order!r}; expected 0 or more, "
-                "low_to_high or high_to_low"
+                "FadeIn: expected every and over of 0 or more and order 'low_to_high' or "
+                f"'high_to_low', got every={every}, over={over}, order={order!r}"
             )
         self.every = every
         self.over = over
         self.order = order
 
     def share(self, layer: int, step: int) -> float:
-        """α of the layer that is the ``layer``-th to come in."""
+        """Return the share α, at this step, of the ``layer``-th layer to come in."""
         since = step - layer * self.every
         if since < 0:
             return 0.0

@@ -29,18 +29,19 @@ def parameter_groups(
     pretrained_learning_rate: float | None = None,
     weight_decay: float = 0.1,
 ) -> list[dict[str, object]]:
-    """Optimizer groups: new factors, their scales, and the pretrained rest.
+    """Return optimizer groups for factors, their scales and all other parameters.
 
-    Weight decay on factors only.
+    Weight decay applies to factors only.
 
     Args:
-        model: With compressed layers, or without: then all of it is the pretrained rest.
-        learning_rate: Of factors and scales.
-        pretrained_learning_rate: Of the rest; default: the same. 0 leaves it out.
-        weight_decay: Of the factors.
+        model: If it has no compressed layers, all parameters are in the group "pretrained".
+        learning_rate: The rate of factors and scales.
+        pretrained_learning_rate: The rate of the other parameters; default: ``learning_rate``. 0
+            leaves them out.
+        weight_decay: The weight decay of the factors.
 
     Returns:
-        What a torch optimizer takes, each group with a ``name``; empty groups are left out.
+        Parameter groups for a torch optimizer, each with a ``name``. Empty groups are left out.
 
     >>> from kronecker import KroneckerConfig, KroneckerLinear
     >>> layer = KroneckerLinear(4, 6, b_shape=(2, 1))
@@ -80,6 +81,6 @@ def parameter_groups(
 
 
 def group_kind(group: Group) -> str:
-    """``factors``, ``scales`` or ``pretrained``."""
+    """Return ``factors``, ``scales`` or ``pretrained``."""
     # an optimizer that a user passes has groups without names
     return group.get("name", "pretrained")

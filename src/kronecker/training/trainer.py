@@ -35,13 +35,13 @@ class KroneckerTrainer(StepTrainer):
     factors'.
 
     Args:
-        model: With compressed layers; with a teacher any model of its vocabulary, such as a pruned
-            one.
+        model: A model with compressed layers; with a teacher, any model of its vocabulary, such as
+            a pruned one.
         args: `TrainingArguments`.
         train_dataset: Rows with ``input_ids``, and ``labels`` where they are to be learned from.
         teacher: The original model; frozen, in evaluation mode.
-        distill: What to learn from; default with a teacher: its logits at temperature 2.
-        pretrained_learning_rate: Of everything but factors; default: the same.
+        distill: The targets to learn from; default with a teacher: its logits at temperature 2.
+        pretrained_learning_rate: The rate of all parameters but factors; default: the same.
         **options: Of `Trainer`.
 
     Raises:
@@ -95,7 +95,7 @@ class KroneckerTrainer(StepTrainer):
         self.add_callback(_GradientNorms(self._gradients))
 
     def optimizer_groups(self) -> list[dict[str, object]]:
-        """`parameter_groups` at the arguments' rate and decay."""
+        """Return `parameter_groups` with the rate and decay of the training arguments."""
         assert self.model is not None
         return parameter_groups(
             self.model,

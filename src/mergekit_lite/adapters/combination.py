@@ -57,8 +57,8 @@ def merge_adapters(
             ``"dare_ties"``, …
         out: Folder to write; it must not exist or be empty.
         rank: The largest rank of a module; default: the largest of the adapters'.
-        dtype: Of the factors; default: the adapters'.
-        seed: Of methods that draw.
+        dtype: The dtype of the factors; default: the adapters'.
+        seed: The seed of random methods.
         progress: Show a bar over modules.
         **parameters: The method's (``weight`` for most): one number, or for a per-model parameter a
             list with one for each adapter.

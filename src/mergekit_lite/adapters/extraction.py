@@ -51,11 +51,11 @@ def extract_lora(
 
     Args:
         model: The tuned model: what `merge_models` takes.
-        base_model: What it was tuned from; the same names and shapes.
+        base_model: The model that it was tuned from, with the same names and shapes.
         out: Folder to write; it must not exist or be empty.
         rank: The largest rank of a module.
         energy: Share of a change's squared norm, 0 to 1, at which fewer directions are enough.
-        dtype: Of the factors; default: the model's.
+        dtype: The dtype of the factors; default: the model's.
         save_others: Save changed tensors that are no linear layers whole, as peft's
             ``modules_to_save``; but for an embedding that is tied to the head, of which peft would
             leave one as it was.

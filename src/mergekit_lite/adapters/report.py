@@ -17,7 +17,7 @@ class AdapterModule:
     Args:
         name: The module.
         shape: (out_features, in_features).
-        rank: Of its factors.
+        rank: The rank of its factors.
         error: Norm of what the rounded factors miss of the change, as a share of the change's norm.
     """
 
@@ -33,12 +33,12 @@ class AdapterReport(Report):
 
     Args:
         out: Its folder.
-        modules: What it changes.
+        modules: The modules that it changes.
         saved: Tensors that it replaces (peft's ``modules_to_save``).
         left: Tensors that changed and are not in it: name, and norm of the change as a share of the
             tensor's; infinity if the base's is all zero.
         nbytes: Size of its weights.
-        notes: What else is to be known.
+        notes: Notes for the user.
     """
 
     out: Path
@@ -61,7 +61,7 @@ class AdapterReport(Report):
         return lines
 
     def table(self) -> Table:
-        """Every module's rank and error."""
+        """Return every module's rank and error."""
         rows = [
             (m.name, "x".join(map(str, m.shape)), str(m.rank), f"{m.error:.2%}")
             for m in self.modules

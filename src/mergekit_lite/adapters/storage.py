@@ -37,7 +37,7 @@ def with_bar(names: Sequence[str], operation: str, unit: str, *, progress: bool)
 
 
 def task_of(config: Mapping[str, object]) -> str | None:
-    """Peft's name of what a model of this config is for; None where it has none."""
+    """Return peft's task type for a model of this config, or None if it has none."""
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         return None
@@ -59,7 +59,7 @@ def truncated(
     Found from the eigenvectors of the smaller of the two Gram matrices, in float64.
 
     Args:
-        change: What B A is to be.
+        change: The matrix that B A should approximate.
         rank: The largest r.
         energy: Share of the squared norm at which fewer directions are enough.
     """
@@ -120,10 +120,10 @@ def write_adapter(
     """Write an adapter's weights, config and card; return the bytes of its tensors.
 
     Args:
-        folder: Where to.
+        folder: The folder to write to.
         factors: B (out, r) and A (r, in) of every module; the change is their product.
-        dtype: Of the factors.
-        base_model: What the config names as the base.
+        dtype: The dtype of the factors.
+        base_model: The base that the config names.
         call: The call that made it, for the card.
         task_type: peft's name of what the base is for.
         saved: Tensors that replace the base's, as stored.

@@ -24,9 +24,9 @@ class Engine:
     """Runs a plan, as a context manager.
 
     Args:
-        plan: What to compute.
-        seed: Of methods that draw.
-        device: Where torch functions run.
+        plan: The plan of the merge.
+        seed: The seed of random methods.
+        device: The device that torch functions run on.
         threads: Blocks that kernels compute at the same time, and threads of torch.
         progress: Called with a text while kernels are loaded.
         impl: ``"eager"`` runs torch functions; ``"fused"`` runs compiled kernels, or raises where

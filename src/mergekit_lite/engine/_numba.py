@@ -184,7 +184,7 @@ def _l1(row):
 
 @_kernel
 def _sizes(bits):
-    """Patterns without their signs, in place; the largest of them."""
+    """Clear the signs of patterns in place, and return the largest."""
     largest = np.uint32(0)
     for i in range(bits.size):
         bits[i] = bits[i] & _SIZE

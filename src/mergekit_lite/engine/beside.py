@@ -151,7 +151,7 @@ def _id_of(source: Source) -> str | None:
 
 
 def _labels(recipe: MergeRecipe) -> list[str]:
-    """Every model that a recipe and its stages name, once."""
+    """Return every model that a recipe and its stages name, once."""
     labels: dict[str, None] = {}
     for model in recipe.mentions():
         names = _labels(model) if isinstance(model, MergeRecipe) else [model_label(model)]

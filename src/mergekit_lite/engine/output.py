@@ -54,8 +54,8 @@ class OutputFolder(NewFolder):
 
     Args:
         out: The final name.
-        plan: What will be written.
-        fingerprint: From `plan_fingerprint`.
+        plan: The plan of the files to write.
+        fingerprint: The result of `plan_fingerprint`.
         fresh: Remove what an earlier run left.
 
     Raises:

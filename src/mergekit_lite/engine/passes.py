@@ -158,7 +158,7 @@ class FusedTensor:
                 row[:count] = numbers(source.read(i.name, place, place + count))
 
     def each(self, work: Callable[[Array, int, int, int], T]) -> list[T]:
-        """``work(raw, count, place, block)`` for every block; one pass over the tensor."""
+        """Call ``work(raw, count, place, block)`` for every block, in one pass over the tensor."""
         places = range(0, self.size, self._span)
         rows = len(self.plan.everything)
 
@@ -185,7 +185,7 @@ class FusedTensor:
         return summed(self.each(work))
 
     def norms(self, kept: Kept) -> Array:
-        """Each model's L1 norm before and after what is dropped, (K, 2)."""
+        """Return each model's L1 norm before and after what is dropped, (K, 2)."""
 
         def work(raw: Array, count: int, place: int, block: int) -> Array:
             sums = np.zeros((self.models, 2))
@@ -202,7 +202,7 @@ class FusedTensor:
         return _factors(self.norms(kept) if kept.norms is None else kept.norms)
 
     def _sample(self) -> Array:
-        """Stretches of every input, spread over the tensor."""
+        """Read parts of every input, spread over the tensor."""
         # stretches never overlap: a small tensor is its own sample
         step = max(_STRETCH, self.size // _STRETCHES)
         places = range(0, self.size, step)

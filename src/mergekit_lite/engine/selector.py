@@ -31,7 +31,7 @@ class Selector:
     ``low`` to below it.
 
     Args:
-        k: How many are to be kept.
+        k: The number of elements to keep.
         total: Number of scores in all blocks together.
         sample: Bit patterns of some of the scores, spread over the whole; may be empty.
     """
@@ -87,7 +87,7 @@ class Selector:
 
         Args:
             block: Its number.
-            above: How many scores lie above the window.
+            above: The number of scores above the window.
             inside: The bit patterns inside it.
         """
         with self._lock:

@@ -127,7 +127,7 @@ def stores_transposed(config: Mapping[str, object], module: str, otherwise: bool
     Args:
         config: The model's.
         module: The layer's name.
-        otherwise: What to say of layers of other families.
+        otherwise: The message for layers of other families.
     """
     if config.get("model_type") not in _CONV1D_MODELS:
         return otherwise
@@ -159,8 +159,8 @@ class Pair:
         down: A, (r, in_features).
         up: B, (out_features, r).
         scale: s.
-        embedding: Of a token embedding, whose weight is (tokens, features) and takes the transpose
-            of the change.
+        embedding: Whether it belongs to a token embedding, whose weight is (tokens, features) and
+            takes the transpose of the change.
     """
 
     down: Array
@@ -270,7 +270,7 @@ class AdapterSource(View):
         self.tensors[name] = TensorInfo(name, shape, dtype)
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
-        """Read as the model does, where the adapter changes nothing."""
+        """Fill ``out`` from the model's files; return False if the adapter changes the tensor."""
         return name not in self.changed and super().read_into(name, start, out)
 
     def fingerprint(self) -> object:

@@ -144,7 +144,7 @@ class StackedSource(View):
 
     Args:
         model: The model.
-        parts: Its own tensors that each tensor is made of, in order.
+        parts: For each tensor, the stored tensors that it is made of, in order.
     """
 
     def __init__(self, model: Source, parts: dict[str, tuple[TensorInfo, ...]]):

@@ -36,12 +36,12 @@ class TensorInfo:
 
     @property
     def count(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """The size in bytes."""
         return self.count * self.dtype.itemsize
 
 
@@ -71,7 +71,7 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def parse_object(path: Path, text: bytes) -> dict[str, object]:
-    """`read_json` on what was read of a file; a key that stands twice is an error too."""
+    """Parse a JSON object that was read from a file; a repeated key is an error, too."""
 
     def unique(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
         entries: dict[str, object] = {}
@@ -95,7 +95,7 @@ def parse_object(path: Path, text: bytes) -> dict[str, object]:
 
 
 def _described(path: Path, name: str, entry: Any) -> tuple[DType, tuple[int, ...], int, int]:
-    """Dtype, shape, begin and end of a header's entry."""
+    """Return the dtype, shape, begin and end of a header's entry."""
 
     def sizes(key: str) -> list[int]:
         value = entry.get(key)
@@ -209,7 +209,7 @@ def stem_of(folder: Path) -> str | None:
 
 
 def read_folder(folder: Path) -> dict[str, TensorInfo] | None:
-    """All tensors of a safetensors folder; None when it holds no safetensors model."""
+    """Return all tensors of a safetensors folder, or None if it holds no safetensors model."""
     stem = stem_of(folder)
     if stem is None:
         return None

@@ -83,7 +83,7 @@ def open_source(
             ``@revision``), ``"model+adapter"``, an ``nn.Module``, a state dict, or a `Source` as it
             is.
         allow_pickle: ``"weights_only"`` admits pickled ``.bin`` files.
-        label: What to call it in messages.
+        label: Its name in messages.
 
     Raises:
         CheckpointError: It is not there, is quantized or pickled, or its files are unsound.

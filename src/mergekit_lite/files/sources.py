@@ -68,8 +68,8 @@ class FolderSource(Source):
 
     Args:
         folder: The folder; None for a file alone, which has no config and no tokenizer.
-        label: What to call it in messages.
-        tensors: From its headers.
+        label: Its name in messages.
+        tensors: The tensors in its headers.
 
     Raises:
         CheckpointError: A config that is no JSON object.
@@ -103,7 +103,7 @@ class FolderSource(Source):
         return self._descriptors[path]
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Elements ``start`` to ``stop``, in fresh memory."""
+        """Read elements ``start`` to ``stop`` into new memory."""
         out = np.empty(stop - start, self.tensors[name].dtype.storage)
         self.read_into(name, start, out)
         return out
@@ -132,7 +132,7 @@ class FolderSource(Source):
             os.posix_fadvise(self._descriptor(info.file), info.start, size, os.POSIX_FADV_WILLNEED)
 
     def fingerprint(self) -> object:
-        """Sizes and times of the files that hold tensors."""
+        """Return the sizes and times of the files that hold tensors."""
         files = {info.file for info in self.tensors.values() if info.file}
         return [stat_of(file) for file in sorted(files)]
 

@@ -46,9 +46,9 @@ class Skeleton:
 
     Args:
         source: Whose config says what it is.
-        auto_class: Of transformers.
-        dtype: To compute in.
-        device: To compute on.
+        auto_class: The transformers class that loads the models.
+        dtype: The dtype to compute in.
+        device: The device to compute on.
 
     Raises:
         CheckpointError: The config is of no model with a list of blocks.
@@ -63,7 +63,8 @@ class Skeleton:
     ):
         if source.folder is None:
             raise CheckpointError(
-                f"{source.label}: is no folder; data-driven merges need a model's config.json"
+                f"{source.label}: expected a folder with config.json for a data-driven merge, got "
+                "another source"
             )
         config = read_config(source.folder, "merge")
         with (

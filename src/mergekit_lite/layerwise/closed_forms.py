@@ -55,9 +55,9 @@ def merge_by_inputs(
 
     Args:
         weights: The models'.
-        statistics: Of the inputs of each.
-        reduce: What entries off the diagonal are multiplied by.
-        shares: How much each model counts.
+        statistics: The statistics of the inputs of each.
+        reduce: The factor of entries off the diagonal.
+        shares: The weight of each model.
     """
     means = [share * s.mean() for share, s in zip(shares, statistics, strict=True)]
     size = sum(float(m.diagonal().mean()) for m in means)
@@ -72,7 +72,7 @@ def merge_by_inputs(
     # right is symmetric, so W right = left is solved as right Wᵀ = leftᵀ
     factor, failed = torch.linalg.cholesky_ex(right)
     if int(failed):  # rounding made it indefinite
-        # the CPU alone solves what is not of full rank
+        # only the CPU has a solver (gelsd) for matrices without full rank
         solution = torch.linalg.lstsq(right.cpu(), left.T.cpu(), driver="gelsd").solution
         return solution.T.to(left.device)
     return torch.cholesky_solve(left.T, factor).T

@@ -23,7 +23,7 @@ class CalibratedMerge:
     Args:
         method: ``"regmean"``, or ``"regmean++"``, whose inputs come through the blocks merged so
             far.
-        weight: How much each model counts, or a number for all; default: alike.
+        weight: The weight of each model, or one number for all; default: equal weights.
         reduce: The factor of Gram matrices' entries off the diagonal.
         auto_class: The AutoModel class of transformers that builds the models.
         batch_size: Examples that run at once.
@@ -43,8 +43,8 @@ class CalibratedMerge:
     def __post_init__(self) -> None:
         if self.method not in CALIBRATED:
             raise ValueError(
-                f"merge_models: {self.method!r} is no method with calibration: "
-                f"{', '.join(CALIBRATED)}"
+                f"merge_models: expected a method with calibration ({', '.join(CALIBRATED)}), got "
+                f"{self.method!r}"
             )
         if not isinstance(self.reduce, Real) or not 0 <= self.reduce <= 1:
             raise ValueError(f"merge_models: reduce is {self.reduce!r}, expected 0 to 1")
@@ -57,7 +57,7 @@ class CalibratedMerge:
         check_value("merge_models", "max_length", self.max_length, Annotated[int, Range(least=2)])
 
     def shares(self, count: int) -> list[float]:
-        """Each model's share; together they are 1."""
+        """Return each model's share of the merge; they sum to 1."""
         given: Any = 1.0 if self.weight is None else self.weight
         if np.ndim(given) == 0:
             given = [given] * count

@@ -40,11 +40,11 @@ def merged_source(
     calibration data.
 
     Args:
-        models: What `open_source` takes, of one architecture.
+        models: Models of one architecture, in any form that `open_source` takes.
         calibration: For each model its data: a file or rows for `TextExamples`, or examples.
-        merge: How.
-        stage: Where; what an interrupted run of the same merge left there is taken up.
-        device: Where blocks run and weights are solved for.
+        merge: The settings of the merge.
+        stage: The folder of the result; an interrupted run of the same merge is continued there.
+        device: The device that blocks run on, and that weights are solved for on.
         progress: Show a bar.
 
     Raises:
@@ -94,7 +94,7 @@ def check_alike(sources: Sequence[Source]) -> None:
     """Refuse models that differ in names or shapes of tensors.
 
     Raises:
-        CheckpointError: With the first difference.
+        CheckpointError: The models differ; the message has the first difference.
     """
     first = sources[0]
     for other in sources[1:]:
@@ -121,7 +121,7 @@ def check_computing(sources: Sequence[Source]) -> None:
     """Refuse models whose configs differ in how they compute: all data run through the first's.
 
     Raises:
-        CheckpointError: With the first difference.
+        CheckpointError: The models differ; the message has the first difference.
     """
     first, ours = None, {}
     for source in sources:
@@ -161,11 +161,11 @@ class _Joined(Source):
         return self._of.get(name, self._first)
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Elements of a tensor."""
+        """Read elements of a tensor."""
         return self._source(name).read(name, start, stop)
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
-        """Elements of a tensor into memory that is there."""
+        """Read elements of a tensor into given memory."""
         return self._source(name).read_into(name, start, out)
 
     def prefetch(self, name: str) -> None:

@@ -127,7 +127,7 @@ class BlockMerge:
         self._write(len(self.skeleton.blocks), merged)
 
     def _of_head(self) -> list[InputStatistics]:
-        """Statistics of what each model's head reads."""
+        """Collect statistics of the inputs of each model's head."""
         statistics_of_parts = []
         for source, outside, batches, hidden, calls in zip(
             self.sources, self._outsides(), self.data, self.hidden, self.calls, strict=True

@@ -20,9 +20,9 @@ class LearnReport(Report):
         start: The name of the merge that training began from.
         tasks: The names of the tasks, one for each component.
         tokens: The number of held-out supervised tokens of each task.
-        losses: For each model the loss on each task.
+        losses: The loss of each model on each task.
         components: The names of the components among the models.
-        seconds: How long the training took, without start, teachers and evaluation; after an
+        seconds: The seconds of training, without start, teachers and evaluation; after an
             interruption, since it was continued.
     """
 

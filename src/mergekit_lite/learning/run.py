@@ -227,8 +227,8 @@ class _Run:
 
     Attributes:
         teachers: The components; None once their hidden states are cached and they are not needed.
-        device: Where models run.
-        seconds: How long training took.
+        device: The device that models run on.
+        seconds: The seconds of training.
         key: A hash of all settings and data, which names what this run keeps in its folder.
     """
 

@@ -172,7 +172,7 @@ def _put(
 
 
 def unsupported(weights: list[Tensor]) -> str | None:
-    """Why the kernels cannot take these weights; None when they can."""
+    """Return why the kernels cannot take these weights, or None if they can."""
     first = weights[0]
     if not first.is_cuda and not _INTERPRETED:
         return f"the weights are on {first.device}, and it needs CUDA (or TRITON_INTERPRET=1)"
@@ -203,7 +203,7 @@ def _four(weights: list[Tensor]) -> tuple[list[Tensor], int]:
 
 
 def _shape(masks: list[int]) -> list[int]:
-    """(K, rows, columns) of masks over vectors or matrices."""
+    """Return the shape (K, rows, columns) of masks over vectors or matrices."""
     return masks if len(masks) == 3 else [masks[0], 1, masks[1]]
 
 

@@ -81,7 +81,7 @@ def _attributes(module: nn.Module) -> dict[str, object]:
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
-    """Every parameter's name, and the first name of the same tensor."""
+    """Return every parameter's name, and the first name of the same tensor."""
     first: dict[int, str] = {}
     return {
         n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)
@@ -188,13 +188,13 @@ def refuse_different(
 
     Args:
         models: The components.
-        labels: What to call them.
+        labels: Their names in messages.
         values: Also compare buffers (not on the meta device).
         strict: Refuse different settings and buffers too; else warn.
         whose: Whose settings and buffers are used, for the warning.
 
     Raises:
-        ValueError: With the first 5 differences.
+        ValueError: The components differ; the message has the first 5 differences.
     """
     if len(models) < 2:
         raise ValueError(f"Merger: got {len(models)} model, expected at least two")
@@ -203,7 +203,7 @@ def refuse_different(
         for other, label in zip(models[1:], labels[1:], strict=True)
     ]
     say_or_refuse([line for one, other, names in pairs for line in _differences(one, other, names)])
-    # without strict the one warning is given by the call that also compares buffers
+    # without strict, only the call that also compares buffers warns: one warning, not two
     if strict or values:
         lines = [
             line
@@ -218,10 +218,10 @@ def refuse_not_finite(models: Sequence[nn.Module], labels: Sequence[str]) -> Non
 
     Args:
         models: The components.
-        labels: What to call them.
+        labels: Their names in messages.
 
     Raises:
-        ValueError: With the first 5 parameters.
+        ValueError: Parameters are not finite; the message has the first 5.
     """
     problems = []
     for model, label in zip(models, labels, strict=True):

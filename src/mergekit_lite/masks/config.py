@@ -40,7 +40,7 @@ class MaskConfig(CheckedConfig):
         initial: A number for every mask; ``"average"`` (1 / K); ``"component:1"`` (that component
             alone); or ``"random"`` (uniform in 0..1, then divided by their sum). If the
             base is a merge that training starts from, give 0.
-        seed: Of ``"random"``.
+        seed: The seed of ``"random"``.
 
     Raises:
         ValueError: A value outside these, or ``"element"`` with ``mode="efficient"``.
@@ -90,14 +90,14 @@ class KLConfig(CheckedConfig):
     ``KL(Σ_k c_k component k, merged)``, averaged over positions.
 
     Args:
-        coefficients: Where the teachers' shares c_k come from. ``"task"``: 1 for the component
+        coefficients: The source of the teachers' shares c_k. ``"task"``: 1 for the component
             whose index is the example's ``task``. ``"evidence"``, which needs no task: by how
             probable each component finds the example, c_k proportional to Π_t p_k(x_t) over its
             supervised tokens. ``"confidence"``: per token, the softmax of minus the teachers'
             entropies. ``"fixed"``: ``shares``.
         shares: One number a component, for ``"fixed"``; divided by their sum.
-        confidence_temperature: Of the softmax of ``"confidence"``; at 0 the teacher of least
-            entropy has all.
+        confidence_temperature: The temperature of the softmax of ``"confidence"``; at 0 the teacher
+            of lowest entropy gets the whole share.
         temperature: T: logits of students and teachers are divided by it, the loss is multiplied by
             T².
         direction: ``"forward"`` KL(teacher, merged) or ``"reverse"`` KL(merged, teacher).

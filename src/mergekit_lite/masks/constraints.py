@@ -177,13 +177,13 @@ def initial_masks(
     initial: float | str | Sequence[float],
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Masks to begin with, float32, shape (count, *shape).
+    """Return the initial masks, float32, of shape (count, *shape).
 
     Args:
         count: K.
-        shape: From `mask_shape`.
-        initial: As in `MaskConfig`, or one number a component.
-        generator: For ``"random"``.
+        shape: The result of `mask_shape`.
+        initial: The initial masks as in `MaskConfig`, or a number per component.
+        generator: The random generator for ``"random"``.
 
     >>> initial_masks(2, (1,), "component:1", None).flatten()
     tensor([0., 1.])

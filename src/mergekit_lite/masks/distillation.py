@@ -35,14 +35,14 @@ def distill(
 
     Args:
         merger: Student and teachers.
-        kl: What to learn from.
+        kl: The settings of the loss.
         labels: (B, L); where -100, a position never counts. The label at t + 1 belongs to the
             logits at t (not shifted for encoders; (B,) for classifiers). Default: every token that
             is not padding.
         task: (B,) or (B, L): the component that each example, or token, follows.
         teacher_hidden: (N, k, H) from `cache_teachers`: final hidden states at the N supervised
             positions, so that no teacher runs.
-        normalizer: What the sum over positions is divided by; default N.
+        normalizer: The divisor of the sum over positions; default: N.
         **inputs: Of the model: ``input_ids``, ``attention_mask``, ...
 
     Returns:
@@ -137,8 +137,8 @@ def positions(
         ) if attention is None else attention.bool(), None
     if labels.shape != ids.shape[: labels.dim()] or not labels.dim() or labels.is_floating_point():
         raise ValueError(
-            f"Merger.distill: labels are {list(labels.shape)} {labels.dtype}, the batch's tokens "
-            f"{list(ids.shape)}; expected a whole number for each"
+            f"Merger.distill: expected integer labels, one per token {list(ids.shape)} or one per "
+            f"row, got {list(labels.shape)} {labels.dtype}"
         )
     if labels.dim() > 1 and causal:
         # -100 stays at the last position, which predicts nothing that the row holds
@@ -157,8 +157,8 @@ def _refuse_leaks(merger: MaskedModel, inputs: Mapping[str, Any]) -> None:
     if position_ids is None or not bool((position_ids[:, 1:] <= position_ids[:, :-1]).any()):
         return
     attention = str(getattr(merger.model.config, "_attn_implementation", ""))
-    # transformers separates packed examples in causal masks, and flash attention only in a batch
-    # of one row
+    # transformers keeps packed examples apart under causal masks; with flash attention it does so
+    # only in a batch of one row
     if not merger.model.can_generate() or ("flash" in attention and position_ids.shape[0] > 1):
         raise ValueError(
             f"Merger.distill: packed rows, but {type(merger.model).__name__} with "
@@ -282,7 +282,7 @@ def _run_teachers(
     hidden: bool,
     inputs: Mapping[str, object],
 ) -> list[Tensor | None]:
-    """Each component's outputs (N, H) at the supervised positions.
+    """Return each component's outputs (N, H) at the supervised positions.
 
     It runs on the rows that it has a share in.
     """

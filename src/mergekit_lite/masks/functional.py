@@ -252,7 +252,7 @@ def masked_embedding(
         ids: Token ids, (*B,).
         weights: The components' frozen tables, (V, H) each.
         masks: (K, 1, 1) scalar, (K, 1, H) input, (K, V, 1) output or (K, V, H) element masks.
-        impl: As in `blend`, which blends the gathered rows.
+        impl: The path, as in `blend`, which blends the gathered rows.
 
     Returns:
         (*B, H), in the tables' dtype.

@@ -171,7 +171,7 @@ class MaskedLayer(nn.Module):
                 )
 
     def _check_settings(self) -> None:
-        """Refuse components whose class, settings or buffers differ, and parameters inside."""
+        """Refuse components that differ in class, settings or buffers, or that have layers."""
         name = type(self).__name__
         first = self.plain
         for component in self.components:
@@ -304,9 +304,10 @@ class MaskedLayer(nn.Module):
 
     @torch.no_grad()
     def fold_(self) -> None:
-        """Keep merged parameters, so that evaluation blends nothing.
+        """Store the merged parameters, so that evaluation does not blend again.
 
-        Until `unfold_`, training, or a change of masks or components.
+        They are not used in training mode. `unfold_` drops them, and so does a change of masks or
+        components.
         """
         self.folded = {name: self.merged(name) for name in self.masks}
         self._folded_at = self._versions()
@@ -386,7 +387,7 @@ class MaskedLayer(nn.Module):
         return functional_call(self.plain, dict(parameters), args, kwargs)
 
     def extra_repr(self) -> str:
-        """Mode, granularity and mask shapes."""
+        """Return mode, granularity and mask shapes, for printing."""
         shapes = ", ".join(f"{name} {list(m.shape)}" for name, m in self.masks.items())
         return f"{self.granularity} masks: {shapes}"
 
@@ -475,7 +476,7 @@ class MaskedEmbedding(MaskedLayer):
     """
 
     def run(self, ids: Tensor) -> Tensor:
-        """`masked_embedding`, scaled where the stock layer is."""
+        """Return the output of `masked_embedding`, scaled if the stock layer scales."""
         rows = masked_embedding(ids, self.frozen("weight"), self.mask("weight"), impl=self.impl)
         return self._scaled(rows)
 

@@ -44,9 +44,9 @@ def load_components(
     Args:
         paths: Folders, hub ids, ``"base+adapter"``, or folders of LoRA adapters whose config names
             their base.
-        auto_class: Of transformers.
+        auto_class: The transformers class that loads the models.
         dtype: ``"auto"`` or one.
-        options: Of ``auto_class.from_pretrained``; what is a field of the config overrides it.
+        options: Arguments of ``auto_class.from_pretrained``; fields of the config override it.
         base: Loaded after them.
         low_rank: Keep adapters of the base's linear layers as factors beside its shared weights; do
             not fold them in.
@@ -169,9 +169,9 @@ def refuse_unlike(
 
     Args:
         configs: Theirs.
-        folders: Where they are, or hub ids.
-        labels: What to call them.
-        auto_class: Of transformers.
+        folders: Their folders or hub ids.
+        labels: Their names in messages.
+        auto_class: The transformers class that loads the models.
         making: More arguments of its ``from_config``.
         strict: Raise; else warn.
     """

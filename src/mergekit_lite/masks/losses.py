@@ -77,7 +77,7 @@ def masked_kl(
         cross_entropy: Weight of the cross-entropy (at temperature 1) towards ``labels``.
         bias: The bias of the student's head, (V,).
         teacher_biases: The components' own, (V,) each.
-        normalizer: What the sum is divided by, a scalar; default N.
+        normalizer: The divisor of the sum, a scalar; default: N.
 
     Returns:
         A scalar, float32 (float64 for float64 inputs); NaN where a logit is. With N = 0 a zero that
@@ -262,7 +262,7 @@ def _check_cross_entropy_labels(
 ) -> None:
     """Check that every position has a label within the vocabulary."""
     if labels is None:
-        raise ValueError("masked_kl: cross_entropy came without labels, expected (N,) of them")
+        raise ValueError("masked_kl: expected labels of shape (N,) for cross_entropy, got None")
     if labels.shape != student.shape[:1]:
         raise ValueError(
             f"masked_kl: labels are {list(labels.shape)}, expected {list(student.shape[:1])}"
@@ -272,7 +272,7 @@ def _check_cross_entropy_labels(
 
 
 def _zero(student: Tensor, *others: Tensor | None) -> Tensor:
-    """Return the loss of no position: 0, with a graph to all that is trained."""
+    """Return a loss of 0 for a batch without positions, connected to all trained tensors."""
     total = student.float().sum()
     for other in others:
         if other is not None:
@@ -289,8 +289,8 @@ def _check_biases(
     """Refuse a bias without heads, and fewer biases than teachers."""
     if heads is None and bias is not None:
         raise ValueError(
-            "masked_kl: a bias came without heads, expected the heads that it belongs to, or "
-            "states with it"
+            "masked_kl: expected heads with a bias, got None; without heads, add the bias to the "
+            "states"
         )
     # a base, which teaches nothing, may have one, too
     if teacher_biases and len(teacher_biases) < len(teachers):
@@ -305,9 +305,9 @@ def _check_head(heads: Sequence[Tensor] | None, masks: Tensor | None, head: Tens
     if head is None:
         return
     if heads is None:
-        raise ValueError("masked_kl: a head came without heads, expected the teachers' heads, too")
+        raise ValueError("masked_kl: expected the teachers' heads with a head, got None")
     if masks is not None:
-        raise ValueError("masked_kl: a head and masks came, expected one of them")
+        raise ValueError("masked_kl: expected a head or masks, got both")
     if head.shape != heads[0].shape:
         raise ValueError(
             f"masked_kl: head is {list(head.shape)}, expected the teachers' {list(heads[0].shape)}"
@@ -327,8 +327,8 @@ def _checked_coefficients(
     absent = [k for k, teacher in enumerate(teachers) if teacher is None]
     if len(student) and absent:
         raise ValueError(
-            f"masked_kl: coefficients {coefficients!r} weigh every teacher, and {absent[0]} was "
-            "not given"
+            f"masked_kl: expected every teacher with coefficients={coefficients!r}, got None for "
+            f"teacher {absent[0]}"
         )
     return coefficients
 
@@ -342,10 +342,11 @@ def _check_states(
     """Refuse hidden states, heads and masks whose shapes do not fit each other."""
     shapes = [list(teacher.shape) for teacher in teachers if teacher is not None]
     if not teachers:
-        raise ValueError("masked_kl: there are no teachers, expected one or more")
+        raise ValueError("masked_kl: expected one or more teachers, got none")
     if student.dim() != 2 or any(shape != list(student.shape) for shape in shapes):
         raise ValueError(
-            f"masked_kl: student is {list(student.shape)}, teachers {shapes}; expected one (N, H)"
+            "masked_kl: expected student and teachers of one shape (N, H), got student "
+            f"{list(student.shape)}, teachers {shapes}"
         )
     count = None
     if heads is not None:
@@ -410,7 +411,7 @@ def mask_penalty(masks: Sequence[Tensor], config: KLConfig) -> Tensor:
     Every mask tensor (K, ...) counts by its number of elements.
 
     Args:
-        masks: As they act, constrained; (K, ...) each.
+        masks: The masks after the constraint, (K, ...) each.
         config: The weights ``l1``, ``l2`` and ``similarity``.
 
     Returns:

@@ -29,7 +29,7 @@ class LowRankLinear(nn.Module):
         base: Whose weight and bias are shared.
         down: (r, I).
         up: (O, r).
-        scale: Of their product.
+        scale: The factor of their product.
 
     >>> layer = LowRankLinear(nn.Linear(4, 3), torch.ones(1, 4), torch.ones(3, 1), 0.5)
     >>> torch.equal(layer.weight, layer.base_weight + 0.5)
@@ -128,13 +128,13 @@ def are_thin(components: Sequence[nn.Module], base: nn.Module) -> bool:
 
 
 def adapted_layers(model: PreTrainedModel, adapter: Adapter) -> dict[str, Pair] | None:
-    """An adapter's factors by the model's module names, without those that are zero.
+    """Return an adapter's nonzero factors by module name, or None if it has to be folded in.
 
-    None if it changes anything but untied weights of `nn.Linear`; then it has to be folded in.
+    It is folded in if it changes anything but untied weights of `nn.Linear`.
 
     Args:
-        model: What it is an adapter of.
-        adapter: Its factors.
+        model: The model that the adapter belongs to.
+        adapter: The adapter.
     """
     prefix = f"{model.base_model_prefix}."
     modules = dict(model.named_modules())
@@ -171,7 +171,7 @@ def with_adapter(base: PreTrainedModel, adapter: Adapter) -> PreTrainedModel | N
 
     Args:
         base: The model.
-        adapter: Of it.
+        adapter: The adapter of the model.
     """
     pairs = adapted_layers(base, adapter)
     if pairs is None:

@@ -22,7 +22,7 @@ class MaskedSource(Source):
         inner: The component's tensors.
         k: Which component it is.
         masks: All masks, (K, broadcasts over the tensor), on the CPU.
-        dtypes: What the merger holds, and in which dtype. Other tensors are left out.
+        dtypes: The dtypes, by name, of the tensors that the merger holds. Others are left out.
         rounds: Whether values are rounded to that dtype first, as where the merger holds whole
             weights.
         lone: Give float tensors that have no mask as they are, else as zeros; one source of a merge
@@ -56,7 +56,7 @@ class MaskedSource(Source):
         }
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Elements ``start`` to ``stop`` of mask times weight, float32 or better.
+        """Read elements ``start`` to ``stop`` of mask times weight, in float32 or better.
 
         Integers as they are.
         """
@@ -93,7 +93,7 @@ class MaskedSource(Source):
 
 
 def stretch(mask: Tensor, shape: Sequence[int], start: int, stop: int) -> Tensor:
-    """Elements ``start`` to ``stop`` of a mask that is broadcast to ``shape`` and flattened.
+    """Return elements ``start`` to ``stop`` of a mask, broadcast to ``shape`` and flattened.
 
     >>> stretch(torch.tensor([[1.0, 2.0, 3.0]]), (2, 3), 1, 5)
     tensor([2., 3., 1., 2.])

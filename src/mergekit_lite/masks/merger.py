@@ -35,10 +35,10 @@ class Merger(MaskedModel):
     Args:
         models: Two or more models of one architecture, dtype and vocabulary; adapters of peft's are
             folded in, in a copy.
-        config: How masks lie over the weights.
-        base: What the models were tuned from: masks lie over their differences from it. It is no
-            teacher.
-        labels: What to call the models, the base last; default: where they were loaded from.
+        config: The settings of the masks.
+        base: The model that the others were tuned from: masks lie over their differences from it.
+            It is no teacher.
+        labels: The names of the models, the base last; default: where they were loaded from.
         strict: Refuse components whose settings or buffers differ; else warn, and use the first
             one's.
 
@@ -78,12 +78,12 @@ class Merger(MaskedModel):
         Args:
             paths: Folders or hub ids, in the order of the masks; ``"model+adapter"`` and folders of
                 LoRA adapters too.
-            base: What they were tuned from: masks lie over differences from it. Adapters of its
-                linear layers then stay factors, and all models take the memory of one (not with
-                element masks, which need whole weights).
+            base: The model that they were tuned from: masks lie over differences from it. Adapters
+                of its linear layers then stay factors, and all models take the memory of one (not
+                with element masks, which need whole weights).
             masks: A file of `save_masks` to go on from; it also sets the config.
             auto_class: Which head, for example ``AutoModelForSequenceClassification``.
-            dtype: Of all components; ``"auto"``: as stored.
+            dtype: The dtype of all components; ``"auto"``: as stored.
             model_options: More for ``auto_class.from_pretrained``, such as ``attn_implementation``,
                 or fields of the config, of all components.
             strict: Refuse components whose tokenizers, settings or buffers differ; else warn, and
@@ -102,8 +102,8 @@ class Merger(MaskedModel):
         known = [field.name for field in fields(MaskConfig)]
         if unknown := [name for name in config if name not in known]:
             raise ValueError(
-                f"Merger.from_pretrained: {unknown[0]!r} is no field of MaskConfig: "
-                f"{', '.join(known)}"
+                f"Merger.from_pretrained: expected fields of MaskConfig ({', '.join(known)}), got "
+                f"{unknown[0]!r}"
             )
         if masks is not None:
             settings = read_config(Path(masks))
@@ -137,7 +137,7 @@ class Merger(MaskedModel):
         return CausalLMOutput(loss=self.distill(kl, **inputs))
 
     def save_pretrained(self, *ignored: object, **named: object) -> None:
-        """Refused: a merger is saved as a merged model (`bake`) or as masks (`save_masks`).
+        """Raise an error: a merger is saved as a merged model (`bake`) or masks (`save_masks`).
 
         Raises:
             ValueError: Always.
@@ -183,7 +183,7 @@ class Merger(MaskedModel):
         return bake(self, Path(out), options)
 
     def report(self) -> MaskReport:
-        """Each weight's masks: means, spread, which component is the larger.
+        """Describe each weight's masks: means, spread, and which component's mask is the larger.
 
         Print it, or ``.plot()``.
 

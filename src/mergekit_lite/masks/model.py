@@ -45,8 +45,8 @@ def _labels_of(models: Sequence[PreTrainedModel], labels: Sequence[str] | None) 
         return [m.config.name_or_path or f"model {place}" for place, m in enumerate(models)]
     if len(labels) != len(models):
         raise ValueError(
-            f"Merger: {len(labels)} labels for {len(models)} models, expected one for each, a "
-            "base's last"
+            f"Merger: expected one label per model (the base's last), got {len(labels)} labels "
+            f"for {len(models)} models"
         )
     return list(labels)
 
@@ -156,7 +156,7 @@ class MaskedModel(nn.Module):
         self.model.gradient_checkpointing_enable(**options)
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
-        """`gradient_checkpointing_enable`, by the name that newer versions of transformers call."""
+        """Call `gradient_checkpointing_enable`; newer versions of transformers use this name."""
         self.model.activation_checkpointing_enable(**options)
 
     def gradient_checkpointing_disable(self) -> None:
@@ -245,7 +245,7 @@ class MaskedModel(nn.Module):
         for name, mask in self._raw.items():
             if mask.dtype != masks[name].dtype:
                 mask.data = masks[name].to(mask.device)
-        # layers folded again with rounded masks, and setting .data changes no version
+        # _apply folded the layers again with rounded masks; setting .data changes no version
         self.unfold_()
         if self.model.dtype != before:
             self._hashes = None
@@ -291,7 +291,7 @@ class MaskedModel(nn.Module):
         return weights | self._stored_buffers
 
     def task_vectors(self) -> list[dict[str, Tensor]]:
-        """For each component what it changes of the base, by tensor name.
+        """Return each component's difference from the base, by tensor name.
 
         In the models' dtype, and all in memory.
 
@@ -299,9 +299,7 @@ class MaskedModel(nn.Module):
             ValueError: There is no base.
         """
         if not self.over_base:
-            raise ValueError(
-                "Merger.task_vectors: masks lie over whole weights here; expected a base"
-            )
+            raise ValueError("Merger.task_vectors: expected a merger with a base, got one without")
         return [
             {
                 name: _change(layer, k, own)

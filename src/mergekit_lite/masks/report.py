@@ -22,8 +22,8 @@ class MaskRow:
 
     Attributes:
         name: The weight's.
-        shape: Of its masks, without the components.
-        mean: By component.
+        shape: The shape of its masks, without the dimension of components.
+        mean: The components' mean masks.
         spread: Standard deviations, by component.
         wins: Shares, 0 to 1, by component.
     """
@@ -54,7 +54,7 @@ class MaskReport(Report):
 
     @classmethod
     def of(cls, masks: Mapping[str, Tensor], labels: Sequence[str]) -> Self:
-        """From masks (K, ...) by name.
+        """Make the report from masks (K, ...) by name.
 
         >>> print(
         ...     MaskReport.of({"w": torch.tensor([[1.0, 0.0], [0.0, 1.0]])}, ["a", "b"])
@@ -97,7 +97,7 @@ class MaskReport(Report):
         The components stand side by side.
 
         Args:
-            ax: Where to; default a new figure.
+            ax: The axes to plot on; default: a new figure.
 
         Raises:
             ImportError: matplotlib is not installed.

@@ -34,7 +34,7 @@ MASKS = "masks.safetensors"
 
 
 def save_masks(merger: MaskedModel, path: Path) -> Path:
-    """`Merger.save_masks`: beside the final name first, and renamed when whole."""
+    """Save masks: write to a temporary name first, and rename the file when it is complete."""
     metadata = {
         "format": _FORMAT,
         **{key: str(value) for key, value in stamp(1).items()},
@@ -101,8 +101,8 @@ def _check_made_for(merger: MaskedModel, path: Path, metadata: Mapping[str, str]
     # mode, modules and initial do not change what stored values mean
     if (saved.granularity, saved.constraint) != (config.granularity, config.constraint):
         raise ValueError(
-            f"load_masks: {path} has {saved.granularity} masks with constraint {saved.constraint}, "
-            f"this merger {config.granularity} with {config.constraint}"
+            f"load_masks: expected granularity {config.granularity!r} and constraint "
+            f"{config.constraint!r}, got {saved.granularity!r} and {saved.constraint!r} in {path}"
         )
 
 

@@ -51,7 +51,7 @@ class Surgeon:
     """Puts masked layers into a model and remembers whose masks are whose.
 
     Args:
-        config: Of the masks.
+        config: The settings of the masks.
         selection: Shared by all layers.
         over_base: Masks lie over differences from the model that is changed, which is no component.
     """

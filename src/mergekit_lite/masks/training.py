@@ -30,7 +30,7 @@ class DistillTrainer(StepTrainer):
         model: Its ``forward`` takes ``kl``, ``normalizer`` and a batch, and returns a loss.
         args: `TrainingArguments`; ``remove_unused_columns`` is turned off, since examples carry
             their task.
-        kl: What to learn from.
+        kl: The settings of the loss.
         **options: Of `Trainer`.
     """
 
@@ -87,7 +87,7 @@ class MaskTrainer(DistillTrainer):
         args: `TrainingArguments`; ``remove_unused_columns`` is turned off, since examples carry
             their task.
         train_dataset: Examples with their task, such as a `TaskMixture`.
-        kl: What to learn from.
+        kl: The settings of the loss.
         **options: Of `Trainer`: ``eval_dataset``, ``data_collator`` (a `MaskCollator`), ...
 
     Raises:
@@ -218,7 +218,7 @@ def shard_frozen_(merger: Merger, mesh: DeviceMesh | None = None) -> list[str]:
     from torch.nn.parallel import DistributedDataParallel
 
     if not is_initialized():
-        raise ValueError("shard_frozen_: there is no process group; start with torchrun")
+        raise ValueError("shard_frozen_: expected a process group, got none; start with torchrun")
     lists = {n: m for n, m in merger.model.named_modules() if isinstance(m, nn.ModuleList)}
     blocks = {
         f"{name}.{i}": block

@@ -32,7 +32,7 @@ def great_circle(
     straight: Tensor | Array,  # (...), whether
     xp: ModuleType,
 ) -> A:  # (..., 2)
-    """Coefficients of the point at ``t`` on the arc from input 0 to input 1.
+    """Return the coefficients of the point at ``t`` on the arc from input 0 to input 1.
 
     On the line where ``straight``.
     """
@@ -56,14 +56,14 @@ def cosines(g: A, xp: ModuleType) -> A:
 
 
 def slerp(g: A, t: float, xp: ModuleType) -> A:
-    """Coefficients of the base and the model."""
+    """Return the coefficients of the base and the model."""
     cosine = cosines(g, xp)
     # mergekit's bound: angles below 1.8 degrees count as straight
     return great_circle(cosine, t, abs(cosine) > 0.9995, xp)
 
 
 def nuslerp(g: A, weight: Sequence[float], xp: ModuleType) -> A:
-    """Coefficients of the two models, or of their task vectors."""
+    """Return the coefficients of the two models, or of their task vectors."""
     # mergekit's bound, and its answer where the weights cancel
     t = 0.5 if abs(sum(weight)) < 1e-6 else weight[1] / sum(weight)
     cosine = cosines(g, xp)

@@ -69,11 +69,11 @@ class Parameter:
 
     @property
     def required(self) -> bool:
-        """True when there is no default."""
+        """Whether the parameter has no default."""
         return self.default is inspect.Parameter.empty
 
     def check(self, value: object, method: str) -> Value:
-        """``value`` in the parameter's type, or a ValueError that says what was needed."""
+        """Return ``value`` in the parameter's type, or raise a ValueError."""
         if value is None and self.default is None:
             return None
         if self.type is bool:

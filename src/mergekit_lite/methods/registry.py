@@ -57,7 +57,7 @@ class MergeMethod:
         functools.update_wrapper(self, self.function)
 
     def near(self, name: str) -> list[str]:
-        """Parameters that a misspelled name may mean."""
+        """Return the parameters that a misspelled name may mean."""
         return difflib.get_close_matches(name, self.parameters, n=3)
 
     def parameter(self, name: str) -> Parameter:
@@ -78,9 +78,9 @@ class MergeMethod:
         """Check parameter values and complete them with defaults.
 
         Args:
-            number_of_models: How many values each per-model parameter has; a single number is
+            number_of_models: The number of values of each per-model parameter; a single number is
                 repeated.
-            values: By public name (``lambda``) or argument name (``lambda_``).
+            values: The values by public name (``lambda``) or argument name (``lambda_``).
 
         Returns:
             The function's keyword arguments.
@@ -174,7 +174,7 @@ class MergeMethod:
             got = type(merged).__name__
             if isinstance(merged, torch.Tensor):
                 got = f"{merged.dtype} of shape {tuple(merged.shape)}"
-            raise ValueError(f"{self.name}: expected a tensor of shape {expected}, got {got}")
+            raise ValueError(f"{self.name}: expected a real tensor of shape {expected}, got {got}")
         return merged
 
     def __call__(
@@ -241,7 +241,7 @@ def merge_method(
     is ``lambda``); one called ``noise`` receives a `Noise`.
 
     Args:
-        name: What recipes call it.
+        name: Its name in recipes.
         base: ``"required"``, ``"optional"`` or ``"unused"``.
         inputs: Fewest and most models beside the base; None for no limit.
         elementwise: An element of the result depends only on the elements at its place in the
@@ -313,7 +313,7 @@ def get_method(name: str) -> MergeMethod:
     """The method of that name.
 
     Args:
-        name: As recipes call it.
+        name: Its name in recipes.
 
     Returns:
         The method, which can be called on tensors.

@@ -61,9 +61,9 @@ def make_plan(
     """Check a recipe against its models' headers and lay out the output.
 
     Args:
-        recipe: What to merge.
+        recipe: The recipe of the merge.
         max_shard_size: Bytes of tensors in a file.
-        threads: For the estimate of memory.
+        threads: The number of threads, for the estimate of memory.
         allow_pickle: ``"weights_only"`` admits pickled checkpoints.
         allow_incomplete: Whether tensors may be missing that a model's config promises, or that its
             other layers have.
@@ -77,7 +77,7 @@ def make_plan(
         What will be read and written; it prints as a table.
 
     Raises:
-        PlanError: With every problem found.
+        PlanError: The recipe cannot be merged; the message has every problem found.
     """
     if stages is None:
         allowed = {

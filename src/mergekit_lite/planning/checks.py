@@ -195,7 +195,7 @@ def _missing_head(source: Source) -> str | None:
 
 
 def compare_configs(models: Models) -> tuple[list[str], list[str]]:
-    """Differences that make a merge impossible, and those that are only worth a note."""
+    """Return the differences that make a merge impossible, and those worth a note."""
     problems = []
     notes = []
     configured = [source for source in models.sources if source.config]
@@ -240,7 +240,7 @@ def _known_tokens(source: Source) -> dict[str, int] | None:
 
 
 def compare_tokenizers(models: Models) -> list[str]:
-    """Notes on models whose rows mean other tokens.
+    """Return notes on models whose rows mean other tokens.
 
     Rows are merged by number where no tokenizer is asked for.
     """

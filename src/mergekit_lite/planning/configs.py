@@ -28,8 +28,8 @@ def output_config(
         sources: All models.
         donor: Index of the model whose config is taken.
         tensors: The output's.
-        rows: Its vocabulary size, where that was planned.
-        spans: Of each slice its first model, its first layer and the one after the last; empty for
+        rows: The planned size of its vocabulary, or None.
+        spans: For each slice its first model, its first layer and the one after the last; empty for
             whole models.
 
     Raises:

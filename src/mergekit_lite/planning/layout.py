@@ -80,10 +80,10 @@ def _depth(layer: int | None, count: int) -> float:
 
 
 def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout:
-    """Every tensor of the models, each of which must have all of them; a base may have more.
+    """Lay out every tensor of the models, which must have the same ones; a base may have more.
 
     Args:
-        recipe: With ``models``.
+        recipe: A recipe with ``models``.
         models: The recipe's models, opened.
         uses_base: Whether the method treats the base apart; else it is one more model.
     """
@@ -233,7 +233,7 @@ class _Piece:
         return slots
 
     def slot(self, name: str, names: Sequence[str], depth: float) -> Slot | None:
-        """One tensor, from the name that it has in each source.
+        """Return the slot of one tensor from the name that it has in each source.
 
         None, and a problem, where one lacks it.
         """

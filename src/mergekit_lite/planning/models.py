@@ -21,8 +21,9 @@ class Models:
     """Every model that a recipe names.
 
     Args:
-        sources: In order of first mention, the base after the others unless it is among them.
-        index: From a model's key to its place in ``sources``.
+        sources: The sources in order of first mention, the base after the others unless it is among
+            them.
+        index: The place in ``sources`` of each model's key.
         donor: The place of the model whose config and files the output takes.
     """
 
@@ -93,7 +94,7 @@ class PlannedSource(Source):
         return source.read(there, start, stop)
 
     def fingerprint(self) -> object:
-        """None: there are no values."""
+        """Return None, since there are no values."""
 
 
 def open_models(

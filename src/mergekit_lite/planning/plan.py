@@ -29,7 +29,7 @@ class PlanError(ValueError):
 
     Args:
         problems: Every reason that was found.
-        what: What cannot be done, in the message.
+        what: The operation that is not possible, for the message.
     """
 
     def __init__(self, problems: Sequence[str], what: str = "this merge"):
@@ -80,7 +80,7 @@ class TensorPlan:
 
     @property
     def info(self) -> TensorInfo:
-        """Name, shape and dtype as a checkpoint would describe them."""
+        """The name, shape and dtype as a checkpoint would describe them."""
         return TensorInfo(self.name, self.shape, self.dtype)
 
     @property
@@ -90,7 +90,7 @@ class TensorPlan:
 
     @property
     def nbytes(self) -> int:
-        """Size on disk."""
+        """The size on disk in bytes."""
         return self.info.nbytes
 
     @property
@@ -107,15 +107,15 @@ class MergePlan(Report):
     """A merge that was found sound; printed by ``mergekit-lite plan``.
 
     Attributes:
-        recipe: What was asked for.
+        recipe: The recipe of the merge.
         sources: The models, opened: headers, no weights.
         tensors: One entry a tensor of the output.
         shards: Names of the files.
         config: The output's ``config.json``.
         donor: Which source gives tokenizer and other files.
-        vocabulary: How the vocabularies are joined; None: they are alike.
-        notes: What a user should know.
-        threads: How many will merge, for the estimate of memory.
+        vocabulary: The plan for joining the vocabularies; None: they are equal.
+        notes: Notes for the user.
+        threads: The number of threads that will merge, for the estimate of memory.
     """
 
     recipe: MergeRecipe
@@ -130,26 +130,26 @@ class MergePlan(Report):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of all inputs; some methods read them twice or more."""
+        """The bytes of all inputs; some methods read them twice or more."""
         return sum(self.input_bytes(t) for t in self.tensors)
 
     def input_bytes(self, t: TensorPlan) -> int:
-        """Bytes of a tensor's inputs."""
+        """Return the size of a tensor's inputs in bytes."""
         return sum(self.sources[i.source].tensors[i.name].nbytes for i in t.everything)
 
     @property
     def bytes_written(self) -> int:
-        """Bytes of tensors in the output."""
+        """The bytes of tensors in the output."""
         return sum(t.nbytes for t in self.tensors)
 
     @property
     def parameters(self) -> int:
-        """Elements in the output."""
+        """The number of elements in the output."""
         return sum(t.info.count for t in self.tensors)
 
     @property
     def peak_memory(self) -> int:
-        """Estimated bytes beyond what imports take."""
+        """The estimated peak memory in bytes, without that of imported libraries."""
         peak = 0
         for t in self.tensors:
             inputs = len(t.everything)
@@ -194,7 +194,7 @@ class MergePlan(Report):
         return [f"note: {text}" for text in self.notes]
 
     def to_dict(self) -> dict[str, object]:
-        """Recipe, sources, sizes and every tensor's shape, dtype, method and shard."""
+        """Return the recipe, sources, sizes and every tensor's shape, dtype, method and shard."""
         return {
             "recipe": self.recipe.to_dict(),
             "sources": [s.label for s in self.sources],
@@ -208,7 +208,7 @@ class MergePlan(Report):
         }
 
     def described_tensors(self) -> list[dict[str, object]]:
-        """Every tensor's shape, dtype, method and file."""
+        """Return every tensor's shape, dtype, method and file."""
         return [
             {
                 "name": t.name,
@@ -226,7 +226,7 @@ def _dtypes(tensors: Sequence[TensorPlan]) -> str:
 
 
 def size_text(count: float) -> str:
-    """Bytes as people read them, in decimal units."""
+    """Format a number of bytes with decimal units."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             if unit == "B":
@@ -244,9 +244,9 @@ def shard_layout(
     No shard is above ``limit`` bytes unless one tensor is.
 
     Args:
-        tensors: In order.
+        tensors: The tensors in order.
         limit: Bytes.
-        stem: How the files' names begin.
+        stem: The beginning of the files' names.
     """
     placed = []
     shard = 0

@@ -36,10 +36,10 @@ def evaluate_setting(
 
     Args:
         value: A plain value, a gradient, or filter entries.
-        tensor_name: What filters look into.
+        tensor_name: The name that filters match.
         depth: The tensor's place in its slice, 0 (first layer) to 1 (last), for gradients; 0
             outside the layers.
-        check: From a plain value to the parameter's type.
+        check: A function from a plain value to the parameter's type.
 
     Returns:
         The value, or ``_MISSING`` where no filter matches.
@@ -129,7 +129,7 @@ def settings_for(
         if parameter.per_model:
             values_of_models = []
             for level, tensor in models:
-                # filters look at the model's own name of the tensor: slices give it another number
+                # filters match the tensor's name in its own model, since slices renumber layers
                 values_of_models.append(setting([level, *common], key, tensor, depth, check))
             # a required parameter is passed without values, too, so that `bind` names the model;
             # any other takes its default
@@ -143,7 +143,7 @@ def settings_for(
 
 
 def _places(recipe: MergeRecipe) -> Iterator[tuple[str, Mapping[str, object], bool]]:
-    """Every place where parameters stand: its name, the parameters, and whether it is a model's."""
+    """Yield each place with parameters: its name, the parameters, and whether it is a model's."""
     yield "parameters", recipe.parameters, False
     for entry in recipe.entries():
         yield f"parameters of {model_label(entry.model)}", entry.parameters, True
@@ -163,7 +163,7 @@ def _leaves(value: object) -> Iterator[object]:
 
 
 def check_parameters(recipe: MergeRecipe, method: MergeMethod) -> tuple[list[str], list[str]]:
-    """Every parameter's name, and every number wherever it stands, before any model is opened.
+    """Check the names of all parameters, and all their numbers, before any model is opened.
 
     Returns:
         Problems, and notes on what has no effect.

@@ -166,7 +166,8 @@ def parse_recipe(data: Mapping[str, object], model_of: ModelOf = str) -> MergeRe
 
     Args:
         data: The mapping.
-        model_of: From a model's name to what it stands for (a stage); default: the name.
+        model_of: A function from a model's name to the model or stage that it stands for; default:
+            the name.
 
     Raises:
         RecipeError: Keys that are misplaced, or whose values are not what they should be: all of
@@ -292,7 +293,7 @@ class _Parser:
         module = as_mapping(f"modules {name}", module)
         self._known(f"modules {name}", module, ["models", "slices", "parameters"])
         if data.get("models") or data.get("slices"):
-            raise RecipeError("recipe: needs either models, slices or modules, and not two of them")
+            raise RecipeError("recipe: expected one of models, slices and modules, got several")
         inner = self._parameters(f"modules {name} parameters", module.get("parameters"))
         data |= {"models": module.get("models"), "slices": module.get("slices")}
         data["parameters"] = {**data["parameters"], **inner}
@@ -422,7 +423,7 @@ def _is_alone(base: object, entries: Sequence[ModelEntry], method: object) -> bo
 
 
 def _layers(where: str, value: object) -> tuple[Any, Any]:
-    """Read a layer_range; what is no whole number is left to `ModelEntry`."""
+    """Read a layer_range. `ModelEntry` checks that both values are whole numbers."""
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         raise RecipeError(f"{where}: layer_range is {value!r}, expected [start, end]")
     return _whole(value[0]), _whole(value[1])

@@ -79,7 +79,7 @@ class ModelEntry:
     """One model: in ``models`` without a layer range, as a slice's source with one.
 
     Args:
-        model: What `merge_models` takes as a model.
+        model: A model in any form that `merge_models` takes.
         layer_range: First layer, and the one after the last; None: the whole model.
         parameters: The method's, for this model; numbers, gradients or filters.
 
@@ -178,7 +178,7 @@ class TokenizerSpec:
     Args:
         source: ``"union"`` of all tokens, ``"base"`` for the base's, a model, or a stage among the
             models.
-        tokens: Where a token's row comes from, by token.
+        tokens: The source of each token's row, by token.
         pad_to_multiple_of: Rows of the embeddings are filled up to a multiple of it; None: not.
 
     Raises:
@@ -219,8 +219,8 @@ class MergeRecipe:
         tokenizer: Vocabulary of the output; None leaves embeddings and tokenizer as the models have
             them.
         chat_template: ``"auto"`` (the one most models have), a name, Jinja text, or a path to it.
-        notes: What `load_recipe` read that has no effect.
-        name: By which later stages list its result as a model.
+        notes: Notes on keys that `load_recipe` read and that have no effect.
+        name: The name by which later stages list its result as a model.
 
     A model may be a `MergeRecipe` itself: a stage, which is merged first.
 
@@ -292,7 +292,7 @@ class MergeRecipe:
         return problems
 
     def entries(self) -> list[ModelEntry]:
-        """Every model entry, in order of first mention."""
+        """Return every model entry, in order of first mention."""
         entries = list(self.models)
         for piece in self.slices:
             entries += piece.sources

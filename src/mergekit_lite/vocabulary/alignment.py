@@ -93,9 +93,9 @@ class Vocabulary:
         has: For each model, the row of its own that holds each token, -1 where it lacks it.
         model_of: For each model, the model that each row is read from.
         row_of: For each model, the row of that model; or `ZERO`, `MEAN`, `AVERAGE`.
-        folder: Of the tokenizer's files.
+        folder: The folder of the tokenizer's files.
         tokenizer_json: Its tokenizer.json, where tokens were added.
-        notes: What was assumed.
+        notes: Notes on assumptions.
     """
 
     rows: int
@@ -163,7 +163,7 @@ def _tokens_of(source: Source) -> dict[str, int]:
 
 
 def _vocabularies(sources: Sequence[Source], donor: int) -> tuple[list[dict[str, int]], list[str]]:
-    """Each model's vocabulary; a model without a tokenizer is taken to have the donor's."""
+    """Return each model's vocabulary; for a model without a tokenizer, the donor's."""
     donors = _tokens_of(sources[donor])
     notes = []
     vocabularies = []
@@ -193,7 +193,7 @@ def plan_vocabulary(
         spec: The recipe's tokenizer entry.
         donor: The model whose ids are kept where the source is base or union.
         base: The recipe's base, whose row a model takes that lacks the token.
-        index: From a model's key to its place in ``sources``.
+        index: The place in ``sources`` of each model's key.
 
     Raises:
         CheckpointError: A tokenizer that is missing.

@@ -59,7 +59,9 @@ def _whole_numbers(path: Path, ids: dict[str, Any]) -> dict[str, int]:
     """Return ids, all of which must be rows."""
     # `type`, as true and false are ints to isinstance
     if not all(type(row) is int and 0 <= row < 1 << 31 for row in ids.values()):
-        raise CheckpointError(f"{path}: gives a token a row that is no whole number from 0")
+        raise CheckpointError(
+            f"{path}: expected rows of tokens that are whole numbers from 0, got others"
+        )
     return ids
 
 

@@ -45,7 +45,7 @@ class OperationCount:
     """The operations of one call.
 
     Attributes:
-        operations: How many operations ran that move or compute data; views are not among them.
+        operations: The number of operations that moved or computed data; views do not count.
         bytes_written: Bytes of all their results.
         largest: Bytes of the largest result.
         by_name: Operations by their name in torch.

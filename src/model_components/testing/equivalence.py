@@ -71,7 +71,7 @@ def check_equivalent(
         working: Dtype that the reference sets the budget in; default: ``dtype``. Give float32 for
             a function that promises float32 arithmetic and one rounding.
         gradients: Whether to compare the gradient of every floating input, too.
-        device: Where ``fast`` runs.
+        device: The device that ``fast`` runs on.
         name: First words of an error.
 
     Returns:

@@ -44,7 +44,7 @@ class ModuleReport(Report):
         ]
 
     def table(self) -> Table:
-        """List the behaviors that did not pass, with the beginning of what happened."""
+        """List the behaviors that did not pass, with the first part of each message."""
         rows = [
             (name, result, textwrap.shorten(message, 100))
             for result, messages in (("wrong", self.wrong), ("raised", self.raised))

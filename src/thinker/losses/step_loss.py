@@ -66,7 +66,7 @@ class StepLoss(nn.Module, ABC):
     def weights(
         self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None
     ) -> Tensor | Sequence[float]:
-        """(S,), (S, B) or (S, B, O): how much each step, row and answer counts."""
+        """Return how much each step, row and answer counts: (S,), (S, B) or (S, B, O)."""
 
     def forward(
         self,

@@ -30,7 +30,8 @@ class LastAndRandom(StepLoss):
         super().__init__()
         if last <= 0 or random < 0:
             raise ValueError(
-                f"LastAndRandom: last {last}, random {random}; expected above 0, and 0 or more"
+                f"LastAndRandom: expected last above 0 and random of 0 or more, got last={last}, "
+                f"random={random}"
             )
         self.last = last
         self.random = random
@@ -67,7 +68,7 @@ class AllSteps(StepLoss):
     def weights(
         self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None
     ) -> Tensor | Sequence[float]:
-        """1 / S."""
+        """Return equal weights, 1 / S."""
         return [1 / len(steps)] * len(steps)
 
 
@@ -88,7 +89,7 @@ class LearnedWeights(AllSteps):
     def weights(
         self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None
     ) -> Tensor:
-        """Cumulative."""
+        """Return cumulative weights, which grow from step to step."""
         if steps[-1] > len(self.scores):
             raise ValueError(
                 f"LearnedWeights: step {steps[-1]}; expected at most max_steps, {len(self.scores)}"
@@ -130,14 +131,14 @@ class Reach(StepLoss):
 
     @property
     def counts_from_start(self) -> bool:
-        """Yes: the number of steps says what is in reach."""
+        """True, since the number of steps decides what is in reach."""
         return True
 
     def check(self, config: ThinkerConfig) -> None:
-        """It needs tokens that look so far."""
+        """Refuse a model with another window."""
         if config.window != self.window:
             raise ValueError(
-                f"Reach: window is {self.window}, the model's {config.window}; expected the same"
+                f"Reach: expected the model's window, {config.window}, got {self.window}"
             )
 
     def supervised(
@@ -149,7 +150,7 @@ class Reach(StepLoss):
     def weights(
         self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None
     ) -> Tensor:
-        """(S, B, O)."""
+        """Return the weights, (S, B, O)."""
         if distance is None:
             raise ValueError(
                 "Reach: the batch has no distances; expected a task in thinker.AtTokens"

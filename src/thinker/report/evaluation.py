@@ -75,7 +75,7 @@ def accuracies(
 
 
 def _check_data(operation: str, model: LatentThinker, data: CurriculumDataset) -> None:
-    """Held-out samples, laid out for the model."""
+    """Refuse data that do not fit the model."""
     if not isinstance(data, CurriculumDataset):
         raise ValueError(
             f"{operation}: data is a {type(data).__name__}; expected a CurriculumDataset"
@@ -97,12 +97,12 @@ def evaluate_grid(
     """Accuracy on held-out samples for each number of latents and steps.
 
     Args:
-        model: In any mode; it is left in it.
+        model: A model in any mode, which it keeps.
         data: Whose held-out samples.
         n_latents: Rows.
         n_steps: Columns.
-        length: Of the samples; default the longest trained on.
-        samples: How many.
+        length: The length of the samples; default: the longest trained on.
+        samples: The number of samples.
         plan: What each step does.
         seed: Which samples.
 
@@ -145,13 +145,13 @@ def evaluate_steps(
     """Accuracy on held-out samples of each length after each number of steps.
 
     Args:
-        model: In any mode.
+        model: A model in any mode.
         data: Whose held-out samples; lengths beyond those trained on are all unseen.
-        lengths: Of samples.
+        lengths: The lengths of samples.
         n_steps: Numbers of steps, or a function from a length to them; default the config's, or the
             plan's own.
         n_latent: Latents; default the config's.
-        samples: Of each length.
+        samples: The number of samples of each length.
         plan: What each step does.
         seed: Which samples.
 

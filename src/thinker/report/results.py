@@ -16,15 +16,15 @@ class Accuracy(Report):
     """Shares of right answers.
 
     Args:
-        token: Of symbols.
-        sequence: Of rows with every symbol right.
+        token: The share of right symbols.
+        sequence: The share of rows with every symbol right.
     """
 
     token: float
     sequence: float
 
     def summary(self) -> list[str]:
-        """One line."""
+        """Return a line with the totals."""
         return [f"symbols {self.token:.3f}, rows {self.sequence:.3f}"]
 
 
@@ -37,11 +37,11 @@ class Grid(Report):
     cells: tuple[tuple[Accuracy, ...], ...]
 
     def token(self) -> Tensor:
-        """(latents, steps) shares of right symbols."""
+        """Return the shares of right symbols, (latents, steps)."""
         return torch.tensor([[cell.token for cell in row] for row in self.cells])
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON: both shares, rounded to 4 digits."""
+        """Return both shares, rounded to 4 digits, for JSON."""
         parts = {
             name: [[round(getattr(c, name), 4) for c in row] for row in self.cells]
             for name in ("token", "sequence")
@@ -49,7 +49,7 @@ class Grid(Report):
         return plain({"n_latents": self.n_latents, "n_steps": self.n_steps, **parts})
 
     def table(self) -> Table:
-        """Shares of right symbols."""
+        """Return the shares of right symbols."""
         rows = [
             [str(n), *(f"{c.token:.3f}" for c in row)]
             for n, row in zip(self.n_latents, self.cells, strict=True)
@@ -117,7 +117,7 @@ class Curves(Report):
         ]
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON: the points."""
+        """Return the points, for JSON."""
         return plain({"points": self.rows()})
 
     def table(self) -> Table:
@@ -150,7 +150,7 @@ class Curves(Report):
         return lines
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Shares of right symbols against steps (extra ``plot``), on ``ax`` or in a new figure.
+        """Plot shares of right symbols by steps (extra ``plot``), on ``ax`` or in a new figure.
 
         Raises:
             ImportError: matplotlib is not installed.

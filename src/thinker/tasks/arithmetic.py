@@ -19,7 +19,7 @@ class Add(Task):
     Numbers begin with their smallest digits.
 
     Args:
-        base: Of the digits; ids are 0 .. base - 1, then the operator, then ``=``.
+        base: The base of the digits; ids are 0 .. base - 1, then the operator, then ``=``.
         max_value: No number above it (all numbers of ``length`` digits otherwise).
     """
 
@@ -31,34 +31,34 @@ class Add(Task):
 
     @property
     def vocab_size(self) -> int:
-        """Digits, operator, ``=``."""
+        """The number of ids: digits, operator, ``=``."""
         return self.base + 2
 
     @property
     def output_size(self) -> int:
-        """Digits."""
+        """The number of digits."""
         return self.base
 
     @property
     def separators(self) -> tuple[int, ...]:
-        """Operator and ``=``."""
+        """The ids of the operator and ``=``."""
         return self.base, self.base + 1
 
     def input_length(self, length: int) -> int:
-        """Two numbers and two signs."""
+        """Return the length of two numbers and two signs."""
         return 2 * length + 2
 
     def output_length(self, length: int) -> int:
-        """One digit more."""
+        """Return the number of digits of the sum, one more than those of a number."""
         return length + 1
 
     def num_samples(self, length: int) -> int:
-        """Pairs of numbers."""
+        """Return the number of pairs of numbers."""
         values = self.base**length
         return (values if self.max_value is None else min(values, self.max_value + 1)) ** 2
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
-        """Digits of both numbers, smallest first, then laid out."""
+        """Draw the digits of both numbers, smallest first, and lay them out."""
         lengths, longest = self.checked(generator, batch, length)
         device = generator.device
         place = torch.arange(longest, device=generator.device)
@@ -93,7 +93,7 @@ class Add(Task):
 
 
 def _carried(base: int, digits: Tensor) -> Tensor:  # (B, n) to the same
-    """Digits in range, what is above or below it carried on; as many as there were."""
+    """Carry what is above or below the range of a digit; the number of digits stays."""
     result = []
     carry = torch.zeros_like(digits[:, 0])
     for digit in digits.unbind(1):
@@ -113,7 +113,7 @@ class AddColumns(Task):
     A last column of zeros has the carry's place. ``length`` counts digits.
 
     Args:
-        base: Of the digits; the id of a column is base · first + second.
+        base: The base of the digits; the id of a column is base · first + second.
     """
 
     base: int = 10
@@ -123,24 +123,24 @@ class AddColumns(Task):
 
     @property
     def vocab_size(self) -> int:
-        """Columns."""
+        """The number of columns: pairs of digits."""
         return self.base**2
 
     @property
     def output_size(self) -> int:
-        """Digits."""
+        """The number of digits."""
         return self.base
 
     def input_length(self, length: int) -> int:
-        """One more, for the carry."""
+        """Return ``length`` + 1, with room for the carry."""
         return length + 1
 
     def output_length(self, length: int) -> int:
-        """One more."""
+        """Return ``length`` + 1."""
         return length + 1
 
     def num_samples(self, length: int) -> int:
-        """Pairs of numbers."""
+        """Return the number of pairs of numbers."""
         return self.base ** (2 * length)
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:

@@ -26,7 +26,7 @@ class AtTokens(Task):
     is the other task's ``vocab_size``, the blank's the next.
 
     Args:
-        task: The other.
+        task: The task to wrap.
 
     Raises:
         ValueError: No task, or one whose answers cannot lie at its tokens.
@@ -56,25 +56,25 @@ class AtTokens(Task):
     @property
     # pyrefly: ignore[bad-override]: of the task within
     def min_length(self) -> int:
-        """The other's."""
+        """The wrapped task's shortest length."""
         return self.task.min_length
 
     @property
     # pyrefly: ignore[bad-override]: of the task within
     def default_length(self) -> int:
-        """The other's."""
+        """The wrapped task's default length."""
         return self.task.default_length
 
     @property
     # pyrefly: ignore[bad-override]: of the task within
     def by_step(self) -> bool:
-        """The other's."""
+        """Whether the wrapped task has an answer for each step."""
         return self.task.by_step
 
     @property
     # pyrefly: ignore[bad-override]: of the task within
     def grid(self) -> bool:
-        """The other's."""
+        """Whether the wrapped task's rows are grids."""
         return self.task.grid
 
     @property
@@ -89,21 +89,21 @@ class AtTokens(Task):
 
     @property
     def vocab_size(self) -> int:
-        """The other's, and those of start and blank that there are."""
+        """The wrapped task's ids, and those of start and blank if they are used."""
         return self._start + (not self.grid) + self._blanks
 
     @property
     def output_size(self) -> int:
-        """The other's."""
+        """The number of symbols in the wrapped task's answers."""
         return self.task.output_size
 
     @property
     def separators(self) -> tuple[int, ...]:
-        """The other's."""
+        """The wrapped task's separators."""
         return self.task.separators
 
     def input_length(self, length: int) -> int:
-        """With the start, and the blanks."""
+        """Return the length of the wrapped task's input, with the start and the blanks."""
         blanks = self.task.output_length(length) if self._blanks else 0
         return self.task.input_length(length) + (not self.grid) + blanks
 
@@ -112,11 +112,11 @@ class AtTokens(Task):
         return self.input_length(length)
 
     def num_samples(self, length: int) -> int:
-        """The other's."""
+        """Return how many samples the wrapped task has of this length."""
         return self.task.num_samples(length)
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
-        """The other's batch, laid out."""
+        """Draw a batch of the wrapped task, and lay it out."""
         return self.laid_out(self.task.sample(generator, batch, length))
 
     def every(self, length: int) -> Sample | None:

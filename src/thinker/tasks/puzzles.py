@@ -23,7 +23,7 @@ class Hops(Task):
     ``length`` counts hops: step ``length + 1`` answers f(f(…f(s))).
 
     Args:
-        size: Of the table; ids are its places.
+        size: The size of the table; ids are its places.
         permutation: f is one; otherwise each place points anywhere.
     """
 
@@ -36,7 +36,7 @@ class Hops(Task):
 
     @property
     def vocab_size(self) -> int:
-        """Places."""
+        """The number of places."""
         return self.size
 
     def input_length(self, length: int) -> int:
@@ -44,11 +44,11 @@ class Hops(Task):
         return self.size + 1
 
     def output_length(self, length: int) -> int:
-        """One, at each step."""
+        """Return 1, since each step has one answer."""
         return 1
 
     def num_samples(self, length: int) -> int:
-        """Tables and starts."""
+        """Return the number of tables and starts."""
         return (math.factorial(self.size) if self.permutation else self.size**self.size) * self.size
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
@@ -81,7 +81,7 @@ class Depth(Task):
     ``length`` counts brackets.
 
     Args:
-        max_depth: At which the next bracket closes.
+        max_depth: The depth at which the next bracket closes.
     """
 
     max_depth: int = 4
@@ -91,16 +91,16 @@ class Depth(Task):
 
     @property
     def vocab_size(self) -> int:
-        """Opening and closing."""
+        """The number of ids, 2: an opening and a closing bracket."""
         return 2
 
     @property
     def output_size(self) -> int:
-        """Depths from 0."""
+        """The number of depths, from 0."""
         return self.max_depth + 1
 
     def num_samples(self, length: int) -> int:
-        """At least so many walks.
+        """Return a lower bound of the number of walks.
 
         With ``max_depth=2``, the fewest above 1, every other bracket is a choice.
         """

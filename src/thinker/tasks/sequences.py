@@ -17,7 +17,7 @@ class SequenceTask(Task):
     """Uniform symbols; a subclass says what becomes of them in `answer`.
 
     Args:
-        symbols: How many there are.
+        symbols: The number of symbols.
     """
 
     symbols: int = 16
@@ -31,11 +31,11 @@ class SequenceTask(Task):
         return self.symbols
 
     def num_samples(self, length: int) -> int:
-        """symbols^length."""
+        """Return the number of sequences, symbols^length."""
         return self.symbols**length
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
-        """Symbols, and `answer` where the sequence has not ended."""
+        """Draw symbols, with `answer` at the places before the end of each sequence."""
         lengths, longest = self.checked(generator, batch, length)
         tokens = integers(generator, self.symbols, batch, longest)
         place = torch.arange(longest, device=generator.device)
@@ -46,7 +46,7 @@ class SequenceTask(Task):
         return Sample(tokens.masked_fill_(~mask, 0), mask, answer, self.distance(lengths, place))
 
     def distance(self, lengths: Tensor, place: Tensor) -> Tensor | None:
-        """`Sample.distance`; none, the default, where every answer may depend on every symbol."""
+        """Return `Sample.distance`; by default None: every answer may depend on every symbol."""
         return None
 
     @abstractmethod
@@ -64,11 +64,11 @@ class Copy(SequenceTask):
     """The input itself."""
 
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
-        """t_i."""
+        """Return the symbol itself, t_i."""
         return tokens.clone()
 
     def distance(self, lengths: Tensor, place: Tensor) -> Tensor:
-        """Its own place."""
+        """Return each answer's own place."""
         return torch.ones_like(place).expand(len(lengths), -1)
 
 
@@ -94,7 +94,7 @@ class _Rearranged(SequenceTask):
 
     @abstractmethod
     def exchanged(self, left: Tensor, right: Tensor) -> Tensor:
-        """(B, L - 1), whether neighbors exchange their symbols."""
+        """Return whether neighbors exchange their symbols, (B, L - 1)."""
 
     def rounds(self, tokens: Tensor, lengths: Tensor) -> Tensor:  # (B, T, L)
         """The symbols after each step; of a row that is in order, the same."""
@@ -126,14 +126,14 @@ class Reverse(_Rearranged):
     """
 
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
-        """t_{n-1-i}."""
+        """Return the symbol from the other end, t_{n-1-i}."""
         if not self.by_step:
             return tokens.gather(1, (lengths - 1 - place).clamp_(min=0))
         over = place >= lengths  # steps are as many as places
         return self.rounds(tokens, lengths).masked_fill(over[..., None], IGNORED)
 
     def exchanged(self, left: Tensor, right: Tensor) -> Tensor:
-        """Always."""
+        """Return True for all neighbors."""
         return torch.ones_like(left, dtype=torch.bool)
 
 
@@ -142,11 +142,11 @@ class Flip(SequenceTask):
     """Each symbol's mirror image: the first for the last, and so on."""
 
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
-        """Symbols - 1 - t_i."""
+        """Return symbols - 1 - t_i."""
         return self.symbols - 1 - tokens
 
     def distance(self, lengths: Tensor, place: Tensor) -> Tensor:
-        """Its own place."""
+        """Return each answer's own place."""
         return torch.ones_like(place).expand(len(lengths), -1)
 
 
@@ -156,13 +156,13 @@ class Roll(SequenceTask):
     """The input moved on, its end at the start.
 
     Args:
-        shift: By how many places.
+        shift: The number of places.
     """
 
     shift: int = 1
 
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
-        """t_{(i - shift) mod n}."""
+        """Return the shifted symbol, t_{(i - shift) mod n}."""
         return tokens.gather(1, (place - self.shift).remainder(lengths))
 
 
@@ -172,7 +172,7 @@ class Sort(_Rearranged):
     """The symbols in order."""
 
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
-        """Ascending."""
+        """Return the symbols in ascending order."""
         if self.by_step:
             return self.rounds(tokens, lengths)
         # larger than every symbol, so that padding stays behind
@@ -191,7 +191,7 @@ class PrefixSum(SequenceTask):
     symbols: int = 2
 
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
-        """(t_0 + … + t_i) mod symbols."""
+        """Return the sum so far, (t_0 + … + t_i) mod symbols."""
         return tokens.cumsum(1).remainder(self.symbols)
 
     def distance(self, lengths: Tensor, place: Tensor) -> Tensor:

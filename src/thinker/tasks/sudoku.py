@@ -28,7 +28,7 @@ def sudoku_puzzles(
     0 is an empty cell, digits count from 1.
 
     Args:
-        count: How many.
+        count: The number of puzzles.
         box: Side of a box: 2 for puzzles of 4 x 4 cells, 3 for 9 x 9.
         difficulty: What solves them: ``"easy"``, cells that have one digit left; ``"medium"``, also
             digits that have one cell left in a row, column or box, and not without; ``"hard"``,
@@ -36,7 +36,7 @@ def sudoku_puzzles(
         clues: Digits are removed until so many are left, or none can go without making the puzzle
             ambiguous or harder than allowed. Puzzles of 9 x 9 cells end with 20 to 30, those of 4 x
             4 with 4 to 6.
-        seed: Of everything drawn.
+        seed: The seed of all random choices.
 
     Raises:
         ValueError: Numbers or a difficulty outside what is said above; fewer than ``count`` were
@@ -183,7 +183,7 @@ def sudoku_shuffle(
 
 
 def _check(what: str, puzzles: Tensor, box: int) -> None:
-    """Puzzles of a box's size."""
+    """Refuse puzzles of another size."""
     if not isinstance(puzzles, Tensor):
         raise ValueError(
             f"{what}: puzzles are {type(puzzles).__name__}; expected a tensor (N, box^4)"
@@ -202,7 +202,7 @@ def _check(what: str, puzzles: Tensor, box: int) -> None:
 
 @lru_cache
 def _units(box: int) -> Tensor:  # (3 S, L) float
-    """Which cells each row, column and box has."""
+    """Return the cells of each row, column and box."""
     side = box**2
     place = torch.arange(side**2)
     row = place // side
@@ -214,13 +214,13 @@ def _units(box: int) -> Tensor:  # (3 S, L) float
 
 @lru_cache
 def _peers(box: int) -> Tensor:  # (L, L) float
-    """Which cells share a unit with each, itself not."""
+    """Return, for each cell, the other cells of its row, column and box."""
     units = _units(box)
     return ((units.T @ units) > 0).float().fill_diagonal_(0)
 
 
 def _possible(puzzles: Tensor, box: int) -> Tensor:
-    """Every digit in an empty cell, the given one in the others."""
+    """Return the possible digits of each cell: all in an empty cell, else the given one."""
     digits = torch.arange(1, box**2 + 1)
     return (puzzles[..., None] == digits) | (puzzles == 0)[..., None]
 

@@ -49,13 +49,13 @@ class Sample(NamedTuple):
         return self.map(lambda column: column[index])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Sample:
-        """Every column that there is, changed."""
+        """Apply a function to every column that is not None."""
         columns: list[Any] = [None if column is None else change(column) for column in self]
         return Sample(*columns)
 
     @staticmethod
     def joined(samples: Sequence[Sample]) -> Sample:
-        """One batch of several of the same length."""
+        """Join several batches of one length."""
         columns: list[Any] = [
             None if c[0] is None else torch.cat(c) for c in zip(*samples, strict=True)
         ]
@@ -66,7 +66,7 @@ def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
     """Register a `Task` class, such as one of your own, for `make_task`.
 
     Args:
-        name: For `make_task`.
+        name: The name for `make_task`.
 
     Returns:
         A class decorator.
@@ -92,7 +92,7 @@ def make_task(name: str, **options: object) -> Task:
     """A registered task.
 
     Args:
-        name: Of `TASKS`.
+        name: A name in `TASKS`.
         **options: Its fields.
 
     Returns:
@@ -134,24 +134,24 @@ class Task(ABC):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Input ids are below it."""
+        """The number that input ids are below."""
 
     @property
     def output_size(self) -> int:
-        """Answers are below it."""
+        """The number that answers are below."""
         return self.vocab_size
 
     @property
     def separators(self) -> tuple[int, ...]:
-        """Ids that end an operand, for aligned positions."""
+        """The ids that end an operand, for aligned positions."""
         return ()
 
     def input_length(self, length: int) -> int:
-        """L of a length."""
+        """Return the input length L of rows of this length."""
         return length
 
     def output_length(self, length: int) -> int:
-        """O of a length."""
+        """Return the answer length O of rows of this length."""
         return length
 
     @abstractmethod
@@ -177,7 +177,7 @@ class Task(ABC):
     def checked(
         self, generator: torch.Generator, batch: int, length: int | Tensor
     ) -> tuple[Tensor, int]:
-        """Lengths as (B, 1) on the device, and the longest; refuses those below ``min_length``."""
+        """Return lengths as (B, 1) on the device, and the longest."""
         if isinstance(length, int):
             longest = shortest = length
             lengths = torch.full((batch, 1), length, device=generator.device)

@@ -136,24 +136,24 @@ class TensorTask(Task):
 
     @cached_property
     def vocab_size(self) -> int:
-        """``symbols``, or what the ids that occur are below."""
+        """``symbols``, or one more than the largest id that occurs."""
         return self.symbols or int(self.tokens.max()) + 1
 
     @cached_property
     def output_size(self) -> int:
-        """``symbols``, or what the answers that occur are below."""
+        """``symbols``, or one more than the largest answer that occurs."""
         return self.symbols or int(self.targets.max()) + 1
 
     def input_length(self, length: int) -> int:
-        """L."""
+        """Return the input length, L."""
         return self.tokens.shape[1]
 
     def output_length(self, length: int) -> int:
-        """O."""
+        """Return the answer length, O."""
         return self.targets.shape[1]
 
     def num_samples(self, length: int) -> int:
-        """N."""
+        """Return the number of rows, N."""
         return len(self.tokens)
 
     def every(self, length: int) -> Sample:
@@ -167,7 +167,7 @@ class TensorTask(Task):
         return self._rows
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
-        """Rows, changed by ``augment`` where there is one."""
+        """Draw rows, changed by ``augment`` if it is given."""
         self.checked(generator, batch, length)
         chosen = integers(generator, len(self.tokens), batch)
         rows = self._rows.rows(chosen.to(self.tokens.device)).map(

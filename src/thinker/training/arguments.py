@@ -9,13 +9,13 @@ from transformers import TrainingArguments
 
 
 def thinker_arguments(output_dir: str | Path, **changes: Any) -> TrainingArguments:
-    """`TrainingArguments` with which most of the package's tasks are learned.
+    """Return `TrainingArguments` that most of the package's tasks can be learned with.
 
     AdamW 3e-3 with β2 .98, weight decay .01 (on matrices only, `parameter_groups`), 100 warm-up
     steps, cosine to 5 %, gradients clipped at 1; 1000 steps, no checkpoints (say ``save_steps``).
 
     Args:
-        output_dir: Of checkpoints.
+        output_dir: The folder of checkpoints.
         **changes: Other fields, or other values.
 
     Returns:

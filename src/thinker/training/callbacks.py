@@ -103,7 +103,7 @@ class CurriculumCallback(ThinkerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Report."""
+        """Report the losses of the step."""
         trainer = self.trainer
         # a report waits for the device, and is nothing to a schedule without a state
         if state.global_step % self.every or not trainer.data.schedule.initial():
@@ -197,7 +197,7 @@ class RewindOnPeak(ThinkerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Look, keep or go back."""
+        """Keep a good point, or go back to it after a peak."""
         assert self.before is not None
         if math.isnan(self.first):
             # a copy, for `since` would move the beginning of the window

@@ -62,9 +62,9 @@ def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> 
         config.table_size or data.most_latents
     ):
         raise ValueError(
-            f"ThinkerTrainer: the data set draws up to {data.most_latents} latents, the model's "
-            "table has "
-            f'{config.table_size}; expected at most as many, or latent_init="noise"'
+            f"ThinkerTrainer: expected data with at most {config.table_size} latents, the size of "
+            f'the model\'s table, got up to {data.most_latents}; a model with latent_init="noise" '
+            "takes any number"
         )
     check_plan(config, plan.rows())
 
@@ -95,10 +95,12 @@ def check_segments(segments: int, data: CurriculumDataset, loss: StepLoss) -> No
     check_value("ThinkerTrainer", "segments", segments, Whole)
     if segments > 1 and (data.task.by_step or loss.counts_from_start):
         if data.task.by_step:
-            what = f"answers of {data.task!r}"
+            cause = f"the answers of {data.task!r} depend"
+            other = "a task without an answer for each step"
         else:
-            what = type(loss).__name__
+            cause = f"{type(loss).__name__} depends"
+            other = "another loss"
         raise ValueError(
-            f"ThinkerTrainer: segments is {segments}, but {what} counts steps from the start; "
-            "expected 1, or another loss"
+            f"ThinkerTrainer: expected segments=1 or {other}, got segments={segments}; {cause} on "
+            "the number of steps since the input was read"
         )

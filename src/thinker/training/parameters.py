@@ -14,8 +14,8 @@ def parameter_groups(
 
     Args:
         model: A module of any kind.
-        learning_rate: Of all parameters.
-        weight_decay: Of the matrices.
+        learning_rate: The learning rate of all parameters.
+        weight_decay: The weight decay of the matrices.
 
     Returns:
         What a torch optimizer takes: the matrices, then the rest; a group without parameters is

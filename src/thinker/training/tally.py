@@ -21,7 +21,7 @@ class Tally:
 
     Args:
         max_length: The longest samples.
-        device: Where it counts.
+        device: The device that it counts on.
         total: Sums a tensor over processes.
     """
 
@@ -61,7 +61,7 @@ class Tally:
         return passed
 
     def loaded(self, counts: Counts) -> Counts:
-        """Counts from a checkpoint, where this process counts."""
+        """Load counts from a checkpoint to the device of this process."""
         return {name: value.to(self._device) for name, value in counts.items()}
 
 

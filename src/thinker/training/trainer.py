@@ -57,12 +57,13 @@ class ThinkerTrainer(StepTrainer):
             model with a memory and static tokens; default the model's own plan, with which it is
             evaluated in any case. A batch that draws fewer steps than its plan needs takes the
             fewest.
-        segments: How many optimizer steps each batch is for; each goes on from the latents that the
-            one before came to, without gradients into it (deep supervision: HRM, Wang et al. 2025;
-            TRM, Jolicoeur-Martineau 2025). A model then learns to go on from where it is, at the
-            cost of a few steps. ``max_steps``, and what the logs count by the second, are segments.
-        eval_lengths: Of held-out samples in `evaluate`; default the longest.
-        eval_samples: Of each.
+        segments: The number of optimizer steps for each batch; each goes on from the latents that
+            the one before came to, without gradients into it (deep supervision: HRM, Wang et al.
+            2025; TRM, Jolicoeur-Martineau 2025). A model then learns to go on from where it is, at
+            the cost of a few steps. ``max_steps``, and what the logs count by the second, are
+            segments.
+        eval_lengths: The lengths of held-out samples in `evaluate`; default: the longest.
+        eval_samples: The number of samples of each length.
         **options: Of `Trainer`; ``eval_dataset`` is a `CurriculumDataset` too, default the training
             one.
 
@@ -157,7 +158,7 @@ class ThinkerTrainer(StepTrainer):
 
     @property
     def seen(self) -> int:
-        """Count this process's batches in this run of `train` and those that it goes on from."""
+        """The number of batches of this process, in this call of `train` and before a resume."""
         return self.state.global_step * self.args.gradient_accumulation_steps
 
     @property
@@ -174,7 +175,7 @@ class ThinkerTrainer(StepTrainer):
             # DataLoader refuses a prefetch_factor without workers
             options = {}
         persistent = bool(workers) and self.args.dataloader_persistent_workers
-        # not by accelerate, which would share one stream out among the processes
+        # not prepared by accelerate, which would split one stream among the processes
         return DataLoader(
             DetailedBatches(self.data),
             batch_size=None,
@@ -184,7 +185,7 @@ class ThinkerTrainer(StepTrainer):
         )
 
     def optimizer_groups(self) -> list[dict[str, object]]:
-        """`parameter_groups`, and what the loss learns."""
+        """Return `parameter_groups`, with the parameters of the loss."""
         assert self.model is not None
         rate = self.args.learning_rate
         decay = self.args.weight_decay
@@ -246,14 +247,14 @@ class ThinkerTrainer(StepTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def predict(self, *ignored: object, **named: object) -> NoReturn:
-        """Not offered: call the model instead.
+        """Raise an error, since this trainer does not predict: call the model instead.
 
         Raises:
             ValueError: Always.
         """
         raise ValueError(
-            "ThinkerTrainer: predict is not there; expected model(tokens, mask), or "
-            "trainer.evaluate()"
+            "ThinkerTrainer: predict is not supported; call model(tokens, mask) or "
+            "trainer.evaluate() instead"
         )
 
     def needed_files(self) -> Sequence[str]:
@@ -449,7 +450,7 @@ class ThinkerTrainer(StepTrainer):
         """Raise, unless a `RewindOnPeak` is there to go back: then drop the step's gradients.
 
         Args:
-            what: What is not finite.
+            what: The cause, worded for the error message.
 
         Raises:
             DeadRunError: There is no `RewindOnPeak`.
@@ -467,7 +468,7 @@ class ThinkerTrainer(StepTrainer):
         """Go back to the best point of a `RewindOnPeak`, or raise where there is none.
 
         Args:
-            what: What is not finite.
+            what: The cause, worded for the error message.
 
         Raises:
             DeadRunError: There is no `RewindOnPeak`, or it has gone back as often as it may.

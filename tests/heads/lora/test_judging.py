@@ -38,7 +38,7 @@ def test_the_gain_is_what_the_prompt_adds(speaker):
     assert with_start("a", "b c") != judge("a", "b c")
     assert isinstance(LikelihoodGain(model.bfloat16(), tokenizer)("a", "b"), float)
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match=r"LikelihoodGain:.*beginning"):
+    with pytest.raises(ValueError, match=r"LikelihoodGain:.*bos_token"):
         LikelihoodGain(model, tokenizer)
 
 

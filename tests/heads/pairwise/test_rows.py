@@ -225,7 +225,7 @@ BAD = [
             "conversation_a": [{"role": "user", "content": [{"type": "image"}]}],
             "conversation_b": [],
         },
-        "has a message with content that is no text",
+        "has a message whose content is not a text",
     ),
 ]
 
@@ -361,7 +361,7 @@ def test_parts_have_no_prompt_in_common():
         (20, (0.5, 0.6), "sum to 1"),
         (20, (1.5, -0.5), "positive"),
         (20, (), "positive"),
-        (2, (0.8, 0.1, 0.1), "expected more"),
+        (2, (0.8, 0.1, 0.1), "expected enough pairs"),
     ],
 )
 def test_parts_that_cannot_be(count, shares, said):

@@ -119,7 +119,7 @@ def test_no_part_shares_a_prompt_or_an_unseen_writer():
     ("changes", "words"),
     [
         ({"unseen_writers": 9}, "unseen_writers is 9, expected fewer than the 8"),
-        ({"unseen_writers": 7}, "unseen_writers is 7, which leaves"),
+        ({"unseen_writers": 7}, "unseen_writers=7 leaves"),
         ({"pairs": [pair._replace(label=2) for pair in written()]}, "every label is a tie"),
         ({"pairs": [*written(30), Pair("p", "a", "b")]}, "got 1 without a label"),
         ({"link": "concat", "surface": ("style",)}, "surface .* none of them"),

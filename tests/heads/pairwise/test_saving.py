@@ -150,5 +150,7 @@ def test_a_truncated_judge_and_a_model_of_pictures_are_refused(tmp_path):
     config = ViTConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
     )
-    with pytest.raises(ValueError, match="ViTModel is no encoder that gives hidden states of a"):
+    with pytest.raises(
+        ValueError, match="expected an encoder that gives hidden states of a text, got ViTModel"
+    ):
         PairwiseModel.from_encoder(ViTModel(config))

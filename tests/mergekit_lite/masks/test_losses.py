@@ -351,15 +351,15 @@ def test_nothing_is_kept_when_no_gradient_is_asked_for():
 
 
 BAD = {
-    "there are no teachers": {"teachers": []},
+    "expected one or more teachers, got none": {"teachers": []},
     "labels are [2], expected [3]": {"cross_entropy": 1.0, "labels": torch.tensor([0, 1])},
     "direction is 'up'": {"direction": "up"},
-    "expected one (N, H)": {"teachers": [torch.zeros(3, 5), None]},
+    "of one shape (N, H)": {"teachers": [torch.zeros(3, 5), None]},
     "expected 2 or more of one (V, 4)": {"heads": [torch.zeros(6, 4)]},
     "expected heads and one for each (2": {"masks": torch.ones(3, 1, 4)},
     "coefficients are": {"coefficients": torch.ones(4)},
     "teacher 1 has coefficients": {"coefficients": torch.tensor([0.5, 0.5])},
-    "cross_entropy came without labels": {"cross_entropy": 1.0},
+    "expected labels of shape (N,) for cross_entropy": {"cross_entropy": 1.0},
     "labels are 0 to 6, expected 0 to 5": {
         "cross_entropy": 1.0,
         "labels": torch.tensor([0, 6, 1]),
@@ -368,14 +368,14 @@ BAD = {
     "rows sum to 0.5 to 0.5": {"coefficients": torch.tensor([0.5, 0.0])},
     "rows sum to nan": {"coefficients": torch.tensor([float("nan"), 0.0])},
     "coefficients must be shares or 'confidence', got 'task'": {"coefficients": "task"},
-    "coefficients 'confidence' weigh every teacher, and 1 was not given": {
+    "expected every teacher with coefficients='confidence', got None for teacher 1": {
         "coefficients": "confidence"
     },
     "head is [5, 4], expected the teachers' [6, 4]": {"masks": None, "head": torch.ones(5, 4)},
-    "a head and masks came": {"head": torch.ones(6, 4)},
-    "a head came without heads": {"heads": None, "masks": None, "head": torch.ones(6, 4)},
+    "expected a head or masks, got both": {"head": torch.ones(6, 4)},
+    "heads with a head, got None": {"heads": None, "masks": None, "head": torch.ones(6, 4)},
     "1 teacher_biases for 2 teachers": {"teacher_biases": [None]},
-    "a bias came without heads": {"heads": None, "masks": None, "bias": torch.ones(4)},
+    "expected heads with a bias, got None": {"heads": None, "masks": None, "bias": torch.ones(4)},
     "temperature is 0, expected": {"temperature": 0},
     "temperature is -1, expected": {"temperature": -1},
     "confidence_temperature is -1": {"confidence_temperature": -1},

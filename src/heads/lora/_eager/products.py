@@ -42,7 +42,7 @@ class Dropout(NamedTuple):
 
 
 def _mixed(word: Tensor) -> Tensor:
-    """`reference._mix` in int32, whose products wrap around."""
+    """Return `reference._mix` in int32, whose products wrap around."""
     word = (word ^ ((word >> 16) & 0xFFFF)) * _FIRST
     word = (word ^ ((word >> 15) & 0x1FFFF)) * _SECOND
     return word ^ ((word >> 16) & 0xFFFF)

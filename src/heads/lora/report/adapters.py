@@ -39,7 +39,7 @@ class AdapterRow:
         rank: Rank of the adapter.
         scaling: Factor of the update.
         parameters: Number of parameters of the adapter.
-        first_step: How far Adam's first step moves an output, per unit of learning rate.
+        first_step: The change of an output by Adam's first step, per unit of learning rate.
         update: Size of its change of the weight, |s B A| in the Frobenius norm.
     """
 
@@ -56,16 +56,16 @@ class LoraReport(Report):
     """Counts, bytes of a training step, adapters, and warnings.
 
     Attributes:
-        parameters: How many numbers the model has, with its adapters.
-        lora: How many of them are the active adapters'.
-        trainable: How many of them require grad.
+        parameters: The number of parameters of the model, with its adapters.
+        lora: The number of these in active adapters.
+        trainable: The number of these that require grad.
         weight_bytes: Size of all parameters.
         gradient_bytes: Size of the gradients of those that train.
         optimizer_bytes: Size of Adam's two averages.
         activation_bytes: Size of what a training step saves for backward; None where it was not
             asked for.
         adapters: One entry a layer and active adapter.
-        warnings: What looks wrong.
+        warnings: Signs of trouble in the adapter.
     """
 
     parameters: int
@@ -90,7 +90,7 @@ class LoraReport(Report):
         return sizes | {"saved activations": self.activation_bytes}
 
     def table(self) -> Table:
-        """Counts and bytes."""
+        """Return the counts of parameters and their bytes."""
         counts = {
             "parameters": f"{self.parameters:,}",
             "  trainable": f"{self.trainable:,}",

@@ -38,9 +38,9 @@ class TuneReport(Report):
         steps: Number of steps.
         learning_rate: Peak of the learning rate.
         loss_before: Mean loss per answer token on all held-out rows before tuning, in nats.
-        loss: The same after tuning.
+        loss: The held-out loss after tuning.
         score_before: Mean score of the answers before tuning, in the unit of the judge, or None.
-        score: The same after tuning.
+        score: The mean score after tuning.
         seconds: Wall time of the training steps without evaluations; after an interruption, only
             since the last checkpoint.
         peak_mb: Peak memory during training in MiB: allocated on the GPU, or without a GPU resident

@@ -40,10 +40,10 @@ class Spike(NamedTuple):
     """A jump of the training loss far above its recent median.
 
     Attributes:
-        step: Where it is highest.
+        step: The step at which the loss is highest.
         loss: There, in nats.
         usual: Median of the log entries before.
-        entries: How many log entries it lasts.
+        entries: The number of log entries that it lasts.
         learning_rate: There; None: not logged.
         grad_norm: The gradient's norm there, before clipping; None: not logged.
     """
@@ -91,7 +91,7 @@ class TuningReport(Report):
         breaks_at: The first step with a loss that is not finite, or the first of the final steps
             whose gradient norms are all not finite.
         improves: Whether the loss was still falling at the end.
-        largest_rise: How far the held-out loss ever was above the least before it.
+        largest_rise: The largest rise of the held-out loss above its lowest value so far.
     """
 
     train: tuple[tuple[int, float], ...]
@@ -116,7 +116,7 @@ class TuningReport(Report):
         return next((name for name, found in findings.items() if found), "settled")
 
     def summary(self) -> list[str]:
-        """First, last and least losses, and the verdict."""
+        """Return the first, last and lowest loss, and the verdict."""
         lines = []
         for name, entries in (("training", self.train), ("held out", self.held_out)):
             finite = _finite(entries)
@@ -150,7 +150,7 @@ class TuningReport(Report):
         return lines
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Losses by step, perplexity at the right.
+        """Plot the losses by step, with perplexity at the right.
 
         Spikes and where it overfits are marked (extra ``plot``).
 
@@ -499,7 +499,7 @@ def _steep(entries: Sequence[_LogEntry], above: Sequence[float], noise: float) -
 
     Args:
         entries: The training losses.
-        above: How many deviations each is above the usual.
+        above: By how many deviations each is above the usual.
         noise: The deviation, in nats.
     """
     # an entry that is a mean of many batches has no heavy tails

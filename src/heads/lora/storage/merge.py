@@ -63,7 +63,7 @@ class MergeReport(Report):
 
     Attributes:
         path: The folder.
-        dtype: Of its weights.
+        dtype: The dtype of its weights.
         layers: One entry an adapted layer.
     """
 
@@ -131,11 +131,11 @@ def merge_lora(
         model: A peft model with LoRA adapters of any kind that peft can merge.
         out: The folder to write; it must not exist, or be empty.
         adapters: Which adapters; the active ones by default.
-        dtype: Of the floating tensors written; the model's own by default.
+        dtype: The dtype of the floating tensors written; the model's own by default.
         max_lost: The largest share of the updates that may be lost, layers weighted by |dW|²; None
             for any.
         tokenizer: Written beside the weights; default: the base's, where it is on this machine.
-        max_shard_size: Of a file, bytes or ``"5GB"``.
+        max_shard_size: The largest size of a file: bytes or ``"5GB"``.
         progress: Show a bar.
 
     Returns:
@@ -316,7 +316,7 @@ def _lost_of_all(layers: Sequence[MergedLayer], sizes: Sequence[float]) -> float
 def _state(
     base: nn.Module, merged: dict[str, Tensor], names: Sequence[str], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """All that the checkpoint will hold, under the base model's own names."""
+    """Return all that the checkpoint will hold, under the base model's own names."""
     wrappers = {}
     for name, module in base.named_modules():
         if isinstance(module, ModulesToSaveWrapper):

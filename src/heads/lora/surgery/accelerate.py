@@ -92,7 +92,7 @@ def restore_lora_(model: nn.Module) -> int:
     """Undo `accelerate_lora_`: peft's own forward everywhere.
 
     Args:
-        model: What `accelerate_lora_` was given.
+        model: The model that `accelerate_lora_` changed.
 
     Returns:
         How many layers were changed.

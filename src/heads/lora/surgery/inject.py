@@ -19,7 +19,7 @@ class InjectionReport(Report):
     """The layers that `inject_lora_` changed.
 
     Attributes:
-        layers: Their names.
+        layers: The names of the layers.
         trained: Number of trainable parameters.
         total: Number of all parameters.
     """

@@ -43,7 +43,7 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def inject(model: nn.Module, config: LoraConfig, adapter_name: str, **options: Any) -> PeftModel:
-    """`get_peft_model`, quietly."""
+    """Call peft's `get_peft_model` without its warnings."""
     with quiet():
         return get_peft_model(model, config, adapter_name=adapter_name, **options)
 
@@ -143,7 +143,7 @@ def _check_targets(operation: str, model: nn.Module, config: LoraConfig) -> None
 
 
 def _rehearse(operation: str, model: nn.Module, config: LoraConfig, adapter_name: str) -> None:
-    """Peft's injection on a model without memory; refuse ranks that are larger than a matrix."""
+    """Inject adapters into a copy without memory, and refuse ranks larger than a matrix."""
     if is_quantized(model):
         return
     trial = copy.deepcopy(config)

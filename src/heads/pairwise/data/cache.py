@@ -38,7 +38,7 @@ _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling"
 def encoded(
     model: Judge, sequences: Sequence[Tokens], cache: str | Path | None, progress: bool
 ) -> np.ndarray:
-    """(S, W) float32 features of sequences, of which equal ones are encoded once.
+    """Return float32 features of sequences, (S, W); equal sequences are encoded once.
 
     Raises:
         ValueError: An encoder that trains.

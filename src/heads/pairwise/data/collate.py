@@ -43,7 +43,7 @@ class CutReport(Report):
     tokens_cut: int
 
     def summary(self) -> list[str]:
-        """Pairs, classes, tokens."""
+        """Return the numbers of pairs, classes and tokens."""
         counts = ", ".join(
             f"{name} {count}" for name, count in zip(CLASSES, self.labels, strict=True)
         )
@@ -96,10 +96,10 @@ class PairwiseDataset(Dataset):
         progress: Show a bar.
 
     Attributes:
-        report: What was cut.
-        pairs: As they came.
+        report: The numbers of texts that were cut.
+        pairs: The pairs in their original order.
         lengths: Tokens of each pair, both answers together.
-        labels: Of each pair, or None.
+        labels: The label of each pair, or None.
         encoded: Whether `encode_` has been here.
 
     Raises:
@@ -227,7 +227,7 @@ class PairwiseDataset(Dataset):
             )
 
     def answer(self, number: int) -> Answer:
-        """Answers A and B of the first pair, then of the second, and so on."""
+        """Return an answer by number: A and B of the first pair, then of the second, and so on."""
         part = slice(self._starts[number], self._starts[number + 1])
         tokens = Tokens(self._ids[part], self._types[part], self._begins[number])
         features = None if self._features is None else self._features[number]
@@ -241,7 +241,7 @@ class PairwiseDataset(Dataset):
 
 
 def _surfaces(answers: Sequence[tuple[Words, Words]], config: PairwiseConfig) -> np.ndarray:
-    """(S, F) features of answers to their prompts.
+    """Return surface features of answers to their prompts, (S, F).
 
     F is 0 for a model that does not look at them.
     """
@@ -274,7 +274,7 @@ def answers_to(
 def flat_batch(
     groups: Iterable[tuple[Sequence[Answer], Sequence[tuple[int, int]]]],
 ) -> dict[str, Tensor]:
-    """Groups of answers, and which of each are compared, as one flat run of tokens, or as features.
+    """Lay out groups of answers as one flat run of tokens, or as features, with pairs to compare.
 
     Answers that are equal are encoded once. Those of a group are sorted by content, whatever order
     they are given in, so that exchanging A and B changes nothing in the encoder, not even by

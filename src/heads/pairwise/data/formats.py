@@ -186,7 +186,7 @@ def _text(name: str, value: object) -> str:
 
 
 def _messages(name: str, value: object) -> tuple[Turn, ...]:
-    """Messages of role and content, or of from and value, as turns."""
+    """Return messages of role and content, or of from and value, as turns."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -217,7 +217,7 @@ def _content(name: str, content: object) -> str:
         for part in parts
     ]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{name} has a message with content that is no text")
+        raise ValueError(f"{name} has a message whose content is not a text")
     return "\n\n".join(texts)
 
 
@@ -243,7 +243,7 @@ def _verdict(row: Mapping[str, object]) -> int | tuple[float, ...] | None:
 
 
 def _preference(value: object) -> int | tuple[float, ...] | None:
-    """1 for A, 2 for B, 0 or 1.5 for a tie, between them the share of B."""
+    """Return 1 for A, 2 for B, 0 or 1.5 for a tie, between them the share of B."""
     if isinstance(value, str):
         try:
             value = float(value)

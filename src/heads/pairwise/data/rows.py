@@ -25,11 +25,11 @@ class ReadReport(Report):
     """Counts of the rows that were read, and of those that were not.
 
     Attributes:
-        rows: How many there were.
-        kept: How many are pairs.
-        empty: How many of these have an empty answer.
-        labels: How many kept ones each class has, shared labels by their largest share.
-        bad: What was wrong with the others, and their lines, from 1.
+        rows: The number of rows that were read.
+        kept: The number of these that are pairs.
+        empty: The number of pairs with an empty answer.
+        labels: The number of pairs of each class; shared labels count for their largest share.
+        bad: The errors in the other rows, with their line numbers, from 1.
         ignored: Columns that were not read.
         is_ordered: Whether the first answer is always the better one, as in chosen and rejected.
     """
@@ -43,7 +43,7 @@ class ReadReport(Report):
     is_ordered: bool = False
 
     def summary(self) -> list[str]:
-        """Rows and classes."""
+        """Return the number of rows, and of rows in each class."""
         counts = ", ".join(
             f"{name} {count}" for name, count in zip(CLASSES, self.labels, strict=True)
         )
@@ -84,7 +84,7 @@ def read_pairs(
     columns: Mapping[str, str] | None = None,
     max_bad: float = 0.01,
 ) -> tuple[list[Pair], ReadReport]:
-    """Pairs from a file, a data set of the hub, or from rows such as a `datasets` data set's.
+    """Read pairs from a file, a data set of the hub, or rows such as a `datasets` data set's.
 
     The answers' columns say what a row is:
 
@@ -106,7 +106,7 @@ def read_pairs(
     Args:
         source: A file of JSON, JSON lines, CSV (by commas, semicolons or tabs) or parquet, also
             gzipped; a hub id such as ``owner/name``; a data set, a data frame, or rows.
-        columns: Where rows have other names: from one of those above to the rows' own, as
+        columns: If the rows use other names: one of those above to the rows' own name, such as
             ``{"prompt": "question", "a": "first", "b": "second", "label": "better"}``.
         max_bad: Share of the rows that may be bad; they are left out and reported.
 
@@ -171,8 +171,8 @@ def each_pair(
     """Yield each row's line number, the row, and its pair or the error that says why it is none.
 
     Args:
-        source: As of `read_pairs`.
-        columns: As of `read_pairs`.
+        source: The source, as in `read_pairs`.
+        columns: The names of columns, as in `read_pairs`.
         labels: Whether to read verdicts; False for pairs that are to be judged.
 
     Yields:

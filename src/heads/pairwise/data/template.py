@@ -72,8 +72,8 @@ class Template:
         # a token for the prompt and one for the answer
         if room < 2:
             raise ValueError(
-                f"PairwiseDataset: max_tokens is {self.limit}, which special tokens fill; expected "
-                "more"
+                "PairwiseDataset: expected max_tokens above what special tokens take, got "
+                f"{self.limit}"
             )
         self.prompt_room = min(config.max_prompt_tokens or self.limit // 4, room - 1)
 
@@ -176,7 +176,7 @@ class Template:
         )
 
     def _gap(self, one: str, other: str) -> list[int]:
-        """Tokens between turns of two roles.
+        """Return the tokens between turns of two roles.
 
         In an order that a template does not expect, those of the usual order.
         """
@@ -221,8 +221,8 @@ class Template:
         room = self._room(roles[0], roles[-1])
         if room < 2:
             raise ValueError(
-                f"PairwiseDataset: max_tokens is {self.limit}, which special tokens of a "
-                f"conversation that begins with {roles[0]} fill; expected more"
+                "PairwiseDataset: expected max_tokens above what special tokens of a conversation "
+                f"that begins with {roles[0]} take, got {self.limit}"
             )
         room_for_prompt = min(len(prompt), max(min(self.prompt_room, room - 1), room - len(answer)))
         cut = prompt[len(prompt) - room_for_prompt :], cut_middle(answer, room - room_for_prompt)
@@ -247,7 +247,7 @@ class Template:
 
 
 def sequence_batch(sequences: Sequence[Tokens]) -> dict[str, Tensor]:
-    """Sequences as one flat run of tokens: what `PairwiseModel.features` takes."""
+    """Lay out sequences as one flat run of tokens, as `PairwiseModel.features` takes them."""
     return {
         "input_ids": torch.from_numpy(np.concatenate([tokens.ids for tokens in sequences])).long(),
         "token_type_ids": torch.from_numpy(

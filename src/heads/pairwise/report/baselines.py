@@ -31,13 +31,13 @@ class Rival:
     """A baseline's metrics, and how much better a model is.
 
     Attributes:
-        name: Of the baseline.
+        name: The name of the baseline.
         accuracy: Share of right verdicts.
-        near_accuracy: The same of pairs whose answers differ by no more than a fifth in length; nan
-            without any.
-        log_loss: In nats.
-        calibration_error: As of `PairwiseMetrics`.
-        gain: How much lower the model's log-loss is, in nats a pair.
+        near_accuracy: The accuracy on pairs whose answers differ by no more than a fifth in length;
+            nan without any.
+        log_loss: The log-loss in nats.
+        calibration_error: See `PairwiseMetrics`.
+        gain: The log-loss minus the model's, in nats per pair.
         error: One standard error of the gain, pairs of one prompt taken as one; nan where all have
             the same.
     """
@@ -120,7 +120,7 @@ def baseline_verdicts(
 
     def worded(one: Any, other: Any, style: np.ndarray) -> csr_array:
         style = style / spread
-        # sizes of differences do not depend on the order, and so can tell ties
+        # absolute differences do not depend on the order of the answers, so they can reveal ties
         return hstack([one - other, csr_array(np.c_[style, np.abs(style)])]).tocsr()
 
     def styled(one: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -199,7 +199,7 @@ def rivals_of(
 
 
 def near_in_length(pairs: Sequence[Pair]) -> Tensor:
-    """(N,) whether no answer is more than a fifth longer than the other."""
+    """Return whether no answer is more than a fifth longer than the other, (N,)."""
     sizes = [[len(said_by("assistant", answer)) for answer in (pair.a, pair.b)] for pair in pairs]
     return torch.tensor([max(one) <= NEAR * min(one) for one in sizes])
 

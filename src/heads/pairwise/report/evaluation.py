@@ -126,7 +126,7 @@ class PairwiseReport(Report):
         Bins are as large as they are full.
 
         Args:
-            ax: Where to; default a new figure.
+            ax: The axes to plot on; default: a new figure.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -154,7 +154,7 @@ class PairwiseReport(Report):
         A tie is half a win. Pairs of equally long answers are left out.
 
         Args:
-            ax: Where to; default a new figure.
+            ax: The axes to plot on; default: a new figure.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -284,7 +284,7 @@ class CalibrationReport(Report):
         best: The temperature with the lowest log-loss on these pairs.
         error: Standard error of the logarithm of ``best``.
         before: Log-loss on these pairs before, in nats.
-        after: The same after.
+        after: The log-loss after it.
     """
 
     pairs: int

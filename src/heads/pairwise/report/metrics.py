@@ -34,13 +34,14 @@ class PairwiseMetrics(Report):
     Attributes:
         pairs: N.
         accuracy: Share of right verdicts; of soft labels, the share of judges that agree.
-        log_loss: In nats.
-        log_loss_prior: Of always giving the labels' own shares, those of A and B made alike.
+        log_loss: The log-loss in nats.
+        log_loss_prior: The log-loss of always giving the labels' own shares, with those of A and B
+            made equal.
         calibration_error: Mean distance of confidence and accuracy, over 15 bins of confidence.
         flip_rate: Share of verdicts that change when A and B trade places.
-        length_correlation: Of P(A) - P(B) with how much longer A is, each pair taken in both
-            orders; nan where either is always 0.
-        label_length_correlation: Of the labels themselves with it.
+        length_correlation: The correlation of P(A) - P(B) with how much longer A is, over both
+            orders of each pair; nan if either is always 0.
+        label_length_correlation: The same correlation for the labels.
         confusion: Rows are labels, columns verdicts.
     """
 
@@ -85,7 +86,7 @@ def alike(shares: Tensor) -> Tensor:
 
 
 def at_verdict(table: Tensor, found: Tensor) -> Tensor:
-    """(N,) entries of an (N, C) table at (N, C) log-probabilities' verdicts.
+    """Return the entries (N,) of a table (N, C) at the verdicts of log-probabilities (N, C).
 
     A tie of two classes is half of both.
 
@@ -99,7 +100,7 @@ def at_verdict(table: Tensor, found: Tensor) -> Tensor:
 
 
 def shares_of(labels: Sequence[object] | Tensor, classes: int) -> Tensor:
-    """(N, C) float64 shares of classes or shares."""
+    """Return classes, or shares of them, as float64 shares (N, C)."""
     shares = torch.as_tensor(labels)
     if shares.dim() == 2:
         return shares.double()
@@ -113,7 +114,7 @@ def pairwise_metrics(
     swapped_log_probabilities: Tensor | None = None,
     length_difference: Sequence[float] | Tensor | None = None,
 ) -> PairwiseMetrics:
-    """Metrics of N verdicts.
+    """Compute the metrics of N verdicts.
 
     Args:
         log_probabilities: (N, C) of A, B and tie.

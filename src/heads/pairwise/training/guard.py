@@ -19,7 +19,7 @@ _SAMPLED = 8
 _EACH = 4096
 _STEPS_TO_MOVE = 10  # after warm-up: LoRA's A waits for B, and B for a new head
 _PATIENT = 0.3  # share of a run before its log-loss is judged: a weak signal shows late
-_MIN_MOVED = 0.75  # share of the watched weights that must have moved by then
+_MIN_MOVED = 0.75  # share of the watched weights that must have changed after _STEPS_TO_MOVE
 
 
 class DeadRunGuard(TrainerCallback):
@@ -84,7 +84,7 @@ class DeadRunGuard(TrainerCallback):
         model: Any = None,
         **rest: object,
     ) -> None:
-        """Remembers some of the weights."""
+        """Remember some of the weights."""
         self._seen = None
         self._steps = 0
         self._poor = 0

@@ -16,16 +16,16 @@ def parameter_groups(
     layer_decay: float = 1.0,
     head_lr_ratio: float = 1.0,
 ) -> list[dict[str, object]]:
-    """Groups for an optimizer: the encoder's rate falls from layer to layer towards the embeddings.
+    """Return groups for an optimizer, with rates that fall from layer to layer to the embeddings.
 
     The top layer has ``learning_rate``, the next ``layer_decay`` of it, and so on; the embeddings
     are below the lowest layer (Howard and Ruder, "ULMFiT", 2018). Biases and norms are not decayed.
 
     Args:
         model: A `PairwiseModel`, bare.
-        learning_rate: Of the encoder's top layer.
-        weight_decay: Of weights.
-        layer_decay: In (0, 1].
+        learning_rate: The learning rate of the encoder's top layer.
+        weight_decay: The weight decay of weights; biases and norms are not decayed.
+        layer_decay: The factor of the rate from each layer to the one below, in (0, 1].
         head_lr_ratio: The head's rate over ``learning_rate``.
 
     Returns:

@@ -56,7 +56,7 @@ class JudgeReport(Report):
             answering model was held out.
         unseen: The names of these models.
         calibration: The temperature.
-        read: What was read, one line.
+        read: A line on the data that were read.
         shares_prompts: Which of ``"home"`` and ``"away"`` have prompts of training pairs, because
             there were too few others.
     """
@@ -190,7 +190,7 @@ def train_judge(
         encoder: Folder or hub id of an encoder or a language model.
         out: Output folder: new, or of the same unfinished run.
         columns: Names of the columns, as for `read_pairs`.
-        device: Where to compute.
+        device: The device to compute on.
         progress: Show progress bars.
         **settings: Fields of `JudgeConfig`.
 
@@ -299,8 +299,8 @@ def _split(pairs: list[Pair], config: JudgeConfig) -> tuple[_Parts, tuple[str, .
     near = [pair for pair in pairs if not set(unseen) & set(pair.writers)]
     if unseen and len(near) < len(away):
         raise ValueError(
-            f"train_judge: unseen_writers is {held}, which leaves {len(near)} of {len(pairs)} "
-            "pairs to train on; expected fewer"
+            f"train_judge: unseen_writers={held} leaves {len(near)} of {len(pairs)} pairs to train "
+            "on, expected at least half; lower unseen_writers"
         )
     share = config.held_out
     train, choose_epoch, calibrate, home = split_pairs(

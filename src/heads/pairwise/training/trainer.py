@@ -148,7 +148,7 @@ class PairwiseTrainer(StepTrainer):
         judge.head.fit_(*sides_of(judge, data, some))
 
     def _get_train_sampler(self, train_dataset: TrainData = None) -> Sampler | None:
-        """Batches of like length for an encoder that is padded."""
+        """Return a sampler of batches of similar length if the encoder is padded."""
         if train_dataset is None:
             data: TrainData = self.train_dataset
         else:
@@ -159,7 +159,7 @@ class PairwiseTrainer(StepTrainer):
         return self.batches_of_like_length(data.lengths)
 
     def optimizer_groups(self) -> list[dict[str, object]]:
-        """`parameter_groups` at the arguments' rate and decay."""
+        """Return `parameter_groups` with the rate and decay of the training arguments."""
         return parameter_groups(
             self.judge,
             learning_rate=self.args.learning_rate,

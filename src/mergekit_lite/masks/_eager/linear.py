@@ -180,7 +180,7 @@ def _accurate_gradients(
     for columns in _column_blocks(weights, ctx.transposed):
         index = (slice(None),) * dim + (columns,)
         parts = [weight[index] for weight in weights]
-        # one dimension on: a mask has the components first
+        # + 1, because the first dimension of a mask is the components
         mask = part_of(masks, columns, dim + 1)
         if need_x:
             weight = blend_any(parts, mask, ctx.fused).to(grad.dtype)

@@ -24,7 +24,7 @@ class Teachers:
     Args:
         states: Their final hidden states, (N, H) each, or logits; None for one without shares.
         heads: Their output heads, (V, H) each; None: states are logits.
-        biases: Of the heads, (V,) each, or None.
+        biases: The biases of the heads, (V,) each, or None.
         shares: (N, K), at least one above 0 in each row; None: shares by confidence.
         temperature: Logits are divided by it.
         confidence_temperature: Entropies are divided by it; 0: the surest teacher alone.

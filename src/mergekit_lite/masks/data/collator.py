@@ -72,7 +72,7 @@ class MaskCollator:
                 that are not as long as the tokens.
         """
         if not features:
-            raise ValueError("MaskCollator: no example came; expected one or more")
+            raise ValueError("MaskCollator: expected one or more examples, got none")
         examples = [self._example(feature) for feature in features]
         tasks = sum("task" in example for example in examples)
         if tasks not in (0, len(examples)):
@@ -94,7 +94,7 @@ class MaskCollator:
             batch[key] = _concatenate_and_pad(rows, key, value)
         if tasks:
             batch["task"] = self._tasks_of(rows, batch["input_ids"].shape[1])
-        if "label" in examples[0]:  # a classifier's, one an example
+        if "label" in examples[0]:  # a classifier's label, one for each example
             batch["labels"] = torch.tensor([example["label"] for example in examples])
         if "teacher_hidden" in examples[0]:
             states = [example["teacher_hidden"] for example in examples]

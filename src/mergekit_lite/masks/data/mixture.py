@@ -24,14 +24,14 @@ class TaskMixture(Dataset):
     Args:
         datasets: For each component, in the merger's order, a data set, or a list of several;
             examples are dicts with ``input_ids`` and perhaps ``labels``.
-        weights: How many examples each component has, relative to each other; default: all once.
+        weights: The relative numbers of examples of the components; default: each example once.
             Then the mixture is as long as all data sets together; what has too few examples repeats
             them, what has too many loses some. ``"tokens"``: so many that all components have about
             as many supervised tokens; the loss is a mean over tokens, so that otherwise long
             answers outweigh short ones (reads all examples once).
         temperature: Instead of ``weights``: sizes to the power of 1 / ``temperature``, so that 1
             leaves them and a large number makes them alike (Raffel et al., arXiv 1910.10683).
-        seed: Of which examples are repeated or left out.
+        seed: The seed of the choice of examples that are repeated or left out.
 
     Raises:
         ValueError: A mapping; data sets without a length; weights that are none, or of a component
@@ -99,7 +99,7 @@ def _places(task: int, parts: Sequence[Any]) -> list[_Place]:
 
 
 def _of_components(operation: str, datasets: Sequence[object]) -> list[list[Any]]:
-    """For each component a list of data sets."""
+    """Return a list of data sets for each component."""
     if isinstance(datasets, Mapping):
         raise ValueError(
             f"{operation}: datasets is a mapping, expected a list in the order of the components"
@@ -109,8 +109,8 @@ def _of_components(operation: str, datasets: Sequence[object]) -> list[list[Any]
         parts: list[Any] = [given]
         if isinstance(given, (str, Path)):
             raise ValueError(
-                f"{operation}: {str(given)!r} is no data set; expected examples, as "
-                "TextExamples(file, tokenizer)"
+                f"{operation}: expected a data set, such as TextExamples(file, tokenizer), got "
+                f"{str(given)!r}"
             )
         # a list of examples is one data set, a list of anything else several
         if isinstance(given, (list, tuple)) and given and not isinstance(given[0], Mapping):
@@ -120,10 +120,7 @@ def _of_components(operation: str, datasets: Sequence[object]) -> list[list[Any]
 
 
 def _by_tokens(parts: Sequence[Examples]) -> float:
-    """The reciprocal of the mean number of supervised tokens of a component's examples.
-
-    0 where there are none.
-    """
+    """Return 1 / (mean number of supervised tokens per example), or 0 without such tokens."""
     count = 0
     tokens = 0
     for part in parts:
@@ -162,6 +159,6 @@ def _shares(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def _drawn(rng: random.Random, places: list[_Place], count: int) -> list[_Place]:
-    """``count`` of the places, each as often as any other or once more."""
+    """Draw ``count`` of the places, each as often as any other or once more."""
     whole, rest = divmod(count, len(places)) if places else (0, 0)
     return places * whole + rng.sample(places, rest)

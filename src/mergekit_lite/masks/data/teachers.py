@@ -34,7 +34,7 @@ class CachedTeachers(Dataset):
 
     Args:
         dataset: The examples that `cache_teachers` saw.
-        folder: Where it wrote.
+        folder: The folder that it wrote.
     """
 
     def __init__(self, dataset: Examples, folder: str | os.PathLike[str]):
@@ -84,9 +84,9 @@ def cache_teachers(
         merger: Whose components are the teachers.
         dataset: Examples with a ``task``, as training will see them.
         collator: The one of training; what it truncates is truncated here.
-        folder: Where to write, or to find what an earlier call wrote.
-        kl: What training will use: with ``coefficients="task"`` only each example's own teacher is
-            kept, else all.
+        folder: The folder to write to, or that an earlier call wrote.
+        kl: The settings that training will use: with ``coefficients="task"`` only each example's
+            own teacher is kept, else all.
         batch_size: Examples that run at once.
         progress: Show a bar.
 
@@ -163,7 +163,7 @@ def cache_teachers(
 
 
 def _hidden(merger: Merger, batch: dict[str, Tensor], by_task: bool) -> list[Tensor]:
-    """For each example (positions, 1 or K, H), on the CPU."""
+    """Return each example's final hidden states, (positions, 1 or K, H), on the CPU."""
     labels = batch.pop("labels")
     task = batch.pop("task", None)
     if task is None and by_task:

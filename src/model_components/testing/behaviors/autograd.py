@@ -65,7 +65,7 @@ class _Line:
         return parameters, inputs
 
     def output(self, step: Tensor) -> Tensor:
-        """Return the module's output there."""
+        """Return the module's output after a step of this length."""
         parameters, inputs = self.at(step)
 
         def call(*arguments: Tensor) -> object:
@@ -94,7 +94,7 @@ def _agrees(what: str, actual: Tensor, slope: Tensor, largest: float = 0.0) -> N
 
 
 def gradients(subject: Subject) -> None:
-    """Gradients of all parameters and inputs agree with a finite difference."""
+    """Check that gradients of all parameters and inputs agree with a finite difference."""
     line = _Line(subject)
     step = torch.zeros((), dtype=torch.float64, requires_grad=True)
     y = line.output(step)
@@ -171,7 +171,7 @@ def _penalty_gradients(
 
 
 def forward_mode(subject: Subject) -> None:
-    """Forward-mode derivatives agree with a finite difference."""
+    """Check that forward-mode derivatives agree with a finite difference."""
     line = _Line(subject)
     zero = torch.zeros((), dtype=torch.float64)
     actual = torch.func.jvp(line.output, (zero,), (torch.ones_like(zero),))[1]
@@ -194,7 +194,7 @@ def backward_twice(subject: Subject) -> None:
 
 
 def parameters_frozen(subject: Subject) -> None:
-    """With frozen parameters, inputs still get their gradients and parameters get none."""
+    """Check that inputs get gradients, and parameters none, if the parameters are frozen."""
     module = subject.module()
     expected = subject.step(module)
     module.zero_grad()
@@ -211,7 +211,7 @@ def parameters_frozen(subject: Subject) -> None:
 
 
 def inputs_frozen(subject: Subject) -> None:
-    """If the inputs need no gradient, the parameters' gradients stay the same."""
+    """Check that parameters' gradients stay the same if the inputs need no gradient."""
     module = subject.module()
     expected = subject.step(module)
     actual = subject.step(module, [x.detach() for x in subject.inputs()])
@@ -283,7 +283,7 @@ def checkpointed(subject: Subject) -> None:
 
 
 def saved_tensors_offloaded(subject: Subject) -> None:
-    """Hooks on saved tensors, as of CPU offloading, change nothing."""
+    """Check that hooks on saved tensors, as of CPU offloading, change nothing."""
     module = subject.module()
     expected = subject.step(module)
     with save_on_cpu():
@@ -291,7 +291,7 @@ def saved_tensors_offloaded(subject: Subject) -> None:
 
 
 def hooked(subject: Subject) -> None:
-    """Each forward and backward hook is called exactly once."""
+    """Check that each forward and backward hook is called exactly once."""
     module = subject.module()
     expected = subject.step(module)
     calls: list[str] = []
@@ -307,7 +307,7 @@ def hooked(subject: Subject) -> None:
 
 
 def without_gradients(subject: Subject) -> None:
-    """``no_grad`` and ``inference_mode`` give the same output without a graph."""
+    """Check that ``no_grad`` and ``inference_mode`` give the same output without a graph."""
     module = subject.module().eval()
     expected = subject.call(module, *subject.inputs())
     for context in (torch.no_grad(), torch.inference_mode()):
@@ -318,7 +318,7 @@ def without_gradients(subject: Subject) -> None:
 
 
 def gradients_dense(subject: Subject) -> None:
-    """Gradients have the strides of their parameters, which fused optimizers require."""
+    """Check that gradients have their parameters' strides, as fused optimizers require."""
     module = subject.module()
     y = subject.call(module, *subject.inputs())
     parameters = trained(module)
@@ -335,7 +335,7 @@ def gradients_dense(subject: Subject) -> None:
 
 
 def optimizers(subject: Subject) -> None:
-    """Plain, foreach and fused optimizers take the same step."""
+    """Check that plain, foreach and fused optimizers take the same step."""
     module = subject.module()
     parameters = trained(module)
     y = subject.call(module, *subject.inputs())

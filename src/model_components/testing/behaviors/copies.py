@@ -82,7 +82,7 @@ def meta_device(subject: Subject) -> None:
 
 
 def state_replaced_after_use(subject: Subject) -> None:
-    """A module that has been used follows new weights: no result is kept from before."""
+    """Check that a used module follows newly loaded weights and keeps no old result."""
     module = subject.module()
     other = subject.module()
     _disturb_(other)
@@ -103,7 +103,7 @@ def state_replaced_after_use(subject: Subject) -> None:
 
 
 def parameters_as_vector(subject: Subject) -> None:
-    """Parameters go into one vector and back."""
+    """Check that parameters go into one vector and back."""
     module = subject.module()
     expected = subject.step(module)
     vector = parameters_to_vector(module.parameters()).detach().clone()
@@ -113,7 +113,7 @@ def parameters_as_vector(subject: Subject) -> None:
 
 
 def averaged(subject: Subject) -> None:
-    """`AveragedModel` gives the output of the module with the averaged parameters."""
+    """Check that `AveragedModel` gives the output of the module with the averaged parameters."""
     module = subject.module()
     average = AveragedModel(module)
     average.update_parameters(module)
@@ -127,7 +127,7 @@ def averaged(subject: Subject) -> None:
 
 
 def parameters_reset(subject: Subject) -> None:
-    """``reset_parameters`` makes all trained parameters again, the same with one seed."""
+    """Check that ``reset_parameters`` draws all trained parameters again, equal for equal seeds."""
     module = subject.module()
     states = []
     for _ in range(2):
@@ -143,7 +143,7 @@ def parameters_reset(subject: Subject) -> None:
 
 
 def printed(subject: Subject) -> None:
-    """``repr`` returns a non-empty string."""
+    """Check that ``repr`` returns a non-empty string."""
     require(bool(repr(subject.module())), "repr is empty")
 
 

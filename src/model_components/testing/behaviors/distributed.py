@@ -39,7 +39,7 @@ def _in_one_process(work: Callable[[Subject], None]) -> Behavior:
 
 @_in_one_process
 def data_parallel(subject: Subject) -> None:
-    """``DistributedDataParallel`` gives the same gradients."""
+    """Check that ``DistributedDataParallel`` gives the same gradients."""
     module = subject.module()
     expected = subject.step(module)
     wrapped = DistributedDataParallel(module)
@@ -53,7 +53,7 @@ def data_parallel(subject: Subject) -> None:
 
 @_in_one_process
 def fully_sharded(subject: Subject) -> None:
-    """``fully_shard`` (FSDP2) gives the same gradients."""
+    """Check that ``fully_shard`` (FSDP2) gives the same gradients."""
     expected = subject.step(subject.module())
     module = subject.module()
     fully_shard(module, mesh=init_device_mesh(subject.device.type, (1,)))

@@ -60,7 +60,7 @@ def autocast(subject: Subject) -> None:
 
 
 def leading_dimensions(subject: Subject) -> None:
-    """Inputs may have no batch dimension, two, or three."""
+    """Check that inputs may have no batch dimension, two, or three."""
     module = subject.module()
     y = subject.call(module, *subject.inputs()).detach()
     count = len(y)
@@ -77,7 +77,7 @@ def leading_dimensions(subject: Subject) -> None:
 
 
 def batch_of_one(subject: Subject) -> None:
-    """One row gives what it gives in a batch."""
+    """Check that a row alone gives the same output as in a batch."""
     # in training, a batch normalization would rightly see another batch
     module = subject.module().eval()
     y = subject.call(module, *subject.inputs())
@@ -101,7 +101,7 @@ def empty_batch(subject: Subject) -> None:
 
 
 def strided_inputs(subject: Subject) -> None:
-    """Inputs that are not contiguous give the same."""
+    """Check that inputs that are not contiguous give the same output."""
     module = subject.module()
     expected = subject.call(module, *subject.inputs())
     # every second number of tensors that are twice as long
@@ -110,7 +110,7 @@ def strided_inputs(subject: Subject) -> None:
 
 
 def modes_switched(subject: Subject) -> None:
-    """``train`` and ``eval`` return the module, and two evaluations give the same output."""
+    """Check that ``train`` and ``eval`` return the module, and that two evaluations are equal."""
     module = subject.module()
     require(module.eval() is module, "eval() does not return the module")
     first = subject.call(module, *subject.inputs())

@@ -87,7 +87,7 @@ class Subject:
 
 
 def _dtype_of(module: nn.Module) -> torch.dtype:
-    """Return the dtype of a module's floating tensors; float32 without any."""
+    """Return the dtype of a module's first floating tensor, or float32 if it has none."""
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.is_floating_point():
             return tensor.dtype

@@ -26,7 +26,7 @@ def _loss_of(subject: Subject, module: nn.Module) -> Callable[..., Tensor]:
 
 
 def called_functionally(subject: Subject) -> None:
-    """``functional_call`` takes the module's whole state."""
+    """Check that ``functional_call`` takes the module's whole state."""
     module = subject.module()
     expected = subject.call(module, *subject.inputs())
     state = copy.deepcopy(module.state_dict())
@@ -42,7 +42,7 @@ def called_functionally(subject: Subject) -> None:
 
 
 def func_grad(subject: Subject) -> None:
-    """``torch.func.grad`` gives autograd's gradients."""
+    """Check that ``torch.func.grad`` gives autograd's gradients."""
     module = subject.module()
     inputs = [x.detach() for x in subject.inputs()]
     y = subject.call(module, *inputs)
@@ -58,7 +58,7 @@ def func_grad(subject: Subject) -> None:
 
 
 def func_vmap(subject: Subject) -> None:
-    """``vmap`` over batches gives what a loop gives."""
+    """Check that ``vmap`` over batches gives the same as a loop."""
     module = subject.module()
     inputs = [x.detach() for x in subject.inputs()]
     batches = [torch.stack([x, x.flip(0)]) for x in inputs]
@@ -68,7 +68,7 @@ def func_vmap(subject: Subject) -> None:
 
 
 def per_sample_gradients(subject: Subject) -> None:
-    """``vmap`` of ``grad`` gives a gradient for each row, and their sum is the batch's."""
+    """Check that ``vmap`` of ``grad`` gives gradients of rows that sum to the batch's."""
     module = subject.module()
     inputs = [x.detach() for x in subject.inputs()]
     parameters = {name: p.detach() for name, p in trained(module).items()}
@@ -101,7 +101,7 @@ def jacobians(subject: Subject) -> None:
 
 
 def compiled_training(subject: Subject) -> None:
-    """One compiled graph trains with the same gradients."""
+    """Check that one compiled graph trains with the same gradients."""
     module = subject.module()
     expected = subject.step(module)
     # else compilations of earlier behaviors would count toward torch's limit
@@ -122,7 +122,7 @@ def compiled_training(subject: Subject) -> None:
 
 
 def compiled_evaluation(subject: Subject) -> None:
-    """One compiled graph evaluates, without gradients."""
+    """Check that one compiled graph evaluates, without gradients."""
     module = subject.module().eval()
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend=subject.backend)
@@ -132,7 +132,7 @@ def compiled_evaluation(subject: Subject) -> None:
 
 
 def compiled_for_any_batch(subject: Subject) -> None:
-    """One compiled graph serves batches of any size."""
+    """Check that one compiled graph serves batches of any size."""
     module = subject.module()
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend=subject.backend, dynamic=True)
@@ -147,7 +147,7 @@ def compiled_for_any_batch(subject: Subject) -> None:
 
 
 def exported(subject: Subject) -> None:
-    """``torch.export`` captures the module for batches of any size."""
+    """Check that ``torch.export`` captures the module for batches of 2 or more rows."""
     module = subject.module().eval()
     inputs = tuple(x.detach() for x in subject.inputs())
     # from 2 on, since torch.export takes sizes 0 and 1 for constants

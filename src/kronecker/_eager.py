@@ -354,7 +354,7 @@ class _Rebuild(torch.autograd.Function):
 
 
 class Balanced(torch.autograd.Function):
-    """One term with both products in one kernel (`_triton`). Saves x and the factors."""
+    """A single Kronecker term, both products in one kernel (`_triton`); saves x and factors."""
 
     @staticmethod
     def forward(

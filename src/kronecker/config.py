@@ -243,7 +243,7 @@ class PruneConfig(CheckedConfig):
 
     @property
     def share(self) -> float:
-        """Return the share of the neurons that stays where no size says it."""
+        """Return the share of the neurons to keep if no target size is given."""
         return 0.5 if self.keep is None else self.keep
 
     def neurons(self, count: int, multiple_of: int | None = None) -> int:
@@ -305,9 +305,9 @@ def kronecker_sizes(
         )
     if terms < 1:
         raise ValueError(
-            f"kronecker: expected rank of {each / out_features / in_features:.2f} or more, since "
-            f"one term of these shapes is that share of a weight of {out_features} x "
-            f"{in_features}, got {rank}"
+            f"kronecker: rank is {rank}, expected {each / out_features / in_features:.2f} or more, "
+            f"the share of the parameters of a {out_features} x {in_features} weight that one term "
+            "has"
         )
     a, b = config.shapes(out_features, in_features)
     # the rank of the rearranged weight: more terms add nothing

@@ -48,8 +48,8 @@ def check_factors(operation: str, a: Tensor, b: Tensor, scales: Tensor | None) -
         )
     if scales is not None and tuple(scales.shape) != (a.shape[0],):
         raise ValueError(
-            f"{operation}: scales have shape {list(scales.shape)}, expected ({a.shape[0]},), one a "
-            "term"
+            f"{operation}: scales have shape {list(scales.shape)}, expected ({a.shape[0]},), one "
+            "per term"
         )
 
 

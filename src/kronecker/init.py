@@ -268,12 +268,11 @@ def correct_bias(moments: Moments, weight: Tensor) -> Tensor:
 
 
 def low_rank(weight: Tensor, rank: int, moments: Moments | None = None) -> tuple[Tensor, Tensor]:
-    """Return the best product of two thin matrices of the weight.
+    """Return the best approximation of a weight by two factors of rank r.
 
-    With ``moments`` it is the best for outputs on calibration data.
-
-    With C the inputs' second moments, W the best weight on them and C = L Lᵀ, it is the truncated
-    SVD of W L times L⁻¹.
+    With ``moments`` it minimizes the error of the outputs on calibration data: with C = L Lᵀ the
+    inputs' second moments and W the best full weight, it is the truncated SVD of W L, multiplied by
+    L⁻¹ from the right.
 
     Args:
         weight: (O, I).

@@ -42,7 +42,7 @@ def parse_size(size: int | str) -> int:
         count = int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
     if count < 1:
         raise ValueError(
-            f"max_shard_size: is {size!r}, expected a number of bytes or text like '5GB'"
+            f"max_shard_size is {size!r}, expected a number of bytes or text like '5GB'"
         )
     return count
 
@@ -329,8 +329,8 @@ def _calibrated_recipe(recipe: MergeRecipe) -> tuple[list[object], str, dict[str
         {name for entry in recipe.models for name in entry.parameters} - {"weight"}
     ):
         raise ValueError(
-            f"merge_models: a model of a recipe of {recipe.merge_method} has {strange[0]}, "
-            "expected weight alone"
+            f"merge_models: expected only weight as a model's parameter in a recipe of "
+            f"{recipe.merge_method} with calibration, got {strange[0]}"
         )
     parameters = dict(recipe.parameters)
     if any(entry.parameters for entry in recipe.models):

@@ -1,4 +1,4 @@
-"""Checkpoints of trainings: which of them are whole."""
+"""Find the complete checkpoints of a training."""
 
 from __future__ import annotations
 

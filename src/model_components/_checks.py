@@ -111,7 +111,7 @@ class CheckedConfig:
         check_config(self, CheckedConfig)
 
     def problems(self) -> Iterable[str]:
-        """Return what does not go together, when each field alone is right; for subclasses."""
+        """Return messages about fields that are valid alone and conflict; for subclasses."""
         return ()
 
     def to_dict(self) -> dict[str, Any]:

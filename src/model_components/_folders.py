@@ -377,7 +377,7 @@ def temporary_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_file(path: str | os.PathLike[str], operation: str) -> Iterator[Path]:
-    """A path to write to, whose file becomes ``path`` when it is whole, in place of what was there.
+    """Yield a temporary path; if the block succeeds, its file replaces the one at ``path``.
 
     Raises:
         OutputError: ``path`` is a folder, or a folder cannot be made or written to.

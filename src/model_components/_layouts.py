@@ -1,4 +1,4 @@
-"""Rows as texts: conversations, prompts with completions, instructions, and where answers stand."""
+"""Rows as texts (conversations, prompts with completions, instructions) and answer positions."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _messages(given: object, role: str, content: str, *, of_prompt: bool = False
         others = {k: v for k, v in message.items() if k not in named}
         messages.append({"role": _ROLES[name], "content": text, **others})
     if not of_prompt and not any(one["role"] == "assistant" for one in messages):
-        raise BadRowError("no message of the assistant")
+        raise BadRowError("no message from the assistant")
     return messages
 
 

@@ -28,7 +28,7 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode within; afterwards each module is in the mode it was in.
+    """Put a model in evaluation mode; on exit, restore the mode of each module.
 
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2).eval())

@@ -128,7 +128,9 @@ def _csv_rows(file: IO[str], delimiter: str) -> Iterator[tuple[int, object]]:
     csv.field_size_limit(_LONGEST_FIELD)  # a setting of the whole process
     header = file.readline()
     before = 0
-    if header.startswith("sep=") and len(header.rstrip("\r\n")) == 5:  # Excel's own line
+    if (
+        header.startswith("sep=") and len(header.rstrip("\r\n")) == 5
+    ):  # Excel's line that names the separator
         delimiter = delimiter or header[4]
         before = 1
     else:

@@ -60,9 +60,9 @@ class StepTrainer(Trainer):
     """A `transformers.Trainer` whose losses are means over all items of a step.
 
     Gradient accumulation does not change the loss. Training stops before the optimizer's step if
-    the loss or the norm of the gradients is not finite (in float16 the gradient scaler skips such
-    steps instead), and before a checkpoint is written if a parameter is not. After a resume, logged
-    losses include the steps before it.
+    the loss, a gradient or the norm of the gradients is not finite (in float16 the gradient scaler
+    skips such steps instead), and before a checkpoint is written if a parameter is not. After a
+    resume, logged losses include the steps before it.
 
     Attributes:
         resumed_from: The checkpoint that the training goes on from, or None.
@@ -74,7 +74,7 @@ class StepTrainer(Trainer):
         super().__init__(*args, **options)
         self._losses = _Losses()
         self._loss_of_step: Tensor | float = 0.0
-        self._norm_is_finite: Tensor | bool = True  # of the gradients
+        self._norm: Any = None  # of the gradients before clipping, if the stock trainer computes it
         self._sampler: _SeededLengthSampler | None = None
         self.add_callback(_StepCallback(self))
 
@@ -141,27 +141,32 @@ class StepTrainer(Trainer):
         loss = super().training_step(*args, **named)
         # kept on the device: to read it here would wait for each micro-batch
         self._loss_of_step = self._loss_of_step + loss.detach().float()
-        # float16: the gradient scaler skips steps that overflow, and finds a smaller scale
-        if self.accelerator.sync_gradients and self.accelerator.scaler is None:
-            # here, since the stock trainer clips next, which makes all gradients zero if their
-            # norm is infinite
-            gradients = [p.grad for p in self._trained_parameters() if p.grad is not None]
-            self._norm_is_finite = _has_finite_norm(gradients)
         return loss
+
+    def _get_grad_norm(self, *args: Any, **named: Any) -> Any:
+        """Return the norm of the gradients before clipping, and keep it for `check_step`."""
+        # an infinite norm makes clipping set all gradients to zero, which are finite
+        # pyrefly: ignore[missing-attribute]: transformers' own, called after it has clipped
+        self._norm = super()._get_grad_norm(*args, **named)
+        return self._norm
 
     def check_step(self) -> None:
         """Add a step's loss to the losses that are logged, and check it and the gradients."""
         loss = float(self._loss_of_step)
         self._loss_of_step = 0.0
         is_finite = math.isfinite(loss)
+        # float16: the gradient scaler skips steps that overflow, and finds a smaller scale
         if self.accelerator.scaler is None:
+            # also of parameters that are not the model's own, such as a loss's
+            gradients = [p.grad for p in self._trained_parameters() if p.grad is not None]
+            are_finite = _is_finite(self._norm) and _are_finite(gradients)
             # all processes stop, or skip the step, or none does
-            bad = self._mean_of_processes(float(not is_finite or not self._norm_is_finite))
+            bad = self._mean_of_processes(float(not (is_finite and are_finite)))
             step = self.state.global_step + 1
             if bad and not is_finite:
                 self.on_not_finite(f"the loss of step {step} is {loss}")
             elif bad:
-                self.on_not_finite(f"the norm of the gradients of step {step} is not finite")
+                self.on_not_finite(f"the gradients of step {step} or their norm are not finite")
         if is_finite:
             self._losses.total += loss
             self._losses.steps += 1
@@ -412,19 +417,13 @@ def _are_finite(tensors: Sequence[Tensor]) -> bool:
     return not checks or bool(torch.stack(checks).all())
 
 
-@torch.no_grad()
-def _has_finite_norm(tensors: Sequence[Tensor]) -> Tensor | bool:
-    """Return whether the norm of all values of this process is finite, without waiting for it."""
-    tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-    if not tensors:
+def _is_finite(norm: Any) -> bool:
+    """Return whether a norm is finite, or not known."""
+    if norm is None:
         return True
-    norms = []
-    for tensor in tensors:
-        # float16 alone would overflow
-        dtype = torch.promote_types(tensor.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(tensor, dtype=dtype)
-        norms.append(norm.to(tensors[0].device, torch.float32))
-    return torch.stack(norms).norm().isfinite()
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    return math.isfinite(float(norm))
 
 
 def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:

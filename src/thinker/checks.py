@@ -198,8 +198,8 @@ def check_plan(config: ThinkerConfig, rows: Sequence[FlowRow]) -> None:
         )
     if not config.num_static_tokens and any(row.static_mem_lookup for row in rows):
         raise ValueError(
-            "LatentThinker: the plan looks up static tokens; expected "
-            "ThinkerConfig(num_static_tokens=8) or so"
+            "LatentThinker: the plan looks up static tokens, but the model has none; expected a "
+            "config such as ThinkerConfig(num_static_tokens=8)"
         )
     if config.memory == "static" and torch.is_grad_enabled() and any(row.mem_write for row in rows):
         raise ValueError(
@@ -256,10 +256,7 @@ def check_latents(
 
 
 def chosen_steps(output_steps: OutputSteps, rows: Sequence[FlowRow]) -> set[int]:
-    """The steps, counted from 1, whose answer is asked for.
-
-    Refuses those at which the plan has none.
-    """
+    """Return the requested output steps, counted from 1; refuse those without an output."""
     can = [number for number, row in enumerate(rows, 1) if row.output]
     # a number alone could mean a step or how many of them
     if isinstance(output_steps, str | int):

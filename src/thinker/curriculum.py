@@ -298,7 +298,7 @@ class CurriculumDataset(IterableDataset):
         stride = 1
         if info is not None:
             stride = info.num_workers
-            if not self._is_spread:  # a worker that lives on is asked again
+            if not self._is_spread:  # a persistent worker enters here again
                 self.step += info.id
                 self._is_spread = True
         while True:

@@ -175,8 +175,8 @@ def run_of(task: str, config: RunConfig) -> Run:
         model.setdefault("latent_init", "tokens")  # as ThinkerConfig has it
     if config.steps is not None and model.get("latent_init") == "tokens":
         raise ValueError(
-            "think train: expected no --steps with latent_init=tokens, where the number of steps "
-            f"follows from the length, got {list(config.steps)}; leave it out"
+            f"think train: --steps is {list(config.steps)}, but with latent_init=tokens the number "
+            "of steps follows from the length; leave out --steps"
         )
     flags: dict[str, Any] = {
         "length": config.length,
@@ -288,7 +288,9 @@ def _value(text: str) -> object:
     try:
         (value,) = read_yaml(text) or [None]  # "---" makes several: a ValueError, too
     except ValueError as error:
-        raise ValueError(f"think train: expected NAME=VALUE, got the value {text!r}") from error
+        raise ValueError(
+            f"think train: expected one YAML value after NAME=, got {text!r}"
+        ) from error
     if isinstance(value, str):
         try:
             return float(value)

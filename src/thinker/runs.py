@@ -361,11 +361,11 @@ def evaluate(
 
 
 def solve_rows(folder: Path, inputs: Sequence[str]) -> Solutions:
-    """Answer inputs with the model in a run's folder: texts, or token ids between spaces.
+    """Answer inputs with the model in a run's folder.
 
     Args:
-        folder: The folder.
-        inputs: The inputs.
+        folder: The folder of a run of ``think train``.
+        inputs: Texts for a task of rows; else token ids separated by spaces, such as "3 1 2".
     """
     run = _run_in(folder)
     task = run.bare_task()

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import EarlyStoppingCallback, TrainingArguments, set_seed
+from transformers import EarlyStoppingCallback, set_seed
 
 from heads.pairwise import (
     Pair,
@@ -39,7 +39,7 @@ from heads.pairwise import (
     split_pairs,
 )
 from heads.pairwise.report.baselines import BASELINES
-from tests.benchmarks.pairwise_trial import EVERYWHERE, real_pairs
+from tests.benchmarks.pairwise_trial import EVERYWHERE, real_pairs, training_arguments
 from tests.benchmarks.results import RESULTS, ROOT, commit, put, today
 from tests.support import real
 
@@ -120,29 +120,9 @@ def sets() -> dict[str, list[Pair]]:
 def train(model: PairwiseModel, data: dict[str, PairwiseDataset], seed: int, epochs: int) -> None:
     """Train the head on features of the frozen encoder."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder,
-            num_train_epochs=epochs,
-            per_device_train_batch_size=64,
-            learning_rate=1e-3,
-            warmup_steps=0.1,
-            lr_scheduler_type="cosine",
-            weight_decay=0.05,
-            seed=seed,
-            eval_strategy="epoch",
-            save_strategy="epoch",
-            save_total_limit=2,
-            load_best_model_at_end=True,
-            metric_for_best_model="log_loss",
-            greater_is_better=False,
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-            logging_strategy="no",
-        )
         PairwiseTrainer(
             model=model,
-            args=arguments,
+            args=training_arguments(folder, epochs=epochs, batch=64, rate=1e-3, seed=seed),
             train_dataset=data["train"],
             eval_dataset=data["epoch"],
             head_lr_ratio=1.0,

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import TrainingArguments, set_seed
+from transformers import set_seed
 
 from heads.pairwise import (
     Pair,
@@ -32,6 +32,7 @@ from heads.pairwise import (
 )
 from heads.pairwise.report.baselines import BASELINES
 from tests.benchmarks.pairwise_away import FEATURES, GUIDE, SEEDS, fewer, figures, sets, verdicts_of
+from tests.benchmarks.pairwise_trial import training_arguments
 from tests.benchmarks.results import RESULTS, commit, put, today
 from tests.support import real
 
@@ -101,26 +102,8 @@ def train(
 ) -> float:
     """Train a judge and return the log-loss of its best epoch."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder,
-            num_train_epochs=epochs,
-            per_device_train_batch_size=32 if way.trains else 64,
-            learning_rate=rate,
-            warmup_steps=0.1,
-            lr_scheduler_type="cosine",
-            weight_decay=0.05,
-            seed=seed,
-            eval_strategy="epoch",
-            save_strategy="epoch",
-            save_total_limit=2,
-            load_best_model_at_end=True,
-            metric_for_best_model="log_loss",
-            greater_is_better=False,
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-            logging_strategy="no",
-        )
+        batch = 32 if way.trains else 64
+        arguments = training_arguments(folder, epochs=epochs, batch=batch, rate=rate, seed=seed)
         trainer = PairwiseTrainer(
             model=model,
             args=arguments,

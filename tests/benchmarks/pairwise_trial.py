@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import EarlyStoppingCallback, TrainingArguments, set_seed
 
 from heads.pairwise import (
     Pair,
@@ -88,11 +89,34 @@ def split(
     return train, validation, test
 
 
+def training_arguments(
+    out: str, *, epochs: int, batch: int, rate: float, seed: int
+) -> TrainingArguments:
+    """The arguments of a run on the CPU that keeps the epoch of the lowest log-loss."""
+    return TrainingArguments(
+        out,
+        num_train_epochs=epochs,
+        per_device_train_batch_size=batch,
+        use_cpu=True,
+        learning_rate=rate,
+        warmup_steps=0.1,
+        lr_scheduler_type="cosine",
+        weight_decay=0.05,
+        seed=seed,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="log_loss",
+        greater_is_better=False,
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
 def run(setting: dict[str, Any], parts: tuple[list[Pair], ...]) -> dict[str, Any]:
     """Train under one setting, keep the best epoch, calibrate on the validation pairs, judge the
     test pairs."""
-    from transformers import EarlyStoppingCallback, TrainingArguments, set_seed
-
     set_seed(setting["seed"])
     folder = {"smollm2": real.smollm2, "minilm": real.minilm}[setting["encoder"]]()
     names = ("link", "surface", "pooling", "dropout", "max_tokens", "depth")
@@ -106,28 +130,15 @@ def run(setting: dict[str, Any], parts: tuple[list[Pair], ...]) -> dict[str, Any
         one.encode_(model, cache=FEATURES, progress=True)
     begin = time.process_time()
     with tempfile.TemporaryDirectory() as out:
-        arguments = TrainingArguments(
-            out,
-            num_train_epochs=setting["epochs"],
-            per_device_train_batch_size=setting["batch"],
-            use_cpu=True,
-            learning_rate=setting["learning_rate"],
-            warmup_steps=0.1,
-            lr_scheduler_type="cosine",
-            weight_decay=0.05,
-            seed=setting["seed"],
-            eval_strategy="epoch",
-            save_strategy="epoch",
-            save_total_limit=2,
-            load_best_model_at_end=True,
-            metric_for_best_model="log_loss",
-            greater_is_better=False,
-            report_to="none",
-            disable_tqdm=True,
-        )
         trainer = PairwiseTrainer(
             model=model,
-            args=arguments,
+            args=training_arguments(
+                out,
+                epochs=setting["epochs"],
+                batch=setting["batch"],
+                rate=setting["learning_rate"],
+                seed=setting["seed"],
+            ),
             train_dataset=data[0],
             eval_dataset=data[1],
             head_lr_ratio=1.0,

@@ -28,6 +28,8 @@ from tests.benchmarks import (
     masked_kl,
     masked_linear,
     merging,
+    pairwise_away,
+    pairwise_encoders,
     pairwise_step,
     pairwise_trial,
     prune_memory,
@@ -94,6 +96,8 @@ GATES = {
         "-k",
         "swapping or learns",
     ],
+    "pairwise_away": [f"{PAIRWISE}/test_uncertainty.py"],
+    "pairwise_encoders": [f"{PAIRWISE}/test_training.py", "-k", "learns or drops"],
 }
 SCRIPTS = {
     "fused_paths": fused_paths.main,
@@ -125,6 +129,8 @@ SCRIPTS = {
     "lora_tune": lora_tune.main,
     "pairwise_step": pairwise_step.main,
     "pairwise_trial": pairwise_trial.main,
+    "pairwise_away": pairwise_away.main,
+    "pairwise_encoders": pairwise_encoders.main,
     "imports": imports.main,
     "field_trial": field_trial.main,
 }
@@ -176,6 +182,8 @@ def main() -> None:
         lora_tune,
         pairwise_step,
         pairwise_trial,
+        pairwise_away,
+        pairwise_encoders,
     ):
         script.write_table()
     far_apart_table.write_tables()

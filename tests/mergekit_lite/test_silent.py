@@ -99,7 +99,7 @@ TWO = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ),
         (header({"a": TWO | {"data_offsets": [0, 8, 9]}}, b"1" * 8), "expected a begin and an end"),
         (header({"a": TWO | {"shape": "2"}}, b"1" * 8), "expected a list of whole numbers"),
-        (header({"a": TWO | {"dtype": ["F32"]}}, b"1" * 8), "if it is quantized"),
+        (header({"a": TWO | {"dtype": ["F32"]}}, b"1" * 8), "if the checkpoint is quantized"),
         (header({"a": [1]}), "expected dtype, shape and data_offsets"),
         (header({"__metadata__": {"a": 1}, "a": TWO}, b"1" * 8), "__metadata__ is"),
         (header({"__metadata__": [], "a": TWO}, b"1" * 8), "__metadata__ is"),

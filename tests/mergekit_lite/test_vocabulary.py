@@ -93,7 +93,7 @@ def test_padding_a_source_path_and_placed_tokens(folders, tmp_path):
 def test_bad_token_rules(folders, tmp_path):
     for spec, message in [
         ("tokens: {w2: {force: true}}", "force needs a source"),
-        ("tokens: {w2: {source: elsewhere}}", "source must name one of the recipe's models"),
+        ("tokens: {w2: {source: elsewhere}}", "expected one of the recipe's models as source"),
         (f"tokens: {{only-x: {{source: {folders['y']}}}}}", "has no token 'only-x'"),
     ]:
         with pytest.raises(PlanError, match=message):

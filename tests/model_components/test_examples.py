@@ -206,7 +206,7 @@ def test_bad_rows_are_named_in_one_error():
         "prompt without completion in row 5, 6, 7, 8, 9 and 2 more;",
         "messages that are not a list in row 12;",
         "the role 'pilot' (expected one of system,",
-        "no message of the assistant in row 14;",
+        "no message from the assistant in row 14;",
         "an unpaired surrogate in row 15;",
         "prompt and completion that are not both texts or both messages in row 16;",
         "a message whose content is not text in row 17;",

@@ -57,6 +57,25 @@ def test_numbers_that_are_not_finite_stop_a_run_before_its_checkpoint(what, tmp_
     assert all(p.isfinite().all() for p in again.model.parameters())
 
 
+@pytest.mark.parametrize("clipped", [1.0, 0.0])
+def test_what_clipping_makes_of_gradients_is_seen(clipped, tmp_path):
+    """A parameter that the optimizer does not have counts for the norm."""
+    trainer = trainer_of(tmp_path, max_steps=2, max_grad_norm=clipped, save_strategy="no")
+    trained = list(trainer.model.transformer.h.parameters())
+    trainer.optimizer = torch.optim.SGD(trained, 0.1)
+    before = [p.detach().clone() for p in trained]
+    trainer.model.transformer.wpe.weight.register_hook(lambda gradient: gradient * math.nan)
+    with pytest.raises(DeadRunError, match="gradients of step 1 or their norm are not finite"):
+        trainer.train()
+    assert all(torch.equal(a, b) for a, b in zip(before, trained, strict=True))
+
+
+def test_a_training_step_needs_no_optimizer(tmp_path):
+    trainer = trainer_of(tmp_path, max_steps=2)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert trainer.training_step(trainer.model, batch, torch.tensor(8)).isfinite()
+
+
 def test_a_run_that_ends_on_numbers_that_are_not_finite_says_so(tmp_path):
     trainer = trainer_of(tmp_path, Spoils("parameter", 6), save_strategy="no")
     with pytest.raises(DeadRunError, match="the parameters have NaN or infinity at the end"):

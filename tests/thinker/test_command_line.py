@@ -208,7 +208,7 @@ def test_settings_reach_the_model(tmp_path):
                 "1",
                 "3",
             ],
-            "expected no --steps",
+            "leave out --steps",
         ),
         (
             ["think", "train", "copy", "{tmp}/a", "--model", "num_static_tokens=abc"],

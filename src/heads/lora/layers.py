@@ -61,11 +61,11 @@ class LeanForward:
         other = args or any(v is not None for v in kwargs.values())
         peft_runs = self.impl == "reference" or self._disable_adapters or self.merged_adapters
         if other or peft_runs:
-            # pyrefly: ignore[missing-attribute]: peft's layer stands beside it in the bases
+            # pyrefly: ignore[missing-attribute]: subclasses also inherit from a layer of peft's
             return super().forward(x, *args, **kwargs)
         chosen_path = route(self)
         if isinstance(chosen_path, str):
-            # pyrefly: ignore[missing-attribute]: peft's layer stands beside it in the bases
+            # pyrefly: ignore[missing-attribute]: subclasses also inherit from a layer of peft's
             return super().forward(x, *args, **kwargs)
         return compute(chosen_path, x)
 

@@ -78,7 +78,7 @@ class PairwiseConfig(CheckedModelConfig):
     uncertainty: bool = False
 
     def derive(self) -> None:
-        """Make the encoder's config, and lists of single words and tuples."""
+        """Build the encoder's config from a dict; turn a single word or a tuple into a list."""
         if isinstance(self.encoder, dict):
             self.encoder = encoder_config(self.encoder)
         elif not isinstance(self.encoder, PreTrainedConfig | None):

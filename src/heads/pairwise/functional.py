@@ -255,7 +255,7 @@ def swapped(classes: Tensor) -> Tensor:
 def log_probabilities(logits: Tensor) -> Tensor:
     """Compute a log-softmax over A, B (and tie) that does not depend on which is A.
 
-    Swapping them moves no bit.
+    Swapping A and B swaps the results bit for bit.
 
     Args:
         logits: (P, C), C of 2 or 3.

@@ -21,9 +21,10 @@ from .surface import SurfaceEncoding
 # width of a network, and of what it sees of the features
 _INNER = 64
 _COMBINATIONS = 16
-# features whose spread is at most this share of the median's are taken as constant; those of
-# MiniLM and SmolLM2 that vary have a third of it or more
+# features whose spread is at most this share of the median's, or that share of the maximum, are
+# taken as constant; those of MiniLM and SmolLM2 that vary have a third of the median or more
 _CONSTANT = 1e-3
+_TINY = 1e-6
 
 
 class PairwiseHead(nn.Module):
@@ -153,7 +154,11 @@ class PairwiseHead(nn.Module):
         spread = torch.cat([a, b]).float().std(0)
         # the last norm of MiniLM multiplies three dimensions by 1e-32 to 1e-8: divided by their
         # spread, they would give the encoder infinite gradients
-        least = _CONSTANT * spread.median()
+        varying = spread[(spread > 0) & spread.isfinite()]
+        least = 0.0
+        if varying.numel():
+            # the maximum decides if most features hardly vary
+            least = max(_CONSTANT * float(varying.median()), _TINY * float(varying.max()))
         self.scale.copy_(torch.where(spread > least, spread, 1.0))
         if self.encoding is not None:
             self.encoding.fit_(surface_a, surface_b)

@@ -156,7 +156,7 @@ def check_words(name: str, value: object) -> Words:
             )
         turns.append(Turn(turn[0], sound(name, turn[1])))
     if name != "prompt" and (not turns or turns[-1].role != "assistant"):
-        raise ValueError(f"{name} does not end with a turn of the assistant's, {value!r:.60}")
+        raise ValueError(f"{name} is {value!r:.60}, expected the assistant's turn last")
     return tuple(turns)
 
 
@@ -230,7 +230,7 @@ def split_pairs(
     ends = [round(end * len(drawn)) for end in accumulate(shares)]
     part_of = {}
     for number, prompt in enumerate(drawn):
-        # without the last end: a sum of shares just below 1 must not make a further part
+        # the last end is left out: shares that sum to just below 1 must not make another part
         part_of[prompt] = sum(number >= end for end in ends[:-1])
     parts: list[list[Pair]] = [[] for _ in shares]
     for prompt, pair in zip(prompts, pairs, strict=True):

@@ -61,9 +61,9 @@ def _as_model_arguments(item: object, operation: str) -> dict[str, Any]:
         batch = _as_tensors(item)
     else:
         raise ValueError(
-            f"{operation}: a batch of calibration is a {type(item).__name__}, expected a tensor "
-            "of token ids (B, T) or a dict of the model's arguments; a tokenizer makes them "
-            "from text"
+            f"{operation}: a calibration batch is a {type(item).__name__}, expected a tensor of "
+            "token ids (B, T) or a dict of the model's arguments; use a tokenizer to turn text "
+            "into token ids"
         )
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     if not any(value.numel() for name, value in tensors.items() if name not in _LABELS):

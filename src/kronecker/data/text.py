@@ -129,8 +129,8 @@ def text_batches(
         encoded = encode(text[:size])
     if not isinstance(encoded, list):
         raise ValueError(
-            f"text_batches: encode made a {type(encoded).__name__}, expected a list of token ids: "
-            "tokenizer.encode"
+            f"text_batches: encode returned a {type(encoded).__name__}, expected a list of token "
+            "ids, as from tokenizer.encode"
         )
     if text and not encoded:
         raise ValueError(

@@ -53,8 +53,8 @@ def stock_config(
         ((n, s) for n, s in wanted.items() if shapes.get(n) != s), (f"{len(wanted)} parameters", ())
     )
     raise ValueError(
-        f"prune_: {type(before).__name__} has no size that gives {name} the shape {list(shape)} "
-        f"(fields of that size: {fields}); expected a family whose config has one"
+        f"prune_: no field of {type(before).__name__} gives {name} the shape {list(shape)} (fields "
+        f"of that size: {fields}); expected a family whose config has such a field"
     )
 
 

@@ -31,11 +31,10 @@ class Block:
 
     Args:
         model: The whole model.
-        name: The block's, within it; empty where the whole model is one.
-        mlps: Those within it.
-        singles: Names of layers in it that are fitted by themselves: linear layers, stacks of
-            experts.
-        calls: One for each batch.
+        name: The name of the block in the model; empty if the whole model is one block.
+        mlps: The MLPs in the block.
+        singles: The names of layers that are fitted one by one: linear layers, stacks of experts.
+        calls: The block's recorded calls, one for each batch.
     """
 
     def __init__(

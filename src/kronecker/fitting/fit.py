@@ -198,7 +198,7 @@ def _fitted_alone(
         kind = KroneckerLinear
     else:
         kind = LowRankLinear
-    # pyrefly: ignore[bad-argument-type]: the kind is the config's
+    # pyrefly: ignore[bad-argument-type]: the kind matches the config
     layer = kind.from_config(module, config, moments)
     seen = moments.centered() if layer.bias is not None else moments
     tensors = {f"{part.name}.{n}": t for n, t in layer.state_dict().items()}

@@ -84,13 +84,11 @@ def uses_of(
 
 @torch.no_grad()
 def low_rank_table(weight: Tensor, rank: int, use: TableUse) -> tuple[Tensor, Tensor, float]:
-    """Return the best product of two thin matrices for the tokens that are looked up.
+    """Return the best low-rank factors of a table, weighted by how often tokens occur.
 
-    Tokens count as often as they are looked up.
-
-    Row v of the table counts as half its share of the tokens and half 1 / V, so that what is rare
-    is not forgotten. Where a tied layer multiplies x with the rows, an error e costs e · e and
-    mostly (e · x)²: with that metric M = L Lᵀ and the rows' weights D the best is the truncated SVD
+    The weight of row v is the mean of its share of the tokens and 1 / V, so that rare tokens are
+    not forgotten. If a tied layer multiplies x with the rows, an error e costs e · e and mostly
+    (e · x)²: with that metric M = L Lᵀ and the rows' weights D the best is the truncated SVD
     of D^½ W L, times D^-½ and L⁻¹.
 
     Args:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# what sizes of experts are multiples of: transformers multiplies all of a stack in one grouped
-# product
+# sizes of experts are multiples of this: transformers runs a stack as one grouped product
 GROUPED = 8
 
 

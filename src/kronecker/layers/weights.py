@@ -194,7 +194,7 @@ def dense(linear: nn.Module) -> Tensor:
 
 def is_linear(module: nn.Module) -> bool:
     """Return whether it computes what an `nn.Linear` or transformers' `Conv1D` computes."""
-    # by the forward and not by the class: a quantized or a scaled subclass computes its own
+    # compare the forward, not the class: quantized or scaled subclasses have another forward
     if type(module).forward is nn.Linear.forward or is_conv1d(module):
         return True
     return isinstance(module, nn.Linear) and _computes_a_product(module)

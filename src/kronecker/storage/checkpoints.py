@@ -240,7 +240,7 @@ def write_files(
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
     save_file(tensors | markers, folder / WEIGHTS, metadata={"format": "pt"})
-    # last: a folder with this file is a compressed model
+    # written last: this file marks a folder as a complete compressed model
     (folder / MARK).write_text(json.dumps(mark, indent=1) + "\n", encoding="utf-8")
 
 
@@ -342,7 +342,10 @@ def _make_smaller_(model: PreTrainedModel, mark: Mapping[str, Any], dtype: torch
     for name, values in mark["layers"].items():
         layer_config = from_dict(values)
         if isinstance(layer_config, PruneConfig):
-            raise ValueError(f"from_pretrained: expected the config of a layer, got {layer_config}")
+            raise ValueError(
+                f"from_pretrained: expected a KroneckerConfig or LowRankConfig for {name}, got a "
+                "PruneConfig"
+            )
         put(model, name, empty_layer(model.get_submodule(name), layer_config))
     shapes = {name: torch.Size(shape) for name, shape in mark["shapes"].items()}
     set_parameters_(

@@ -82,8 +82,8 @@ def check_config(name: str, module: nn.Module, config: Config, tied: bool) -> No
     if isinstance(config, PruneConfig):
         if tied or not (is_linear(module) or is_experts(module)):
             raise ValueError(
-                f"convert_: {name} is tied or not a linear layer; PruneConfig needs all layers of "
-                "an MLP"
+                f"convert_: {name} is tied or not a linear layer; expected PruneConfig for all "
+                "layers of an MLP, or a stack of experts"
             )
         if config.chosen_method != "best" or config.size is not None:
             raise ValueError(

@@ -92,7 +92,7 @@ class Engine:
             raise ValueError(f"merge_models: impl='fused' runs on the CPU, not on {self._device}")
         why = native.why_unavailable()
         if why is not None and impl == "fused":
-            raise ValueError(f"merge_models: impl='fused' expected compiled kernels, but {why}")
+            raise ValueError(f"merge_models: expected compiled kernels for impl='fused', but {why}")
         if why is not None:
             self.notes.append(f"merged by torch, which is slower than compiled kernels: {why}")
             return None

@@ -476,7 +476,7 @@ def _mark_by_rank(bits, words, largest, shift, limits, surely, perhaps, start, m
     by the limits of their bin. Words become the magnitudes that are kept, and 0.
     """
     last = np.int64(surely.size - 1)
-    # a row may begin inside a byte, behind the last bits of the row before
+    # a row may begin inside a byte, after the last bits of the previous row
     byte = mask[start >> 3]
     for i in range(bits.size):
         b = max(last - np.int64((largest - bits[i]) >> shift), 0)

@@ -36,7 +36,7 @@ def _donor_folder(plan: MergePlan) -> Path | None:
 
 
 def foreign_code(plan: MergePlan) -> list[str]:
-    """Python files of the donor's folder, which its config may have transformers run."""
+    """Return the donor's Python files that transformers may run as remote code."""
     folder = _donor_folder(plan)
     names: set[str] = set()
     if folder is not None:

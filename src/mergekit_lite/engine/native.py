@@ -163,7 +163,7 @@ def _identity(name: str, kinds: tuple[Kind, ...]) -> str:
 
 @functools.cache
 def _build_environment() -> str:
-    """Return all that object code depends on beside its kernel: sources, compilers, processor."""
+    """Return what object code depends on besides its kernel: sources, compilers, processor."""
     from llvmlite import binding
 
     sources = hashlib.sha256()

@@ -50,7 +50,7 @@ def plan_fingerprint(plan: MergePlan, seed: int, version: str) -> str:
 
 
 class OutputFolder(NewFolder):
-    """One run's hold on an output folder.
+    """The output folder of one merge, locked while the merge writes to it.
 
     Args:
         out: The final name.

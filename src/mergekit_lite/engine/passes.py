@@ -215,9 +215,9 @@ class FusedTensor:
         return numbers(np.concatenate(parts, 1))
 
     def trimmed(self, counts: Sequence[int]) -> Kept:
-        """The cuts that keep each model's k largest changes.
+        """Return the thresholds that keep the k largest changes of each model.
 
-        Twice as many counts keep those less a second k.
+        With twice as many counts, the second half says how many of the largest to drop again.
         """
         sample = self._sample()
         selectors = []

@@ -116,8 +116,8 @@ def _described(path: Path, name: str, entry: Any) -> tuple[DType, tuple[int, ...
     offsets = sizes("data_offsets")
     if not isinstance(code, str) or code not in BY_CODE:
         raise CheckpointError(
-            f"{path}: expected {name} in one of {', '.join(BY_CODE)}, got {code}; if it is "
-            "quantized, merge the originals"
+            f"{path}: {name} has dtype {code}, expected one of {', '.join(BY_CODE)}; if the "
+            "checkpoint is quantized, merge the unquantized models"
         )
     if len(offsets) != 2:
         raise CheckpointError(
@@ -161,8 +161,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         info = TensorInfo(name, shape, dtype, path, 8 + length + start)
         if stop - start != info.nbytes:
             raise CheckpointError(
-                f"{path}: {name} of shape {list(shape)} and dtype {dtype.code} needs {info.nbytes} "
-                f"bytes, has {stop - start}"
+                f"{path}: expected {info.nbytes} bytes for {name} of shape {list(shape)} and dtype "
+                f"{dtype.code}, got {stop - start}"
             )
         if start < end:
             raise CheckpointError(f"{path}: {name} overlaps the tensor before it")

@@ -19,7 +19,7 @@ from .._torch import Tensor
 from ..dtypes import Array, byte_view, from_torch, stored_of
 from .headers import CheckpointError, Json, TensorInfo, read_json, stem_of
 
-_AHEAD = 1 << 28  # bytes read ahead; more could push out what is in use
+_AHEAD = 1 << 28  # bytes read ahead; more could evict cached data that is in use
 
 
 @runtime_checkable
@@ -166,11 +166,11 @@ class View(Source):
         self.tokens = getattr(model, "tokens", None)
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Return elements ``start`` to ``stop`` as the model does."""
+        """Read elements ``start`` to ``stop``, as the wrapped model does."""
         return self.model.read(name, start, stop)
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
-        """Fill ``out`` as the model does."""
+        """Read elements from ``start`` into ``out``, as the wrapped model does."""
         return self.model.read_into(name, start, out)
 
     def prefetch(self, name: str) -> None:

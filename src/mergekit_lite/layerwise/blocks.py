@@ -92,7 +92,8 @@ class Skeleton:
                     self.blocks = module
         if not most:
             raise CheckpointError(
-                f"{source.label}: {type(self.model).__name__} has no list of blocks"
+                f"{source.label}: expected a model with its blocks in an nn.ModuleList, got "
+                f"{type(self.model).__name__}"
             )
 
     def prefix(self, number: int) -> str:
@@ -174,7 +175,7 @@ class Skeleton:
             value = tensor_of(weights.read(stored, 0, weights.tensors[stored].count))
             if not value.is_floating_point():
                 raise CheckpointError(
-                    f"{weights.label}: {stored} is {value.dtype}, expected floating numbers"
+                    f"{weights.label}: {stored} is {value.dtype}, expected a floating dtype"
                 )
             if not value.isfinite().all():
                 raise CheckpointError(f"{weights.label}: {stored} has NaN or infinity")

@@ -74,7 +74,10 @@ class BlockMerge:
 
     @torch.no_grad()
     def merge_block(self, number: int) -> None:
-        """Write the merged block; hidden states go on through the models' own, or through it."""
+        """Merge and write one block, and compute the next block's inputs.
+
+        These come from the models' own blocks, or with ``regmean++`` from the merged block.
+        """
         skeleton = self.skeleton
         merged_inputs = self.merge.method == "regmean++"
         blocks = []

@@ -138,7 +138,7 @@ def _merges(
     """Return the methods of the closing table; refuse models, data and methods that do not fit."""
     if isinstance(components, str) or len(components) < 2 or len(components) != len(data):
         raise ValueError(
-            f"{OPERATION}: expected two components or more and data for each, got "
+            f"{OPERATION}: expected two or more components and one data set for each, got "
             f"{components!r} and {len(data)} data sets"
         )
     compared = config.compare

@@ -38,7 +38,7 @@ def _check_weights(operation: str, weights: Sequence[Tensor], impl: str) -> None
     if len(shapes) != 1 or len(dtypes) != 1:
         raise ValueError(
             f"{operation}: weights have shapes {sorted(shapes)} and dtypes {dtypes}, expected one "
-            "of each"
+            "shape and one dtype"
         )
     # backward has no gradient for weights, so one that asks would stay untrained
     if any(w.requires_grad for w in weights):

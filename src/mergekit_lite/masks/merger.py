@@ -143,8 +143,8 @@ class Merger(MaskedModel):
             ValueError: Always.
         """
         raise ValueError(
-            "Merger.save_pretrained: expected bake(out), a merged model, or save_masks(path), the "
-            "masks"
+            "Merger.save_pretrained is not supported; bake(out) saves a merged model, and "
+            "save_masks(path) the masks"
         )
 
     def save_masks(self, path: str | os.PathLike[str]) -> Path:

@@ -190,7 +190,7 @@ class MaskedModel(nn.Module):
 
     @property
     def is_folded(self) -> bool:
-        """Return whether merged weights are kept, and are those of the masks."""
+        """Return whether all layers keep merged weights that match the current masks."""
         return all(layer.is_folded for layer in self.layers().values())
 
     def forward(self, *args: object, **inputs: object) -> Output:
@@ -381,9 +381,9 @@ class MaskedModel(nn.Module):
         return same
 
     def final_hidden(self, **inputs: object) -> Tensor:
-        """Return the final hidden states, (B, L, H), of whatever runs now.
+        """Return the final hidden states, (B, L, H), of the merged model.
 
-        That is the merged model, or a component.
+        Within `component` they are those of the selected component.
         """
         return self.model.base_model(**self.uncached(inputs))[0]
 

@@ -121,7 +121,7 @@ def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
         if values.shape != masks[name].shape or not values.is_floating_point():
             raise ValueError(
                 f"load_masks: {name} in {path} is {list(values.shape)} of {values.dtype}, expected "
-                f"{list(masks[name].shape)} floating numbers"
+                f"{list(masks[name].shape)} of a floating dtype"
             )
         if not torch.isfinite(values).all():
             raise ValueError(f"load_masks: {name} in {path} has NaN or infinity")

@@ -70,7 +70,7 @@ def _set_tie_word_embeddings(
         if False in flags:
             config["tie_word_embeddings"] = False
     elif config.get("tie_word_embeddings") is False and True in flags:
-        config["tie_word_embeddings"] = True  # the head came from a tied model, as its embedding
+        config["tie_word_embeddings"] = True  # the head is the embedding of a tied model
 
 
 def _count_layers(
@@ -93,7 +93,7 @@ def _count_layers(
             source = own if isinstance(own, list) else value
             if len(source) < end:
                 raise PlanError(
-                    [f"config.json: expected {end} entries in {key}, got {len(source)}"]
+                    [f"config.json: expected at least {end} entries in {key}, got {len(source)}"]
                 )
             entries += source[begin:end]
         config[key] = entries

@@ -402,7 +402,8 @@ class _Parser:
         row = source.get("token_id")
         if (token is None) == (row is None) or "model" not in source:
             raise RecipeError(
-                f"{where}: a model_token needs a model, and either a token or a token_id"
+                f"{where}: expected a model, and either a token or a token_id, for a model_token, "
+                f"got {', '.join(map(str, source))}"
             )
         if row is not None and (type(row) is not int or row < 0):
             raise RecipeError(f"{where}: token_id is {row!r}, expected a whole number from 0")

@@ -300,7 +300,9 @@ def _given_row(
             raise RecipeError(f"{where}: force needs a source to take the row from")
         return None, MEAN
     if model_key(rule.model) not in index:
-        raise RecipeError(f"{where}: source must name one of the recipe's models")
+        raise RecipeError(
+            f"{where}: expected one of the recipe's models as source, got {model_label(rule.model)}"
+        )
     place = index[model_key(rule.model)]
     row = rule.token_id
     described = f"row {row}"

@@ -164,7 +164,7 @@ def _check_form(what: str, actual: Tensor, true: Tensor, dtype: torch.dtype) -> 
     if actual.dtype != dtype:
         raise NotEquivalent(f"{what} has dtype {actual.dtype}, expected {dtype}")
     if not torch.isfinite(actual).all():
-        raise NotEquivalent(f"{what} is not finite everywhere")
+        raise NotEquivalent(f"{what} has NaN or infinity, expected finite values")
 
 
 def _measures(

@@ -39,7 +39,7 @@ class LastAndRandom(StepLoss):
     def supervised(
         self, n_step: int, plan: FlowPlan, generator: torch.Generator
     ) -> tuple[int, ...]:
-        """Return the supervised steps."""
+        """Return the last output step and, with ``random``, an earlier one drawn at random."""
         *earlier, last = plan.output_steps(n_step)
         if not earlier or not self.random:
             return (last,)
@@ -62,7 +62,7 @@ class AllSteps(StepLoss):
     def supervised(
         self, n_step: int, plan: FlowPlan, generator: torch.Generator
     ) -> tuple[int, ...]:
-        """Return the supervised steps."""
+        """Return all output steps."""
         return plan.output_steps(n_step)
 
     def weights(
@@ -144,7 +144,7 @@ class Reach(StepLoss):
     def supervised(
         self, n_step: int, plan: FlowPlan, generator: torch.Generator
     ) -> tuple[int, ...]:
-        """Return the supervised steps."""
+        """Return the last two output steps."""
         return plan.output_steps(n_step)[-2:]
 
     def weights(

@@ -150,7 +150,7 @@ def sudoku_shuffle(
     """
     if clues is not None and not 0 <= clues[0] <= clues[1] <= box**4:
         raise ValueError(
-            f"sudoku_shuffle: clues is {clues!r}, expected two numbers in order, at most {box**4}"
+            f"sudoku_shuffle: expected clues of 0 <= least <= most <= {box**4}, got {clues!r}"
         )
     side = box**2
 

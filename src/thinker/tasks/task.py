@@ -1,6 +1,6 @@
 """`Task`: batches of inputs and answers, made by tensor operations on any device.
 
-Tasks have names here.
+`register_task` gives a task its name.
 
 Shapes: B batch, L input length, O answer length; a task's ``length`` is its own measure: symbols,
 digits, hops.
@@ -258,7 +258,7 @@ def integers(generator: torch.Generator, high: int, *shape: int) -> Tensor:
 
 
 def at_least(what: str, **least: tuple[int, int]) -> None:
-    """Refuse options, (value, needed), that are too small."""
+    """Refuse options, given as (value, minimum), that are too small."""
     for name, (value, needed) in least.items():
         if value < needed:
             raise ValueError(f"{what}: {name} is {value}; expected {needed} or more")

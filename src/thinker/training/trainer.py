@@ -258,7 +258,7 @@ class ThinkerTrainer(StepTrainer):
         )
 
     def needed_files(self) -> Sequence[str]:
-        """Return the name of the state of carries and counts."""
+        """Return the file of carry and counts, which a complete checkpoint must have."""
         return (self._state_name(0),)
 
     def train(
@@ -270,10 +270,7 @@ class ThinkerTrainer(StepTrainer):
         return super().train(resume_from_checkpoint, *rest, **named)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Return the logs, with accuracy and difficulty while it trains.
-
-        Count how many losses were not finite.
-        """
+        """Write the logs, with accuracy, difficulty and the number of losses not finite."""
         if "loss" in logs:
             counts = self.tally.since(self._logged)
             logs["accuracy"] = float(counts["right"].sum() / counts["total"].sum().clamp(min=1))

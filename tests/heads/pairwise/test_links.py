@@ -2,6 +2,7 @@
 torch."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -105,6 +106,24 @@ def test_scales_are_those_of_the_data():
     assert torch.equal(head.score(a), head.outer(a / head.scale)[:, 0])
     head.fit_(a * 1e-20, b * 1e-20, torch.zeros(500, 0), torch.zeros(500, 0))
     torch.testing.assert_close(head.scale, torch.tensor([1e-20, 1e-18, 1.0]), rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("spreads", "scales"),
+    [
+        ([1.0, 1.0, 1e-32], [1.0, 1.0, 1.0]),
+        ([0.0, 0.0, 0.0, 1.0, 1e-32], [1.0, 1.0, 1.0, 1.0, 1.0]),
+        ([1e-32, 1e-32, 1e-32, 1.0, 100.0], [1.0, 1.0, 1.0, 1.0, 100.0]),
+        ([1e4, 1.0, 1.0, 0.1], [1e4, 1.0, 1.0, 0.1]),
+        ([math.nan, 100.0, 1.0, 0.1], [1.0, 100.0, 1.0, 0.1]),
+        ([0.0, 0.0], [1.0, 1.0]),
+    ],
+)
+def test_features_that_hardly_vary_count_as_constant(spreads, scales):
+    head = PairwiseHead(len(spreads))
+    a, b = torch.randn(2, 500, len(spreads)) * torch.tensor(spreads)
+    head.fit_(a, b, torch.zeros(500, 0), torch.zeros(500, 0))
+    torch.testing.assert_close(head.scale, torch.tensor(scales), rtol=0.2, atol=0)
 
 
 def test_the_early_head_is_not_fair():

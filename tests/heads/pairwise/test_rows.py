@@ -208,10 +208,13 @@ BAD = [
     (PLAIN | {"label": [0.5, 0.6, 0]}, "expected 3 shares that sum to 1"),
     (PLAIN | {"label": [float("nan"), 0.5, 0.5]}, "expected 3 shares that sum to 1"),
     (PLAIN | {"label": [None, 1, 0]}, "expected 3 shares that sum to 1"),
-    (PLAIN | {"preference": 3}, "preference is 3, expected 1, 2, 1.5 or between"),
-    ("text", "a row is a str, not a mapping"),
+    (PLAIN | {"preference": 3}, "preference is 3, expected 0 \\(tie\\), or 1"),
+    ("text", "a row is a str, expected a mapping"),
     (ARENA | {"prompt": "\ud83d"}, "prompt has half of a surrogate pair, expected Unicode text"),
-    ({"conversation_a": "x", "conversation_b": "y"}, "conversation_a is a text, expected messages"),
+    (
+        {"conversation_a": "x", "conversation_b": "y"},
+        "conversation_a is plain text, expected messages",
+    ),
     (
         {"conversation_a": [{"role": "judge", "content": "x"}], "conversation_b": []},
         "of role 'judge', expected one of user",
@@ -233,7 +236,8 @@ BAD = [
 @pytest.mark.parametrize(("row", "said"), BAD)
 def test_bad_rows_are_left_out_up_to_a_limit_and_told_with_their_lines(row, said):
     with pytest.raises(
-        ValueError, match=rf"1 of 2 rows are bad, 1% may be \(max_bad\): .*{said}.*: 1 \(line 2\)"
+        ValueError,
+        match=rf"1 of 2 rows are bad, more than max_bad=1% allows: .*{said}.*: 1 \(line 2\)",
     ):
         read_pairs([PLAIN, row])
     pairs, report = read_pairs([PLAIN, row, PLAIN], max_bad=0.4)

@@ -384,7 +384,10 @@ def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
         assert message in capsys.readouterr().err
     recipe.write_text(recipe.read_text().replace("weight: 6}", "weight: 6, density: 0.5}"))
     assert main(["merge", str(recipe), str(tmp_path / "c"), "--calibration", *map(str, files)]) == 1
-    assert "has density, expected weight alone" in capsys.readouterr().err
+    assert (
+        "expected only weight as a model's parameter in a recipe of regmean"
+        in capsys.readouterr().err
+    )
     recipe.write_text(recipe.read_text() + "tokenizer_source: base\n")
     assert main(["merge", str(recipe), str(tmp_path / "c"), "--calibration", *map(str, files)]) == 1
     assert "a recipe of regmean with calibration has no tokenizer" in capsys.readouterr().err
@@ -410,7 +413,7 @@ def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
         ),
         ({"calibration": DATA, "density": 0.5}, r"merge_models:.*'density'"),
         ({"calibration": DATA, "dtype": "float23"}, "float23"),
-        ({"calibration": DATA, "max_shard_size": "5 gigs"}, "max_shard_size: is '5 gigs'"),
+        ({"calibration": DATA, "max_shard_size": "5 gigs"}, "max_shard_size is '5 gigs'"),
         ({"calibration": [[], DATA[1]]}, "are empty; expected examples"),
         ({"calibration": [[{"input_ids": []}], DATA[1]]}, "has no token; expected one or more"),
         ({"calibration": [[{"input_ids": IDS}], DATA[1]]}, r"are \[2, 9\], expected one example"),
@@ -457,7 +460,7 @@ def test_settings_of_the_output_are_checked_before_the_work(tmp_path, monkeypatc
     ("value", "message"),
     [
         (torch.full((24, 16), float("nan")), "has NaN or infinity"),
-        (torch.ones(24, 16, dtype=torch.int32), "is torch.int32, expected floating numbers"),
+        (torch.ones(24, 16, dtype=torch.int32), "is torch.int32, expected a floating dtype"),
     ],
 )
 def test_weights_that_are_no_finite_numbers_are_refused(value, message, tmp_path):

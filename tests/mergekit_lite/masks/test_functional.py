@@ -276,7 +276,7 @@ BAD = {
     "cannot do element masks": {"mode": "efficient", "masks": torch.zeros(2, 6, 4)},
     "masks have shape": {"masks": torch.zeros(2, 6)},
     "masks have shape [3": {"masks": torch.zeros(3, 1, 4)},
-    "expected one of each": {"weights": [torch.zeros(6, 4), torch.zeros(6, 5)]},
+    "expected one shape and one dtype": {"weights": [torch.zeros(6, 4), torch.zeros(6, 5)]},
     "requires grad": {"weights": [torch.zeros(6, 4, requires_grad=True), torch.zeros(6, 4)]},
 }
 

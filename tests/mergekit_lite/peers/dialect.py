@@ -66,7 +66,7 @@ DIFFERENT = {
 }
 # Recipes that mergekit runs and we refuse: they say something that is likely not meant.
 REFUSED = {
-    "values out of range: density 0 or above 1, t above 1, a truth value as a weight": (
+    "values out of range: density 0 or above 1, t above 1, a boolean as a weight": (
         "ties_density_0 weights_out_of_range slerp_t_out_of_range weight_as_boolean "
         "gradient_of_booleans_and_numbers x_breadcrumbs_negative_density r_dare_density_zero "
         "della_density_zero"

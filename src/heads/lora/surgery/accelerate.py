@@ -63,7 +63,7 @@ def accelerate_lora_(model: nn.Module) -> AccelerationReport:
     layers = lora_layers(model) if isinstance(model, nn.Module) else {}
     if not layers:
         raise ValueError(
-            f"accelerate_lora_: {type(model).__name__} has no LoRA layers; expected a model of "
+            f"accelerate_lora_: {type(model).__name__} has no LoRA layers; expected a model from "
             "peft.get_peft_model or PeftModel.from_pretrained"
         )
     done = []

@@ -32,7 +32,7 @@ def pair_of(row: object) -> Pair:
     Pair(prompt='2 + 2?', a='4', b='5', label=0, writers=(None, None))
     """
     if not isinstance(row, Mapping):
-        raise ValueError(f"a row is a {type(row).__name__}, not a mapping")
+        raise ValueError(f"a row is a {type(row).__name__}, expected a mapping")
     for names, read in _ANSWERS.items():
         if all(name in row for name in names):
             prompt, a, b = read(row, *names)
@@ -191,7 +191,7 @@ def _messages(name: str, value: object) -> tuple[Turn, ...]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise ValueError(f"{name} is a text, expected messages") from None
+            raise ValueError(f"{name} is plain text, expected messages, or their JSON") from None
     turns = []
     for message in value if isinstance(value, list) else [value]:
         if not isinstance(message, Mapping):
@@ -256,7 +256,9 @@ def _preference(value: object) -> int | tuple[float, ...] | None:
         or not isinstance(value, (int, float))
         or not (value == 0 or 1 <= value <= 2)
     ):
-        raise ValueError(f"preference is {value!r}, expected 1, 2, 1.5 or between")
+        raise ValueError(
+            f"preference is {value!r}, expected 0 (tie), or 1 (the first answer) to 2 (the second)"
+        )
     # AlpacaEval counts answers from 1, classes here from 0
     fixed = {0: 2, 1: 0, 1.5: 2, 2: 1}
     if value in fixed:

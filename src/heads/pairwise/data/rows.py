@@ -146,7 +146,7 @@ def read_pairs(
     wrong = sum(map(len, bad.values()))
     if wrong > max_bad * count:
         raise ValueError(
-            f"read_pairs: {wrong} of {count} rows are bad, {max_bad:.0%} may be (max_bad): "
+            f"read_pairs: {wrong} of {count} rows are bad, more than max_bad={max_bad:.0%} allows: "
             f"{_told(bad)}"
         )
     if not pairs:

@@ -1,4 +1,4 @@
-"""`pairwise_report`: everything that verdicts on labeled pairs are worth, printed and plotted.
+"""`pairwise_report`: the quality of verdicts on labeled pairs, printed and plotted.
 
 `calibrate_` sets a model's temperature.
 """

@@ -107,7 +107,7 @@ class PairwiseTrainer(StepTrainer):
         return model
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """A model for a run, whose head starts from what the data are like."""
+        """Return a model for a run, with its head initialized from the training data."""
         judge: Any = super().call_model_init(trial)
         if hasattr(self, "train_dataset"):  # not as long as the stock trainer is being made
             self._begin(judge)
@@ -206,7 +206,7 @@ class PairwiseTrainer(StepTrainer):
 
 
 def _check_arguments(args: TrainingArguments) -> None:
-    """Raise if the trainer could not follow these arguments."""
+    """Raise if the trainer does not support these arguments."""
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if several and args.parallel_mode != ParallelMode.DISTRIBUTED:
         raise ValueError(

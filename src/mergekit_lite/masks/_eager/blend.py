@@ -93,7 +93,7 @@ def blend_eager(weights: Sequence[Tensor], masks: Tensor) -> Tensor:
 def reduce_eager(grad: Tensor, weights: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     """Return reduce(grad * W_k) for every k, the gradient of masks of ``shape`` (K, ...).
 
-    It goes by stretches that fit a cache.
+    Large gradients are processed in parts that fit the cache.
     """
     work = work_dtype(grad.dtype)
     stretch = _STRETCH.get(grad.device.type, 1 << 24)

@@ -139,8 +139,8 @@ def _check_weights(operation: str, weights: Sequence[float], sizes: Sequence[int
     fits = len(numbers) == len(weights) == len(sizes)
     if not fits or not sum(weights) > 0:
         raise ValueError(
-            f"{operation}: weights are {list(weights)}, expected {len(sizes)} numbers from 0, not "
-            "all 0"
+            f"{operation}: weights are {list(weights)}, expected {len(sizes)} numbers of 0 or "
+            "more, not all 0"
         )
     for number, (weight, size) in enumerate(zip(weights, sizes, strict=True)):
         if weight and not size:

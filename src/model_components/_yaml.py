@@ -55,7 +55,7 @@ def read_yaml(text: str, loader: type[Loader] = Loader) -> list[Any]:
     [{'a': 1}]
     >>> read_yaml("a: 1\na: 2")
     Traceback (most recent call last):
-    ValueError: 'a' stands twice in one mapping (line 2)
+    ValueError: 'a' is repeated in one mapping (line 2)
     """
     try:
         documents = list(yaml.load_all(text, loader))

@@ -211,7 +211,7 @@ def shard_frozen_(merger: Merger, mesh: DeviceMesh | None = None) -> list[str]:
     >>> tiny = GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=1, n_head=1)
     >>> shard_frozen_(Merger([GPT2LMHeadModel(tiny), GPT2LMHeadModel(tiny)]))
     Traceback (most recent call last):
-    ValueError: shard_frozen_: there is no process group; start with torchrun
+    ValueError: shard_frozen_: expected a process group, got none; start with torchrun
     """
     from torch.distributed import is_initialized
     from torch.distributed.fsdp import fully_shard

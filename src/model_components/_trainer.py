@@ -146,7 +146,6 @@ class StepTrainer(Trainer):
     def _get_grad_norm(self, *args: Any, **named: Any) -> Any:
         """Return the norm of the gradients before clipping, and keep it for `check_step`."""
         # an infinite norm makes clipping set all gradients to zero, which are finite
-        # pyrefly: ignore[missing-attribute]: transformers' own, called after it has clipped
         self._norm = super()._get_grad_norm(*args, **named)
         return self._norm
 
@@ -418,7 +417,7 @@ def _are_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def _is_finite(norm: Any) -> bool:
-    """Return whether a norm is finite, or not known."""
+    """Return whether a norm is finite, or None: DeepSpeed may have none."""
     if norm is None:
         return True
     if isinstance(norm, DTensor):

@@ -236,7 +236,8 @@ def write_table() -> None:
     note = (
         f"MiniLM-L6, {MAX_TOKENS} tokens, log-losses on at most {MOST} pairs of each test: the median "
         f"(and range) of the seeds 0 to {len(SEEDS) - 1}; the accuracy is that on prompts never seen. "
-        "Of a frozen encoder the rate is the head's, elsewhere the encoder's, with 0.001 for the head. "
+        "A frozen encoder's head has 8 epochs, and the rate is the head's; elsewhere there are 2 epochs, "
+        "the rate is the encoder's, and the head has 0.001. "
         "CPU seconds of one training, without what a frozen encoder reads once. Measured "
         f"{max(row['date'] for row in rows)} at "
         f"{', '.join(dict.fromkeys(row['commit'] for row in rows))}."

@@ -21,10 +21,11 @@ from .surface import SurfaceEncoding
 # width of a network, and of what it sees of the features
 _INNER = 64
 _COMBINATIONS = 16
-# features whose spread is at most this share of the median's, or that share of the maximum, are
-# taken as constant; those of MiniLM and SmolLM2 that vary have a third of the median or more
-_CONSTANT = 1e-3
-_TINY = 1e-6
+# a feature counts as constant if its spread is at most this share of the median spread; in MiniLM
+# and SmolLM2 those that vary have a third of the median or more
+_SHARE_OF_MEDIAN = 1e-3
+# or this share of the largest spread, for encoders most of whose features hardly vary
+_SHARE_OF_LARGEST = 1e-6
 
 
 class PairwiseHead(nn.Module):
@@ -157,8 +158,8 @@ class PairwiseHead(nn.Module):
         varying = spread[(spread > 0) & spread.isfinite()]
         least = 0.0
         if varying.numel():
-            # the maximum decides if most features hardly vary
-            least = max(_CONSTANT * float(varying.median()), _TINY * float(varying.max()))
+            by_median = _SHARE_OF_MEDIAN * float(varying.median())
+            least = max(by_median, _SHARE_OF_LARGEST * float(varying.max()))
         self.scale.copy_(torch.where(spread > least, spread, 1.0))
         if self.encoding is not None:
             self.encoding.fit_(surface_a, surface_b)

@@ -1,9 +1,10 @@
 """What training the encoder is worth to a judge: MiniLM frozen, with the upper two layers trained,
-with all trained, and with LoRA, on the same pairs and tests as in `pairwise_away`.
+with all trained, and with LoRA, on the same pairs and tests as in `pairwise_away`; beside other
+libraries' ways to train it (`pairwise_rivals`).
 
 Each way's rate is chosen by the log-loss of seed 0 on the pairs that also choose the epoch. Every
-judge gets `fit_uncertainty_` and `calibrate_`, as in `train_judge`. CPU seconds are those of the
-training alone.
+judge of ours gets `fit_uncertainty_` and `calibrate_`, as in `train_judge`. CPU seconds are those of
+the training alone.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import Tensor
 from transformers import set_seed
 
 from heads.pairwise import (
@@ -32,6 +36,15 @@ from heads.pairwise import (
 )
 from heads.pairwise.report.baselines import BASELINES
 from tests.benchmarks.pairwise_away import FEATURES, GUIDE, SEEDS, fewer, figures, sets, verdicts_of
+from tests.benchmarks.pairwise_rivals import (
+    CROSS,
+    REWARD,
+    VERDICT,
+    calibrated,
+    cross_encoder,
+    own_verdict,
+    reward_trainer,
+)
 from tests.benchmarks.pairwise_trial import training_arguments
 from tests.benchmarks.results import RESULTS, commit, put, today
 from tests.support import real
@@ -72,6 +85,8 @@ WAYS = (
     Way("LoRA of rank 16", "all", rates=(5e-4, 2e-3), rank=16),
     Way("all trained", "none", rates=TUNED),
 )
+RIVALS = {REWARD: reward_trainer, CROSS: cross_encoder}
+RIVAL_EPOCHS = 2
 
 
 def made(way: Way) -> Any:
@@ -117,6 +132,45 @@ def train(
         return trainer.state.best_metric
 
 
+def row_of(
+    name: str,
+    pairs: dict[str, list[Pair]],
+    verdicts: Callable[[str], Tensor],
+    **more: Any,
+) -> dict[str, Any]:
+    """A row of results, from the verdicts on each test by its name."""
+    return {
+        "way": name,
+        "pairs": len(pairs["train"]),
+        "seed": 0,
+        **more,
+        "tests": {test: figures(verdicts(test), pairs[test]) for test in TESTS},
+        "date": today(),
+        "commit": commit(),
+    }
+
+
+def trained_row(
+    name: str,
+    pairs: dict[str, list[Pair]],
+    verdicts: Callable[[str], Tensor],
+    rate: float,
+    seed: int,
+    seconds: float,
+    chosen_by: float,
+) -> dict[str, Any]:
+    """A row of what was trained at one rate."""
+    return row_of(
+        name,
+        pairs,
+        verdicts,
+        rate=rate,
+        seed=seed,
+        log_loss_by_which_the_rate_is_chosen=round(chosen_by, 4),
+        cpu_seconds=round(seconds),
+    )
+
+
 def run(
     way: Way,
     pairs: dict[str, list[Pair]],
@@ -134,20 +188,23 @@ def run(
             one.encode_(model, cache=FEATURES, progress=False)
     begin = time.process_time()
     chosen_by = train(way, model, data, rate, seed, epochs=1 if smoke else way.epochs)
-    seconds = round(time.process_time() - begin)
+    seconds = time.process_time() - begin
     fit_uncertainty_(model, data["train"], data["temperature"])
     calibrate_(model, data["temperature"], progress=False)
-    return {
-        "way": way.name,
-        "pairs": len(pairs["train"]),
-        "rate": rate,
-        "seed": seed,
-        "log_loss_by_which_the_rate_is_chosen": round(chosen_by, 4),
-        "cpu_seconds": seconds,
-        "tests": {name: figures(verdicts_of(model, data[name]), pairs[name]) for name in TESTS},
-        "date": today(),
-        "commit": commit(),
-    }
+
+    def verdicts(test: str) -> Tensor:
+        return verdicts_of(model, data[test])
+
+    return trained_row(way.name, pairs, verdicts, rate, seed, seconds, chosen_by)
+
+
+def run_rival(
+    name: str, pairs: dict[str, list[Pair]], rate: float, seed: int, *, epochs: int = RIVAL_EPOCHS
+) -> dict[str, Any]:
+    """Train another library's judge at one rate; its figures on the tests."""
+    scorer, seconds, chosen_by = RIVALS[name](pairs, rate, seed, epochs, MAX_TOKENS)
+    judge = calibrated(scorer, pairs["temperature"])
+    return trained_row(name, pairs, lambda test: judge(pairs[test]), rate, seed, seconds, chosen_by)
 
 
 def trees(pairs: dict[str, list[Pair]]) -> dict[str, Any]:
@@ -157,15 +214,14 @@ def trees(pairs: dict[str, list[Pair]]) -> dict[str, Any]:
     verdicts = {
         name: baseline_verdicts(seen, pairs[name], classes=2)[BASELINES[-1]] for name in TESTS
     }
-    return {
-        "way": BASELINES[-1],
-        "pairs": len(pairs["train"]),
-        "seed": 0,
-        "cpu_seconds": round(time.process_time() - begin),
-        "tests": {name: figures(one, pairs[name]) for name, one in verdicts.items()},
-        "date": today(),
-        "commit": commit(),
-    }
+    seconds = round(time.process_time() - begin)
+    return row_of(BASELINES[-1], pairs, verdicts.__getitem__, cpu_seconds=seconds)
+
+
+def untrained(pairs: dict[str, list[Pair]]) -> dict[str, Any]:
+    """The row of a language model's own verdict."""
+    judge = calibrated(own_verdict(MAX_TOKENS), pairs["temperature"])
+    return row_of(VERDICT, pairs, lambda test: judge(pairs[test]))
 
 
 def read_found() -> list[dict[str, Any]]:
@@ -190,22 +246,25 @@ def best_rate(way: str, count: int) -> float | None:
     return best.get("rate")
 
 
-def measure(way: Way, pairs: dict[str, list[Pair]]) -> None:
+def measure(
+    name: str,
+    rates: Sequence[float],
+    count: int,
+    run_at: Callable[[float, int], dict[str, Any]],
+) -> None:
     """Run seed 0 at every rate, and the other seeds at the best."""
-    count = len(pairs["train"])
 
     def run_once(rate: float, seed: int) -> None:
         run_already = any(
-            (row["way"], row["pairs"], row.get("rate"), row["seed"])
-            == (way.name, count, rate, seed)
+            (row["way"], row["pairs"], row.get("rate"), row["seed"]) == (name, count, rate, seed)
             for row in read_found()
         )
         if not run_already:
-            keep(run(way, pairs, rate, seed))
+            keep(run_at(rate, seed))
 
-    for rate in way.rates:
+    for rate in rates:
         run_once(rate, 0)
-    best = best_rate(way.name, count)
+    best = best_rate(name, count)
     assert best is not None  # seed 0 has run
     for seed in SEEDS[1:]:
         run_once(best, seed)
@@ -220,7 +279,7 @@ def write_table() -> None:
             groups.setdefault((row["pairs"], row["way"]), []).append(row)
     header = ["encoder", "pairs", "rate", "accuracy", *TESTS.values(), "CPU s"]
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-    order = [BASELINES[-1], *(way.name for way in WAYS)]
+    order = [BASELINES[-1], VERDICT, *(way.name for way in WAYS), *RIVALS]
     for (count, name), found in sorted(
         groups.items(), key=lambda g: (g[0][0], order.index(g[0][1]))
     ):
@@ -231,7 +290,8 @@ def write_table() -> None:
             losses = [row["tests"][test]["log_loss"] for row in found]
             span = f" ({min(losses):.3f} to {max(losses):.3f})" if len(losses) > 1 else ""
             cells.append(f"{statistics.median(losses):.3f}{span}")
-        cells.append(str(round(statistics.median(row["cpu_seconds"] for row in found))))
+        seconds = [row["cpu_seconds"] for row in found if "cpu_seconds" in row]
+        cells.append(str(round(statistics.median(seconds))) if seconds else "")
         lines.append(f"| {' | '.join(cells)} |")
     note = (
         f"MiniLM-L6, {MAX_TOKENS} tokens, log-losses on at most {MOST} pairs of each test: the median "
@@ -258,14 +318,22 @@ def main(arguments: list[str] | None = None) -> None:
     for name in TESTS:
         few[name] = few[name][:MOST]
     if options.smoke:
+        some = {name: part[:40] for name, part in few.items()}
         for way in WAYS:
-            print(run(way, {n: p[:40] for n, p in few.items()}, way.rates[0], 0, smoke=True))
+            print(run(way, some, way.rates[0], 0, smoke=True))
+        for name in RIVALS:
+            print(run_rival(name, some, TUNED[0], 0, epochs=1))
         return
-    if not any(row["way"] == BASELINES[-1] for row in read_found()):
-        keep(trees(few))
+    count = len(few["train"])
+    for name, one in ((BASELINES[-1], trees), (VERDICT, untrained)):
+        if not any(row["way"] == name for row in read_found()):
+            keep(one(few))
     for way in WAYS:
         if options.only is None or way.name in options.only:
-            measure(way, few)
+            measure(way.name, way.rates, count, partial(run, way, few))
+    for name in RIVALS:
+        if options.only is None or name in options.only:
+            measure(name, TUNED, count, partial(run_rival, name, few))
     write_table()
 
 

@@ -90,11 +90,19 @@ def split(
 
 
 def training_arguments(
-    out: str, *, epochs: int, batch: int, rate: float, seed: int
-) -> TrainingArguments:
+    out: str,
+    *,
+    epochs: int,
+    batch: int,
+    rate: float,
+    seed: int,
+    kind: Any = TrainingArguments,
+    metric: str = "log_loss",
+    **others: Any,
+) -> Any:
     """The arguments of a run on the CPU that keeps the epoch of the lowest log-loss."""
-    return TrainingArguments(
-        out,
+    return kind(
+        output_dir=out,
         num_train_epochs=epochs,
         per_device_train_batch_size=batch,
         use_cpu=True,
@@ -107,10 +115,11 @@ def training_arguments(
         save_strategy="epoch",
         save_total_limit=2,
         load_best_model_at_end=True,
-        metric_for_best_model="log_loss",
+        metric_for_best_model=metric,
         greater_is_better=False,
         report_to="none",
         disable_tqdm=True,
+        **others,
     )
 
 

@@ -1,5 +1,6 @@
 from .config import KroneckerConfig, LowRankConfig, PruneConfig
 from .data.text import strided, text_batches, text_of
+from .discovery.finding import num_parameters
 from .functional import kron_linear
 from .layers.embedding import LowRankEmbedding
 from .layers.linear import KroneckerLinear, LowRankLinear
@@ -7,7 +8,7 @@ from .losses import DistillConfig
 from .presets import PRESETS
 from .report import compare, perplexity
 from .storage.checkpoints import fold, from_pretrained, save_pretrained
-from .surgery.convert import convert_, num_parameters
+from .surgery.convert import convert_
 from .surgery.prune import prune_
 from .surgery.revert import revert_
 from .training.callbacks import FadeIn, FreezePretrained

@@ -283,9 +283,9 @@ def fold(model: str, out: Path, /) -> Report:
         model: Folder that convert, or prune with --allocate influence, wrote.
         out: Output folder: a new path, or an empty folder.
     """
+    from .discovery.finding import num_parameters
     from .loading import find_model, load
     from .storage import checkpoints
-    from .surgery.convert import num_parameters
 
     check_new(out, "fold")
     compressed = load(find_model(model))

@@ -97,9 +97,8 @@ class KroneckerConfig(CheckedConfig):
 
     def opposite(self) -> Self:
         """Return the config for a layer of transposed shape: for c_proj when this is for c_fc."""
-        a_shape, b_shape = (
-            None if s is None else (s[1], s[0]) for s in (self.a_shape, self.b_shape)
-        )
+        a_shape = self.a_shape and self.a_shape[::-1]
+        b_shape = self.b_shape and self.b_shape[::-1]
         # both layers of an MLP then keep the same hidden neurons
         keep = self.keep if isinstance(self.keep, str) else self.keep[::-1]
         return replace(self, a_shape=a_shape, b_shape=b_shape, keep=keep)
@@ -259,8 +258,12 @@ class PruneConfig(CheckedConfig):
 
 def _near(total: int, wanted: int) -> str:
     """Return the divisors of ``total`` nearest to ``wanted``."""
-    divisors = [d for d in range(1, total + 1) if total % d == 0]
-    return ", ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:5])))
+    nearest = sorted(_divisors(total), key=lambda d: abs(d - wanted))[:5]
+    return ", ".join(map(str, sorted(nearest)))
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def kronecker_sizes(
@@ -338,7 +341,7 @@ def _checked_share(what: str, rank: object) -> float:
 def _divisor(size: int) -> int:
     """Return the divisor of a size that is nearest to its square root, the smaller of two."""
     root = size**0.5
-    return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: abs(d - root))
+    return min(_divisors(size), key=lambda d: abs(d - root))
 
 
 Config = KroneckerConfig | LowRankConfig | PruneConfig

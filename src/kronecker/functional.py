@@ -112,7 +112,10 @@ def kron_linear(
             f"kron_linear: x is {x.dtype} and the factors are {a.dtype}, expected one dtype"
         )
     # a float32 bias would promote the output of half-precision products to float32
-    bias, scales = (None if t is None else t.to(x.dtype) for t in (bias, scales))
+    if bias is not None:
+        bias = bias.to(x.dtype)
+    if scales is not None:
+        scales = scales.to(x.dtype)
     with nullcontext() if autocast is None else torch.autocast(x.device.type, enabled=False):
         if impl == "reference":
             return reference.kron_linear(x, a, b, bias, scales)

@@ -113,7 +113,8 @@ def token_loss(
 def token_errors(student: Tensor, teacher: Tensor, keep: Tensor) -> Tensor:
     """Mean over kept tokens of ‖s - t‖² / ‖t‖², for activations (*B, F)."""
     rows = keep.reshape(-1)
-    s, t = (x.reshape(-1, x.shape[-1])[rows].float() for x in (student, teacher))
+    s = student.reshape(-1, student.shape[-1])[rows].float()
+    t = teacher.reshape(-1, teacher.shape[-1])[rows].float()
     # each token by its own size: a few tokens have states many times as large as the others
     errors = (s - t).square().sum(-1) / t.square().sum(-1).clamp_min(1e-12)
     return errors.sum() / max(1, len(errors))

@@ -59,7 +59,8 @@ def prune(weight: Tensor, b_shape: tuple[int, int], keep: tuple[int, int]) -> Te
     Those at position ``keep`` stay.
     """
     pruned = torch.zeros_like(weight)
-    rows, columns = (slice(k, None, step) for k, step in zip(keep, b_shape, strict=True))
+    rows = slice(keep[0], None, b_shape[0])
+    columns = slice(keep[1], None, b_shape[1])
     pruned[rows, columns] = weight[rows, columns]
     return pruned
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from model_components._report import Axes, Figure, Report, Table, axes_for
 
-from .data.batches import positions_of
-from .surgery.convert import num_parameters
+from .data.batches import on_device, positions_of, without_labels
+from .discovery.finding import num_parameters
 
 _PROMPT = 8  # tokens that generation starts from
 
@@ -154,11 +154,7 @@ def embeddings(model: nn.Module, batches: Batches) -> Tensor:  # (rows, width)
             arguments = dict(batch)
         else:
             arguments = {"input_ids": batch}
-        arguments = {
-            name: value.to(device)
-            for name, value in arguments.items()
-            if name not in ("labels", "label")
-        }
+        arguments = on_device(without_labels(arguments), device)
         states = getattr(model(**arguments), "last_hidden_state", None)
         if states is None:
             raise ValueError(
@@ -261,17 +257,16 @@ def _median_seconds(
 
 def _all_generate(models: Mapping[str, nn.Module]) -> bool:
     """Return whether the models are language models; refuse a mixture of kinds."""
-    kinds = {
-        name: bool(getattr(model, "can_generate", lambda: False)())
-        for name, model in models.items()
-    }
-    if len(set(kinds.values())) > 1:
-        other = next(name for name, generates in kinds.items() if not generates)
+    others = []
+    for name, model in models.items():
+        if not getattr(model, "can_generate", lambda: False)():
+            others.append(name)
+    if others and len(others) < len(models):
         raise ValueError(
-            f"compare: {other} is a {type(models[other]).__name__}, expected language models "
-            "alone, or none"
+            f"compare: {others[0]} is a {type(models[others[0]]).__name__}, expected language "
+            "models alone, or none"
         )
-    return next(iter(kinds.values()))
+    return not others
 
 
 def _first_ids(batches: Sequence[object]) -> Tensor:

@@ -326,7 +326,8 @@ def main(arguments: list[str] | None = None) -> None:
         return
     count = len(few["train"])
     for name, one in ((BASELINES[-1], trees), (VERDICT, untrained)):
-        if not any(row["way"] == name for row in read_found()):
+        wanted = options.only is None or name in options.only
+        if wanted and not any(row["way"] == name for row in read_found()):
             keep(one(few))
     for way in WAYS:
         if options.only is None or way.name in options.only:

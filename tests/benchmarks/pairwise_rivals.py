@@ -177,7 +177,7 @@ def own_verdict(max_tokens: int) -> Scorer:
     """Judge by the likelihood of the letters A and B, the mean over both orders of the answers."""
     folder = Path(real.smollm2())
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     letters = [tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "AB"]
 
     def cut(text: object) -> str:

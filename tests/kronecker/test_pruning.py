@@ -1022,14 +1022,14 @@ def test_the_blocks_that_stay_make_up_for_those_that_went(kind, monkeypatch):
         config = PruneConfig(keep=0.5, method="blocks")
         with monkeypatch.context() as patch:
             if not fitted:
-                patch.setattr("kronecker.surgery.prune._Walk.refits", lambda self, parts: [])
+                patch.setattr("kronecker.surgery.prune._Walk.fitting", lambda self, parts, keep: [])
             prune_(model, config, calibration=ids(64, seed=1).split(8), progress=False)
         errors[fitted] = float((output(model, batch) - before).norm())
     assert errors[True] < errors[False]
 
 
 def test_a_block_that_does_nothing_goes_first(monkeypatch):
-    monkeypatch.setattr("kronecker.surgery.prune._Walk.refits", lambda self, parts: [])
+    monkeypatch.setattr("kronecker.surgery.prune._Walk.fitting", lambda self, parts, keep: [])
     model = tiny("llama")
     with torch.no_grad():
         for name in ("self_attn.o_proj", "mlp.down_proj"):

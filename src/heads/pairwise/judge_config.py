@@ -24,7 +24,8 @@ class JudgeConfig(CheckedConfig):
     Args:
         freeze: Part of the encoder to freeze: all, none, embeddings, or bottom:N for the embeddings
             and the N lowest layers. A frozen encoder reads each answer once.
-        depth: Number of the encoder's layers to use, from the lowest; default: all.
+        depth: Number of the encoder's layers to use, from the lowest; default: two thirds of a
+            frozen encoder's, and all where a part of it trains.
         dtype: Dtype of the encoder's weights. auto: bfloat16 if the encoder is frozen and the
             device is faster in it (on x86: with AMX), else float32.
         link: Function from features to log-probabilities; see PairwiseConfig.

@@ -47,10 +47,19 @@ def batches(
     for item in calibration:
         batch = _as_model_arguments(item, operation)
         _check_batch(batch, model, operation)
-        checked.append({k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()})
+        checked.append(on_device(batch, device))
     if not checked:
         raise ValueError(f"{operation}: calibration is empty, expected batches of token ids")
     return checked
+
+
+def on_device(batch: Batch, device: torch.device) -> dict[str, Any]:
+    """Return a batch with its tensors on a device."""
+    moved = dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, Tensor):
+            moved[name] = value.to(device)
+    return moved
 
 
 def _as_model_arguments(item: object, operation: str) -> dict[str, Any]:
@@ -166,7 +175,7 @@ def first_output(model: nn.Module, batch: Batch) -> Tensor:
     return next(v for v in values if isinstance(v, Tensor) and v.dim()).float()
 
 
-def without_labels(batch: Batch) -> dict[str, object]:
+def without_labels(batch: Batch) -> dict[str, Any]:
     """Return the arguments of a forward that computes no loss."""
     return {k: v for k, v in batch.items() if k not in ("labels", "label")}
 
@@ -179,15 +188,13 @@ def _check_two_sides(operation: str, batch: Batch) -> None:
             "encoder-decoder"
         )
     # `not_padding` knows one mask, and would apply it to the other side's tokens
-    masks = [
-        batch[n]
-        for n in ("attention_mask", "decoder_attention_mask")
-        if isinstance(batch.get(n), Tensor)
-    ]
-    if not all(bool(mask.all()) for mask in masks):
-        raise ValueError(
-            f"{operation}: a batch for an encoder-decoder has padding, expected batches without any"
-        )
+    for name in ("attention_mask", "decoder_attention_mask"):
+        mask = batch.get(name)
+        if isinstance(mask, Tensor) and not mask.all():
+            raise ValueError(
+                f"{operation}: {name} has padding, expected batches without any for an "
+                "encoder-decoder"
+            )
 
 
 def positions_of(model: nn.Module) -> int | None:
@@ -197,13 +204,11 @@ def positions_of(model: nn.Module) -> int | None:
         return None
     # GPT-2's n_positions answers to this name, too
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    tables = [
-        m
-        for n, m in model.named_modules()
-        if n.endswith("position_embeddings") and isinstance(m, nn.Embedding)
-    ]
-    if isinstance(positions, int) and tables and tables[0].padding_idx is not None:
-        positions -= tables[0].padding_idx + 1  # RoBERTa counts from behind the padding's
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            if isinstance(positions, int) and module.padding_idx is not None:
+                positions -= module.padding_idx + 1  # RoBERTa counts from behind the padding's
+            break
     # XLNet says -1, since it has no limit
     if isinstance(positions, int) and positions > 0:
         return positions

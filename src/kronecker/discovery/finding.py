@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,7 +17,7 @@ from ..layers.embedding import LowRankEmbedding
 from ..layers.experts import is_experts
 from ..layers.linear import SmallerLinear
 from ..layers.weights import is_linear
-from .mlps import Mlp, find_mlps
+from .mlps import Mlp, find_mlps, names_of
 
 COMPRESSED = (SmallerLinear, LowRankEmbedding)
 
@@ -81,7 +82,7 @@ def _resolve_one(
         # with a filter the MLPs only say which layers get the opposite shape
         mlps = mlps_if_any(model, batch)
     downs = {mlp.down for mlp in mlps}
-    members = {name for mlp in mlps for name in (*mlp.ups, mlp.down)}
+    members = names_of(mlps)
     resolved: dict[str, Config] = {}
     for name, module in modules.items():
         if filter_fn is None:
@@ -97,7 +98,7 @@ def _resolve_one(
         # nothing was found: a layer with its own forward may be the reason, and is named
         for name, module in modules.items():
             _refuse_own_forward(name, module)
-        near = ", ".join([n for n, m in modules.items() if convertible(m)][:6])
+        near = ", ".join(_convertible_names(modules)[:6])
         raise ValueError(
             f"convert_: nothing to convert in {type(model).__name__}; layers that could be: {near}"
         )
@@ -134,19 +135,22 @@ def _resolve_map(
             "that one"
         )
     if unused:
-        names = [n for n, m in modules.items() if convertible(m)]
+        names = _convertible_names(modules)
         raise ValueError(f"convert_: {_no_match(sorted(unused)[0], names)}")
     return resolved
 
 
-def _no_match(pattern: str, names: Iterable[str]) -> str:
-    names = list(names)
+def _convertible_names(modules: Mapping[str, nn.Module]) -> list[str]:
+    return [name for name, module in modules.items() if convertible(module)]
+
+
+def _no_match(pattern: str, names: list[str]) -> str:
     near = difflib.get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.3)
     if near:
-        told = f"near it: {', '.join(near)}"
+        layers = f"near it: {', '.join(near)}"
     else:
-        told = f"there are {', '.join(names[:4])}, ..."
-    return f"{pattern!r} fits no layer that can be converted; {told}"
+        layers = f"there are {', '.join(names[:4])}, ..."
+    return f"{pattern!r} fits no layer that can be converted; {layers}"
 
 
 def blocks_of(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Module, list[str]]]:
@@ -158,17 +162,21 @@ def blocks_of(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Modu
     """
     names = list(names)
     # lists within lists are experts or sublayers of one block
-    lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-    outermost = [n for n in lists if not any(n.startswith(f"{o}.") for o in lists if o != n)]
+    outermost: list[str] = []
+    # named_modules gives a module before those within it
+    for name, module in model.named_modules():
+        is_inside = name.startswith(tuple(f"{outer}." for outer in outermost))
+        if isinstance(module, nn.ModuleList) and not is_inside:
+            outermost.append(name)
     for name in outermost:
         if all(n.startswith(f"{name}.") for n in names):
             blocks = model.get_submodule(name)
             assert isinstance(blocks, nn.ModuleList)
-            found = []
+            with_layers = []
             for i, block in enumerate(blocks):
-                own = [n for n in names if n.startswith(f"{name}.{i}.")]
-                found.append((f"{name}.{i}", block, own))
-            return found
+                layers = [n for n in names if n.startswith(f"{name}.{i}.")]
+                with_layers.append((f"{name}.{i}", block, layers))
+            return with_layers
     return [("", model, names)]
 
 
@@ -177,6 +185,28 @@ HOOKS = [
     for n in vars(nn.Module())
     if "hook" in n and not n.startswith(("_state_dict", "_load_state_dict"))
 ]
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Count the parameters of a model, tied ones once.
+
+    Args:
+        model: A module of any kind.
+
+    Returns:
+        Their number, trainable or not.
+    """
+    return sum(p.numel() for p in model.parameters())
+
+
+def submodules(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    """Return submodules by name."""
+    return {name: model.get_submodule(name) for name in names}
+
+
+def prefixed(name: str, tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a submodule's tensors, or their shapes, by their names in the model."""
+    return {f"{name}.{key}": tensor for key, tensor in tensors}
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -212,7 +242,7 @@ def all_or_nothing(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
 
     Restores the modules, their parameters and attributes, and ``requires_grad`` of the whole model.
     """
-    modules = {name: model.get_submodule(name) for name in names}
+    modules = submodules(model, names)
     # copies of the dictionaries: the fit puts new parameters into the modules' own
     contents = {name: (dict(m._parameters), dict(vars(m))) for name, m in modules.items()}
     # fading in freezes originals, which come back after an error

@@ -10,7 +10,7 @@ between its matrices.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
@@ -98,9 +98,10 @@ def find_mlps(model: nn.Module, batch: Mapping[str, object] | None = None) -> li
             f"kronecker: {type(model).__name__} has weights on the meta device, expected loaded "
             "weights"
         )
-    layers = {
-        n: m for n, m in model.named_modules() if is_linear(m) or isinstance(m, SmallerLinear)
-    }
+    layers = {}
+    for name, module in model.named_modules():
+        if is_linear(module) or isinstance(module, SmallerLinear):
+            layers[name] = module
     with evaluating(model):
         rows = _equal_halves(model, batch)
         runs = _runs(model, layers, rows)
@@ -111,13 +112,13 @@ def find_mlps(model: nn.Module, batch: Mapping[str, object] | None = None) -> li
         for guesses in zip_longest(*(run.hypotheses for run in runs if not run.square)):
             trials = [mlp for mlp in guesses if mlp is not None]
             while trials:
-                trials, now = _apart(trials, taken=_names(confirmed))
+                trials, now = _apart(trials, taken=names_of(confirmed))
                 confirmed += _tried(model, now, runs, rows)[0]
         kinds = {_kind(m) for m in confirmed}
         # Square matrices are attention's nearly always, and what is done to those reaches far.
-        for mlp in (mlp for run in runs for mlp in run.hypotheses if run.square):
+        for mlp in chain.from_iterable(run.hypotheses for run in runs if run.square):
             alike = _kind(mlp) in kinds or not kinds
-            if alike and _names(confirmed).isdisjoint((*mlp.ups, mlp.down)):
+            if alike and names_of(confirmed).isdisjoint((*mlp.ups, mlp.down)):
                 confirmed += _tried(model, [mlp], runs, rows)[0]
         confirmed = _read_once(model, confirmed, runs, rows)
     order = {r.name: i for i, r in enumerate(runs)}
@@ -130,7 +131,8 @@ def _kind(mlp: Mlp) -> tuple[str, ...]:
     return tuple(re.sub(r"\d+", "#", name) for name in (*mlp.ups, mlp.down))
 
 
-def _names(mlps: Sequence[Mlp]) -> set[str]:
+def names_of(mlps: Iterable[Mlp]) -> set[str]:
+    """Return the names of all layers of MLPs."""
     return set(chain.from_iterable((*m.ups, m.down) for m in mlps))
 
 
@@ -143,7 +145,8 @@ def _apart(trials: Sequence[Mlp], taken: set[str]) -> tuple[list[Mlp], list[Mlp]
     now: list[Mlp] = []
     for mlp in trials:
         if taken.isdisjoint((*mlp.ups, mlp.down)):
-            (now if _names(now).isdisjoint((*mlp.ups, mlp.down)) else later).append(mlp)
+            is_apart = names_of(now).isdisjoint((*mlp.ups, mlp.down))
+            (now if is_apart else later).append(mlp)
     return later, now
 
 
@@ -249,11 +252,10 @@ def _hypotheses(before: Sequence[_Run], run: _Run) -> list[Mlp]:
     One layer or two that ran just before it.
     """
     # gate and up read one tensor and run one after the other, just before the last layer
-    ups = [
-        r
-        for r in before[-2:]
-        if r.in_features == run.out_features and r.inputs is before[-1].inputs
-    ]
+    ups = []
+    for up in before[-2:]:
+        if up.in_features == run.out_features and up.inputs is before[-1].inputs:
+            ups.append(up)
     # a layer that reads the same input runs beside and not after, as k and v beside q
     if not ups or ups[-1] is not before[-1] or run.inputs is before[-1].inputs:
         return []
@@ -263,7 +265,8 @@ def _hypotheses(before: Sequence[_Run], run: _Run) -> list[Mlp]:
     if sizes[-1] == run.in_features:
         mlps.append(Mlp(names[-1:], run.name))
     if sizes[-1] == 2 * run.in_features:
-        mlps += [Mlp(names[-1:], run.name, layout) for layout in ("halves", "interleaved")]
+        mlps.append(Mlp(names[-1:], run.name, "halves"))
+        mlps.append(Mlp(names[-1:], run.name, "interleaved"))
     return mlps
 
 
@@ -334,7 +337,7 @@ def _tried(
         # half of the neurons: the other half shows that they do not depend on these
         chosen[mlp.down] = torch.randperm(count, generator=generator)[: (count + 1) // 2]
         changes |= dict.fromkeys(mlp.ups, disturb(mlp.rows(chosen[mlp.down], count)))
-    changes |= {mlp.down: compare for mlp in trials}
+    changes |= dict.fromkeys((mlp.down for mlp in trials), compare)
     with watched(
         {n: layers[n] for n in changes}, lambda name, given, out: changes[name](name, given, out)
     ):

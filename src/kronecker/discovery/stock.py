@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -49,9 +49,12 @@ def stock_config(
                 return config
     fields = ", ".join(name for _, name, _ in places) or "none"
     shapes = parameter_shapes(empty(cls, before))
-    name, shape = next(
-        ((n, s) for n, s in wanted.items() if shapes.get(n) != s), (f"{len(wanted)} parameters", ())
-    )
+    name = f"{len(wanted)} parameters"
+    shape: Sequence[int] = ()
+    for wanted_name, wanted_shape in wanted.items():
+        if shapes.get(wanted_name) != wanted_shape:
+            name, shape = wanted_name, wanted_shape
+            break
     raise ValueError(
         f"prune_: no field of {type(before).__name__} gives {name} the shape {list(shape)} (fields "
         f"of that size: {fields}); expected a family whose config has such a field"
@@ -98,16 +101,24 @@ def set_attributes_(changes: Changes) -> Changes:
     return before
 
 
+def empty_modules(
+    model: PreTrainedModel, config: PretrainedConfig
+) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """Return the modules by name of empty models of a model's config and of another."""
+    # a copy, because building a model may write into its config
+    old = empty(type(model), copy.deepcopy(model.config))
+    new = empty(type(model), config)
+    return dict(old.named_modules()), dict(new.named_modules())
+
+
 def attribute_changes(model: PreTrainedModel, config: PretrainedConfig) -> Changes:
     """Return what to set on a model's modules so that they are those of this config.
 
     Plain attributes (sizes, counts) that differ between a model of the old config and one of the
     new, and the config itself; whatever a user has set stays.
     """
-    # empty models of both configs: what differs between them is what the config decides
-    old, new = (
-        dict(empty(type(model), c).named_modules()) for c in (copy.deepcopy(model.config), config)
-    )
+    # what differs between the empty models is what the config decides
+    old, new = empty_modules(model, config)
     changes: Changes = []
     for name, module in model.named_modules():
         # a module that a user has added is in neither

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from model_components._layers import is_conv1d
 
 from ..layers.experts import GROUPED, experts_layout
+from .finding import prefixed
 from .mlps import LAYOUTS, Mlp
 from .stock import empty, parameter_shapes, stock_config
 
@@ -65,10 +66,12 @@ class _Hidden:
             blank = LAYOUTS[layout](zeros, keep)
             return state[name].index_select(dim, rows).index_fill(dim, blank, 0)
 
+        resized = {}
+        for name, dim in self.writes:
+            resized[name] = taken(name, dim, self.layout)
         name, dim = self.reads
-        return {n: taken(n, d, self.layout) for n, d in self.writes} | {
-            name: taken(name, dim, "plain")
-        }
+        resized[name] = taken(name, dim, "plain")
+        return resized
 
 
 def smallest_stock(
@@ -93,16 +96,15 @@ def smallest_stock(
     smaller = {before: keep for before, keep in sizes.items() if keep < before}
     config = copy.deepcopy(model.config)
     if smaller:
-        new = {}
+        shapes = dict(stock)
         for part in hidden:
-            new |= part.resized(state, sizes[part.count(stock)])
+            for name, tensor in part.resized(state, sizes[part.count(stock)]).items():
+                shapes[name] = tensor.shape
         try:
-            config = stock_config(
-                type(model), model.config, stock | {n: t.shape for n, t in new.items()}, smaller
-            )
+            config = stock_config(type(model), model.config, shapes, smaller)
         except ValueError:  # its config has no field for this size
             # Bloom's hidden size is fixed at 4 times its width: its layers are filled up instead
-            sizes = {before: before for before in sizes}
+            sizes = dict(zip(sizes, sizes, strict=True))
     for part in hidden:
         state = {**state, **part.resized(state, sizes[part.count(stock)])}
     if config.to_dict() == model.config.to_dict():
@@ -149,7 +151,7 @@ def _of_experts(model: nn.Module) -> list[_Hidden]:
     hidden = []
     for name, module in model.named_modules():
         if layout := experts_layout(module):
-            dims = {f"{name}.{n}": dim for n, dim in layout.neuron_dims.items()}
+            dims = prefixed(name, layout.neuron_dims.items())
             read = f"{name}.down_proj", dims.pop(f"{name}.down_proj")
             hidden.append(_Hidden(tuple(dims.items()), read, layout.rows, GROUPED))
     return hidden

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from model_components._walk import Batch, Call, Stop, outputs_of, tokens
 
-from ..discovery.finding import blocks_of
+from ..discovery.finding import blocks_of, submodules
 from ..discovery.mlps import Mlp, watched
 from ..layers.experts import is_experts
 from ..layers.weights import dense
@@ -130,9 +130,13 @@ class Block:
             outputs: The original's hidden states after this block.
             later: The original's hidden states after the dropped blocks.
         """
-        for mlp in (m for m in self.mlps if self.kinds[m.down] == "output"):
-            pairs = zip(self.wanted[mlp.down], outputs, later, self.calls, strict=True)
-            self.wanted[mlp.down] = [w + tokens(b - a, call.keep) for w, a, b, call in pairs]
+        for mlp in self.mlps:
+            if self.kinds[mlp.down] != "output":
+                continue
+            wanted = self.wanted[mlp.down]
+            for number, call in enumerate(self.calls):
+                added = later[number] - outputs[number]
+                wanted[number] = wanted[number] + tokens(added, call.keep)
 
     def smaller(self, mlp: Mlp, states: Sequence[Tensor], *, keep_inputs: bool) -> Seen:
         """Run the block on the smaller model's states.
@@ -200,7 +204,7 @@ class Block:
             else:
                 said[name] = y.reshape(-1, y.shape[-1])
 
-        layers = {n: self.model.get_submodule(n) for n in (*mlp.ups, mlp.down)}
+        layers = submodules(self.model, (*mlp.ups, mlp.down))
         with self.computing_in_float32(), self._full_precision():
             with watched(layers, see):
                 self.calls[0].run(self.module, self._in_own_dtype(states))
@@ -232,8 +236,10 @@ class Block:
             flat = tokens(x, call.keep)
             seen[name] = inputs.get(name, flat), flat, tokens(y, call.keep)
 
-        names = [*(n for m in self.mlps for n in (m.ups[0], m.down)), *singles]
-        with watched({n: self.model.get_submodule(n) for n in names}, see):
+        names = list(singles)
+        for mlp in self.mlps:
+            names += [mlp.ups[0], mlp.down]
+        with watched(submodules(self.model, names), see):
             out = call.run(self.module, hidden)
         return out, seen
 
@@ -241,7 +247,8 @@ class Block:
         up = self.model.get_submodule(mlp.ups[0])
         down = self.model.get_submodule(mlp.down)
         # with two MLPs, or experts beside one, what each adds cannot be told apart
-        if len(self.mlps) > 1 or any(is_experts(self.model.get_submodule(n)) for n in self.singles):
+        singles = submodules(self.model, self.singles).values()
+        if len(self.mlps) > 1 or any(map(is_experts, singles)):
             return None
         with self._full_precision():
             own = self._in_own_dtype(states)

@@ -51,7 +51,7 @@ def calls_of(
     first, inputs, outputs = watched
     states = [out[0] if isinstance(out, tuple) else out for out in outputs]
     # one output more than there are pairs: what the last block says is read by no block
-    if any(not torch.equal(read, before) for read, before in zip(inputs[1:], states, strict=False)):
+    if not all(map(torch.equal, inputs[1:], states)):
         return None
     rest = data[1:]
     # a block that also returns attentions or a position bias hands them on, so it has to run;
@@ -60,9 +60,9 @@ def calls_of(
     if rest and once and _is_one_tensor(outputs[-1]):
         with _passed_by(blocks, outputs[-1]):
             if _same_arguments(_captured(body, blocks, data[0])[0], first[0]):
-                return _joined([first, *(_captured(body, blocks, batch) for batch in rest)])
+                return _joined(first, body, blocks, rest)
     with blocks_in_float32(blocks):
-        return _joined([first, *(_captured(body, blocks, batch) for batch in rest)])
+        return _joined(first, body, blocks, rest)
 
 
 def _watched_run(
@@ -163,11 +163,20 @@ def _equal(value: object, other: object) -> bool:
     return value is other or value == other
 
 
-def _joined(parts: Sequence[tuple[Calls, list[Tensor]]]) -> tuple[Calls, list[Tensor]]:
-    """Join the calls and the first hidden states of several batches."""
-    count = len(parts[0][0])
-    calls = [[call for part, _ in parts for call in part[block]] for block in range(count)]
-    return calls, [states for _, first in parts for states in first]
+def _joined(
+    first: tuple[Calls, list[Tensor]],
+    body: nn.Module,
+    blocks: Sequence[nn.Module],
+    rest: Sequence[Batch],
+) -> tuple[Calls, list[Tensor]]:
+    """Add the calls and the first hidden states of the other batches to those of the first."""
+    calls, states = first
+    for batch in rest:
+        calls_of_batch, states_of_batch = _captured(body, blocks, batch)
+        for of_block, new in zip(calls, calls_of_batch, strict=True):
+            of_block += new
+        states += states_of_batch
+    return calls, states
 
 
 class WholeModel(Call):

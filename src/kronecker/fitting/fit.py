@@ -16,7 +16,7 @@ from model_components._stages import Stage
 from model_components._walk import Batch
 
 from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig
-from ..discovery.finding import put, set_parameters_
+from ..discovery.finding import prefixed, put, set_parameters_, submodules
 from ..discovery.mlps import Mlp
 from ..init import Factors
 from ..layers import empty_layer
@@ -136,7 +136,7 @@ def fit_(
             )
         given = before if one_pass else ours
         # in the order they run, so that later parts of a block see the earlier ones' new weights
-        for part in (by_name[n] for n in block.ran):
+        for part in map(by_name.__getitem__, block.ran):
             fitted = _fitted_or_stored(model, block, part, given, operation, cache)
             place_(model, part, fitted.tensors)
             # the tensors are in the model now; a second copy of all would be the model's size
@@ -178,7 +178,7 @@ def fit_part(
         tensors, error, is_of_few = fit_expert_neurons(
             module, block.routed(part.name, states), part.neurons, part.prune
         )
-        named = {f"{part.name}.{n}": t for n, t in tensors.items()}
+        named = prefixed(part.name, tensors.items())
         return Fitted(named, error, notes=("few",) if is_of_few else ())
     if part.mlp is None:
         return _fitted_alone(module, part, block.inputs(part.name, states), block.said[part.name])
@@ -201,7 +201,7 @@ def _fitted_alone(
     # pyrefly: ignore[bad-argument-type]: the kind matches the config
     layer = kind.from_config(module, config, moments)
     seen = moments.centered() if layer.bias is not None else moments
-    tensors = {f"{part.name}.{n}": t for n, t in layer.state_dict().items()}
+    tensors = prefixed(part.name, layer.state_dict().items())
     notes = ("few",) if moments.is_of_few_tokens() else ()
     return Fitted(tensors, seen.error(layer.dense_weight()) ** 2, notes=notes)
 
@@ -209,9 +209,12 @@ def _fitted_alone(
 def _fitted_mlp(
     model: nn.Module, block: Block, part: Part, mlp: Mlp, states: Sequence[Tensor], operation: str
 ) -> Fitted:
-    modules = [model.get_submodule(n) for n in (*mlp.ups, mlp.down)]
+    modules = list(submodules(model, (*mlp.ups, mlp.down)).values())
     prune = part.prune
-    descends = any(c.epochs for c in _factored(part).values()) if prune is None else prune.descends
+    if prune is None:
+        descends = any(config.epochs for config in _factored(part).values())
+    else:
+        descends = prune.descends
     middle = None
     # the closed form of pruning needs hidden neurons alone, which the block itself gives
     if prune is None or descends:
@@ -245,7 +248,7 @@ def _factors_as_parameters(
         layer.set_factors_(Factors(a, b, 0.0))
         if bias is not None and layer.bias is not None:
             layer.bias.copy_(bias)
-        tensors |= {f"{name}.{n}": t for n, t in layer.state_dict().items()}
+        tensors |= prefixed(name, layer.state_dict().items())
     return tensors
 
 

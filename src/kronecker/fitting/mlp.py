@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -65,9 +67,10 @@ class MlpWeights:
     def hidden(self, x: Tensor) -> Tensor:
         """Return the hidden neurons (N, I) of inputs (N, H)."""
         assert self.middle is not None
-        return self.middle(
-            [F.linear(x, self.build(*m), b) for m, b in zip(self.ups, self.up_biases, strict=True)]
-        )
+        said = []
+        for matrix, bias in zip(self.ups, self.up_biases, strict=True):
+            said.append(F.linear(x, self.build(*matrix), bias))
+        return self.middle(said)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the outputs (N, O) of inputs (N, H)."""
@@ -82,8 +85,8 @@ class MlpWeights:
 
     def parameters(self) -> list[Tensor]:
         """Return the tensors that the weights are built from."""
-        matrices = [t for m in (*self.ups, self.down) for t in m]
-        return [*matrices, *(b for b in (*self.up_biases, self.down_bias) if b is not None)]
+        biases = [b for b in (*self.up_biases, self.down_bias) if b is not None]
+        return [*chain.from_iterable((*self.ups, self.down)), *biases]
 
     def with_parameters(self, parameters: Sequence[Tensor]) -> MlpWeights:
         """The same, built from others, in the order of `parameters`."""
@@ -103,16 +106,17 @@ class MlpWeights:
         biases = [y for y, b in zip(said, self.up_biases, strict=True) if b is not None]
         if self.down_bias is not None:
             biases.append(F.linear(self.hidden(x), self.down_weight))
-        matrices = [t for m in (*self.ups, self.down) for t in m]
+        tensors = (*chain.from_iterable((*self.ups, self.down)), *biases)
         # correction=0, as a factor may be one number; 1e-8, so that what is all zero moves, too
-        return [float(t.std(correction=0).clamp_min(1e-8)) for t in (*matrices, *biases)]
+        return [float(t.std(correction=0).clamp_min(1e-8)) for t in tensors]
 
     def error(self, x: Tensor, target: Tensor) -> float:
         """Return the error of what it gives: Σ |t - y|² over Σ |t|²."""
         # summed in float32, whose rounding is far below what two errors differ by;
         # in pieces: the hidden neurons of all tokens at once are many times the inputs
-        parts = zip(x.split(_CHUNK), target.split(_CHUNK), strict=True)
-        apart = sum(float((t - self(rows)).float().square().sum()) for rows, t in parts)
+        apart = 0.0
+        for rows, wanted in zip(x.split(_CHUNK), target.split(_CHUNK), strict=True):
+            apart += float((wanted - self(rows)).float().square().sum())
         return apart / max(1e-30, float(target.float().square().sum()))
 
 
@@ -150,15 +154,17 @@ def middle_of(
         said: The outputs of its up layers for some tokens, each (N, I) or (N, 2 I).
         hidden: (N, I), what its last layer then read.
     """
-    names = [getattr(config, n, None) for n in _ACTIVATIONS]
-    named = [ACT2FN[n] for n in names if isinstance(n, str) and n in ACT2FN]
-    around = [
-        m
-        for m in near
-        if not list(m.children()) and not list(m.parameters()) and "Dropout" not in type(m).__name__
-    ]
+    activations: list[Any] = []
     # the config's own word first: variants of gelu are nearer than this test can tell
-    for activation in (*named, *around, F.silu, F.gelu, F.relu):
+    for field_name in _ACTIVATIONS:
+        name = getattr(config, field_name, None)
+        if isinstance(name, str) and name in ACT2FN:
+            activations.append(ACT2FN[name])
+    for module in near:
+        is_leaf = not list(module.children()) and not list(module.parameters())
+        if is_leaf and "Dropout" not in type(module).__name__:
+            activations.append(module)
+    for activation in (*activations, F.silu, F.gelu, F.relu):
         for middle in _middles(mlp, activation, len(said)):
             try:
                 # a module nearby may be no activation at all, and raise

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from model_components._walk import Batch, not_padding, tokens
 
 from ..data.batches import without_labels
+from ..discovery.finding import submodules
 from ..discovery.mlps import watched
 from ..layers.weights import dense
 
@@ -70,7 +71,7 @@ def uses_of(
             x = tokens(given, keep).float()
             use.inputs += x.T @ x
 
-    with watched({name: model.get_submodule(name) for name in table_of}, see):
+    with watched(submodules(model, table_of), see):
         for batch in data:
             keep = not_padding(batch)
             model(**without_labels(batch))

@@ -98,15 +98,16 @@ def experts_layout(module: nn.Module) -> ExpertsLayout | None:
         module, "has_post_expert_norm", False
     ):
         return None
-    up, down = (parameters[n].shape for n in layout.matrices)
-    if (
-        len(up) != 3
-        or len(down) != 3
-        or not (hasattr(module, "_apply_gate") or hasattr(module, "act_fn"))
-    ):
+    up, down = map(parameters.__getitem__, layout.matrices)
+    if not hasattr(module, "_apply_gate") and not hasattr(module, "act_fn"):
         return None
-    up, down = ((e, b, a) if layout.transposed else (e, a, b) for e, a, b in (up, down))
-    if up == (down[0], (2 if gated else 1) * down[2], down[1]):
+    if up.dim() != 3 or down.dim() != 3:
+        return None
+    if layout.transposed:
+        up = up.mT
+        down = down.mT
+    experts, width, neurons = down.shape
+    if up.shape == (experts, (2 if gated else 1) * neurons, width):
         return layout
     return None
 

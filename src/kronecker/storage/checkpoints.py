@@ -31,7 +31,14 @@ from model_components._model_folders import (
 )
 
 from ..config import PruneConfig, from_dict, to_dict
-from ..discovery.finding import COMPRESSED, mlps_if_any, put, set_parameters_
+from ..discovery.finding import (
+    COMPRESSED,
+    mlps_if_any,
+    num_parameters,
+    prefixed,
+    put,
+    set_parameters_,
+)
 from ..discovery.stock import empty, parameter_shapes
 from ..discovery.unread import smallest_stock
 from ..layers import empty_layer
@@ -124,9 +131,8 @@ def smaller_card(
         notes: More paragraphs.
         **header: More fields of the card's header.
     """
-    count = sum(parameter.numel() for parameter in model.parameters())
     parts = [
-        f"A smaller {shown_name(base)}: {count:,} parameters.",
+        f"A smaller {shown_name(base)}: {num_parameters(model):,} parameters.",
         *notes,
         f"Made by `kronecker` with\n\n```python\n{call}\n```",
     ]
@@ -192,16 +198,12 @@ def refuse_fading(model: nn.Module, operation: str) -> None:
 
     The factors alone compute something else.
     """
-    fading = [
-        n
-        for n, m in compressed(model).items()
-        if isinstance(m, SmallerLinear) and m.original is not None
-    ]
-    if fading:
-        raise ValueError(
-            f"{operation}: {fading[0]} still runs its original layer; train on, or end it with "
-            "fade_in_(None)"
-        )
+    for name, layer in compressed(model).items():
+        if isinstance(layer, SmallerLinear) and layer.original is not None:
+            raise ValueError(
+                f"{operation}: {name} still runs its original layer; train on, or end it with "
+                "fade_in_(None)"
+            )
 
 
 def write_files(
@@ -347,10 +349,10 @@ def _make_smaller_(model: PreTrainedModel, mark: Mapping[str, Any], dtype: torch
                 "PruneConfig"
             )
         put(model, name, empty_layer(model.get_submodule(name), layer_config))
-    shapes = {name: torch.Size(shape) for name, shape in mark["shapes"].items()}
-    set_parameters_(
-        model, {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
-    )
+    empty_tensors = {}
+    for name, shape in mark["shapes"].items():
+        empty_tensors[name] = torch.empty(shape, dtype=dtype)
+    set_parameters_(model, empty_tensors)
 
 
 @torch.no_grad()
@@ -411,7 +413,7 @@ def fold(
         if name.rpartition(".")[0] not in layers:
             state[name] = tensor.detach()
     for name, layer in dense_again(layers):
-        state |= {f"{name}.{k}": v for k, v in layer.named_parameters(recurse=False)}
+        state |= prefixed(name, layer.named_parameters(recurse=False))
     state, config = smallest_stock(model, mlps_if_any(model, batch), state)
     stock = _stock(type(model), config, next(model.parameters()).dtype)
     stock.load_state_dict(state, assign=True)

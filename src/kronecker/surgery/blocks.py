@@ -14,12 +14,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from model_components._walk import tokens
 
 from ..config import PruneConfig
-from ..discovery.finding import blocks_of
+from ..discovery.finding import blocks_of, num_parameters
 from ..discovery.stock import (
     Changes,
-    Shapes,
     attribute_changes,
-    empty,
+    empty_modules,
     set_attributes_,
     stock_config,
 )
@@ -76,11 +75,8 @@ def blocks_to_keep(model: nn.Module, stack: Stack, config: PruneConfig) -> int:
         return max(1, round(config.share * stack.count))
     if config.size == 1:
         return stack.count
-    sizes = [
-        sum(p.numel() for p in block.parameters())
-        for block in model.get_submodule(stack.name).children()
-    ]
-    total = sum(p.numel() for p in model.parameters())
+    sizes = list(map(num_parameters, model.get_submodule(stack.name).children()))
+    total = num_parameters(model)
     # what the size leaves for blocks, after embeddings, head and norms
     room = round(config.size * total) - (total - sum(sizes))
     # by the largest block: which ones stay is not known yet, and the size must hold
@@ -113,7 +109,8 @@ def block_influences(blocks: Sequence[Block], states: Sequence[Tensor]) -> list[
                     f"prune_: {block.name} makes hidden states of shape {list(after.shape)} from "
                     f"{list(before.shape)}, expected one shape to measure its influence"
                 )
-            first, last = (tokens(x, call.keep).float() for x in (before, after))
+            first = tokens(before, call.keep).float()
+            last = tokens(after, call.keep).float()
             cosines.append(torch.cosine_similarity(first, last, dim=-1))
         influence = 1 - float(torch.cat(cosines).mean())
         if not math.isfinite(influence):
@@ -135,10 +132,11 @@ def config_with_blocks(
         # Gemma 3's layer_types, say: kinds of attention, one for each block
         if isinstance(value, list) and len(value) == stack.count:
             setattr(config, name, [value[i] for i in stay])
-    parameters = model.named_parameters(remove_duplicate=False)
-    shapes: Shapes = {
-        new: p.shape for n, p in parameters if (new := stack.renamed(n, stay)) is not None
-    }
+    shapes: dict[str, torch.Size] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        renamed = stack.renamed(name, stay)
+        if renamed is not None:
+            shapes[renamed] = parameter.shape
     return stock_config(type(model), config, shapes, {stack.count: len(stay)})
 
 
@@ -158,14 +156,13 @@ def new_places(
     if config is None or not isinstance(model, PreTrainedModel):
         for name, module in modules:
             # without a config nothing tells which attributes are places: two known names
-            if (index := stack.index(name)) in stay:
-                changes += [
-                    (module, n, stay.index(index)) for n in _PLACES if vars(module).get(n) == index
-                ]
+            if (index := stack.index(name)) not in stay:
+                continue
+            for place in _PLACES:
+                if vars(module).get(place) == index:
+                    changes.append((module, place, stay.index(index)))
         return changes
-    old, new = (
-        dict(empty(type(model), c).named_modules()) for c in (copy.deepcopy(model.config), config)
-    )
+    old, new = empty_modules(model, config)
     for name, module in modules:
         index = stack.index(name)
         renamed = stack.renamed(name, stay)

@@ -26,8 +26,10 @@ from ..discovery.finding import (
     convertible,
     is_embedding,
     mlps_if_any,
+    num_parameters,
     put,
     resolve,
+    submodules,
 )
 from ..discovery.mlps import Mlp
 from ..fitting.cache import fit_stage
@@ -92,24 +94,21 @@ class ConversionReport(Report):
 
     def table(self) -> Table:
         """A row for each layer."""
-        rows = [
-            (r.name, r.structure, f"{r.after / r.before:.1%}", r.init, f"{r.error:.3f}")
-            for r in self.layers
-        ]
+        rows = []
+        for row in self.layers:
+            size = f"{row.after / row.before:.1%}"
+            rows.append((row.name, row.structure, size, row.init, f"{row.error:.3f}"))
         return Table(("layer", "structure", "size", "start", "error"), rows)
 
     def remarks(self) -> list[str]:
         """List what was left alone, and what was not as asked for."""
         larger = [r.name for r in self.layers if r.after > r.before]
+        lines = list(self.notes)
         if larger:
-            lines = [f"{len(larger)} layers are larger than they were: {larger[0]}, ..."]
-        else:
-            lines = []
-        return [
-            *self.notes,
-            *lines,
-            *(f"left alone, {why}: {n}" for why, n in Counter(self.skipped.values()).items()),
-        ]
+            lines.append(f"{len(larger)} layers are larger than they were: {larger[0]}, ...")
+        for why, count in Counter(self.skipped.values()).items():
+            lines.append(f"left alone, {why}: {count}")
+        return lines
 
     def plot(self, ax: Axes | None = None) -> Figure:
         """Plot each layer's relative error as a bar (extra ``plot``), on ``ax`` or in a new figure.
@@ -120,18 +119,6 @@ class ConversionReport(Report):
         return bars(
             ax, "ConversionReport.plot", {r.name: r.error for r in self.layers}, "relative error"
         )
-
-
-def num_parameters(model: nn.Module) -> int:
-    """Count the parameters of a model, tied ones once.
-
-    Args:
-        model: A module of any kind.
-
-    Returns:
-        Their number, trainable or not.
-    """
-    return sum(p.numel() for p in model.parameters())
 
 
 def convert_(
@@ -195,17 +182,18 @@ def convert_(
     parts = _parts(model, configs, tied, data)
     tables = _fitted_tables(model, configs, tied)
     if not data:
-        _check_nothing_needs_data(parts, [configs[name] for name in tables])
+        _check_nothing_needs_data(parts, map(configs.__getitem__, tables))
     before = num_parameters(model)
     converted = {*configs, *chain.from_iterable(tied.values())}
     original = {n: m for n, m in model.named_modules() if n in converted}
     # now, since `fade_in` freezes the originals, and what a user froze stays frozen
-    trains = {
-        name: {n: p.requires_grad for n, p in module.named_parameters(recurse=False)}
-        for name, module in original.items()
-    }
+    trains: dict[str, dict[str, bool]] = {}
     # now, since pruned layers keep their module and lose what it held
-    sizes = {name: num_parameters(module) for name, module in original.items()}
+    sizes: dict[str, int] = {}
+    for name, module in original.items():
+        parameters = module.named_parameters(recurse=False)
+        trains[name] = {key: parameter.requires_grad for key, parameter in parameters}
+        sizes[name] = num_parameters(module)
     with all_or_nothing(model, original):
         with evaluating(model):
             # before anything is replaced: a head is fitted to what the original feeds it
@@ -227,10 +215,10 @@ def convert_(
         for name, module in original.items():
             _set_training(model.get_submodule(name), module.training, trains[name])
     own_saving_(model)
-    rows = (
-        _row(name, model.get_submodule(name), own, sizes[name], errors[name])
-        for name, own in configs.items()
-    )
+    rows = []
+    for name, layer_config in configs.items():
+        layer = model.get_submodule(name)
+        rows.append(_row(name, layer, layer_config, sizes[name], errors[name]))
     one_for_mlps = isinstance(config, Config) and filter_fn is None
     skipped = _skipped_layers(
         model, configs, "not part of an MLP" if one_for_mlps else "not asked for"
@@ -270,15 +258,20 @@ def _set_training(layer: nn.Module, training: bool, trains: Mapping[str, bool]) 
 
 def _skipped_layers(model: nn.Module, converted: Iterable[str], why: str) -> dict[str, str]:
     """Return the layers that could have been converted, with the reason why they were not."""
-    left = [name for name, module in model.named_modules() if convertible(module)]
-    return dict.fromkeys((name for name in left if name not in converted), why)
+    skipped = {}
+    for name, module in model.named_modules():
+        if convertible(module) and name not in converted:
+            skipped[name] = why
+    return skipped
 
 
-def _check_nothing_needs_data(parts: Sequence[Part], of_tables: Sequence[Config]) -> None:
+def _check_nothing_needs_data(parts: Sequence[Part], of_tables: Iterable[Config]) -> None:
     """Raise if a layer or a table is to be fitted, since there are no calibration data."""
-    if fitted := [*(config for part in parts for config in part.configs.values()), *of_tables]:
+    of_parts = chain.from_iterable(part.configs.values() for part in parts)
+    fitted = next(chain(of_parts, of_tables), None)
+    if fitted is not None:
         raise ValueError(
-            f"convert_: {fitted[0]} is fitted to data, expected calibration= (batches of token "
+            f"convert_: {fitted} is fitted to data, expected calibration= (batches of token "
             "ids), got None; or choose another init"
         )
 
@@ -308,8 +301,7 @@ def _fit_parts(
     """Fit MLPs and layers block by block; return relative errors by layer, and remarks."""
     if not parts:
         return {}, []
-    modules = {name: model.get_submodule(name) for part in parts for name in part.configs}
-
+    modules = submodules(model, chain.from_iterable(part.configs for part in parts))
     settings = {n: [structure_of(c), asdict(c)] for n, c in configs.items()}
     fits = fit_stage(cache, model, settings, data, "convert_")
     with tqdm(total=len(parts), desc="fitting", unit="part", disable=not progress) as bar:
@@ -319,7 +311,9 @@ def _fit_parts(
         for part in parts:
             for name in part.configs:
                 _attach_original(model, name, modules[name], part.mlp, done[part.name].order)
-    errors = {name: done[part.name].error ** 0.5 for part in parts for name in part.configs}
+    errors: dict[str, float] = {}
+    for part in parts:
+        errors |= dict.fromkeys(part.configs, done[part.name].error ** 0.5)
     # least squares needs as many tokens as the widest layer has inputs
     widths = [dense(module).shape[1] for module in modules.values() if is_linear(module)]
     return errors, [*tokens_seen(data, max(widths, default=0)), *remarks_of(done)]
@@ -348,8 +342,7 @@ def _check_each(
 
 def _row(name: str, layer: nn.Module, config: Config, before: int, error: float) -> LayerReport:
     """Report what became of one layer."""
-    after = sum(p.numel() for p in layer.parameters())
-    return LayerReport(name, _structure(layer), before, after, config.init, error)
+    return LayerReport(name, _structure(layer), before, num_parameters(layer), config.init, error)
 
 
 def _fitted_tables(
@@ -392,28 +385,28 @@ def _parts(
 
     MLPs, where all layers of one have configs of one kind, and layers by themselves.
     """
-    left = {
-        name: config
-        for name, config in configs.items()
-        if name not in tied and _is_fitted(model.get_submodule(name), config)
-    }
+    left = {}
+    for name, config in configs.items():
+        if name not in tied and _is_fitted(model.get_submodule(name), config):
+            left[name] = config
     parts = []
     # finding MLPs runs the model, so it is left out where nothing is fitted
     for mlp in mlps_if_any(model, data[0] if data else None) if left else ():
         names = (*mlp.ups, mlp.down)
+        chosen = {name: left[name] for name in names if name in left}
+        kinds = set(map(type, chosen.values()))
         # an MLP of two structures falls apart into layers that are fitted one by one
-        if all(n in left for n in names) and len({type(left[n]) for n in names}) == 1:
-            if isinstance(left[mlp.down], PruneConfig) and len({left[n] for n in names}) > 1:
-                raise ValueError(
-                    f"convert_: {mlp.down} and its MLP's other layers have PruneConfigs that "
-                    "differ, expected one"
-                )
-            chosen = {n: left.pop(n) for n in names}
-            parts.append(
-                Part(
-                    mlp.down, chosen, mlp, _neurons(chosen[mlp.down], model.get_submodule(mlp.down))
-                )
+        if len(chosen) < len(names) or len(kinds) > 1:
+            continue
+        if kinds == {PruneConfig} and len(set(chosen.values())) > 1:
+            raise ValueError(
+                f"convert_: {mlp.down} and its MLP's other layers have PruneConfigs that "
+                "differ, expected one"
             )
+        neurons = _neurons(chosen[mlp.down], model.get_submodule(mlp.down))
+        parts.append(Part(mlp.down, chosen, mlp, neurons))
+        for name in names:
+            del left[name]
     for name, config in left.items():
         module = model.get_submodule(name)
         if isinstance(config, PruneConfig) and not is_experts(module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
@@ -16,12 +17,12 @@ from model_components._layers import is_conv1d
 from model_components._walk import Batch
 
 from ..config import PruneConfig
+from ..discovery.finding import num_parameters, prefixed
 from ..discovery.mlps import Mlp, find_mlps
 from ..fitting.experts import experts_shapes
 from ..layers.experts import GROUPED, is_experts, layout_of
 from ..layers.weights import bias_of, dense
 from .checks import check_own
-from .convert import num_parameters
 
 _SMOOTHING = 0.1
 """Temperature of the softmax of influences. 0.1 is MoDeGPT's."""
@@ -63,8 +64,7 @@ def prunable_parts(model: nn.Module, data: Sequence[Batch]) -> list[PrunablePart
             parts.append(_experts_part(name, module))
     if not parts:
         raise ValueError(f"prune_: no MLP is found in {type(model).__name__}")
-    members = {n for p in parts for n in p.modules}
-    check_own("prune_", model, members)
+    check_own("prune_", model, set(chain.from_iterable(part.modules for part in parts)))
     return parts
 
 
@@ -77,7 +77,7 @@ def _mlp_part(model: nn.Module, mlp: Mlp) -> PrunablePart:
 
 def _experts_part(name: str, module: nn.Module) -> PrunablePart:
     def shapes(keep: int) -> dict[str, torch.Size]:
-        return {f"{name}.{n}": shape for n, shape in experts_shapes(module, keep).items()}
+        return prefixed(name, experts_shapes(module, keep).items())
 
     count = layout_of(module).neurons(module.get_parameter("down_proj").shape)
     return PrunablePart(name, (name,), count, shapes, None)
@@ -150,7 +150,9 @@ def neurons_by_influence(
         if not (gone > most).any():
             break
         full |= gone > most
-    wanted = {p.name: (1 - share) * p.count for p, share in zip(parts, gone.tolist(), strict=True)}
+    wanted = {}
+    for part, share in zip(parts, gone.tolist(), strict=True):
+        wanted[part.name] = (1 - share) * part.count
     return _rounded_to_budget(parts, wanted, units, budget)
 
 
@@ -190,9 +192,11 @@ def _units(parts: Sequence[PrunablePart], config: PruneConfig) -> dict[str, int]
     """Return, for each part, the multiple to which its neurons are rounded."""
     # MLPs and experts of one size share a field of the config, so they are rounded alike
     grouped = {p.count for p in parts if p.mlp is None}
-    return {
-        p.name: math.lcm(config.multiple_of, GROUPED if p.count in grouped else 1) for p in parts
-    }
+    units = {}
+    for part in parts:
+        step = GROUPED if part.count in grouped else 1
+        units[part.name] = math.lcm(config.multiple_of, step)
+    return units
 
 
 def _rounded_down(neurons: float, count: int, unit: int) -> int:

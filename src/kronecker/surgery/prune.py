@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from model_components._walk import Batch
 
 from ..config import PruneConfig
 from ..data.batches import batches, check_float64, check_model, tokens_seen
-from ..discovery.finding import COMPRESSED, all_or_nothing
+from ..discovery.finding import COMPRESSED, all_or_nothing, num_parameters
 from ..discovery.stock import (
     Changes,
     attribute_changes,
@@ -40,7 +41,6 @@ from .blocks import (
     least_influential,
     new_places,
 )
-from .convert import num_parameters
 from .neurons import PrunablePart, neurons_by_influence, neurons_to_keep, prunable_parts
 
 _NEURONS = "neurons"
@@ -262,9 +262,13 @@ class _Walk:
             with self._products(parts):
                 return blocks, block_influences(blocks, states)
 
-    def refits(self, parts: Sequence[PrunablePart]) -> list[Part]:
-        """Return MLPs that keep their neurons and make up for what is dropped elsewhere."""
-        return [Part(p.name, dict.fromkeys(p.modules, self.config), p.mlp, p.count) for p in parts]
+    def fitting(self, parts: Sequence[PrunablePart], keep: Mapping[str, int]) -> list[Part]:
+        """Return parts as `fit_` takes them, each with the number of neurons that it keeps."""
+        fitting = []
+        for part in parts:
+            configs = dict.fromkeys(part.modules, self.config)
+            fitting.append(Part(part.name, configs, part.mlp, keep[part.name]))
+        return fitting
 
     def _gains_by_bfloat16(self, parts: Sequence[Part | PrunablePart]) -> bool:
         """Return whether products of the model's layers are faster in bfloat16."""
@@ -309,19 +313,13 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     if isinstance(model, PreTrainedModel) and walk.config.allocate == "uniform":
         # before the fit: a family whose config has no field for the size is refused early
         changes = _stock_changes(model, parts, keep)
-    fitting = [
-        Part(p.name, dict.fromkeys(p.modules, walk.config), p.mlp, keep[p.name]) for p in parts
-    ]
-    with all_or_nothing(model, (n for p in parts for n in p.modules)):
-        done = walk.fit(fitting, keep)
+    with all_or_nothing(model, chain.from_iterable(p.modules for p in parts)):
+        done = walk.fit(walk.fitting(parts, keep), keep)
         if walk.config.allocate == "influence":
             own_saving_(model)
     # only now: until the fit is done an error leaves the model as it was
     set_attributes_(changes)
-    sizes = {p.name: p.count for p in parts}
-    return [
-        PrunedLayer(n, _NEURONS, sizes[n], keep[n], fitted.error**0.5) for n, fitted in done.items()
-    ], remarks
+    return _rows(done, parts, keep), remarks
 
 
 def _stock_changes(
@@ -358,27 +356,37 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
         size = num_parameters(model.get_submodule(name))
         rows.append(PrunedLayer(name, "parameters", size, 0, None, influence))
     left = [p for p in parts if stack.index(p.name) in stay]
-    with all_or_nothing(model, (n for p in left for n in p.modules)):
+    # their MLPs keep all neurons, and make up for the blocks that go
+    counts = {p.name: p.count for p in left}
+    dropped = {f"{stack.name}.{i}" for i in gone}
+    with all_or_nothing(model, chain.from_iterable(p.modules for p in left)):
         # blocks leave the model after the fit, which runs the original as a whole
-        done = walk.fit(walk.refits(left), stay, dropped={f"{stack.name}.{i}" for i in gone})
+        done = walk.fit(walk.fitting(left, counts), stay, dropped)
     if gone:
         keep_blocks_(model, stack, stay, new_config, places)
-    counts = {p.name: p.count for p in left}
-    rows += [
-        PrunedLayer(n, _NEURONS, counts[n], counts[n], fitted.error**0.5)
-        for n, fitted in done.items()
-    ]
+    rows += _rows(done, left, counts)
     return rows, _rounded(walk.config, stack.count, keep, "blocks")
+
+
+def _rows(
+    done: Mapping[str, Fitted], parts: Sequence[PrunablePart], keep: Mapping[str, int]
+) -> list[PrunedLayer]:
+    """Return a row for each part that was fitted."""
+    counts = {p.name: p.count for p in parts}
+    rows = []
+    for name, fitted in done.items():
+        error = fitted.error**0.5
+        rows.append(PrunedLayer(name, _NEURONS, counts[name], keep[name], error))
+    return rows
 
 
 def _influence_of_each(walk: _Walk, parts: Sequence[PrunablePart]) -> dict[str, float]:
     """Return the influence of the block of each part."""
     blocks, influences = walk.influences(parts)
-    return {
-        name: influence
-        for block, influence in zip(blocks, influences, strict=True)
-        for name in block.singles
-    }
+    by_name: dict[str, float] = {}
+    for block, influence in zip(blocks, influences, strict=True):
+        by_name |= dict.fromkeys(block.singles, influence)
+    return by_name
 
 
 def _refuse_nothing(config: PruneConfig, count: int, what: str) -> None:

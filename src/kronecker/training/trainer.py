@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 from model_components._folders import make_folder
 from model_components._trainer import Loss, StepTrainer, TrainData, TrainerOptions, bare_optimizer
 
+from ..data.batches import without_labels
 from ..discovery.finding import COMPRESSED
 from ..losses import DistillConfig, targets_of, token_errors, token_loss
 from ..storage.checkpoints import has_smaller_layers, is_compressed, read_files, write_files
@@ -137,7 +138,8 @@ class KroneckerTrainer(StepTrainer):
         if given is not None and given.shape != keep.shape:
             answers = len(given)  # one a row
         if config.logits or config.labels:
-            student, teacher = (self._logits(o) for o in (ours, theirs))
+            student = self._logits(ours)
+            teacher = self._logits(theirs)
             if student.dim() == 3:
                 student = student[keep]
                 teacher = teacher[keep]
@@ -145,17 +147,16 @@ class KroneckerTrainer(StepTrainer):
                 answers = len(student)
             loss = loss + token_loss(config, student, teacher, labels)
         if config.hidden:
-            pairs = zip(ours.hidden_states, theirs.hidden_states, strict=True)
-            loss = (
-                loss
-                + config.hidden * torch.stack([token_errors(s, t, keep) for s, t in pairs]).mean()
-            )
+            errors = []
+            for state, wanted in zip(ours.hidden_states, theirs.hidden_states, strict=True):
+                errors.append(token_errors(state, wanted, keep))
+            loss = loss + config.hidden * torch.stack(errors).mean()
         loss = self.share_of_step(loss, answers, num_items_in_batch)
         return (loss, ours) if return_outputs else loss
 
     def _without_labels(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the inputs without labels; a decoder's input is derived from the labels."""
-        unlabeled = {k: v for k, v in inputs.items() if k not in ("labels", "label")}
+        unlabeled = without_labels(inputs)
         has_decoder_input = any(name.startswith("decoder_input") for name in unlabeled)
         if "labels" in inputs and not has_decoder_input:
             # only some model families define this method
@@ -272,9 +273,8 @@ def _check_distillation(distill: DistillConfig, model: nn.Module, teacher: nn.Mo
 
 def _check_depth(model: nn.Module, teacher: nn.Module) -> None:
     """Hidden states are compared one by one."""
-    ours, theirs = (
-        getattr(getattr(m, "config", None), "num_hidden_layers", None) for m in (model, teacher)
-    )
+    ours = _depth(model)
+    theirs = _depth(teacher)
     if ours != theirs:
         raise ValueError(
             f"KroneckerTrainer: the model has {ours} blocks and its teacher {theirs}, expected "
@@ -282,8 +282,13 @@ def _check_depth(model: nn.Module, teacher: nn.Module) -> None:
         )
 
 
+def _depth(model: nn.Module) -> int | None:
+    """Return the number of a model's blocks, if its config says it."""
+    return getattr(getattr(model, "config", None), "num_hidden_layers", None)
+
+
 class _GradientNorms(TrainerCallback):
-    """Return norms of each group's gradients in the step that is logged, after clipping."""
+    """Writes the norms of each group's gradients, after clipping, in steps that are logged."""
 
     def __init__(self, norms: dict[str, float]):
         self.norms = norms

@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 from tests.heads.pairwise.support import encoder_of, pairs_of, tokenizer_of
-from transformers import TrainerCallback
+from transformers import AlbertConfig, BertConfig, TrainerCallback
 
 from heads.pairwise import Pair, PairwiseModel, train_judge
 from heads.pairwise.judge_config import JudgeConfig
-from heads.pairwise.training.run import PairwiseTrainer, _split
+from heads.pairwise.training.run import PairwiseTrainer, _depth, _split
 from model_components._cli import main
 
 SHORT = {"epochs": 3, "batch_size": 16, "surface": ("length",), "progress": False}
@@ -53,6 +53,22 @@ def test_it_writes_a_judge_and_says_what_it_is_worth(encoder, tmp_path):
         train_judge(written(), encoder, out=out, **SHORT)
     with pytest.raises(ValueError, match=r"epochs is 3 there, got 2"):
         train_judge(written(), encoder, out=out, **SHORT | {"epochs": 2})
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "expected"),
+    [
+        (BertConfig(num_hidden_layers=6), {}, 4),
+        (BertConfig(num_hidden_layers=1), {}, 1),
+        (BertConfig(num_hidden_layers=6), {"depth": 5}, 5),
+        (BertConfig(num_hidden_layers=6), {"freeze": "bottom:3"}, None),
+        # one layer that runs again and again
+        (AlbertConfig(num_hidden_layers=6), {}, None),
+    ],
+)
+def test_a_frozen_encoder_is_read_at_two_thirds_of_its_layers(tmp_path, config, settings, expected):
+    config.save_pretrained(tmp_path)
+    assert _depth(tmp_path, JudgeConfig(**settings)) == expected
 
 
 class Stop(TrainerCallback):

@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from transformers import EarlyStoppingCallback, PrinterCallback, TrainingArguments, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    EarlyStoppingCallback,
+    PrinterCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 from model_components._checkpoints import newest_whole
 from model_components._devices import find_device, is_faster_in_bfloat16
@@ -34,12 +41,15 @@ from ..report.evaluation import (
     calibrate_,
     pairwise_report,
 )
-from ..surgery import freeze_
+from ..surgery import encoder_layers, freeze_
 from ..uncertainty import WIDEST, fit_uncertainty_, width_of
 from .trainer import PairwiseTrainer, check_training_data
 
 _RESULTS = ("report.json", "report.txt", "calibration.png", "model")
 _FEWEST = 6  # writers, from which some are held out
+# of a frozen encoder's layers: the upper ones are shaped by the task that it was trained for;
+# MiniLM's lower four judge better than all six (docs/pairwise.md)
+_FROZEN_SHARE = 2 / 3
 # a model that answers in half of the pairs or more is the reference, such as AlpacaEval's baseline:
 # to hold it out would leave too few pairs to train on
 _REFERENCE_SHARE = 0.5
@@ -322,6 +332,20 @@ def _dtype(config: JudgeConfig, device: str) -> torch.dtype:
     return torch.bfloat16 if takes_half else torch.float32
 
 
+def _depth(folder: Path, config: JudgeConfig) -> int | None:
+    """Return how many of the encoder's layers to use, from the lowest; None for all."""
+    if config.depth is not None or config.trains_encoder:
+        return config.depth
+    encoder_config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        encoder = AutoModel.from_config(encoder_config)
+    try:
+        _, layers = encoder_layers("train_judge", encoder, "depth")
+    except ValueError:  # layers that share parameters are all used
+        return None
+    return max(1, round(_FROZEN_SHARE * len(layers)))
+
+
 def _model(folder: Path, pairs: list[Pair], config: JudgeConfig, device: str) -> PairwiseModel:
     has_ties = any(
         pair.label[2:] > (0,) if isinstance(pair.label, tuple) else pair.label == 2
@@ -330,7 +354,7 @@ def _model(folder: Path, pairs: list[Pair], config: JudgeConfig, device: str) ->
     model: Any = PairwiseModel.from_encoder(
         folder,
         dtype=_dtype(config, device),
-        depth=config.depth,
+        depth=_depth(folder, config),
         link=config.link,
         pooling=list(config.pooling),
         surface=list(config.surface),

@@ -2,7 +2,7 @@ r"""Train a judge of which of two answers is better, and write a competition's s
 
     python examples/train_judge.py                     # made-up pairs, a small encoder; a minute
     python examples/train_judge.py --data train.csv --encoder models/SmolLM2-135M-Instruct \
-        --settings depth=20 max_tokens=512 dtype=bfloat16 --submit test.csv
+        --settings max_tokens=512 dtype=bfloat16 --submit test.csv
 
 `heads.pairwise.train_judge` does the work, as does `model-components judge train`: prompts are held
 out, the best epoch is kept, and the report has the judge beside baselines that need no encoder.

@@ -17,6 +17,7 @@ from model_components._modes import evaluating
 
 from .choices import CLASSES
 from .data.collate import Answer, PairwiseCollator, PairwiseDataset, flat_batch
+from .data.template import on_device
 from .functional import log_probabilities, swapped
 from .judge import Judge
 
@@ -132,9 +133,8 @@ def predict_pairs(
         for start in tqdm(
             range(0, len(order), batch_size), "judging", disable=not progress, leave=False, delay=1
         ):
-            batch = collate([data[i] for i in order[start : start + batch_size]])
-            batch = {name: value.to(device) for name, value in batch.items() if name != "labels"}
-            sides = _sides(model, batch)
+            items = [data[i] for i in order[start : start + batch_size]]
+            sides = _sides(model, on_device(collate(items), device))
             with torch.autocast(device.type, enabled=False):
                 first, second, both_scores = _verdicts(model, sides)
                 for part, kept in alike.items():
@@ -164,8 +164,8 @@ def sides_of(
     sides: list[list[Tensor]] = [[], [], [], []]
     with evaluating(model):
         for start in range(0, len(numbers), batch_size):
-            batch = collate([data[i] for i in numbers[start : start + batch_size]])
-            batch = {name: value.to(device) for name, value in batch.items() if name != "labels"}
+            items = [data[i] for i in numbers[start : start + batch_size]]
+            batch = on_device(collate(items), device)
             for kept, part in zip(sides, _sides(model, batch), strict=True):
                 # fit_ takes four tensors, of which a head without surface features ignores two
                 kept.append(torch.zeros(0, 0) if part is None else part.cpu())
@@ -191,14 +191,15 @@ def _verdicts(
 
 def _sides(model: Judge, batch: dict[str, Tensor]) -> Sides:
     """Return features of A and of B, and their surface features or None, of a batch."""
-    rest = {
-        name: value for name, value in batch.items() if name not in ("pairs", "surface", "features")
-    }
+    tokens = dict(batch)
+    tokens.pop("labels", None)
+    surface = tokens.pop("surface", None)
+    a, b = tokens.pop("pairs").unbind(1)
     if "features" in batch:
         features = batch["features"]
     else:
-        features = model.features(**rest)
-    return _parted(features, batch.get("surface"), *batch["pairs"].unbind(1))
+        features = model.features(**tokens)
+    return _parted(features, surface, a, b)
 
 
 def _parted(features: Tensor, surface: Tensor | None, a: Tensor, b: Tensor) -> Sides:
@@ -220,7 +221,7 @@ def rank_answers(model: Judge, answers: Sequence[Answer], batch_size: int) -> Ra
             part = answers[start : start + max(1, batch_size // 4)]
             # an answer beside itself: the pair says its place, which equal answers share
             batch = flat_batch([(part, [(k, k) for k in range(len(part))])])
-            batch = {name: value.to(device) for name, value in batch.items()}
+            batch = on_device(batch, device)
             places = batch.pop("pairs")[:, 0]
             look = batch.pop("surface", None)
             features.append(model.features(**batch)[places].to(model.head.outer.weight.dtype))

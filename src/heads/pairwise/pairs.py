@@ -247,11 +247,24 @@ def count_labels(pairs: Iterable[Pair]) -> tuple[int, ...]:
     """Count the pairs of each class; shares count for the largest."""
     counts = [0, 0, 0]
     for pair in pairs:
-        if pair.label is not None:
-            counts[
-                pair.label if isinstance(pair.label, int) else pair.label.index(max(pair.label))
-            ] += 1
+        label = pair.label
+        if isinstance(label, tuple):
+            label = label.index(max(label))
+        if label is not None:
+            counts[label] += 1
     return tuple(counts)
+
+
+def listed_counts(counts: Sequence[int]) -> str:
+    """Return counts of the classes as text.
+
+    >>> listed_counts((3, 1, 0))
+    'A 3, B 1, tie 0'
+    """
+    parts = []
+    for name, count in zip(CLASSES, counts, strict=True):
+        parts.append(f"{name} {count}")
+    return ", ".join(parts)
 
 
 def check_label(label: object, classes: int = 3) -> int | tuple[float, ...] | None:

@@ -12,7 +12,8 @@ and active adapters: any other pairs can use them, and an interrupted run goes o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from model_components._stages import Stage, hash_of
 
 from ..judge import Judge
 from ..packing import config_text
-from .template import Tokens, sequence_batch
+from .template import Tokens, on_device, sequence_batch
 
 _TOKENS = 8192  # of a batch
 _BATCHES = 8  # of a file
@@ -54,11 +55,11 @@ def encoded(
         stages: dict[str, Stage] = {}
     else:
         stages = _stages(model, Path(cache))
-    keys = [_key(one) for one in sequences]
+    keys = list(map(_key, sequences))
     rows = {kind: _stored(stages.get(kind)) for kind in kinds}
     missing = {}
     for key, one in zip(keys, sequences, strict=True):
-        if any(key not in rows[kind] for kind in kinds):
+        if not all(key in of_kind for of_kind in rows.values()):
             missing[key] = one
     # like lengths share a batch; the key breaks ties, so that every run makes the same files
     order = sorted(missing, key=lambda key: (len(missing[key].ids), key))
@@ -71,16 +72,10 @@ def encoded(
         leave=False,
         delay=1,
     )
-    with evaluating(model), torch.autocast(model.device.type, enabled=False), bar:
+    with bar:
         for batches in _chunks(order, missing):
-            feature_parts = []
-            for batch in batches:
-                inputs = sequence_batch([missing[key] for key in batch])
-                moved = {name: value.to(model.device) for name, value in inputs.items()}
-                feature_parts.append(model.features(**moved).cpu())
-                bar.update(len(inputs["input_ids"]))
-            chunk = [key for batch in batches for key in batch]
-            features = torch.cat(feature_parts)
+            features = _read(model, batches, missing, bar)
+            chunk = list(chain.from_iterable(batches))
             # kept apart, so that another mix of poolings finds those that are there
             for kind, pooled in zip(kinds, features.chunk(len(kinds), 1), strict=True):
                 rows[kind] |= zip(chunk, pooled.numpy(), strict=True)
@@ -92,6 +87,22 @@ def encoded(
     for kind in kinds:
         columns.append(np.stack([rows[kind][key] for key in keys]))
     return np.concatenate(columns, 1)
+
+
+def _read(
+    model: Judge,
+    batches: Sequence[Sequence[bytes]],
+    sequences: Mapping[bytes, Tokens],
+    bar: tqdm,
+) -> Tensor:
+    """Let the encoder read batches of sequences, and return features, (S, W), on the CPU."""
+    features = []
+    with evaluating(model), torch.autocast(model.device.type, enabled=False):
+        for batch in batches:
+            inputs = sequence_batch([sequences[key] for key in batch])
+            features.append(model.features(**on_device(inputs, model.device)).cpu())
+            bar.update(len(inputs["input_ids"]))
+    return torch.cat(features)
 
 
 def _store(stage: Stage, keys: Sequence[bytes], features: Tensor) -> None:
@@ -138,8 +149,8 @@ def _stored(stage: Stage | None) -> dict[bytes, np.ndarray]:
         part = stage.load(path.stem)
         # else it was cut short or changed on the disk, and is made again
         if part is not None:
-            keys = part[0]["keys"].numpy()
-            rows |= zip((key.tobytes() for key in keys), part[0]["features"].numpy(), strict=True)
+            keys = map(np.ndarray.tobytes, part[0]["keys"].numpy())
+            rows |= zip(keys, part[0]["features"].numpy(), strict=True)
     return rows
 
 
@@ -151,12 +162,13 @@ def _stages(model: Judge, cache: Path) -> dict[str, Stage]:
 
 def _described(model: Judge) -> list[str]:
     """Describe the encoder's class, its config, and what peft's layers do with their weights."""
-    told = [type(model.encoder).__name__, config_text(model.encoder.config)]
+    described = [type(model.encoder).__name__, config_text(model.encoder.config)]
     for name, module in model.encoder.named_modules():
         # every layer of peft's has it, whatever kind of adapter
         if hasattr(module, "adapter_layer_names"):
-            told.append(repr((name, *(getattr(module, part, None) for part in _ADAPTERS))))
-    return told
+            state = [getattr(module, part, None) for part in _ADAPTERS]
+            described.append(repr((name, *state)))
+    return described
 
 
 def fingerprint(model: Judge) -> str:

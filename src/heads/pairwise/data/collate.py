@@ -20,10 +20,17 @@ from transformers import PreTrainedTokenizerBase
 
 from model_components._report import Report
 
-from ..choices import CLASSES
 from ..config import PairwiseConfig
 from ..judge import Judge
-from ..pairs import Words, WordsLike, as_pairs, check_words, count_labels, said_by
+from ..pairs import (
+    Words,
+    WordsLike,
+    as_pairs,
+    check_words,
+    count_labels,
+    listed_counts,
+    said_by,
+)
 from ..surface import surface_of
 from .cache import encoded, fingerprint
 from .template import Template, Tokens, sequence_batch
@@ -44,13 +51,8 @@ class CutReport(Report):
 
     def summary(self) -> list[str]:
         """Return the numbers of pairs, classes and tokens."""
-        counts = ", ".join(
-            f"{name} {count}" for name, count in zip(CLASSES, self.labels, strict=True)
-        )
-        return [
-            f"{self.pairs} pairs ({counts if sum(self.labels) else 'without labels'}), "
-            f"{self.tokens} tokens"
-        ]
+        labels = listed_counts(self.labels) if sum(self.labels) else "without labels"
+        return [f"{self.pairs} pairs ({labels}), {self.tokens} tokens"]
 
     def remarks(self) -> list[str]:
         """List what was cut."""
@@ -85,7 +87,7 @@ class PairwiseDataset(Dataset):
     So no answer changes what is read of another.
 
     A prompt loses its beginning first, down to its own budget; then the middle of the answer goes.
-    An empty answer is a sequence without one. Tokens lie in two flat arrays, five bytes each.
+    An empty answer is a sequence without one.
 
     Args:
         pairs: `Pair`s, tuples like them (prompt, a, b, label), or mappings of those names. A label
@@ -125,53 +127,30 @@ class PairwiseDataset(Dataset):
         self.soft = any(isinstance(label, tuple) for label in self.labels)
         self.num_classes = config.num_classes
         template = Template(tokenizer, config)
-        # one entry a chunk: an array for each sequence would cost more memory
-        flat: list[Tokens] = []
-        sizes: list[int] = []
-        begins: list[int] = []
-        # concatenate takes no empty list, and there may be no pairs
-        looks = [np.zeros((0, 0), np.float32)]
-        prompts_cut = answers_cut = tokens_cut = 0
-        for start in tqdm(
-            range(0, len(self.pairs), _CHUNK),
-            "tokenising",
-            disable=not progress,
-            leave=False,
-            delay=1,
-        ):
-            chunk = self.pairs[start : start + _CHUNK]
-            sequences: list[Tokens] = []
-            for both in template.sequences([(p.prompt, (p.a, p.b)) for p in chunk]):
-                sequences += [tokens for tokens, _, _ in both]
-                # once a pair, as both answers follow one prompt
-                prompts_cut += any(of_prompt for _, of_prompt, _ in both)
-                answers_cut += sum(of_answer > 0 for _, _, of_answer in both)
-                tokens_cut += sum(of_prompt + of_answer for _, of_prompt, of_answer in both)
-            sizes += [len(one.ids) for one in sequences]
-            begins += [one.begin for one in sequences]
-            flat.append(
-                Tokens(
-                    np.concatenate([t.ids for t in sequences]),
-                    np.concatenate([t.types for t in sequences]),
-                    0,
-                )
-            )
-            looks.append(
-                _surfaces([(p.prompt, answer) for p in chunk for answer in (p.a, p.b)], config)
-            )
-        self._ids = np.concatenate([np.zeros(0, np.int32), *(one.ids for one in flat)])
-        self._types = np.concatenate([np.zeros(0, np.int8), *(one.types for one in flat)])
-        # without pairs cumsum gives floats, which are no indices
-        self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        self._begins = begins
-        self._surface = np.concatenate(looks[1:] or looks)
+        # of A and B of the first pair, then of the second, and so on
+        self._tokens: list[Tokens] = []
+        self._surface: list[np.ndarray] = []
         self._features: np.ndarray | None = None
         self._features_of = ""
-        self.lengths = np.add(sizes[::2], sizes[1::2]).tolist()
+        self.lengths: list[int] = []
+        prompts_cut = answers_cut = tokens_cut = 0
+        starts = range(0, len(self.pairs), _CHUNK)
+        for start in tqdm(starts, "tokenising", disable=not progress, leave=False, delay=1):
+            chunk = self.pairs[start : start + _CHUNK]
+            groups = [(pair.prompt, (pair.a, pair.b)) for pair in chunk]
+            for a, b in template.sequences(groups):
+                self._tokens += [a.tokens, b.tokens]
+                self.lengths.append(len(a.tokens.ids) + len(b.tokens.ids))
+                # once a pair, as both answers follow one prompt
+                prompts_cut += max(a.of_prompt, b.of_prompt) > 0
+                answers_cut += (a.of_answer > 0) + (b.of_answer > 0)
+                tokens_cut += a.of_prompt + a.of_answer + b.of_prompt + b.of_answer
+            for prompt, answers in groups:
+                self._surface += _surfaces(prompt, answers, config)
         self.report = CutReport(
             len(self.pairs),
             count_labels(self.pairs),
-            sum(sizes),
+            sum(self.lengths),
             prompts_cut,
             answers_cut,
             tokens_cut,
@@ -184,7 +163,7 @@ class PairwiseDataset(Dataset):
         # range counts from the end, too, and raises the IndexError that ends an iteration
         index = range(len(self))[index]
         return {
-            "answers": [self.answer(2 * index + k) for k in (0, 1)],
+            "answers": [self.answer(2 * index), self.answer(2 * index + 1)],
             "label": self._label(self.labels[index]),
         }
 
@@ -209,9 +188,7 @@ class PairwiseDataset(Dataset):
         Raises:
             ValueError: An encoder that trains.
         """
-        self._features = encoded(
-            model, [self.answer(k).tokens for k in range(2 * len(self))], cache, progress
-        )
+        self._features = encoded(model, self._tokens, cache, progress)
         self._features_of = fingerprint(model)
 
     def check_encoded(self, operation: str, model: Judge) -> None:
@@ -228,10 +205,8 @@ class PairwiseDataset(Dataset):
 
     def answer(self, number: int) -> Answer:
         """Return an answer by number: A and B of the first pair, then of the second, and so on."""
-        part = slice(self._starts[number], self._starts[number + 1])
-        tokens = Tokens(self._ids[part], self._types[part], self._begins[number])
         features = None if self._features is None else self._features[number]
-        return Answer(tokens, self._surface[number], features)
+        return Answer(self._tokens[number], self._surface[number], features)
 
     def _label(self, label: object) -> Any:
         """A label as batches need it: shares for all pairs once any pair has shares."""
@@ -240,18 +215,19 @@ class PairwiseDataset(Dataset):
         return tuple(float(k == label) for k in range(self.num_classes))
 
 
-def _surfaces(answers: Sequence[tuple[Words, Words]], config: PairwiseConfig) -> np.ndarray:
-    """Return surface features of answers to their prompts, (S, F).
+def _surfaces(prompt: Words, answers: Sequence[Words], config: PairwiseConfig) -> list[np.ndarray]:
+    """Return surface features, (F,), of each answer to a prompt.
 
     F is 0 for a model that does not look at them.
     """
     if not config.surface:
-        return np.zeros((len(answers), 0), np.float32)
-    told = [
-        surface_of(said_by("user", prompt), said_by("assistant", answer))
-        for prompt, answer in answers
-    ]
-    return np.stack(told).astype(np.float32)
+        return [np.zeros(0, np.float32)] * len(answers)
+    # the user's words alone: to repeat a system's instructions is no overlap
+    asked = said_by("user", prompt)
+    surfaces = []
+    for answer in answers:
+        surfaces.append(surface_of(asked, said_by("assistant", answer)).astype(np.float32))
+    return surfaces
 
 
 def answers_to(
@@ -266,9 +242,9 @@ def answers_to(
         checked = [check_words(f"answer {k}", answer) for k, answer in enumerate(answers)]
     except ValueError as error:
         raise ValueError(f"rank: {error}") from error
-    (made,) = Template(tokenizer, config).sequences([(asked, checked)])
-    looks = _surfaces([(asked, answer) for answer in checked], config)
-    return [Answer(tokens, look) for (tokens, _, _), look in zip(made, looks, strict=True)]
+    (sequences,) = Template(tokenizer, config).sequences([(asked, checked)])
+    tokens = [one.tokens for one in sequences]
+    return list(map(Answer, tokens, _surfaces(asked, checked, config)))
 
 
 def flat_batch(
@@ -297,7 +273,8 @@ def flat_batch(
             if keys[k] not in places:
                 places[keys[k]] = len(chosen)
                 chosen.append(answers[k])
-        compared += [[places[keys[i]], places[keys[j]]] for i, j in pairs]
+        for i, j in pairs:
+            compared.append([places[keys[i]], places[keys[j]]])
     batch = {"pairs": torch.tensor(compared)}  # first: the trainer takes its length for the batch's
     if chosen[0].surface.size:
         batch["surface"] = torch.from_numpy(np.stack([answer.surface for answer in chosen]))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from itertools import chain
+from types import NoneType
 
 from ..pairs import Pair, Turn, Words, check_label, plain, sound, turns_of
 
@@ -18,6 +19,7 @@ _ROLES = {
     "model": "assistant",
     "system": "system",
 }
+_SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _TRUE = ("1", "1.0", "true", "yes")
 _FALSE = ("0", "0.0", "false", "no", "", "none", "nan")
 
@@ -44,25 +46,29 @@ def pair_of(row: object) -> Pair:
 def _writers(row: Mapping[str, object]) -> tuple[str | None, str | None]:
     for names in _WRITERS:
         if any(name in row for name in names):
-            one, other = (plain(row.get(name)) for name in names)
-            return (None if one is None else str(one), None if other is None else str(other))
+            one, other = names
+            return _name(row.get(one)), _name(row.get(other))
     return None, None
+
+
+def _name(value: object) -> str | None:
+    value = plain(value)
+    return None if value is None else str(value)
 
 
 def _texts(row: Mapping[str, object], one: str, other: str) -> tuple[Words, Words, Words]:
     """Prompt and answers beside each other, as texts or, all three, as lists of turns."""
-    asked = next((name for name in ("prompt", "instruction") if name in row), None)
-    if asked is None:
+    asked = "prompt" if "prompt" in row else "instruction"
+    if asked not in row:
         raise ValueError(f"no prompt beside {one} and {other}")
     values = [plain(row[name]) for name in (asked, one, other)]
-    parsed = [_list(value) for value in values]
-    if all(turns is not None for turns in parsed):
-        prompts, a, b = (turns or [] for turns in parsed)
+    prompts, a, b = map(_list, values)
+    if prompts is not None and a is not None and b is not None:
         # lists of different lengths are no rounds of one conversation: each is joined to a text
         if not len(prompts) == len(a) == len(b) > 0:
             return _text(asked, prompts), _text(one, a), _text(other, b)
         return _parted(_rounds(one, prompts, a), _rounds(one, prompts, b))
-    if isinstance(values[0], list) and all(isinstance(turn, Mapping) for turn in values[0]):
+    if _is_list_of(values[0], Mapping):
         shared: Words = _messages(asked, values[0])
     else:
         shared = _text(asked, values[0])
@@ -80,16 +86,17 @@ def _rounds(name: str, prompts: list[str | None], answers: list[str | None]) -> 
 
 
 def _conversations(row: Mapping[str, object], one: str, other: str) -> tuple[Words, Words, Words]:
-    a, b = (_messages(name, plain(row[name])) for name in (one, other))
-    return _parted(a, b)
+    return _parted(_messages(one, plain(row[one])), _messages(other, plain(row[other])))
 
 
 def _preferred(row: Mapping[str, object], one: str, other: str) -> tuple[Words, Words, Words]:
     """Chosen and rejected, with the prompt beside them or inside."""
-    values = [plain(row[name]) for name in (one, other)]
+    chosen = plain(row[one])
+    rejected = plain(row[other])
     before = plain(row.get("prompt"))
-    if all(isinstance(value, list) for value in values):
-        a, b = (_messages(name, value) for name, value in zip((one, other), values, strict=True))
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        a = _messages(one, chosen)
+        b = _messages(other, rejected)
         if before and a[:1] and a[0].role == "assistant":  # the answers alone
             if isinstance(before, list):
                 asked = _messages("prompt", before)
@@ -98,36 +105,31 @@ def _preferred(row: Mapping[str, object], one: str, other: str) -> tuple[Words, 
             a = asked + a
             b = asked + b
         return _parted(a, b)
-    texts = [_text(name, value) for name, value in zip((one, other), values, strict=True)]
+    chosen = _text(one, chosen)
+    rejected = _text(other, rejected)
     # HH's rows: each text is a whole conversation, with Human: and Assistant:
-    dialogues = [_dialogue(text) for text in texts]
+    a = _dialogue(chosen)
+    b = _dialogue(rejected)
     # beside a prompt such a text is an answer that quotes a conversation
-    if before in (None, "") and all(dialogues):
-        return _parted(*dialogues)
+    if before in (None, "") and a and b:
+        return _parted(a, b)
     if isinstance(before, list):
         asked = _messages("prompt", before)
     else:
         asked = _text("prompt", before)
-    return asked, texts[0], texts[1]
+    return asked, chosen, rejected
 
 
 def _dialogue(text: str) -> list[Turn]:
-    """The turns of a text in which ``Human:`` and ``Assistant:`` begin paragraphs.
+    """Return the turns of a text in which ``Human:`` and ``Assistant:`` begin paragraphs.
 
-    None where they do not.
+    There are none if another text begins it.
     """
     turns: list[Turn] = []
     for part in ("\n\n" + text.lstrip()).split("\n\n"):
-        role = next(
-            (
-                r
-                for mark, r in (("Human:", "user"), ("Assistant:", "assistant"))
-                if part.startswith(mark)
-            ),
-            None,
-        )
-        if role is not None:
-            turns.append(Turn(role, part.partition(":")[2].strip()))
+        speaker, colon, words = part.partition(":")
+        if colon and speaker in _SPEAKERS:
+            turns.append(Turn(_SPEAKERS[speaker], words.strip()))
         elif turns:
             turns[-1] = Turn(turns[-1].role, f"{turns[-1].text}\n\n{part}")
         elif part.strip():
@@ -155,10 +157,18 @@ def _parted(a: Sequence[Turn], b: Sequence[Turn]) -> tuple[Words, Words, Words]:
         prompt: Words = a[0].text
     else:
         prompt = tuple(a[:shared])
-    rest = [
-        side[shared].text if len(side) == shared + 1 else tuple(side[shared:]) for side in (a, b)
-    ]
-    return "" if prompt == () else prompt, rest[0], rest[1]
+    return "" if prompt == () else prompt, _from_turn(shared, a), _from_turn(shared, b)
+
+
+def _from_turn(first: int, turns: Sequence[Turn]) -> Words:
+    """Return the turns from a number on; a single one as a text."""
+    if len(turns) == first + 1:
+        return turns[first].text
+    return tuple(turns[first:])
+
+
+def _is_list_of(value: object, *kinds: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kinds) for item in value)
 
 
 def _list(value: object) -> list[str | None] | None:
@@ -169,16 +179,14 @@ def _list(value: object) -> list[str | None] | None:
         except (ValueError, RecursionError):
             # thousands of brackets or digits, which json refuses: a text as any other
             return None
-    is_list_of_turns = isinstance(value, list) and all(
-        turn is None or isinstance(turn, str) for turn in value
-    )
-    return value if is_list_of_turns else None
+    # pyrefly: ignore[bad-return]: it does not see what _is_list_of says
+    return value if _is_list_of(value, str, NoneType) else None
 
 
 def _text(name: str, value: object) -> str:
     if value is None:
         return ""
-    if isinstance(value, list) and all(turn is None or isinstance(turn, str) for turn in value):
+    if isinstance(value, list) and _is_list_of(value, str, NoneType):
         value = "\n\n".join(filter(None, value))
     if not isinstance(value, str):
         raise ValueError(f"{name} is a {type(value).__name__}, expected text or turns")
@@ -210,14 +218,14 @@ def _messages(name: str, value: object) -> tuple[Turn, ...]:
 
 
 def _content(name: str, content: object) -> str:
-    """A message's text, or the texts of its parts."""
-    parts = content if isinstance(content, list) else [content or ""]
-    texts: list[Any] = [
-        part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
-        for part in parts
-    ]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{name} has a message whose content is not a text")
+    """Return a message's text, or the texts of its parts."""
+    texts = []
+    for part in content if isinstance(content, list) else [content or ""]:
+        if isinstance(part, Mapping) and part.get("type") == "text":
+            part = part.get("text")
+        if not isinstance(part, str):
+            raise ValueError(f"{name} has a message whose content is not a text")
+        texts.append(part)
     return "\n\n".join(texts)
 
 
@@ -278,6 +286,4 @@ _ANSWERS: dict[
 _WRITERS = (("model_a", "model_b"), ("generator_1", "generator_2"), ("gen_a", "gen_b"))
 _ONE_HOT = ("winner_model_a", "winner_model_b", "winner_tie")
 VERDICTS = {"winner", "preference", "label", *_ONE_HOT}
-COLUMNS = {"prompt", "instruction", *VERDICTS} | {
-    name for names in (*_ANSWERS, *_WRITERS) for name in names
-}
+COLUMNS = {"prompt", "instruction", *VERDICTS, *chain.from_iterable((*_ANSWERS, *_WRITERS))}

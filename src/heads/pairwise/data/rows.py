@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from model_components._report import Report
 from model_components._rows import each_row
 
 from ..choices import CLASSES
-from ..pairs import Pair, count_labels, said_by
+from ..pairs import Pair, count_labels, listed_counts, said_by
 from .formats import COLUMNS, VERDICTS, pair_of
 
 # line numbers, and different reasons, in a message; characters of a reason
@@ -44,38 +45,45 @@ class ReadReport(Report):
 
     def summary(self) -> list[str]:
         """Return the number of rows, and of rows in each class."""
-        counts = ", ".join(
-            f"{name} {count}" for name, count in zip(CLASSES, self.labels, strict=True)
-        )
+        counts = listed_counts(self.labels)
         bare = self.kept - sum(self.labels)
-        return [
-            f"{self.kept} of {self.rows} rows "
-            f"({counts}{f', without a label {bare}' if bare else ''})"
-        ]
+        if bare:
+            counts += f", without a label {bare}"
+        return [f"{self.kept} of {self.rows} rows ({counts})"]
 
     def remarks(self) -> list[str]:
         """List what was not read, or left out."""
+        lines = []
         if self.ignored:
-            lines = [f"not read: {', '.join(self.ignored)}"]
-        else:
-            lines = []
-        lines += [f"{self.empty} have an empty answer"] if self.empty else []
+            lines.append(f"not read: {', '.join(self.ignored)}")
+        if self.empty:
+            lines.append(f"{self.empty} have an empty answer")
         # A and B alone: many data have no ties
-        for name, count in list(zip(CLASSES, self.labels, strict=True))[:2]:
+        for name, count in zip(CLASSES[:2], self.labels, strict=False):
             if not count and sum(self.labels) >= _ENOUGH and not self.is_ordered:
                 lines.append(f"no label says that {name} is better: check what the labels mean")
-        return lines + [f"left out: {_told(self.bad)}"] * bool(self.bad)
+        if self.bad:
+            lines.append(f"left out: {_reasons(self.bad)}")
+        return lines
 
 
-def _told(bad: Mapping[str, Sequence[int]]) -> str:
-    shown = [f"{what:.{_LONGEST}}: {_listed(lines)}" for what, lines in list(bad.items())[:_SHOWN]]
+def _reasons(bad: Mapping[str, Sequence[int]]) -> str:
+    """Return the first reasons why rows are bad, with the first lines of each."""
+    shown = []
+    for reason, lines in islice(bad.items(), _SHOWN):
+        shown.append(f"{reason:.{_LONGEST}}: {_listed(lines)}")
     more = sum(map(len, list(bad.values())[_SHOWN:]))
-    return "; ".join([*shown, *[f"{more} for other reasons"] * bool(more)])
+    if more:
+        shown.append(f"{more} for other reasons")
+    return "; ".join(shown)
 
 
 def _listed(lines: Sequence[int]) -> str:
-    shown = ", ".join(map(str, lines[:_SHOWN])) + (", ..." if len(lines) > _SHOWN else "")
-    return f"{len(lines)} (line{'s' if len(lines) > 1 else ''} {shown})"
+    shown = ", ".join(map(str, lines[:_SHOWN]))
+    if len(lines) > _SHOWN:
+        shown += ", ..."
+    word = "lines" if len(lines) > 1 else "line"
+    return f"{len(lines)} ({word} {shown})"
 
 
 def read_pairs(
@@ -147,17 +155,17 @@ def read_pairs(
     if wrong > max_bad * count:
         raise ValueError(
             f"read_pairs: {wrong} of {count} rows are bad, more than max_bad={max_bad:.0%} allows: "
-            f"{_told(bad)}"
+            f"{_reasons(bad)}"
         )
     if not pairs:
         raise ValueError("read_pairs: there are no rows")
     known = COLUMNS | set((columns or {}).values())
     # a name with half of a surrogate pair could not be printed
     ignored = tuple(name.encode(errors="replace").decode() for name in seen if name not in known)
-    empty = sum(
-        not said_by("assistant", pair.a).strip() or not said_by("assistant", pair.b).strip()
-        for pair in pairs
-    )
+    empty = 0
+    for pair in pairs:
+        both = said_by("assistant", pair.a).strip() and said_by("assistant", pair.b).strip()
+        empty += not both
     lines = {what: tuple(numbers) for what, numbers in bad.items()}
     named = _names(seen, columns or {})
     is_ordered = "chosen" in named and VERDICTS.isdisjoint(named)

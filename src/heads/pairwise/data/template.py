@@ -6,7 +6,8 @@ Around them stand a tokenizer's own special tokens, or its chat template's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,14 @@ class Tokens(NamedTuple):
     ids: np.ndarray
     types: np.ndarray
     begin: int
+
+
+class CutTokens(NamedTuple):
+    """A sequence, and how many tokens of its prompt and of its answer did not fit."""
+
+    tokens: Tokens
+    of_prompt: int
+    of_answer: int
 
 
 class Template:
@@ -188,30 +197,30 @@ class Template:
 
     def sequences(
         self, groups: Sequence[tuple[Words, Sequence[Words]]]
-    ) -> Iterator[list[tuple[Tokens, int, int]]]:
-        """Yield for each group, a prompt and its answers, a sequence an answer and what was cut.
+    ) -> Iterator[list[CutTokens]]:
+        """Yield for each group, a prompt and its answers, a sequence for each answer.
 
         Of a conversation, all turns before the last belong to that sequence's prompt. A prompt
         keeps what its answer leaves, and at least its own budget.
         """
-        told = []
+        conversations: list[tuple[tuple[Turn, ...], list[tuple[Turn, ...]]]] = []
+        texts: list[str] = []
         for prompt, answers in groups:
             shared = turns_of("user", prompt) if self.with_prompt else ()
-            told.append((shared, [turns_of("assistant", answer) for answer in answers]))
-        texts = [turn.text for shared, rest in told for part in (shared, *rest) for turn in part]
+            replies = [turns_of("assistant", answer) for answer in answers]
+            conversations.append((shared, replies))
+            texts += [turn.text for turn in chain(shared, *replies)]
         # one call for all texts, which a fast tokenizer spreads over the processors
         ids = iter(token_ids(self.tokenizer, texts))
-        for shared, rest in told:
-            before = [next(ids) for _ in shared]
-            packed = []
-            for turns in rest:
-                turn_ids = [next(ids) for _ in turns]
-                packed.append(self._sequence((*shared, *turns), [*before, *turn_ids]))
-            yield packed
+        for shared, replies in conversations:
+            shared_ids = list(islice(ids, len(shared)))
+            sequences = []
+            for turns in replies:
+                turn_ids = list(islice(ids, len(turns)))
+                sequences.append(self._sequence((*shared, *turns), [*shared_ids, *turn_ids]))
+            yield sequences
 
-    def _sequence(
-        self, turns: Sequence[Turn], parts: Sequence[Sequence[int]]
-    ) -> tuple[Tokens, int, int]:
+    def _sequence(self, turns: Sequence[Turn], parts: Sequence[Sequence[int]]) -> CutTokens:
         answer = parts[-1]
         roles = [turn.role for turn in turns[:-1]] if self.with_prompt else []
         roles = roles or ["user"]  # an empty prompt
@@ -233,17 +242,20 @@ class Template:
             cut[1],
             self._after,
         )
-        ids = [token for piece in pieces for token in piece]
+        ids: list[int] = []
+        kinds: list[int] = []
+        for piece, kind in zip(pieces, self._kinds, strict=True):
+            ids += piece
+            kinds += [kind] * len(piece)
         if not ids:
             raise ValueError(
                 "PairwiseDataset: a prompt and its answer have no token; expected some text in one "
                 "of them"
             )
-        kinds = [kind for piece, kind in zip(pieces, self._kinds, strict=True) for _ in piece]
         # an empty answer and nothing after it: the last token
         begin = min(sum(map(len, pieces[:3])), len(ids) - 1)
         tokens = Tokens(np.array(ids, dtype=np.int32), np.array(kinds, dtype=np.int8), begin)
-        return tokens, len(prompt) - room_for_prompt, len(answer) - len(cut[1])
+        return CutTokens(tokens, len(prompt) - room_for_prompt, len(answer) - len(cut[1]))
 
 
 def sequence_batch(sequences: Sequence[Tokens]) -> dict[str, Tensor]:
@@ -256,6 +268,11 @@ def sequence_batch(sequences: Sequence[Tokens]) -> dict[str, Tensor]:
         "lengths": torch.tensor([len(tokens.ids) for tokens in sequences]),
         "begins": torch.tensor([tokens.begin for tokens in sequences]),
     }
+
+
+def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return a batch on a device."""
+    return {name: value.to(device) for name, value in batch.items()}
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

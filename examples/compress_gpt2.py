@@ -3,10 +3,11 @@ r"""Compress a GPT-2 by Kronecker sums, train it back, and write a stock checkpo
     python examples/compress_gpt2.py  # a small GPT-2 that it trains first; 12 minutes on 2 cores
     python examples/compress_gpt2.py --model openai-community/gpt2 --text wiki.txt \
         --preset gpt2-82m --steps 2000
+    python examples/compress_gpt2.py --init van_loan prune --strategy together factors-first
 
-For each start (--init) it converts, evaluates, trains back with the original as a teacher,
-evaluates and folds. Prints a table and, with matplotlib, draws the losses. Expect `sequential` to
-begin where the original is.
+For each start (--init) and each way to train (--strategy) it converts, evaluates, trains back with
+the original as a teacher, evaluates and folds. Prints a table and, with matplotlib, draws the
+losses. Expect `sequential` to begin where the original is.
 """
 
 import argparse
@@ -32,12 +33,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from kronecker import (
     PRESETS,
     DistillConfig,
+    FadeIn,
+    FreezePretrained,
     KroneckerConfig,
     KroneckerTrainer,
     convert_,
     fold,
     perplexity,
 )
+
+STRATEGIES = {
+    "two-rates": "all parameters, the pretrained ones at --pretrained-learning-rate",
+    "together": "all parameters at one rate",
+    "labels": "as together, without the original as a teacher",
+    "factors-only": "the factors alone",
+    "factors-first": "the factors alone for a third of the steps, then all",
+    "in-turns": "the factors alone and all, in turns of a sixth of the steps",
+    "one-by-one": "layers change over to their factors one after the other, the first one first",
+}
 
 
 def options() -> argparse.Namespace:
@@ -56,6 +69,15 @@ def options() -> argparse.Namespace:
         "--preset", choices=kronecker, help="for GPT-2 124M (default: half of the hidden neurons)"
     )
     parser.add_argument("--init", nargs="+", default=["random", "van_loan", "prune", "sequential"])
+    parser.add_argument(
+        "--strategy",
+        nargs="+",
+        choices=STRATEGIES,
+        default=["two-rates"],
+        help="; ".join(f"{name}: {what}" for name, what in STRATEGIES.items()),
+    )
+    parser.add_argument("--rank", type=int, default=1, help="terms of the default shape")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=300, help="to train back")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--pretrained-learning-rate", type=float, default=3e-4)
@@ -91,39 +113,87 @@ def original(given: argparse.Namespace):
     return model, tokenizer, rows, held
 
 
-def one(given: argparse.Namespace, init: str, teacher, tokenizer, rows, held) -> dict:
-    """Convert by one start, train back, fold."""
-    set_seed(0)
-    place, begin = given.out / init, time.perf_counter()
+def ways(given: argparse.Namespace, strategy: str, layers: int) -> dict:
+    """Return the trainer's arguments that a strategy changes, for a number of smaller layers."""
+    rate = {"two-rates": given.pretrained_learning_rate, "factors-only": 0.0}.get(strategy)
+    callbacks = []
+    if strategy == "factors-first":
+        callbacks.append(FreezePretrained(max(1, given.steps // 3)))
+    if strategy == "in-turns":
+        callbacks.append(FreezePretrained(max(1, given.steps // 6), repeat=True))
+    if strategy == "one-by-one":
+        # the last layer has changed over after half of the steps
+        every = given.steps // (2 * layers)
+        callbacks.append(FadeIn(every=every, over=every))
+    return {"pretrained_learning_rate": rate, "callbacks": callbacks}
+
+
+def distance(model, teacher, names: list[str]) -> float:
+    """Return the mean relative distance of smaller layers' weights from the original's."""
+    distances = []
+    for name in names:
+        # GPT-2's layers hold their weights transposed
+        weight = teacher.get_submodule(name).weight.detach().T
+        ours = model.get_submodule(name).dense_weight().detach()
+        distances.append(float((ours - weight).norm() / weight.norm()))
+    return sum(distances) / len(distances)
+
+
+def one(
+    given: argparse.Namespace, init: str, strategy: str, teacher, tokenizer, rows, held
+) -> dict:
+    """Convert by one start, train back by one strategy, fold."""
+    set_seed(given.seed)
+    name = init if len(given.strategy) == 1 else f"{init}, {strategy}"
+    place, begin = given.out / name, time.perf_counter()
     model = AutoModelForCausalLM.from_config(teacher.config).eval()
     model.load_state_dict(teacher.state_dict())
     calibration = rows[torch.randperm(len(rows))[: 12_000 // rows.shape[1]]].split(8)
-    config = KroneckerConfig(b_shape=(2, 1), init=init)
+    config = KroneckerConfig(b_shape=(2, 1), rank=given.rank, init=init)
     if given.preset:
         config = {name: replace(layer, init=init) for name, layer in PRESETS[given.preset].items()}
-    report = convert_(model, config, calibration=calibration, cache=place / "fitted")
+    report = convert_(
+        model,
+        config,
+        calibration=calibration,
+        cache=place / "fitted",
+        fade_in=strategy == "one-by-one",
+    )
+    names = [layer.name for layer in report.layers]
     converted, first = time.perf_counter() - begin, perplexity(model, held.split(16))
+    near = distance(model, teacher, names)
     saving = {"save_strategy": "steps", "save_steps": 100, "save_total_limit": 1}
     trainer = KroneckerTrainer(
         model,
-        arguments(place / "trainer", given.steps, given.learning_rate, given.batch, **saving),
-        teacher=teacher,
-        distill=DistillConfig(logits=1.0, labels=1.0),
-        pretrained_learning_rate=given.pretrained_learning_rate,
+        arguments(
+            place / "trainer",
+            given.steps,
+            given.learning_rate,
+            given.batch,
+            seed=given.seed,
+            **saving,
+        ),
+        teacher=None if strategy == "labels" else teacher,
+        distill=None if strategy == "labels" else DistillConfig(logits=1.0, labels=1.0),
         train_dataset=Rows(rows),
+        **ways(given, strategy, len(names)),
     )
     begun = any((place / "trainer").glob("checkpoint-*"))
     trainer.train(resume_from_checkpoint=given.resume and begun)
     curve = [(row["step"], row["loss"]) for row in trainer.state.log_history if "loss" in row]
     made = {
+        "name": name,
         "init": init,
+        "strategy": strategy,
+        "seed": given.seed,
+        "rank": given.rank,
         "parameters": report.after,
         "before": math.log(first),
         "seconds to convert": converted,
-    }
-    made |= {
         "after": math.log(perplexity(model.eval(), held.split(16))),
         "seconds": time.perf_counter() - begin,
+        "distance before": near,
+        "distance after": distance(model, teacher, names),
     }
     if not (place / "folded").exists():
         fold(model, place / "folded")
@@ -137,7 +207,7 @@ def losses(found: list[dict]):
     figure = Figure((6, 4), layout="constrained", dpi=150)
     axes = figure.add_subplot()
     for row in found:
-        axes.plot(*zip(*row["curve"], strict=True), label=row["init"])
+        axes.plot(*zip(*row["curve"], strict=True), label=row["name"])
     axes.set(xlabel="step", ylabel="training loss (cross-entropy + distillation)", yscale="log")
     axes.legend(title="start")
     return figure
@@ -152,16 +222,19 @@ def main() -> None:
         math.log(perplexity(teacher, held.split(16))),
         sum(p.numel() for p in teacher.parameters()),
     )
-    found = [one(given, init, teacher, tokenizer, rows, held) for init in given.init]
+    found = []
+    for init in given.init:
+        for strategy in given.strategy:
+            found.append(one(given, init, strategy, teacher, tokenizer, rows, held))
     print(
-        f"\n{'start':22}{'parameters':>12}{'loss before':>13}"
+        f"\n{'start':26}{'parameters':>12}{'loss before':>13}"
         f"{f'after {given.steps}':>13}{'convert':>10}{'in all':>9}"
     )
-    print(f"{'the original':22}{count:>12,}{goal:>13.3f}")
+    print(f"{'the original':26}{count:>12,}{goal:>13.3f}")
     for row in found:
         times = f"{row['seconds to convert']:>8.0f} s{row['seconds']:>7.0f} s"
         print(
-            f"{row['init']:22}{row['parameters']:>12,}{row['before']:>13.3f}{row['after']:>13.3f}{times}"
+            f"{row['name']:26}{row['parameters']:>12,}{row['before']:>13.3f}{row['after']:>13.3f}{times}"
         )
     save_plot(plots, given.out / "losses.png", lambda: losses(found))
     (given.out / "table.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

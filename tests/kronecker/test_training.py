@@ -325,6 +325,20 @@ def test_layers_come_in_one_at_a_time(order, tmp_path):
         FadeIn(order="middle")
 
 
+@pytest.mark.parametrize("steps", [4, 8])
+def test_a_run_resumed_at_its_end_is_the_model_that_it_left(steps, tmp_path):
+    def run(resume=None):
+        model = student(init="prune", fade_in=True)
+        callbacks = [FadeIn(every=1, over=2)]
+        more = {"max_steps": steps, "save_strategy": "steps", "save_steps": steps}
+        train(model, tmp_path, callbacks=callbacks, resume=resume, **more)
+        with torch.no_grad():
+            return model.eval()(input_ids=rows()[0]["input_ids"][None]).logits
+
+    before = run()
+    torch.testing.assert_close(run(resume=str(tmp_path / f"checkpoint-{steps}")), before)
+
+
 def test_fading_is_between_the_two_layers():
     linear = torch.nn.Linear(6, 8)
     layer = KroneckerLinear.from_linear(linear, b_shape=(2, 1))

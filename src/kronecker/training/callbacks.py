@@ -149,7 +149,7 @@ class FadeIn(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Refuse a model without the originals that it still needs."""
+        """Refuse a model without the originals that it still needs; set the shares of a resume."""
         layers = [m for m in _model_in(kwargs).modules() if isinstance(m, SmallerLinear)]
         # a run that resumes after the last layer came in needs no originals any more
         over = all(self.share(i, state.global_step) == 1.0 for i in range(len(layers)))
@@ -159,6 +159,9 @@ class FadeIn(TrainerCallback):
             raise ValueError(
                 "FadeIn: no layer has its original; convert with convert_(..., fade_in=True)"
             )
+        # a run that is resumed at its end takes no step, and ends as the last step left it
+        if state.global_step:
+            self._set_shares(layers, state.global_step - 1)
 
     def on_step_begin(
         self,
@@ -169,9 +172,12 @@ class FadeIn(TrainerCallback):
     ) -> None:
         """Set every layer's share; an original whose share is gone is dropped."""
         layers = [m for m in _model_in(kwargs).modules() if isinstance(m, SmallerLinear)]
+        self._set_shares(layers, state.global_step)
+
+    def _set_shares(self, layers: list[SmallerLinear], step: int) -> None:
         # places count layers that are done, so that the others keep their steps
         for place, layer in enumerate(layers if self.order == "low_to_high" else reversed(layers)):
             if layer.original is not None:
-                layer.share = self.share(place, state.global_step)
+                layer.share = self.share(place, step)
                 if layer.share == 1.0:
                     layer.fade_in_(None)

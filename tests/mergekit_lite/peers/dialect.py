@@ -33,24 +33,24 @@ TOLERANCE = 2e-4  # of a projection; the largest that float32 noise makes is 1.4
 
 # Recipes that both run, to different results.
 DIFFERENT = {
-    "bfloat16 models: we compute in float32 and round once; mergekit computes in bfloat16, but for "
-    "linear and slerp, where a last bit may differ": (
+    "bfloat16 models: we compute in float32 and round once; mergekit computes in bfloat16, "
+    "except for linear and slerp, where a last bit may differ": (
         "dtype_bfloat16 dtype_only_out dtype_torch_prefix dtype_float32_out_bfloat16 bf16_linear "
         "bf16_task_arithmetic bf16_ties bf16_nuslerp bf16_multislerp bf16_karcher bf16_model_stock "
         "bf16_sce bf16_arcee_fusion bf16_nearswap"
     ),
-    "rows of an embedding that are no tokens stay, as padding; mergekit drops them": (
+    "embedding rows without a token stay as padding; mergekit drops them": (
         "tok_rows_more_than_tokens tok_padded_tokenizer_is_base"
     ),
-    "exactly opposite models: a straight line; mergekit divides noise by noise": (
+    "exactly opposite models: we interpolate linearly; mergekit divides noise by noise": (
         "nuslerp_antiparallel karcher_antipodal"
     ),
-    "norm and head where slices differ in number of sources: all of the last slice's; mergekit "
-    "takes one": ("slices_uneven_source_counts"),
+    "norm and head, if slices have different numbers of sources: we merge all sources of the "
+    "last slice; mergekit takes one": ("slices_uneven_source_counts"),
     "a token that a stacked model lacks: its row from a model that has it; mergekit leaves zeros": (
         "tok_passthrough_stack_union"
     ),
-    "tied and untied models together: the output says that it is untied; mergekit leaves the "
+    "tied and untied models together: the output is marked as untied; mergekit leaves the "
     "base's flag": ("tok_tied_union tied_base_untied_expert"),
     "names of LLaVA's tensors stay as in the checkpoint; mergekit writes transformers' newer "
     "ones": ("arch_llava_linear arch_llava_slerp arch_llava_gradient"),
@@ -77,15 +77,15 @@ REFUSED = {
     "it": ("unknown_keys_in_entries lambda_underscore_name"),
     "one model under two spellings of its path": "same_model_two_spellings",
     "a slice without layers": "slice_empty_range",
-    "a chat template that is no name, no template and no file: mergekit writes no tokenizer at "
-    "all": "chat_invalid",
+    "a chat template that is neither a known name nor a template nor a file: mergekit writes no "
+    "tokenizer at all": "chat_invalid",
 }
 # Recipes that mergekit refuses, or breaks on, and we run.
 EXTRA = {
     "slices whose base is not among their sources": "x_ties_slices_base_not_a_source",
-    "a null parameter, which is as if it were not there": "x_weight_null",
-    "models as plain texts; other spellings of one path; filters that are numbers; any name for "
-    "the only module": (
+    "a null parameter, which counts as absent": "x_weight_null",
+    "models given as plain strings; other spellings of one path; filters that are numbers; any "
+    "name for the only module": (
         "x_models_as_strings x_base_spelled_otherwise x_filter_number x_modules_wrong_name"
     ),
     "new tokens, and tokens beyond a model's rows": (

@@ -171,7 +171,9 @@ def test_an_adapter_has_a_card_and_its_base_is_one_that_others_have(bases, tmp_p
 )
 def test_a_damaged_tokenizer_is_left_out(file, text, bases, tmp_path):
     (bases[0] / file).write_text(text)
-    with pytest.warns(UserWarning, match="one: the tokenizer is left out, as it cannot be loaded"):
+    with pytest.warns(
+        UserWarning, match="one: the tokenizer is left out, because it cannot be loaded"
+    ):
         merging_lora(bases, tmp_path / "out")
     assert loaded(tmp_path / "out") is not None
 

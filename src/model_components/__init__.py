@@ -1,14 +1,14 @@
-"""The floor under `mergekit_lite`, `kronecker`, `thinker` and `heads`.
+"""Code shared by `mergekit_lite`, `kronecker`, `thinker` and `heads`.
 
-Its public names are ``__version__``, `push_to_hub`, which uploads a folder that a package wrote,
-`measure_kernels` and `set_impl_`, which find and set how layers are computed, and `DeadRunError`,
-with which every trainer stops a run that cannot succeed.
+The public names are ``__version__``, `push_to_hub`, which uploads a folder that a package wrote,
+`measure_kernels` and `set_impl_`, which measure and set the implementation of layers, and
+`DeadRunError`, which every trainer raises to stop a run that cannot succeed.
 
 >>> import model_components
 >>> model_components.__version__.count(".")
 2
 
-``model-components doctor`` looks whether the installation is whole.
+``model-components doctor`` checks whether the installation is intact.
 """
 
 from ._lazy import attach

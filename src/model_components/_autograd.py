@@ -1,4 +1,4 @@
-"""Parts that custom autograd functions share.
+"""Helpers for custom autograd functions.
 
 A custom function saves memory in an ordinary training step. In every other situation (tracing,
 `torch.func`, second derivatives) the same formula runs in plain torch operations.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Context(Protocol):
-    """Attributes that all operations use; one that sets more declares them in a subclass."""
+    """The ``ctx`` attributes that all operations use; subclasses declare additional ones."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -25,7 +25,7 @@ class Context(Protocol):
 
 
 def transforming() -> bool:
-    """Return whether a transform of `torch.func` or forward-mode differentiation is at work."""
+    """Return whether a `torch.func` transform or forward-mode differentiation is active."""
     if torch.compiler.is_compiling():
         return False
     return (
@@ -35,18 +35,18 @@ def transforming() -> bool:
 
 
 def needs_plain(x: Tensor) -> bool:
-    """Return whether plain torch operations have to run: tracing, transforms, the meta device."""
+    """Return whether plain torch operations must run (tracing, transforms or the meta device)."""
     return torch.compiler.is_compiling() or x.is_meta or transforming()
 
 
 def launches_directly(x: Tensor) -> bool:
-    """Return whether a kernel is launched as it is, and not through its operator.
+    """Return whether to launch a kernel directly instead of through its torch operator.
 
-    Calling an operator costs more than the launch. Tracers need one, and tensors without data.
+    Calling the operator costs more than the launch. Tracers and tensors without data need it.
     """
-    # a dispatch mode, as of fake tensors or of a counter, sees operators only
+    # dispatch modes (of fake tensors or counters, for example) see only operators
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    # subclasses, such as DTensor, act on operators, too
+    # tensor subclasses such as DTensor also intercept operators
     return not traced and not x.is_meta and type(x) in (Tensor, torch.nn.Parameter)
 
 
@@ -56,9 +56,9 @@ def wants_graph() -> bool:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype that autocast gives x, or None if it leaves x alone.
+    """Return the dtype that autocast casts x to, or None if it does not cast x.
 
-    It leaves float64 alone, and does not know the meta device.
+    Autocast does not cast float64 and does not support the meta device.
     """
     device = x.device.type
     if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
@@ -77,7 +77,7 @@ def differentiable_gradients(
     Args:
         formula: The operation in plain torch operations, a function of the inputs.
         inputs: The operation's tensors, or None.
-        needs: Which of them need a gradient.
+        needs: Whether each input needs a gradient.
         grad: Gradient of the output.
     """
     # Views, since one input may depend on another

@@ -31,13 +31,13 @@ _SHARDED = re.compile("optimizer_|pytorch_model_fsdp|global_step")  # folders of
 _OF_TORCH = re.compile(
     r"(optimizer|scheduler|scaler)\.(pt|bin)|rng_state.*\.pth|(training_args|pytorch_model.*)\.bin"
 )
-"""What transformers writes with torch.save; other files may be of any kind."""
+"""Files that transformers writes with torch.save; other files may have any format."""
 
 logger = logging.getLogger(__name__)
 
 
 def newest_whole(folder: Path, operation: str, needed: Sequence[str] = ()) -> Path | None:
-    """Return the newest whole checkpoint in a folder, or None; warn of newer ones that are not.
+    """Return the newest whole checkpoint in a folder, or None; warn about newer damaged ones.
 
     Args:
         folder: The ``output_dir`` of a trainer.
@@ -54,34 +54,34 @@ def newest_whole(folder: Path, operation: str, needed: Sequence[str] = ()) -> Pa
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the folders of checkpoints in a folder, the newest first."""
-    numbered = {
-        int(path.name.removeprefix(_PREFIX)): path
-        for path in folder.glob(f"{_PREFIX}*")
-        if path.name.removeprefix(_PREFIX).isdecimal() and path.is_dir()
-    }
-    return [path for _, path in sorted(numbered.items(), reverse=True)]
+    numbered = []
+    for path in folder.glob(f"{_PREFIX}*"):
+        number = path.name.removeprefix(_PREFIX)
+        if number.isdecimal() and path.is_dir():
+            numbered.append((int(number), path))
+    return [path for _, path in sorted(numbered, reverse=True)]
 
 
 def is_of_trainer(checkpoint: Path) -> bool:
-    """Return whether a trainer wrote a folder: others may be called checkpoint-5, too."""
+    """Return whether a trainer wrote a folder; other folders may be called checkpoint-5, too."""
     return (checkpoint / _STATE).is_file()
 
 
 def problem_of(checkpoint: Path, needed: Sequence[str] = ()) -> str:
     """Return the reason why a checkpoint is not whole, or an empty string.
 
-    A kill or a full disk cuts files short. The numbers in them are not looked at.
+    A kill or a full disk may cut files short. The values of tensors are not checked.
 
     Args:
         checkpoint: The folder.
-        needed: Names of files that it must have besides those of transformers, of safetensors or
-            torch.save.
+        needed: Names of files, written by safetensors or torch.save, that it must have besides
+            those of transformers.
     """
     for name in (_STATE, *needed):
         if not (checkpoint / name).is_file():
             return f"it has no {name}"
     contents = sorted(checkpoint.iterdir())
-    # their folders hold weights and optimizers under names of their own
+    # FSDP and DeepSpeed save weights and optimizers in folders of their own
     if not any(path.is_dir() and _SHARDED.match(path.name) for path in contents):
         weights = [path for path in contents if path.suffix in (".safetensors", ".bin")]
         # the trainer's settings are a .bin, too
@@ -95,7 +95,7 @@ def problem_of(checkpoint: Path, needed: Sequence[str] = ()) -> str:
             continue
         if path.suffix == ".safetensors" and not _opens(path):
             return f"{path.name} is damaged"
-        # files of torch.save are zip files, whose list of contents comes last
+        # torch.save writes zip files; their list of contents is at the end, so a cut is detected
         is_of_torch = path.name in needed or _OF_TORCH.fullmatch(path.name)
         if is_of_torch and path.suffix != ".safetensors" and not zipfile.is_zipfile(path):
             return f"{path.name} is damaged"
@@ -117,7 +117,7 @@ def _problem_of_state(checkpoint: Path) -> str:
     # a folder that was renamed would pass for a newer one
     step = checkpoint.name.removeprefix(_PREFIX)
     if step.isdecimal() and int(step) != state["global_step"]:
-        return f"{_STATE} has global_step {state['global_step']}"
+        return f"{_STATE} has global_step {state['global_step']}, expected {step}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Configs: every field is declared once, with its type and its range, and checked when it is set.
+"""Configs whose fields are declared once, with type and range, and checked on creation.
 
 >>> from typing import Annotated
 >>> @dataclass(frozen=True, kw_only=True)
@@ -96,14 +96,14 @@ Whole = Annotated[int, Range(least=1)]
 """The type of a field that holds a whole number, 1 or more."""
 
 MaybeWhole = Annotated[int | None, Range(least=1)]
-"""The same, or None."""
+"""The type of a field that holds a whole number, 1 or more, or None."""
 
 
 class CheckedConfig:
-    """Base of configs: frozen dataclasses that check their fields and go to JSON and back."""
+    """Base of configs: frozen dataclasses that check their fields and convert to and from JSON."""
 
     def __post_init__(self) -> None:
-        """Check every field, and what fields must have together."""
+        """Check every field, and then combinations of fields."""
         for field in fields(self):  # pyrefly: ignore[bad-argument-type]: subclasses are dataclasses
             value = getattr(self, field.name)
             if isinstance(value, list):  # JSON has no tuples
@@ -111,18 +111,18 @@ class CheckedConfig:
         check_config(self, CheckedConfig)
 
     def problems(self) -> Iterable[str]:
-        """Return messages about fields that are valid alone and conflict; for subclasses."""
+        """Return messages about fields that are valid alone but conflict; for subclasses."""
         return ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields, with lists for tuples, as JSON has them."""
+        """Return all fields as JSON values, with lists instead of tuples."""
         # pyrefly: ignore[bad-argument-type]: its subclasses are dataclasses
         values = asdict(self)
         return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make a config from `to_dict`.
+        """Make a config from the result of `to_dict`.
 
         Raises:
             ValueError: An unknown name, or a bad value.
@@ -131,12 +131,12 @@ class CheckedConfig:
         return cls(**values)
 
     def to_json(self) -> str:
-        """Return it as JSON text."""
+        """Return the config as JSON text."""
         return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Make a config from `to_json`."""
+        """Make a config from the result of `to_json`."""
         return cls.from_dict(json.loads(text))
 
 
@@ -145,7 +145,7 @@ def check_config(config: Any, base: type) -> None:
 
     Args:
         config: The config.
-        base: The class whose fields are not checked, nor those of the classes beneath it.
+        base: The class whose fields, and whose base classes' fields, are not checked.
 
     Raises:
         ValueError: All problems.
@@ -156,19 +156,19 @@ def check_config(config: Any, base: type) -> None:
         for name, hint in hints.items()
         if not _fits(getattr(config, name), hint)
     ]
-    # these may compute with fields, so each field has to be right first
+    # `problems` may compute with fields, so each field must be valid first
     problems = problems or list(config.problems())
     if problems:
         raise ValueError(f"{type(config).__name__}: {'; '.join(problems)}")
 
 
 def problem(config: object, name: str, expected: str) -> str:
-    """Return the words for a bad field."""
+    """Return the message about a bad field."""
     return f"{name} is {getattr(config, name)!r}, expected {expected}"
 
 
 def refuse(owner: str, name: str, value: object, expected: str) -> NoReturn:
-    """Raise the ValueError of a bad value.
+    """Raise a ValueError about a bad value.
 
     >>> refuse("merge", "rank", 0, "1 or more")
     Traceback (most recent call last):
@@ -178,7 +178,7 @@ def refuse(owner: str, name: str, value: object, expected: str) -> NoReturn:
 
 
 def check_choice(owner: str, name: str, value: object, choices: Collection[object]) -> None:
-    """Check that a value is one of several. torch.compile can trace it."""
+    """Check that a value is one of several choices; torch.compile can trace this function."""
     if value not in choices:
         refuse(owner, name, value, f"one of {', '.join(map(str, choices))}")
 
@@ -200,7 +200,7 @@ def check_value(owner: str, name: str, value: object, kind: Any) -> None:
 
 
 def refuse_unknown(owner: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Raise a ValueError if a name is unknown, with the one that is meant, or with all."""
+    """Raise a ValueError if a name is unknown, and suggest the closest name or list all names."""
     known = list(known)
     for name in names:
         if name not in known:
@@ -213,13 +213,13 @@ def refuse_unknown(owner: str, names: Iterable[str], known: Iterable[str]) -> No
 
 
 def is_whole(value: object, least: float = -math.inf) -> bool:
-    """Return whether a value is a whole number, at least so large; True is none."""
+    """Return whether a value is a whole number of at least ``least``; booleans do not count."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @functools.cache
 def declared_fields(cls: type, base: type) -> dict[str, Any]:
-    """Return name and type of each field of a class, without those of ``base`` and beneath."""
+    """Return the types of a class's fields by name, without ``base`` and its base classes."""
     found: dict[str, Any] = {}
     above = cls.__mro__[: cls.__mro__.index(base)]
     # a subclass may declare a field again, and its type is the one that counts
@@ -230,10 +230,10 @@ def declared_fields(cls: type, base: type) -> dict[str, Any]:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Return whether a value has a type and is in its range."""
+    """Return whether a value matches a type hint and its range."""
     if _is_plain(value, hint):
         return True
-    # here, so that a layer that is imported and not made loads no more than torch
+    # imported here, so that importing a layer loads no more than torch
     from huggingface_hub.dataclasses import validate_typed_dict
     from huggingface_hub.errors import StrictDataclassFieldValidationError
 
@@ -245,13 +245,13 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def _is_plain(value: object, hint: Any) -> bool:
-    """Return whether a value is of a class that its type names, and in the range.
+    """Return whether a value's exact class is in a type hint, and the value is in the range.
 
-    That answers most questions, and huggingface_hub need not be imported.
+    This decides most cases without importing huggingface_hub.
     """
     plain, limit = get_args(hint) if get_origin(hint) is Annotated else (hint, _FINITE)
     classes = get_args(plain) if get_origin(plain) in (Union, UnionType) else (plain,)
-    # the very class: True is an int, too, and the full check refuses it
+    # the exact class, because True is an int, too
     if type(value) not in classes:
         return False
     try:
@@ -263,9 +263,9 @@ def _is_plain(value: object, hint: Any) -> bool:
 
 @functools.cache
 def _schema(hint: Any) -> Any:
-    """Return a TypedDict with one value of this type: huggingface_hub checks no plain types.
+    """Return a TypedDict with one value of this type: huggingface_hub cannot check a type alone.
 
-    Its ``strict`` decorator does not check frozen dataclasses, nor annotations that are text.
+    Its ``strict`` decorator does not check frozen dataclasses or annotations that are text.
     """
     if get_origin(hint) is Annotated:
         plain, limit = get_args(hint)
@@ -276,7 +276,7 @@ def _schema(hint: Any) -> Any:
 
 
 def _with_whole_numbers(hint: Any) -> Any:
-    """Return a type in which whole numbers are also floats, as for type checkers."""
+    """Return a type hint that accepts whole numbers as floats, as type checkers do."""
     if hint is float:
         return int | float
     if get_origin(hint) in (Union, UnionType):
@@ -287,7 +287,7 @@ def _with_whole_numbers(hint: Any) -> Any:
 
 
 def _describe(hint: Any) -> str:
-    """Return the values of a type in words.
+    """Return a description of the values that a type hint allows.
 
     >>> _describe(Annotated[tuple[int, int] | None, Range(least=1)])
     'a tuple of 2 whole numbers, 1 or more, or None'
@@ -305,7 +305,7 @@ def _describe(hint: Any) -> str:
 
 
 def _describe_kind(hint: Any) -> str:
-    """Return the values of a type that is no union in words."""
+    """Return a description of the values that a type hint allows; unions are not supported."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}"

@@ -31,7 +31,7 @@ from ._report import plain
 GROUP = "model_components.commands"
 """The group of entry points; a dot in a name separates a group of commands from its command."""
 ON_TERMINAL = sys.stderr is not None and sys.stderr.isatty()  # None under pythonw
-"""Whether someone watches: the default of ``progress``."""
+"""Whether standard error is a terminal: the default of ``progress``."""
 
 _BUILT_IN = {  # known even if our metadata is damaged
     "doctor": "model_components.doctor:doctor",
@@ -85,18 +85,18 @@ def main(
             if not ON_TERMINAL:  # before transformers is imported: it shows bars of its own
                 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
             return _run(program, name, commands[name], shared, words)
-    except BrokenPipeError:  # after "| head"; what Python flushes at its end would fail again
+    except BrokenPipeError:  # after "| head"; otherwise Python's flush at its end would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
 
 
 @contextlib.contextmanager
 def _flushed() -> Iterator[None]:
-    """Write out what was printed at the end, also if help was printed and the program exits."""
+    """Flush stdout at the end, even if the program prints help and exits."""
     try:
         yield
     finally:
-        # a pipe that was closed shows here, where `main` can still catch it
+        # a closed pipe raises here, where `main` can still catch the error
         sys.stdout.flush()
 
 
@@ -149,8 +149,8 @@ def _shared_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def _bindable(function: Callable[..., object]) -> Callable[..., functools.partial[object]]:
     """Return a function with the same flags that only binds the arguments, for `tyro.cli`.
 
-    The command itself runs later, outside `tyro.cli`, so tyro cannot take an error of the command
-    for a wrong flag.
+    The command itself runs later, outside `tyro.cli`, so tyro cannot mistake an error of the
+    command for a wrong flag.
     """
     hints = get_type_hints(function)
     groups = {name: hints[name] for name in inspect.signature(function).parameters}
@@ -163,7 +163,7 @@ def _bindable(function: Callable[..., object]) -> Callable[..., functools.partia
         return functools.partial(function, *args, **values)
 
     flags = _flags_of(function)
-    # not functools.wraps: tyro would look through it, at the annotations of the function itself
+    # not functools.wraps: tyro would then read the annotations of the function itself
     bind.__dict__["__signature__"] = inspect.Signature(flags)
     bind.__annotations__ = {flag.name: flag.annotation for flag in flags}
     bind.__doc__ = function.__doc__
@@ -176,7 +176,7 @@ def _flags_of(described: Callable[..., object]) -> list[inspect.Parameter]:
     Positional parameters are shown by their names. A dataclass is replaced by its fields, which are
     flags themselves.
     """
-    import docstring_parser  # both after the command's name is known to be right
+    import docstring_parser  # both imported only after the command's name is known to be valid
     import tyro
 
     hints: dict[str, Any] = get_type_hints(described)
@@ -228,7 +228,7 @@ def _run(
         print(f"{program}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
-        hint = str(stop) or (_continue_hint(work) if work is not None else "it had not begun")
+        hint = str(stop) or (_continue_hint(work) if work is not None else "it had not started")
         print(f"{program}: stopped; {hint}", file=sys.stderr)
         return 130
     return int(getattr(result, "exit_status", 0))
@@ -237,12 +237,12 @@ def _run(
 def _parsed(
     function: Callable[..., object], called: str, files: Sequence[Path], words: list[str]
 ) -> functools.partial[object]:
-    """Return a command's function with the arguments of the words and of files of flags."""
+    """Return a command's function bound to the arguments in the words and the flag files."""
     import tyro
 
     for path in files:
         known = [flag.name for flag in _flags_of(function) if flag.kind is flag.KEYWORD_ONLY]
-        # after the words: a list of the file would take positional ones that follow it
+        # after the words: a list from the file would take in positional words after it
         words = [*words, *flags_of_file(path, known, words)]
     purpose = (inspect.getdoc(function) or "").split("Args:")[0].strip()
     description = f"{purpose}\n\n{_SHARED_HELP}"
@@ -250,9 +250,9 @@ def _parsed(
 
 
 def _library_errors() -> tuple[type[Exception], ...]:
-    """Return the errors of damaged files and full disks that libraries raise by classes of theirs.
+    """Return the exceptions of libraries for damaged files and full disks.
 
-    Only libraries that were imported can have raised one.
+    Only imported libraries can have raised one.
     """
     return tuple(
         getattr(sys.modules[module], name)
@@ -265,7 +265,7 @@ def _library_errors() -> tuple[type[Exception], ...]:
 
 
 def _continue_hint(work: functools.partial[object]) -> str:
-    """Return the hint that follows a stop."""
+    """Return a hint on how to continue after a stop."""
     given = inspect.signature(work.func).bind(*work.args, **work.keywords).arguments
     out = given.get("out")
     if not isinstance(out, Path) or not (is_begun(out) or _has_checkpoints(out)):
@@ -276,7 +276,7 @@ def _continue_hint(work: functools.partial[object]) -> str:
 
 
 def _has_checkpoints(out: Path) -> bool:
-    """Return whether a training left checkpoints, in the folder or beside it."""
+    """Return whether a training left checkpoints in a folder or next to it."""
     # the second is where `learn` trains, the others are the runs of a sweep
     places = [
         out / "checkpoints",
@@ -299,7 +299,7 @@ def _print(result: object, as_json: bool) -> None:
 
 
 def json_line(value: object, encoding: str | None = None) -> str:
-    """Return a value as JSON, with letters beyond ASCII escaped if the output cannot hold them.
+    """Return a value as JSON; escape non-ASCII characters if the output cannot encode them.
 
     Args:
         value: The value.

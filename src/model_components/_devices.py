@@ -17,16 +17,15 @@ if TYPE_CHECKING:
 
 
 def find_device(name: str, operation: str) -> str:
-    """The device; under torchrun, ``"cuda"`` is the process's own.
+    """Return the device's name; under torchrun, ``"cuda"`` becomes the process's own GPU.
 
     Raises:
-        ValueError: This torch has none of that name, nothing can be put there, or what is put there
-            is lost ("meta").
+        ValueError: The device does not exist, cannot hold tensors, or holds no values ("meta").
 
     >>> find_device("cpu", "merge_models")
     'cpu'
     """
-    if name == "cpu":  # without torch, which a merge of files does not need
+    if name == "cpu":  # returned before torch is imported, which a merge of files does not need
         return name
     import torch
 
@@ -36,7 +35,7 @@ def find_device(name: str, operation: str) -> str:
             raise RuntimeError("it holds no values")
         if device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ:
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        # torch takes the name of a card that is not there, until something is put on it
+        # torch accepts the name of a missing GPU until a tensor is put on it
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"{operation}: device {name} cannot be used here ({error})") from error
@@ -56,7 +55,7 @@ def has_bfloat16(device: torch.device) -> bool:
 def is_faster_in_bfloat16(device: torch.device) -> bool:
     """Return whether matrix products are expected to be faster in bfloat16 than in float32.
 
-    x86 processors need AMX: with the instructions of AVX-512 alone they took 1.8 times as long.
+    x86 processors need AMX: with AVX-512 alone, products in bfloat16 took 1.8 times as long.
     """
     import torch
 
@@ -66,9 +65,9 @@ def is_faster_in_bfloat16(device: torch.device) -> bool:
 
 
 def warn_if_slow(operation: str, module: nn.Module) -> None:
-    """Warn of bfloat16 on a processor without instructions for it.
+    """Warn if a module is in bfloat16 on a processor without instructions for it.
 
-    A product then takes some 50 times as long.
+    A matrix product then takes some 50 times as long.
     """
     import torch
 
@@ -76,13 +75,13 @@ def warn_if_slow(operation: str, module: nn.Module) -> None:
     if slow and not has_bfloat16(torch.device("cpu")):
         warnings.warn(
             f"{operation}: {type(module).__name__} is in bfloat16, which this processor has no "
-            "instructions for; float32 is many times as fast here",
+            "instructions for; convert it to float32, which is many times as fast here",
             stacklevel=3,
         )
 
 
 def reset_peak_memory() -> None:
-    """Let `peak_memory` count from now on. Only Linux can; elsewhere it counts from the start."""
+    """Restart the count of `peak_memory`, on Linux only; elsewhere it counts from the start."""
     with contextlib.suppress(OSError):
         # 5 stands for the largest resident size (man proc)
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
@@ -90,7 +89,7 @@ def reset_peak_memory() -> None:
 
 def peak_memory() -> int:
     """Return the largest resident size of this process so far, in bytes."""
-    # not by getrusage where there is a choice: its figure is inherited from the parent
+    # preferred to getrusage, whose figure is inherited from the parent process
     with contextlib.suppress(OSError):
         status = Path("/proc/self/status").read_text(encoding="utf-8")
         if found := re.search(r"^VmHWM:\s*(\d+) kB", status, re.M):

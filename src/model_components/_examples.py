@@ -23,9 +23,9 @@ _EXPECTED = (
     "messages, conversations, prompt and completion, instruction and output (and perhaps input), "
     "or text"
 )
-# as plain text they would fail with an error about their encoding
+# read as plain text, these would fail with an error about their encoding
 _NO_TEXT = (".arrow", ".xlsx", ".zip", ".safetensors", ".bin", ".pt")
-_ROWS_NAMED = 5  # in an error
+_ROWS_NAMED = 5  # numbers of rows that an error lists
 Example = dict[str, list[int]]
 """``input_ids`` and ``labels``."""
 
@@ -33,48 +33,47 @@ Example = dict[str, list[int]]
 class TextExamples:
     """Make examples of ``input_ids`` and ``labels`` from rows of text.
 
-    Answers are supervised, prompts are not. In a conversation of several turns all answers of the
-    assistant are. If the tokenizer's chat template renders earlier turns differently once later
-    ones follow (for example, without their reasoning), the conversation becomes one example for
-    each answer.
+    Answers are supervised, prompts are not. In a conversation of several turns, all answers of the
+    assistant are supervised. If the tokenizer's chat template renders earlier turns differently
+    once later ones follow (for example, without their reasoning), the conversation becomes one
+    example for each answer.
 
     A row is one of:
 
     - ``messages``: a list of ``role`` and ``content``, or ShareGPT's ``conversations`` of ``from``
-      and ``value``. ``tools`` may stand beside them.
+      and ``value``. A ``tools`` field may accompany either.
     - ``prompt`` and ``completion``: two texts, or two lists of messages. Only the completion is
       supervised.
     - ``instruction``, ``output`` and optionally ``input``. Without a chat template they are laid
       out in the format of Stanford Alpaca, in which many models have been trained.
     - ``text``: all of it is supervised.
-    - A string: the same, in pieces of ``max_length`` tokens.
+    - A string: all of it is supervised, in pieces of ``max_length`` tokens.
 
     Rows without an answer, and rows whose answers begin beyond ``max_length``, are left out with a
-    warning. Invalid rows raise one error with
-    each reason and the numbers of the rows.
+    warning. Invalid rows raise one error that lists each reason and the row numbers.
 
-    The examples can train `transformers.Trainer` and `trl.SFTTrainer`, which use ``labels`` as they
-    are.
+    The examples can be passed to `transformers.Trainer` and `trl.SFTTrainer`, which use ``labels``
+    unchanged.
 
     Args:
-        source: Rows, or where to read them: a file of JSON, JSON lines, CSV or TSV, also gzipped,
-            or of parquet; a hub id; or a data set. Any other file is read as one plain text, which
-            is cut into pieces.
+        source: Rows, or where to read them: a JSON, JSON lines, CSV or TSV file, which may be
+            gzipped; a parquet file; a hub id; or a data set. Any other file is read as one plain
+            text, which is cut into pieces.
         tokenizer: A fast tokenizer of transformers. Its chat template lays out messages and
             instructions. Without one, messages are joined by newlines without their roles, and each
             answer ends with the end-of-text token.
-        max_length: Maximum number of tokens of an example; longer rows lose their end.
+        max_length: Maximum number of tokens of an example; longer rows are truncated.
         train_on_inputs: Supervise prompts, too.
 
     Attributes:
         examples: The examples.
         left_out: The number of rows that are left out.
         rows: For each example the number of its row; pieces of one text have different numbers.
-        cut: The number of examples that lost their end.
+        cut: The number of examples that were truncated.
         digest: A hash of the rows as they were given.
 
     Raises:
-        ValueError: There are no rows, some cannot be used, or none has an answer within
+        ValueError: A setting or a row is invalid, there are no rows, or no row has an answer within
             ``max_length``.
     """
 
@@ -96,7 +95,7 @@ class TextExamples:
         self.cut = 0
         name, rows = _read(source)
         self.digest = _digest(rows)
-        # by reason, since one fault of a file often concerns thousands of rows
+        # grouped by reason, because one mistake in a file often affects thousands of rows
         bad: dict[str, list[int]] = {}
         for number, row in rows:
             try:
@@ -109,12 +108,12 @@ class TextExamples:
         if not self.examples:
             raise ValueError(
                 f"TextExamples: {name}: none of {len(rows)} rows has an answer within {max_length} "
-                "tokens; expected one"
+                "tokens; increase max_length, or check the rows"
             )
         if self.left_out:
             warnings.warn(
-                f"TextExamples: {name}: {self.left_out} of {len(rows)} rows are left out, as they "
-                f"have no answer within {max_length} tokens",
+                f"TextExamples: {name}: {self.left_out} of {len(rows)} rows are left out, because "
+                f"they have no answer within {max_length} tokens",
                 stacklevel=2,
             )
 
@@ -125,7 +124,7 @@ class TextExamples:
         return self.examples[index]
 
     def decoded(self, index: int) -> str:
-        """Return the text of an example, with what is supervised in brackets ⟦ ⟧.
+        """Return the text of an example, with the supervised parts in brackets ⟦ ⟧.
 
         Args:
             index: The number of the example.
@@ -167,7 +166,7 @@ class TextExamples:
             self.left_out += 1
 
     def _pieces(self, text: str) -> list[Example]:
-        """Return a plain text as examples that are supervised from end to end."""
+        """Split a plain text into examples in which every token is supervised."""
         ids = self.tokenizer(check_unicode(text))["input_ids"]
         starts = range(0, len(ids), self.max_length)
         pieces = [ids[start : start + self.max_length] for start in starts]
@@ -175,13 +174,13 @@ class TextExamples:
 
     def _tokens(self, layout: Layout) -> Example:
         """Return the tokens of a text, with labels where it is supervised."""
-        # a chat template has written the special tokens; else the first one is added below
+        # a chat template writes special tokens itself; otherwise the first one is added below
         encoded = self.tokenizer(layout.text, add_special_tokens=False, return_offsets_mapping=True)
         ids = list(encoded["input_ids"])
         labels = []
         for token, (start, stop) in zip(ids, encoded["offset_mapping"], strict=True):
-            # a token that spans the end of a prompt has the first characters of the answer; one
-            # with an empty span belongs to the prompt where an answer begins
+            # a token that spans the end of a prompt also has the answer's first characters, so it
+            # is supervised; a token with an empty span at the answer's start is in the prompt
             is_answer = any(
                 (start < last and stop > first) if start < stop else first < start <= last
                 for first, last in layout.spans
@@ -208,23 +207,23 @@ def _check_settings(tokenizer: object, max_length: object, train_on_inputs: obje
         )
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
-            "TextExamples: expected a fast tokenizer of transformers, which knows the positions of "
-            f"its tokens in a text, got {type(tokenizer).__name__}"
+            "TextExamples: expected a fast tokenizer of transformers, which returns the positions "
+            f"of its tokens in a text, got {type(tokenizer).__name__}"
         )
 
 
 def _beginning(tokenizer: Any) -> list[int]:
     """Return the token that a tokenizer puts before a text, if there is one."""
-    # tried out, since GPT-2's tokenizer, for one, has such a token and does not put it there
+    # tried out, because some tokenizers, such as GPT-2's, have a BOS token but do not add it
     first = tokenizer("a")["input_ids"][:1]
     return first if first == [tokenizer.bos_token_id] else []
 
 
 def _digest(rows: Sequence[tuple[int, object]]) -> str:
-    """Return a hash of rows, before a chat template lays them out, which may write the date."""
+    """Return a hash of the raw rows, because a chat template may add the date to its output."""
     digest = xxhash.xxh3_128()
     for _, row in rows:
-        # surrogates have no UTF-8
+        # unpaired surrogates cannot be encoded as UTF-8
         digest.update(json.dumps(row, default=repr).encode(errors="replace"))
     return digest.hexdigest()
 
@@ -253,7 +252,7 @@ def _read(source: Any) -> tuple[str, list[tuple[int, object]]]:
 
 
 def _is_plain_text(source: object) -> bool:
-    """Return whether a source is a file that holds no rows."""
+    """Return whether a source is a file that is read as plain text, not as rows."""
     if not isinstance(source, (str, Path)):
         return False
     path = Path(source)
@@ -273,7 +272,7 @@ class Answer(NamedTuple):
 
     Attributes:
         prompt: The token ids before it.
-        reference: The token ids of the answer and of its end.
+        reference: The token ids of the answer, including its end.
     """
 
     prompt: list[int]
@@ -281,7 +280,7 @@ class Answer(NamedTuple):
 
 
 def first_answer(example: Example) -> Answer:
-    """Return the first stretch of supervised tokens, and what is before it.
+    """Return the first run of supervised tokens, and the tokens before it.
 
     >>> first_answer({"input_ids": [1, 2, 3, 4], "labels": [-100, 2, 3, -100]})
     Answer(prompt=[1], reference=[2, 3])
@@ -289,7 +288,7 @@ def first_answer(example: Example) -> Answer:
     ids = example["input_ids"]
     supervised = [label != IGNORED for label in example["labels"]]
     start = supervised.index(True)
-    # the False stands for the end of the example, where nothing follows the answer
+    # the appended False marks the end of the example, in case nothing follows the answer
     length = [*supervised[start:], False].index(False)
     return Answer(ids[:start], ids[start : start + length])
 
@@ -299,17 +298,17 @@ def split_examples(
 ) -> tuple[list[Example], list[Example]]:
     """Split examples by rows, at random, into training examples and held-out ones.
 
-    All examples of a row are on one side. Training rows with the first prompt of a held-out row
-    are dropped; so are texts without a prompt that are equal to a held-out one. The split does not
-    depend on a run's seed, so that runs with different seeds can be compared.
+    All examples of a row go to the same set. Training rows whose first prompt is also that of a
+    held-out row are dropped, and so are texts without a prompt that equal a held-out text. The
+    split does not depend on a run's seed, so that runs with different seeds can be compared.
 
     Args:
         texts: The examples.
-        share: The share of the rows that is held out.
-        most: The largest number of rows that is held out.
+        share: The share of rows to hold out.
+        most: The maximum number of rows to hold out.
 
     Returns:
-        The examples to train, and the held-out examples, at least one.
+        The training examples, and the held-out examples (at least one).
     """
     # each piece of a plain text has a number of its own, so that one text can be split
     by_row: dict[int, list[Example]] = {}
@@ -326,5 +325,5 @@ def split_examples(
 
 
 def _key(example: Example) -> tuple[int, ...]:
-    """Return the first prompt of an example, or a text that has none."""
+    """Return the first prompt of an example, or all its tokens if it has no prompt."""
     return tuple(first_answer(example).prompt or example["input_ids"])

@@ -1,4 +1,4 @@
-"""Files of flags, for ``--config``."""
+"""Read flags from a YAML file, for ``--config``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _YAML_WORDS = {
     "bool": re.compile("(true|True|TRUE|false|False|FALSE)$"),
     "null": re.compile("(~|null|Null|NULL|)$"),
 }
-"""Plain words of a file of flags that are no text. YAML's numbers stay text: 010 would be 8."""
+"""Plain words in a flag file that are not text. Numbers stay text: YAML would read 010 as 8."""
 
 
 class FlagFileError(ValueError):
-    """A file of ``--config`` that cannot be read, or that sets no flag of the command."""
+    """A ``--config`` file that cannot be read, or that sets an unknown flag."""
 
 
 def flags_of_file(path: Path, known: Sequence[str], given: Sequence[str]) -> list[str]:
@@ -45,12 +45,12 @@ def read_flags(path: Path) -> Mapping[object, object]:
     Raises:
         FlagFileError: The file cannot be read, or is not a YAML mapping.
     """
-    from . import _yaml  # only where a file is named
+    from . import _yaml  # imported only if a file is given
 
     class Loader(_yaml.Loader):
-        """Reads true, false and null, and every other word as it stands, as a command line."""
+        """Read true, false and null, and every other word as text, like a command line."""
 
-    # none of YAML's own, which make numbers of 1:30 and dates of 2024-12-13
+    # without YAML's own rules, which turn 1:30 into a number and 2024-12-13 into a date
     Loader.yaml_implicit_resolvers = {}
     for kind, words in _YAML_WORDS.items():
         Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", words, None)
@@ -98,7 +98,7 @@ def _word_of(value: object) -> str:
 
 
 def _setting_of(word: str) -> str:
-    """Return the name of what a flag sets: without dashes, ``no-`` and the value.
+    """Return the name of a flag's setting: without dashes, ``no-`` and the value.
 
     >>> _setting_of("--no-save_others"), _setting_of("--keep=0.5")
     ('save-others', 'keep')

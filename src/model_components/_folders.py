@@ -1,16 +1,16 @@
-"""The only code here that creates, replaces or removes what is on a user's disk.
+"""Create, replace and remove files and folders on a user's disk.
 
-A result is written into ``.NAME.partial`` beside its final name and gets that name, by one rename,
-when it is whole. That folder carries a marker. One without it, one that another user owns and a
-symbolic link are not ours: they are refused and left as they are. Nothing is ever removed but a
-marked folder, a file that was just created here, and the checkpoints and results of a run that is
-to begin anew (`_runs`).
+A result is written into the folder ``.NAME.partial``, next to its final path. When it is complete,
+one rename moves it there. The folder contains a marker file. A folder without the marker, a folder
+of another user and a symbolic link are not ours: they raise an error and are left alone. This
+module removes only marked folders, files that it has just created, and the checkpoints and results
+of a run that starts over (`_runs`).
 
-    out's folder/
+    parent of NAME/
       .NAME.partial/
         .made-by-model-components   the marker, which names the process that wrote last
-        result/                     what will be NAME
-        ...                         what an interrupted run may want to know
+        result/                     becomes NAME
+        ...                         files that an interrupted run needs to resume
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ class OutputError(OSError, ValueError):
 
 
 def check_new(out: str | os.PathLike[str], operation: str) -> Path:
-    """The absolute path of a folder that can be made: nothing is there, or an empty folder.
+    """Check that a folder can be made at a path, and return the absolute path.
+
+    There may be an empty folder already.
 
     Raises:
-        OutputError: Something is there, a symbolic link included; a parent is no folder, or may not
-            be written to.
+        OutputError: Anything else is there, even a symbolic link; or a parent is not a folder, or
+            is not writable.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile() as file:
@@ -59,8 +61,8 @@ def check_new(out: str | os.PathLike[str], operation: str) -> Path:
         if path.is_symlink():
             raise OutputError(f"{to}: a symbolic link is there; name the folder that it leads to")
         if path.is_dir():
-            # the result takes the place of an empty folder: a mount cannot be replaced, and a shell
-            # that stands in the current folder would stay in the old one
+            # the result replaces an empty folder; but a mount cannot be replaced, and a shell whose
+            # current folder is replaced would stay in the old one
             if path.samefile(os.curdir) or os.path.ismount(path):
                 raise OutputError(
                     f"{to}: this is the current folder or a mount; name a folder inside it"
@@ -69,7 +71,7 @@ def check_new(out: str | os.PathLike[str], operation: str) -> Path:
                 raise OutputError(f"{to}: the folder is not empty; name a new one")
         elif os.path.lexists(path):
             raise OutputError(f"{to}: a file is there; name a new folder")
-        # the nearest one that is there, a link to nowhere included; those below it will be made
+        # the nearest existing parent, even a broken link; the folders below it will be made
         parent = next(p for p in path.parents if os.path.lexists(p))
         if not parent.is_dir():
             raise OutputError(f"{to}: {parent} is a file, expected a folder")
@@ -89,12 +91,12 @@ def _told(to: str, error: OSError) -> OutputError:
 
 
 def write_error(to: str, error: BaseException | None) -> OutputError | None:
-    """Return what to raise in place of an error of writing, or None for any other error.
+    """Return the `OutputError` to raise instead of a write error, or None for any other error.
 
-    Python, safetensors and torch tell of a full disk by classes and words of their own.
+    Python, safetensors and torch report a full disk with different classes and messages.
 
     Args:
-        to: The operation and the path, as the message begins.
+        to: The beginning of the message: the operation and the path.
         error: The exception that was raised, or None.
     """
     text = str(error)
@@ -116,7 +118,7 @@ def writing(to: str) -> Iterator[None]:
     """Turn a failed write into an `OutputError`.
 
     Args:
-        to: The operation and the path, as the message begins.
+        to: The beginning of the message: the operation and the path.
 
     Raises:
         OutputError: The disk is full, a quota is used up, or the file system is read-only.
@@ -131,7 +133,7 @@ def writing(to: str) -> Iterator[None]:
 
 
 def is_begun(out: str | os.PathLike[str]) -> bool:
-    """Return whether an interrupted run left work beside ``out`` that the same run takes up."""
+    """Return whether an interrupted run left work for ``out`` that the same command can resume."""
     path = Path(os.path.abspath(out))
     hidden = path.with_name(f".{path.name}.partial")
     # the marker and an empty result are there before any work is done
@@ -139,10 +141,10 @@ def is_begun(out: str | os.PathLike[str]) -> bool:
 
 
 def make_folder(path: str | os.PathLike[str], operation: str) -> Path:
-    """A folder that may exist already, with its parents.
+    """Make a folder and its parents if they do not exist, and return its path.
 
     Raises:
-        OutputError: A file is in the way, or the parent may not be written to.
+        OutputError: A file is in the way, or the parent is not writable.
     """
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
@@ -154,14 +156,15 @@ def make_folder(path: str | os.PathLike[str], operation: str) -> Path:
 
 
 class NewFolder:
-    """A folder that is written beside its final name, and gets that name when it is whole.
+    """A folder that is written under a hidden name, and gets its final name when it is complete.
 
-    As a context manager it opens, publishes at the end, and on an error discards what was written.
+    As a context manager it calls `open`, and at the end `publish`. After an error it discards what
+    was written, unless it is resumable.
 
     Args:
-        out: The final name: nothing, or an empty folder.
-        operation: The name of the work in errors.
-        resumable: An error leaves what was written, and a later run finds it again.
+        out: The final path, where there may be an empty folder already.
+        operation: The name that error messages begin with.
+        resumable: After an error, keep what was written for a later run.
         fresh: Remove what an earlier run left.
 
     >>> import tempfile
@@ -195,7 +198,7 @@ class NewFolder:
         """Make the hidden folder, or take over the one that an interrupted run left, and lock it.
 
         Raises:
-            OutputError: Another run has it now; it is not ours; the parent may not be written to.
+            OutputError: Another run holds it, it is not ours, or its parent is not writable.
         """
         if self._lock is not None:
             raise OutputError(f"{self._to}: it is open already")
@@ -217,7 +220,7 @@ class NewFolder:
         return self
 
     def _claim(self) -> bool:
-        """Lock the hidden folder; False where its name has gone to another one meanwhile."""
+        """Lock the hidden folder; return False if it was removed or replaced meanwhile."""
         created = False
         with contextlib.suppress(FileExistsError):
             os.mkdir(self.place)  # 0777 less the umask
@@ -244,7 +247,7 @@ class NewFolder:
         )
 
     def _has_its_name(self) -> bool:
-        """Return whether the folder that is locked still is the one of that name."""
+        """Return whether the locked folder is still at its path."""
         assert self._lock is not None
         return self._lock.is_at(self.place)
 
@@ -257,25 +260,25 @@ class NewFolder:
             )
 
     def clear(self, keep: Collection[str] = ()) -> None:
-        """Remove what the result has so far, but for the files named."""
+        """Remove the contents of the result so far, except the named files."""
         self._check_result()
         _empty(self.folder, keep)
 
     def publish(self) -> None:
-        """Give the result its name, and remove the hidden folder.
+        """Move the result to its final path, and remove the hidden folder.
 
         Raises:
-            OutputError: Something was put there meanwhile. It stays, and so does the result: no
-                later run clears it.
+            OutputError: Something else is at the final path now. It is left alone, and the result
+                is kept: no later run removes it.
         """
-        # somebody may have moved it, and what is there now is not ours
+        # somebody may have moved the hidden folder; whatever is at its path now is not ours
         if not self._has_its_name():
             raise self._foreign()
         self._check_result()
         try:
             _rename(self.folder, self.out)
         except OSError as error:
-            # a folder without a marker is nobody's to clear, so the result is safe in it
+            # no run clears a folder without a marker, so the result is safe in it
             (self.place / _MARKER).unlink(missing_ok=True)
             self.close()
             if os.path.lexists(self.out):
@@ -283,12 +286,12 @@ class NewFolder:
             else:
                 why = error.strerror
             raise OutputError(f"{self._to}: {why}; the result is in {self.folder}") from None
-        # the result is there; what cannot be removed, a later run clears
+        # the result is in place; a later run clears what cannot be removed now
         with contextlib.suppress(OSError):
             self.discard()
 
     def discard(self) -> None:
-        """Remove the hidden folder with all that is in it; the final name is not touched."""
+        """Remove the hidden folder and its contents; leave the final path alone."""
         try:
             if self._lock is not None and self._has_its_name():
                 _empty(self.place, keep=[_MARKER])
@@ -301,7 +304,7 @@ class NewFolder:
             self.close()
 
     def close(self) -> None:
-        """Let go of the lock; what is written stays for a later run."""
+        """Release the lock; keep what was written for a later run."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -323,7 +326,7 @@ class NewFolder:
             finally:
                 self.close()
             return
-        with contextlib.suppress(OSError):  # the error of the work is the one to tell
+        with contextlib.suppress(OSError):  # the original error is the one to report
             nothing = sorted(os.listdir(self.place)) == [
                 _MARKER,
                 self.folder.name,
@@ -343,8 +346,8 @@ def _rename(folder: Path, out: Path) -> None:
     """
     try:
         os.rename(folder, out)
-    except FileExistsError:  # Windows renames onto nothing only
-        os.rmdir(out)  # fails where it is not empty
+    except FileExistsError:  # Windows cannot rename onto an existing folder
+        os.rmdir(out)  # fails if it is not empty
         os.rename(folder, out)
 
 
@@ -363,14 +366,14 @@ def remove(path: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Return our folder in the user's cache, which may not exist."""
+    """Return this library's folder in the user's cache; it may not exist."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "model-components"
 
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """An empty folder of the system's temporary files, which is removed afterwards."""
+    """Yield an empty temporary folder, which is removed afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
 
@@ -380,7 +383,7 @@ def new_file(path: str | os.PathLike[str], operation: str) -> Iterator[Path]:
     """Yield a temporary path; if the block succeeds, its file replaces the one at ``path``.
 
     Raises:
-        OutputError: ``path`` is a folder, or a folder cannot be made or written to.
+        OutputError: ``path`` is a folder, link or device, or cannot be written.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -391,7 +394,7 @@ def new_file(path: str | os.PathLike[str], operation: str) -> Iterator[Path]:
     """
     path, to = Path(os.path.abspath(path)), f"{operation} to {os.fspath(path)}"
     make_folder(path.parent, operation)
-    # beside it, as a rename does not cross file systems, under a name of this process alone
+    # in the same folder, because a rename cannot cross file systems, under a unique name
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         if os.path.lexists(path):
@@ -417,6 +420,6 @@ def new_file(path: str | os.PathLike[str], operation: str) -> Iterator[Path]:
 
 
 def write_json(path: str | os.PathLike[str], data: object, operation: str = "write") -> None:
-    """Data as indented JSON, whole or not at all."""
+    """Write data as indented JSON; an error leaves no partial file."""
     with new_file(path, operation) as part:
         part.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Files that this library wrote: their format's version, and one error for what is damaged."""
+"""Check the format version of files, and report damaged files with one kind of error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PACKAGES = ("model_components", "mergekit_lite", "kronecker", "thinker", "heads
 
 
 def stamp(version: int) -> dict[str, Any]:
-    """Return what a file says of its format: its version, and that of the library.
+    """Return the fields that record a file's format version and the library's version.
 
     >>> sorted(stamp(1))
     ['format_version', 'made_with']
@@ -41,12 +41,12 @@ def check_format(found: Mapping[str, Any], newest: int, operation: str) -> None:
         raise ValueError(f"{operation}: expected a JSON object, got a {type(found).__name__}")
     # a number in JSON; the metadata of safetensors hold only text
     version = str(found.get("format_version", 1))
-    # nine digits at most, since `int` has an error of its own for thousands of them
+    # nine digits at most, because `int` raises an error of its own for thousands of digits
     if not re.fullmatch("[1-9][0-9]{0,8}", version) or int(version) > newest:
         expected = "1" if newest == 1 else f"1 to {newest}"
         made_with = found.get("made_with")
         advice = "the file needs a newer model-components, or is damaged"
-        # a file of this very version needs no newer one: it is damaged
+        # a file that this version wrote needs no newer version: it is damaged
         if made_with not in (None, __version__):
             advice = f'pip install "model-components>={made_with}"'
         raise ValueError(f"{operation}: expected format {expected}, got {version}; {advice}")
@@ -54,18 +54,18 @@ def check_format(found: Mapping[str, Any], newest: int, operation: str) -> None:
 
 @contextlib.contextmanager
 def reading(path: object, operation: str) -> Iterator[None]:
-    """Turn whatever reading a file raises into one error that names the file.
+    """Turn any error of reading a file into one error that names the file.
 
-    A person may have edited it, and a full disk may have cut it. The block should do nothing but
-    read, since what else fails in it is told as a fault of the file.
+    Somebody may have edited the file, or a full disk may have cut it short. The block should only
+    read, because any other error in it is reported as a fault of the file, too.
 
     Args:
         path: The file, folder or hub id.
         operation: The name that the error message begins with.
 
     Raises:
-        ValueError: It cannot be read. A ValueError that this library raised passes unchanged, and
-            so do errors of a missing library and of memory that runs out.
+        ValueError: The file cannot be read. A ValueError that this library raised passes unchanged,
+            and so do import errors and out-of-memory errors.
 
     >>> with reading("run.json", "load"):
     ...     {}["steps"]
@@ -85,7 +85,7 @@ def reading(path: object, operation: str) -> Iterator[None]:
 
 
 def _is_our_error(error: Exception) -> bool:
-    """Return whether code of this library raised an error, and not what it called."""
+    """Return whether this library raised an error, rather than a library that it called."""
     frames = list(traceback.walk_tb(error.__traceback__))
     module = frames[-1][0].f_globals.get("__name__", "")
     return module.partition(".")[0] in _PACKAGES

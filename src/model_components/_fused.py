@@ -1,7 +1,7 @@
-"""Fused paths: which of them are right and faster on this machine's device, by measurement.
+"""Fused paths, and the measurements of which are correct and faster on this machine's device.
 
 `measure_kernels` writes a small file in the user's cache; ``impl="auto"`` reads it through
-`fused_pays`. A path that was never measured on a kind of card is not taken there.
+`fused_pays`. A path that was never measured on a kind of card is not used there.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 GROUP = "model_components.fused"
 """The group of entry points; each is a function that returns the fused paths of a package."""
-# looked up once, as torch.compile cannot trace the search
+# looked up once, because torch.compile cannot trace the search
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-_VERSIONS = ("model-components", "torch", "triton")  # what a measurement holds for
+_VERSIONS = ("model-components", "torch", "triton")  # a measurement depends on their versions
 
 
 class Trial(NamedTuple):
@@ -52,10 +52,11 @@ class FusedPath:
 
     Attributes:
         name: Its name, such as ``"masks.blend"``.
-        problem: Function of (out_features, in_features), a device and a dtype that returns why it
-            cannot run, or None.
-        make: Function of (out_features, in_features), tokens, device and dtype.
-        odd: The shape of the test of equivalence: no multiple of a tile.
+        problem: Function of (out_features, in_features), a device and a dtype that returns why the
+            path cannot run, or None.
+        make: Function of (out_features, in_features), tokens, device and dtype that returns a
+            `Trial`.
+        odd: The shape for the test of equivalence, not a multiple of a tile size.
     """
 
     name: str
@@ -76,7 +77,7 @@ def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Return a context for launches on the card of a tensor: Triton takes the current one."""
+    """Return a context in which a tensor's card is the current one, as Triton requires."""
     import torch
 
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
@@ -86,7 +87,7 @@ def random_tensor(*shape: int) -> Tensor:
     """Return normal numbers on the CPU, the same for the same shape."""
     import torch
 
-    # with one seed for all, tensors of two shapes would begin with the same numbers
+    # with one seed for all, tensors of different sizes would begin with the same numbers
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
@@ -104,7 +105,7 @@ def cache_file() -> Path:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions that a measurement holds for."""
+    """Return the installed versions of the packages that a measurement depends on."""
     found: dict[str, str | None] = {}
     for name in _VERSIONS:
         try:
@@ -124,7 +125,7 @@ def device_name(device: torch.device) -> str | None:
 
 
 def read_measurements() -> dict[str, Any]:
-    """Return what the cache's file holds, by the name of the card; nothing if it is damaged."""
+    """Return the measurements in the cache's file by card; empty if it is missing or damaged."""
     try:
         devices = json.loads(cache_file().read_text(encoding="utf-8"))["devices"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -132,7 +133,7 @@ def read_measurements() -> dict[str, Any]:
     return devices if isinstance(devices, dict) else {}
 
 
-# asked in every forward, so the file is read once
+# called in every forward, so the file is read only once
 @functools.cache
 def _paying(device: str) -> frozenset[str]:
     """Return the names of the fused paths that are right and faster on a card."""
@@ -144,14 +145,14 @@ def _paying(device: str) -> frozenset[str]:
         return frozenset()
     paying = set()
     for name, path in paths.items():
-        # somebody may have edited the file: what is not clearly true is not taken
+        # somebody may have edited the file, so only a literal True counts
         if isinstance(path, dict) and path.get("fused") is True:
             paying.add(name)
     return frozenset(paying)
 
 
 def fused_pays(name: str, device: torch.device) -> bool:
-    """Return whether a measurement on this kind of card says that a fused path is right and faster.
+    """Return whether measurements found a fused path correct and faster on this kind of card.
 
     Args:
         name: The path's name.
@@ -164,17 +165,17 @@ def fused_pays(name: str, device: torch.device) -> bool:
 def takes_fused(
     operation: str, impl: str, path: str, x: Tensor, unsupported: Callable[[], str | None]
 ) -> bool:
-    """Return whether an operation takes its Triton path; raise if an explicit choice cannot run.
+    """Return whether an operation uses its Triton path; raise if an explicit choice cannot run.
 
-    ``"auto"`` takes it where it was measured on this kind of card and was right and faster.
+    ``"auto"`` uses it if measurements on this kind of card found it correct and faster.
 
     Args:
-        operation: Name in an error.
+        operation: The name that error messages begin with.
         impl: ``"auto"``, ``"fused"``, or another path.
         path: The fused path's name.
         x: One of the tensors.
-        unsupported: Function that returns why the path does not take the tensors, or None. It may
-            import the kernels.
+        unsupported: Function that returns why the path does not support the tensors, or None. It
+            may import the kernels.
     """
     from ._autograd import needs_plain, transforming
 
@@ -195,5 +196,5 @@ def takes_fused(
 
 
 def forget() -> None:
-    """Read the cache's file again when it is asked for next."""
+    """Clear the cache of `fused_pays`, so that the file is read again on the next call."""
     _paying.cache_clear()

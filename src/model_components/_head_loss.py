@@ -1,6 +1,6 @@
-"""Losses of logits that are computed in chunks, so that those of all positions never exist at once.
+"""Compute losses of logits in chunks, so that the logits of all positions never exist at once.
 
-Forward makes the gradients of each chunk, so that backward only scales them.
+Forward computes the gradients of each chunk, so backward only scales them.
 
 Letters: N positions, H hidden size, V vocabulary.
 
@@ -48,7 +48,7 @@ def head_loss(
 
     Args:
         hidden: Final hidden states.
-        labels: Token ids; positions with `IGNORED` count for nothing.
+        labels: Token ids; positions with `IGNORED` are skipped.
         head: Function from hidden states, (n, H), to logits, (n, V).
         parameters: The head's parameters that require grad.
         vocabulary: V.
@@ -62,7 +62,7 @@ def head_loss(
     tensor(1.3863)
     """
     trained = (labels != IGNORED).nonzero()[:, 0]
-    # an index of all positions would copy them
+    # if all positions are trained, indexing would only copy them
     if len(trained) < len(labels):
         hidden = hidden[trained]
         labels = labels[trained]
@@ -107,7 +107,7 @@ def chunked_loss(
             graph and the hooks of the parameters are left alone until backward. Default: the
             parameters themselves, as a module does.
     """
-    # `needs_input_grad` does not know of no_grad, and gradients would be made for nothing
+    # `needs_input_grad` ignores no_grad, so gradients would be computed for nothing
     if not torch.is_grad_enabled():
         parameters = ()
         hidden = hidden.detach()
@@ -131,7 +131,7 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:
         head, loss_of, size, used = settings
         wanted = ctx.needs_input_grad[1:]
-        # float32, as many chunks are added
+        # in float32, because many chunks are added
         gradients = [
             torch.zeros_like(tensor, dtype=_wide(tensor.dtype)) if needed else None
             for tensor, needed in zip((hidden, *parameters), wanted, strict=True)
@@ -150,7 +150,7 @@ class _ChunkedLoss(torch.autograd.Function):
             total += loss
             if gradient is None:
                 continue
-            # without gradients for parameters there are none of them here
+            # if `parameters` is empty, `wanted` is shorter than `used`
             needed = [t for t, want in zip((states, *used), wanted, strict=False) if want]
             # an adapter of the head may be inactive
             found = iter(

@@ -1,4 +1,4 @@
-"""Ids of models on the hub, and the folders that hold them here."""
+"""Recognize the hub ids of models, and find or download the folders of models."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _CACHED = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})"
 
 
 def hub_id(place: str | Path) -> str | None:
-    """The id under which the hub knows a model, by its name or by the cache's folder.
+    """Return the hub id of a model, from its name or its folder in the hub's cache.
 
-    None if it is somewhere else.
+    It is None for any other folder.
 
     >>> hub_id("Qwen/Qwen3-0.6B@main"), hub_id("models/mine/last"), hub_id("./models/mine")
     ('Qwen/Qwen3-0.6B', None, None)
@@ -34,21 +34,22 @@ def hub_id(place: str | Path) -> str | None:
 def find_folder(
     place: str | Path, *, patterns: Sequence[str] = PATTERNS, operation: str = "", **hub: Any
 ) -> Path:
-    """Return a folder as it is, or what the hub or its cache has under its id.
+    """Return the local folder of a model, downloaded from the hub if necessary.
 
-    An id is ``owner/name`` or ``owner/name@revision``.
+    A hub id is ``owner/name`` or ``owner/name@revision``.
 
     Args:
         place: The path of the folder, or an id.
-        patterns: Which files are wanted.
-        operation: The name that error messages begin with, where one is given.
-        hub: More of `huggingface_hub.snapshot_download`'s, such as ``revision`` and ``token``.
+        patterns: Patterns of the files to download.
+        operation: The name that error messages begin with, or an empty string.
+        hub: Other arguments of `huggingface_hub.snapshot_download`, such as ``revision`` and
+            ``token``.
 
     Returns:
-        The folder, on this machine.
+        The path of the folder.
 
     Raises:
-        ValueError: There is none, and the hub did not give it.
+        ValueError: There is no such folder, and it could not be downloaded.
     """
     name = str(place)
     folder = user_path(name)
@@ -58,7 +59,7 @@ def find_folder(
     if at and user_path(before).is_dir():  # a folder has no revisions
         return user_path(before)
     if folder.is_file():
-        raise ValueError(f"{operation and f'{operation}: '}{name}: is a file, expected a folder")
+        raise ValueError(f"{operation and f'{operation}: '}{name} is a file, expected a folder")
     missing = f"{operation and f'{operation}: '}{name}: there is no such folder"
     match = None if is_path(name) else _NAME.fullmatch(name)
     if match is None:
@@ -77,10 +78,10 @@ def find_folder(
         Exception
     ) as error:  # huggingface_hub raises many unrelated classes for "not there" and "no network"
         reason = str(error).strip().split("\n")[0]
-        # the name of a folder with a slip in it looks like an id, too
+        # a misspelled folder name looks like an id, too
         if near := _nearest(folder):
             raise ValueError(f"{missing}{near}") from error
-        raise ValueError(f"{missing}, and the hub did not give it ({reason})") from error
+        raise ValueError(f"{missing}, and it cannot be downloaded ({reason})") from error
 
 
 def is_cached(repo_id: str) -> bool:
@@ -99,7 +100,7 @@ def is_cached(repo_id: str) -> bool:
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name can only be a path of this machine, and no id of the hub.
+    """Return whether a name can only be a local path, not a hub id.
 
     >>> is_path("gpt2"), is_path("owner/name@main"), is_path("./mine"), is_path("a/b/c")
     (False, False, True, True)
@@ -108,9 +109,9 @@ def is_path(name: str) -> bool:
 
 
 def _nearest(folder: Path) -> str:
-    """The end of a message: "did you mean" a folder of nearly that name beside it.
+    """Return the end of a message that suggests a similarly named folder in the same place.
 
-    Empty if there is none.
+    It is empty if there is none.
     """
     if folder.parent.is_dir():
         beside = [p.name for p in folder.parent.iterdir() if p.is_dir()]
@@ -123,9 +124,9 @@ def _nearest(folder: Path) -> str:
 
 
 def split_revision(place: str | Path) -> tuple[str, str | None]:
-    """Name and revision of ``owner/name@revision``.
+    """Split ``owner/name@revision`` into the name and the revision.
 
-    Of a folder, or a name without one, itself and None.
+    A folder, or a name without a revision, is returned as it is, with None.
     """
     name, at, revision = str(place).rpartition("@")
     # a folder may have an @ in its own name
@@ -136,7 +137,7 @@ def split_revision(place: str | Path) -> tuple[str, str | None]:
 
 
 def user_path(text: str) -> Path:
-    """The path that a user writes, ``~`` expanded where there is such a user."""
+    """Return the path that a user wrote, with ``~`` expanded if that user exists."""
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -144,7 +145,7 @@ def user_path(text: str) -> Path:
 
 
 def cached_commit(place: str | Path) -> tuple[str, str] | None:
-    """Id and commit of a snapshot in the hub's cache; None for another folder."""
+    """Return the id and commit of a snapshot in the hub's cache; None for any other folder."""
     match = _CACHED.search(str(place))
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""Parts that layers share."""
+"""Code shared by layers."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class ReadOnlyWeight(Tensor):
 
     @classmethod
     def of(cls, weight: Tensor) -> Tensor:
-        """Return a computed weight as a read-only one.
+        """Return a read-only view of a computed weight.
 
-        A parameter is returned as it is, and so is any weight while torch traces or transforms.
+        A parameter is returned unchanged, and so is any weight while torch traces or transforms.
 
         >>> weight = ReadOnlyWeight.of(torch.ones(2))
         >>> weight + 1
@@ -58,14 +58,14 @@ class ReadOnlyWeight(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Refuse changes in place, run everything else on the plain tensor."""
+        """Raise on changes in place, and run everything else on the plain tensor."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         uses_data = getattr(func, "__self__", None) is _DATA
         assigns = name == "__setitem__" or (uses_data and name == "__set__")
         # torch's names for changes in place end in _; `requires_grad_` changes no values
         in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-        # the first argument is the one that is written into; of torch's foreach functions, a list
+        # in-place functions write into the first argument, which is a list in foreach functions
         targets = _listed(next(iter((*args, *kwargs.values())), None))
         written = _listed(kwargs.get("out"))
         if assigns or in_place or kwargs.get("inplace") is True:
@@ -79,14 +79,14 @@ class ReadOnlyWeight(Tensor):
             result = func(*args, **kwargs)
 
         def guarded(value: Any) -> Any:
-            # views of it, as `weight[0]` and `weight.data`, are read-only, too
+            # views of a weight, such as `weight[0]` and `weight.data`, are read-only, too
             if uses_data or (name != "detach" and _is_view_of(value, targets)):
                 return value.as_subclass(cls)
             return value.as_subclass(Tensor) if type(value) is cls else value
 
         if name == "__iter__":
             return map(guarded, result)
-        # as `weight.chunk(2)`; named tuples, as of `max`, hold no views
+        # such as `weight.chunk(2)`; named tuples, such as the result of `max`, hold no views
         if type(result) in (tuple, list):
             return type(result)(map(guarded, result))
         return guarded(result)
@@ -97,14 +97,14 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _is_view_of(result: object, sources: Sequence[object]) -> bool:
-    """Return whether a tensor lies in the memory of one of the sources."""
+    """Return whether a tensor shares the memory of one of the sources."""
     # empty tensors have no place in memory to compare
     if not isinstance(result, Tensor) or not result.numel():
         return False
     place = result.untyped_storage().data_ptr()
     for source in sources:
         if isinstance(source, ReadOnlyWeight):
-            # else asking for its storage would end up here again
+            # otherwise reading its storage would call `__torch_function__` again
             with torch._C.DisableTorchFunctionSubclass():
                 if source.untyped_storage().data_ptr() == place:
                     return True

@@ -1,11 +1,11 @@
-"""Rows as texts (conversations, prompts with completions, instructions) and answer positions."""
+"""Convert rows (conversations, prompts and completions, instructions) to texts with answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-_ROLES = {  # of chat templates, by the names that data sets use
+_ROLES = {  # role names in data sets, and the same roles in chat templates
     "system": "system",
     "developer": "developer",
     "user": "user",
@@ -24,7 +24,7 @@ class Layout(NamedTuple):
 
     Attributes:
         text: The text.
-        spans: Start and end of each stretch that is supervised.
+        spans: Start and end, in characters, of each supervised part of the text.
         has_special_tokens: Whether the text has special tokens already, as a chat template writes
             them.
     """
@@ -126,11 +126,11 @@ def _alpaca_prompt(instruction: str, more: str) -> str:
 
 
 def _prompt_and_answer(tokenizer: Any, prompt: str, answer: str) -> Layout:
-    """Return a prompt and a supervised answer, with the token that ends a text."""
+    """Return the layout of a prompt and a supervised answer, with the end-of-text token."""
     if not answer.strip():
         # without a span, which `TextExamples` counts as a row without an answer
         return Layout(check_unicode(prompt), [], has_special_tokens=False)
-    # its end is part of the answer: a model that never sees one would not learn to stop
+    # the end-of-text token is supervised, too: otherwise a model would not learn to stop
     text = check_unicode(prompt + answer) + (tokenizer.eos_token or "")
     return Layout(text, [(len(prompt), len(text))], has_special_tokens=False)
 
@@ -140,8 +140,8 @@ def _messages(given: object, role: str, content: str, *, of_prompt: bool = False
 
     Args:
         given: The messages as the row has them.
-        role: The name of the field of the role.
-        content: The name of the field of the text.
+        role: The name of the field that holds the role.
+        content: The name of the field that holds the text.
         of_prompt: Whether these messages are a prompt, which needs no answer.
     """
     if hasattr(given, "tolist"):  # an array, as pandas reads parquet
@@ -154,12 +154,12 @@ def _messages(given: object, role: str, content: str, *, of_prompt: bool = False
             raise BadRowError(f"a {type(message).__name__} as a message")
         name = message.get(role)
         if not isinstance(name, str) or name not in _ROLES:
-            shown = repr(name) if isinstance(name, str) else f"of {type(name).__name__}"
+            shown = repr(name) if isinstance(name, str) else f"of type {type(name).__name__}"
             raise BadRowError(f"the role {shown} (expected one of {', '.join(_ROLES)})")
         text = message.get(content)
         if not isinstance(text, str) and not (text is None and message.get("tool_calls")):
             raise BadRowError(f"a message whose {content} is not text")
-        # a row of `from` and `value` may have other fields of these names, which must not win
+        # a message with `from` and `value` may also have `role` or `content`, which must not win
         named = (role, content, "role", "content")
         others = {k: v for k, v in message.items() if k not in named}
         messages.append({"role": _ROLES[name], "content": text, **others})
@@ -173,7 +173,7 @@ def _conversation(
 ) -> list[Layout]:
     """Return the layouts of a conversation: one for all answers, or one for each answer.
 
-    What ends an answer belongs to it. What follows the last answer is left out.
+    The text that ends an answer belongs to the answer. Text after the last answer is left out.
 
     Args:
         tokenizer: The tokenizer whose chat template lays out the messages.
@@ -189,12 +189,12 @@ def _conversation(
     has_special_tokens = bool(tokenizer.chat_template)
     layouts = []
     for number in answers:
-        # one text for each answer, which it ends: a template does not tell where its parts begin
+        # one text up to the end of each answer: a template does not return positions
         text = _render(tokenizer, messages[: number + 1], tools)
         if number:
             before = _render(tokenizer, messages[:number], tools, is_prompt=True)
             start = len(before) if text.startswith(before) else -1
-        else:  # what a template writes before a first message is no answer
+        else:  # the template's text before a first message is not part of the answer
             start = _beginning_of(tokenizer, messages[0], text, tools)
         if start < 0:
             raise BadRowError("an answer that the chat template does not put after its prompt")
@@ -202,7 +202,7 @@ def _conversation(
     if not layouts:
         return [Layout(_render(tokenizer, messages, tools), [], has_special_tokens)]
     last = layouts[-1]
-    # if all shorter texts begin the last one, that one holds all answers
+    # if all shorter texts are prefixes of the last one, the last one holds all answers
     if not all(last.text.startswith(layout.text) for layout in layouts):
         return layouts
     spans = [span for layout in layouts for span in layout.spans]
@@ -210,9 +210,9 @@ def _conversation(
 
 
 def _beginning_of(tokenizer: Any, message: Mapping[str, Any], text: str, tools: object) -> int:
-    """Return where a first message's words begin in a text; -1 if they are not there."""
+    """Return the position of a first message's content in a text, or -1 if it is not there."""
     content = message["content"] or ""
-    # an answer may be so short that what the template writes before it holds it, too
+    # a short answer may also occur in the text that the template writes before it
     other = _render(tokenizer, [{**message, "content": f"\ue000{content}"}], tools)
     start = other.find("\ue000")
     if start < 0 or not text.startswith(content, start):

@@ -1,4 +1,4 @@
-"""Public names of a package that are imported on first use."""
+"""Import the public names of a package on first use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import lazy_loader
 
-# one for all packages; reentrant, as importing one name may load others
+# one lock for all packages; reentrant, because importing one name may load others
 _LOCK = threading.RLock()
 
 
@@ -19,7 +19,7 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
 
     Args:
         package: The package's ``__name__``.
-        file: Its ``__file__``, beside which the stub lies.
+        file: The package's ``__file__``; the stub is in the same folder.
     """
     load, names, public = lazy_loader.attach_stub(package, file)
 

@@ -1,4 +1,4 @@
-"""The base of our models, which load whole or not at all."""
+"""The base class of our models, which load completely or raise an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._formats import reading
 from ._hub import find_folder, is_path
 
 _MOST_LAYERS = 10_000
-"""Far above every model; with a number that somebody mistyped, transformers would never end."""
+"""Far more than any model has; with a mistyped number, transformers would run forever."""
 
 
 def read_config(place: str | Path, operation: str, **options: Any) -> PreTrainedConfig:
@@ -24,14 +24,14 @@ def read_config(place: str | Path, operation: str, **options: Any) -> PreTrained
     Args:
         place: Folder or hub id.
         operation: The name that error messages begin with.
-        **options: Of `transformers.AutoConfig.from_pretrained`.
+        **options: Arguments of `transformers.AutoConfig.from_pretrained`.
 
     Raises:
-        ValueError: There is none, or it cannot be read.
+        ValueError: There is no config, it cannot be read, or a number in it is out of range.
     """
     with reading(f"config.json of {place}", operation):
         file = Path(place, "config.json")
-        # of a hub id nothing is here yet; transformers fetches it below
+        # a hub id has no local file; transformers downloads the config below
         values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         for name, value in dict(values).items():
             if "layer" in name and isinstance(value, int) and value > _MOST_LAYERS:
@@ -48,7 +48,7 @@ def read_config(place: str | Path, operation: str, **options: Any) -> PreTrained
 class CompleteModel(PreTrainedModel):
     """Base of models whose files must hold all of their weights.
 
-    transformers fills what is missing with random numbers and prints a table.
+    transformers itself fills missing weights with random numbers and only prints a table.
     """
 
     @classmethod
@@ -59,7 +59,7 @@ class CompleteModel(PreTrainedModel):
         output_loading_info: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Load a model as transformers does, but only a whole one.
+        """Load a model as transformers does, and raise an error if it is incomplete or damaged.
 
         Args:
             pretrained_model_name_or_path: Folder or hub id.
@@ -72,7 +72,7 @@ class CompleteModel(PreTrainedModel):
                 integers or not finite.
         """
         place = pretrained_model_name_or_path
-        # a path that leads nowhere: transformers would ask the hub for it
+        # if the path does not exist, transformers would look for it on the hub
         if place is not None and is_path(str(place)):
             place = find_folder(place, operation="from_pretrained")
         if place is not None and "config" not in kwargs and Path(place).is_dir():
@@ -90,7 +90,7 @@ class CompleteModel(PreTrainedModel):
 
 
 def _check_kind(cls: Any, folder: Path) -> None:
-    """Check that a folder has the config of such a model; without one, the defaults would do."""
+    """Check that a folder has a config of a class's type; otherwise defaults would be used."""
     expected = cls.config_class.model_type
     file = folder / "config.json"
     found = None
@@ -103,9 +103,9 @@ def _check_kind(cls: Any, folder: Path) -> None:
 
 
 def _stored_as_integers(model: PreTrainedModel, place: object, subfolder: str) -> list[str]:
-    """Return the names of tensors that a folder has as integers, and the model as floats.
+    """Return the names of tensors that are integers in a folder and floats in the model.
 
-    transformers would turn the ones into the others.
+    transformers would convert them without an error.
     """
     state = model.state_dict()
     found = []
@@ -124,7 +124,7 @@ def _stored_as_integers(model: PreTrainedModel, place: object, subfolder: str) -
 def _check_loaded(
     model: PreTrainedModel, info: Mapping[str, Any], integers: list[str], place: object
 ) -> None:
-    """Check that a file had the tensors of a model and no others, finite and no integers."""
+    """Check that the files had exactly a model's tensors, all of them finite and not integers."""
     damaged = [
         name
         for name, tensor in model.state_dict().items()

@@ -15,16 +15,16 @@ import stat
 from pathlib import Path
 from typing import Any
 
-_LOCKED_BYTE = 1 << 30  # far behind the text, since Windows lets nobody read a locked byte
+_LOCKED_BYTE = 1 << 30  # far past the text, because a locked byte cannot be read on Windows
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # some network file systems have none
 
 
 class NotOursError(Exception):
-    """The path is not a folder that an earlier run of this library, by this user, left."""
+    """The path is not a folder that an earlier run of this library left for this user."""
 
 
 class PosixLock:
-    """A lock on the folder's own file descriptor; the marker only says which process it is.
+    """A lock on the folder's own file descriptor; the marker file only names the process.
 
     Args:
         folder: The folder.
@@ -50,8 +50,8 @@ class PosixLock:
             raise
         try:
             self._lock()
-            # a network drive may say that a folder made just now is another user's; one that is no
-            # longer at its path is looked at by the caller
+            # not checked: a new folder, whose owner a network drive may report wrongly, and a
+            # folder that is no longer at its path, which the caller checks
             if not created and self.is_at(folder) and not self._is_marked(folder, marker):
                 raise NotOursError
         except BaseException:
@@ -95,10 +95,10 @@ class PosixLock:
 class WindowsLock:
     """A lock on the folder's marker file, since Windows cannot open folders.
 
-    Arguments and errors are those of `PosixLock`.
+    The arguments and errors are the same as for `PosixLock`.
     """
 
-    holds_marker = True  # which Windows does not remove while it is open
+    holds_marker = True  # Windows cannot remove a file while it is open
 
     def __init__(self, folder: Path, marker: str, *, created: bool):
         msvcrt: Any = importlib.import_module("msvcrt")  # Any: its types exist on Windows only
@@ -132,26 +132,26 @@ FolderLock = WindowsLock if importlib.util.find_spec("fcntl") is None else Posix
 
 
 def write_holder(path: Path) -> None:
-    """Write this process's number and machine into a lock's file."""
-    # through a planted link this would overwrite a file of the user
+    """Write this process's id and host name into a lock file."""
+    # without O_NOFOLLOW, this could overwrite a user's file through a planted link
     flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     with open(os.open(path, flags, 0o666), "w", encoding="utf-8") as file:
-        file.truncate()  # which opening a descriptor does not do
+        file.truncate()  # opening a descriptor does not truncate the file
         file.write(f"process {os.getpid()} on {platform.node()}")
 
 
 def holder_of(path: Path) -> str:
-    """Return the process that a lock's file names, as the end of a sentence."""
+    """Return the process that a lock file names, in parentheses, or an empty string."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
-    # anybody may have written it; nothing that steers a terminal is shown
+    # anybody may have written the file, so text with control characters is not shown
     return f" ({text[:100]})" if text.isprintable() and text else ""
 
 
 def is_file(path: Path, owner: int | None = None) -> bool:
-    """Return whether a path is a regular file and no link, and this owner's if one is named."""
+    """Return whether a path is a regular file, not a link, and has the given owner if any."""
     try:
         status = os.lstat(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""Tokenizers and cards, which complete a model's folder, and its upload."""
+"""Complete a model's folder with a tokenizer and a card, and upload it."""
 
 from __future__ import annotations
 
@@ -45,35 +45,34 @@ PROCESSOR_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""Settings of what turns images, sounds and videos into tensors."""
+"""Settings of processors, which turn images, sounds and videos into tensors."""
 _RECORDS = ("mergekit_config.yml", "merge_manifest.json")
-"""Files of a merge that name the folders of this machine; the card has the recipe without them."""
+"""Files of a merge that name local folders; the card has the recipe without these names."""
 
 
 def load_tokenizer(source: str | Path, *, local: bool = False) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of a model's folder or hub id; None if it has none.
+    """Load the tokenizer of a model's folder or hub id; None if there is none.
 
-    Damaged files give None and a warning.
+    Files that cannot be loaded give None and a warning.
 
     Args:
         source: Folder or hub id.
-        local: Use what is on this machine only.
+        local: Use only files that are on this machine.
     """
     from transformers import AutoTokenizer
 
     try:
         folder = find_folder(source, local_files_only=local)
-        # without files, transformers makes an empty tokenizer for many kinds of models
-        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-            return None
+    except (OSError, ValueError):
+        return None
+    # without files, transformers makes an empty tokenizer for many kinds of models
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # a damaged file gives KeyError, TypeError and many others
-        # both are ValueErrors
-        damaged = isinstance(error, (json.JSONDecodeError, UnicodeDecodeError))
-        if isinstance(error, (OSError, ValueError)) and not damaged:
-            return None
         warnings.warn(
-            f"{source}: the tokenizer is left out, as it cannot be loaded "
+            f"{source}: the tokenizer is left out, because it cannot be loaded "
             f"({type(error).__name__}: {error})",
             stacklevel=2,
         )
@@ -83,8 +82,8 @@ def load_tokenizer(source: str | Path, *, local: bool = False) -> PreTrainedToke
 def source_of(model: Any) -> str:
     """Return the folder or hub id that a model was loaded from, or an empty string.
 
-    A name that is neither a folder nor in the hub's cache is no hub id: it is the relative path of
-    a folder that was loaded from another working directory.
+    A name that is neither a folder nor in the hub's cache gives an empty string: it may be the
+    relative path of a folder that was loaded from another working directory.
     """
     name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
     return name if user_path(name).exists() or is_cached(name) else ""
@@ -171,8 +170,8 @@ def complete_folder(
     Args:
         folder: The folder, with weights and config.
         card: The text of the card.
-        source: Folder or hub id of the model that this one comes from. What it has on this machine
-            is taken.
+        source: Folder or hub id of the model that this one comes from. Its tokenizer and settings
+            are copied if they are on this machine.
         tokenizer: A tokenizer in place of the source's.
     """
     if source:
@@ -186,7 +185,7 @@ def complete_folder(
 
 
 def copy_files(source: Path, folder: Path, names: Sequence[str]) -> None:
-    """Copy those files that exist."""
+    """Copy the named files that exist from one folder to another."""
     for name in names:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
@@ -209,7 +208,7 @@ def push_to_hub(
 ) -> str:
     """Upload a model's folder to the hub, as one commit.
 
-    The files of a merge that name folders of this machine stay here.
+    Files of a merge that name local folders are not uploaded.
 
     Args:
         folder: A folder that this library wrote: a model, an adapter or a thinker.
@@ -258,12 +257,12 @@ def push_to_hub(
 
 
 def _check_base(adapter: Path) -> None:
-    """Check that an adapter's config names no folder of this machine, which nobody else has."""
+    """Check that an adapter's base is not a local folder, which nobody else has."""
     try:
         base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (ValueError, AttributeError) as error:
         raise ValueError(f"push_to_hub: expected a JSON object in {adapter}: {error}") from error
-    # models/mine looks like an id, so whether it is a folder decides
+    # models/mine looks like a hub id, so check whether it is a folder
     if base and (is_path(base) or Path(base).exists()):
         raise ValueError(
             f"push_to_hub: expected a hub id as base_model_name_or_path in {adapter}, got {base!r}"

@@ -1,6 +1,6 @@
-"""Put a model in evaluation or in training for a while.
+"""Put a model in evaluation or training mode for a while.
 
-Afterwards each of its modules is as it was.
+Afterwards, the mode of each of its modules is restored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Put every module into one mode; afterwards each is in the mode it was in."""
+    """Put a model in one mode; on exit, restore the mode of each module."""
     before = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:

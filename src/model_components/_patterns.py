@@ -8,10 +8,10 @@ import subprocess
 import sys
 from collections.abc import Collection
 
-# names as most people write them; without repeats, matching them cannot take long
+# plain names, as most users write them; without repetition operators, matching is fast
 _PLAIN = re.compile(r"[\w.-]*")
 _SECONDS = 5
-"""Real patterns take milliseconds for all names of a model; hostile ones take years for one."""
+"""The time limit. Real patterns take milliseconds for all names of a model; hostile ones, years."""
 _MATCH_ALL = r"""
 import json, re, sys
 patterns, names = json.load(sys.stdin)
@@ -21,7 +21,7 @@ for pattern in patterns:
         forms = (pattern, rf"(.*\.)?({pattern})$", rf".*\.{pattern}\.(\d+)\.")
         forms = [re.compile(form) for form in forms]
     except Exception as error:
-        sys.exit(f"{pattern!r} is no regular expression ({error})")
+        sys.exit(f"{pattern!r} is not a valid regular expression ({error})")
     for name in names:
         for form in forms:
             form.match(name)
@@ -30,19 +30,19 @@ for pattern in patterns:
 
 
 def pattern_problem(patterns: Collection[str], names: Collection[str]) -> str:
-    r"""Return why patterns of module names are not taken, or an empty string.
+    r"""Return why patterns of module names are rejected, or an empty string.
 
-    They are matched in another process: where a repeat is inside a repeat, such as ``(a+)+``, or
-    where there are many, matching may never end, and nothing stops it but the end of its process.
+    The patterns are tried in another process. With nested repeats, such as ``(a+)+``, or with many
+    repeats, matching may never end, and only ending the process stops it.
 
     Args:
         patterns: The patterns.
-        names: The names that they are to match.
+        names: The module names to match.
 
     >>> pattern_problem([r"layers\.\d+\..*proj", "q_proj"], ["layers.0.q_proj"])
     ''
     >>> pattern_problem(["(q"], ["layers.0.q_proj"])
-    "'(q' is no regular expression (missing ), unterminated subpattern at position 0)"
+    "'(q' is not a valid regular expression (missing ), unterminated subpattern at position 0)"
     """
     special = [pattern for pattern in patterns if not _PLAIN.fullmatch(pattern)]
     if not special:

@@ -1,4 +1,4 @@
-"""The base of model configs that transformers saves and loads, with checked fields."""
+"""The base class of model configs with checked fields, which transformers saves and loads."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _OF_TRANSFORMERS = re.compile(
 
 
 class CheckedModelConfig(PreTrainedConfig):
-    """Base of model configs: subclasses declare fields, which are checked when one is made.
+    """Base of model configs: subclasses declare fields, which are checked on creation.
 
     transformers makes each subclass a dataclass.
     """
 
     def __post_init__(self, **rest: Any) -> None:
-        """Derive fields that are not given, check all, and hand the rest to transformers."""
+        """Derive missing fields, check all fields, and pass the other values to transformers."""
         # before the check, which looks at derived fields as well
         self.derive()
         check_config(self, CheckedModelConfig)
@@ -36,14 +36,14 @@ class CheckedModelConfig(PreTrainedConfig):
         """Set fields that follow from other fields; for subclasses."""
 
     def problems(self) -> Iterable[str]:
-        """Return what does not go together, when each field alone is right; for subclasses."""
+        """Return messages about fields that are valid alone but conflict; for subclasses."""
         return ()
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, object], **kwargs: object) -> Any:
-        """Read a saved config, without fields of other models that trainers may have left in it.
+        """Make a config from saved fields, and ignore unknown fields that trainers may have added.
 
-        ``use_cache`` is one of them.
+        ``use_cache`` is one such field.
 
         Raises:
             ValueError: The config has a newer format, lacks a field, or has a bad value.
@@ -57,14 +57,14 @@ class CheckedModelConfig(PreTrainedConfig):
         return super().from_dict(known, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields and the version of the format, as JSON has them."""
+        """Return all fields and the version of the format as JSON values."""
         return super().to_dict() | stamp(FORMAT)
 
     @classmethod
     def default_config_fields(cls) -> dict[str, Any]:
-        """Return no field, so that all are saved and a saved model keeps its meaning.
+        """Return no fields, so that transformers saves every field.
 
-        transformers leaves out fields that equal the defaults, which may change.
+        It would leave out fields that equal the defaults, and defaults may change later.
         """
         return {}
 
@@ -75,9 +75,9 @@ def _fields(cls: type) -> list[str]:
 
 
 def _unknown(cls: type, names: Iterable[str]) -> list[str]:
-    """Return the names that neither a config nor transformers' own configs have.
+    """Return the names that are fields of neither a config class nor transformers' own configs.
 
-    transformers takes some names that are no attributes of its base class.
+    transformers accepts some names that are not attributes of its base class.
     """
     known = {*_fields(cls), *vars(PreTrainedConfig())}
     return [

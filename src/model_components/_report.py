@@ -1,6 +1,6 @@
-"""Base of reports and plans: they print as a table, show in a notebook, become JSON.
+"""Base class of reports and plans, which print as tables, render in notebooks and become JSON.
 
-It also gives axes to plot on.
+The module also has helpers for plots.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ else:  # names for signatures; matplotlib itself is imported when a plot is aske
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text; the first column is left-aligned, and with ``sentences`` so is the last."""
+    """A table of text; the first column is left-aligned, with ``sentences`` the last one, too."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -53,10 +53,10 @@ class Table:
 
 
 class Report:
-    """The base of reports, which are dataclasses.
+    """The base class of reports, which are dataclasses.
 
-    A report says `summary`, lines above its `table`, and `remarks`, lines below; printing, HTML and
-    JSON follow.
+    A report defines its `table`, the lines above it (`summary`) and the lines below it (`remarks`).
+    Text and HTML are made from these, JSON from the fields.
 
     >>> @dataclass(frozen=True)
     ... class Sizes(Report):
@@ -77,7 +77,7 @@ class Report:
         return ()
 
     def table(self) -> Table | None:
-        """The rows, where there are some."""
+        """Return the table, or None if there is none."""
         return None
 
     def remarks(self) -> Sequence[str]:
@@ -102,16 +102,16 @@ class Report:
         return "".join([*parts, f"<p>{below}</p>" if below else ""])
 
     def to_dict(self) -> dict[str, object]:
-        """Return every field, as JSON has it.
+        """Return every field as a JSON value.
 
-        Paths and dtypes as text, tensors as lists, nan and infinity as None.
+        Paths and dtypes become text, tensors become lists, NaN and infinity become None.
         """
         # pyrefly: ignore[bad-argument-type]: its subclasses are dataclasses
         return {field.name: plain(getattr(self, field.name)) for field in fields(self)}
 
 
 def plain(value: object) -> Any:
-    """A value as JSON has it.
+    """Convert a value to JSON types.
 
     >>> from pathlib import Path
     >>> plain({"a": (1, Path("b"), float("inf"))})
@@ -121,7 +121,7 @@ def plain(value: object) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    # first, as it may say more than the fields do; a class has it, too, and cannot be asked
+    # before the fields, because it may return more; a class has `to_dict`, too, but no values
     if hasattr(value, "to_dict") and not isinstance(value, type):
         return plain(value.to_dict())
     if is_dataclass(value) and not isinstance(value, type):
@@ -139,12 +139,12 @@ def plain(value: object) -> Any:
 
 
 def needs_matplotlib(operation: str) -> None:
-    """Say so before any work starts, where a plot is wanted and cannot be drawn.
+    """Raise an error, before any work starts, if a plot cannot be drawn.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    # not imported yet, as that takes long and the plot comes last
+    # not imported yet, because that takes long and the plot comes last
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError(
             f"{operation}: a plot needs matplotlib; pip install 'model-components[plot]'"
@@ -154,23 +154,22 @@ def needs_matplotlib(operation: str) -> None:
 def axes_for(
     ax: Axes | None, operation: str, *, width: float = 6.4, height: float = 4.0
 ) -> tuple[Figure, Axes]:
-    """Return the given axes and their figure, or a new figure (sizes in inches).
+    """Return the given axes with their figure, or a new figure (sizes in inches) with axes.
 
-    It is outside of pyplot's global state.
-
-    A new figure shows itself in a notebook, where others do so only after pyplot has been used.
+    A new figure is not part of pyplot's global state. Notebooks show it even if pyplot has not been
+    used.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: ``ax`` is something else.
+        ValueError: ``ax`` is not matplotlib axes.
     """
     needs_matplotlib(operation)
     from matplotlib.figure import Figure
 
     if ax is not None and not hasattr(ax, "figure"):
         raise ValueError(
-            f"{operation}: ax is {ax!r}; expected matplotlib's axes (to save: "
-            ".plot().savefig(path))"
+            f"{operation}: ax is {ax!r}, expected matplotlib axes; to save a plot, call "
+            ".plot().savefig(path)"
         )
     if ax is not None:
         # pyrefly: ignore[bad-return]: no report draws on a subfigure
@@ -189,7 +188,7 @@ def _png(figure: Figure) -> bytes:
 
 
 def bars(ax: Axes | None, operation: str, values: Mapping[str, float], label: str) -> Figure:
-    """A horizontal bar for each name, the first at the top, on ``ax`` or in a new figure."""
+    """Draw a horizontal bar for each name, the first at the top, on ``ax`` or in a new figure."""
     # inches: 0.9 for the axis and its label, 0.24 for each bar and its name
     figure, axes = axes_for(ax, operation, height=0.9 + 0.24 * max(1, len(values)))
     axes.barh(range(len(values)), list(values.values()), 0.7)

@@ -1,6 +1,7 @@
-"""The one reader of rows, for all packages.
+"""Read rows, for all packages.
 
-It reads JSON, JSON lines, CSV, TSV and parquet, also gzipped; data sets, data frames and hub ids.
+Sources are JSON, JSON lines, CSV and TSV files, which may be gzipped, parquet files, data sets,
+data frames and hub ids.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from typing import IO, Any
 from ._hub import hub_id
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
-"""Suffixes of files that hold rows; all but the last also with ``.gz`` after them."""
+"""Suffixes of files that hold rows; ``.gz`` may follow all but the last."""
 
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # what PowerShell's redirection writes
-_LONGEST_FIELD = 1 << 30  # of a CSV file; Python's own limit is 128 kB, below a long answer
+_LONGEST_FIELD = 1 << 30  # in a CSV file; Python's own limit, 128 kB, is less than a long answer
 _UNREADABLE = (UnicodeError, gzip.BadGzipFile, zlib.error, EOFError, csv.Error)
 
 
 def kind_of(path: Path) -> str:
-    """Return the suffix that says what a file holds, without ``.gz``.
+    """Return a file's suffix in lower case, ignoring ``.gz``.
 
     >>> kind_of(Path("rows.JSONL.gz"))
     '.jsonl'
@@ -39,7 +40,7 @@ def kind_of(path: Path) -> str:
 def each_row(source: Any, operation: str) -> Iterator[tuple[int, Any]]:
     """Yield each row with its number, counted from 1.
 
-    In JSON lines and CSV the number is the line in the file (of a CSV record, its last line).
+    In JSON lines and CSV the number is the line in the file (the last line of a CSV record).
     Otherwise it is the position of the row. A JSON file may hold a list or one value per line,
     whatever its suffix. A byte order mark is skipped.
 
@@ -71,7 +72,7 @@ def each_row(source: Any, operation: str) -> Iterator[tuple[int, Any]]:
         return
     path = Path(source)
     if not path.is_file():
-        if kind_of(path) in SUFFIXES or path.suffix == ".gz" or hub_id(path) is None:
+        if kind_of(path) in SUFFIXES or path.suffix.lower() == ".gz" or hub_id(path) is None:
             raise ValueError(f"{operation}: there is no file {path}")
         yield from enumerate(_dataset(operation, str(source)), 1)
     elif path.suffix.lower() == ".parquet":
@@ -98,10 +99,10 @@ def read_text(path: Path, operation: str) -> str:
 @contextlib.contextmanager
 def _open_text(path: Path, newline: str | None = "") -> Iterator[IO[str]]:
     opened: Any = gzip.open if path.suffix.lower() == ".gz" else open
-    # as bytes first, since the first two tell the encoding
+    # read as bytes first, because the first two bytes determine the encoding
     with opened(path, "rb") as raw:
         encoding = "utf-16" if raw.peek(2)[:2] in _UTF16 else "utf-8-sig"
-        # JSON and CSV may hold line ends of their own, so that by default none is translated
+        # by default line ends are not translated, because JSON and CSV values may contain them
         with io.TextIOWrapper(raw, encoding=encoding, newline=newline) as file:
             yield file
 
@@ -124,7 +125,7 @@ def _rows_of_file(path: Path, operation: str) -> Iterator[tuple[int, Any]]:
 
 
 def _csv_rows(file: IO[str], delimiter: str) -> Iterator[tuple[int, object]]:
-    """Yield the rows of a CSV file by column; without a delimiter, find the file's own."""
+    """Yield the rows of a CSV file as dicts; an empty delimiter is detected from the header."""
     csv.field_size_limit(_LONGEST_FIELD)  # a setting of the whole process
     header = file.readline()
     before = 0
@@ -135,7 +136,7 @@ def _csv_rows(file: IO[str], delimiter: str) -> Iterator[tuple[int, object]]:
         before = 1
     else:
         file.seek(0)
-    # strict: a quote that is not closed, or closed within a field, would swallow rows
+    # strict: otherwise a quote that is not closed, or closed within a field, swallows rows
     reader = csv.DictReader(file, delimiter=delimiter or _delimiter_of(header), strict=True)
     names = list(reader.fieldnames or ())
     for name in names:
@@ -151,7 +152,7 @@ def _csv_rows(file: IO[str], delimiter: str) -> Iterator[tuple[int, object]]:
 
 
 def _delimiter_of(header: str) -> str:
-    """Return the delimiter that makes most columns of a header; the comma, if all make one.
+    """Return the delimiter that splits a header into most columns, or a comma if none does.
 
     Excel writes semicolons in many countries.
     """
@@ -186,11 +187,11 @@ def _json_rows(file: IO[str], path: Path, operation: str) -> Iterator[tuple[int,
     elif not isinstance(value, ValueError):
         yield 1, value
     elif text.strip():
-        raise ValueError(f"{operation}: {path} cannot be read: no JSON ({value.__cause__})")
+        raise ValueError(f"{operation}: {path} cannot be read: invalid JSON ({value.__cause__})")
 
 
 def _holds_lines(file: IO[str]) -> bool:
-    """Return whether a file holds JSON lines, and not one value; leave it at its beginning."""
+    """Return whether a file holds JSON lines rather than one value, and rewind the file."""
     filled = (line for line in file if line.strip())
     first = next(filled, "")
     has_more = next(filled, None) is not None
@@ -199,7 +200,7 @@ def _holds_lines(file: IO[str]) -> bool:
         return False
     if not isinstance(_json_or_error(first), ValueError):
         return True
-    # one value over several lines, or lines of which the first is damaged
+    # either one value over several lines, or JSON lines with a damaged first line
     text = file.read()
     file.seek(0)
     return isinstance(_json_or_error(text), ValueError) and not text.lstrip().startswith("[")
@@ -214,10 +215,10 @@ def _json_lines(file: IO[str]) -> Iterator[tuple[int, object]]:
 def _json_or_error(text: str) -> object:
     """Return the JSON value of a text, or a `ValueError` with the reason why there is none."""
     try:
-        return json.loads(text, parse_constant=_null)  # NaN, which Python writes, is no JSON
+        return json.loads(text, parse_constant=_null)  # Python writes NaN, which is not JSON
     except (ValueError, RecursionError) as error:
         # without the position, so that equal errors are counted together
-        failure = ValueError(f"no JSON ({getattr(error, 'msg', error)})")
+        failure = ValueError(f"invalid JSON ({getattr(error, 'msg', error)})")
         failure.__cause__ = error
         return failure
 

@@ -1,4 +1,4 @@
-"""Folders of runs: one process writes at a time, and only the same run goes on."""
+"""Folders of resumable runs: one process writes at a time, and settings must stay the same."""
 
 from __future__ import annotations
 
@@ -29,26 +29,27 @@ _FACTS = "run.json"
 class RunFolder:
     """The folder of a run that can be stopped and resumed, as a context manager.
 
-    Entering locks the folder, compares ``run.json`` with the run's facts, and writes it where it is
-    not there yet.
+    Entering locks the folder, compares ``run.json`` with the run's facts, and writes that file
+    if it does not exist yet.
 
     Args:
-        folder: A new or empty folder, or that of an earlier run.
+        folder: A new or empty folder, or the folder of an earlier run.
         facts: The run's settings, as JSON values. A run with other settings is refused.
         operation: The command, which error messages begin with.
-        contents: Names of data, and hashes of what they hold. A run with other data is refused.
-        checkpoints: The folder of the checkpoints, inside the folder.
-        may_change: Names of facts in which a later run may differ; `update` writes them.
-        results: Names of what a run writes at its end.
-        fresh: Begin anew: remove the checkpoints of an earlier run of this command, and the files
-            among its results. None: the command cannot begin anew.
+        contents: Hashes of the data's contents, by name. A run with other data is refused.
+        checkpoints: The path of the checkpoints, relative to ``folder``.
+        may_change: Names of facts that a later run may change; `update` writes them.
+        results: Names of the files and folders that a run writes at its end.
+        fresh: Start over: remove the checkpoints of an earlier run of this command, and the files
+            among its results. None means that the command cannot start over.
 
-    With several processes the first one locks the folder and compares; the others follow.
+    With several processes, only the first one locks the folder and compares the facts.
 
     Raises:
-        OutputError: On entering: another run holds the folder, or it cannot be written; it belongs
-            to a run with other facts, or to none; with ``fresh``, its checkpoints are links.
-        ValueError: On entering: ``run.json`` cannot be read.
+        OutputError: On entering, if another run holds the folder, the folder cannot be written, it
+            belongs to a run with other facts or to no run, or, with ``fresh``, its checkpoints are
+            links.
+        ValueError: On entering, if ``run.json`` cannot be read.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class RunFolder:
         fresh: bool | None = False,
     ):
         self.folder = folder
-        # by this a later command sees whose folder it is
+        # tells later commands which command the folder belongs to
         self.facts = {"command": operation, **facts}
         if contents is not None:
             self.facts["contents"] = dict(contents)
@@ -87,21 +88,21 @@ class RunFolder:
         make_folder(self.folder, self._operation)
         path = self.folder.resolve()  # the user may have made it a link
         try:
-            # the folder may be one that the user made: nobody has to have marked it
+            # the user may have made the folder, so it need not be marked
             self._lock = FolderLock(path, _LOCK, created=True)
         except BlockingIOError:
             raise OutputError(
                 f"{self._to}: another run is writing it now{holder_of(path / _LOCK)}"
             ) from None
         except (NotOursError, OSError) as error:
-            reason = getattr(error, "strerror", None) or "it is no folder"
+            reason = getattr(error, "strerror", None) or "it is not a folder"
             raise OutputError(
                 f"{self._to}: the folder cannot be locked ({reason}); name another folder"
             ) from error
         try:
             with writing(self._to):
                 self._check()
-                # a file that is no lock of an earlier run is somebody's
+                # anything but a regular file is not a lock of an earlier run, and is left alone
                 if not os.path.lexists(path / _LOCK) or is_file(path / _LOCK):
                     write_holder(path / _LOCK)
                     self._signed = path / _LOCK
@@ -112,7 +113,7 @@ class RunFolder:
         return self
 
     def _check(self) -> None:
-        """Refuse a folder that is not this command's, or another run's."""
+        """Raise if the folder belongs to another command, or to a run with other settings."""
         if self.checkpoints.exists() and not self.checkpoints.is_dir():
             raise OutputError(
                 f"{self._to}: {self.checkpoints} is a file, expected a folder of checkpoints or "
@@ -124,15 +125,15 @@ class RunFolder:
         written += checkpoints_in(self.checkpoints)
         if before is None and written:
             raise OutputError(
-                f"{self._to}: expected a new folder or that of a run, got one with "
+                f"{self._to}: expected a new folder or the folder of a run, got one with "
                 f"{written[0].name} and no {_FACTS}; name another folder"
             )
         # what another command, or another library, put here is not ours to remove
         if before is not None and before.get("command") != self._operation:
             raise OutputError(
-                f"{self._to}: expected a new folder or that of a run of {self._operation}, got one "
-                f"whose {_FACTS} is of {before.get('command', 'something else')}; name another "
-                "folder"
+                f"{self._to}: expected a new folder or the folder of a run of {self._operation}, "
+                f"got one whose {_FACTS} belongs to {before.get('command', 'something else')}; "
+                "name another folder"
             )
         if before is not None and not self.fresh:
             self._compare(before)
@@ -143,7 +144,7 @@ class RunFolder:
         if self.fresh and not is_new:
             checkpoints = checkpoints_in(self.checkpoints)
             for path in (self.checkpoints, *checkpoints):
-                if path.is_symlink():  # what it leads to may be anybody's
+                if path.is_symlink():  # its target may belong to anybody
                     raise OutputError(
                         f"{self._to}: {path} is a link; remove it, or name another folder"
                     )
@@ -151,7 +152,7 @@ class RunFolder:
             # a folder among the results, such as a model, stays until the next one replaces it
             for path in (*filter(is_of_trainer, checkpoints), *filter(Path.is_file, results)):
                 remove(path)
-        # a run that goes on leaves the file alone: a user may have put notes into it
+        # a resumed run leaves the file alone: a user may have put notes into it
         if self.fresh or is_new:
             self.update()
 
@@ -165,7 +166,7 @@ class RunFolder:
         """Return the facts in ``run.json``, or None if there is none.
 
         Raises:
-            ValueError: They cannot be read.
+            ValueError: The file cannot be read.
         """
         path = self.folder / _FACTS
         if not path.exists():
@@ -209,7 +210,7 @@ class RunFolder:
             )
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         if self._lock is None:
             return
         # before the lock is released: afterwards the file may be another run's

@@ -1,4 +1,4 @@
-"""Parts that a long run writes one by one, and that the same run takes up after a stop."""
+"""Store the parts of a long run one by one, so that the run can be resumed after a stop."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Stage:
         return None if self.folder is None else self.folder / f"{name}.safetensors"
 
     def store(self, name: str, tensors: Mapping[str, Tensor], notes: object = None) -> None:
-        """Write a part, under its name only when it is whole.
+        """Write a part; its file appears only when it is complete.
 
         Args:
             name: The part's name.
             tensors: Its tensors.
-            notes: Anything that JSON holds.
+            notes: Any JSON value.
         """
         path = self.path(name)
         if path is None:
@@ -59,7 +59,7 @@ class Stage:
             save_file(stored, part, metadata)
 
     def load(self, name: str) -> tuple[dict[str, Tensor], Any] | None:
-        """Return a part's tensors and notes; None without a whole part of this run."""
+        """Return a part's tensors and notes, or None if this run has no complete part."""
         path = self.path(name)
         if path is None or not path.is_file():
             return None
@@ -70,7 +70,7 @@ class Stage:
                 metadata = file.metadata() or {}
                 if metadata.get("key") != self.key:
                     return None
-                # the file is no mapping, so `in file` would not do
+                # the file is not a mapping, so `in file` would fail
                 tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
         except SafetensorError:  # cut short
             return None
@@ -84,8 +84,8 @@ def hash_of(tensors: Iterable[tuple[str, Any]], *beside: str) -> str:
     """Return a hash of names and values, and of other text.
 
     Args:
-        tensors: Names and tensors, in any order; values that are no tensors count as text.
-        *beside: What else belongs to the hash.
+        tensors: Names and tensors, in any order; other values count as text.
+        *beside: Other text to hash.
     """
     import torch
 

@@ -1,6 +1,7 @@
-"""Parts that the trainers of all packages share.
+"""Code shared by the trainers of all packages.
 
-Typed options, losses that are means over a whole step, and a stop where numbers are not finite.
+It has typed options, losses that are means over a whole step, and checks that stop a training if
+numbers are not finite.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from ._folders import OutputError, writing
 from ._formats import reading
 
 TrainData = Any
-"""What a stock trainer takes: a data set of torch's or of `datasets`, or a list of examples."""
+"""Training data of a stock trainer: a torch or `datasets` data set, or a list of examples."""
 
 Loss = Tensor | tuple[Tensor, object]
-"""What ``compute_loss`` returns: a loss, or it and the model's outputs."""
+"""The result of ``compute_loss``: the loss, or the loss and the model's outputs."""
 
 
 class TrainerOptions(TypedDict, total=False):
-    """The arguments of `transformers.Trainer` but for ``model``, ``args`` and ``train_dataset``."""
+    """The arguments of `transformers.Trainer` except ``model``, ``args`` and ``train_dataset``."""
 
     data_collator: Callable[[list[Any]], dict[str, Any]] | None
     eval_dataset: Dataset | IterableDataset | dict[str, Dataset] | None
@@ -53,19 +54,19 @@ class TrainerOptions(TypedDict, total=False):
 
 
 class DeadRunError(RuntimeError):
-    """A training was stopped because it cannot succeed."""
+    """Training was stopped because it cannot succeed."""
 
 
 class StepTrainer(Trainer):
     """A `transformers.Trainer` whose losses are means over all items of a step.
 
     Gradient accumulation does not change the loss. Training stops before the optimizer's step if
-    the loss, a gradient or the norm of the gradients is not finite (in float16 the gradient scaler
-    skips such steps instead), and before a checkpoint is written if a parameter is not. After a
-    resume, logged losses include the steps before it.
+    the loss, a gradient or the norm of the gradients is not finite. In float16, the gradient scaler
+    skips such steps instead. Training also stops before it writes a checkpoint if a parameter is
+    not finite. After a resume, logged losses include the steps before it.
 
     Attributes:
-        resumed_from: The checkpoint that the training goes on from, or None.
+        resumed_from: The checkpoint that the training resumed from, or None.
     """
 
     resumed_from: Path | None = None
@@ -85,7 +86,7 @@ class StepTrainer(Trainer):
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, *rest: Any, **named: Any
     ) -> TrainOutput:
-        """Train, or go on from a checkpoint.
+        """Train, or resume from a checkpoint.
 
         Args:
             resume_from_checkpoint: A folder, or True for the newest whole checkpoint of
@@ -98,7 +99,7 @@ class StepTrainer(Trainer):
             DeadRunError: A loss, gradient or parameter is not finite.
             OutputError: A checkpoint cannot be written.
         """
-        # `train` may be called again, and then begin anew
+        # an earlier call of `train` may have resumed
         self.resumed_from = None
         checkpoint = None
         if resume_from_checkpoint:
@@ -107,7 +108,7 @@ class StepTrainer(Trainer):
         output = super().train(checkpoint, *rest, **named)
         if not self.parameters_are_finite():
             raise self._dead_run("the parameters have NaN or infinity at the end")
-        # the stock value lacks the steps before a resume; `log` has put the whole run's here
+        # the stock value lacks the steps before a resume; `log` has stored the whole run's value
         return output._replace(training_loss=output.metrics["train_loss"])
 
     def _whole_checkpoint(self, requested: str | Path | bool) -> Path:
@@ -128,38 +129,38 @@ class StepTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[object], num_batches: int, device: torch.device
     ) -> tuple[list, Tensor | int | None]:
-        """The batches of a step.
+        """Return the batches of a step, or no batches after the last step.
 
-        None after the last step, where a stock trainer that resumes would take one more.
+        After a resume, the stock trainer would take one step too many.
         """
         if self.state.global_step >= self.state.max_steps:
             return [], None
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def training_step(self, *args: Any, **named: Any) -> Tensor:
-        """Return a micro-batch's part of its step's loss, after the backward pass."""
+        """Run forward and backward on a micro-batch, and return its share of the step's loss."""
         loss = super().training_step(*args, **named)
-        # kept on the device: to read it here would wait for each micro-batch
+        # kept on the device: reading the loss here would wait for each micro-batch
         self._loss_of_step = self._loss_of_step + loss.detach().float()
         return loss
 
     def _get_grad_norm(self, *args: Any, **named: Any) -> Any:
         """Return the norm of the gradients before clipping, and keep it for `check_step`."""
-        # an infinite norm makes clipping set all gradients to zero, which are finite
+        # with an infinite norm, clipping sets all gradients to zero, which hides the problem
         self._norm = super()._get_grad_norm(*args, **named)
         return self._norm
 
     def check_step(self) -> None:
-        """Add a step's loss to the losses that are logged, and check it and the gradients."""
+        """Check a step's loss and gradients, and add the loss to the logged losses."""
         loss = float(self._loss_of_step)
         self._loss_of_step = 0.0
         is_finite = math.isfinite(loss)
         # float16: the gradient scaler skips steps that overflow, and finds a smaller scale
         if self.accelerator.scaler is None:
-            # also of parameters that are not the model's own, such as a loss's
+            # includes parameters outside the model, such as those of a loss
             gradients = [p.grad for p in self._trained_parameters() if p.grad is not None]
             are_finite = _is_finite(self._norm) and _are_finite(gradients)
-            # all processes stop, or skip the step, or none does
+            # either all processes stop (or skip the step), or none does
             bad = self._mean_of_processes(float(not (is_finite and are_finite)))
             step = self.state.global_step + 1
             if bad and not is_finite:
@@ -192,7 +193,7 @@ class StepTrainer(Trainer):
         raise self._dead_run(what)
 
     def on_bad_parameters(self, what: str) -> None:
-        """Stop the training, since parameters are not finite, before a checkpoint is written.
+        """Stop the training before a checkpoint with parameters that are not finite is written.
 
         Subclasses may return to an earlier state instead.
 
@@ -210,7 +211,9 @@ class StepTrainer(Trainer):
         if newest is None:
             saved = "there is no checkpoint"
         else:
-            saved = f"the newest checkpoint is {newest}; a run resumed from it keeps its rate"
+            saved = (
+                f"the newest checkpoint is {newest}; a run resumed from it keeps its learning rate"
+            )
         return DeadRunError(
             f"{operation}: expected finite numbers, but {what}; {saved}. Try a lower learning "
             "rate in a new run, float32 or bfloat16, or look for outliers in the data"
@@ -221,7 +224,7 @@ class StepTrainer(Trainer):
             self.on_bad_parameters(
                 f"the parameters have NaN or infinity after step {self.state.global_step}"
             )
-        # the first process writes for all, and after a resume all go on from its number
+        # the first process saves for all, and after a resume all processes use its value
         self._losses.total = self._mean_of_processes(self._losses.total)
         states: Any = self.state.stateful_callbacks  # a mapping, whatever its annotation says
         states["StepTrainer"] = asdict(self._losses)
@@ -258,7 +261,7 @@ class StepTrainer(Trainer):
         After a resume, ``train_loss`` covers the whole run.
         """
         losses = self._losses
-        # each process counts its own; from here on all have the mean
+        # each process has summed its own losses; from here on all have the mean
         is_of_steps = {"loss", "learning_rate"} <= logs.keys()  # a user may log a loss, too
         if is_of_steps or "train_loss" in logs:
             losses.total = self._mean_of_processes(losses.total)
@@ -271,25 +274,25 @@ class StepTrainer(Trainer):
         super().log(logs, start_time)
 
     def _get_train_sampler(self, train_dataset: TrainData = None) -> Sampler | None:
-        """Return the stock sampler; batches of like length do not depend on a resume."""
+        """Return the stock sampler, or one that groups by length and does not change on resume."""
         sampler = super()._get_train_sampler(train_dataset)
         if isinstance(sampler, LengthGroupedSampler):
             return self.batches_of_like_length(sampler.lengths)
         return sampler
 
     def batches_of_like_length(self, lengths: list[int]) -> Sampler:
-        """Return a sampler that puts examples of like length into one step."""
+        """Return a sampler that puts examples of similar length into one step."""
         size = self.args.train_batch_size * self.args.gradient_accumulation_steps
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         self._sampler = _SeededLengthSampler(size, lengths, seed)
         return self._sampler
 
     def optimizer_groups(self) -> list[dict[str, object]] | None:
-        """Return groups of parameters for the optimizer, or None for those of the stock trainer."""
+        """Return the optimizer's parameter groups, or None for the stock trainer's groups."""
         return None
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The arguments' optimizer over `optimizer_groups`."""
+        """Create the optimizer that the arguments choose, over `optimizer_groups`."""
         if self.optimizer is None and (groups := self.optimizer_groups()) is not None:
             asked = self.optimizer_cls_and_kwargs
             # pyrefly: ignore[bad-argument-type]: transformers allows no model, we do not
@@ -300,9 +303,9 @@ class StepTrainer(Trainer):
         return super().create_optimizer(model)
 
     def processes_of_mean(self) -> int:
-        """Return the factor of a loss over the items of all processes.
+        """Return the factor that turns DDP's mean of gradients into a sum over all processes.
 
-        DDP takes the mean of gradients.
+        It is 1 if each process averages over its own items.
         """
         if self.args.average_tokens_across_devices:
             return self.accelerator.num_processes
@@ -311,13 +314,13 @@ class StepTrainer(Trainer):
     def share_of_step(
         self, loss: Tensor, items: Tensor | int, num_items_in_batch: Tensor | int | None
     ) -> Tensor:
-        """A micro-batch's part of its step's loss.
+        """Return a micro-batch's share of its step's loss.
 
         Args:
             loss: The mean over the micro-batch's items.
             items: The number of these items.
-            num_items_in_batch: Items of the whole step, all processes; None where the trainer takes
-                the mean itself.
+            num_items_in_batch: The number of items of the whole step in all processes; None if the
+                trainer takes the mean itself.
         """
         if num_items_in_batch is None:
             return loss
@@ -325,12 +328,12 @@ class StepTrainer(Trainer):
         return loss * items / num_items_in_batch * self.processes_of_mean()
 
     def unwrapped(self) -> Any:
-        """The model, out of what wraps it in training with several processes."""
+        """Return the model without the wrappers of distributed training."""
         return self.accelerator.unwrap_model(self.model)
 
 
 class _SeededLengthSampler(LengthGroupedSampler):
-    """Batches of like length, drawn from a seed and the epoch.
+    """A sampler of batches of similar length, drawn from a seed and the epoch.
 
     The stock sampler draws from the global generator, so a run that is resumed after its first
     epoch would see other batches.
@@ -345,14 +348,14 @@ class _SeededLengthSampler(LengthGroupedSampler):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        # a new one for each epoch, so that its order depends on no epoch before it
+        # a new generator for each epoch, so that the order does not depend on earlier epochs
         self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return super().__iter__()
 
 
 @dataclass
 class _Losses:
-    """Sums of the losses of a run's steps, and what of them is logged."""
+    """Sums and counts of the losses of a run's steps: in total, and those already logged."""
 
     total: float = 0.0
     steps: int = 0
@@ -379,7 +382,7 @@ class _StepCallback(TrainerCallback):
         stored = states.get("StepTrainer", {}) if self.trainer.resumed_from else {}
         with reading(self.trainer.resumed_from, type(self.trainer).__name__):
             self.trainer._losses = _Losses(**stored)
-        # a training that was stopped may have left a part of a step
+        # an earlier training that was stopped may have left part of a step's loss
         self.trainer._loss_of_step = 0.0
 
     def on_epoch_begin(
@@ -389,7 +392,7 @@ class _StepCallback(TrainerCallback):
         control: TrainerControl,
         **rest: object,
     ) -> None:
-        # with several processes, a resumed run's data loader does not hand the epoch on
+        # with several processes, a resumed run's data loader does not pass the epoch on
         if self.trainer._sampler is not None:
             self.trainer._sampler.set_epoch(int(state.epoch or 0))
 
@@ -417,7 +420,7 @@ def _are_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def _is_finite(norm: Any) -> bool:
-    """Return whether a norm is finite, or None: DeepSpeed may have none."""
+    """Return whether a norm is finite; None, which DeepSpeed may give, counts as finite."""
     if norm is None:
         return True
     if isinstance(norm, DTensor):
@@ -426,5 +429,5 @@ def _is_finite(norm: Any) -> bool:
 
 
 def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside accelerate's wrapper, or the given one if it is not wrapped."""
+    """Return the optimizer inside accelerate's wrapper, or the given one if it is not wrapped."""
     return getattr(optimizer, "optimizer", optimizer)

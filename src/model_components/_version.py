@@ -1,3 +1,3 @@
-"""The one place that says which version this is; a plain checkout knows it too."""
+"""The only definition of the library's version; it is available without installation."""
 
 __version__ = "0.1.0"

@@ -34,13 +34,13 @@ class Call:
     keep: Tensor | None
 
     def mapped(self, function: Callable[[Any], Any]) -> Self:
-        """Return a copy whose arguments are what a function makes of these."""
+        """Return a copy with a function applied to its arguments."""
         return replace(self, arguments=function(self.arguments), named=function(self.named))
 
     def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
         """Return the hidden states after the block."""
         out = block(hidden, *self.arguments, **self.named)
-        # blocks of some models return more, such as attentions, after them
+        # blocks of some models return more values, such as attentions, after the hidden states
         return out[0] if isinstance(out, tuple) else out
 
 
@@ -68,20 +68,20 @@ def split_arguments(
 
 
 class Stop(Exception):
-    """Ends a forward that has shown enough."""
+    """Raised to end a forward pass early, once all needed values are recorded."""
 
 
 @contextmanager
 def forwards_replaced(
     blocks: Sequence[nn.Module], forward: Callable[[int, tuple, dict[str, Any]], object]
 ) -> Iterator[None]:
-    """Make blocks call ``forward(number, arguments, named)`` instead of their own, in a context."""
+    """Replace each block's forward by ``forward(number, arguments, named)`` within a context."""
 
     # a lambda made in the loop below would see the loop's last number
     def replacement(number: int) -> Callable[..., object]:
         return lambda *arguments, **named: forward(number, arguments, named)
 
-    # a forward on the instance itself, which accelerate's hooks set
+    # accelerate's hooks set a forward on the instance itself
     originals = [vars(block).get("forward") for block in blocks]
     try:
         for number, block in enumerate(blocks):
@@ -111,9 +111,9 @@ def outputs_of(block: nn.Module, calls: Sequence[Call], hidden: Sequence[Tensor]
 
 
 def not_padding(batch: Batch) -> Tensor | None:
-    """Return which tokens a batch's mask keeps, flat; None if there is no mask of tokens."""
+    """Return a batch's token mask, flat, with False for padding; None if it has no token mask."""
     mask = batch.get("attention_mask")
-    # a mask of four dimensions is of pairs of positions and does not tell padding
+    # a mask of four dimensions is for pairs of positions and does not mark padding
     if mask is None or mask.dim() != 2:
         return None
     return mask.reshape(-1).bool()

@@ -1,4 +1,4 @@
-"""Load YAML from users; refuse keys that stand twice, and alias bombs."""
+"""Load YAML from users; reject repeated keys and alias bombs."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 import yaml
 
 _MOST_VALUES = 100_000
-"""Of a document, once aliases are followed; ten lines of aliases can stand for billions."""
+"""The limit for a document with its aliases expanded; ten lines of aliases can mean billions."""
 
 
 class Loader(yaml.SafeLoader):
-    """A safe loader that refuses keys that stand twice and documents that aliases make huge."""
+    """A safe loader that rejects repeated keys and documents that aliases make huge."""
 
     def compose_document(self) -> yaml.Node | None:
-        """Return a document's node, checked for its size."""
+        """Return a document's node after checking its size."""
         node = super().compose_document()
         if node is not None and _count(node, {}) > _MOST_VALUES:
             raise yaml.YAMLError(
-                f"expected at most {_MOST_VALUES:,} values, with what aliases stand for, got more"
+                f"expected at most {_MOST_VALUES:,} values with aliases expanded, got more"
             )
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Return a mapping's node, whose keys are single values that differ.
+        """Return a mapping's node after checking that its keys are single values and not repeated.
 
-        Later, PyYAML has put the keys of ``<<: *other`` among a mapping's own.
+        The check is here because PyYAML later adds the keys of ``<<: *other`` to a mapping's own.
         """
         node = super().compose_mapping_node(anchor)
         earlier: set[str] = set()
@@ -34,7 +34,7 @@ class Loader(yaml.SafeLoader):
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.YAMLError(f"expected a single value as a key, got several (line {line})")
-            # << may stand twice, to take in two mappings
+            # << may occur twice, to merge two mappings
             if key.value in earlier and key.value != "<<":
                 raise yaml.YAMLError(f"{key.value!r} is repeated in one mapping (line {line})")
             earlier.add(key.value)
@@ -49,7 +49,7 @@ def read_yaml(text: str, loader: type[Loader] = Loader) -> list[Any]:
         loader: The class that reads it.
 
     Raises:
-        ValueError: It is not YAML, or a document is nested too deep or too large.
+        ValueError: It is not YAML, or a document is nested too deeply or too large.
 
     >>> read_yaml("a: 1")
     [{'a': 1}]
@@ -60,8 +60,8 @@ def read_yaml(text: str, loader: type[Loader] = Loader) -> list[Any]:
     try:
         documents = list(yaml.load_all(text, loader))
     except RecursionError as error:
-        raise ValueError("nested too deep") from error
-    # tags such as !!timestamp make PyYAML raise whatever its parsing of a value raises
+        raise ValueError("nested too deeply") from error
+    # for tags such as !!timestamp, PyYAML raises errors of any kind
     except Exception as error:
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
     return [document for document in documents if document is not None]
@@ -75,7 +75,7 @@ def read_mapping(text: str, loader: type[Loader] = Loader) -> Mapping[Any, Any]:
         loader: The class that reads it.
 
     Raises:
-        ValueError: As in `read_yaml`; there are several documents, or one that is no mapping.
+        ValueError: As in `read_yaml`; or the text has several documents, or is not a mapping.
     """
     documents = read_yaml(text, loader) or [{}]
     if len(documents) > 1 or not isinstance(documents[0], Mapping):
@@ -85,7 +85,7 @@ def read_mapping(text: str, loader: type[Loader] = Loader) -> Mapping[Any, Any]:
 
 
 def _count(node: yaml.Node, known: dict[yaml.Node, float]) -> float:
-    """Return the number of values in a node; infinite where it holds itself."""
+    """Return the number of values in a node; infinity if the node contains itself."""
     if node not in known:
         known[node] = float("inf")  # until it is counted
         inner: list[yaml.Node] = []

@@ -1,7 +1,7 @@
 """Check whether another distribution has overwritten our packages.
 
 Unrelated distributions on PyPI are called ``kronecker`` and ``thinker``. pip lets them overwrite
-our ``__init__.py`` without a word, and takes it away with them when they are uninstalled.
+our ``__init__.py`` without a warning, and removes it when they are uninstalled.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _is_ours(package: str, root: Path) -> bool:
 
 def other_distributions(package: str) -> list[str]:
     """Return the other installed distributions that contain a package of this name."""
-    import importlib.metadata  # slow, and needed only where something is wrong
+    import importlib.metadata  # slow, and needed only if something is wrong
 
     owners = importlib.metadata.packages_distributions().get(package, [])
     # metadata may spell a name with _ or with -
@@ -58,10 +58,10 @@ def other_distributions(package: str) -> list[str]:
 
 
 def examine(root: Path | None = None) -> list[Finding]:
-    """Return what is wrong with the installation: an empty list if it is sound.
+    """Return the damaged packages of the installation: an empty list if there are none.
 
     Args:
-        root: The folder that holds the packages; default: that of this installation.
+        root: The folder that holds the packages; default: the folder of this installation.
 
     >>> examine()
     []
@@ -76,11 +76,11 @@ def examine(root: Path | None = None) -> list[Finding]:
             problem = f"the distribution {', '.join(others)} has overwritten {root / package}"
         else:
             problem = (
-                f"{root / package / '__init__.py'} is gone or not ours; another distribution took "
-                "it away"
+                f"{root / package / '__init__.py'} is missing or not ours; another distribution "
+                "may have removed it"
             )
         remove = f"pip uninstall -y {' '.join(others)} && " if others else ""
-        # --force-reinstall, as pip believes ours is whole; --no-deps, to leave torch alone
+        # --force-reinstall, because pip considers ours intact; --no-deps, to leave torch alone
         findings.append(
             Finding(
                 package, problem, f"{remove}pip install --force-reinstall --no-deps {DISTRIBUTION}"
@@ -104,12 +104,12 @@ def warn_of_overwritten() -> None:
 class DoctorReport(Report):
     """The report of `doctor`.
 
-    Args:
+    Attributes:
         version: The version of model-components.
         python: The version of Python.
         dependencies: The installed version of each dependency, or None.
         findings: Damaged packages.
-        shared: Sound packages of which other distributions have one of the same name.
+        shared: Intact packages, and the other distributions that have a package of the same name.
     """
 
     version: str
@@ -135,7 +135,8 @@ class DoctorReport(Report):
         lines = [str(finding) for finding in self.findings]
         for package, others in self.shared.items():
             lines.append(
-                f"{package}: ours, but {', '.join(others)} has a package of that name, too"
+                f"{package}: ours, but {', '.join(others)} has a package of that name, too; if it "
+                "is upgraded or uninstalled, ours breaks"
             )
         if not self.findings:
             lines.append("all four packages are ours")
@@ -159,7 +160,7 @@ def doctor() -> DoctorReport:
     overwritten = {finding.package for finding in findings}
     shared = {}
     for package in PACKAGES:
-        # when the other is upgraded or uninstalled, ours breaks
+        # if the other distribution is upgraded or uninstalled, ours breaks
         if package not in overwritten and (others := other_distributions(package)):
             shared[package] = others
     return DoctorReport(__version__, sys.version.split()[0], versions, findings, shared)

@@ -1,6 +1,6 @@
-"""`measure_kernels`: test the fused paths on a device, time them, and let ``impl="auto"`` know.
+"""`measure_kernels`: test and time the fused paths on a device for ``impl="auto"``.
 
-`set_impl_` chooses by hand.
+`set_impl_` sets the implementation of a model's layers by hand.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ if TYPE_CHECKING:
     from torch import nn
 
 _MOST_SHAPES = 4  # sizes taken from a model; a block rarely has more than four different ones
-_ROUNDS = 15  # pairs of timed steps; the median of so many is steady within a few percent
-_WORTH = 0.95  # fused time over eager time, up to which a fused path is taken
+_ROUNDS = 15  # pairs of timed steps; the median of that many varies by only a few percent
+_WORTH = 0.95  # the largest ratio of fused to eager time at which a fused path is used
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One fused path at one size.
+    """The measurement of one fused path at one size.
 
     Attributes:
-        path: Its name.
+        path: The path's name.
         shape: (out_features, in_features).
-        worst: The largest error over its budget, at most 1; None if it was not tested.
+        worst: The largest error divided by its budget, at most 1; None if the path could not be
+            tested or is wrong.
         eager_ms: Median milliseconds of forward and backward by the eager path.
         fused_ms: Median milliseconds by the fused path.
-        problem: Why it was not tested or timed, or is wrong.
+        problem: Why the path was not tested or timed, or is wrong; None if all went well.
     """
 
     path: str
@@ -47,13 +48,13 @@ class KernelRow:
 
     @property
     def cannot_run(self) -> bool:
-        """Return whether the path does not take such a size or dtype."""
+        """Return whether the path could not run, for example because of the size or dtype."""
         # a path that is wrong has no `worst` either, but it did run
         return self.worst is None and not (self.problem or "").startswith("wrong:")
 
     @property
     def pays(self) -> bool:
-        """Return whether the path is right, and faster by more than noise."""
+        """Return whether the path is correct, and faster by more than noise."""
         if self.problem or self.eager_ms is None or self.fused_ms is None:
             return False
         return self.fused_ms <= _WORTH * self.eager_ms
@@ -66,7 +67,7 @@ class KernelReport(Report):
     Attributes:
         device: Name of the card, or ``"cpu"``.
         dtype: Dtype of the weights.
-        rows: One row a path and size.
+        rows: One row for each path and size.
         written: File that ``impl="auto"`` reads, or None if nothing was timed.
     """
 
@@ -91,11 +92,11 @@ class KernelReport(Report):
         return Table(header, rows, sentences=True)
 
     def remarks(self) -> list[str]:
-        """Tell which paths "auto" takes from now on, or how to measure."""
+        """List the paths that "auto" uses from now on, or explain how to measure."""
         if self.written is None:
             return [
-                'nothing was timed, so impl="auto" is eager; run this command on a machine with a '
-                "CUDA device"
+                'nothing was timed, so impl="auto" is as before; run this command on a machine '
+                "with a CUDA device"
             ]
         chosen = sorted(_paying_paths(self.rows))
         taken = ", ".join(chosen) or "none of them"
@@ -111,17 +112,19 @@ def measure_kernels(
     dtype: str = "bfloat16",
     progress: bool = ON_TERMINAL,
 ) -> KernelReport:
-    """Test every fused path against its definition in float64, then time it beside the eager path.
+    """Test every fused path against its definition in float64, then time it against the eager path.
 
-    The result goes to a small file in your cache, ``model-components/kernels.json``. It tells
-    ``impl="auto"`` which fused paths are right and faster on this kind of card. It holds for the
-    same versions of this library, torch and triton. Without it ``"auto"`` is eager.
+    The result is written to ``model-components/kernels.json`` in your cache. ``impl="auto"`` reads
+    this file and uses the fused paths that are correct and faster on this kind of card. A result is
+    valid for the same versions of this library, torch and triton. Without a valid result,
+    ``"auto"`` uses the eager path.
 
     Args:
         device: Device such as cuda; default: a CUDA device if there is one. On a CPU the kernels
             are tested if TRITON_INTERPRET=1 is set, and nothing is timed.
         shapes: Sizes (out_features, in_features) of weights to time.
-        model: A model folder or id. Its four most frequent sizes are timed instead of ``shapes``.
+        model: A model folder or hub id. The four most frequent sizes of its weights are timed
+            instead of ``shapes``.
         tokens: Rows of the input.
         dtype: bfloat16, float16 or float32.
         progress: Print each path as it is measured.
@@ -130,8 +133,8 @@ def measure_kernels(
         Errors and times.
 
     Raises:
-        ValueError: An unknown dtype, a size below 1, a device that is not there, a folder without
-            safetensors.
+        ValueError: An unknown dtype, a size below 1, a device that is not available, or a folder
+            without safetensors.
 
     >>> report = measure_kernels(device="cpu", shapes=[(8, 8)], tokens=4, dtype="float32")
     >>> report.device, report.written
@@ -166,14 +169,14 @@ def measure_kernels(
 
 
 def _checked_shape(operation: str, shape: object) -> tuple[int, int]:
-    """Return a shape as a tuple; refuse anything but two whole numbers from 1."""
+    """Return a shape as a tuple; raise unless it is two whole numbers, 1 or more."""
     from ._checks import is_whole
 
     pair = tuple(shape) if isinstance(shape, (tuple, list)) else ()
     if len(pair) != 2 or not all(is_whole(length, 1) for length in pair):
         raise ValueError(
-            f"{operation}: expected shapes of two whole numbers from 1, (out_features, "
-            f"in_features), got {shape!r}"
+            f"{operation}: expected shapes (out_features, in_features) of two whole numbers, 1 or "
+            f"more, got {shape!r}"
         )
     return pair
 
@@ -207,13 +210,13 @@ def _measure(
     device: torch.device,
     dtype: torch.dtype,
 ) -> KernelRow:
-    """Test one path on odd sizes, then time it at the shape."""
+    """Test one path at its odd shape, then time it at the given shape."""
     from .testing import check_equivalent
 
     problem = path.problem(shape, device, dtype)
     if problem is not None:
         return KernelRow(path.name, shape, problem=problem)
-    # 7 tokens are no multiple of a tile either
+    # 7 tokens are not a multiple of a tile size either
     trial = path.make(path.odd, 7, device, dtype)
     try:
         judgment = check_equivalent(
@@ -228,18 +231,18 @@ def _measure(
     trial = path.make(shape, tokens, device, dtype)
     try:
         eager_ms, fused_ms = _times(trial, device, dtype)
-    except RuntimeError as error:  # out of memory, for one; the other paths are measured
+    except RuntimeError as error:  # such as out of memory; the other paths are still measured
         return KernelRow(path.name, shape, judgment.worst, problem=f"not timed: {error}")
     return KernelRow(path.name, shape, judgment.worst, eager_ms, fused_ms)
 
 
 def _is_timed(device: torch.device) -> bool:
-    """Return whether times say something: not those of Triton's interpreter on a CPU."""
+    """Return whether times are meaningful; those of Triton's interpreter on a CPU are not."""
     return device.type == "cuda"
 
 
 def _times(trial: _fused.Trial, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Return median milliseconds of forward and backward, eager and fused, in turns."""
+    """Return the median milliseconds of forward and backward, eager and fused, timed in turn."""
     import torch
 
     inputs: dict[str, Any] = {}
@@ -248,7 +251,7 @@ def _times(trial: _fused.Trial, device: torch.device, dtype: torch.dtype) -> tup
         inputs[name] = value.to(device, dtype if floating else None).requires_grad_(floating)
 
     def timed(function: Callable[..., torch.Tensor]) -> float:
-        # events of the card, since a launch returns before the work is done
+        # CUDA events, because a launch returns before the work is done
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         begin.record()
@@ -268,15 +271,15 @@ def _times(trial: _fused.Trial, device: torch.device, dtype: torch.dtype) -> tup
 
 
 def _paying_paths(rows: Sequence[KernelRow]) -> set[str]:
-    """Return the paths that pay at every size that they take; "auto" leaves out the others."""
+    """Return the names of the paths that pay at every size they support; "auto" skips the rest."""
     taken = [row for row in rows if not row.cannot_run]
     names = {row.path for row in taken}
-    # "auto" asks by the name alone, so that one answer has to hold for all sizes
+    # "auto" looks a path up by its name only, so one answer must hold for all sizes
     return {name for name in names if all(row.pays for row in taken if row.path == name)}
 
 
 def _write(card: str, dtype: str, rows: Sequence[KernelRow]) -> str:
-    """Write the measurements of a card into the user's cache, beside those of other cards."""
+    """Add a card's measurements to the file in the user's cache; return the file's path."""
     from ._folders import make_folder, write_json
 
     paying = _paying_paths(rows)
@@ -290,9 +293,9 @@ def _write(card: str, dtype: str, rows: Sequence[KernelRow]) -> str:
         path["times"].append([row.shape, row.eager_ms, row.fused_ms])
     devices = _fused.read_measurements()
     before = devices.get(card)
-    # what other versions measured says nothing about these
+    # measurements with other versions are not valid for these
     if isinstance(before, dict) and before.get("versions") == _fused.versions():
-        paths = {**before.get("paths", {}), **paths}  # a path that this dtype has not stays
+        paths = {**before.get("paths", {}), **paths}  # keeps paths that were not measured now
     devices[card] = {"versions": _fused.versions(), "paths": paths}
     file = _fused.cache_file()
     make_folder(file.parent, "measure_kernels")
@@ -303,17 +306,17 @@ def _write(card: str, dtype: str, rows: Sequence[KernelRow]) -> str:
 
 
 def set_impl_(model: nn.Module, impl: str) -> int:
-    """Set how a model's layers of this library are computed; return the number of layers set.
+    """Set ``impl`` of the layers of this library in a model; return the number of layers set.
 
-    Layers that have no such path, as LoRA layers have none that is fused, keep theirs.
+    Layers without this path keep their ``impl``. For example, LoRA layers have no fused path.
 
     Args:
         model: The model, whose layers' ``impl`` is changed in place.
-        impl: ``"auto"``, ``"eager"``, ``"fused"`` or ``"reference"``. An explicit choice runs or
-            raises in the forward.
+        impl: ``"auto"``, ``"eager"``, ``"fused"`` or ``"reference"``. If an explicit choice
+            cannot run, the forward raises an error.
 
     Raises:
-        ValueError: No layer has such a path.
+        ValueError: ``model`` is not a module, or no layer has this path.
 
     >>> from kronecker import KroneckerLinear
     >>> set_impl_(torch.nn.Sequential(KroneckerLinear(256, 256), torch.nn.ReLU()), "eager")
@@ -332,10 +335,10 @@ def set_impl_(model: nn.Module, impl: str) -> int:
             layers.append(module)
     if not layers:
         raise ValueError(
-            f"set_impl_: expected impl as one of {', '.join(sorted(known)) or 'none'}, which the "
-            f"model's layers take, got {impl!r}"
+            "set_impl_: expected an impl that the model's layers support "
+            f"({', '.join(sorted(known)) or 'none'}), got {impl!r}"
         )
-    # only now, so that after an error every layer is as it was
+    # only after the check, so that an error leaves every layer unchanged
     for layer in layers:
         layer.impl = impl
     return len(layers)

@@ -1,6 +1,6 @@
 """Small models that read an input once, think for n steps and answer.
 
-Each call says how many steps.
+Each call can set the number of steps.
 
 >>> from thinker import FlowPlan, LatentThinker, ThinkerConfig
 >>> model = LatentThinker(

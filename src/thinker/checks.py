@@ -1,4 +1,4 @@
-"""Checks that a thinker makes before it starts."""
+"""Checks of a thinker's inputs and settings."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .tasks.rows import symbols_of
 
 
 def check_layout(operation: str, config: ThinkerConfig, task: Task) -> None:
-    """Refuse a task whose layout is not the model's.
+    """Check that a task's layout and symbols fit the model.
 
-    `AtTokens` goes with latents at the tokens, and only with them.
+    Latents at the tokens need `AtTokens`; other models need a plain task.
     """
     if config.at_tokens != isinstance(task, AtTokens):
         if config.at_tokens:
@@ -55,7 +55,7 @@ def check_tokens(
             "expected int64 or int32 ids (B, L), L of 1 or more"
         )
     if mask is not None and mask.shape != tokens.shape:
-        # torch's own transformers have time first unless told otherwise
+        # torch's own transformers have time first unless batch_first is set
         if mask.shape == tokens.shape[::-1]:
             hint = "; that is time first: transpose it"
         else:
@@ -75,7 +75,7 @@ def check_tokens(
     if config.mixer == "mlp":
         _check_places(config, tokens, mask if values else None)
     if values and tokens.numel():
-        # on a GPU such an id is a failed assertion, reported somewhere else
+        # on a GPU such an id fails an assertion, which is reported somewhere else
         low = int(tokens.min())
         high = int(tokens.max())
         if low < 0 or high >= config.vocab_size:
@@ -87,7 +87,7 @@ def check_tokens(
 
 
 def _check_places(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None) -> None:
-    """Check that there is a token at each of the places that an MLP mixes."""
+    """Check that there is a token at each position that the MLP mixes."""
     if tokens.shape[1] != config.max_input_length:
         raise ValueError(
             f"LatentThinker: tokens (B, L) have shape {list(tokens.shape)}; expected L of exactly "
@@ -98,7 +98,7 @@ def _check_places(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None) ->
 
 
 def check_embeds(config: ThinkerConfig, tokens: Tensor | None, embeds: Tensor) -> None:
-    """Check that there are no tokens as well, the vectors' width, and that positions need none."""
+    """Check the shape of embeddings, that there are no tokens, and that positions need none."""
     if tokens is not None:
         raise ValueError("LatentThinker: got input_ids and inputs_embeds, expected one of them")
     if embeds.dim() != 3 or embeds.shape[2] != config.hidden_size:
@@ -116,7 +116,7 @@ def check_embeds(config: ThinkerConfig, tokens: Tensor | None, embeds: Tensor) -
 def check_numbers(
     n_step: int | None, n_latent: int | None, grad_steps: int | None, noise: float | None
 ) -> None:
-    """Check that what is counted is whole, and noise is not negative."""
+    """Check that counts are whole numbers, and that noise is finite and not negative."""
     for name, value, least in (
         ("n_step", n_step, 1),
         ("n_latent", n_latent, 1),
@@ -129,17 +129,17 @@ def check_numbers(
 
 
 def check_mask(config: ThinkerConfig, mask: Tensor) -> None:
-    """No row all padding; in a causal flow, padding on the left."""
+    """Check that no row is all padding, and that a causal model has padding on the left."""
     empty = (~mask.any(1)).nonzero()
     if len(empty):
         if len(empty) == len(mask):
-            which = "no row"
+            which = "every row"
         else:
-            which = f"not row {int(empty[0])}"
+            which = f"row {int(empty[0])}"
         raise ValueError(
-            f"LatentThinker: {which} has a token left by the mask; expected one or more in each row"
+            f"LatentThinker: the mask of {which} has no token; expected one or more in each row"
         )
-    # the latents of a causal flow are the last places, and these have to be tokens
+    # the latents of a causal model are the last positions, which have to be tokens
     if config.causal and bool((mask[:, :-1] & ~mask[:, 1:]).any()):
         raise ValueError(
             "LatentThinker: expected padding on the left, since the model is causal, got padding "
@@ -148,7 +148,7 @@ def check_mask(config: ThinkerConfig, mask: Tensor) -> None:
 
 
 def check_grid(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None) -> None:
-    """Check that where positions are of a grid, each row of the batch is one."""
+    """Check that each row of a batch is a square grid, if positions are ``rotary_2d``."""
     if config.positions != "rotary_2d":
         return
     if mask is None:
@@ -164,7 +164,7 @@ def check_grid(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None) -> No
 
 
 def chosen_plan(config: ThinkerConfig, plan: FlowPlan | None = None) -> FlowPlan:
-    """The plan of a call, else the config's, else everything that the model has in each step."""
+    """Return the call's plan, else the config's, else one with all that the model has."""
     if not isinstance(plan, FlowPlan | None):
         raise ValueError(f"LatentThinker: plan is {plan!r}; expected a FlowPlan")
     if plan is None and config.plan is not None:
@@ -177,7 +177,7 @@ def chosen_plan(config: ThinkerConfig, plan: FlowPlan | None = None) -> FlowPlan
 def chosen_rows(
     config: ThinkerConfig, plan: FlowPlan | None, n_step: int | None
 ) -> Sequence[FlowRow]:
-    """Return what each step does, checked."""
+    """Return the plan's row for each step, after checking that the model supports it."""
     plan = chosen_plan(config, plan)
     # a plan may round the config's number up; the number of a call is taken as it is
     rows = plan.rows(plan.num_steps(config.n_step) if n_step is None else n_step)
@@ -186,9 +186,9 @@ def chosen_rows(
 
 
 def check_plan(config: ThinkerConfig, rows: Sequence[FlowRow]) -> None:
-    """Refuse rows that look up or write what the model does not have.
+    """Check that the model has what the rows look up and write.
 
-    Refuse a static memory with gradients, too.
+    A static memory with gradients is refused, too.
     """
     if config.memory == "none" and any(row.mem_lookup or row.mem_write for row in rows):
         raise ValueError(
@@ -209,11 +209,11 @@ def check_plan(config: ThinkerConfig, rows: Sequence[FlowRow]) -> None:
 
 
 def check_labels(config: ThinkerConfig, labels: Tensor, logits: Sequence[int]) -> None:
-    """Refuse labels that the logits, (B, O, output_size), cannot give."""
+    """Check that labels have the shape of the logits, (B, O, ...), and are valid classes."""
     if tuple(labels.shape) != tuple(logits[:2]):
         raise ValueError(
             f"LatentThinker: labels have shape {list(labels.shape)}; expected {list(logits[:2])}, "
-            "the answer's"
+            "the shape of the answer"
         )
     known = labels[labels != -100]
     if not labels.numel():
@@ -236,7 +236,7 @@ def check_latents(
     *,
     carried: bool = False,
 ) -> None:
-    """Check that there can be so many latents, and that a carry belongs to the input."""
+    """Check that the model can have so many latents, and that a carry fits the input."""
     n = shape[1]
     if carried and (shape[0] != context[0] or (n_latent is not None and n_latent != n)):
         raise ValueError(
@@ -246,7 +246,7 @@ def check_latents(
     if config.at_tokens and (n > context[1] or (n < context[1] and not config.causal)):
         needed = "at most as many" if config.causal else "as many"
         raise ValueError(
-            f"LatentThinker: n_latent is {n}, the input has {context[1]} tokens; expected {needed}"
+            f"LatentThinker: n_latent is {n}; expected {needed} as there are tokens, {context[1]}"
         )
     if config.table_size is not None and n > config.table_size:
         raise ValueError(
@@ -262,13 +262,14 @@ def chosen_steps(output_steps: OutputSteps, rows: Sequence[FlowRow]) -> set[int]
     if isinstance(output_steps, str | int):
         if output_steps not in ("last", "all"):
             raise ValueError(
-                f"LatentThinker: output_steps is {output_steps!r}; expected last, all, or some of "
-                f"{can}"
+                f"LatentThinker: output_steps is {output_steps!r}; expected last, all, or a list "
+                f"of some of {can}"
             )
         return set(can if output_steps == "all" else can[-1:])
     wrong = sorted(set(output_steps) - set(can))
     if wrong or not output_steps:
         raise ValueError(
-            f"LatentThinker: output_steps {list(output_steps)}; the plan outputs at {can}"
+            f"LatentThinker: output_steps is {list(output_steps)}; expected some of {can}, the "
+            "steps at which the plan outputs"
         )
     return set(output_steps)

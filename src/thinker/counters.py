@@ -1,4 +1,4 @@
-"""Randomness from counters: words in, a number out that depends on nothing else."""
+"""Random numbers from counters: each number depends only on the given words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _WORD = (1 << 64) - 1
 def mix(*words: int) -> int:
     """Return 64 bits that depend on all of ``words`` and their order.
 
-    SplitMix64's finalizer (Steele et al. 2014).
+    They are mixed by SplitMix64's finalizer (Steele et al. 2014).
 
     >>> mix(1, 2) == mix(1, 2), mix(1, 2) == mix(2, 1)
     (True, False)
@@ -24,12 +24,12 @@ def mix(*words: int) -> int:
 
 
 def signed(word: int) -> int:
-    """The same 64 bits as torch's int64 holds them."""
+    """Return the same 64 bits as a signed integer, as in torch's int64."""
     return word - (1 << 64) if word >> 63 else word
 
 
 def between(pair: tuple[int, int], word: int) -> int:
-    """A number from a pair's first to its last.
+    """Map a word to a number from a pair's first to its last.
 
     >>> between((2, 4), 7)
     3
@@ -38,5 +38,5 @@ def between(pair: tuple[int, int], word: int) -> int:
 
 
 def seed_of(*words: int) -> int:
-    """A seed for a generator, which takes 63 bits."""
+    """Return a seed for a generator, which takes 63 bits."""
     return mix(*words) >> 1

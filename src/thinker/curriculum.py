@@ -1,6 +1,6 @@
-"""`CurriculumDataset`: endless batches of a task, drawn by counters.
+"""`CurriculumDataset`: endless batches of a task.
 
-A batch depends on nothing but its number.
+Each batch is a function of the seed, the process, its number and the schedule's state.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .tasks.rows import symbols_of
 from .tasks.task import check_sample
 
 Count = int | tuple[int, int] | Callable[[int], int | tuple[int, int]]
-"""How many steps or latents: a number, two to draw between, or a function from the longest length
-to either."""
+"""A count of steps or latents: a number, two to draw between, or a function from the longest length
+of a batch to either."""
 
 
 StateDict = dict[str, Any]
-"""What a resume needs, as `torch.save` writes it."""
+"""The state that a resume needs, which `torch.save` can write."""
 
 
 class Batch(TypedDict):
@@ -43,9 +43,9 @@ class Batch(TypedDict):
         n_latent: Latents, or None for all; not in held-out rows.
         lengths: (B,), the length of each row. This field and those below are present only with
             ``details=True``.
-        distance: (B, O), if the task has them.
+        distance: (B, O), if the task has distances; see `Sample`.
         step: The batch's number.
-        segment: Which of the trainer's segments of these rows it is, from 0.
+        segment: The number of the trainer's segment of these rows, from 0.
         rank: The process's number.
     """
 
@@ -65,32 +65,33 @@ class CurriculumDataset(IterableDataset):
     """An endless dataset of batches; each holds the arguments of `LatentThinker.forward`.
 
     Batch number ``step`` is a function of (seed, rank, step) and the schedule's state: the stream
-    is the same with any number of workers and after a resume. What `report` changes takes effect
+    is the same with any number of workers and after a resume. Changes by `report` take effect
     ``delay`` batches later, so that batches drawn ahead do not depend on when they were drawn. Use
-    it in a `DataLoader` with ``batch_size=None``.
+    the data set in a `DataLoader` with ``batch_size=None``.
 
     Args:
         task: The task to sample.
-        schedule: The schedule of lengths; default: half of the rows uniform up to the task's
-            ``default_length`` (20, or the longest of given rows), half at it.
-        batch_size: Rows.
+        schedule: The schedule of lengths; default: half of the rows at the task's
+            ``default_length`` (20, or the longest of given rows), the others uniform up to it.
+        batch_size: Rows of a batch.
         n_step: Steps of each batch: one number, two to draw uniformly between, or a function from
-            the batch's longest length to either. Processes draw the same where their batches are as
-            long.
-        n_latent: Latents likewise; none: the model's own.
-        holdout: Share of inputs, by hash, that training never sees and `held_out` gives; the same
-            inputs with every seed. Lengths with fewer than 1000 inputs have none held out. For
-            given rows the limit is 10 different inputs, a `TensorTask` has no limit. With 0,
-            `held_out` draws from all inputs: for separate test data.
+            the batch's longest length to either. Processes draw the same number if their longest
+            lengths are equal.
+        n_latent: Latents of each batch, given as for ``n_step``; default: the model's number.
+        holdout: Share of the inputs, chosen by a hash, that training never sees and `held_out`
+            returns. The same inputs are held out with every seed. Lengths with fewer than 1000
+            different inputs have none held out; for a `RowsTask` the limit is 10, and a
+            `TensorTask` has no limit. With 0, `held_out` draws from all inputs, as for separate
+            test data.
         seed: The seed of all random choices.
-        rank: Whose stream, in training with several processes.
+        rank: The process's number in distributed training; each process has its own stream.
         device: The device of the batches.
-        delay: The number of batches after which a report takes effect; at least the number that
-            workers draw ahead.
+        delay: The number of batches after which a report takes effect. It must be at least the
+            number of batches that workers draw ahead.
 
     Raises:
-        ValueError: Numbers outside what is said above, or a task whose samples are not what it says
-            of itself.
+        ValueError: A number is out of its range, or the task's samples do not have the shapes and
+            ids that it states.
 
     >>> from thinker import make_task
     >>> data = CurriculumDataset(make_task("copy"), Frontier(max_length=5), batch_size=2)
@@ -115,8 +116,8 @@ class CurriculumDataset(IterableDataset):
     ):
         if not isinstance(task, Task) or not isinstance(schedule, Schedule | None):
             raise ValueError(
-                f"CurriculumDataset: task {task!r}, schedule {schedule!r}; expected a Task, as of "
-                "make_task, and a Schedule, as Frontier(max_length=20)"
+                f"CurriculumDataset: task {task!r}, schedule {schedule!r}; expected a Task, as "
+                "make_task returns, and a Schedule, such as Frontier(max_length=20)"
             )
         self.task = task
         of_one_length = task.default_length == 1
@@ -132,7 +133,7 @@ class CurriculumDataset(IterableDataset):
         self.delay = delay
         self.n_step = n_step
         self.n_latent = n_latent
-        # a function is asked at both ends, which stand for what lies between
+        # a function is checked at both ends only
         for length in (self.schedule.min_length, self.schedule.max_length):
             _pair("n_step", n_step, length)
             _pair("n_latent", n_latent or 1, length)
@@ -155,19 +156,19 @@ class CurriculumDataset(IterableDataset):
         if of_one_length and longest != 1:
             raise ValueError(
                 f"CurriculumDataset: {type(self.schedule).__name__} goes up to length {longest}; "
-                f"the rows of {task!r} are given, have length 1, and need no schedule"
+                f"expected no schedule, since all rows of {task!r} have length 1"
             )
         check_sample(task, self._generator(2), longest)
         self._rows_checksum = self._checksum()
         self._hold_out = HoldOut(task, holdout, longest, self.device)
         self.step = 0
-        self._is_spread = False  # whether this copy, in a worker, has its own place
+        self._is_spread = False  # whether this copy, in a worker, has its own first step
         self.segments = 1
-        # rows of (from which batch on, state): shared, so that workers that live on see what the
-        # trainer reports
+        # rows of (first batch, state), in shared memory, so that persistent workers see the
+        # trainer's reports
         initial = self.schedule.initial()
-        # -1: nothing is there. At most one change comes with each batch and waits for `delay`
-        # batches, so that no row is overwritten that a worker still needs.
+        # -1 marks a free row. Each batch makes at most one change, which waits for `delay` batches,
+        # so that no row is overwritten that a worker still needs.
         self._states = torch.full(
             (2 * delay + 2, 1 + len(initial)), -1.0, dtype=torch.float64
         ).share_memory_()
@@ -175,20 +176,20 @@ class CurriculumDataset(IterableDataset):
 
     @property
     def most_latents(self) -> int | None:
-        """The most latents that a batch asks for; none where the model decides."""
+        """The most latents of a batch; None if the model sets the number."""
         if self.n_latent is None:
             return None
         return _pair("n_latent", self.n_latent, self.schedule.max_length)[1]
 
     @property
     def most_steps(self) -> int:
-        """The most steps that a batch of the longest length asks for."""
+        """The most steps of a batch of the longest length."""
         return _pair("n_step", self.n_step, self.schedule.max_length)[1]
 
     def sizes(self, length: int | None = None) -> dict[str, Any]:
-        """Return fields of `ThinkerConfig` that a model needs for samples up to ``length``.
+        """Return the fields of `ThinkerConfig` that a model needs for samples up to ``length``.
 
-        By default it is the schedule's.
+        By default ``length`` is the schedule's longest.
 
         >>> from thinker import make_task
         >>> CurriculumDataset(make_task("add"), Frontier(max_length=3)).sizes()
@@ -204,42 +205,43 @@ class CurriculumDataset(IterableDataset):
         } | ({} if symbols is None else {"symbols": symbols})
 
     def state_at(self, step: int) -> Tensor:
-        """The schedule's state that batch ``step`` is drawn with."""
+        """Return the schedule's state with which batch ``step`` is drawn."""
         known = self._states[(self._states[:, 0] >= 0) & (self._states[:, 0] <= step)]
         return known[known[:, 0].argmax(), 1:]
 
     def difficulty(self, step: int | None = None) -> float:
-        """The schedule's, at a step; default the newest."""
+        """Return the schedule's difficulty at a step; by default, with the newest state."""
         return self.schedule.difficulty(
             self.step if step is None else step,
             self.newest_state() if step is None else self.state_at(step),
         )
 
     def report(self, right: Tensor, total: Tensor, *, step: int) -> None:
-        """Tell the schedule how many answers of each length were right and how many there were.
+        """Update the schedule with the numbers of right and of all answers of each length.
 
         Args:
-            right: (max_length + 1,).
-            total: (max_length + 1,).
-            step: Batches that were trained on; the change holds from ``step + delay`` on.
+            right: Numbers of right answers by length, (max_length + 1,).
+            total: Numbers of all answers by length, (max_length + 1,).
+            step: The number of batches trained on; the change takes effect at batch ``step +
+                delay``.
         """
         newest = self.newest_state()
-        # a copy: workers see these rows, and a schedule may write into what it gets
+        # a copy: workers see these rows, and a schedule may change its argument
         updated = self.schedule.update(newest.clone(), right.cpu(), total.cpu())
         if not torch.equal(updated, newest):
             self.change(updated, step=step)
 
     def newest_state(self) -> Tensor:
-        """The schedule's state after all reports."""
+        """Return the schedule's state after all reports."""
         return self._states[self._states[:, 0].argmax(), 1:]
 
     def change(self, state: Tensor, *, step: int) -> None:
-        """Give the schedule a state, from batch ``step + delay`` on.
+        """Set the schedule's state from batch ``step + delay`` on.
 
-        The last one given at a step holds.
+        If a step has several changes, the last one counts.
 
         Raises:
-            ValueError: A step before that of an earlier change.
+            ValueError: ``step`` is below that of an earlier change.
         """
         start = float(step + self.delay)
         newest = float(self._states[:, 0].max())
@@ -251,7 +253,7 @@ class CurriculumDataset(IterableDataset):
         row = self._states[
             self._states[:, 0].argmax() if start == newest else self._states[:, 0].argmin()
         ]
-        # not to be found while it is written
+        # no worker may read the row while it is written
         row[0] = -1.0
         row[1:] = state
         row[0] = start  # last: workers find a row by it
@@ -259,10 +261,10 @@ class CurriculumDataset(IterableDataset):
     def batch(self, step: int, *, details: bool = False) -> Batch:
         """Return batch number ``step``.
 
-        Where ``segments`` are more than 1, each drawn batch comes so many times.
+        With ``segments`` above 1, each drawn batch is returned for ``segments`` steps in a row.
 
         Args:
-            step: The number.
+            step: The batch's number.
             details: Whether to add the fields that the forward does not take; see `Batch`.
         """
         segment = step % self.segments
@@ -276,10 +278,10 @@ class CurriculumDataset(IterableDataset):
         longest = int(lengths.max())
         n_latent = None
         if self.n_latent is not None:
-            # by `first`: a carry has as many latents in every segment
+            # by `first`, so that all segments have the same number of latents, as a carry needs
             n_latent = between(_pair("n_latent", self.n_latent, longest), mix(self.seed, 5, first))
         batch = _rows(sample, lengths, details)
-        # without the rank: processes that think longer would keep the others waiting
+        # without the rank: a process with more steps would keep the others waiting
         batch["n_step"] = between(_pair("n_step", self.n_step, longest), mix(self.seed, 4, step))
         batch["n_latent"] = n_latent
         if details:
@@ -302,12 +304,12 @@ class CurriculumDataset(IterableDataset):
                 self.step += info.id
                 self._is_spread = True
         while True:
-            # before the yield: a worker that is left there and asked again repeats no batch
+            # before the yield, so that a persistent worker that starts again repeats no batch
             self.step += stride
             yield self.batch(self.step - stride, details=details)
 
     def holds_out(self, length: int) -> bool:
-        """Return whether `held_out` can give rows of a length; False if the task draws inputs."""
+        """Return whether given rows of a length are held out; False if the task draws inputs."""
         rows = self.task.every(length)
         if rows is None:
             return False
@@ -321,9 +323,9 @@ class CurriculumDataset(IterableDataset):
         If inputs are drawn and none of that length is held out, return any inputs.
 
         Args:
-            batch: Number of rows; of given rows at most as many as are held out, each once.
+            batch: Number of rows. Of given rows, each held-out row is returned at most once.
             length: The length of all rows.
-            seed: Which batch.
+            seed: The random seed of the batch.
             details: Whether to add lengths and distances; see `Batch`.
         """
         if batch < 1:
@@ -333,16 +335,17 @@ class CurriculumDataset(IterableDataset):
         return _rows(sample, lengths, details)
 
     def state_dict(self, step: int | None = None) -> StateDict:
-        """Return what a resume needs: how many batches were trained on, the schedule's states.
+        """Return the state for a resume: the number of batches trained on, the schedule's states.
 
         Args:
-            step: That number, where workers draw ahead and the data set cannot know.
+            step: The number of batches trained on, if workers draw ahead; default: the number drawn
+                here.
         """
         step = self.step if step is None else step
         return {"step": step, "states": self._states.tolist(), **self._identity()}
 
     def _identity(self) -> StateDict:
-        """Return what has to be the same for the same batches to follow."""
+        """Return the settings that a resume must have, so that the same batches follow."""
         task, schedule = (
             re.sub(" at 0x[0-9a-f]+", "", repr(part)) for part in (self.task, self.schedule)
         )
@@ -351,9 +354,9 @@ class CurriculumDataset(IterableDataset):
             "task": task,
             "rows_checksum": self._rows_checksum,
             "schedule": schedule,
-            # functions are compared by what they give at both ends
+            # functions are compared by their values at both ends
             "n_step": [list(_pair("n_step", self.n_step, length)) for length in ends],
-            # without a number the model chooses it, which no state knows; 1 stands for that
+            # 1 stands for None, with which the model sets the number
             "n_latent": [list(_pair("n_latent", self.n_latent or 1, length)) for length in ends],
             "seed": self.seed,
             "segments": self.segments,
@@ -365,9 +368,9 @@ class CurriculumDataset(IterableDataset):
     def _checksum(self) -> str:
         """Return a checksum of some rows of the task.
 
-        A task's `repr` need not tell its fields, and two tasks may have the same name.
+        A task's `repr` may not show its fields, and two tasks may have the same name.
         """
-        # short rows say enough, and those of a long task may be large
+        # short rows suffice, and long ones may be large
         length = min(self.schedule.max_length, max(self.schedule.min_length, 32))
         found = []
         for _ in range(2):
@@ -375,22 +378,22 @@ class CurriculumDataset(IterableDataset):
             sample = self.task.sample(self._generator(4), 64, length)
             content = b"".join(x.cpu().numpy().tobytes() for x in (sample.tokens, sample.targets))
             found.append(f"{zlib.crc32(content):08x}")
-        # a task that does not draw the same rows again cannot be told by them
+        # a task that does not draw the same rows again has no checksum
         return found[0] if found[0] == found[1] else ""
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Go on from there.
+        """Continue from a state of `state_dict`.
 
         Raises:
-            ValueError: A state of another task, schedule, seed, batch size, holdout or delay, of
-                other numbers of steps or latents, or of other segments.
+            ValueError: The state has another task, schedule, seed, batch size, holdout, delay or
+                number of segments, or other numbers of steps or latents.
         """
         for name, value in self._identity().items():
             # a name that an older state lacks is taken to be the same
             if state.get(name, value) != value:
                 raise ValueError(
                     f"CurriculumDataset: the state has {name} {state[name]}; expected {value}, as "
-                    "here"
+                    "this data set has"
                 )
         self.step = state["step"]
         # in place, for workers share it
@@ -411,8 +414,8 @@ def _pair(name: str, count: Count, length: int) -> tuple[int, int]:
     ):
         where = f" at length {length}" if callable(count) else ""
         raise ValueError(
-            f"CurriculumDataset: {name} is {value!r}{where}; expected a number from 1, or two in "
-            "order"
+            f"CurriculumDataset: {name} is {value!r}{where}; expected a whole number, 1 or more, "
+            "or two in ascending order"
         )
     return pair[0], pair[1]
 

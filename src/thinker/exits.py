@@ -1,4 +1,4 @@
-"""When a row may stop thinking: `ExitRule`; rows that stopped leave the batch.
+"""`ExitRule`: a rule for stopping rows early; rows that stopped leave the batch.
 
 Shapes: B batch, n latents, d width, T steps.
 """
@@ -26,8 +26,8 @@ class ExitRule(CheckedConfig):
     """A rule for stopping rows early, in evaluation; rows that stopped leave the batch.
 
     Args:
-        threshold: Stop when ‖z - z'‖ / ‖z'‖ against the step before is below it for every latent.
-            `ThinkerOutput.residuals` shows the usual values.
+        threshold: Stop a row when ‖z - z'‖ / ‖z'‖ is below it for every latent, where z' is the
+            latent before the step. `ThinkerOutput.residuals` shows the usual values.
         min_steps: The first step at which a row may stop. A row stops only at a step that outputs.
 
     Raises:
@@ -42,7 +42,7 @@ class ExitRule(CheckedConfig):
 
 
 def check_exit(config: ThinkerConfig, exit_rule: object) -> None:
-    """Check that a rule is one, and that gradients are off."""
+    """Check that an exit rule is an `ExitRule` or None, and that gradients are off with one."""
     if not isinstance(exit_rule, ExitRule | None):
         raise ValueError(f"LatentThinker: exit_rule must be an ExitRule or None, got {exit_rule!r}")
     if exit_rule is not None and torch.is_grad_enabled():
@@ -52,7 +52,7 @@ def check_exit(config: ThinkerConfig, exit_rule: object) -> None:
 
 
 class Exits:
-    """The bookkeeping of one `LatentThinker.think` with an `ExitRule`.
+    """The bookkeeping of one call of `LatentThinker.think` with an `ExitRule`.
 
     Args:
         rule: When a row stops.
@@ -70,7 +70,7 @@ class Exits:
         self.context = context
         self.places = context.places
         self.num_steps = num_steps
-        # which row of the whole batch each present one is
+        # the index in the whole batch of each present row
         self.rows = torch.arange(batch, device=device)
         self.going = torch.ones(batch, dtype=torch.bool, device=device)  # of the present rows
         self.latents = state.latents.clone()
@@ -80,9 +80,9 @@ class Exits:
     def merged(self, latents: Tensor) -> Tensor:
         """Return the latents of every row.
 
-        Present ones as they are, stopped ones as they were when they stopped.
+        Rows that stopped have the latents that they stopped with.
         """
-        # a later step writes into them, and what was kept must not change
+        # a copy, since later steps write into the latents, and kept ones must not change
         whole = self.latents.clone()
         here = self.going.nonzero()[:, 0]
         return whole.index_copy_(0, self.rows[here], latents[here])
@@ -90,9 +90,10 @@ class Exits:
     def step(
         self, number: int, row: FlowRow, latents: Tensor, memory: Memory | None, residual: Tensor
     ) -> Any:
-        """Note a step.
+        """Record a step.
 
-        Return `SAME`, or (context, latents, memory) of the rows that go on, or None if none does.
+        Return `SAME` if the batch stays the same, or (context, latents, memory) of the rows that
+        remain, or None if none remain.
         """
         self.residuals[self.rows, number - 1] = torch.where(self.going, residual.float(), 0.0)
         if number == self.num_steps:
@@ -123,9 +124,9 @@ class Exits:
         )
 
     def thought(self, kept: dict[int, Tensor], asked: set[int]) -> Thought:
-        """Return every row's result, without memories.
+        """Return the result of every row.
 
-        Rows that stopped at different steps wrote different amounts.
+        It has no memory, because rows that stopped at different steps wrote different amounts.
         """
         return Thought(
             state=ThinkerState(self.latents, None, self.places),

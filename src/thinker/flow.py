@@ -1,4 +1,4 @@
-"""`FlowPlan`: a table that says what each step of thinking does."""
+"""`FlowPlan`: a table of the operations of each step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from model_components._checks import is_whole
 
 
 class FlowRow(NamedTuple):
-    """One step.
+    """The operations of one step.
 
-    Within it the order is: read, static look-up, memory look-up, self-attention, MLP, write,
-    output.
+    Their order is: read, static look-up, memory look-up, self-attention, MLP, write, output.
 
-    Every step runs the MLP, and self-attention unless a row turns it off. A row with nothing else
-    neither reads nor writes: it only thinks.
+    Every step runs the MLP, and self-attention unless a row turns it off. A row without further
+    operations neither reads nor writes: it only thinks.
     """
 
     read_input: bool = False
@@ -27,7 +26,7 @@ class FlowRow(NamedTuple):
     mem_write: bool = False
     static_mem_lookup: bool = False
     output: bool = False
-    # last, and True: rows of five values, which leave it out, keep their meaning
+    # last, and True by default, so that rows of five values keep their meaning
     self_attention: bool = True
 
 
@@ -40,18 +39,19 @@ _FALSE = {"", "0", "-", "false", "no"}
 
 @dataclass(frozen=True)
 class FlowPlan:
-    """Plan of each step: rows before, rows that repeat as often as there is room, rows after.
+    """The plan of all steps: first rows, rows that repeat as often as needed, and last rows.
 
-    Without a loop the plan has one length. A memory look-up sees what earlier steps wrote; before
-    the first write it does nothing.
+    Without a loop the plan has a fixed number of steps. A memory look-up sees what earlier steps
+    wrote; before the first write it does nothing.
 
     Args:
-        prologue: First rows, each a `FlowRow`, or values of 1 and 0 in its order or by column.
-        loop: Rows repeated in the middle; one plan then serves many n.
+        prologue: First rows. Each is a `FlowRow`, a list of 1s and 0s in its order, or a mapping
+            from columns to 1 and 0.
+        loop: Rows repeated in the middle, so that one plan serves many numbers of steps.
         epilogue: Last rows.
 
     Raises:
-        ValueError: No row, no output, or a last step that does not output.
+        ValueError: There is no row, no row outputs, or the last row does not output.
 
     >>> print(FlowPlan.read_once(4))
     | step | read_input | mem_lookup | mem_write | static_mem_lookup | output |
@@ -76,7 +76,7 @@ class FlowPlan:
         every = self.prologue + self.loop + self.epilogue
         if not any(row.output for row in every):
             raise ValueError(
-                f"FlowPlan: expected output = 1 in the last row or more, got 0 in {len(every)} rows"
+                f"FlowPlan: expected output = 1 in the last row, got no output in {len(every)} rows"
             )
         if not every[-1].output:
             raise ValueError("FlowPlan: the last step does not output; expected output = 1 there")
@@ -93,10 +93,10 @@ class FlowPlan:
         """Return a plan in which every step reads, looks up, writes and outputs.
 
         Args:
-            n_step: Fixed length; default: any.
-            memory: Look up and write.
-            static: Look up static tokens too.
-            self_attention: Latents look at each other.
+            n_step: Fixed number of steps; default: any number.
+            memory: Whether to look up and write the memory.
+            static: Whether to look up static tokens.
+            self_attention: Whether latents attend to each other.
 
         >>> len(FlowPlan.every_step().rows(7))
         7
@@ -110,12 +110,12 @@ class FlowPlan:
     def read_once(
         cls, n_step: int | None = None, *, memory: bool = True, static: bool = False
     ) -> FlowPlan:
-        """Read once at the beginning, think with memory, output at the end; two steps or more.
+        """Return a plan of two or more steps that reads in the first and outputs in the last.
 
         Args:
-            n_step: Fixed length; default: any from 2.
-            memory: Look up and write.
-            static: Look up static tokens too.
+            n_step: Fixed number of steps; default: any number from 2.
+            memory: Whether to look up and write the memory.
+            static: Whether to look up static tokens.
         """
         plan = cls(
             (FlowRow(True, False, memory, static, False),),
@@ -138,7 +138,7 @@ class FlowPlan:
 
         Args:
             p: The probability.
-            n_step: Rows.
+            n_step: Number of steps.
             generator: The random generator.
 
         >>> FlowPlan.random(0.5, 3, generator=torch.Generator().manual_seed(0)).rows(3)[
@@ -148,8 +148,8 @@ class FlowPlan:
         """
         if not is_whole(n_step, 1) or not isinstance(p, float | int) or not 0 <= p <= 1:
             raise ValueError(
-                f"FlowPlan.random: p is {p!r}, n_step {n_step!r}; expected a probability, and 1 or "
-                "more"
+                f"FlowPlan.random: p is {p!r}, n_step {n_step!r}; expected a probability for p, "
+                "and 1 or more for n_step"
             )
         drawn = torch.rand(n_step, len(COLUMNS), generator=generator) < p
         rows = [FlowRow(*row) for row in drawn.tolist()]
@@ -160,14 +160,15 @@ class FlowPlan:
 
     @classmethod
     def from_table(cls, table: str) -> FlowPlan:
-        """A plan from a Markdown table, as people write it in a notebook.
+        """Make a plan from a Markdown table.
 
         Args:
-            table: Text whose first line names columns (absent ones are 0, ``self_attention`` 1;
-                cells are 1 or 0, x or empty; a ``step`` that ends in * is part of the loop).
+            table: The table. Its first line names the columns; a missing column counts as 0,
+                ``self_attention`` as 1. Cells are 1 or 0, or x or empty. Rows whose ``step`` ends
+                in * are the loop.
 
         Raises:
-            ValueError: A column that plans do not have, or a cell that is neither 1 nor 0.
+            ValueError: A column is unknown, or a cell is neither 1 nor 0.
 
         >>> FlowPlan.from_table('''
         ... step | read_input | output
@@ -196,7 +197,7 @@ class FlowPlan:
 
     @property
     def uses_memory(self) -> bool:
-        """Return whether a step looks up or writes."""
+        """Whether a step looks up or writes the memory."""
         return any(
             row.mem_lookup or row.mem_write for row in self.prologue + self.loop + self.epilogue
         )
@@ -208,38 +209,39 @@ class FlowPlan:
 
     @property
     def min_steps(self) -> int:
-        """The fewest steps that it serves, of which the last outputs."""
-        # a plan of nothing but a loop runs it whole once
+        """The fewest steps that the plan allows."""
+        # a plan that is only a loop runs the whole loop once
         return self._ends_in_output(len(self.prologue) + len(self.epilogue) or len(self.loop))
 
     def num_steps(self, usual: int) -> int:
-        """Return the number of steps: with a loop, ``usual`` or the next after which it outputs.
+        """Return the number of steps that the plan takes for a usual number of steps.
 
-        Without a loop they are the plan's own.
+        With a loop, this is the first number from ``usual`` on whose last step outputs. Without a
+        loop, it is the plan's fixed number.
         """
         if self.loop:
             return self._ends_in_output(max(usual, self.min_steps))
         return self.min_steps
 
     def _ends_in_output(self, n: int) -> int:
-        """The first number of steps from ``n`` on whose last step outputs.
+        """Return the first number of steps from ``n`` on whose last step outputs.
 
-        The last row of a plan always does.
+        There is one, since the last row of a plan always outputs.
         """
         while not self._cut(n)[-1].output:
             n += 1
         return n
 
     def rows(self, n_step: int | None = None) -> tuple[FlowRow, ...]:
-        """The row of each step.
+        """Return the row of each step.
 
         Args:
             n_step: The number of steps; default: the fewest. A loop of several rows is cut where
                 the epilogue must begin.
 
         Raises:
-            ValueError: A number of steps that the plan does not have, or a cut after which the last
-                does not output.
+            ValueError: The plan does not allow the number of steps, or the last step would not
+                output.
         """
         n = self.min_steps if n_step is None else n_step
         room = n - len(self.prologue) - len(self.epilogue)
@@ -249,8 +251,8 @@ class FlowPlan:
         rows = self._cut(n)
         if not rows[-1].output:
             raise ValueError(
-                f"FlowPlan: with n_step {n} the loop of {len(self.loop)} rows ends where none "
-                "outputs"
+                f"FlowPlan: n_step is {n}, which cuts the loop of {len(self.loop)} rows at a row "
+                f"that does not output; expected for example {self.num_steps(n)}"
             )
         return rows
 
@@ -262,10 +264,10 @@ class FlowPlan:
         )
 
     def output_steps(self, n_step: int | None = None) -> tuple[int, ...]:
-        """The steps that output, counted from 1.
+        """Return the steps that output, counted from 1.
 
         Args:
-            n_step: The number of steps of `rows`.
+            n_step: The number of steps, as in `rows`.
 
         >>> FlowPlan.read_once().output_steps(5)
         (5,)
@@ -273,9 +275,9 @@ class FlowPlan:
         return tuple(number for number, row in enumerate(self.rows(n_step), 1) if row.output)
 
     def to_dict(self) -> dict[str, list[list[int]]]:
-        """Return three lists of rows of ones and zeros, as a JSON file has them.
+        """Return the three parts as lists of rows of ones and zeros, for JSON.
 
-        `FlowPlan(**plan.to_dict())` is the plan.
+        `FlowPlan(**plan.to_dict())` equals the plan.
         """
         return {part: [[int(v) for v in row] for row in getattr(self, part)] for part in PARTS}
 
@@ -303,7 +305,7 @@ class FlowPlan:
 def _rows_of(table: str) -> list[Mapping[str, object]]:
     """Return the rows of a Markdown table, by column."""
     lines = [line.strip() for line in table.splitlines() if line.strip()]
-    # where the first line has one, all lines have
+    # if the first line has an outer bar, all lines have one
     for bar in (str.removeprefix, str.removesuffix):
         if lines and bar(lines[0], "|") != lines[0]:
             lines = [bar(line, "|") for line in lines]
@@ -312,7 +314,7 @@ def _rows_of(table: str) -> list[Mapping[str, object]]:
         return []
     names = [c.lower() for c in cells[0]]
     cells = cells[1:]
-    # a dict would keep the last of two without a word
+    # a dict would silently keep only the last of two
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
@@ -325,14 +327,14 @@ def _rows_of(table: str) -> list[Mapping[str, object]]:
     for number, line in enumerate(cells, 1):
         if len(line) != len(names):
             raise ValueError(
-                f"FlowPlan.from_table: row {number} has {len(line)} cells, the head {len(names)}"
+                f"FlowPlan.from_table: row {number} has {len(line)} cells; expected {len(names)}"
             )
         rows.append(dict(zip(names, line, strict=True)))
     return rows
 
 
 def _row(row: object) -> FlowRow:
-    """Return a step of a plan from values in the columns' order, or by column."""
+    """Convert the values of a step, in the columns' order or by column, to a `FlowRow`."""
     if isinstance(row, FlowRow):
         return FlowRow(*map(bool, row))
     if not isinstance(row, Mapping):

@@ -1,4 +1,4 @@
-"""Frames: where latents may look.
+"""Frames: the attention masks and rotary angles of latents.
 
 Shapes: B batch, n latents, L input length, h = d / H.
 """
@@ -15,21 +15,21 @@ from .functional import Band, Turn
 from .state import Context
 
 _BAND = 16
-"""A band is taken if there are so many keys for each place of its width: from there on it was as
-fast as torch's attention with a mask, or faster, on the CPU that we measured on."""
+"""A band is used if there are at least so many keys for each position of its width. From there on,
+it was at least as fast as torch's attention with a mask on the CPU that we measured on."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """View of n latents: where they may look, and how far rotary positions turn them.
+    """The attention masks and rotary angles of n latents.
 
     Args:
-        read: (B or 1, 1, 1 or n, L), True where the input may be read, or a `Band` of it; none:
+        read: (B or 1, 1, 1 or n, L), True where latents may attend to the input, or a `Band`; None:
             everywhere.
-        own: (B or 1, 1, n, n), which latents a latent may look at, or a `Band` of them; none: all.
-        turn: Rotary cosines and sines of the n latents; none: they are not turned.
-        real: (B, n, 1), 1 at latents of tokens and 0 at those of padding; none: there is no padding
-            among them.
+        own: (B or 1, 1, n, n), True where latents may attend to latents, or a `Band`; None:
+            everywhere.
+        turn: Rotary cosines and sines of the n latents; None: no rotation.
+        real: (B, n, 1), 1 at latents of tokens and 0 at latents of padding; None: no padding.
     """
 
     read: Tensor | Band | None
@@ -44,7 +44,7 @@ class Frame:
     ) -> Tensor:  # (B,)
         """Return ‖after - before‖ / ‖before‖ of the latent that moved most, without padding.
 
-        A norm over all latents would call a long row calm while a few of its latents still change.
+        A norm over all latents would be small for a long row in which a few latents still change.
         """
         with torch.no_grad():
             moved = torch.linalg.vector_norm(after - before, dim=2)  # (B, n)
@@ -56,7 +56,7 @@ class Frame:
             return share.amax(1)
 
     def memory(self, length: int) -> Tensor | None:
-        """The mask of a memory look-up: `own`, once for each write."""
+        """Return the mask of a memory look-up: `own`, repeated for each write."""
         if self.own is None:
             return None
         own = self.own.mask() if isinstance(self.own, Band) else self.own
@@ -65,7 +65,7 @@ class Frame:
 
 
 def plain_frame(context: Context) -> Frame:
-    """Return a frame in which every latent sees all latents and the input without padding."""
+    """Return a frame in which latents attend to all latents and to all of the input but padding."""
     return Frame(None if context.mask is None else context.mask[:, None, None])
 
 
@@ -77,15 +77,16 @@ def token_frame(
     causal: bool,
     window: int | None,
 ) -> Frame:
-    """The latents are the last n tokens.
+    """Return the frame of latents that are the last n tokens.
 
-    They look at none after them if so asked, and no farther than the window.
+    With ``causal`` a latent attends to no later token. With ``window`` it attends only to tokens
+    less than ``window`` positions away.
     """
     length = context.shape[1]
     if context.mask is None:
         real = None
     else:
-        # latents of padding move as well, and have no say in when a row stops
+        # latents of padding move as well, but must not decide when a row stops
         real = context.mask[:, -n:, None].to(context.keys_values[0][0].dtype)
     turned = turn(context.index[:, -n:])
     is_grid = context.index.shape[-1] > 1
@@ -94,7 +95,7 @@ def token_frame(
         read, own = (_band(context, n, keys, window - 1, ahead) for keys in (length, n))
         return Frame(read, own, turned, real)
     place = torch.arange(length, device=context.index.device)
-    # how far behind each token a latent stands: 0 is its own, below 0 comes later
+    # a latent's position minus a token's: 0 is its own token, below 0 a later one
     after = place[-n:, None] - place  # (n, L)
     near = torch.ones(1, *after.shape, dtype=torch.bool, device=after.device)
     where = context.index if is_grid else place[None, :, None]
@@ -103,7 +104,7 @@ def token_frame(
             near = near & ((axis[:, -n:, None] - axis[:, None]).abs() < window)
     if causal:
         near = near & (after >= 0)
-    # padding sees itself: a softmax over nothing is nan
+    # padding attends to itself, since a softmax over nothing is nan
     if context.mask is None:
         read = near[:, None]
     else:
@@ -129,7 +130,7 @@ def _band(context: Context, n: int, num_keys: int, behind: int, ahead: int) -> B
     places = own[:, None] + torch.arange(-behind, ahead + 1, device=device)  # of keys, (n, W)
     seen = ((places >= length - num_keys) & (places < length))[None]
     if context.mask is not None:
-        # padding sees itself: a softmax over nothing is nan
+        # padding attends to itself, since a softmax over nothing is nan
         itself = places == own[:, None]
         seen = seen & context.mask[:, places.clamp(0, length - 1)] | itself
     return Band(seen, behind, ahead)

@@ -26,18 +26,19 @@ def attention(
     *,
     mask: Tensor | Band | None = None,  # (B, 1, n, m) or broadcastable, True where to look
 ) -> Tensor:  # (B, n, d)
-    """softmax(q kᵀ / √h) v of each head, heads side by side.
+    """Compute softmax(q kᵀ / √h) v for each head, and concatenate the heads.
 
-    Torch's fused kernel where there is one.
+    Torch's fused kernel is used if there is one.
 
     Args:
         query: Queries.
         keys: Keys.
         values: Values.
-        mask: The places to look at, default: all. Each query needs at least one place.
+        mask: True where a query attends to a key; default: everywhere. Each query needs at least
+            one key.
 
     Raises:
-        ValueError: Keys and values that differ in shape, or whose heads are not the queries'.
+        ValueError: Keys and values differ in shape, or their heads differ from the queries'.
 
     Source: Vaswani et al. 2017, section 3.2.1.
 
@@ -65,15 +66,16 @@ def attention(
 
 @dataclass(frozen=True)
 class Band:
-    """The keys near each query: from ``behind`` places before its own to ``ahead`` after.
+    """The keys near each query: from ``behind`` positions before its own to ``ahead`` after.
 
-    The last query has the place of the last key. Time and memory are O(n W), where W is the width
-    of the band, behind + 1 + ahead; with a mask over m keys they are O(n m).
+    The last query has the position of the last key. Time and memory are O(n W), where W is the
+    width of the band, behind + 1 + ahead; with a mask over m keys they are O(n m).
 
     Args:
-        seen: (B or 1, n, behind + 1 + ahead), True where the query may look; each needs one place.
-        behind: Places before a query's own.
-        ahead: Places after it.
+        seen: (B or 1, n, behind + 1 + ahead), True where the query attends to a key. Each query
+            needs at least one key.
+        behind: Number of positions before the query's own.
+        ahead: Number of positions after the query's own.
     """
 
     seen: Tensor
@@ -83,10 +85,10 @@ class Band:
     def attend(
         self,
         query: Tensor,  # (B, H, n, h)
-        keys: Tensor,  # (B, H, m, h), m of n or more
+        keys: Tensor,  # (B, H, m, h), m >= n
         values: Tensor,  # (B, H, m, h)
     ) -> Tensor:  # (B, n, d)
-        """Return what `attention` gives with `mask`."""
+        """Return the result of `attention` with `mask`."""
         n = query.shape[2]
         start = keys.shape[2] - n
         keys, values = (F.pad(x, (0, 0, self.behind, self.ahead)) for x in (keys, values))
@@ -105,7 +107,7 @@ class Band:
         return output.transpose(1, 2).flatten(2)
 
     def mask(self) -> Tensor:  # (B or 1, 1, n, n)
-        """Return where the queries may look among as many keys, as `attention` takes it."""
+        """Return the mask for `attention`, for as many keys as queries."""
         n = self.seen.shape[1]
         mask = torch.zeros(len(self.seen), n, n, dtype=torch.bool, device=self.seen.device)
         for shift, seen in enumerate(self.seen.unbind(2)):

@@ -1,4 +1,4 @@
-"""Which inputs training never sees: a share of them, by hash, whatever is drawn."""
+"""The inputs that training never sees: a share of them, chosen by hash."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from .counters import signed
 from .tasks.task import Sample, Task, row_key, row_words
 
 _ENOUGH = 1000  # lengths with fewer inputs than this have none held out
-# of given rows: with fewer different inputs, all of a length may happen to be held out
+# the same for given rows: with fewer inputs, all of a length might be held out
 _ENOUGH_GIVEN = 10
 
 
 class HoldOut:
-    """A share of a task's inputs.
+    """The share of a task's inputs that is held out of training.
 
     Args:
-        task: Whose inputs. Rows that are given are held out by their `Sample.key`.
+        task: The task. Given rows are held out by their `Sample.key`.
         share: The share of the inputs of each length; 0: none.
         longest: The longest length in training.
         device: The device of the samples.
@@ -47,17 +47,17 @@ class HoldOut:
             word = row_key(sample.tokens, sample.mask, self._words)
         else:
             word = sample.key
-        # a key is a sum, whose low bits depend on low bits alone: mixed as in SplitMix64
+        # a key is a sum, whose low bits depend only on low bits, so it is mixed as in SplitMix64
         word = (word ^ (word >> 29)) * signed(0xBF58476D1CE4E5B9)
         # 24 bits: exact in float32, and fine enough for a share
         hashed = (word ^ (word >> 32)) & 0xFFFFFF
         return (hashed < self.share * (1 << 24)) & self.lengths[lengths]
 
     def replaced(self, generator: torch.Generator, sample: Sample, lengths: Tensor) -> Sample:
-        """The sample with other rows in place of those that are held out.
+        """Replace the held-out rows of a training sample by other rows, and return the sample.
 
         Raises:
-            ValueError: There are no others.
+            ValueError: All inputs of a length are held out.
         """
         wrong = self.rows(sample, lengths).nonzero()[:, 0]
         if sample.distance is not None:
@@ -93,12 +93,12 @@ class HoldOut:
         )
 
     def sample(self, generator: torch.Generator, batch: int, length: int) -> Sample:
-        """Draw held-out rows, or any rows of a length of which none are held out.
+        """Draw held-out rows, or any rows if none of that length are held out.
 
-        Of rows that are given at most as many as there are, each once.
+        Of given rows, return each held-out row at most once.
 
         Raises:
-            ValueError: None of the given rows is held out, or another length than theirs.
+            ValueError: None of the given rows is held out, or none has that length.
         """
         given = self.task.every(length)
         if given is not None:
@@ -108,7 +108,7 @@ class HoldOut:
         samples: list[Sample] = []
         missing = batch
         for _ in range(1000):
-            # what is expected to be enough, and a fifth more; 16 where few are missing
+            # the number expected to be enough, a fifth more, and 16 for when few are missing
             many = int(missing / self.share * 1.2) + 16
             drawn = self.task.sample(generator, many, length)
             chosen_rows = self.rows(

@@ -16,7 +16,7 @@ from .memory import KeysValues
 
 
 def make_norm(config: ThinkerConfig) -> nn.LayerNorm:
-    """A layer norm: on a CPU it is one kernel, where torch composes an RMS norm."""
+    """Return a layer norm, which is one kernel on a CPU; torch composes an RMS norm of several."""
     return nn.LayerNorm(config.hidden_size, bias=False)
 
 
@@ -38,7 +38,7 @@ class Attention(nn.Module):
         source: Tensor,  # (B, L, d)
         turn: Turn | None = None,  # of L places
     ) -> KeysValues:  # (B, H, L, h) twice
-        """Return the keys and values of what is looked at."""
+        """Project the keys and values of ``source``."""
         projected = self.key_value(self.source_norm(source)).unflatten(-1, (2, self.num_heads, -1))
         # (B, L, 2, H, h) to (2, B, H, L, h)
         keys, values = projected.permute(2, 0, 3, 1, 4).unbind(0)
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         query = self.query(self.norm(x)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         if turn is not None:
             query = rotate(query, turn)
-        # answer queries and static tokens are one row for all
+        # answer queries and static tokens have one row, which the whole batch shares
         (batch,) = torch.broadcast_shapes(x.shape[:1], keys_values[0].shape[:1])
         query, keys, values = (t.expand(batch, -1, -1, -1) for t in (query, *keys_values))
         return self.out(attention(query, keys, values, mask=mask))
@@ -89,9 +89,9 @@ class SelfAttention(nn.Module):
 
 
 class TokenMixing(nn.Module):
-    """A SwiGLU across places, in the place of self-attention (MLP-Mixer, Tolstikhin et al. 2021).
+    """A SwiGLU across positions, instead of self-attention (MLP-Mixer, Tolstikhin et al. 2021).
 
-    Each channel is mixed over all places by the same weights, so there is one number of places.
+    The same weights mix each channel over all positions, so the number of positions is fixed.
     """
 
     def __init__(self, config: ThinkerConfig):
@@ -108,13 +108,13 @@ class TokenMixing(nn.Module):
         mask: Tensor | Band | None = None,
         turn: Turn | None = None,
     ) -> Tensor:  # (B, n, d)
-        """Mix the places of ``x``; a mask and angles, which attention takes, mean nothing here."""
+        """Mix the positions of ``x``; ``mask`` and ``turn`` are ignored."""
         gate, up = self.gate_up(self.norm(x).transpose(1, 2)).chunk(2, -1)
         return self.down(F.silu(gate) * up).transpose(1, 2)
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)), normed before (Shazeer 2020)."""
+    """A SwiGLU MLP after a layer norm: down(silu(gate(x)) · up(x)) (Shazeer 2020)."""
 
     def __init__(self, config: ThinkerConfig):
         super().__init__()
@@ -123,7 +123,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(config.mlp_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, n, d) to the same
-        """The MLP."""
+        """Apply the norm and the MLP."""
         gate, up = self.gate_up(self.norm(x)).chunk(2, -1)
         return self.down(F.silu(gate) * up)
 
@@ -131,9 +131,8 @@ class SwiGLU(nn.Module):
 class ThinkLayer(nn.Module):
     """One layer of the shared block: read, static look-up, memory look-up, self-attention, MLP.
 
-    With ``mixer="mlp"`` a token-mixing MLP has the place of self-attention.
-
-    The row says which.
+    A plan's row selects the operations. With ``mixer="mlp"`` a token-mixing MLP replaces
+    self-attention.
     """
 
     def __init__(self, config: ThinkerConfig):
@@ -160,7 +159,7 @@ class ThinkLayer(nn.Module):
         self_mask: Tensor | Band | None = None,
         turn: Turn | None = None,
     ) -> Tensor:  # (B, n, d)
-        """Run the parts that ``row`` asks for; a look-up in an empty memory is left out."""
+        """Run the operations that ``row`` selects; a look-up in an empty memory is skipped."""
         if row.read_input:
             z = z + self.read(z, read, read_mask, turn)
         if row.static_mem_lookup and static is not None:
@@ -175,14 +174,15 @@ class ThinkLayer(nn.Module):
 
 
 class Readout(nn.Module):
-    """Return logits of an answer.
+    """The read-out: queries attend to the latents and give the logits of the answer.
 
-    Queries look at the latents, at each other if so configured, and pass an MLP.
+    Optionally the queries also attend to each other. An MLP, a norm and the output head follow. If
+    the latents are the answer, there are only the norm and the head.
     """
 
     def __init__(self, config: ThinkerConfig):
         super().__init__()
-        # where latents are the answer, these would be parameters that nothing uses
+        # if the latents are the answer, these parameters would be unused
         if not config.at_tokens:
             self.look = Attention(config)
             if config.decoder_self_attention:
@@ -196,9 +196,9 @@ class Readout(nn.Module):
     def forward(
         self,
         latents: Tensor,  # (B, n, d)
-        queries: Tensor | None,  # (1, O, d); none where the latents are the answer
+        queries: Tensor | None,  # (1, O, d); None if the latents are the answer
     ) -> Tensor:  # (B, O, output_size)
-        """The logits."""
+        """Compute the logits."""
         x = latents
         if queries is not None:
             x = queries + self.look(queries, self.look.project(latents))

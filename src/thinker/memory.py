@@ -1,6 +1,6 @@
-"""Memory of past latents.
+"""Memory of past latents: their keys and values in every layer.
 
-Their keys and values, of every layer, written once a step and looked up by later ones.
+A step writes them once, and later steps look them up.
 
 Shapes: B batch, H heads, n latents, h = d / H; keys and values are (B, H, writes · n, h).
 """
@@ -20,9 +20,9 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 class Memory(ABC):
-    """Everything written so far. Writing gives a new memory.
+    """All keys and values written so far.
 
-    The old one is as it was (but see `StaticMemory`).
+    Writing returns a new memory; the old one does not change (but see `StaticMemory`).
     """
 
     def __init__(self, layers: Sequence[KeysValues] = ()):
@@ -43,10 +43,13 @@ class Memory(ABC):
 
     @abstractmethod
     def write(self, layers: Sequence[KeysValues]) -> Memory:
-        """The memory with another step's keys and values, by layer."""
+        """Return the memory with another step's keys and values, by layer."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Memory:
-        """The memory with every tensor changed: rows chosen, repeated or detached."""
+        """Return the memory with ``change`` applied to every tensor.
+
+        ``change`` selects, repeats or detaches rows.
+        """
         mapped = object.__new__(type(self))
         mapped.__dict__ |= self.__dict__
         mapped.layers = tuple((change(k), change(v)) for k, v in self.layers)
@@ -69,9 +72,9 @@ class GrowMemory(Memory):
 
 @dataclass
 class _Room:
-    """Storage that several handles share.
+    """Storage for all writes, which several memories share.
 
-    Tensors with room for all writes, and how much of it is written.
+    ``filled`` is the number of latents written.
     """
 
     layers: tuple[KeysValues, ...] = ()
@@ -79,9 +82,10 @@ class _Room:
 
 
 class StaticMemory(Memory):
-    """Writes in place into room for ``size`` writes; for inference, where growing would copy.
+    """A memory that writes in place into storage for ``size`` writes.
 
-    Handles share the room: only the newest can be written to.
+    It is for inference, where `GrowMemory` would copy. The memories of a run share the storage, and
+    only the newest can be written to.
     """
 
     def __init__(self, size: int, room: _Room | None = None, filled: int = 0):
@@ -96,7 +100,7 @@ class StaticMemory(Memory):
         return self.filled
 
     def read(self, layer: int) -> KeysValues | None:
-        """The written part."""
+        """Return the written keys and values of a layer, or None if nothing was written."""
         if not self.filled:
             return None
         keys, values = self.room.layers[layer]
@@ -105,8 +109,9 @@ class StaticMemory(Memory):
     def write(self, layers: Sequence[KeysValues]) -> Memory:
         """Write a step's keys and values in place.
 
-        Refused with gradients, whose saved keys it would change, past its room, and from an old
-        handle.
+        Raises:
+            ValueError: Gradients are on (the write would change keys that autograd saved), the
+                storage is full, or a newer memory was written to.
         """
         if torch.is_grad_enabled():
             raise ValueError(
@@ -120,10 +125,10 @@ class StaticMemory(Memory):
         if not self.room.layers:
             whole = (batch, heads, n * self.size, size)
             self.room.layers = tuple((k.new_zeros(whole), v.new_zeros(whole)) for k, v in layers)
-        # somebody has written behind the end of this handle
+        # a newer memory has been written after the end of this one
         if self.filled != self.room.filled:
             raise ValueError(
-                'LatentThinker: this carry was thought on from before, and memory="static" was '
+                'LatentThinker: an earlier call continued from this carry, and memory="static" was '
                 'written in place; expected the newest carry, or memory="grow"'
             )
         end = self.filled + n
@@ -139,14 +144,14 @@ class StaticMemory(Memory):
         return StaticMemory(self.size, self.room, end)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Memory:
-        """A room of its own, changed."""
+        """Return a memory with its own storage, to which ``change`` was applied."""
         # copied: what a change returns, such as a detached tensor, may be the same storage
         layers = tuple((change(k).clone(), change(v).clone()) for k, v in self.room.layers)
         return StaticMemory(self.size, _Room(layers, self.filled), self.filled)
 
 
 def make_memory(config: ThinkerConfig) -> Memory | None:
-    """An empty memory of the configured kind."""
+    """Return an empty memory of the configured kind, or None."""
     if config.memory == "grow":
         return GrowMemory()
     if config.memory == "none":

@@ -1,6 +1,6 @@
-"""`LatentThinker`: latents read an input, think n steps with a memory, and are read off.
+"""`LatentThinker`: latents read an input, think for n steps with a memory, and are decoded.
 
-One block is shared by all steps.
+All steps share one block.
 
 Shapes: B batch, n latents, L input length, O answer length, d width, H heads, h = d / H, T steps.
 """
@@ -41,18 +41,18 @@ from .state import Context, ThinkerOutput, ThinkerState, Thought
 
 
 class LatentThinker(CompleteModel):
-    """Latents that read once, think n steps, and answer.
+    """A model whose latents read an input once, think for n steps, and answer.
 
-    Batch first everywhere. Keys and values of the input are projected once and read by every step.
-    Each call says how many steps and latents; a model whose latents start from noise can think with
-    more of them than in training.
+    All tensors are batch first. The input's keys and values are projected once, and every step
+    reads them. Each call can set the numbers of steps and latents. A model whose latents start from
+    noise can use more latents than in training.
 
     Args:
         config: Sizes and choices, or None.
         **fields: Fields of `ThinkerConfig`, instead of a config.
 
     Raises:
-        ValueError: A config and fields, or a value that `ThinkerConfig` refuses.
+        ValueError: Both a config and fields are given, or `ThinkerConfig` refuses a value.
 
     >>> model = LatentThinker(vocab_size=16, max_input_length=8, max_output_length=8).eval()
     >>> out = model(torch.zeros(2, 5, dtype=torch.long), n_step=3, out_len=4)
@@ -71,7 +71,7 @@ class LatentThinker(CompleteModel):
     def __init__(self, config: ThinkerConfig | None = None, **fields: Any):
         if config is not None and fields:
             raise ValueError(
-                f"LatentThinker: got a config and {next(iter(fields))}, expected one of them"
+                f"LatentThinker: expected a config or fields, got a config and {next(iter(fields))}"
             )
         config = config or ThinkerConfig(**fields)
         super().__init__(config)
@@ -79,7 +79,7 @@ class LatentThinker(CompleteModel):
         d = config.hidden_size
         self.embedding = nn.Embedding(config.vocab_size, d)
         self.positions = Positions(config)
-        # with noise one vector is enough: the noise alone tells latents apart
+        # with noise, one vector is enough: the noise makes the latents differ
         rows = config.table_size or 1
         if config.at_tokens:
             self.latents = None
@@ -96,7 +96,7 @@ class LatentThinker(CompleteModel):
             self.rate = None
         self.readout = Readout(config)
         self.gradient_checkpointing = False
-        # the checks of values wait for the device; False leaves them out
+        # checks of values wait for the device; set this to False to skip them
         self.check_inputs = True
         self.post_init()
 
@@ -117,12 +117,12 @@ class LatentThinker(CompleteModel):
                 nn.init.constant_(self.rate, self.config.step_rate)
 
     def reset_parameters(self) -> None:
-        """Draw all parameters again."""
+        """Initialize all parameters again."""
         for module in self.modules():
             self._init_weights(module)
 
     def get_input_embeddings(self) -> nn.Module:
-        """The table of tokens."""
+        """Return the token embeddings."""
         return self.embedding
 
     @property
@@ -137,7 +137,8 @@ class LatentThinker(CompleteModel):
     ) -> Tensor:  # (..., n) or the same
         """Return the labels that the latents answer.
 
-        All, or with fewer latents than tokens (causal) the last ``n_latent``.
+        These are all labels, or the last ``n_latent`` if a causal model has fewer latents than
+        tokens.
         """
         if not self.config.at_tokens:
             return labels
@@ -160,19 +161,19 @@ class LatentThinker(CompleteModel):
         Args:
             tokens: Ids below ``vocab_size``, or None with ``inputs_embeds``.
             mask: True (or 1) at tokens, False at padding; default: no padding.
-            inputs_embeds: Vectors of your own in the place of embedded tokens.
-            out_len: Longest answer to come, where positions are drawn for both; default the input's
-                length.
-            places: Positions that were drawn before, of a carry; default: drawn here.
+            inputs_embeds: Vectors to use instead of embedded tokens.
+            out_len: Length of the longest answer to decode, for which random positions are drawn as
+                well; default: the input's length.
+            places: Positions that were drawn before, such as those of a carry; default: draw them.
             generator: The random generator for positions.
 
         Raises:
-            ValueError: Not (B, L), too long, ids outside the vocabulary, a row all padding, a row
-                that is no grid.
+            ValueError: Tokens are not (B, L), are too long or have ids outside the vocabulary; a
+                row is all padding, or is not a square grid if positions need one.
         """
         if inputs_embeds is not None:
             check_embeds(self.config, tokens, inputs_embeds)
-            # positions are of a (B, L) tensor, whose values do not matter
+            # positions need a (B, L) tensor, whose values do not matter
             tokens = torch.zeros(inputs_embeds.shape[:2], dtype=torch.long, device=self.device)
         if tokens is None:
             raise ValueError("LatentThinker: expected input_ids or inputs_embeds, got neither")
@@ -185,7 +186,7 @@ class LatentThinker(CompleteModel):
         if checked:
             check_grid(self.config, tokens, mask)
         if places is None:
-            # input and answer share what is drawn, so the longer one decides
+            # input and answer share the drawn positions, so the longer one sets their number
             longest = max(tokens.shape[1], out_len or 0)
             places = self.positions.draw(longest, generator=generator, device=tokens.device)
         embedded = self.embedding(tokens) if inputs_embeds is None else inputs_embeds
@@ -221,28 +222,29 @@ class LatentThinker(CompleteModel):
         step_noise: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Thought:
-        """Think n steps about what was read.
+        """Think for n steps about an encoded input.
 
         Args:
             context: The result of `encode`.
-            n_step: Steps; default the config's, or a plan's own.
-            n_latent: Latents; default the config's, or the carry's.
-            plan: What each step does; default: the model's plan.
-            carry: Go on from there.
-            output_steps: Steps whose latents to keep: the ``"last"`` or ``"all"`` that output, or a
-                list, from 1 on.
-            grad_steps: Only the last so many steps have gradients (truncated backpropagation);
-                default all.
-            exit_rule: When a row may stop early (without gradients); rows that stopped leave the
-                batch. In a causal model the number of steps depends on later tokens too: do not
-                score next-token predictions with it.
-            step_noise: Standard deviation; default the config's in training, none in evaluation.
-            generator: The random generator for noise and noise latents; without one, evaluation
-                draws the same each time.
+            n_step: Number of steps; default: the config's, or the number that the plan requires.
+            n_latent: Number of latents; default: the config's, or the carry's.
+            plan: The operations of each step; default: the model's plan.
+            carry: The state to continue from, such as an earlier output's ``carry``.
+            output_steps: The steps whose latents to keep: ``"last"`` or ``"all"`` of the steps that
+                output, or a list of their numbers, counted from 1.
+            grad_steps: The number of last steps that have gradients (truncated backpropagation);
+                default: all.
+            exit_rule: The rule for stopping rows early (only without gradients). Rows that stopped
+                leave the batch. In a causal model the number of steps then depends on later tokens
+                too, so do not score next-token predictions with it.
+            step_noise: Standard deviation of the noise before each step; default: the config's in
+                training, 0 in evaluation.
+            generator: The random generator for step noise and initial latents. Without one,
+                evaluation draws the same numbers each time.
 
         Raises:
-            ValueError: No steps, more latents than there are, a plan that looks up what is not
-                configured.
+            ValueError: There are no steps or too many latents, or the plan uses an operation that
+                the model does not have.
         """
         config = self.config
         check_numbers(n_step, n_latent, grad_steps, step_noise)
@@ -266,7 +268,7 @@ class LatentThinker(CompleteModel):
         if exit_rule is not None:
             exits = Exits(exit_rule, context, state, len(rows))
         latents = state.latents
-        # a first thought has none, nor has a carry after an early exit
+        # the first call has no memory, and a carry after an early exit has none either
         memory = state.memory or make_memory(config)
         frame = self._frame(context, latents.shape[1])
         kept = {}
@@ -279,7 +281,7 @@ class LatentThinker(CompleteModel):
                     latents = latents + noise * _normal(latents.shape, latents, generator)
                 latents, memory = self._step(latents, row, context, memory, frame)
             if number in keep:
-                # rows that have left are there again, as they were when they stopped
+                # rows that left the batch are included, with the latents that they stopped with
                 kept[number] = latents if exits is None else exits.merged(latents)
             residuals.append(frame.residual(before, latents))
             if exits is not None:
@@ -288,7 +290,7 @@ class LatentThinker(CompleteModel):
                     break
                 if rest is not exits.SAME:
                     context, latents, memory = rest
-                    # rows have left: masks and angles are of the others alone
+                    # rows have left: masks and angles are needed for the remaining rows only
                     frame = self._frame(context, latents.shape[1])
         if exits is not None:
             return exits.thought(kept, keep)
@@ -311,14 +313,15 @@ class LatentThinker(CompleteModel):
     def decode(
         self, state: ThinkerState, out_len: int | None = None
     ) -> Tensor:  # (B, O, output_size)
-        """Read the answer off.
+        """Compute the logits of the answer.
 
         Args:
             state: The result of `think`.
-            out_len: O; default the longest. Where latents are tokens the answer has their length.
+            out_len: Length of the answer, O; default: the maximum. If the latents are tokens, it is
+                their number.
 
         Raises:
-            ValueError: An answer longer than the model's.
+            ValueError: ``out_len`` does not fit the model.
         """
         return self._decode(state.latents, out_len, state.places)
 
@@ -328,7 +331,7 @@ class LatentThinker(CompleteModel):
         attention_mask: Tensor | None = None,  # (B, L)
         *,
         inputs_embeds: Tensor | None = None,  # (B, L, d)
-        labels: Tensor | None = None,  # (B, O) or (B, T, O), -100 counts nowhere
+        labels: Tensor | None = None,  # (B, O) or (B, T, O); -100 is ignored
         out_len: int | None = None,
         n_step: int | None = None,
         n_latent: int | None = None,
@@ -340,32 +343,33 @@ class LatentThinker(CompleteModel):
         step_noise: float | None = None,
         generator: torch.Generator | None = None,
     ) -> ThinkerOutput:
-        """Read, think, answer.
+        """Encode an input, think for n steps, and decode the answer.
 
         Args:
             input_ids: Ids below ``vocab_size``, or None with ``inputs_embeds``.
             attention_mask: 1 at tokens, 0 at padding.
-            inputs_embeds: Vectors of your own in the place of embedded tokens.
-            labels: The answer; gives ``loss`` and, without ``out_len``, the length. If each step
-                has an answer of its own, the loss is that of the last step.
-            out_len: Length of the answer; default the longest.
-            n_step: See `think`, as for the rest.
-            n_latent: Latents.
-            plan: What each step does.
-            output_steps: The steps to give logits of; each costs a read-out.
-            grad_steps: Truncated backpropagation.
+            inputs_embeds: Vectors to use instead of embedded tokens.
+            labels: The answer, from which ``loss`` is computed. Without ``out_len`` it also sets
+                the answer's length. With labels for each step, (B, T, O), the loss is that of the
+                last step.
+            out_len: Length of the answer; default: that of the labels, or the maximum.
+            n_step: Number of steps; see `think` for this and the arguments below.
+            n_latent: Number of latents.
+            plan: The operations of each step.
+            output_steps: The steps to compute logits for; each costs a read-out.
+            grad_steps: The number of last steps that have gradients.
             carry: The carry of an earlier output.
-            exit_rule: Rows may stop early.
+            exit_rule: The rule for stopping rows early.
             step_noise: Standard deviation of noise before each step.
             generator: The generator of all random choices.
 
         Raises:
             ValueError: As in `encode`, `think` and `decode`.
         """
-        # a carry does not say how many steps it took, so whose labels come next is not known
+        # a carry does not store its number of steps, so the next step's labels are unknown
         if labels is not None and labels.dim() == 3 and carry is not None:
             raise ValueError(
-                "LatentThinker: expected labels (B, O) with a carry, got those of each step, "
+                "LatentThinker: expected labels (B, O) with a carry, got labels for each step, "
                 f"{list(labels.shape)}"
             )
         if labels is not None:
@@ -374,9 +378,9 @@ class LatentThinker(CompleteModel):
         if out_len is None and labels is not None:
             out_len = labels.shape[-1]
         elif out_len is None and not self.config.at_tokens:
-            # said before the input is read: random positions are drawn for both
+            # set before encoding: random positions are drawn for input and answer together
             out_len = self.config.max_output_length
-        # a carry goes on with the positions that its input was read with
+        # a carry keeps the positions that its input was encoded with
         places = None if carry is None else carry.places
         context = self.encode(
             input_ids,
@@ -406,7 +410,7 @@ class LatentThinker(CompleteModel):
         step_logits = [by_step[i] for i in range(len(steps))]  # one read-out for all
         loss = None
         if labels is not None:
-            if labels.dim() == 3:  # steps after the last that has labels repeat them
+            if labels.dim() == 3:  # steps after the last one with labels use its labels
                 labels = labels[:, min(steps[-1], labels.shape[1]) - 1]
             if self._checked(labels):
                 check_labels(self.config, labels, step_logits[-1].shape)
@@ -432,7 +436,7 @@ class LatentThinker(CompleteModel):
     def _start(
         self, context: Context, n_latent: int | None, generator: torch.Generator | None
     ) -> ThinkerState:
-        """Return the latents before the first step."""
+        """Return the state before the first step."""
         config, (batch, length) = self.config, context.shape
         n = config.latents_for(length) if n_latent is None else n_latent
         check_latents(config, n_latent, (batch, n, config.hidden_size), context.shape)
@@ -487,7 +491,7 @@ class LatentThinker(CompleteModel):
                 else frame.memory(memory_of_layer[0].shape[2]),
             )
         if self.rate is not None:
-            # at one size, so that the rate is a share of the way and not of the lengths
+            # both at unit RMS, so that the rate is a fraction of the way between them at any size
             unit, to = (F.rms_norm(x, x.shape[-1:]) for x in (z, state))
             return F.rms_norm(unit + self.rate * (to - unit), z.shape[-1:])
         return state
@@ -511,14 +515,14 @@ class LatentThinker(CompleteModel):
 
 
 def _normal(shape: Sequence[int], like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw N(0, 1) on the generator's device."""
+    """Draw N(0, 1) numbers on the generator's device, and move them to that of ``like``."""
     if generator is None:  # torch.compile takes no generator, not even None, with dynamic sizes
         return torch.randn(shape, device=like.device, dtype=like.dtype)
-    # so a generator on the CPU gives a model on a GPU the same numbers
+    # drawn there, so that a CPU generator gives the same numbers to a model on a GPU
     drawn = torch.randn(shape, generator=generator, device=generator.device, dtype=like.dtype)
     return drawn.to(like.device)
 
 
-# so that `AutoModel.from_pretrained` knows the folders of `save_pretrained`
+# so that `AutoModel.from_pretrained` can load the folders that `save_pretrained` writes
 AutoConfig.register(ThinkerConfig.model_type, ThinkerConfig, exist_ok=True)
 AutoModel.register(ThinkerConfig, LatentThinker, exist_ok=True)

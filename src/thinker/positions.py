@@ -22,7 +22,7 @@ class Places:
     """Positions drawn for a batch, shared by its input and its answer.
 
     Args:
-        drawn: Random positions in order, (n,); none for kinds that draw none.
+        drawn: Random positions in ascending order, (n,); None for kinds that are not drawn.
     """
 
     drawn: Tensor | None = None
@@ -32,7 +32,7 @@ def token_index(
     tokens: Tensor,  # (B, L)
     mask: Tensor | None,  # (B, L)
 ) -> Tensor:  # (B or 1, L)
-    """The place of each token in its row, padding on either side left out.
+    """Return the position of each token in its row, not counting padding on either side.
 
     >>> token_index(torch.zeros(1, 3), torch.tensor([[False, True, True]]))
     tensor([[0, 0, 1]])
@@ -49,7 +49,7 @@ def operand_index(
 ) -> Tensor:  # (B, L)
     """Return how far each token is from the start of its operand.
 
-    A separator is the last token of the one that it ends.
+    A separator is the last token of the operand that it ends.
 
     >>> operand_index(torch.tensor([[5, 5, 9, 5, 5]]), None, [9])
     tensor([[0, 1, 2, 0, 1]])
@@ -60,7 +60,7 @@ def operand_index(
         ends = ends & mask
     # where the next operand starts
     after = torch.where(ends, place + 1, 0).cummax(1).values.roll(1, 1)
-    # where `roll` has brought the last column
+    # `roll` has moved the last column here
     after[:, :1] = 0
     return (place - after).clamp_(min=0)
 
@@ -69,7 +69,7 @@ def grid_index(
     tokens: Tensor,  # (B, L)
     mask: Tensor | None,  # (B, L)
 ) -> Tensor:  # (B or 1, L, 2)
-    """The row and the column of each token in a square grid that is read row by row.
+    """Return the row and the column of each token in a square grid, read row by row.
 
     >>> grid_index(torch.zeros(1, 4), None)
     tensor([[[0, 0],
@@ -81,16 +81,16 @@ def grid_index(
         count = torch.tensor([[tokens.shape[1]]], device=tokens.device)
     else:
         count = mask.sum(1, keepdim=True)
-    # a whole root: `check_grid` refuses other counts
+    # exact, since `check_grid` refuses counts that are not squares
     columns = count.double().sqrt().round().long()
     place = token_index(tokens, mask)
     return torch.stack([place // columns, place % columns], -1)
 
 
 class Positions(nn.Module):
-    """Codes of position for the input, and the queries of the answer.
+    """Position codes of the input, and the queries of the answer.
 
-    See `ThinkerConfig`'s ``positions``.
+    See ``positions`` in `ThinkerConfig`.
     """
 
     def __init__(self, config: ThinkerConfig):
@@ -114,11 +114,11 @@ class Positions(nn.Module):
         if config.at_tokens:
             outputs = 0  # the latents are the answer
         elif kind in SHARED:
-            outputs = 1  # codes are the input's; one vector tells queries from tokens
+            outputs = 1  # the codes are the input's; one vector marks them as queries
         self.output = nn.Embedding(outputs, d) if outputs else None
 
     def extra_repr(self) -> str:
-        """The kind."""
+        """Return the kind of positions."""
         return f"{self.config.positions!r}"
 
     def draw(
@@ -126,7 +126,7 @@ class Positions(nn.Module):
     ) -> Places:
         """Draw positions for a batch whose longest input or answer has ``length`` tokens.
 
-        In evaluation, without a generator, the same each time.
+        Evaluation without a generator draws the same positions each time.
         """
         config = self.config
         if config.positions != "random":
@@ -137,7 +137,7 @@ class Positions(nn.Module):
             where = generator.device
         else:
             where = torch.device("cpu")
-        # of the whole table: so also the codes that only long inputs reach are trained
+        # from the whole table, so that codes that only long inputs need are trained as well
         drawn = (
             torch.randperm(config.num_positions, generator=generator, device=where)[:length]
             .sort()
@@ -151,7 +151,7 @@ class Positions(nn.Module):
         mask: Tensor | None,  # (B, L)
         places: Places,
     ) -> Tensor | None:  # (B or 1, L, d)
-        """Return what is added to the input's embeddings; nothing with rotary positions alone."""
+        """Return the codes to add to the input's embeddings; None with rotary positions alone."""
         index = token_index(tokens, mask)
         kind = self.config.positions
         code = None
@@ -171,18 +171,18 @@ class Positions(nn.Module):
         return code
 
     def index(self, tokens: Tensor, mask: Tensor | None) -> Tensor:  # (B or 1, L, 1 or 2)
-        """The place of each token in its row, or its row and column in a grid."""
+        """Return the position of each token in its row, or its row and column in a grid."""
         if self.config.positions == "rotary_2d":
             return grid_index(tokens, mask)
         return token_index(tokens, mask)[..., None]
 
     def turn(self, index: Tensor) -> Turn | None:
-        """Return the turn of keys and queries by rotary positions, or None for other positions.
+        """Return the cosines and sines that rotate keys and queries; None without rotary positions.
 
-        Each axis of `index` turns an equal share of a head.
+        Each axis of `index` rotates an equal share of a head.
 
-        In two dimensions a neighbor is a quarter turn away in the fastest pair, and the base is
-        30: a grid's sides are short (on axes, Heo et al. 2024, section 3.1).
+        In two dimensions a neighbor is a quarter turn away in the fastest pair, and the base is 30:
+        a grid's sides are short (on axes, Heo et al. 2024, section 3.1).
         """
         if not self.config.positions.startswith("rotary"):
             return None
@@ -196,7 +196,7 @@ class Positions(nn.Module):
         return radians.cos(), radians.sin()
 
     def queries(self, out_len: int, places: Places, device: torch.device) -> Tensor:  # (1, O, d)
-        """The queries that read the answer off, one for each of its positions."""
+        """Return the queries of the read-out, one for each answer position."""
         assert self.output is not None
         index = torch.arange(out_len, device=device)[None]
         if places.drawn is not None:

@@ -26,8 +26,8 @@ Kind = Literal["scan", "exchange", "pointer", "grid"]
 _MORE_STEPS = 6
 """Training steps beyond one for each symbol, so that answers learn to stay."""
 
-# If each step has its own answer, few steps are drawn. Otherwise latents far from both ends would
-# always learn about an end.
+# The most steps of a batch if each step has its own answer. With more, information from an end of
+# the row would reach all latents in training.
 _MOST_EXCHANGES = 8
 
 
@@ -36,7 +36,7 @@ class Preset:
     """Settings that go together; `scan`, `exchange`, `pointer` and `grid` make them.
 
     Attributes:
-        kind: Which of the four.
+        kind: The name of the preset.
         model: Fields of `ThinkerConfig`.
         learning_rate: Learning rate.
         share: Share of the training rows that have the longest length.

@@ -1,4 +1,4 @@
-"""`RunConfig`: the flags of ``think train`` that say what is trained; loads no torch."""
+"""`RunConfig`: the flags of ``think train`` that describe a run; importing it loads no torch."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from .run_config import PresetName, RunConfig, Schedule
 from .tasks import TASKS, AtTokens, RowsTask, Task, make_task
 
 RECIPES: dict[str, dict[str, Any]] = {  # fields of a `Run` that a task needs
-    # the place of an answer is that of its symbol, counted from the end
+    # an answer's position is that of its symbol, counted from the end
     "reverse": {"iterations": 1000, "model": {"from_end": True}},
     "roll": {"iterations": 1000, "model": {"from_end": True}},
     "add": {
@@ -39,7 +39,7 @@ PLANS = ("every_step", "read_once")
 """Names of plans; any other plan is a table."""
 
 MORE_STEPS = 6
-"""Steps beyond one for each token; README's example has as many."""
+"""Steps in addition to one for each token, as in the README's example."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class Run(CheckedConfig):
         return None if self.preset is None else PRESETS[self.preset](**self.model)
 
     def bare_task(self) -> Task:
-        """Return the task, not laid out for a model."""
+        """Return the task, not wrapped in `AtTokens`."""
         if self.task in TASKS:
             return make_task(self.task, **self.options)
         return RowsTask(self.task)
@@ -156,14 +156,14 @@ class Run(CheckedConfig):
 
 
 def run_of(task: str, config: RunConfig) -> Run:
-    """Return the settings of a run: the flags of the command over the task's recipe.
+    """Return the settings of a run: the command's flags, which override the task's recipe.
 
     Raises:
         ValueError: The task is unknown or has an answer at each step; a flag is invalid.
     """
     _check_task(task)
     if task not in TASKS:
-        # a run is found again from any folder
+        # an absolute path, so that a run can be continued from any folder
         task = str(Path(task).resolve())
     if config.preset is None:
         recipe = RECIPES.get(task, {})

@@ -90,7 +90,7 @@ def train(
     check_value("think train", "samples", samples, Whole)
     # before the model is made, for its weights are drawn at random
     set_seed(run.seed)
-    # what does not fit is refused before there is a folder
+    # invalid settings are refused before a folder is made
     data = run.data()
     _lengths_of(run, data)
     rows = without_layout(data.task)
@@ -143,7 +143,7 @@ def _train(
     }
     if not edited:
         complete_folder(out / "model", _card(result, run))
-    # last: a folder that has it is of a finished run
+    # last, since it marks a finished run
     write_json(out / "result.json", result)
     if grid is not None:
         print(f"\n{grid}")
@@ -239,7 +239,7 @@ def measure(
     lengths = _lengths_of(run, data)
     curves = evaluate_steps(model, data, lengths, n_steps=n_steps, samples=samples)
     by_length = {n: cells[0] for n, cells in zip(lengths, curves.cells, strict=True)}
-    # of rows of a file, none of the longest length may be held out
+    # a file of rows may have no held-out row of the longest length
     length = max((n for n in lengths if n <= run.length), default=lengths[0])
     longest = by_length[length]
     result: dict[str, Any] = {
@@ -259,9 +259,9 @@ def measure(
 
 
 def _lengths_of(run: Run, data: CurriculumDataset) -> list[int]:
-    """Return the lengths of the training, about four, and the longer ones of the run.
+    """Return the lengths to evaluate: about four of the training, and the longer ones of the run.
 
-    Of rows of a file, only lengths of which some are held out.
+    For a file of rows, these are only lengths with held-out rows.
 
     Raises:
         ValueError: There are none.
@@ -301,7 +301,7 @@ def _run_in(folder: Path) -> Run:
     values = read_json(folder, "run.json")
     known = {field.name for field in fields(Run)}
     with reading(folder / "run.json", "think"):
-        # without the command, and notes that the user made
+        # without the command and the user's own notes
         return Run.from_dict({name: value for name, value in values.items() if name in known})
 
 
@@ -334,7 +334,7 @@ def evaluate(
         n_steps: Numbers of thinking steps; if empty, those of the command's help.
         samples: Number of held-out samples of each length.
         seed: Random seed of the samples.
-        device: The device that computes.
+        device: The device to run on.
     """
     run = _run_in(folder)
     read_json(folder, "result.json")  # without it, the model may be an earlier run's

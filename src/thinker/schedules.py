@@ -1,8 +1,8 @@
-"""Schedules of how long samples are, as training goes on.
+"""Schedules of the lengths of samples during training.
 
 A schedule is pure: it draws a batch's lengths from a generator, the step and a small vector of
-state, and makes a new state of what was right and wrong. `CurriculumDataset` keeps the state where
-its workers see it.
+state, and computes a new state from the numbers of right answers. `CurriculumDataset` keeps the
+state in memory that its workers share.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(ABC):
-    """Lengths up to ``max_length``.
+    """The base class of schedules: lengths up to ``max_length``.
 
     Args:
-        max_length: The longest.
-        min_length: The shortest.
+        max_length: The largest length.
+        min_length: The smallest length.
     """
 
     max_length: int
@@ -30,11 +30,11 @@ class Schedule(ABC):
         if not 1 <= self.min_length <= self.max_length:
             raise ValueError(
                 f"{type(self).__name__}: min_length {self.min_length}, max_length "
-                f"{self.max_length}; expected 1 or more, in order"
+                f"{self.max_length}; expected 1 <= min_length <= max_length"
             )
 
     def initial(self) -> list[float]:
-        """State at the start; empty for schedules that learn nothing from results."""
+        """Return the initial state; empty for schedules that do not use results."""
         return []
 
     @abstractmethod
@@ -42,11 +42,15 @@ class Schedule(ABC):
         """Draw lengths, (batch,)."""
 
     def update(self, state: Tensor, right: Tensor, total: Tensor) -> Tensor:
-        """The state after results: right and all answers by length, (max_length + 1,) each."""
+        """Return the state after results.
+
+        ``right`` and ``total`` are the numbers of right and of all answers by length, (max_length +
+        1,) each.
+        """
         return state
 
     def difficulty(self, step: int, state: Tensor) -> float:
-        """The longest length in use, or the mean one where all are: for logs and plots."""
+        """Return the longest length in use, or a mean length: for logs and plots."""
         return float(self.max_length)
 
     def _uniform(self, generator: torch.Generator, batch: int, longest: int) -> Tensor:
@@ -65,7 +69,7 @@ class Schedule(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed(Schedule):
-    """Always ``max_length``."""
+    """A schedule in which every row has ``max_length``."""
 
     def lengths(self, generator: torch.Generator, batch: int, step: int, state: Tensor) -> Tensor:
         """Return ``max_length`` for every row."""
@@ -74,7 +78,7 @@ class Fixed(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform(Schedule):
-    """All lengths alike."""
+    """A schedule in which all lengths are equally likely."""
 
     def lengths(self, generator: torch.Generator, batch: int, step: int, state: Tensor) -> Tensor:
         """Draw lengths uniformly."""
@@ -88,10 +92,10 @@ def _share(what: str, share: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier(Schedule):
-    """Some rows at ``max_length``, the others uniform: the default.
+    """A schedule with some rows at ``max_length`` and the others uniform: the default.
 
     Args:
-        min_length: Least length.
+        min_length: Smallest length.
         max_length: Largest length.
         share: The share of the rows at the longest.
 
@@ -102,7 +106,7 @@ class Frontier(Schedule):
     True
     """
 
-    # without rows at the longest it is learned later (the ablation in docs/thinker.md)
+    # without rows at the longest length, models learn later (docs/thinker_measured.md)
     share: float = 0.5
 
     def __post_init__(self):
@@ -110,13 +114,13 @@ class Frontier(Schedule):
         _share("Frontier", self.share)
 
     def lengths(self, generator: torch.Generator, batch: int, step: int, state: Tensor) -> Tensor:
-        """The mix."""
+        """Draw some rows at ``max_length``, the others uniformly."""
         return self._frontier(generator, batch, self.max_length, self.share)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progressive(Schedule):
-    """A frontier that moves on when its answers are right, and back when they are not.
+    """A schedule whose frontier grows if its answers are right, and shrinks if they are not.
 
     Between the two thresholds it stays (hysteresis).
 
@@ -146,8 +150,8 @@ class Progressive(Schedule):
             )
         if not self.min_length <= self.first <= self.max_length or self.grow < 1:
             raise ValueError(
-                f"Progressive: start {self.first}, grow {self.grow}; expected a length in range "
-                "and 1 or more"
+                f"Progressive: start {self.first}, grow {self.grow}; expected min_length to "
+                "max_length for start, and 1 or more for grow"
             )
 
     @property
@@ -162,15 +166,15 @@ class Progressive(Schedule):
         return [float(self.first), 0.0, 0.0]
 
     def difficulty(self, step: int, state: Tensor) -> float:
-        """The frontier."""
+        """Return the frontier."""
         return float(state[0])
 
     def lengths(self, generator: torch.Generator, batch: int, step: int, state: Tensor) -> Tensor:
-        """The mix, at the present frontier."""
+        """Draw some rows at the present frontier, the others uniformly up to it."""
         return self._frontier(generator, batch, int(state[0]), self.share)
 
     def update(self, state: Tensor, right: Tensor, total: Tensor) -> Tensor:
-        """Move on, back, or stay."""
+        """Move the frontier on or back, or leave it."""
         at = int(state[0])
         good = float(state[1] + right[at])
         all_ = float(state[2] + total[at])
@@ -181,17 +185,17 @@ class Progressive(Schedule):
             at = min(self.max_length, at + self.grow)
         elif good / all_ < self.retreat:
             at = max(self.min_length, at - 1)
-        # also where it stays: old answers say nothing about what is known now
+        # even if it stays: old answers say nothing about the present model
         return torch.tensor([at, 0.0, 0.0], dtype=state.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dynamic(Schedule):
-    """Lengths by how often they are wrong.
+    """A schedule that draws lengths by how often their answers are wrong.
 
     Args:
-        floor: Added to every error, so that nothing is forgotten.
-        momentum: The momentum of the mean error.
+        floor: A number added to every error, so that all lengths are still drawn.
+        momentum: The weight of the old mean error in its moving average.
     """
 
     floor: float = 0.1
@@ -206,7 +210,7 @@ class Dynamic(Schedule):
             )
 
     def initial(self) -> list[float]:
-        """The mean error of each length, from 0 on."""
+        """Return the mean error of each length, from 0 on; it starts at 1."""
         return [1.0] * (self.max_length + 1)
 
     def _weights(self, state: Tensor) -> Tensor:
@@ -215,12 +219,12 @@ class Dynamic(Schedule):
         return weights
 
     def difficulty(self, step: int, state: Tensor) -> float:
-        """The mean length."""
+        """Return the mean length."""
         weights = self._weights(state)
         return float((weights * torch.arange(len(weights))).sum() / weights.sum())
 
     def lengths(self, generator: torch.Generator, batch: int, step: int, state: Tensor) -> Tensor:
-        """Drawn by weight."""
+        """Draw lengths by their weights."""
         weights = self._weights(state).to(generator.device)
         return torch.multinomial(weights, batch, replacement=True, generator=generator)
 

@@ -24,7 +24,7 @@ from .tasks import AtTokens, Sample, Task
 from .tasks.at_tokens import without_layout
 from .tasks.task import IGNORED
 
-_STEPS = 10  # for each symbol of the longest row, before a row that still changes is given up
+_STEPS = 10  # the most steps for each symbol of the longest row
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ def solve(
         task: The task of the training, wrapped in `AtTokens` or not.
         rows: One input for each row, of any lengths, as the task has them: token ids, or a text or
             symbols for a `RowsTask`; or a tensor or an array of shape (B, L).
-        max_steps: Most steps; default: 10 for each symbol of the longest row, or what a plan or a
-            static memory has room for. Where each step has an answer of its own, the step whose
-            answer is asked for.
+        max_steps: Most steps; default: 10 for each symbol of the longest row, unless the plan or a
+            static memory limits them. If each step has its own answer, this is the step whose
+            answer is returned, and it must be given.
         exit_rule: When a row stops; default: ``ExitRule()``.
 
     Returns:
@@ -122,7 +122,7 @@ def solve(
             **inputs,
             out_len=sample.targets.shape[1],
             n_step=most,
-            # each step has an answer of its own there, and the last one is asked for
+            # with an answer for each step, the last step's is returned, so no row stops early
             exit_rule=None if task.by_step else rule,
         )
     said = out.logits.argmax(-1).cpu()
@@ -134,7 +134,7 @@ def solve(
 
 
 def _check_rows(rows: Sequence[Sequence[int]], task: Task) -> None:
-    """Refuse rows that the task does not have."""
+    """Check the token ids of rows, and their length for a `TensorTask`."""
     if not rows:
         raise ValueError("solve: expected rows, got none")
     for number, row in enumerate(rows):
@@ -183,8 +183,8 @@ def _sample(task: Task, rows: Sequence[Sequence[int]]) -> Sample:
 
 
 def _answer_length(task: Task, tokens: int) -> int:
-    """Return the symbols of the answer to an input of so many tokens."""
-    # a task counts its own lengths, such as digits of two numbers
+    """Return the number of symbols of the answer to an input of ``tokens`` tokens."""
+    # a task's length may count something other than tokens, such as digits
     for length in range(1, tokens + 1):
         if task.input_length(length) >= tokens:
             return task.output_length(length)

@@ -1,4 +1,4 @@
-"""State that passes between encoding, thinking and reading off.
+"""State that passes between encoding, thinking and decoding.
 
 Shapes: B batch, n latents, L input length, O answer length, d width, T steps.
 """
@@ -19,16 +19,17 @@ from .positions import Places
 
 @dataclass(frozen=True)
 class Context:
-    """An input that was read: keys and values of every layer, projected once for all steps.
+    """An encoded input: keys and values of every layer, projected once for all steps.
 
     Args:
         keys_values: Keys and values by layer, (B, H, L, h) each.
-        static: Those of the static tokens, by layer, (1, H, M, h) twice; empty without any.
-        mask: (B, L), False is padding; none when there is none.
-        index: (B or 1, L, 1 or 2), the place of each token in its row, or its row and column in a
-            grid.
+        static: Keys and values of the M static tokens by layer, (1, H, M, h) each; empty without
+            them.
+        mask: (B, L), False at padding; None without padding.
+        index: (B or 1, L, 1 or 2), the position of each token in its row, or its row and column in
+            a grid.
         places: The positions that were drawn.
-        embedded: (B, L, d), where the latents are the tokens and start from it.
+        embedded: (B, L, d), the embedded tokens, if the latents start from them.
     """
 
     keys_values: tuple[KeysValues, ...]
@@ -45,16 +46,16 @@ class Context:
         return keys.shape[0], keys.shape[2]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Context:
-        """Return the context with ``change`` applied to every tensor that has one row an input.
+        """Return the context with ``change`` applied to every tensor that has a row for each input.
 
-        A change chooses or repeats rows.
+        ``change`` selects or repeats rows.
         """
         # static tokens and places belong to no row, and stay
         return replace(
             self,
             keys_values=tuple((change(k), change(v)) for k, v in self.keys_values),
             mask=None if self.mask is None else change(self.mask),
-            # one row serves all where nothing is padded
+            # one row serves all inputs if none is padded
             index=self.index if self.index.shape[0] == 1 else change(self.index),
             embedded=None if self.embedded is None else change(self.embedded),
         )
@@ -62,7 +63,7 @@ class Context:
 
 @dataclass(frozen=True)
 class ThinkerState:
-    """Latents and memory after some steps: goes back into `LatentThinker.think` as ``carry``.
+    """Latents and memory after some steps, to pass to `LatentThinker.think` as ``carry``.
 
     Args:
         latents: (B, n, d).
@@ -75,14 +76,14 @@ class ThinkerState:
     places: Places
 
     def map(self, change: Callable[[Tensor], Tensor]) -> ThinkerState:
-        """The state with ``change`` applied to its latents and memory."""
+        """Return the state with ``change`` applied to its latents and memory."""
         memory = None if self.memory is None else self.memory.map(change)
         return replace(self, latents=change(self.latents), memory=memory)
 
     def detach(self) -> ThinkerState:
-        """Return the state without its history.
+        """Return the state detached from the autograd graph.
 
-        The next segment's gradients stop here (deep supervision).
+        Gradients of the next segment stop here (deep supervision).
         """
         return self.map(Tensor.detach)
 
@@ -103,10 +104,10 @@ class Thought:
     """Result of `LatentThinker.think`.
 
     Args:
-        state: After the last step of each row.
-        kept: Latents of the steps asked for, (B, n, d) by step counted from 1.
-        residuals: (B, T), ‖z - z'‖ / ‖z'‖ against the step before, of the latent that moved most;
-            0 after a row stopped.
+        state: The state after the last step of each row.
+        kept: Latents of the requested steps, (B, n, d) each, by the step's number, counted from 1.
+        residuals: (B, T), ‖z - z'‖ / ‖z'‖ of the latent z that moved most, where z' is the latent
+            before the step; 0 after a row stopped.
         steps: (B,), how many steps each row took.
     """
 
@@ -121,13 +122,13 @@ class ThinkerOutput(ModelOutput):
     """Result of `LatentThinker`.
 
     Args:
-        loss: Cross-entropy of the last answer, when there were labels.
+        loss: Cross-entropy of the last answer, if labels were given.
         logits: (B, O, output_size) of the last step.
         step_logits: The logits of every requested step, in order.
-        output_steps: Which steps those are, counted from 1.
+        output_steps: The numbers of these steps, counted from 1.
         residuals: (B, T), how far each step moved the latent that moved most, relative to it.
         steps: (B,), how many steps each row took.
-        carry: Latents and memory, to think on from.
+        carry: Latents and memory, from which a later call can continue.
     """
 
     loss: torch.Tensor | None = None

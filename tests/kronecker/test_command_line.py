@@ -85,7 +85,7 @@ def test_shapes_in_the_command(place, capsys):
     assert "absent.txt, which is not a file" in capsys.readouterr().err
     (place / "bad.json").write_text("{")
     assert main(["compare", str(place / "model"), "--text", str(place / "bad.json")]) == 1
-    assert "bad.json cannot be read: no JSON" in capsys.readouterr().err
+    assert "bad.json cannot be read: invalid JSON" in capsys.readouterr().err
 
 
 def test_text_becomes_rows():

@@ -339,9 +339,7 @@ def test_recipe_values_that_only_the_plan_can_judge(paths, out):
 
 def test_files_that_are_no_models(paths, out, tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
-    refused(
-        r"m\.pt: is a file, expected a folder", [str(tmp_path / "m.pt")], "passthrough", out=out
-    )
+    refused(r"m\.pt is a file, expected a folder", [str(tmp_path / "m.pt")], "passthrough", out=out)
     (tmp_path / "empty").mkdir()
     save_file({}, tmp_path / "empty" / "model.safetensors")
     refused("expected tensors", [str(tmp_path / "empty")], "passthrough", out=out)

@@ -538,7 +538,7 @@ def test_a_hub_id_is_fetched_with_weights_and_texts_only(tmp_path, monkeypatch):
         raise OSError("no network")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
-    with pytest.raises(PlanError, match="there is no such folder, and the hub did not give it"):
+    with pytest.raises(PlanError, match="there is no such folder, and it cannot be downloaded"):
         merge_models(["someone/other"], "passthrough", progress=False)
 
 

@@ -251,7 +251,7 @@ def test_the_command_does_as_the_function(folder, capsys):
     words = ["--components", *MODELS, "--data", *DATA, "--max-steps", "4", "--batch-size", "4"]
     assert main(["learn", "out", *words, "--max-length", "32", "--progress"]) == 0
     printed = capsys.readouterr()
-    assert "what is supervised in brackets" in printed.err
+    assert "with the supervised text in brackets" in printed.err
     report = learned("other")
     assert f"{report.mean(report.student):.4f}" in printed.out
     (folder / "run.yml").write_text("start: average\ntrain: lora\nmax-steps: 2\n")

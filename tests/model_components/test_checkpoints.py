@@ -111,7 +111,7 @@ def test_a_checkpoint_without_an_optimizer_is_not_whole(name, trained, tmp_path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"global_step": 2}, "has global_step 2"),
+        ({"global_step": 2}, "has global_step 2, expected 3"),
         ({"global_step": "x"}, "is damaged (global_step is 'x')"),
         ({"train_batch_size": None}, "is damaged (train_batch_size is None)"),
         ({"log_history": 3}, "is damaged (log_history is 3)"),

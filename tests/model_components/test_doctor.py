@@ -103,7 +103,7 @@ def test_a_namesake_is_named_with_the_line_that_repairs(site, tmp_path, name):
     shutil.rmtree(site / f"{name}-9.9.dist-info")
     done = python(site, "-m", "model_components", "doctor")
     assert done.returncode == 1
-    assert f"{name}: {site / name / '__init__.py'} is gone or not ours" in done.stdout
+    assert f"{name}: {site / name / '__init__.py'} is missing or not ours" in done.stdout
     assert "pip install --force-reinstall --no-deps model-components" in done.stdout
 
 

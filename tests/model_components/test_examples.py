@@ -211,7 +211,7 @@ def test_bad_rows_are_named_in_one_error():
         "prompt and completion that are not both texts or both messages in row 16;",
         "a message whose content is not text in row 17;",
         "a str as a message in row 18;",
-        "the role of list (expected one of system,",
+        "the role of type list (expected one of system,",
         "output that is not text in row 20;",
         "input that is not text in row 21; expected messages,",
     ):
@@ -275,7 +275,7 @@ def test_files(tmp_path):
     assert "".join(pieces.decoded(i)[1:-1] for i in range(4)) == "a plain text, cut into pieces"
     for name, message in (
         ("b.json", r"TextExamples:.*JSON"),
-        ("b.jsonl", r"no JSON.*in row 2"),
+        ("b.jsonl", r"invalid JSON.*in row 2"),
         ("pairs.csv", r"TextExamples:.*pairs\.csv: the fields a, b in row 2"),
     ):
         with pytest.raises(ValueError, match=message):

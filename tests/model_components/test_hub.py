@@ -53,7 +53,7 @@ def test_an_id_with_a_revision_is_found_in_the_cache(cache, tmp_path):
     assert find_folder("me/model", revision="v1") == find_folder(name)
     assert split_revision(name) == ("me/model", "v1")
     with pytest.raises(
-        ValueError, match="me/model@v2: there is no such folder, and the hub did not give it"
+        ValueError, match="me/model@v2: there is no such folder, and it cannot be downloaded"
     ):
         find_folder("me/model@v2")
 

@@ -48,4 +48,4 @@ def test_what_never_ends_is_refused(pattern, monkeypatch):
 
 @pytest.mark.parametrize("pattern", ["(", "a{99999999999999999999}", "*"])
 def test_what_is_no_pattern_is_told(pattern):
-    assert f"{pattern!r} is no regular expression" in pattern_problem([pattern], NAMES)
+    assert f"{pattern!r} is not a valid regular expression" in pattern_problem([pattern], NAMES)

@@ -163,7 +163,7 @@ def test_one_value_is_one_row(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.json", b"[{]", r"read: .*a\.json cannot be read: no JSON"),
+        ("a.json", b"[{]", r"read: .*a\.json cannot be read: invalid JSON"),
         ("a.json", b'[\n{"a": 1},\n{]', r"read: .*a\.json cannot be read: .*line 3"),
         ("a.json", b"[" * 10**5, r"read: .*a\.json cannot be read"),
         ("a.jsonl", b'{"a": "\xff"}', r"read: .*a\.jsonl cannot be read"),

@@ -130,10 +130,10 @@ def test_folders_that_are_no_runs_are_left_alone(mine, fresh, tmp_path):
     (tmp_path / mine).write_text("years of work")
     before = contents_of(tmp_path)
     run = open_run(tmp_path, results=("model", "result.json"), fresh=fresh)
-    with pytest.raises(OutputError, match="expected a new folder or that of a run, got one"), run:
+    with pytest.raises(OutputError, match="new folder or the folder of a run, got one"), run:
         pass
     (tmp_path / "run.json").write_text('{"sweep": 7}')
-    with pytest.raises(OutputError, match=r"run\.json is of something else; name another"), run:
+    with pytest.raises(OutputError, match=r"run\.json belongs to something else; name"), run:
         pass
     assert contents_of(tmp_path) == sorted([*before, "run.json"])
 

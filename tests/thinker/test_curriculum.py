@@ -309,7 +309,7 @@ def test_rows_that_cannot_be_are_refused(call, message):
 
 
 WRONG_SAMPLES = {
-    r"Wrong.sample gives tuple; expected a Sample": tuple,
+    r"Wrong.sample returned tuple; expected a Sample": tuple,
     r"Wrong\.sample:.*2.*\(2.*10\).*\(2.*9\)": lambda s: s._replace(tokens=ones(2, 10)),
     r"Wrong\.sample:.*2.*\(2,\).*\(2.*9\)": lambda s: s._replace(targets=s.targets[:, 0]),
     r"Wrong\.sample:.*2.*\(1.*9\).*\(2.*9\)": lambda s: s._replace(targets=s.targets[:1]),

@@ -591,7 +591,7 @@ def test_a_static_carry_is_used_once():
     first = model(tokens, mask, n_step=2, out_len=6)
     then = model(tokens, mask, n_step=3, out_len=6, carry=first.carry)
     torch.testing.assert_close(then.logits, grow(tokens, mask, n_step=5, out_len=6).logits)
-    with pytest.raises(ValueError, match=r"LatentThinker:.*thought"):
+    with pytest.raises(ValueError, match=r"LatentThinker:.*newest carry"):
         model(tokens, mask, n_step=3, out_len=6, carry=first.carry)
     copied = then.carry.map(torch.clone)
     for carry in (copied, then.carry):  # a room of its own each
@@ -1020,7 +1020,7 @@ def test_bad_input_is_refused(changes, call, message):
             {"causal": True, "decoder_self_attention": True},
             r"ThinkerConfig:.*decoder_self_attention",
         ),
-        ({"mixer": "mlp"}, 'mixer is mlp, expected latent_init="tokens" beside it'),
+        ({"mixer": "mlp"}, 'mixer is mlp, expected latent_init="tokens", and no causal'),
         (
             {"mixer": "mlp", "latent_init": "tokens", "window": 2},
             "mixer is mlp, expected .* no causal, window",

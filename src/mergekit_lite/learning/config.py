@@ -11,7 +11,7 @@ from model_components._checks import CheckedConfig, Range, Whole
 from ..masks.config import Granularity
 
 RATES = {"masks": 3e-2, "lora": 2e-3, "all": 1e-4}
-"""Learning rates by what is trained, from a search on SmolLM2-135M (docs/masks.md)."""
+"""The default learning rate for each ``train``, from a search on SmolLM2-135M (docs/masks.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,29 +21,30 @@ class LearnConfig(CheckedConfig):
     Args:
         start: The merge that training begins from: ``"average"``, ``"regmean"``, ``"regmean++"``,
             any other method of `merge_models` that needs no parameters, or a model's folder.
-        train: What is trained: ``"masks"`` (one number for each row of each component's weights),
-            ``"lora"`` (adapters on the start) or ``"all"`` (all weights of the start). Embeddings
-            and head stay as the start has them.
-        granularity: One mask value for each weight matrix (``"scalar"``), input column, output row
-            or element.
+        train: What to train: ``"masks"`` (by default one number for each row of each component's
+            weights), ``"lora"`` (adapters on the start) or ``"all"`` (all weights of the start).
+            The embedding and the head always keep the weights of the start.
+        granularity: With ``train="masks"``, one mask value for each weight matrix (``"scalar"``),
+            input column (``"input"``), output row (``"output"``) or element (``"element"``).
         rank: Rank of the adapters of ``"lora"``.
-        learning_rate: Peak of the rate; default: 0.03 for masks, 2e-3 for adapters, 1e-4 for all
+        learning_rate: Peak learning rate; default: 0.03 for masks, 2e-3 for adapters, 1e-4 for all
             weights.
-        max_steps: Number of steps.
-        batch_size: Examples in a step.
-        max_length: Largest number of tokens of an example; the rest is cut off.
-        coefficients: Which component teaches at a token: ``"task"`` the one whose data the example
-            comes from; ``"evidence"`` each by how probable it finds the example; ``"confidence"``
-            each by its entropy.
-        temperature: Logits are divided by it.
-        compare: Other merges in the closing table, methods of `merge_models`; default: linear,
+        max_steps: Number of training steps.
+        batch_size: Number of examples per device and step.
+        max_length: Maximum number of tokens of an example; the rest is cut off.
+        coefficients: The share of each component as a teacher. ``"task"``: only the component whose
+            data the example comes from; ``"evidence"``: in proportion to the probability that a
+            component gives the example; ``"confidence"``: larger for a component whose prediction
+            has a lower entropy.
+        temperature: The number that the logits of student and teachers are divided by.
+        compare: Methods of `merge_models` to compare with in the closing table; default: linear,
             regmean and, with a base, task_arithmetic.
-        held_out: Fraction of the rows of each task that is held out, 200 rows at most.
+        held_out: Fraction of each task's rows to hold out, at most 200 rows.
         dtype: Dtype of the components; default: the dtype of their files.
         seed: Seed of the training. Held-out examples do not depend on it.
 
     Raises:
-        ValueError: A value has another type or is out of range.
+        ValueError: A value has the wrong type or is out of range.
     """
 
     start: str = "regmean"
@@ -62,6 +63,6 @@ class LearnConfig(CheckedConfig):
     seed: Annotated[int, Range(least=0)] = 0
 
     def problems(self) -> Iterator[str]:
-        """Yield the problem of an empty start."""
+        """Yield a message if the start is empty."""
         if not self.start:
             yield "start is '', expected average, a method of merge_models or a folder"

@@ -1,4 +1,4 @@
-"""`LearnReport`: what a learned merge is worth beside other merges."""
+"""`LearnReport`: the held-out losses of a learned merge and of the merges it is compared with."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class LearnReport(Report):
 
     Attributes:
         out: The folder of the delivered model.
-        delivered: The name of the merge in it: the one with the lowest mean loss.
+        delivered: The name of the merge in ``out``: the one with the lowest mean loss.
         student: The name of the trained merge.
         start: The name of the merge that training began from.
         tasks: The names of the tasks, one for each component.
         tokens: The number of held-out supervised tokens of each task.
         losses: The loss of each model on each task.
         components: The names of the components among the models.
-        seconds: The seconds of training, without start, teachers and evaluation; after an
-            interruption, since it was continued.
+        seconds: The duration of training in seconds, without merging, teachers and evaluation. If
+            the run was interrupted, only the time since it continued.
     """
 
     out: Path
@@ -38,16 +38,16 @@ class LearnReport(Report):
 
     def mean(self, name: str) -> float:
         """Return the mean loss of a model over the tasks."""
-        # tasks count alike, however many held-out tokens each has
+        # every task has the same weight, however many held-out tokens it has
         return sum(self.losses[name]) / len(self.losses[name])
 
     def summary(self) -> list[str]:
-        """Return where the model is, and on how many tokens the table rests."""
+        """Return the output folder, the training time and the numbers of held-out tokens."""
         counts = [f"{n} of {task}" for task, n in zip(self.tasks, self.tokens, strict=True)]
         return [
-            f"{self.delivered} is in {self.out}: of all merges it has the lowest mean loss",
+            f"{self.delivered} is in {self.out}: it has the lowest mean loss of all merges",
             f"training took {self.seconds:.0f} s",
-            f"nats a supervised token of held-out examples ({', '.join(counts)})",
+            f"losses in nats per supervised token of held-out examples ({', '.join(counts)})",
         ]
 
     def table(self) -> Table:

@@ -42,8 +42,8 @@ from .student import Student, StudentTrainer
 OPERATION = "learn"
 _CALIBRATION = 256  # examples of a task
 _MOST_HELD_OUT = 200  # examples of a task
-_COMPARED = ("linear", "regmean")  # merges of the table, if a caller names none
-_SAVED = 0.1  # of the steps, after which a checkpoint is written
+_COMPARED = ("linear", "regmean")  # merges in the table, if a caller names none
+_SAVED = 0.1  # a checkpoint is written each time this fraction of the steps is done
 
 
 def learn_merge(
@@ -60,19 +60,19 @@ def learn_merge(
 
     Training moves the merged model's distribution of the next token towards that of the component
     whose data an example comes from. It begins from ``start``, a merge in closed form. The closing
-    table compares it with the start and with other merges on held-out examples; the merge with the
-    lowest mean loss is written to ``out``, whichever it is.
+    table compares the trained merge with the start and other merges on held-out examples. The merge
+    with the lowest mean loss is written to ``out``, even if it is not the trained one.
 
-    Checkpoints, the cached teachers and the report are in ``OUT.training``. The same call continues
-    an interrupted run.
+    Checkpoints, the cached teachers and the report are kept in ``OUT.training``. If a run was
+    interrupted, the same call continues it.
 
     Args:
         components: Two or more models, as `merge_models` takes them: folders, hub ids or
             ``"model+adapter"``.
-        data: For each component its rows, or a file of them; see `TextExamples`.
+        data: For each component, rows of its task or a file of rows; see `TextExamples`.
         out: Output folder: a new path, or an empty folder.
         base: The model that the components were tuned from, for methods that use one.
-        fresh: Begin anew instead of continuing what ``OUT.training`` holds.
+        fresh: Begin anew instead of continuing the run in ``OUT.training``.
         progress: Show progress bars and the first example of each task.
         **settings: Fields of `LearnConfig`.
 
@@ -80,8 +80,8 @@ def learn_merge(
         The losses of all models, and which merge was delivered.
 
     Raises:
-        ValueError: A setting, a row or a component is not as expected, or ``OUT.training`` belongs
-            to another run.
+        ValueError: A setting, a row or a component is invalid, or ``OUT.training`` belongs to
+            another run.
         DeadRunError: A loss or gradient is not finite.
     """
     config = LearnConfig.from_dict(settings)
@@ -95,7 +95,8 @@ def learn_merge(
     if config.train != "masks" and teachers.output_head() is None:
         raise ValueError(
             f"{OPERATION}: train is {config.train!r}, expected 'masks' for a "
-            f"{type(teachers.model).__name__}, whose logits are not one product"
+            f"{type(teachers.model).__name__}, whose logits are more than the head's product with "
+            "the hidden states"
         )
     training = path.with_name(f"{path.name}.training")
     facts = {"components": list(components), "base": base, **config.to_dict()}
@@ -110,7 +111,7 @@ def learn_merge(
         merges=merges,
         out=path,
         training=training,
-        # a model that was tuned again in its place is another one
+        # with fingerprints, because a model may be trained again in the same folder
         key=xxhash.xxh3_64(json.dumps([facts, contents, files]).encode()).hexdigest(),
         # any token can pad: the mask hides it, and its label is ignored
         collator=MaskCollator(
@@ -120,13 +121,13 @@ def learn_merge(
         teachers=teachers,
         device=teachers.device,
     )
-    del teachers  # so that the run can drop them
+    del teachers  # the run must hold the only reference, so that it can free them
     results = (MASKS, "report.json")
     with RunFolder(training, facts, OPERATION, contents=contents, results=results, fresh=fresh):
         check_new(path, OPERATION)  # another run may have ended while this one waited
         if progress:
             for task in tasks:
-                print(f"{task.name}, what is supervised in brackets:\n{task.first}\n")
+                print(f"{task.name}, with the supervised text in brackets:\n{task.first}\n")
         report = run.learn()
         write_json(training / "report.json", report.to_dict(), OPERATION)
         return report
@@ -169,13 +170,14 @@ def _check_method(field: str, name: str, count: int, base: str | None) -> None:
     except ValueError as error:
         raise ValueError(f"{OPERATION}: {field}: {error}") from error
     if method.base == "required" and base is None:
-        raise ValueError(f"{OPERATION}: {field} has {name}, expected a base with it")
+        raise ValueError(f"{OPERATION}: {field} has {name}, expected a base, which it requires")
     # weight may be required: `_merge` gives every model 1
     required = [p.name for p in method.parameters.values() if p.required and p.name != "weight"]
     if required:
         raise ValueError(
-            f"{OPERATION}: {field} has {name}, which needs {required[0]}; merge it first, and give "
-            "the folder as start"
+            f"{OPERATION}: {field} has {name}, expected a method without required parameters, but "
+            f"it requires {required[0]}; to train from such a merge, write it with merge_models "
+            "and give its folder as start"
         )
     try:
         method.check_inputs(count, base is not None and method.base != "unused")
@@ -188,9 +190,9 @@ class Task:
     """One component's examples.
 
     Attributes:
-        name: Its name in the table.
-        first: The text of the first example, with what is supervised in brackets.
-        train: The examples to train.
+        name: The task's name in the table.
+        first: The text of the first example, with the supervised text in brackets.
+        train: The examples to train on.
         test: The held-out examples.
         hash: A hash of all rows.
     """
@@ -226,10 +228,10 @@ class _Run:
     """One call of `learn_merge`.
 
     Attributes:
-        teachers: The components; None once their hidden states are cached and they are not needed.
+        teachers: The components, or None once they are no longer needed and have been freed.
         device: The device that models run on.
-        seconds: The seconds of training.
-        key: A hash of all settings and data, which names what this run keeps in its folder.
+        seconds: The duration of training in seconds.
+        key: A hash of all settings, data and models, used in the names of this run's files.
     """
 
     components: Sequence[str]
@@ -255,7 +257,7 @@ class _Run:
                 losses[name] = self._measured(name, lambda: self.teachers)
         components = tuple(losses)
         for name in [config.start, *self.merges]:
-            # a function, so that a run that goes on makes no merge that it has measured already
+            # a function, so that a continued run does not repeat merges that are already measured
             losses[name] = self._measured(name, lambda name=name: self._load(self._merged(name)))
         for name in self.merges:
             self._discard(name)
@@ -275,7 +277,7 @@ class _Run:
             seconds=self.seconds,
         )
         if report.delivered != name:
-            # made anew, as merges of the table were removed once they were measured
+            # merge again, because the table's merges were removed after they were measured
             self._merge(report.delivered, self.out)
         elif config.train == "masks":
             student.unfold_().bake(self.out, progress=self.progress)
@@ -287,7 +289,7 @@ class _Run:
         return [task.test for task in self.tasks]
 
     def _measured(self, name: str, model: Callable[[], Any]) -> tuple[float, ...]:
-        """Return the losses of a model; take them from an earlier call, if it was interrupted."""
+        """Return a model's losses, from the file of an interrupted call if it has them."""
         file = self.training / f"losses-{self.key}.json"
         known: dict[str, list[float]] = {}
         if file.is_file():
@@ -305,16 +307,16 @@ class _Run:
             remove(folder)
 
     def _merged(self, name: str) -> Path:
-        """Return the folder of a merge; make it, unless an earlier call has."""
+        """Return the folder of a merge, and write it unless an earlier call did."""
         if _is_folder(name):
             return Path(name)
         folder = self.training / f"{name}-{self.key}"
-        if not folder.exists():  # it appears when it is whole
+        if not folder.exists():  # a folder appears only once it is complete
             self._merge(name, folder)
         return folder
 
     def _merge(self, name: str, out: Path) -> None:
-        """Write a merge by its method's name, or the copy of a folder."""
+        """Write the merge of a method, or a copy of a model's folder."""
         options: dict[str, Any] = {"out": out, "progress": self.progress}
         if self.config.dtype != "auto":
             options["dtype"] = self.config.dtype
@@ -350,7 +352,7 @@ class _Run:
             max_steps=config.max_steps,
             per_device_train_batch_size=config.batch_size,
             learning_rate=config.learning_rate or RATES[config.train],
-            # a number of steps below 1 is a share of max_steps
+            # a value below 1 is a fraction of max_steps
             warmup_steps=0.05,
             lr_scheduler_type="cosine",
             weight_decay=0.0,
@@ -360,7 +362,7 @@ class _Run:
             seed=config.seed,
             report_to="none",
             disable_tqdm=not self.progress,
-            # transformers refuses bf16 without a GPU unless it is told to use the CPU
+            # without a GPU, transformers refuses bf16 unless use_cpu is set
             use_cpu=self.device.type == "cpu",
             train_sampling_strategy="group_by_length",  # less padding
             dataloader_pin_memory=self.device.type == "cuda",
@@ -378,7 +380,7 @@ class _Run:
         model.eval()
 
     def _cached(self) -> Any:
-        """Return the examples with the teachers' final hidden states, if those tell the logits."""
+        """Return the examples, with the teachers' hidden states if these determine the logits."""
         # the loss is a mean over tokens: without weights long answers would outweigh short ones
         mixture = TaskMixture([task.train for task in self.tasks], weights="tokens")
         if self.teachers.output_head() is None:
@@ -393,8 +395,11 @@ class _Run:
         )
 
     def _read_by_steps(self, mixture: TaskMixture) -> TaskMixture | Subset:
-        """Return as many examples as the steps read, drawn at random: teachers run on no others."""
-        # the batch size is of a device; with too many, some examples are never read
+        """Return a random subset of the examples that is as large as the steps can read.
+
+        Teachers run on no other examples.
+        """
+        # the batch size is per device; if too many devices are counted, some examples are not read
         devices = max(torch.cuda.device_count(), int(os.environ.get("WORLD_SIZE", "1")))
         count = self.config.max_steps * self.config.batch_size * max(1, devices)
         if count >= len(mixture):
@@ -403,7 +408,7 @@ class _Run:
         return Subset(mixture, drawn)
 
     def _train_masks(self) -> Merger:
-        """Return the components with trained masks, over the start unless that is the average."""
+        """Return a merger with trained masks, over the start unless the start is the average."""
         cached = self._cached()
         if self.config.start == "average":
             merger = self.teachers
@@ -428,16 +433,16 @@ class _Run:
         heads = [head.clone() for head in self.teachers.output_head().frozen("weight")]
         dtype = self.teachers.dtype
         trains_all = self.config.train == "all"
-        # float32 where all weights learn: bfloat16 would round small steps away
+        # float32 if all weights are trained: bfloat16 would round small steps away
         start = self._load(self._merged(self.config.start), torch.float32 if trains_all else dtype)
         self.teachers = None  # their hidden states are cached
-        # peft draws the adapters at random, and the same call must draw the same
+        # peft initializes adapters at random, and a repeated call must get the same ones
         set_seed(self.config.seed)
         student = Student(start, heads, None if trains_all else self.config.rank)
         is_half = trains_all and dtype == torch.bfloat16
         self._train(StudentTrainer, student, cached, bf16=is_half)
         model: Any = student.finished()
-        # rounded before it is measured: the table is of what is saved
+        # round before measuring, so that the table describes the model that is saved
         return model.to(dtype).eval()
 
     def _save(self, model: Any) -> None:
@@ -469,14 +474,14 @@ def _fix_embedding_and_head(merger: Merger) -> None:
     if not merger.trained_masks():
         raise ValueError(
             f"{OPERATION}: the components differ from the start in embedding and head alone, whose "
-            "masks are not trained; expected other differences"
+            "masks are not trained; expected differences in other weights"
         )
 
 
 def _component_names(labels: Sequence[str], config: LearnConfig) -> list[str]:
-    """Name the components in the table by their folders, if those differ."""
+    """Return the components' names in the table: their folders' names, or numbers if ambiguous."""
     names = [Path(label).name for label in labels]
-    # a component's folder may be called regmean, as a merge of the table is
+    # a component's folder may have the same name as a merge in the table, such as regmean
     taken = {config.start, *(config.compare or _COMPARED), "task_arithmetic"}
     unique = []
     for number, name in enumerate(names):
@@ -501,13 +506,13 @@ def held_out_losses(
     *,
     batch_size: int = 8,
 ) -> tuple[float, ...]:
-    """Return the loss of each task's examples, in nats a supervised token.
+    """Return the loss of each task's examples, in nats per supervised token.
 
     Args:
         model: A causal language model, or a `Merger`.
         tasks: Examples of ``input_ids`` and ``labels``.
-        collator: Pads them.
-        batch_size: Examples that run at once.
+        collator: The collator that pads the examples.
+        batch_size: Number of examples per forward pass.
     """
     means = []
     with evaluating(model):
@@ -517,7 +522,7 @@ def held_out_losses(
             ordered = sorted(examples, key=lambda example: len(example["input_ids"]))
             for start in range(0, len(ordered), batch_size):
                 batch = collator(ordered[start : start + batch_size])
-                # logits at t predict token t + 1; given labels, the model would compute a loss
+                # logits at t predict token t + 1; with labels the model would compute a loss, too
                 labels = batch.pop("labels")[:, 1:]
                 inputs = {name: values.to(model.device) for name, values in batch.items()}
                 logits: Tensor = model(**inputs).logits[:, :-1]

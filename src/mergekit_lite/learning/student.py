@@ -1,4 +1,4 @@
-"""Students other than masks: adapters on a merge, or its own weights."""
+"""Students that train adapters on a merge, or the merge's own weights."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ TRAINED = "trained.safetensors"
 
 
 class Student(nn.Module):
-    """A model that learns from the cached hidden states of teachers, with their loss.
+    """A model that is trained on the cached hidden states of teachers, with the loss of `distill`.
 
     Args:
-        model: The start. It is changed in place.
+        model: The merge that training starts from. It is changed in place.
         heads: The teachers' output heads, (V, H) each.
         rank: Rank of adapters on all linear layers but the head; None: train all weights but
             embeddings and head.
     """
 
-    # the Trainer hands over the number of positions of all micro-batches of a step
+    # the Trainer passes the number of positions in all micro-batches of a step
     accepts_loss_kwargs = True
 
     def __init__(self, model: PreTrainedModel, heads: Sequence[Tensor], rank: int | None):
@@ -42,12 +42,12 @@ class Student(nn.Module):
         self._adapted: Any = None
         if rank is None:
             tables: Any = (model.get_input_embeddings(), model.get_output_embeddings())
-            # by identity, as a tied head is the embedding itself
+            # by identity, because a tied head is the embedding itself
             frozen = {id(p) for table in tables for p in table.parameters()}
             for parameter in model.parameters():
                 parameter.requires_grad_(id(parameter) not in frozen)
         else:
-            # alpha = 2 r: the factor of an adapter's change is 2 whatever the rank
+            # alpha = 2 r scales an adapter's change by 2 at every rank
             config = LoraConfig(
                 r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
             )
@@ -64,11 +64,11 @@ class Student(nn.Module):
         return self.model.base_model(**self.uncached(inputs))[0].to(self._heads[0].dtype)
 
     def uncached(self, inputs: Mapping[str, object]) -> dict[str, object]:
-        """Return inputs with which no keys and values are kept."""
+        """Return the inputs, with the cache of keys and values turned off."""
         return {**inputs, "use_cache": False}
 
     def head_options(self) -> dict[str, Any]:
-        """Return the teachers' heads and the student's as keyword arguments for `masked_kl`."""
+        """Return the heads of teachers and student as keyword arguments for `masked_kl`."""
         head: Any = self.model.get_output_embeddings()
         # detached: no student trains its head
         own = head.weight.detach()
@@ -76,7 +76,7 @@ class Student(nn.Module):
         return {"heads": [teacher.to(own.device) for teacher in self._heads], "head": own}
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Return what is trained, by name."""
+        """Return the trained parameters by name."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def finished(self) -> Any:
@@ -87,10 +87,10 @@ class Student(nn.Module):
 
 
 class StudentTrainer(DistillTrainer):
-    """A trainer of a `Student`: its checkpoints hold what is trained."""
+    """A trainer for a `Student`. Its checkpoints hold only the tensors that are trained."""
 
     def needed_files(self) -> Sequence[str]:
-        """Return the file of the trained tensors."""
+        """Return the name of the file with the trained tensors."""
         return (TRAINED,)
 
     def _student(self) -> Student:

@@ -1,9 +1,8 @@
-"""Learned masks: train how to merge models of one architecture, then bake.
+"""Learned masks: train the coefficients of a merge, then write it as an ordinary checkpoint.
 
-It takes the memory of a plain fine-tune.
-
-Every weight of the merged model is ``Σ_k mask_k * W_k``. The components are frozen; the masks
-learn, by KL divergence towards the components' own logits.
+Every weight of the merged model is ``Σ_k mask_k * W_k``, and all models have one architecture. The
+components are frozen, and the masks are trained by KL divergence towards the components' own
+logits. A training step takes about as much memory as in a plain fine-tune.
 
 >>> from transformers import GPT2Config, GPT2LMHeadModel
 >>> from mergekit_lite.masks import KLConfig, Merger

@@ -1,13 +1,13 @@
-"""The fused paths of `blend` and of the masks' gradient.
+"""The Triton kernels of `blend` and of the masks' gradient.
 
-Each reads every weight once and writes no temporary.
+Each kernel reads every weight once and writes no temporary tensor. Both are limited by memory
+bandwidth: blending K weights of n elements with b bytes each moves (K + 1) n b bytes, and so does
+the reduction of the masks' gradient, whose partial sums are few. Products and sums of a blend are
+rounded one by one (no fused multiply-add), so a GPU gives the same bits as the CPU, and a baked
+checkpoint holds these bits.
 
-Both are bound by bytes: blending K weights of n elements of b bytes moves (K + 1) n b, and so does
-the reduction of the masks' gradient, whose partial sums are few. A blend's products and sums are
-rounded one by one (no fused multiply-add), so a GPU makes the bits that the CPU makes, and a baked
-checkpoint holds them.
-
-Imported only when chosen. With TRITON_INTERPRET=1 the kernels run on CPU tensors.
+This module is imported only when a fused path is chosen. With TRITON_INTERPRET=1 the kernels run on
+CPU tensors.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from model_components._fused import on_device_of
 
 # a kernel has an argument for each weight, so their number is fixed
 MOST = 4
-"""Components that a kernel takes; eager takes any number."""
-_ROWS, _COLUMNS = 4, 256  # a tile: 8 elements a thread; 16 spill on sm_90
+"""The maximum number of components of a kernel; the eager path takes any number."""
+_ROWS, _COLUMNS = 4, 256  # a tile: 8 elements per thread; with 16, registers spill on sm_90
 # tiles that a program sums before it writes: partial sums are a 128th of the bytes read
 _STEPS = 32
-_INTERPRETED = knobs.runtime.interpret  # when kernels are made, which is now
+_INTERPRETED = knobs.runtime.interpret  # read on import, because kernels are created then
 
 
 @triton.jit
 def _tile(rows, columns, r, c, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     i = r * ROWS + tl.arange(0, ROWS)[:, None]
     j = c * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    # row times stride passes 32 bits in a table of 262,144 rows of 8,192
+    # row times stride exceeds 32 bits in a table of 262,144 rows with 8,192 columns
     return i.to(tl.int64), j, (i < rows) & (j < columns)
 
 
@@ -55,11 +55,11 @@ def blend_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Σ_k masks[k] * w_k over one (ROWS, COLUMNS) tile.
+    """Compute Σ_k masks[k] * w_k over one (ROWS, COLUMNS) tile.
 
-    Mask strides are 0 where it is broadcast.
+    A mask's stride is 0 along a dimension in which the mask is broadcast.
     """
-    # neighbors in launch order read neighboring columns
+    # programs that follow each other read neighboring columns
     bands = tl.cdiv(columns, COLUMNS)
     r = tl.program_id(0) // bands
     c = tl.program_id(0) % bands
@@ -155,7 +155,7 @@ def _put(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Sum a program's tile along what is summed, and write it."""
+    """Sum a program's tile along the dimensions that ``KIND`` reduces, and write the result."""
     i = r * ROWS + tl.arange(0, ROWS)
     j = c * COLUMNS + tl.arange(0, COLUMNS)
     if KIND == 0:
@@ -188,7 +188,7 @@ def unsupported(weights: list[Tensor]) -> str | None:
 
 
 def _matrix(weight: Tensor) -> Tensor:
-    """View a tensor as (rows, columns) with columns side by side."""
+    """Return a tensor as (rows, columns) with contiguous rows; copy it only if it has to be."""
     matrix = weight if weight.dim() == 2 else weight[None]
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
@@ -246,7 +246,7 @@ def _(weights: list[Tensor], masks: Tensor) -> Tensor:
 
 
 def launch_reduce(grad: Tensor, weights: list[Tensor], shape: list[int]) -> Tensor:
-    """Sum grad * W_k to masks of ``shape``, for every k.
+    """Return the masks' gradient: grad * W_k for every k, summed to ``shape``.
 
     Partial sums are added in a fixed order.
     """

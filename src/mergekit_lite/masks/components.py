@@ -1,7 +1,4 @@
-"""Models that are to be merged by masks.
-
-They are shared, frozen, and refused where they do not fit together.
-"""
+"""Share and freeze the models that masks merge, and check that they fit together."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from ..dtypes import byte_view, stored_of
 
 Module = TypeVar("Module", bound=nn.Module)
 
-# attributes that say nothing of what a module computes in evaluation
+# attributes that do not affect what a module computes in evaluation
 _IGNORED = (
     "training",
     "name_or_path",
@@ -28,26 +25,26 @@ _IGNORED = (
     "_is_hf_initialized",
     "gradient_checkpointing",
 )
-_HASHED = 1 << 22  # elements at a time
+_HASHED = 1 << 22  # elements that are hashed at a time
 
 
 def share_frozen(models: Sequence[Module], *, over_base: bool = False) -> list[Module]:
-    """Return the same weights, frozen, in modules of their own.
+    """Return copies of the models' modules that share the models' weights, frozen.
 
-    The caller's models are neither copied nor changed.
+    No weight is copied, and the caller's models are not changed.
 
     Args:
         models: The components.
-        over_base: The last model is the base; parameters of the others that equal the base's share
-            its tensor.
+        over_base: Whether the last model is the base. A parameter of another model that equals the
+            base's then shares the base's tensor.
     """
     memo: dict[int, object] = {}
     base = dict(models[-1].named_parameters()) if over_base else {}
-    # the base first: tensors that others take from it have to be in the memo
+    # the base first, because the tensors that other models share must be in the memo
     for model in reversed(models):
         for name, own in model.named_parameters():
             twin = base.get(name, own)
-            # a fine-tune of a few layers has all other weights as the base has them
+            # a fine-tune of a few layers leaves all other weights unchanged
             if twin is not own and own.device == twin.device and torch.equal(own, twin):
                 memo[id(own)] = memo[id(twin)]
             elif id(own) not in memo:
@@ -57,31 +54,31 @@ def share_frozen(models: Sequence[Module], *, over_base: bool = False) -> list[M
 
 
 def without_adapter(model: nn.Module) -> PreTrainedModel:
-    """A model in memory; of a `PeftModel` a copy with the adapter folded in."""
+    """Return the model, or for a `PeftModel` a copy with the adapter folded in."""
     fold = getattr(model, "merge_and_unload", None)
     # peft folds in place, and the caller's model must not change
     if callable(fold):
         # pyrefly: ignore[not-callable]: peft's method, though nn.Module says Tensor
         return copy.deepcopy(model).merge_and_unload()
-    # pyrefly: ignore[bad-return]: what is no PeftModel is one of transformers'
+    # pyrefly: ignore[bad-return]: every other model is a PreTrainedModel
     return model
 
 
 def _attributes(module: nn.Module) -> dict[str, object]:
-    """The settings that a module keeps: plain values among its attributes."""
+    """Return a module's settings: the plain values among its attributes."""
     if isinstance(module, nn.Dropout):
         # a fine-tune may have another rate, which evaluation does not use
         return {}
     scalars = {
         k: v for k, v in vars(module).items() if v is None or isinstance(v, (bool, int, float, str))
     }
-    # rotary positions turn alike however long inputs may be, so limits may differ
+    # rotary positions do not depend on the longest allowed input, so limits may differ
     ignored = _IGNORED + LENGTHS * is_of_any_length(getattr(module, "config", None))
     return {k: v for k, v in scalars.items() if k not in ignored and "drop" not in k}
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
-    """Return every parameter's name, and the first name of the same tensor."""
+    """Map the name of every parameter to the first name of the same tensor."""
     first: dict[int, str] = {}
     return {
         n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)
@@ -97,7 +94,7 @@ def _unequal(
 
 
 def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str]) -> Iterator[str]:
-    """Yield what no mask can lie over: other architectures, ties, shapes or dtypes."""
+    """Yield differences that masks cannot merge: in architecture, ties, shapes or dtypes."""
     if type(one) is not type(other):
         yield (
             f"different architectures: {type(one).__name__} ({labels[0]}) and "
@@ -108,8 +105,8 @@ def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str]) -> I
     if ties[0].keys() != ties[1].keys():
         odd = sorted(ties[0].keys() ^ ties[1].keys())
         yield (
-            f"different architectures: {odd[0]} is in one of {labels[0]} and {labels[1]} alone "
-            f"({len(odd)} such)"
+            f"different architectures: {odd[0]} is in only one of {labels[0]} and {labels[1]} "
+            f"({len(odd)} such parameters)"
         )
         return
     if changed := [n for n in ties[0] if ties[0][n] != ties[1][n]]:
@@ -145,14 +142,14 @@ def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str]) -> I
         elif parameter.dtype != theirs[name].dtype:
             yield (
                 f"{name} is {parameter.dtype} ({labels[0]}) and {theirs[name].dtype} "
-                f"({labels[1]}); load both in one"
+                f"({labels[1]}); load both in one dtype"
             )
 
 
 def _different_settings(
     one: nn.Module, other: nn.Module, labels: tuple[str, str], values: bool
 ) -> Iterator[str]:
-    """Yield settings that differ outside of parameters: kinds of modules, the config's, buffers."""
+    """Yield differences other than in parameters: classes of modules, config fields, buffers."""
     if isinstance(one, PreTrainedModel) and isinstance(other, PreTrainedModel):
         ours, theirs = settings_of(one.config), settings_of(other.config)
         yield from _unequal("config", ours, theirs, labels)
@@ -171,8 +168,8 @@ def _different_settings(
         for name, buffer in one.named_buffers():
             if name not in buffers or not torch.equal(buffer, buffers[name]):
                 yield (
-                    f"the buffer {name} differs between {labels[0]} and {labels[1]}; masks lie "
-                    "over parameters only"
+                    f"the buffer {name} differs between {labels[0]} and {labels[1]}; masks merge "
+                    "parameters only"
                 )
 
 
@@ -184,20 +181,20 @@ def refuse_different(
     strict: bool = True,
     whose: str = "first component's",
 ) -> None:
-    """Refuse components that are not one architecture with one arithmetic.
+    """Refuse components that differ in architecture or in how they compute.
 
     Args:
         models: The components.
         labels: Their names in messages.
-        values: Also compare buffers (not on the meta device).
-        strict: Refuse different settings and buffers too; else warn.
-        whose: Whose settings and buffers are used, for the warning.
+        values: Whether to compare buffers, too. On the meta device they have no values.
+        strict: Whether to refuse different settings and buffers; otherwise warn.
+        whose: The model whose settings and buffers are used, as a possessive for the warning.
 
     Raises:
         ValueError: The components differ; the message has the first 5 differences.
     """
     if len(models) < 2:
-        raise ValueError(f"Merger: got {len(models)} model, expected at least two")
+        raise ValueError(f"Merger: expected at least two models, got {len(models)}")
     pairs = [
         (models[0], other, (labels[0], label))
         for other, label in zip(models[1:], labels[1:], strict=True)
@@ -226,8 +223,8 @@ def refuse_not_finite(models: Sequence[nn.Module], labels: Sequence[str]) -> Non
     problems = []
     for model, label in zip(models, labels, strict=True):
         for name, value in model.named_parameters():
-            # a finite sum proves finite terms, without a tensor of bools; large terms alone may
-            # overflow it, so else every element is looked at
+            # a finite sum proves that all terms are finite, without a tensor of bools; large terms
+            # can overflow the sum, so if it is not finite, every element is checked
             if not torch.isfinite(value.sum(dtype=torch.float64)) and not bool(
                 torch.isfinite(value).all()
             ):
@@ -238,7 +235,7 @@ def refuse_not_finite(models: Sequence[nn.Module], labels: Sequence[str]) -> Non
 def say_or_refuse(
     differences: Sequence[str], *, strict: bool = True, whose: str = "first component's"
 ) -> None:
-    """Raise what is different, or without ``strict`` warn of it."""
+    """Raise an error that lists the differences, or without ``strict`` warn."""
     if not differences:
         return
     if len(differences) > 5:
@@ -248,13 +245,16 @@ def say_or_refuse(
     lines = "\n- ".join(differences[:5]) + more
     if strict:
         raise ValueError(f"Merger: these models cannot be merged by masks:\n- {lines}")
-    warnings.warn(f"Merger: the {whose} are used of what differs:\n- {lines}", stacklevel=3)
+    warnings.warn(
+        f"Merger: the components differ, and the {whose} versions are used:\n- {lines}",
+        stacklevel=3,
+    )
 
 
 def component_hashes(components: Iterable[Iterable[tuple[str, Tensor]]]) -> list[str]:
     """Return a SHA-256 of each component.
 
-    Names, shapes, dtypes and values of the weights that masks lie over, in order.
+    A hash covers the names, shapes, dtypes and values of the component's tensors, in order.
     """
     hashes = []
     for weights in components:

@@ -1,4 +1,4 @@
-"""`MaskConfig` and `KLConfig`: how masks lie over the weights, and what they learn from."""
+"""`MaskConfig` and `KLConfig`: the settings of masks, and of the loss that trains them."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ Weight = Annotated[float, Range(least=0)]
 
 @dataclass(frozen=True, kw_only=True)
 class MaskConfig(CheckedConfig):
-    """Settings of masks: how they lie over the weights of a merged model.
+    """Settings of the masks over the weights of a merged model.
 
     Args:
         mode: ``"accurate"`` blends the weights, then multiplies once: ``x @ (Σ m_k W_k).T``;
             ``"efficient"`` multiplies by every component: ``Σ (m_k * x) @ W_k.T``; ``"auto"`` is
-            efficient for very few tokens, where it is the faster one, and accurate elsewhere.
+            efficient for very few tokens, for which it is faster, and accurate otherwise.
         granularity: One mask value for each weight matrix (``"scalar"``), input column
             (``"input"``), output row (``"output"``) or element (``"element"``). Vectors (biases,
-            norms) have one value an element unless ``"scalar"``. An embedding is read as the output
-            head it may be tied to: ``"input"`` is one value for each hidden feature, ``"output"``
-            one for each token.
+            norms) have one value per element, except with ``"scalar"``. An embedding is treated
+            like the output head that it may be tied to: ``"input"`` is one value for each hidden
+            feature, ``"output"`` one for each token.
         constraint: The condition on the K mask values of one weight element. ``"auto"`` is
             ``"none"`` over a base, else ``"sum_to_one"``, since free masks over whole weights would
             also scale what the components have in common. ``"unit_interval"`` clamps each value to
-            0..1; ``"sigmoid"`` makes it a function of the trained value. See `constrain`.
+            0..1; ``"sigmoid"`` is the sigmoid of the trained value. See `constrain`.
         modules: Patterns of module names such as ``("model.layers.*.mlp.*",)``: only masks over
             matching modules are trained, the others keep their initial value; default: all are
             trained.
-        initial: A number for every mask; ``"average"`` (1 / K); ``"component:1"`` (that component
-            alone); or ``"random"`` (uniform in 0..1, then divided by their sum). If the
-            base is a merge that training starts from, give 0.
+        initial: The initial masks: one number for all; ``"average"`` (1 / K); ``"component:1"``
+            (only component 1, counted from 0); or ``"random"`` (uniform in 0..1, then divided by
+            the sum over components). If the base is a merge that training starts from, give 0.
         seed: The seed of ``"random"``.
 
     Raises:
-        ValueError: A value outside these, or ``"element"`` with ``mode="efficient"``.
+        ValueError: A value is not one of these, or is ``"element"`` with ``mode="efficient"``.
 
     >>> MaskConfig.from_json(MaskConfig(granularity="input").to_json()).granularity
     'input'
     """
 
-    # the default, since a baked model has its very bits
+    # the default, because a baked model gives the same bits
     mode: Mode = "accurate"
     granularity: Granularity = "output"
     constraint: Constraint = "auto"
@@ -61,21 +61,21 @@ class MaskConfig(CheckedConfig):
         """Return the config with the constraint that ``"auto"`` stands for.
 
         Args:
-            over_base: Masks lie over differences from a base.
+            over_base: Whether masks apply to differences from a base.
         """
         if self.constraint != "auto":
             return self
         return replace(self, constraint="none" if over_base else "sum_to_one")
 
     def problems(self) -> Iterator[str]:
-        """Yield problems of patterns and initial values, and masks that inputs cannot have."""
-        # no pattern would train nothing, while None trains everything
+        """Yield messages about patterns, initial values, and element masks in efficient mode."""
+        # an empty tuple would train nothing, while None trains everything
         if self.modules == ():
             yield problem(self, "modules", "one pattern or more, or None")
         if self.granularity == "element" and self.mode == "efficient":
             yield (
-                f"mode {self.mode!r} cannot do granularity 'element', which masks weights and not "
-                "inputs or outputs; expected mode 'accurate' or 'auto'"
+                f"mode {self.mode!r} masks inputs or outputs, so it does not support granularity "
+                "'element'; expected mode 'accurate' or 'auto'"
             )
         if isinstance(self.initial, str) and not re.fullmatch(
             r"average|random|component:\d+", self.initial
@@ -85,30 +85,31 @@ class MaskConfig(CheckedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class KLConfig(CheckedConfig):
-    """Settings of training: what the merged model is trained towards.
+    """Settings of the loss that trains masks.
 
-    ``KL(Σ_k c_k component k, merged)``, averaged over positions.
+    The loss is ``KL(Σ_k c_k component_k, merged)``, averaged over positions, plus the terms below
+    whose weights are above 0.
 
     Args:
         coefficients: The source of the teachers' shares c_k. ``"task"``: 1 for the component
-            whose index is the example's ``task``. ``"evidence"``, which needs no task: by how
-            probable each component finds the example, c_k proportional to Π_t p_k(x_t) over its
-            supervised tokens. ``"confidence"``: per token, the softmax of minus the teachers'
+            whose index is the example's ``task``. ``"evidence"``, which needs no task: c_k is
+            proportional to the probability that component k gives the example, Π_t p_k(x_t) over
+            its supervised tokens. ``"confidence"``: per token, the softmax of minus the teachers'
             entropies. ``"fixed"``: ``shares``.
-        shares: One number a component, for ``"fixed"``; divided by their sum.
+        shares: One number per component, for ``"fixed"``. They are divided by their sum.
         confidence_temperature: The temperature of the softmax of ``"confidence"``; at 0 the teacher
             of lowest entropy gets the whole share.
-        temperature: T: logits of students and teachers are divided by it, the loss is multiplied by
-            T².
+        temperature: T: the logits of student and teachers are divided by it, and the loss is
+            multiplied by T².
         direction: ``"forward"`` KL(teacher, merged) or ``"reverse"`` KL(merged, teacher).
-        cross_entropy: Weight of the cross-entropy towards the labels, added.
+        cross_entropy: Weight of the cross-entropy with the labels.
         l1: Weight of the mean absolute mask.
         l2: Weight of the mean squared mask.
-        similarity: Weight of the mean cosine similarity between the components' masks: pulls them
-            apart.
+        similarity: Weight of the mean cosine similarity between the components' masks. It pulls
+            the masks apart.
 
     Raises:
-        ValueError: A value outside these.
+        ValueError: A value is invalid, or ``shares`` and ``"fixed"`` do not come together.
 
     >>> KLConfig(coefficients="confidence", temperature=2.0).direction
     'forward'
@@ -130,7 +131,7 @@ class KLConfig(CheckedConfig):
         return any((self.l1, self.l2, self.similarity))
 
     def problems(self) -> Iterator[str]:
-        """Yield a problem if there are shares without being the coefficients, or the reverse."""
+        """Yield messages if ``shares`` and ``"fixed"`` do not come together, or shares sum to 0."""
         if (self.shares is None) == (self.coefficients == "fixed"):
             yield "shares belong to coefficients='fixed'; expected both, or neither"
         if self.shares is not None and not sum(self.shares) > 0:

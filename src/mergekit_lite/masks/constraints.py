@@ -1,6 +1,6 @@
-"""Constraints on the K mask values at one place, and how masks begin.
+"""Constraints on the K mask values of one weight element, and the initial masks.
 
-Small tensors, plain autograd.
+Masks are small, so almost all of this is plain autograd.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from model_components._autograd import Context
 class _Clamp(torch.autograd.Function):
     """A clamp to 0..1 whose gradient is cut only where a descent step would lead further outside.
 
-    So a mask may begin at exactly 0 or 1, where torch's clamp would keep it.
+    So a mask that has left 0..1 can come back. The gradient of torch's clamp is 0 there.
     """
 
     # both methods are elementwise, so torch.func.vmap can batch them as they are
@@ -35,7 +35,7 @@ class _Clamp(torch.autograd.Function):
     # pyrefly: ignore[bad-override]: torch types it (ctx, *gradients)
     def backward(ctx: Context, grad: Tensor) -> Tensor:
         (values,) = ctx.saved_tensors
-        # a step goes against the gradient: above 1 a negative one leads away
+        # a step goes against the gradient: above 1, a negative gradient leads further outside
         outwards = ((values < 0) & (grad > 0)) | ((values > 1) & (grad < 0))
         return grad.masked_fill(outwards, 0)
 
@@ -54,7 +54,7 @@ def constrain(
             minus their sum.
 
     Source: learned coefficients as in Differentiable Adaptive Merging (arXiv 2410.08371), which
-    leaves them free.
+    does not constrain them.
 
     Returns:
         Masks (K, ...).
@@ -71,7 +71,7 @@ def constrain(
         return raw
     if constraint == "unit_interval":
         if torch.autograd.forward_ad._current_level >= 0:
-            return raw.clamp(0, 1)  # _Clamp's rule is for descent; this is the true derivative
+            return raw.clamp(0, 1)  # forward mode needs the true derivative, unlike _Clamp's
         return _Clamp.apply(raw)
     if constraint == "sigmoid":
         return torch.sigmoid(raw)
@@ -84,9 +84,9 @@ def constrain(
 
 
 def acting_masks(raw: Tensor, constraint: str, *, over_base: bool = False) -> Tensor:
-    """Return the masks to multiply by: `constrain`'s and, over a base, its own as the last.
+    """Return the masks to multiply by: the components' and, over a base, the base's as the last.
 
-    The base's mask is 1 minus their sum.
+    The base's mask is 1 minus the sum of the components' masks.
 
     Args:
         raw: The trained values, as for `constrain`.
@@ -105,23 +105,23 @@ def acting_masks(raw: Tensor, constraint: str, *, over_base: bool = False) -> Te
 def unconstrain(masks: Tensor, constraint: str) -> Tensor:
     """Return trained values for which `constrain` gives these masks.
 
-    Masks are near them where they break the constraint.
+    For ``"unit_interval"``, masks outside 0..1 are clamped first.
 
     Raises:
-        ValueError: Sums other than 1 for ``"sum_to_one"``, or masks of 0 or 1, at which a sigmoid
-            has no gradient.
+        ValueError: For ``"sum_to_one"``, masks do not sum to 1. For ``"sigmoid"``, a mask is not
+            above 0 and below 1.
 
     >>> constrain(unconstrain(torch.tensor([0.9, 0.1]), "sigmoid"), "sigmoid")
     tensor([0.9000, 0.1000])
     """
     if constraint == "sum_to_one":
         sums = masks.sum(0)
-        # K float32 numbers like 1 / 3 miss 1 by a few roundings
+        # the sum of K float32 numbers such as 1 / 3 misses 1 by a few roundings
         if bool(((sums - 1).abs() > 1e-4).any()):
             raise ValueError(
-                f"MaskConfig: masks begin with sums of {float(sums.min()):g} to "
-                f"{float(sums.max()):g}; constraint 'sum_to_one' needs 1; name another, as "
-                "'none', or lay masks over a base"
+                f"MaskConfig: the initial masks have sums of {float(sums.min()):g} to "
+                f"{float(sums.max()):g}, but constraint 'sum_to_one' expects 1; change initial, "
+                "choose another constraint such as 'none', or use a base"
             )
         return masks[1:]
     if constraint == "unit_interval":
@@ -129,20 +129,20 @@ def unconstrain(masks: Tensor, constraint: str) -> Tensor:
     if constraint == "sigmoid":
         if not bool(((masks > 0) & (masks < 1)).all()):
             raise ValueError(
-                f"MaskConfig: masks begin between {float(masks.min()):g} and "
-                f"{float(masks.max()):g}; constraint 'sigmoid' must begin between 0 and 1, where "
-                "it has a gradient"
+                f"MaskConfig: the initial masks are from {float(masks.min()):g} to "
+                f"{float(masks.max()):g}, but constraint 'sigmoid' expects values above 0 and "
+                "below 1, where it has a gradient"
             )
         return masks.logit()
     return masks
 
 
 def mask_shape(shape: Sequence[int], granularity: str, transposed: bool = False) -> tuple[int, ...]:
-    """The shape of one component's mask over a weight of ``shape``; it broadcasts over the weight.
+    """Return the shape of one component's mask, which broadcasts over a weight of ``shape``.
 
     A matrix is (O, I), or (I, O) when ``transposed``; leading dimensions (experts) have values of
     their own. A convolution's kernel (4 or more dimensions) is (O, I, ...). Vectors have one value
-    an element unless scalar.
+    per element, except with ``"scalar"``.
 
     >>> (
     ...     mask_shape((8, 4), "input"),
@@ -180,7 +180,7 @@ def initial_masks(
     """Return the initial masks, float32, of shape (count, *shape).
 
     Args:
-        count: K.
+        count: The number of components, K.
         shape: The result of `mask_shape`.
         initial: The initial masks as in `MaskConfig`, or a number per component.
         generator: The random generator for ``"random"``.
@@ -191,7 +191,7 @@ def initial_masks(
     if initial == "random":
         # on the CPU, so that a seed means the same masks on every device
         drawn = torch.rand(count, *shape, generator=generator)
-        # all draws of a place may be 0
+        # all K draws of one element may be 0
         return drawn / drawn.sum(0, keepdim=True).clamp_min(1e-6)
     if initial == "average":
         values = [1 / count] * count

@@ -1,6 +1,7 @@
-"""Compute one batch's loss.
+"""The distillation loss of one batch.
 
-Which positions count, which teachers run on what, and what the student is compared with.
+It selects the supervised positions, runs each teacher on the rows that need it, and compares the
+student with the teachers.
 """
 
 from __future__ import annotations
@@ -31,40 +32,41 @@ def distill(
     normalizer: float | Tensor | None = None,
     **inputs: Any,
 ) -> Tensor:
-    """The components' distributions against the merged model's, plus mask penalties.
+    """Return the distillation loss of one batch, plus the penalties on masks.
 
     Args:
-        merger: Student and teachers.
+        merger: The student with its teachers: a `Merger`, or a `Student` of `learn_merge`.
         kl: The settings of the loss.
-        labels: (B, L); where -100, a position never counts. The label at t + 1 belongs to the
-            logits at t (not shifted for encoders; (B,) for classifiers). Default: every token that
-            is not padding.
+        labels: (B, L), or (B,) for classifiers; positions with -100 do not count. For decoders the
+            label at t + 1 belongs to the logits at t; for encoders labels are not shifted. Default:
+            every token that is not padding.
         task: (B,) or (B, L): the component that each example, or token, follows.
         teacher_hidden: (N, k, H) from `cache_teachers`: final hidden states at the N supervised
             positions, so that no teacher runs.
         normalizer: The divisor of the sum over positions; default: N.
-        **inputs: Of the model: ``input_ids``, ``attention_mask``, ...
+        **inputs: Inputs of the model: ``input_ids``, ``attention_mask``, ...
 
     Returns:
         A scalar. A batch without a supervised position gives zero with a graph, and a warning.
 
     Raises:
-        ValueError: An empty batch; labels or tasks that do not fit it; a task that is no component;
-            none where ``kl`` needs it; a cache that does not fit.
+        ValueError: The batch is empty; labels, tasks or cached states do not fit it; a task is not
+            the index of a component; or ``kl`` needs labels or tasks, and there are none.
     """
     ids = _main_input(inputs)
     _refuse_leaks(merger, inputs)
     where, targets = positions(merger, ids, labels, inputs.get("attention_mask"))
-    # row by row, the order that cached states of teachers have, too
+    # row by row, in the same order as the cached states of teachers
     places = where.nonzero(as_tuple=True)
     count = places[0].numel()
-    if count == 0:  # shown once, as warnings are
+    if count == 0:  # Python shows the same warning only once
         warnings.warn(
             "Merger.distill: a batch has no supervised position; its loss is 0", stacklevel=2
         )
     if kl.cross_entropy and targets is None:
         raise ValueError(
-            f"Merger.distill: cross_entropy is {kl.cross_entropy:g}, expected labels in the batch"
+            "Merger.distill: expected labels in the batch, got none, while cross_entropy is "
+            f"{kl.cross_entropy:g}"
         )
     answers = None if targets is None else targets[places]
     head_options = merger.head_options()
@@ -74,7 +76,7 @@ def distill(
     else:
         teachers = _cached(merger, kl, count, teacher_hidden)
     if kl.coefficients == "evidence" and shares is None:
-        # a classifier has one position a row: there each row is an example
+        # a classifier has one position per row, so each row is an example
         examples = places[0]
         if where.dim() > 1:
             examples = _examples(ids, inputs.get("position_ids"))[places]
@@ -99,7 +101,7 @@ def distill(
 
 
 def _main_input(inputs: Mapping[str, object]) -> Tensor:
-    """Token ids, or the first tensor of a model that has none."""
+    """Return the token ids, or the first tensor if there are no token ids."""
     tensors = [v for v in (inputs.get("input_ids"), *inputs.values()) if isinstance(v, Tensor)]
     if not tensors or not tensors[0].numel():
         came = {
@@ -107,8 +109,8 @@ def _main_input(inputs: Mapping[str, object]) -> Tensor:
             for name, v in inputs.items()
         }
         raise ValueError(
-            f"Merger.distill: the batch holds {came or 'no inputs'}; expected input_ids of (B, L), "
-            "neither 0"
+            f"Merger.distill: the batch holds {came or 'no inputs'}; expected input_ids of shape "
+            "(B, L) with one token or more"
         )
     return tensors[0]
 
@@ -116,7 +118,7 @@ def _main_input(inputs: Mapping[str, object]) -> Tensor:
 def positions(
     merger: MaskedModel, ids: Tensor, labels: Tensor | None, attention: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return where outputs are supervised, as a mask over them, and the label of each."""
+    """Return a mask of the supervised outputs, and the label of each output."""
     if getattr(merger.model.config, "is_encoder_decoder", False):
         raise ValueError(
             "Merger.distill: encoder-decoder models are not supported; expected a decoder or an "
@@ -128,10 +130,10 @@ def positions(
             labels = ids
         else:
             labels = ids.masked_fill(attention == 0, -100)
-    # these have one output a row, not one a token
+    # sequence classifiers have one output per row, not one per token
     if labels is None and type(merger.model).__name__.endswith("ForSequenceClassification"):
         return torch.ones(ids.shape[:1], dtype=torch.bool, device=ids.device), None
-    if labels is None:  # an encoder's every token
+    if labels is None:  # an encoder, of which every token counts
         return torch.ones_like(
             ids, dtype=torch.bool
         ) if attention is None else attention.bool(), None
@@ -141,7 +143,7 @@ def positions(
             f"row, got {list(labels.shape)} {labels.dtype}"
         )
     if labels.dim() > 1 and causal:
-        # -100 stays at the last position, which predicts nothing that the row holds
+        # the last position keeps -100, because the row does not hold the token that it predicts
         shifted = torch.full_like(labels, -100)
         shifted[:, :-1] = labels[:, 1:]
         return shifted != -100, shifted
@@ -149,9 +151,9 @@ def positions(
 
 
 def _refuse_leaks(merger: MaskedModel, inputs: Mapping[str, Any]) -> None:
-    """Refuse packed rows where attention would look across examples.
+    """Refuse packed rows if attention would look across their examples.
 
-    Only ``position_ids`` keep those apart.
+    Packed examples are kept apart by ``position_ids`` alone.
     """
     position_ids = inputs.get("position_ids")
     if position_ids is None or not bool((position_ids[:, 1:] <= position_ids[:, :-1]).any()):
@@ -161,9 +163,9 @@ def _refuse_leaks(merger: MaskedModel, inputs: Mapping[str, Any]) -> None:
     # only in a batch of one row
     if not merger.model.can_generate() or ("flash" in attention and position_ids.shape[0] > 1):
         raise ValueError(
-            f"Merger.distill: packed rows, but {type(merger.model).__name__} with "
+            f"Merger.distill: got packed rows, in which {type(merger.model).__name__} with "
             f"{attention or 'its'} attention would look across examples; expected a decoder (one "
-            "row a batch with flash attention), or MaskCollator(pack=False)"
+            "row per batch with flash attention), or MaskCollator(pack=False)"
         )
 
 
@@ -174,7 +176,7 @@ def _shares(
     where: Tensor,
     places: tuple[Tensor, ...],
 ) -> Tensor | None:
-    """The teachers' coefficients (N, K); None if they depend on the teachers' outputs."""
+    """Return the teachers' coefficients, (N, K), or None if they depend on teachers' outputs."""
     count = merger.count
     if not places[0].numel():  # no teacher runs
         return torch.zeros(0, count, device=where.device)
@@ -183,14 +185,14 @@ def _shares(
     if kl.shares is not None:
         if len(kl.shares) != count:
             raise ValueError(
-                f"Merger.distill: expected {count} shares, one a component, got {len(kl.shares)}"
+                f"Merger.distill: expected {count} shares, one per component, got {len(kl.shares)}"
             )
         fixed = torch.tensor([s / sum(kl.shares) for s in kl.shares], device=where.device)
         return fixed.expand(places[0].numel(), -1)
     if task is None:
         raise ValueError(
-            "Merger.distill: coefficients 'task' need a task for each example (see "
-            "TaskMixture), and none came; 'evidence' needs none"
+            "Merger.distill: expected a task for each example with coefficients 'task' (see "
+            "TaskMixture), got none; coefficients 'evidence' need no task"
         )
     if (
         task.is_floating_point()
@@ -212,16 +214,16 @@ def _shares(
 
 
 def _examples(ids: Tensor, position_ids: Tensor | None) -> Tensor:  # (B, L)
-    """Return for each token the number of its example.
+    """Return the number of each token's example.
 
-    A row, or in packed rows what ``position_ids`` count anew.
+    An example is a row. In packed rows a new one begins wherever ``position_ids`` do not increase.
     """
     starts = torch.zeros_like(ids)
     starts[:, 0] = 1
     if position_ids is not None:
-        # padding, with position 0 everywhere, is an example of its own at each token
+        # every padding token has position 0, so each becomes an example by itself
         starts[:, 1:] = position_ids[:, 1:] <= position_ids[:, :-1]
-    # counted on from row to row: evidence needs numbers that ascend
+    # numbers continue from row to row, because `evidence` needs them in ascending order
     return (starts.flatten().cumsum(0) - 1).view_as(ids)
 
 
@@ -232,19 +234,20 @@ def _evidence(
     answers: Tensor | None,
     examples: Tensor,
 ) -> Tensor:  # (N, K)
-    """Return shares in proportion to how probable each teacher finds an example."""
+    """Return shares in proportion to the probability that each teacher gives an example."""
     if answers is None:
         raise ValueError(
-            "Merger.distill: coefficients by evidence need labels, and this model's inputs are none"
+            "Merger.distill: expected labels for coefficients 'evidence', got none; this model's "
+            "inputs cannot serve as labels"
         )
-    # without a plain head, teachers came as logits already
+    # without a plain head, the teachers' outputs are logits already
     heads = head_options.get("heads")
     first = next(t for t in teachers if t is not None)
     check_labels("Merger.distill", answers, first.shape[1] if heads is None else heads[0].shape[0])
     biases = head_options.get("teacher_biases") or [None] * len(teachers)
     distributions = Teachers(states=teachers, heads=heads, biases=biases)
     size = chunk_size(first, heads, len(teachers))
-    # an example's log probability is a sum of hundreds, which half precision would move by nats
+    # an example's log probability sums hundreds of terms: half precision would be off by nats
     with torch.autocast(first.device.type, enabled=False):
         log_probs = [
             label_log_probs(distributions, k, answers, size)
@@ -261,7 +264,7 @@ def _outputs(merger: MaskedModel, hidden: bool, inputs: Mapping[str, object]) ->
 
 
 def _cached(merger: MaskedModel, kl: KLConfig, count: int, cached: Tensor) -> list[Tensor | None]:
-    # by task, each position keeps its own teacher's alone
+    # with coefficients by task, the cache has the state of one teacher for each position
     needed = 1 if kl.coefficients == "task" else merger.count
     teachers = cached.shape[1] if cached.dim() == 3 else 0
     if cached.shape[0] != count or teachers not in (needed, merger.count):
@@ -270,7 +273,7 @@ def _cached(merger: MaskedModel, kl: KLConfig, count: int, cached: Tensor) -> li
             f"H) for this batch and coefficients {kl.coefficients!r}; the cache was made from "
             "other batches or settings (its kl)"
         )
-    # where one state is kept, it belongs to the teacher with the share, whichever it is
+    # if there is one state, it belongs to the teacher with the share, whichever that is
     return [cached[:, min(k, teachers - 1)] for k in range(merger.count)]
 
 
@@ -282,16 +285,16 @@ def _run_teachers(
     hidden: bool,
     inputs: Mapping[str, object],
 ) -> list[Tensor | None]:
-    """Return each component's outputs (N, H) at the supervised positions.
+    """Return each component's outputs, (N, H) or (N, V), at the supervised positions.
 
-    It runs on the rows that it has a share in.
+    A component runs only on the rows in which it has a share.
     """
     rows = places[0]
     device = places[0].device
     count = rows.numel()
     batch = next(v.shape[0] for v in inputs.values() if isinstance(v, Tensor))
     logits_of_teachers: list[Tensor | None] = []
-    with evaluating(merger):  # teachers drop nothing out
+    with evaluating(merger):  # teachers use no dropout
         for k in range(merger.count):
             if shares is None:
                 used = torch.arange(count, device=device)
@@ -300,7 +303,7 @@ def _run_teachers(
             if used.numel() == 0:
                 logits_of_teachers.append(None)
                 continue
-            # rows of the batch, and of what is left of it
+            # the rows that this teacher runs on, and the index of each position's row among them
             kept, row = rows[used].unique(return_inverse=True)
             part = {
                 n: v[kept] if isinstance(v, Tensor) and v.shape[:1] == (batch,) else v

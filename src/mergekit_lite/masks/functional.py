@@ -1,4 +1,4 @@
-"""`blend`, `masked_linear` and `masked_embedding`: each checks, chooses a path and calls it.
+"""`blend`, `masked_linear` and `masked_embedding`: check arguments, choose a path and call it.
 
 Letters: K components, O out_features, I in_features, V vocabulary, H hidden size, *B any leading
 shape.
@@ -23,15 +23,15 @@ from ._eager.linear import AccurateLinear, accurate_plain, efficient_linear
 BLEND = "masks.blend"
 LINEAR = "masks.masked_linear"
 IMPLS = ("eager", "fused", "auto")
-# a blend costs the same for any number of tokens, K products grow with it
+# a blend costs the same for any number of tokens, while the cost of K products grows with it
 FEW_TOKENS = 16
 FEW_TOKENS_TRAINING = 128
-"""``mode="auto"`` is efficient up to so many tokens, without and with gradients
+"""The largest numbers of tokens for which ``mode="auto"`` is efficient, without and with gradients
 (docs/performance.md)."""
 
 
 def _check_weights(operation: str, weights: Sequence[Tensor], impl: str) -> None:
-    """Refuse weights that are not one kind, or not frozen."""
+    """Refuse weights that differ in shape or dtype, or that are not frozen."""
     check_choice(operation, "impl", impl, IMPLS)
     shapes = {tuple(w.shape) for w in weights}
     dtypes = {w.dtype for w in weights}
@@ -40,7 +40,7 @@ def _check_weights(operation: str, weights: Sequence[Tensor], impl: str) -> None
             f"{operation}: weights have shapes {sorted(shapes)} and dtypes {dtypes}, expected one "
             "shape and one dtype"
         )
-    # backward has no gradient for weights, so one that asks would stay untrained
+    # backward gives weights no gradient, so a weight that requires one would stay untrained
     if any(w.requires_grad for w in weights):
         raise ValueError(
             f"{operation}: expected frozen weights, since only masks are trained, but one requires "
@@ -49,16 +49,16 @@ def _check_weights(operation: str, weights: Sequence[Tensor], impl: str) -> None
 
 
 def _check_masks(operation: str, weights: Sequence[Tensor], masks: Tensor) -> None:
-    """Refuse masks that do not lie over the weights."""
+    """Refuse masks that do not broadcast over the weights."""
     shape = tuple(weights[0].shape)
     fits = masks.dim() == len(shape) + 1 and all(
         m in (1, n) for m, n in zip(masks.shape[1:], shape, strict=True)
     )
     if not fits or masks.shape[0] != len(weights):
         raise ValueError(
-            f"{operation}: masks have shape {list(masks.shape)}, but {len(weights)} weights of "
-            f"shape {list(shape)} need ({len(weights)}, then {len(shape)} sizes that are 1 or the "
-            "weight's)"
+            f"{operation}: masks have shape {list(masks.shape)}, expected ({len(weights)}, then "
+            f"{len(shape)} sizes that are 1 or the weight's) for {len(weights)} weights of shape "
+            f"{list(shape)}"
         )
 
 
@@ -74,24 +74,22 @@ def _uses_fused(impl: str, weights: Sequence[Tensor], operation: str, path: str)
 
 
 def blend(weights: Sequence[Tensor], masks: Tensor, *, impl: str = "auto") -> Tensor:
-    """The merged weight Σ_k masks[k] * weights[k], summed in float32, rounded once.
+    """Return the merged weight Σ_k masks[k] * weights[k], summed in float32 and rounded once.
 
-    Differentiable in the masks.
-
-    Keeps nothing for backward but references to the frozen weights.
+    It is differentiable in the masks. Only references to the masks and the frozen weights are kept
+    for backward.
 
     Args:
         weights: K frozen tensors of one shape and dtype.
         masks: (K, then sizes that broadcast over a weight).
-        impl: ``"eager"``, ``"fused"`` (Triton) or ``"auto"``: fused where
-            `model_components.measure_kernels` found it right and faster, else eager.
+        impl: ``"eager"``, ``"fused"`` (Triton) or ``"auto"``: fused if
+            `model_components.measure_kernels` found it correct and faster, else eager.
 
     Returns:
         A weight of the same shape and dtype.
 
     Raises:
-        ValueError: Shapes or dtypes that do not fit, a weight that requires grad, fused where it
-            cannot run.
+        ValueError: Shapes or dtypes do not fit, a weight requires grad, or ``"fused"`` cannot run.
 
     >>> blend([torch.ones(2, 2), torch.zeros(2, 2)], torch.tensor([[[0.25, 1.0]], [[0.5, 0.5]]]))
     tensor([[0.2500, 1.0000],
@@ -103,7 +101,7 @@ def blend(weights: Sequence[Tensor], masks: Tensor, *, impl: str = "auto") -> Te
 
 
 def _blended(operation: str, weights: Sequence[Tensor], masks: Tensor, impl: str) -> Tensor:
-    """Blend what is checked already."""
+    """Blend without checking the arguments again."""
     fused = _uses_fused(impl, weights, operation, BLEND)
     if not fused and needs_plain(masks):
         return blend_plain(weights, masks).to(weights[0].dtype)
@@ -121,9 +119,10 @@ def masked_linear(
     transposed: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """A linear layer whose weight is a sum of masked frozen weights: ``x @ (Σ m_k W_k).T + b``.
+    """Apply a linear layer whose weight sums masked frozen weights: ``x @ (Σ m_k W_k).T + b``.
 
-    Until backward it keeps x and nothing else; autograd's own way keeps the blended weight as well.
+    For backward it keeps x, the masks and references to the frozen weights. Plain autograd would
+    keep the blended weight as well.
 
     Args:
         x: Input, (*B, I).
@@ -133,18 +132,18 @@ def masked_linear(
         bias: The merged bias, (O,).
         rule: A function from ``masks`` to the masks to multiply by, such as a constraint. It runs
             again in backward, so that its result need not be kept.
-        mode: ``"accurate"``, ``"efficient"`` (``Σ (m_k x) @ W_k.T``) or ``"auto"``: efficient up to
-            `FEW_TOKENS` (`FEW_TOKENS_TRAINING` with gradients), where it is the faster one.
-        transposed: Weights are stored (I, O), as GPT-2's `Conv1D` does.
-        impl: ``"eager"``, ``"fused"`` (Triton) or ``"auto"``: fused where
-            `model_components.measure_kernels` found it right and faster, else eager.
+        mode: ``"accurate"``, ``"efficient"`` (``Σ (m_k x) @ W_k.T``) or ``"auto"``: efficient for
+            up to `FEW_TOKENS` tokens (`FEW_TOKENS_TRAINING` with gradients), where it is faster.
+        transposed: Whether weights are stored as (I, O), as in GPT-2's `Conv1D`.
+        impl: ``"eager"``, ``"fused"`` (Triton) or ``"auto"``: fused if
+            `model_components.measure_kernels` found it correct and faster, else eager.
 
     Returns:
         (*B, O), in x's dtype.
 
     Raises:
-        ValueError: Shapes or dtypes that do not fit, element masks in efficient mode, a weight that
-            requires grad, fused where it cannot run.
+        ValueError: Shapes or dtypes do not fit, element masks come with efficient mode, a weight
+            requires grad, or ``"fused"`` cannot run.
 
     >>> weights = [torch.eye(2), 2 * torch.eye(2)]
     >>> masked_linear(
@@ -153,7 +152,7 @@ def masked_linear(
     tensor([[1., 3.]])
     """
     in_features = _check_linear(x, weights, impl, transposed)
-    # with a rule these are the trained values, K - 1 of them for sum_to_one
+    # with a rule, ``masks`` are the trained values, K - 1 of them for sum_to_one
     if rule is None:
         _check_masks("masked_linear", weights, masks)
     mode = _linear_mode(mode, impl, x, masks, in_features)
@@ -167,7 +166,7 @@ def masked_linear(
         bias = bias.to(x.dtype)
     fused = _uses_fused(impl, weights, "masked_linear", LINEAR)
     if fused and rule is not None and torch.compiler.is_compiling():
-        masks = rule(masks)  # which a graph keeps, since it cannot run a rule again in backward
+        masks = rule(masks)  # kept by the graph, which cannot run a rule again in backward
         rule = None
     # x is cast already, and autocast must not cast inside the float32 sums
     with nullcontext() if autocast is None else torch.autocast(x.device.type, enabled=False):
@@ -181,7 +180,7 @@ def masked_linear(
 
 
 def _in_working_dtype(x: Tensor, weight: Tensor, autocast: torch.dtype | None) -> Tensor:
-    """Return an input in autocast's dtype; without autocast it must have the weights'."""
+    """Return the input in autocast's dtype; without autocast, check that it has the weights'."""
     if autocast is not None:
         return x.to(autocast)
     if x.dtype != weight.dtype:
@@ -192,7 +191,7 @@ def _in_working_dtype(x: Tensor, weight: Tensor, autocast: torch.dtype | None) -
 
 
 def _check_linear(x: Tensor, weights: Sequence[Tensor], impl: str, transposed: bool) -> int:
-    """Refuse weights that are no matrices, and an input that does not fit; return its width."""
+    """Check that weights are matrices and the input fits; return the number of input features."""
     _check_weights("masked_linear", weights, impl)
     if weights[0].dim() != 2:
         raise ValueError(
@@ -202,22 +201,23 @@ def _check_linear(x: Tensor, weights: Sequence[Tensor], impl: str, transposed: b
     if not x.dim() or x.shape[-1] != in_features:
         raise ValueError(
             f"masked_linear: last dim of x {list(x.shape)} must be {in_features}, the weights' "
-            "input"
+            "number of input features"
         )
     return in_features
 
 
 def _linear_mode(mode: str, impl: str, x: Tensor, masks: Tensor, in_features: int) -> str:
-    """Resolve ``"auto"``; refuse a mode that there is not, or that cannot do these masks."""
+    """Resolve ``"auto"``; raise if the mode is unknown or does not support these masks."""
     if impl == "fused" and mode == "efficient":
         raise ValueError(
-            "masked_linear: impl 'fused' has no path for mode 'efficient', which blends nothing"
+            "masked_linear: impl 'fused' does not support mode 'efficient', which blends nothing; "
+            "expected mode 'accurate' or 'auto'"
         )
     if impl == "fused" and mode == "auto":
         return "accurate"
     element = masks.shape[1] > 1 and masks.shape[2] > 1
     if mode == "auto":
-        # one graph serves any number of tokens
+        # when traced, choose for any number of tokens, because the graph may serve all of them
         if not element and not needs_plain(x) and _is_few(x, masks, in_features):
             return "efficient"
         return "accurate"
@@ -258,8 +258,8 @@ def masked_embedding(
         (*B, H), in the tables' dtype.
 
     Raises:
-        ValueError: Shapes or dtypes that do not fit, ids that are not integers, a weight that
-            requires grad.
+        ValueError: Shapes or dtypes do not fit, ids are not int64 or int32, a weight requires grad,
+            or ``"fused"`` cannot run.
 
     >>> tables = [torch.zeros(3, 2), torch.ones(3, 2)]
     >>> masked_embedding(torch.tensor([2, 0]), tables, torch.tensor([[[1.0, 1.0]], [[0.5, 0.25]]]))
@@ -270,14 +270,14 @@ def masked_embedding(
     _check_masks("masked_embedding", weights, masks)
     if ids.dtype not in (torch.int64, torch.int32) or masks.dim() != 3:
         raise ValueError(
-            f"masked_embedding: ids are {ids.dtype} and tables {list(weights[0].shape)}; expected "
-            "int64 or int32, and matrices"
+            f"masked_embedding: ids are {ids.dtype} and tables have shape "
+            f"{list(weights[0].shape)}; expected int64 or int32 ids, and matrices"
         )
     flat = ids.reshape(-1)
     rows = [F.embedding(flat, weight) for weight in weights]
-    if masks.shape[1] > 1:  # one row of masks a token
-        # in float32, in which backward adds up the gradients of a token that comes often
+    if masks.shape[1] > 1:  # one row of masks per token
+        # in float32, so that backward adds up the gradients of a repeated token in float32
         wide = masks.to(work_dtype(masks.dtype))
         masks = torch.stack([F.embedding(flat, mask) for mask in wide])
-    # without the checks of `blend`, which do not take the sizes of a graph for any batch
+    # without the checks of `blend`, which fail on the symbolic sizes of a graph for any batch
     return _blended("masked_embedding", rows, masks, impl).view(*ids.shape, rows[0].shape[1])

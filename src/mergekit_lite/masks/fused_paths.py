@@ -20,7 +20,7 @@ def paths() -> list[FusedPath]:
 
 
 def _problem(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the kernels cannot run; they take matrices of every shape."""
+    """Return why the kernels cannot run, or None; they take matrices of every shape."""
     return kernel_problem(device, dtype)
 
 

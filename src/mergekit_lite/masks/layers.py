@@ -1,7 +1,7 @@
-"""Masked layers: frozen layers of one kind, and masks that say how much of each is merged.
+"""Masked layers: frozen layers of one kind, and masks that weight them in the merged layer.
 
 A masked layer keeps the layers to merge as ``components`` and one mask tensor for each of their
-parameters in ``masks``. `Selection` says whether the merged layer or one component runs.
+parameters in ``masks``. `Selection` sets whether the merged layer or one component runs.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ Output = Any
 
 Initial = float | str | Sequence[float]
 
-# elements of a parameter from which its blend is made again in backward, not kept
-# norms and biases are smaller: a second forward would cost more than they take
+# from this number of elements on, a parameter's blend is computed again in backward, not kept;
+# norms and biases are smaller: a second forward would cost more than the memory is worth
 _WORTH_REPEATING = 1 << 16
 
 
 @dataclass
 class Selection:
-    """Which component runs, shared by the layers of a merger; None is the merged model."""
+    """The component that runs, shared by the layers of a merger; None: the merged model runs."""
 
     component: int | None = None
 
 
 class _Components(nn.ModuleList):
-    """A list of layers that are never called: only their parameters are read.
+    """A list of components, of which the merged layer uses only the original parameters.
 
-    So a layer of more parameters in a component's place, such as peft's, would have no effect and
-    is refused. Wrappers and replicas, which have the same or none, are not.
+    So a component cannot be replaced by a layer with further parameters, such as peft's: they would
+    have no effect on the merged layer. Wrappers and replicas, which add no parameters, are allowed.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -59,8 +59,8 @@ class _Components(nn.ModuleList):
         if known and any(id(p) not in known for p in value.parameters()):
             raise ValueError(
                 f"component {name} of a masked layer cannot be replaced by {type(value).__name__}, "
-                "since the masked layer reads its parameters and never calls it; convert the "
-                "masked layer with to_linear() or to_layer() first"
+                "since the merged layer would ignore its new parameters; convert the masked layer "
+                "with to_linear() or to_layer() first"
             )
         super().__setattr__(name, value)
 
@@ -68,8 +68,8 @@ class _Components(nn.ModuleList):
 class MaskedLayer(nn.Module):
     """K frozen layers of one kind, such as norms, and a mask for each of their parameters.
 
-    The forward is the layers' own on the merged parameters ``Σ_k mask_k * parameter_k``. Subclasses
-    do better for linear layers and embeddings.
+    The layer runs the components' forward with the merged parameters ``Σ_k mask_k * parameter_k``.
+    Subclasses are more efficient for linear layers and embeddings.
 
     Args:
         components: The layers to merge; their parameters are frozen in place.
@@ -171,7 +171,7 @@ class MaskedLayer(nn.Module):
                 )
 
     def _check_settings(self) -> None:
-        """Refuse components that differ in class, settings or buffers, or that have layers."""
+        """Refuse components that differ in class, settings or buffers, or that contain layers."""
         name = type(self).__name__
         first = self.plain
         for component in self.components:
@@ -184,13 +184,13 @@ class MaskedLayer(nn.Module):
                 if not value.is_meta and not torch.equal(value, other):
                     raise ValueError(
                         f"{name}: expected one value of the buffer {key}, got different ones; "
-                        "masks are over parameters only"
+                        "masks merge parameters only"
                     )
             inside = [key for key, _ in component.named_parameters() if "." in key]
             if inside:
                 raise ValueError(
-                    f"{name}: expected layers without layers inside, got a "
-                    f"{type(component).__name__} with {inside[0]}; mask the inner layers"
+                    f"{name}: expected components without parameters in inner layers, got a "
+                    f"{type(component).__name__} with {inside[0]}; mask its inner layers instead"
                 )
 
     def _freeze(self, name: str) -> bool:
@@ -202,7 +202,7 @@ class MaskedLayer(nn.Module):
         return self.over_base and all(p is parameters[0] for p in parameters)
 
     def _initial_masks(self, name: str, generator: torch.Generator | None) -> Tensor:
-        """Return the values that masks of a parameter start from, to be trained."""
+        """Return the initial trained values of a parameter's masks."""
         value = 0.0 if name in self._same else self.initial
         weight = self.plain.get_parameter(name)
         shape = mask_shape(weight.shape, self.granularity, self.transposed)
@@ -212,7 +212,7 @@ class MaskedLayer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set all masks to where they started; random ones are drawn again."""
+        """Reset all masks to their initial values; random masks are drawn again."""
         for name, mask in self.masks.items():
             mask.copy_(self._initial_masks(name, None))
 
@@ -229,41 +229,42 @@ class MaskedLayer(nn.Module):
         return self.components[-1 if self.over_base else 0]
 
     def frozen(self, name: str) -> list[Tensor]:
-        """The components' parameters of that name, and the base's."""
+        """Return the parameters of that name in all components, and last in the base."""
         return [getattr(c, name) for c in self.components]
 
     def is_same(self, name: str) -> bool:
-        """Return whether every component has the base's parameter, so that masks do nothing."""
+        """Return whether all components share the base's parameter, so that masks do nothing."""
         return name in self._same
 
     def mask(self, name: str) -> Tensor:
-        """The constrained masks over a parameter's `frozen` values, (as many, broadcasts over it).
+        """Return the constrained masks of a parameter, one for each of its `frozen` values.
 
-        A base's is last.
+        Their shape is (as many, then sizes that broadcast over the parameter). A base's mask is
+        the last.
         """
         return self._rule(name)(self.masks[name])
 
     def _constraint(self, name: str) -> str:
         if name in self._same:
-            # the 0 that these masks have would break sum_to_one, and no sigmoid gives it
+            # these masks are 0, which would break sum_to_one and is not the value of any sigmoid
             return "none"
         return self.constraint
 
     def _rule(self, name: str) -> Callable[[Tensor], Tensor]:
-        """The function from the trained values to the constrained masks."""
+        """Return the function from the trained values to the constrained masks."""
         return partial(acting_masks, constraint=self._constraint(name), over_base=self.over_base)
 
     def merged(self, name: str) -> Tensor:
-        """The merged parameter, differentiable in its mask."""
+        """Return the merged parameter, which is differentiable in its masks."""
         if name in self._same:
-            # the very tensor: a blend of equal values may round to others
+            # the base's own tensor: a blend of equal values may round to other values
             return getattr(self.plain, name)
         return blend(self.frozen(name), self.mask(name))
 
     def current(self, name: str) -> Tensor:
-        """Return the parameter of whatever runs.
+        """Return the parameter in use: the selected component's, the folded or the merged one.
 
-        The selected component's, the folded one, or the merged one, built anew.
+        The merged one is built anew.
         """
         if self.selection.component is not None:
             return getattr(self.components[self.selection.component], name)
@@ -274,12 +275,12 @@ class MaskedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight of whatever runs, for modules that look at their children's; read-only."""
+        """Return the weight in use, read-only, for modules that read their children's weights."""
         return ReadOnlyWeight.of(self.current("weight"))
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias of whatever runs, or None; read-only."""
+        """Return the bias in use, read-only, or None."""
         if "bias" in self.masks:
             return ReadOnlyWeight.of(self.current("bias"))
         return None
@@ -288,7 +289,7 @@ class MaskedLayer(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # plain asks for these two, and would come back here without end
+            # `plain` itself reads these two, so looking them up there would never end
             if name in ("components", "over_base"):
                 raise
             return getattr(self.plain, name)  # in_features, padding_idx, ...
@@ -298,7 +299,7 @@ class MaskedLayer(nn.Module):
         """Return an ordinary layer of the components' kind with the merged parameters."""
         layer = copy.deepcopy(self.plain)
         for name in self.masks:
-            # cloned: where no component changes it, this is the base's own tensor
+            # cloned, because it is the base's own tensor if no component changes it
             layer.register_parameter(name, nn.Parameter(self.merged(name).clone()))
         return layer.train(self.training)
 
@@ -318,11 +319,11 @@ class MaskedLayer(nn.Module):
 
     @property
     def is_folded(self) -> bool:
-        """Return whether merged parameters are kept and still those of masks and components."""
+        """Return whether merged parameters are stored and match the current masks and weights."""
         return self.folded is not None and self._folded_at == self._versions()
 
     def _usable_fold(self) -> dict[str, Tensor] | None:
-        """Return the folded parameters in evaluation mode.
+        """Return the folded parameters in evaluation mode, or None.
 
         They are dropped first if masks or components have changed since.
         """
@@ -334,11 +335,11 @@ class MaskedLayer(nn.Module):
         return self.folded
 
     def unfold_(self) -> None:
-        """Drop what `fold_` keeps."""
+        """Drop the parameters that `fold_` stored."""
         self.folded = None
 
     def forward(self, *args: object, **kwargs: object) -> Output:
-        """The merged layer; one component's where the selection says so."""
+        """Return the output of the merged layer, or of the selected component."""
         k = self.selection.component
         if k is not None:
             return self.components[k](*args, **kwargs)
@@ -349,7 +350,7 @@ class MaskedLayer(nn.Module):
 
     def run(self, *args: Any, **kwargs: Any) -> Output:
         """Return the merged layer's output: the stock forward on blended parameters."""
-        # tensors are taken now, since a recomputation may run when they have been exchanged
+        # look up tensors now, because they may have been replaced when backward recomputes
         tensors = {name: (self.masks[name], self.frozen(name)) for name in self.masks}
         used = [
             tensor for tensor in tree_leaves((tensors, args, kwargs)) if torch.is_tensor(tensor)
@@ -368,7 +369,7 @@ class MaskedLayer(nn.Module):
         traced = any(needs_plain(mask) for mask in self.masks.values())
         if not large or traced or not torch.is_grad_enabled():
             return blended()
-        # autograd watches what it saves itself, but not what a closure holds
+        # autograd detects changes of tensors that it saves, but not of those in a closure
         versions = [tensor._version for tensor in used]
 
         def unchanged() -> Output:
@@ -383,11 +384,11 @@ class MaskedLayer(nn.Module):
         return checkpoint(unchanged, use_reentrant=False)
 
     def stock(self, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Output:
-        """Return the layer's own forward with these parameters in the place of its own."""
+        """Return the output of the layer's own forward with these parameters."""
         return functional_call(self.plain, dict(parameters), args, kwargs)
 
     def extra_repr(self) -> str:
-        """Return mode, granularity and mask shapes, for printing."""
+        """Return the granularity and the masks' shapes, for printing."""
         shapes = ", ".join(f"{name} {list(m.shape)}" for name, m in self.masks.items())
         return f"{self.granularity} masks: {shapes}"
 
@@ -429,7 +430,7 @@ class MaskedLinear(MaskedLayer):
         return self.to_layer()
 
     def stock(self, parameters: Mapping[str, Tensor], *args: Any, **kwargs: object) -> Output:
-        """The stock layer's product."""
+        """Return the stock layer's product with these parameters."""
         return linear(args[0], parameters["weight"], parameters.get("bias"), self.transposed)
 
 
@@ -469,7 +470,7 @@ class EfficientMaskedLinear(MaskedLinear):
 class MaskedEmbedding(MaskedLayer):
     """K frozen `nn.Embedding` and masks: rows are gathered first, then blended.
 
-    A subclass that multiplies by an ``embed_scale`` (Gemma) keeps doing so.
+    If the components multiply rows by an ``embed_scale`` (Gemma), so does the masked embedding.
 
     >>> MaskedEmbedding([nn.Embedding(9, 4), nn.Embedding(9, 4)])(torch.tensor([[1, 8]])).shape
     torch.Size([1, 2, 4])

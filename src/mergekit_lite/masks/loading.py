@@ -1,6 +1,6 @@
-"""Load components from disk, LoRA adapters folded in as merges do.
+"""Load components from disk, and fold LoRA adapters in, as merges do.
 
-Their folders are compared first, then each is loaded once.
+Configs and tokenizers are compared first, then each model is loaded once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .low_rank import with_adapter
 
 # options of from_pretrained that say where a model is
 _WHERE = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir", "local_files_only")
-_TOKENS = 0.01  # of a vocabulary that may be called differently: fine-tunes rename reserved tokens
+_TOKENS = 0.01  # fraction of tokens that may have other names: fine-tunes rename reserved tokens
 
 
 def load_components(
@@ -39,24 +39,24 @@ def load_components(
     low_rank: bool = False,
     strict: bool,
 ) -> tuple[list[PreTrainedModel], list[str]]:
-    """Compare what configs and tokenizers say, on the meta device, then load each model once.
+    """Compare configs and tokenizers without reading weights, then load each model once.
 
     Args:
         paths: Folders, hub ids, ``"base+adapter"``, or folders of LoRA adapters whose config names
             their base.
         auto_class: The transformers class that loads the models.
-        dtype: ``"auto"`` or one.
+        dtype: ``"auto"`` or a dtype.
         options: Arguments of ``auto_class.from_pretrained``; fields of the config override it.
-        base: Loaded after them.
-        low_rank: Keep adapters of the base's linear layers as factors beside its shared weights; do
-            not fold them in.
-        strict: Refuse settings that differ, or warn.
+        base: Path of the base, which is the last of the returned models.
+        low_rank: Whether adapters of the base's linear layers stay factors over its shared weights
+            and are not folded in.
+        strict: Whether to refuse settings that differ; otherwise warn.
 
     Returns:
-        The models, and what each was loaded from, as `merge_models` names it.
+        The models, and the name from which `merge_models` would load each of them.
 
     Raises:
-        ValueError: Fewer than two, or models that cannot be merged by masks.
+        ValueError: There are fewer than two models, or masks cannot merge them.
     """
     if isinstance(paths, (str, os.PathLike)) or len(paths) < (2 if base is None else 1):
         raise ValueError(
@@ -72,7 +72,7 @@ def load_components(
     folders = [name.path for name in named]
     refuse_unlike(configs, folders, labels, auto_class, making, strict=strict)
     models: list[PreTrainedModel] = []
-    # the base first, whose weights others may share
+    # the base first, because other models may share its weights
     for name in reversed(named):
         model = None
         if low_rank and models:
@@ -84,7 +84,7 @@ def load_components(
 
 
 def _making(dtype: object, options: Mapping[str, object]) -> dict[str, object]:
-    """Return the arguments of ``from_config`` that loading has, too."""
+    """Return the loading options that ``from_config`` takes, too."""
     making: dict[str, object] = {}
     if dtype != "auto":
         making["dtype"] = dtype
@@ -96,12 +96,12 @@ def _making(dtype: object, options: Mapping[str, object]) -> dict[str, object]:
 def _adapted(
     name: _Checkpoint, base: _Checkpoint, model: PreTrainedModel
 ) -> PreTrainedModel | None:
-    """Return the base's model with an adapter as factors, if that is what a name stands for."""
-    # a base with its own adapter folded in is not what other adapters were made for
+    """Return the base with an adapter as factors, or None if ``name`` is not such an adapter."""
+    # other adapters were not trained for a base that has an adapter folded in
     if base.adapter is not None or name.adapter is None or not _are_one(name.path, base.path):
         return None
     folder = find_folder(name.adapter)
-    # DoRA and its like are no product of two factors, and are folded in
+    # DoRA and similar adapters are not a product of two factors, so they are folded in
     if more_than_lora(folder) is not None:
         return None
     return with_adapter(model, Adapter(folder))
@@ -109,7 +109,7 @@ def _adapted(
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """A model that is to be loaded: its own path, its adapter's, and what transformers takes."""
+    """A model to load: its path, its adapter's path, its config, and options for transformers."""
 
     path: str
     adapter: str | None
@@ -118,7 +118,7 @@ class _Checkpoint:
 
     @classmethod
     def of(cls, given: str, options: Mapping[str, object]) -> Self:
-        """Read the config of a model, with what the options say of it."""
+        """Read the config of a model, and apply the options that are fields of it."""
         path, adapter = _with_base(given)
         config, rest = _config(path, options)
         # reading the config uses these up, and loading the weights needs them again
@@ -150,8 +150,8 @@ def _load_complete_model(
     lost = sorted(loading_info["missing_keys"])
     if lost:
         raise ValueError(
-            f"Merger: {path} lacks {lost[0]} ({len(lost)} such), which {type(model).__name__} "
-            "would initialize at random; expected a complete checkpoint"
+            f"Merger: {path} lacks {lost[0]} ({len(lost)} such parameters), which "
+            f"{type(model).__name__} would initialize at random; expected a complete checkpoint"
         )
     return model
 
@@ -168,12 +168,12 @@ def refuse_unlike(
     """Refuse models whose configs or tokenizers differ, before a weight is read.
 
     Args:
-        configs: Theirs.
+        configs: The models' configs.
         folders: Their folders or hub ids.
         labels: Their names in messages.
         auto_class: The transformers class that loads the models.
-        making: More arguments of its ``from_config``.
-        strict: Raise; else warn.
+        making: Further arguments of ``auto_class.from_config``.
+        strict: Whether to refuse settings and tokenizers that differ; otherwise warn.
     """
     described = []
     for config, label in zip(configs, labels, strict=True):
@@ -193,13 +193,13 @@ def _are_one(one: str, other: str) -> bool:
 
 
 def _with_base(path: str) -> tuple[str, str | None]:
-    """A model, and the adapter that is to be folded into it."""
+    """Return the path of a model, and of the adapter to fold into it, or None."""
     folder = Path(path)
     if not folder.is_dir() and "+" in path:
         base, _, adapter = path.rpartition("+")
         return base, adapter
     settings = folder / "adapter_config.json"
-    # a whole model that still has its adapter's config beside it is that model
+    # a folder with a complete model is that model, even if it has an adapter's config, too
     if not settings.is_file() or (folder / "config.json").is_file():
         return path, None
     with reading(settings, "Merger"):
@@ -212,7 +212,7 @@ def _with_base(path: str) -> tuple[str, str | None]:
 
 
 def _config(path: str, options: Mapping[str, object]) -> tuple[object, dict[str, object]]:
-    """The config, with what the options say of it, and the other options."""
+    """Return the config with the options that are fields of it, and the other options."""
     try:
         # pyrefly: ignore[bad-return]: return_unused_kwargs gives a pair
         return AutoConfig.from_pretrained(path, return_unused_kwargs=True, **options)
@@ -224,7 +224,7 @@ def _config(path: str, options: Mapping[str, object]) -> tuple[object, dict[str,
 
 
 def _vocabularies(bases: Sequence[str | os.PathLike[str]], labels: Sequence[str]) -> list[str]:
-    """Describe how the tokenizers of folders differ, where there are some."""
+    """Return messages about differences between the folders' tokenizers, if they have some."""
     try:
         known = {}
         for base, label in zip(bases, labels, strict=True):
@@ -233,7 +233,7 @@ def _vocabularies(bases: Sequence[str | os.PathLike[str]], labels: Sequence[str]
                 # by folder, so that adapters of one base are read and compared once
                 known[folder.resolve()] = (label, read_vocabulary(folder, label))
     except CheckpointError:
-        # not there, or of a kind that no merge reads: sizes are compared in any case
+        # a folder is missing, or no merge reads its kind of tokenizer: sizes are compared anyway
         return []
     if len(known) < 2:
         return []
@@ -256,7 +256,7 @@ def _vocabularies(bases: Sequence[str | os.PathLike[str]], labels: Sequence[str]
 
 @torch.no_grad()
 def _fold_in(model: PreTrainedModel, name: str) -> None:
-    """Give a model the weights that a merge of files reads of its base and adapter."""
+    """Copy into a model the weights that a merge would read for its base and adapter."""
     source = open_source(name)
     assert isinstance(source, AdapterSource)
     state = model.state_dict()

@@ -1,6 +1,6 @@
-"""Losses of masks.
+"""Losses that train masks.
 
-`masked_kl`, distillation towards the components, and `mask_penalty`, which regularizes.
+`masked_kl` distills from the components, and `mask_penalty` regularizes the masks.
 
 Letters: N positions, H hidden size, V vocabulary, K components.
 """
@@ -24,14 +24,14 @@ from ._eager.teachers import Teachers, forward_kl, reverse_kl
 from .config import Direction, KLConfig
 from .functional import masked_linear
 
-# A chunk of two components has 1/32 of all positions, one of K components 1/(16 K): its (n, V)
-# buffers, some of which are for each component, then take about a third of one (N, V) tensor.
-# Fewer than 16 rows make slow products; more than 512 are no faster.
+# With two components a chunk has 1/32 of all positions, with K components 1/(16 K). Its (n, V)
+# buffers, some of which exist once per component, then take about a third of one (N, V) tensor.
+# Products of fewer than 16 rows are slow; products of more than 512 rows are no faster.
 _SHARE, _FEWEST, _MOST = 16, 16, 512
 
 
 def masked_kl(
-    student: Tensor,  # (N, H), or (N, V) logits where there are no heads
+    student: Tensor,  # (N, H), or (N, V) logits if there are no heads
     teachers: Sequence[Tensor | None],  # K of the same
     heads: Sequence[Tensor] | None = None,  # K or more of (V, H)
     masks: Tensor | None = None,  # (as many, broadcasts over a head)
@@ -62,33 +62,33 @@ def masked_kl(
             when ``heads`` is None.
         teachers: The components' final hidden states (or logits) at the same positions, (N, H)
             each; None for one whose coefficients are all zero.
-        heads: The components' frozen output heads, (V, H) each, in the order of the teachers; what
-            is beyond those, as a base's, belongs to the student alone.
+        heads: The components' frozen output heads, (V, H) each, in the order of the teachers.
+            Further heads, such as a base's, belong to the student alone.
         masks: Masks of the head, (as many, then sizes that broadcast over a head).
         head: The student's own head, (V, H), instead of masks; default without masks: the first of
             ``heads``.
-        coefficients: Shares c of the teachers, (N, K) or (K,), at least 0, rows that sum to one; or
-            ``"confidence"``: at each position the softmax over k of -entropy_k /
+        coefficients: Shares c of the teachers, (N, K) or (K,), of 0 or more, with rows that sum
+            to 1; or ``"confidence"``: at each position the softmax over k of -entropy_k /
             ``confidence_temperature``.
-        confidence_temperature: See above; 0: the surest teacher alone.
+        confidence_temperature: See ``coefficients``; at 0 only the most confident teacher counts.
         temperature: T, above 0.
         direction: ``"forward"`` D = KL(target, student) or ``"reverse"`` D = KL(student, target).
         labels: Token ids for ``cross_entropy``, (N,).
         cross_entropy: Weight of the cross-entropy (at temperature 1) towards ``labels``.
         bias: The bias of the student's head, (V,).
-        teacher_biases: The components' own, (V,) each.
+        teacher_biases: The biases of the components' heads, (V,) each.
         normalizer: The divisor of the sum, a scalar; default: N.
 
     Returns:
-        A scalar, float32 (float64 for float64 inputs); NaN where a logit is. With N = 0 a zero that
-        has a graph.
+        A scalar in float32 (float64 for float64 inputs), NaN if a logit is NaN. For N = 0 it is 0
+        and has a graph.
 
     Raises:
-        ValueError: Shapes that do not fit, a head with masks or without heads, a missing teacher
-            that has a share, invalid shares or temperatures, labels outside the vocabulary, an
-            unknown direction.
+        ValueError: Shapes do not fit, a head comes with masks or without heads, a teacher with a
+            share is missing, shares or temperatures are invalid, labels are outside the vocabulary,
+            or the direction is unknown.
 
-    Source: Hinton et al., arXiv 1503.02531; gradients made in forward after Hsu et al., arXiv
+    Source: Hinton et al., arXiv 1503.02531; gradients computed in forward after Hsu et al., arXiv
     2410.10989.
 
     >>> hidden, head = torch.ones(3, 2), torch.eye(2)
@@ -137,17 +137,17 @@ def masked_kl(
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    """Return a detached copy that shares the memory, to be differentiated by itself."""
+    """Return a detached view of a tensor, to be differentiated on its own."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def chunk_size(states: Tensor, heads: Sequence[Tensor] | None, count: int) -> int:
-    """Return the number of positions in a chunk, for so many components.
+    """Return the number of positions in a chunk.
 
     Args:
-        states: Hidden states, (N, H), or logits where there are no heads.
+        states: Hidden states, (N, H), or logits if there are no heads.
         heads: (V, H) each.
-        count: K.
+        count: The number of components, K.
     """
     size = min(_MOST, max(_FEWEST, len(states) // (_SHARE * max(2, count))))
     if states.device.type == "cpu":
@@ -161,10 +161,10 @@ class _ChunkLoss:
     """The loss of a chunk, as `chunked_loss` calls it.
 
     Args:
-        teachers: Their distributions.
+        teachers: The teachers' distributions.
         direction: ``"forward"`` or ``"reverse"``.
         labels: (N,), for the cross-entropy.
-        cross_entropy: Its weight.
+        cross_entropy: The weight of the cross-entropy.
     """
 
     teachers: Teachers
@@ -195,7 +195,7 @@ class _ChunkLoss:
         chosen = self.labels[rows, None]
         log_probs = logits.log_softmax(-1)
         loss = -weight * log_probs.gather(1, chosen).sum(dtype=torch.float64)
-        # softmax, less 1 at the label
+        # the gradient is the softmax, minus 1 at the label
         gradient.add_(log_probs.exp_(), alpha=weight)
         gradient.scatter_add_(1, chosen, gradient.new_full(chosen.shape, -weight))
         return loss
@@ -234,12 +234,12 @@ def _masked_logits(
 ) -> Tensor:  # (n, V)
     """Return the logits of a head whose masks multiply its inputs or its outputs.
 
-    Several products of a chunk take less time than a blend, and build no head.
+    For one chunk, several products take less time than a blend, and no merged head is built.
     """
     work = work_dtype(states.dtype)
     total: Tensor | None = None
     for head, mask in zip(heads, masks, strict=True):
-        # masks multiply, and products are added, in float32: their own dtype would round them
+        # multiply masks and add products in float32: the dtype of the states would round them
         wide = mask.to(work)
         if mask.shape[1] > 1:
             term = F.linear((states * wide).to(states.dtype), head).to(work)
@@ -267,7 +267,7 @@ def _check_cross_entropy_labels(
         raise ValueError(
             f"masked_kl: labels are {list(labels.shape)}, expected {list(student.shape[:1])}"
         )
-    # on a GPU a label out of range would end all further work of the process
+    # on a GPU, a label out of range would make all further CUDA calls of the process fail
     check_labels("masked_kl", labels, student.shape[1] if heads is None else heads[0].shape[0])
 
 
@@ -290,9 +290,9 @@ def _check_biases(
     if heads is None and bias is not None:
         raise ValueError(
             "masked_kl: expected heads with a bias, got None; without heads, add the bias to the "
-            "states"
+            "logits"
         )
-    # a base, which teaches nothing, may have one, too
+    # there may be one more: a base has a bias, too, but is no teacher
     if teacher_biases and len(teacher_biases) < len(teachers):
         raise ValueError(
             f"masked_kl: {len(teacher_biases)} teacher_biases for {len(teachers)} teachers, "
@@ -301,7 +301,7 @@ def _check_biases(
 
 
 def _check_head(heads: Sequence[Tensor] | None, masks: Tensor | None, head: Tensor | None) -> None:
-    """Refuse a head of the student's that does not fit the teachers', or that comes with masks."""
+    """Refuse a student's head that does not fit the teachers' heads, or that comes with masks."""
     if head is None:
         return
     if heads is None:
@@ -360,8 +360,8 @@ def _check_states(
             )
     if masks is not None and (masks.dim() != 3 or masks.shape[0] != count):
         raise ValueError(
-            f"masked_kl: masks are {list(masks.shape)}, expected heads and one for each ({count}, "
-            "., .)"
+            f"masked_kl: masks are {list(masks.shape)}, expected heads and one mask for each, "
+            f"({count}, ., .)"
         )
 
 
@@ -401,14 +401,16 @@ def _checked_shares(
         )
     used = (coefficients > 0).any(0).tolist()
     if lost := [k for k in range(count) if used[k] and teachers[k] is None]:
-        raise ValueError(f"masked_kl: teacher {lost[0]} has coefficients above 0 and was not given")
+        raise ValueError(
+            f"masked_kl: teacher {lost[0]} has coefficients above 0, expected its states, got None"
+        )
     return coefficients
 
 
 def mask_penalty(masks: Sequence[Tensor], config: KLConfig) -> Tensor:
     """Return the penalty that `KLConfig`'s regularizers add to the loss.
 
-    Every mask tensor (K, ...) counts by its number of elements.
+    The weight of each mask tensor is its number of elements.
 
     Args:
         masks: The masks after the constraint, (K, ...) each.
@@ -425,7 +427,7 @@ def mask_penalty(masks: Sequence[Tensor], config: KLConfig) -> Tensor:
         return total
     count = masks[0].shape[0]
     places = sum(m[0].numel() for m in masks)
-    # sums over all tensors, so that they need not be one
+    # sums over all tensors, so that they need not be concatenated
     products = torch.stack([torch.mm(m.flatten(1), m.flatten(1).T) for m in masks]).sum(0)
     energy = products.diagonal()
     if config.l1:
@@ -438,7 +440,7 @@ def mask_penalty(masks: Sequence[Tensor], config: KLConfig) -> Tensor:
     other = energy[pairs[1]]
     both = products[pairs[0], pairs[1]]
     if config.similarity and count > 1:
-        # before the root, whose derivative at 0 is infinite: masks may all be 0
+        # clamp before the root, whose derivative at 0 is infinite: all masks may be 0
         sizes = (own * other).clamp_min(1e-24).sqrt()
         total = total + config.similarity * (both / sizes).mean()
     return total

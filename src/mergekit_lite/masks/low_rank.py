@@ -1,9 +1,8 @@
-"""One base and K adapters.
+"""Masked layers over one base and K LoRA adapters.
 
-A component's linear layer is the base's and two thin factors, and no weight of its own.
-
-A masked layer over such components costs the base's product and K thin ones, forward and backward,
-in the memory of one model.
+A component's linear layer shares the base's weight and adds two low-rank factors. A masked layer
+over such components computes the base's product and K low-rank products, forward and backward. All
+components together take about the memory of one model.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from .layers import MaskedLayer
 
 
 class LowRankLinear(nn.Module):
-    """``x @ (W + scale * up @ down).T + bias``, by the base's W and the factors.
+    """A layer ``x @ (W + scale * up @ down).T + bias`` with the base's W and two factors.
 
     Args:
-        base: Whose weight and bias are shared.
+        base: The layer whose weight and bias are shared.
         down: (r, I).
         up: (O, r).
-        scale: The factor of their product.
+        scale: The number that the factors' product is multiplied by.
 
     >>> layer = LowRankLinear(nn.Linear(4, 3), torch.ones(1, 4), torch.ones(3, 1), 0.5)
     >>> torch.equal(layer.weight, layer.base_weight + 0.5)
@@ -46,7 +45,7 @@ class LowRankLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The whole weight, built anew."""
+        """Return the full weight, built anew."""
         return (self.base_weight + self.weight_delta()).to(self.base_weight.dtype).detach()
 
     def weight_delta(self) -> Tensor:
@@ -59,17 +58,15 @@ class LowRankLinear(nn.Module):
         return F.linear(F.linear(x, self.down), self.up) * self.scale
 
     def forward(self, x: Tensor) -> Tensor:
-        """The component's own layer."""
+        """Return the output of the component's layer."""
         return F.linear(x, self.base_weight, self.bias) + self.change(x)
 
 
 class LowRankMaskedLinear(MaskedLayer):
     """A base `nn.Linear`, K `LowRankLinear` over it, and masks over their changes.
 
-    ``x @ W.T + Σ change_k(m_k x)``.
-
-    Output masks multiply what a change gives, all others its input. Equal to `MaskedLinear` but for
-    rounding.
+    It computes ``x @ W.T + bias + Σ change_k(m_k x)``. Output masks multiply the output of a
+    change, all other masks its input. The result equals that of `MaskedLinear` but for rounding.
 
     >>> base = nn.Linear(4, 3)
     >>> adapted = LowRankLinear(base, torch.ones(1, 4), torch.ones(3, 1), 0.5)
@@ -81,12 +78,12 @@ class LowRankMaskedLinear(MaskedLayer):
         """Accept components of another class: each is the base's layer, with an adapter or not."""
 
     def run(self, x: Tensor) -> Tensor:
-        """The base's product, and the masked changes."""
+        """Return the base's output plus the masked changes."""
         total = self.plain(x)
         masks = self.mask("weight").to(x.dtype)
         for k, component in enumerate(self.components[:-1]):
             if not isinstance(component, LowRankLinear):
-                continue  # an adapter that leaves this layer alone
+                continue  # this adapter does not change the layer
             mask = masks[k]
             if mask.shape[0] > 1:
                 total = total + component.change(x) * mask[:, 0]
@@ -97,7 +94,7 @@ class LowRankMaskedLinear(MaskedLayer):
     def merged(self, name: str) -> Tensor:
         """Return the merged weight, summed before it is rounded.
 
-        It is built without a whole weight of any component.
+        No component's full weight is built.
         """
         if name != "weight":
             return super().merged(name)
@@ -105,7 +102,7 @@ class LowRankMaskedLinear(MaskedLayer):
         total = self.plain.get_parameter(name)
         rounded = total.dtype
         total = total.to(torch.promote_types(total.dtype, torch.float32))
-        # masks are one more than components: the last is the base's
+        # there is one mask more than components: the last is the base's
         for mask, component in zip(masks, self.components[:-1], strict=False):
             if isinstance(component, LowRankLinear):
                 total = total + mask * component.weight_delta()
@@ -116,8 +113,8 @@ def are_thin(components: Sequence[nn.Module], base: nn.Module) -> bool:
     """Return whether every component is the base's layer, at least one of them with an adapter.
 
     Args:
-        components: Layers at one place.
-        base: The base's.
+        components: The components' layers of one module name.
+        base: The base's layer of that name.
     """
     base_parameters = dict(base.named_parameters(recurse=False))
     unchanged = [
@@ -143,7 +140,7 @@ def adapted_layers(model: PreTrainedModel, adapter: Adapter) -> dict[str, Pair] 
         id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
     )
     for name, pair in adapter.pairs.items():
-        # peft's names have the prefix only where it wrapped the model with its head
+        # peft's names have the prefix only if it wrapped the model with its head
         target = next(
             (n for n in (name, f"{prefix}{name}", name.removeprefix(prefix)) if n in modules), None
         )
@@ -152,31 +149,31 @@ def adapted_layers(model: PreTrainedModel, adapter: Adapter) -> dict[str, Pair] 
             target is None
             or type(layer) is not nn.Linear
             or pair.embedding
-            # factors beside a tied head would not reach the embedding
+            # factors of a tied head would not reach the embedding
             or owners[id(layer.weight)] > 1
         ):
             return None
         if (pair.up.shape[0], pair.down.shape[1]) != tuple(layer.weight.shape):
-            return None  # who folds it in says so
-        # B begins at 0, so an adapter that never reached a layer leaves it the base's
+            return None  # folding it in raises an error that names the shapes
+        # B is initialized to 0, so factors that were never trained leave the layer unchanged
         if pair.up.any() and pair.down.any():
             found[target] = pair
     return None if adapter.replaced else found
 
 
 def with_adapter(base: PreTrainedModel, adapter: Adapter) -> PreTrainedModel | None:
-    """The base's weights, shared, in a model whose adapted layers are `LowRankLinear`.
+    """Return a model that shares the base's weights, with `LowRankLinear` as adapted layers.
 
-    None as `adapted_layers`.
+    Return None if `adapted_layers` does.
 
     Args:
-        base: The model.
-        adapter: The adapter of the model.
+        base: The base.
+        adapter: An adapter of the base.
     """
     pairs = adapted_layers(base, adapter)
     if pairs is None:
         return None
-    # with all tensors in the memo, deepcopy copies modules alone
+    # with all tensors in the memo, deepcopy copies only modules
     model = copy.deepcopy(base, {id(t): t for t in chain(base.parameters(), base.buffers())})
     for name, pair in pairs.items():
         parent, _, last = name.rpartition(".")
@@ -188,5 +185,5 @@ def with_adapter(base: PreTrainedModel, adapter: Adapter) -> PreTrainedModel | N
 
 
 def has_factors(model: nn.Module) -> bool:
-    """Return whether a model is a base with an adapter's factors beside it."""
+    """Return whether a model has layers with an adapter's factors."""
     return any(isinstance(module, LowRankLinear) for module in model.modules())

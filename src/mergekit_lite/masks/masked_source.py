@@ -20,13 +20,14 @@ class MaskedSource(Source):
 
     Args:
         inner: The component's tensors.
-        k: Which component it is.
-        masks: All masks, (K, broadcasts over the tensor), on the CPU.
-        dtypes: The dtypes, by name, of the tensors that the merger holds. Others are left out.
-        rounds: Whether values are rounded to that dtype first, as where the merger holds whole
-            weights.
-        lone: Give float tensors that have no mask as they are, else as zeros; one source of a merge
-            must be so.
+        k: The component's index.
+        masks: All masks by tensor name, (K, broadcasts over the tensor), on the CPU.
+        dtypes: The dtypes of the tensors that the merger holds, by tensor name. Other tensors are
+            left out.
+        rounds: A function from a tensor's name to whether its values are first rounded to that
+            dtype, as they are if the merger holds full weights.
+        lone: Whether to return float tensors that have no mask unchanged, and not as zeros.
+            Exactly one source of a merge must do so.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class MaskedSource(Source):
     def read(self, name: str, start: int, stop: int) -> Array:
         """Read elements ``start`` to ``stop`` of mask times weight, in float32 or better.
 
-        Integers as they are.
+        Integers are returned unchanged.
         """
         stored = self._inner.read(name, start, stop)
         info = self.tensors[name]
@@ -73,7 +74,7 @@ class MaskedSource(Source):
         if name in self._masks:
             values = values * stretch(self._masks[name][self._k], info.shape, start, stop)
         elif not self._lone:
-            # a buffer is the plain model's alone, and the merge adds up all sources
+            # only the plain model gives its buffers, because the merge adds up all sources
             values = torch.zeros_like(values)
         return stored_of(values.contiguous())
 
@@ -82,8 +83,8 @@ class MaskedSource(Source):
         self._inner.prefetch(name)
 
     def fingerprint(self) -> object:
-        """The component's, and the masks' values."""
-        # an interrupted bake must not go on with other masks
+        """Return the component's fingerprint and a hash of its masks."""
+        # an interrupted bake must not continue with other masks
         digest = hashlib.sha256()
         for name in sorted(self._masks):
             digest.update(
@@ -93,7 +94,7 @@ class MaskedSource(Source):
 
 
 def stretch(mask: Tensor, shape: Sequence[int], start: int, stop: int) -> Tensor:
-    """Return elements ``start`` to ``stop`` of a mask, broadcast to ``shape`` and flattened.
+    """Return elements ``start`` to ``stop`` of a mask that is broadcast to ``shape`` and flattened.
 
     >>> stretch(torch.tensor([[1.0, 2.0, 3.0]]), (2, 3), 1, 5)
     tensor([2., 3., 1., 2.])

@@ -1,4 +1,4 @@
-"""`Merger`: the masked model that people hold: loaded, run, trained, saved and baked."""
+"""`Merger`: the masked model that users load, run, train, save and bake."""
 
 from __future__ import annotations
 
@@ -26,21 +26,19 @@ from .storage import bake, load_masks, read_config, save_masks, stored_as
 class Merger(MaskedModel):
     """Several frozen models and the masks that merge them.
 
-    Forward and generate are the merged model's.
-
-    Every weight of the merged model is ``Σ_k mask_k * W_k``, or over a base
-    ``W + Σ_k mask_k * (W_k - W)``. Only the masks can be trained. Weights are shared with
-    ``models``, not copied, and ``models`` are not changed.
+    ``forward`` and ``generate`` run the merged model. Each of its weights is
+    ``Σ_k mask_k * W_k``, or over a base ``W + Σ_k mask_k * (W_k - W)``. Only the masks can be
+    trained. Weights are shared with ``models``, not copied, and ``models`` are not changed.
 
     Args:
-        models: Two or more models of one architecture, dtype and vocabulary; adapters of peft's are
-            folded in, in a copy.
+        models: Two or more models (with a base, one or more) of one architecture, dtype and
+            vocabulary. The adapter of a `PeftModel` is folded into a copy.
         config: The settings of the masks.
-        base: The model that the others were tuned from: masks lie over their differences from it.
-            It is no teacher.
+        base: The model that the others were fine-tuned from. Masks then apply to their differences
+            from it. It is no teacher.
         labels: The names of the models, the base last; default: where they were loaded from.
-        strict: Refuse components whose settings or buffers differ; else warn, and use the first
-            one's.
+        strict: Whether to refuse components whose settings or buffers differ; otherwise warn, and
+            use those of the base or else of the first component.
 
     Raises:
         ValueError: Models that differ in architecture, shapes, dtypes, ties, settings or buffers,
@@ -57,7 +55,7 @@ class Merger(MaskedModel):
     [0.5, 0.5]
     """
 
-    # the Trainer counts the items of all micro-batches of a step and hands them over
+    # the Trainer passes the number of items in all micro-batches of a step
     accepts_loss_kwargs = True
 
     @classmethod
@@ -73,21 +71,23 @@ class Merger(MaskedModel):
         strict: bool = True,
         **config: Any,
     ) -> Self:
-        """Load the components, each once, and lay masks over them.
+        """Load each component once, and create masks for all of them.
 
         Args:
             paths: Folders or hub ids, in the order of the masks; ``"model+adapter"`` and folders of
                 LoRA adapters too.
-            base: The model that they were tuned from: masks lie over differences from it. Adapters
-                of its linear layers then stay factors, and all models take the memory of one (not
-                with element masks, which need whole weights).
-            masks: A file of `save_masks` to go on from; it also sets the config.
-            auto_class: Which head, for example ``AutoModelForSequenceClassification``.
+            base: The model that the components were fine-tuned from. Masks then apply to
+                differences from it. Adapters of its linear layers stay factors, so all models take
+                about the memory of one (not with element masks, which need full weights).
+            masks: A file from `save_masks` to start from; it also sets the config.
+            auto_class: The transformers class that loads the models, for example
+                ``AutoModelForSequenceClassification``.
             dtype: The dtype of all components; ``"auto"``: as stored.
-            model_options: More for ``auto_class.from_pretrained``, such as ``attn_implementation``,
-                or fields of the config, of all components.
-            strict: Refuse components whose tokenizers, settings or buffers differ; else warn, and
-                use the first one's.
+            model_options: Further arguments of ``auto_class.from_pretrained``, such as
+                ``attn_implementation``, or fields of the config. They apply to all components.
+            strict: Whether to refuse components whose tokenizers, settings or buffers differ;
+                otherwise warn, and use the settings and buffers of the base or else of the first
+                component.
             **config: Fields of `MaskConfig`.
 
         Raises:
@@ -95,10 +95,10 @@ class Merger(MaskedModel):
         """
         if masks is not None and config:
             raise ValueError(
-                f"Merger.from_pretrained: {next(iter(config))} was given beside masks, which say "
-                "it already"
+                "Merger.from_pretrained: expected masks or fields of MaskConfig, got masks and "
+                f"{next(iter(config))}; the file of masks sets these fields"
             )
-        # a dataclass's own TypeError would not say which fields there are
+        # a dataclass's own TypeError would not list the fields
         known = [field.name for field in fields(MaskConfig)]
         if unknown := [name for name in config if name not in known]:
             raise ValueError(
@@ -120,16 +120,16 @@ class Merger(MaskedModel):
         )
         base_model = None if base is None else models.pop()
         merger = cls(models, settings, base=base_model, labels=labels, strict=strict)
-        # only here: models that were handed over may differ from every file
+        # only here, because models that were passed in memory may differ from every file
         merger.sources = [stored_as(label) for label in labels]
         if masks is not None:
             merger.load_masks(masks)
         return merger
 
     def forward(self, *args: object, kl: KLConfig | None = None, **inputs: object) -> Output:
-        """The merged model's output.
+        """Return the merged model's output, or with ``kl`` an output that holds only a loss.
 
-        With ``kl`` its ``loss`` is that of `distill`, and whole logits are never made.
+        This loss is the result of `distill`.
         """
         if kl is None:
             return super().forward(*args, **inputs)
@@ -165,30 +165,27 @@ class Merger(MaskedModel):
         self.unfold_()
 
     def bake(self, out: str | os.PathLike[str], **options: object) -> MergeReport:
-        """Write the merged model as an ordinary checkpoint, streaming.
+        """Write the merged model as an ordinary checkpoint.
 
-        The engine of `merge_models` writes it.
-
-        In accurate mode its logits are this merger's in evaluation mode, bit for bit.
+        The engine of `merge_models` streams it to disk. In accurate mode the checkpoint gives the
+        same logits as this merger in evaluation mode, bit for bit.
 
         Args:
-            out: Folder to write; it must not exist or be empty.
+            out: Folder to write: a new path, or an empty folder.
             **options: ``max_shard_size``, ``progress``, ``threads``, ``fresh`` of `merge_models`,
-                and ``dtype``; another dtype than the components' changes the logits by one
+                and ``dtype``; a dtype other than the components' changes the logits by one
                 rounding.
 
         Raises:
-            ValueError: A mask that is not finite; and what `merge_models` raises.
+            ValueError: A mask is not finite, an option is unknown, or `merge_models` refuses.
         """
         return bake(self, Path(out), options)
 
     def report(self) -> MaskReport:
-        """Describe each weight's masks: means, spread, and which component's mask is the larger.
+        """Return a report of each weight's masks: means, spread, and which component's is largest.
 
-        Print it, or ``.plot()``.
-
-        Over a base, the components' masks over the weights that one changes; the base has what they
-        leave of 1.
+        Print it, or call its ``plot``. Over a base it has the components' masks of each weight that
+        a component changes. The base's mask is 1 minus their sum.
         """
         chosen = [name for name, (layer, own) in self._layers.items() if not layer.is_same(own)]
         masks = self.effective_masks()
@@ -197,8 +194,8 @@ class Merger(MaskedModel):
         )
 
     def distill(self, kl: KLConfig, **batch: Any) -> Tensor:
-        """The loss of one batch.
+        """Return the distillation loss of one batch.
 
-        See `mergekit_lite.masks.distillation.distill` for what a batch holds.
+        See `mergekit_lite.masks.distillation.distill` for the keys of a batch.
         """
         return distill(self, kl, **batch)

@@ -1,4 +1,4 @@
-"""`MaskedModel`: several frozen models of one architecture, under masks that make one of them."""
+"""`MaskedModel`: several frozen models of one architecture, which masks merge into one."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .layers import MaskedLayer, Output, Selection
 from .low_rank import LowRankLinear, has_factors
 from .surgery import Surgeon
 
-# what Gemma 2, Cohere, Granite and Falcon-H1 do to logits after the head's product
+# config fields by which Gemma 2, Cohere, Granite and Falcon-H1 change logits after the head
 _HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 class StoredAs(NamedTuple):
-    """Place that a component was loaded from, with its files' sizes and times.
+    """The name that a component was loaded from, and a fingerprint of its files.
 
-    None for files that no merge can read.
+    The fingerprint consists of sizes and times. It is None for files that no merge can read.
     """
 
     name: str
@@ -40,7 +40,7 @@ class StoredAs(NamedTuple):
 
 
 def _labels_of(models: Sequence[PreTrainedModel], labels: Sequence[str] | None) -> list[str]:
-    """Return what to call models in messages: the labels, or where they were loaded from."""
+    """Return the models' names for messages: the labels, or where models were loaded from."""
     if labels is None:
         return [m.config.name_or_path or f"model {place}" for place, m in enumerate(models)]
     if len(labels) != len(models):
@@ -52,11 +52,10 @@ def _labels_of(models: Sequence[PreTrainedModel], labels: Sequence[str] | None) 
 
 
 class MaskedModel(nn.Module):
-    """The part of `Merger` that distillation and storage work on.
+    """The part of `Merger` that distillation and storage use.
 
-    Components, masks, and the choice of what runs.
-
-    Its arguments, and what it refuses, are documented at `Merger`.
+    It holds the components and masks, and selects what runs: the merged model or a component. See
+    `Merger` for arguments and errors.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class MaskedModel(nn.Module):
         self.count = len(models)
         self.over_base = base is not None
         self.mask_config = (config or MaskConfig()).resolved(over_base=self.over_base)
-        # a PeftModel is of another class, with other names, than what it is compared with
+        # a PeftModel has another class and other names than the models it is compared with
         models = [without_adapter(model) for model in models]
         if base is not None:
             models.append(without_adapter(base))
@@ -84,11 +83,11 @@ class MaskedModel(nn.Module):
         shared = share_frozen(models, over_base=self.over_base)
         # this one gets the masked layers; its settings and buffers are the merged model's
         model = shared.pop(-1 if self.over_base else 0)
-        # children alone are replaced, so a parameter of the root would stay unmerged
+        # only children are replaced, so a parameter of the root would stay unmerged
         for name, _ in model.named_parameters(recurse=False):
             raise ValueError(
-                f"Merger: {type(model).__name__} itself owns {name}; expected parameters of its "
-                "modules"
+                f"Merger: expected all parameters in submodules, but {type(model).__name__} itself "
+                f"owns {name}"
             )
         stored = model.state_dict()
         # for bakes and hashes; rotary frequencies are buffers that no checkpoint stores
@@ -110,14 +109,14 @@ class MaskedModel(nn.Module):
         self.eval()
 
     def _refuse_different(self, models: Sequence[PreTrainedModel], *, strict: bool) -> None:
-        """Refuse models that cannot be merged; those with factors are copies of the base."""
+        """Refuse models that cannot be merged; skip models with factors, which copy the base."""
         whole = []
         labels = []
         for model, label in zip(models, self.labels, strict=True):
             if not has_factors(model):
                 whole.append(model)
                 labels.append(label)
-        # where all others are adapters, the base is alone and nothing is left to compare
+        # if all other models are adapters, only the base is left, with nothing to compare
         if len(whole) > 1 or not self.over_base:
             whose = "base's" if self.over_base else "first component's"
             refuse_different(whole, labels, strict=strict, whose=whose)
@@ -127,15 +126,15 @@ class MaskedModel(nn.Module):
         modules = self.mask_config.modules
         if self.over_base:
             return (
-                "Merger: no mask is trained: no component changes the base in a module like "
-                f"{modules or 'any'}; expected patterns such as {example!r}, and components that "
-                "differ from the base"
+                "Merger: no mask is trained, since no component changes the base in the modules to "
+                f"train ({modules or 'any'}); expected patterns such as {example!r}, and "
+                "components that differ from the base"
             )
         return f"Merger: no module has a name like {modules}; expected patterns such as {example!r}"
 
     @property
     def config(self) -> Any:
-        """The base's, or the first component's."""
+        """Return the config of the base, or of the first component."""
         return self.model.config
 
     @property
@@ -145,13 +144,13 @@ class MaskedModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The components'."""
+        """Return the components' dtype."""
         return self.model.dtype
 
     def gradient_checkpointing_enable(self, **options: object) -> None:
-        """Run blocks again in backward, and keep only their inputs until then.
+        """Recompute blocks in backward, and keep only their inputs until then.
 
-        It takes the options of transformers' models.
+        The options are those of transformers' models.
         """
         self.model.gradient_checkpointing_enable(**options)
 
@@ -160,24 +159,24 @@ class MaskedModel(nn.Module):
         self.model.activation_checkpointing_enable(**options)
 
     def gradient_checkpointing_disable(self) -> None:
-        """Keep activations until backward again."""
+        """Disable gradient checkpointing, so that activations are kept until backward."""
         self.model.gradient_checkpointing_disable()
 
     def can_generate(self) -> bool:
-        """Return whether `generate` is there."""
+        """Return whether the model supports `generate`."""
         return self.model.can_generate()
 
     def generate(self, *args: object, **options: object) -> Output:
         """Generate with the merged model, or the selected component.
 
         In evaluation mode weights are blended once for all tokens, and take the memory of one more
-        model while it runs.
+        model meanwhile.
 
         Args:
-            *args: Of transformers' ``generate``.
-            **options: Of transformers' ``generate``.
+            *args: Passed to transformers' ``generate``.
+            **options: Passed to transformers' ``generate``.
         """
-        # a fold of the caller's own stays afterwards; a component has nothing to blend
+        # weights that the caller folded stay folded; a component has nothing to blend
         fold = not self.training and self.selection.component is None and not self.is_folded
         if fold:
             self.fold_()
@@ -194,14 +193,14 @@ class MaskedModel(nn.Module):
         return all(layer.is_folded for layer in self.layers().values())
 
     def forward(self, *args: object, **inputs: object) -> Output:
-        """The merged model's output."""
+        """Return the output of the merged model, or of the selected component."""
         return self.model(*args, **inputs)
 
     @contextlib.contextmanager
     def component(self, k: int) -> Iterator[Self]:
-        """Within this context component ``k`` runs, with exactly its own weights.
+        """Run component ``k``, with exactly its own weights, within this context.
 
-        The base comes after the last.
+        The base has the index after the last component.
 
         Raises:
             ValueError: There is no such component.
@@ -216,15 +215,15 @@ class MaskedModel(nn.Module):
             self.selection.component = before
 
     def train(self, mode: bool = True) -> Self:
-        """Training mode drops what `fold_` keeps, which training would outdate."""
+        """Set training or evaluation mode; training mode drops the weights that `fold_` keeps."""
         if mode:
             self.unfold_()
         return super().train(mode)
 
     def fold_(self) -> Self:
-        """Keep the merged weights, for fast generation, as one more model in memory.
+        """Store the merged weights for fast generation, in the memory of one more model.
 
-        Until `unfold_` or new masks.
+        `unfold_`, training mode and new masks drop them.
         """
         for layer in self.layers().values():
             layer.fold_()
@@ -252,7 +251,7 @@ class MaskedModel(nn.Module):
         return self
 
     def layers(self) -> dict[str, MaskedLayer]:
-        """The masked layers by module name."""
+        """Return the masked layers by module name."""
         return {
             n.removeprefix("model."): m
             for n, m in self.named_modules()
@@ -260,16 +259,16 @@ class MaskedModel(nn.Module):
         }
 
     def masks(self) -> dict[str, nn.Parameter]:
-        """The mask parameters, before `constrain`, by the name of their weight.
+        """Return the mask parameters, before `constrain`, by weight name.
 
-        Tied weights share one.
+        Tied weights share one mask, under the first of their names.
         """
         return dict(self._raw)
 
     def effective_masks(self) -> dict[str, Tensor]:
-        """The constrained masks, by weight name.
+        """Return the constrained masks by weight name.
 
-        Over a base its own, 1 minus the sum of the others, is the last.
+        Over a base the last mask is the base's: 1 minus the sum of the components' masks.
         """
         return {name: layer.mask(own) for name, (layer, own) in self._layers.items()}
 
@@ -278,12 +277,12 @@ class MaskedModel(nn.Module):
         return dict(self._layers)
 
     def trained_masks(self) -> list[Tensor]:
-        """The constrained masks of weights whose masks are trained, without a base's."""
+        """Return the constrained masks that are trained, without a base's masks."""
         trained = [place for name, place in self._layers.items() if self._raw[name].requires_grad]
         return [layer.mask(own)[: self.count] for layer, own in trained]
 
     def state(self, k: int) -> dict[str, Tensor]:
-        """Component ``k``'s weights and the stored buffers, by the names that a checkpoint has."""
+        """Return component ``k``'s weights and stored buffers, by their names in checkpoints."""
         weights = {
             name: getattr(layer.components[k], own).detach()
             for name, (layer, own) in self._layers.items()
@@ -293,7 +292,7 @@ class MaskedModel(nn.Module):
     def task_vectors(self) -> list[dict[str, Tensor]]:
         """Return each component's difference from the base, by tensor name.
 
-        In the models' dtype, and all in memory.
+        The differences are in the models' dtype, and all are in memory at once.
 
         Raises:
             ValueError: There is no base.
@@ -310,7 +309,7 @@ class MaskedModel(nn.Module):
         ]
 
     def hashes(self) -> list[str]:
-        """A SHA-256 of each component's weights, or of the factors that it has in their place."""
+        """Return a SHA-256 of each component's weights, or of its factors in their place."""
         if self._hashes is None:
             self._hashes = component_hashes([self._hashed(k) for k in range(len(self.labels))])
         return self._hashes
@@ -327,9 +326,9 @@ class MaskedModel(nn.Module):
         yield from sorted(self._stored_buffers.items())
 
     def output_head(self) -> MaskedLayer | None:
-        """Return the output head where logits are exactly its product with the final hidden state.
+        """Return the output head, or None if logits are not its exact product with hidden states.
 
-        Else return None.
+        A trial input shows whether they are.
         """
         head = self.model.get_output_embeddings()
         if not isinstance(head, MaskedLayer) or "weight" not in head.masks:
@@ -341,7 +340,7 @@ class MaskedModel(nn.Module):
     def head_options(self) -> dict[str, Any] | None:
         """Return the masked output head as keyword arguments for `masked_kl`.
 
-        None if logits are not exactly its product with the hidden states.
+        Return None if logits are not exactly the head's product with the hidden states.
         """
         head = self.output_head()
         if head is None:
@@ -350,7 +349,7 @@ class MaskedModel(nn.Module):
         if head.masks["weight"].requires_grad:
             options["masks"] = head.mask("weight")
         else:
-            # blended once a batch, in place of products with every component's head
+            # blended once per batch, instead of products with every component's head
             options["head"] = head.current("weight").detach()
         # Phi and GPT-J have a bias in the head
         if "bias" in head.masks:
@@ -360,12 +359,15 @@ class MaskedModel(nn.Module):
 
     @torch.no_grad()
     def _is_plain(self, head: MaskedLayer) -> bool:
-        """Try it: a head with a soft cap, a scale or a transform in between gives other logits."""
+        """Return whether logits are exactly the head's product with the final hidden states.
+
+        A trial shows it: a soft cap, a scale or a transform in between would give other logits.
+        """
         ids = torch.tensor([[0, 1]], device=self.model.device)
         with evaluating(self), self.component(0):
             logits = self.model(**self.uncached({"input_ids": ids})).logits
             logits_again = head(self.final_hidden(input_ids=ids))
-        # by name as well: a soft cap of small logits rounds away in the trial
+        # check the config as well: a soft cap may not change the trial's small logits at all
         changed = [
             key
             for key in _HEAD_SETTINGS
@@ -374,8 +376,8 @@ class MaskedModel(nn.Module):
         same = torch.equal(logits_again, logits) and not changed
         if not same:
             warnings.warn(
-                f"{type(self.model).__name__} does more to its logits than one product, so the "
-                "loss needs whole (tokens, vocabulary) tensors here",
+                f"Merger: {type(self.model).__name__} does more to its logits than one product "
+                "with the head, so the loss needs full (tokens, vocabulary) tensors",
                 stacklevel=2,
             )
         return same
@@ -388,7 +390,7 @@ class MaskedModel(nn.Module):
         return self.model.base_model(**self.uncached(inputs))[0]
 
     def uncached(self, inputs: Mapping[str, object]) -> dict[str, object]:
-        """A model's inputs, and that it need not keep keys and values."""
+        """Return a model's inputs, with the cache of keys and values turned off."""
         # the forward of an encoder takes no use_cache
         if self.model.can_generate():
             return {**inputs, "use_cache": False}
@@ -396,7 +398,7 @@ class MaskedModel(nn.Module):
 
 
 def _change(layer: MaskedLayer, k: int, name: str) -> Tensor:
-    """Return what a component changes of a parameter of the base, in its dtype."""
+    """Return a component's difference from a parameter of the base, in the base's dtype."""
     module = layer.components[k]
     base = getattr(layer.plain, name)
     # a difference of rounded weights would lose small changes

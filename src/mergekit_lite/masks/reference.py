@@ -1,6 +1,6 @@
-"""The definitions: dense, slow, obvious, in any float dtype.
+"""Reference implementations: dense, slow and simple, in any float dtype.
 
-The fast paths are judged against these, also by `model_components.measure_kernels`.
+Tests and `model_components.measure_kernels` compare the fast paths with them.
 
 Letters: K components, O out_features, I in_features, *B any leading shape. A mask tensor has one
 more dimension than the weight it belongs to: K, then sizes that broadcast over the weight.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def blend(weights: Sequence[Tensor], masks: Tensor) -> Tensor:
-    """Σ_k masks[k] * weights[k]."""
+    """Return Σ_k masks[k] * weights[k]."""
     return torch.stack([m * w for m, w in zip(masks, weights, strict=True)]).sum(0)
 
 
@@ -28,9 +28,9 @@ def masked_linear(
     mode: str = "accurate",
     transposed: bool = False,
 ) -> Tensor:
-    """``x @ (Σ m_k W_k).T + b``.
+    """Return ``x @ (Σ m_k W_k).T + b``.
 
-    Efficient: each component's own product, its input or output masked.
+    Efficient mode adds each component's own product, with its input or output masked.
     """
     if mode == "accurate":
         # in the layout of the weights, as the stock layers multiply
@@ -40,7 +40,7 @@ def masked_linear(
     if transposed:
         weights = [w.T for w in weights]
         masks = masks.transpose(1, 2)
-    if masks.shape[1] > 1:  # one value an output row
+    if masks.shape[1] > 1:  # one value per output row
         terms = [(x @ w.T) * m[:, 0] for w, m in zip(weights, masks, strict=True)]
     else:
         terms = [(x * m[0]) @ w.T for w, m in zip(weights, masks, strict=True)]

@@ -1,4 +1,4 @@
-"""Reports of what masks became: a table, and a heat map."""
+"""Reports of trained masks: a table and a heat map."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from model_components._report import Axes, Figure, Report, Table, axes_for
 
 @dataclass(frozen=True)
 class MaskRow:
-    """One weight's masks.
-
-    The components' means and deviations, and the share of places each is largest at.
+    """Statistics of one weight's masks.
 
     Attributes:
-        name: The weight's.
+        name: The weight's name.
         shape: The shape of its masks, without the dimension of components.
-        mean: The components' mean masks.
-        spread: Standard deviations, by component.
-        wins: Shares, 0 to 1, by component.
+        mean: The mean mask of each component.
+        spread: The standard deviation of each component's mask.
+        wins: For each component, the fraction of positions, 0 to 1, at which its mask is largest.
     """
 
     name: str
@@ -36,7 +34,7 @@ class MaskRow:
 
     @property
     def winner(self) -> int:
-        """The component whose mask is the largest at most places."""
+        """Return the index of the component whose mask is the largest at most positions."""
         return max(range(len(self.wins)), key=self.wins.__getitem__)
 
 
@@ -46,7 +44,7 @@ class MaskReport(Report):
 
     Attributes:
         labels: The components' names.
-        rows: One entry a weight.
+        rows: One row per weight.
     """
 
     labels: tuple[str, ...]
@@ -75,11 +73,11 @@ class MaskReport(Report):
         return cls(tuple(labels), tuple(rows))
 
     def summary(self) -> list[str]:
-        """The components."""
+        """Return the components' indices and names."""
         return [f"component {k}: {label}" for k, label in enumerate(self.labels)]
 
     def table(self) -> Table:
-        """A row for each weight."""
+        """Return a table with one row for each weight."""
         rows = []
         for r in self.rows:
             if max(r.wins) > min(r.wins):
@@ -92,9 +90,9 @@ class MaskReport(Report):
         return Table(("weight", "means", "spread", "wins"), rows)
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Plot the masks' means: a line a layer, a column a kind of weight (extra ``plot``).
+        """Plot the masks' means as heat maps, one per component, side by side (extra ``plot``).
 
-        The components stand side by side.
+        A row is a layer, and a column is a kind of weight.
 
         Args:
             ax: The axes to plot on; default: a new figure.
@@ -111,11 +109,11 @@ class MaskReport(Report):
         for row, (layer, kind) in zip(self.rows, cells, strict=True):
             for start, mean in zip(starts, row.mean, strict=True):
                 grid[layers.index(layer), start + kinds.index(kind)] = mean
-        # inches: names and color bar, then so much for each cell
+        # in inches: space for names and color bar, and a fixed size for each cell
         width = 2.5 + 0.32 * grid.shape[1]
         height = 2.4 + 0.26 * len(layers)
         figure, axes = axes_for(ax, "MaskReport.plot", width=width, height=height)
-        even = 1 / count  # where all components count alike: the middle of the scale
+        even = 1 / count  # the mask of a plain average, in the middle of the scale
         # at least 0.05, or masks that hardly moved would have the strongest colors
         reach = max(0.05, float((grid[~grid.isnan()] - even).abs().max()))
         image = axes.imshow(
@@ -143,7 +141,7 @@ class MaskReport(Report):
 
 
 def _cell(name: str) -> tuple[str, str]:
-    """A weight's line and column in the heat map: its layer's number, and what is left of its name.
+    """Return a weight's row and column in the heat map: its layer's number, and its other name.
 
     >>> _cell("model.layers.3.mlp.up_proj.weight"), _cell("lm_head.weight")
     (('3', 'mlp.up_proj'), ('other', 'lm_head'))

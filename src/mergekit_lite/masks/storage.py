@@ -1,6 +1,6 @@
-"""Masks on disk, bound to their components by hash.
+"""Save and load masks, which are bound to their components by hash, and bake merged models.
 
-Baking hands masked components to `merge_models`.
+Baking passes masked components to `merge_models`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def save_masks(merger: MaskedModel, path: Path) -> Path:
 
 def _metadata(path: Path) -> dict[str, str]:
     if not path.is_file():
-        raise ValueError(f"load_masks: {path} is not there, or holds no masks")
+        raise ValueError(f"load_masks: {path} is not there; expected a file from save_masks")
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -68,7 +68,7 @@ def _metadata(path: Path) -> dict[str, str]:
 
 
 def read_config(path: Path) -> MaskConfig:
-    """The config that masks were made with."""
+    """Return the config that the masks in a file were made with."""
     with reading(path, "load_masks"):
         return MaskConfig.from_json(_metadata(path)["config"])
 
@@ -88,7 +88,8 @@ def _check_made_for(merger: MaskedModel, path: Path, metadata: Mapping[str, str]
     # checked before the hashes: they depend on the dtype, and reading every weight takes long
     if metadata["dtype"] != dtype:
         raise ValueError(
-            f"load_masks: {path} is for components in {metadata['dtype']}, here they are in {dtype}"
+            f"load_masks: {path} is for components in {metadata['dtype']}, here they are in "
+            f"{dtype}; load them in the same dtype"
         )
     for k, (own, other) in enumerate(zip(merger.hashes(), theirs, strict=True)):
         if own != other:
@@ -109,14 +110,17 @@ def _check_made_for(merger: MaskedModel, path: Path, metadata: Mapping[str, str]
 def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
     """Return the values in a file of masks.
 
-    They are checked to belong to the merger's components and config first.
+    Check first that they belong to the merger's components and config.
     """
     with reading(path, "load_masks"):
         _check_made_for(merger, path, _metadata(path))
     masks = merger.masks()
     loaded = load_file(path)
     if odd := sorted(loaded.keys() ^ masks.keys()):
-        raise ValueError(f"load_masks: {path} and the merger differ in {odd[0]} ({len(odd)} such)")
+        raise ValueError(
+            f"load_masks: expected the same masks in {path} and the merger, but {odd[0]} is in "
+            f"only one of them ({len(odd)} such masks)"
+        )
     for name, values in loaded.items():
         if values.shape != masks[name].shape or not values.is_floating_point():
             raise ValueError(
@@ -129,9 +133,10 @@ def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
 
 
 def bake(merger: MaskedModel, out: Path, options: Mapping[str, Any]) -> MergeReport:
-    """Write what `Merger.bake` bakes.
+    """Write the merged model, as `Merger.bake` describes.
 
-    It reads the components' files where their tensors bear the model's names, else memory.
+    Components are read from their files if the tensors there have the model's names, else from
+    memory.
     """
     if unknown := sorted(options.keys() - set(_OPTIONS)):
         raise ValueError(f"bake: unknown option {unknown[0]!r}; options are {', '.join(_OPTIONS)}")
@@ -139,7 +144,8 @@ def bake(merger: MaskedModel, out: Path, options: Mapping[str, Any]) -> MergeRep
     masks = {name: mask.detach().cpu() for name, mask in merger.effective_masks().items()}
     if bad := [name for name, mask in masks.items() if not torch.isfinite(mask).all()]:
         raise ValueError(
-            f"bake: the mask of {bad[0]} is not finite ({len(bad)} such); training has diverged"
+            f"bake: the mask of {bad[0]} is not finite ({len(bad)} such masks); training has "
+            "diverged"
         )
     count = len(merger.labels)
     sources = [source for k in range(count) if (source := _stored(merger, k)) is not None]
@@ -171,21 +177,21 @@ def bake(merger: MaskedModel, out: Path, options: Mapping[str, Any]) -> MergeRep
 
 
 def stored_as(name: str) -> StoredAs:
-    """Return what a component is loaded from, and how to tell whether it has changed since."""
+    """Return a component's name, with a fingerprint that changes if its files do."""
     try:
         return StoredAs(name, open_source(name).fingerprint())
-    except CheckpointError:  # pickled, say
+    except CheckpointError:  # for example, a pickled checkpoint
         return StoredAs(name, None)
 
 
 def _stored(merger: MaskedModel, k: int) -> Source | None:
-    """The component's own files, where they hold what the merger runs, under the same names.
+    """Return a component's files if they hold its tensors under the same names, else None.
 
     Raises:
-        ValueError: They have changed since they were loaded.
+        ValueError: The files have changed since they were loaded.
     """
     if merger.sources is None or merger.sources[k].fingerprint is None:
-        return None  # in memory they may have been changed since they were loaded
+        return None  # models that were passed in memory may differ from every file
     source = open_source(merger.sources[k].name)
     state = merger.state(k)
     if not all(
@@ -212,7 +218,7 @@ def _is_stored(
         pair = source.pair(name) if isinstance(source, LoraSource) else None
         return (
             pair is not None
-            # alpha is in the adapter's config, and can change where no factor does
+            # alpha is in the adapter's config, and can change while the factors stay the same
             and pair.scale == module.scale
             and all(
                 torch.equal(torch.from_numpy(factor).to(own), own)
@@ -228,8 +234,8 @@ def _is_stored(
 
 
 def _resident(merger: MaskedModel, k: int) -> Source:
-    """The component's weights in memory; tokenizer files still come from its folder."""
-    # a model that was made from a config has no architectures in it
+    """Return the component's weights in memory, as a source with its folder's tokenizer files."""
+    # a model that was created from a config has no ``architectures`` there
     config = {**merger.model.config.to_dict(), "architectures": [type(merger.model).__name__]}
     source = DictSource(merger.state(k), merger.labels[k], config)
     if Path(merger.labels[k]).is_dir():

@@ -1,4 +1,4 @@
-"""`Surgeon`: masked layers in the place of every module that owns parameters."""
+"""`Surgeon`: replaces every module that owns parameters by a masked layer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LINEAR: dict[Mode, type[MaskedLinear]] = {
 
 def masked_class(module: nn.Module, mode: Mode = "accurate") -> type[MaskedLayer]:
     """Return the class of masked layers for a stock layer that owns parameters."""
-    # by its forward: a subclass that computes something else keeps its own
+    # compare the forward: a subclass with a forward of its own has to keep it
     if type(module).forward is nn.Linear.forward or is_conv1d(module):
         return _LINEAR[mode]
     if isinstance(module, nn.Embedding):
@@ -41,19 +41,20 @@ def masked_class(module: nn.Module, mode: Mode = "accurate") -> type[MaskedLayer
             return MaskedEmbedding
     if isinstance(module, nn.RNNBase):
         raise ValueError(
-            f"Merger: {type(module).__name__} keeps its weights in a flat copy, which masks cannot "
-            "reach"
+            f"Merger: expected no recurrent layers, got {type(module).__name__}, which keeps its "
+            "weights in a flat copy that masks cannot reach"
         )
     return MaskedLayer
 
 
 class Surgeon:
-    """Puts masked layers into a model and remembers whose masks are whose.
+    """Puts masked layers into a model, and records the layer and the mask of each weight.
 
     Args:
         config: The settings of the masks.
-        selection: Shared by all layers.
-        over_base: Masks lie over differences from the model that is changed, which is no component.
+        selection: The selection that all layers share.
+        over_base: Whether the model that is changed is the base. Masks then apply to differences
+            from it, and it is no component.
     """
 
     def __init__(

@@ -27,11 +27,12 @@ class DistillTrainer(StepTrainer):
     """A trainer whose model computes the distillation loss of a batch, given a `KLConfig`.
 
     Args:
-        model: Its ``forward`` takes ``kl``, ``normalizer`` and a batch, and returns a loss.
+        model: A module whose ``forward`` takes ``kl``, ``normalizer`` and a batch, and returns an
+            output with a ``loss``.
         args: `TrainingArguments`; ``remove_unused_columns`` is turned off, since examples carry
             their task.
         kl: The settings of the loss.
-        **options: Of `Trainer`.
+        **options: Further arguments of `Trainer`.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class DistillTrainer(StepTrainer):
         prediction_loss_only: bool,
         ignore_keys: object = None,
     ) -> tuple[Tensor, None, None]:
-        """Return the loss; logits are never made."""
+        """Return the loss, without logits and labels."""
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, self._prepare_inputs(inputs))
         assert isinstance(loss, Tensor)
@@ -77,10 +78,10 @@ class DistillTrainer(StepTrainer):
 class MaskTrainer(DistillTrainer):
     """A `transformers.Trainer` for a `Merger`: only masks learn, and only masks are saved.
 
-    The learning rate, schedule, accumulation, mixed precision, gradient checkpointing, logs, resume
-    and DDP are `TrainingArguments`' own. A dict as ``eval_dataset`` is evaluated task by task
-    (``eval_NAME_loss``). Checkpoints hold ``masks.safetensors`` beside optimizer, schedule and
-    random state.
+    `TrainingArguments` set the learning rate, schedule, accumulation, mixed precision, gradient
+    checkpointing, logs, resume and DDP. A dict as ``eval_dataset`` is evaluated task by task
+    (``eval_NAME_loss``). Checkpoints hold ``masks.safetensors`` and the states of optimizer,
+    schedule and random generators.
 
     Args:
         model: A `Merger`.
@@ -88,11 +89,12 @@ class MaskTrainer(DistillTrainer):
             their task.
         train_dataset: Examples with their task, such as a `TaskMixture`.
         kl: The settings of the loss.
-        **options: Of `Trainer`: ``eval_dataset``, ``data_collator`` (a `MaskCollator`), ...
+        **options: Further arguments of `Trainer`: ``data_collator`` (a `MaskCollator`, required),
+            ``eval_dataset``, ...
 
     Raises:
-        ValueError: ``model`` is not a `Merger`; more tasks than components; several GPUs without
-            torchrun.
+        ValueError: ``model`` is not a `Merger`; there are more tasks than components, no collator
+            or no examples; or several GPUs are used without torchrun.
 
     >>> import tempfile
     >>> from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
@@ -126,7 +128,8 @@ class MaskTrainer(DistillTrainer):
         # nn.DataParallel would copy all frozen components to each card in every step
         if args.n_gpu > 1:
             raise ValueError(
-                f"MaskTrainer: {args.n_gpu} GPUs in one process; start one for each with torchrun"
+                f"MaskTrainer: expected one GPU per process, got {args.n_gpu}; start one process "
+                "per GPU with torchrun"
             )
         if options.get("data_collator") is None:
             raise ValueError(
@@ -144,7 +147,7 @@ class MaskTrainer(DistillTrainer):
         super().__init__(model, args, kl=kl, train_dataset=train_dataset, **options)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """The logs, while it trains with the mean of each component's masks."""
+        """Log the metrics, and during training the mean of each component's masks."""
         if "loss" in logs:
             with torch.no_grad():
                 masks = self.merger.trained_masks()
@@ -168,7 +171,7 @@ class MaskTrainer(DistillTrainer):
 
     @property
     def merger(self) -> Merger:
-        """The model without wrappers."""
+        """Return the merger without wrappers."""
         merger = self.unwrapped()
         assert isinstance(merger, Merger)
         return merger
@@ -179,7 +182,7 @@ def _check_mixture(data: TaskMixture, model: Merger) -> None:
     if len(data.datasets) > model.count:
         raise ValueError(
             f"MaskTrainer: expected at most one task per component ({model.count}), got "
-            f"{len(data.datasets)}; or coefficients='evidence', which ignores tasks"
+            f"{len(data.datasets)}; coefficients='evidence' would ignore tasks"
         )
     followed = [any(len(d) for d in parts) for parts in data.datasets]
     for k, label in enumerate(model.labels[: model.count]):
@@ -191,14 +194,12 @@ def _check_mixture(data: TaskMixture, model: Merger) -> None:
 def shard_frozen_(merger: Merger, mesh: DeviceMesh | None = None) -> list[str]:
     """Shard the blocks' frozen weights over the ranks (FSDP2), for models larger than one card.
 
-    Masks stay whole.
-
-    Each block is gathered when it runs, forward and backward, and let go after. Call it in every
-    process, before the trainer is made; DDP then reduces the masks' gradients as ever. Embeddings
-    and head stay whole on every rank.
+    Each block is gathered when it runs, forward and backward, and freed afterwards. Masks,
+    embeddings and head stay whole on every rank. Call this function in every process, before the
+    trainer is created; DDP then reduces the masks' gradients as usual.
 
     Args:
-        merger: Changed in place.
+        merger: The merger, which is changed in place.
         mesh: A `DeviceMesh` of one dimension; default: all ranks.
 
     Returns:
@@ -230,12 +231,15 @@ def shard_frozen_(merger: Merger, mesh: DeviceMesh | None = None) -> list[str]:
         for i, block in enumerate(modules)
     }
     if not blocks:
-        raise ValueError(f"shard_frozen_: {type(merger.model).__name__} has no list of blocks")
-    merger.hashes()  # from whole weights
+        raise ValueError(
+            "shard_frozen_: expected a model with a list of blocks (nn.ModuleList), got "
+            f"{type(merger.model).__name__}"
+        )
+    merger.hashes()  # computed and kept while the weights are still whole
     masks = set(merger.masks().values())
     for block in blocks.values():
         fully_shard(block, mesh=mesh, ignored_params=masks)
-    # DDP would spread the first rank's values at its start, and shards differ by rank
+    # DDP would broadcast the first rank's values at its start, but shards differ by rank
     frozen = [n for n, p in merger.named_parameters() if not p.requires_grad]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(merger, frozen)
     return list(blocks)

@@ -1,9 +1,9 @@
 """Tests for your own layers: numerical equivalence, ordinary torch behavior, operation counts.
 
-- `check_equivalent` judges a fast function, and all of its gradients, against its definition in
+- `check_equivalent` compares a fast function, and all of its gradients, with its definition in
   float64.
-- `check_module` tries a module in everything that torch's own modules can do: copies, dtypes,
-  second derivatives, `torch.func`, `torch.compile`, `torch.export`, optimizers and more.
+- `check_module` checks that a module can do everything that torch's own modules can do: copies,
+  dtypes, second derivatives, `torch.func`, `torch.compile`, `torch.export`, optimizers and more.
 - `count_operations` counts the torch operations and bytes of a call.
 
 >>> from model_components.testing import check_module

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Operations that move no data: views, and questions about a tensor
+# Operations that move no data: views and allocations
 _FREE = {
     "_unsafe_view",
     "alias",
@@ -48,7 +48,7 @@ class OperationCount:
         operations: The number of operations that moved or computed data; views do not count.
         bytes_written: Bytes of all their results.
         largest: Bytes of the largest result.
-        by_name: Operations by their name in torch.
+        by_name: The number of operations by their name in torch.
     """
 
     operations: int
@@ -85,8 +85,8 @@ class _Counter(TorchDispatchMode):
 def count_operations(function: Callable[[], object]) -> OperationCount:
     """Count the torch operations of a call, such as one training step.
 
-    On a GPU each operation is at least one kernel launch, so a count finds storms of small
-    operations on a machine without a GPU.
+    On a GPU each operation is at least one kernel launch, so a count finds too many small
+    operations even on a machine without a GPU.
 
     Args:
         function: Called once without arguments. A backward pass inside it is counted as well.

@@ -1,4 +1,4 @@
-"""The judge of numerical equivalence: a fast function against its definition in float64."""
+"""Check the numerical equivalence of a fast function and its definition in float64."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Last bits that the rounding of the result itself may cost: at one element, and on average
+# Units in the last place allowed for rounding the result: at one element, and on average
 _MAX_ULPS = 2.0
 _RMS_ULPS = 0.25
-# Share of the largest input that may remain where terms cancel to 0; a finer eps takes its place
+# Allowed error where terms cancel to 0, as a share of the largest input; at most the dtype's eps
 _FLOOR = 2.0**-22
 
 
@@ -42,7 +42,7 @@ class _Measure(NamedTuple):
     def ratio(self) -> float:
         if self.budget > 0:
             return self.error / self.budget
-        # a budget of 0 comes from inputs that are all 0: only 0 is right then
+        # the budget is 0 if all inputs are 0; then only an error of 0 passes
         return 0.0 if self.error == 0 else float("inf")
 
 
@@ -60,19 +60,20 @@ def check_equivalent(
     """Compare a fast function with its definition: the output and every gradient.
 
     Inputs are rounded to ``dtype`` once. The reference in float64 on these inputs is the truth. The
-    error that the reference itself makes in the working dtype, times two, plus a little for the
-    last bits, is the budget, by maximum and by root mean square. So no tolerance is chosen by hand.
+    error budget is twice the error of the reference itself in the working dtype, plus a little for
+    rounding. There is one budget for the maximum error and one for the root mean square error. So
+    no tolerance is chosen by hand.
 
     Args:
         fast: Function to check; it gets the inputs as keyword arguments, in ``dtype``.
         reference: The definition in plain torch; it must work in any float dtype.
         inputs: Tensors by argument name; floats are rounded to ``dtype``, others stay.
         dtype: Dtype of the inputs and of the result.
-        working: Dtype that the reference sets the budget in; default: ``dtype``. Give float32 for
-            a function that promises float32 arithmetic and one rounding.
+        working: Dtype in which the reference's error sets the budget; default: ``dtype``. Give
+            float32 for a function that promises float32 arithmetic and one rounding.
         gradients: Whether to compare the gradient of every floating input, too.
         device: The device that ``fast`` runs on.
-        name: First words of an error.
+        name: The name that error messages begin with.
 
     Returns:
         The largest error, as a share of its budget.
@@ -119,7 +120,7 @@ def check_equivalent(
             if measure.ratio > 1:
                 raise NotEquivalent(
                     f"{name}: {what} in {dtype}: {measure.name} error {measure.error:.3e} is "
-                    f"{measure.ratio:.2f} of its budget {measure.budget:.3e}"
+                    f"{measure.ratio:.2f} times its budget {measure.budget:.3e}"
                 )
             if measure.ratio > worst.worst:
                 worst = Judgment(measure.ratio, f"{what}, {measure.name}")
@@ -145,7 +146,7 @@ def _run(
     output.backward(cotangent.to(output))
     for name, leaf in leaves.items():
         if leaf.requires_grad:
-            # one function may leave an unused input out, where the other multiplies it by 0
+            # one function may leave out an unused input that the other multiplies by 0
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             results[f"gradient of {name}"] = gradient.cpu()
     return results
@@ -158,7 +159,7 @@ def _scale(inputs: Mapping[str, Tensor], cotangent: Tensor | None) -> float:
 
 
 def _check_form(what: str, actual: Tensor, true: Tensor, dtype: torch.dtype) -> None:
-    """Refuse a wrong shape or dtype, and values that are not finite."""
+    """Raise if the shape or dtype is wrong, or if a value is not finite."""
     if actual.shape != true.shape:
         raise NotEquivalent(f"{what} has shape {list(actual.shape)}, expected {list(true.shape)}")
     if actual.dtype != dtype:

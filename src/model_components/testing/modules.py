@@ -1,4 +1,4 @@
-"""`check_module`: try a module in everything that torch's own modules can do."""
+"""`check_module`: check that a module can do everything that torch's own modules can do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ModuleReport(Report):
     """The result of `check_module`.
 
     Attributes:
-        passed: Behaviors that are as torch's own modules have them.
+        passed: Behaviors that match those of torch's own modules.
         raised: Behaviors that end in an error, and the error.
         wrong: Behaviors that give a wrong result without an error, and the difference.
     """
@@ -61,18 +61,18 @@ def check_module(
     skip: Iterable[str] = (),
     backend: str = "aot_eager",
 ) -> ModuleReport:
-    """Try a module in everything that torch's own modules can do.
+    """Check that a module can do everything that torch's own modules can do.
 
-    A behavior passes if the result is right, by comparison with a plain call of the module or with
-    finite differences. If it raises, users at least notice. A behavior that is silently wrong is an
-    error of the module.
+    A behavior passes if its result agrees with a plain call of the module or with finite
+    differences. If it raises, users at least notice. A behavior that is silently wrong is a bug in
+    the module.
 
     Args:
         make: Function that makes the module, in float32 on the CPU. It is called often. The module
             must be deterministic in training mode, for example without dropout.
-        inputs: Arguments of its forward, the batch dimension first and of an even size, 4 or more.
-            Gradients are taken of the floating ones.
-        output: Function from the forward's result to one tensor; default: the result is one.
+        inputs: Arguments of the module's forward. The batch dimension comes first and has an even
+            size, 4 or more. Gradients are taken with respect to floating inputs.
+        output: Function from the forward's result to one tensor; default: the result is a tensor.
         only: Names of the behaviors to try; default: all of `BEHAVIORS`.
         skip: Names of behaviors that do not apply, such as ``"leading_dimensions"`` if the forward
             reads sequences, or ``"parameters_reset"`` without a ``reset_parameters``.
@@ -82,13 +82,13 @@ def check_module(
         The behaviors that passed, raised an error, or are wrong. Print it for a table.
 
     Raises:
-        ValueError: An unknown behavior, a module instead of a function, inputs of other sizes.
+        ValueError: An unknown behavior, a module instead of a function, or inputs of wrong sizes.
 
     >>> print(check_module(lambda: torch.nn.Linear(4, 3), torch.ones(6, 4), only=["pickled"]))
     1 behaviors passed, 0 raised an error, 0 wrong
     """
     for name, value in (("only", only), ("skip", skip)):
-        # a text is a list of letters, none of which is a behavior
+        # a string would be read as a list of letters
         if isinstance(value, str):
             raise ValueError(f"check_module: expected a list for {name}, got {value!r}")
     if isinstance(make, nn.Module):
@@ -97,7 +97,7 @@ def check_module(
             "write lambda: ..."
         )
     rows = {len(x) if x.dim() else 0 for x in inputs}
-    # even, as a behavior halves the batch; `exported` declares the same limit
+    # even, because a behavior halves the batch; `exported` declares the same upper limit
     if len(rows) != 1 or rows.pop() not in range(4, 1 << 20, 2):
         raise ValueError(
             "check_module: expected inputs with one batch dimension of an even size, 4 or more, "
@@ -120,7 +120,7 @@ def check_module(
         if name in skipped:
             continue
         try:
-            # behaviors seed the CPU's generator; the caller's goes on where it was
+            # behaviors seed the CPU's generator; the caller's state is restored afterwards
             with torch.random.fork_rng(devices=[]):
                 BEHAVIORS[name](subject)
         except WrongResult as error:

@@ -1,4 +1,4 @@
-"""Which steps are supervised, and how much each counts."""
+"""Losses: which steps they supervise, and how much each step counts."""
 
 from .step_loss import StepLoss, labels_of_steps, num_answers
 from .steps import AllSteps, LastAndRandom, LearnedWeights, Reach

@@ -21,9 +21,9 @@ def labels_of_steps(
     labels: Tensor,  # (B, O), or (B, T, O)
     steps: Sequence[int],  # counted from 1
 ) -> list[Tensor]:  # (B, O) each
-    """The answers expected at each step.
+    """Return the labels of each step.
 
-    Steps after the last that has its own are expected to repeat it.
+    Steps after the last one with its own labels repeat that step's labels.
     """
     if labels.dim() == 2:
         return [labels] * len(steps)
@@ -31,7 +31,7 @@ def labels_of_steps(
 
 
 def num_answers(labels: Tensor, steps: Sequence[int]) -> Tensor:
-    """Count the answers that a loss is a mean over: those of one step, on average."""
+    """Return the average number of answers in a step, over which a loss is a mean."""
     return torch.stack(
         [(answers != -100).sum() for answers in labels_of_steps(labels, steps)]
     ).sum() / len(steps)
@@ -71,10 +71,10 @@ class StepLoss(nn.Module, ABC):
     def forward(
         self,
         output: ThinkerOutput,
-        labels: Tensor,  # (B, O), or (B, T, O) of each step; -100 counts nowhere
+        labels: Tensor,  # (B, O), or (B, T, O) of each step; -100 is ignored
         distance: Tensor | None = None,  # (B, O), see `Sample`
     ) -> Tensor:
-        """Return Σ_s w_s Σ cross-entropy of step s, over the number of answers."""
+        """Return Σ_s w_s Σ cross-entropy of step s, divided by the number of answers."""
         assert output.step_logits is not None
         assert output.output_steps is not None
         steps = output.output_steps
@@ -92,7 +92,7 @@ class StepLoss(nn.Module, ABC):
         weights = self.weights(output, steps, distance)
         if not isinstance(weights, Tensor):
             weights = torch.tensor(weights, device=errors.device, dtype=errors.dtype)
-        # (S,) and (S, B) get axes of 1, up to (S, B, O)
+        # (S,) and (S, B) get trailing axes of size 1, to broadcast with (S, B, O)
         weights = weights.to(errors.dtype).reshape(*weights.shape, *[1] * (3 - weights.dim()))
-        # without any answer it is 0, and not 0 / 0
+        # without any answer the loss is 0, not 0 / 0
         return (weights * errors).sum() / num_answers(labels, steps).clamp(min=1)

@@ -1,6 +1,4 @@
-"""Which steps are supervised.
-
-The last, all of them, what is in reach.
+"""Step losses: of the last step, of all steps, or of the answers that are within reach.
 
 Shapes: B batch, O answer length, S supervised steps.
 """
@@ -19,11 +17,11 @@ from .step_loss import StepLoss
 
 
 class LastAndRandom(StepLoss):
-    """The last step and one random earlier one, at the cost of two read-outs. The default.
+    """Supervise the last step and a random earlier one, with two read-outs; the default.
 
     Args:
-        last: Weight of the last.
-        random: Weight of the other; the last has both where there is no other.
+        last: Weight of the last step.
+        random: Weight of the earlier step. Without one, the last step has both weights.
     """
 
     def __init__(self, last: float = 0.7, random: float = 0.3):
@@ -49,15 +47,15 @@ class LastAndRandom(StepLoss):
     def weights(
         self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None
     ) -> Sequence[float]:
-        """The two."""
+        """Return the weights of the earlier and the last step, or their sum for one step."""
         if len(steps) == 2:
             return [self.random, self.last]
-        # so that batches of one step weigh as much as the others
+        # so that batches with one supervised step weigh as much as others
         return [self.last + self.random]
 
 
 class AllSteps(StepLoss):
-    """Every step that outputs, alike."""
+    """Supervise every step that outputs, with equal weights."""
 
     def supervised(
         self, n_step: int, plan: FlowPlan, generator: torch.Generator
@@ -73,13 +71,13 @@ class AllSteps(StepLoss):
 
 
 class LearnedWeights(AllSteps):
-    """Every step that outputs, by learned weights that never fall from one step to the next.
+    """Supervise every step that outputs, with learned weights that never fall from step to step.
 
     Weights are cumulative sums of a softmax, scaled to add up to 1, so that no step can be silenced
     in favor of an earlier one.
 
     Args:
-        max_steps: Most that there will be.
+        max_steps: The largest number of steps.
     """
 
     def __init__(self, max_steps: int = 64):
@@ -103,28 +101,27 @@ class LearnedWeights(AllSteps):
 
 
 class Reach(StepLoss):
-    """Supervise only answers that can be known yet.
+    """Supervise only answers that depend on tokens within reach.
 
-    After t steps they need tokens at most t (window - 1) away.
-
-    The last step and the one before are supervised. A row's answers in reach share the weight of
-    all its answers. (A latent could know of one more, for it looks at what its neighbors have read
-    in the same step.)
+    After t steps, tokens at most t (window - 1) away are within reach. The last two output steps
+    are supervised. In each row, the answers within reach share the weight of all its answers.
+    (Information in fact travels ``window - 1`` tokens farther, because a latent attends to what its
+    neighbors have just read.)
 
     Args:
-        grad_steps: Only so many steps have gradients.
-        window: The model's: what a latent knows travels ``window - 1`` tokens a step.
+        grad_steps: The number of last steps that have gradients; None: all.
+        window: The model's window; information moves ``window - 1`` tokens a step.
 
     Raises:
-        ValueError: Fewer steps than 1, or a window below 2.
+        ValueError: ``grad_steps`` is below 1, or ``window`` below 2.
     """
 
     def __init__(self, *, grad_steps: int | None = 3, window: int = 2):
         super().__init__()
         if (grad_steps is not None and grad_steps < 1) or window < 2:
             raise ValueError(
-                f"Reach: grad_steps {grad_steps}, window {window}; expected 1 or more, and 2 or "
-                "more"
+                f"Reach: grad_steps {grad_steps}, window {window}; expected 1 or more for "
+                "grad_steps, and 2 or more for window"
             )
         self.grad_steps = grad_steps
         self.window = window
@@ -138,7 +135,7 @@ class Reach(StepLoss):
         """Refuse a model with another window."""
         if config.window != self.window:
             raise ValueError(
-                f"Reach: expected the model's window, {config.window}, got {self.window}"
+                f"Reach: the loss has window={self.window}; expected the model's, {config.window}"
             )
 
     def supervised(
@@ -152,11 +149,9 @@ class Reach(StepLoss):
     ) -> Tensor:
         """Return the weights, (S, B, O)."""
         if distance is None:
-            raise ValueError(
-                "Reach: the batch has no distances; expected a task in thinker.AtTokens"
-            )
+            raise ValueError("Reach: the batch has no distances; wrap the task in thinker.AtTokens")
         seen = torch.tensor(steps, device=distance.device)[:, None, None] * (self.window - 1)
         near = (distance > 0) & (distance <= seen)
-        # a row with nothing in reach counts nothing, and is no 0 / 0
+        # a row with no answer within reach has weight 0, not 0 / 0
         share = (distance > 0).sum(-1) / near.sum(-1).clamp(min=1)  # (S, B)
         return near * share[..., None] / len(steps)

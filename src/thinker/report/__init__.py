@@ -1,4 +1,4 @@
-"""Reports of how right a thinker is: by steps, latents and length; and the plots of it."""
+"""Reports and plots of a thinker's accuracy by steps, latents and length."""
 
 from .evaluation import accuracies, evaluate_grid, evaluate_steps
 from .results import Accuracy, Curves, Grid

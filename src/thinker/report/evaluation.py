@@ -26,10 +26,10 @@ def accuracies(
     n_latent: int | None = None,
     plan: FlowPlan | None = None,
 ) -> list[Accuracy]:
-    """Accuracy on a batch after each number of steps.
+    """Measure the accuracy on a batch after each number of steps.
 
-    Plans that output in every step run once, with the most steps; others once for each number. Rows
-    without an answer count nowhere.
+    If the plan is only a loop that outputs in every step, the model runs once, with the most steps.
+    Otherwise it runs once for each number. Rows without an answer are ignored.
 
     Raises:
         ValueError: No row has an answer.
@@ -66,7 +66,7 @@ def accuracies(
             raise ValueError(
                 f"accuracies: none of {len(asked)} rows has an answer; expected one or more"
             )
-        # a row without answers has none wrong, but is not right for that
+        # a row without answers has no wrong one, but does not count as right
         whole = (right | ~counts).all(1) & asked
         found_accuracies.append(
             Accuracy(float(right.sum() / counts.sum()), float(whole.sum() / asked.sum()))
@@ -94,28 +94,29 @@ def evaluate_grid(
     plan: FlowPlan | None = None,
     seed: int = 0,
 ) -> Grid:
-    """Accuracy on held-out samples for each number of latents and steps.
+    """Measure the accuracy on held-out samples for each number of latents and steps.
 
     Args:
-        model: A model in any mode, which it keeps.
-        data: Whose held-out samples.
-        n_latents: Rows.
-        n_steps: Columns.
+        model: The model; it stays in its mode, training or evaluation.
+        data: The data set with the held-out samples.
+        n_latents: Numbers of latents, the rows.
+        n_steps: Numbers of steps, the columns.
         length: The length of the samples; default: the longest trained on.
         samples: The number of samples.
-        plan: What each step does.
-        seed: Which samples.
+        plan: The operations of each step; default: the model's plan.
+        seed: The random seed of the samples.
 
     Returns:
         Accuracy by latents and steps; it prints as a table and can be drawn.
 
     Raises:
-        ValueError: Nothing to look at; more latents than a model with a table has.
+        ValueError: A list is empty or has a number below 1, or the model does not have so many
+            latents.
     """
     if isinstance(n_latents, int) or isinstance(n_steps, int):
         raise ValueError(
-            f"evaluate_grid: n_latents {n_latents}, n_steps {n_steps}; expected lists, as "
-            f"[{n_latents}]"
+            f"evaluate_grid: n_latents {n_latents}, n_steps {n_steps}; expected lists, such "
+            f"as [{n_latents}]"
         )
     if not n_latents or not n_steps or min(*n_latents, *n_steps, samples) < 1:
         raise ValueError(
@@ -142,30 +143,32 @@ def evaluate_steps(
     plan: FlowPlan | None = None,
     seed: int = 0,
 ) -> Curves:
-    """Accuracy on held-out samples of each length after each number of steps.
+    """Measure the accuracy on held-out samples of each length after each number of steps.
 
     Args:
-        model: A model in any mode.
-        data: Whose held-out samples; lengths beyond those trained on are all unseen.
+        model: The model; it stays in its mode, training or evaluation.
+        data: The data set with the held-out samples; beyond the lengths in training, all samples
+            count as held out.
         lengths: The lengths of samples.
-        n_steps: Numbers of steps, or a function from a length to them; default the config's, or the
-            plan's own.
-        n_latent: Latents; default the config's.
+        n_steps: Numbers of steps, or a function from a length to them; default: the config's
+            number, or the one that the plan requires.
+        n_latent: Number of latents; default: the config's.
         samples: The number of samples of each length.
-        plan: What each step does.
-        seed: Which samples.
+        plan: The operations of each step; default: the model's plan.
+        seed: The random seed of the samples.
 
     Returns:
         Accuracy by length and steps; it prints as a table and can be drawn.
 
     Raises:
-        ValueError: Nothing to look at; samples longer than the model's.
+        ValueError: A list is empty or has a number below 1, or the samples are longer than the
+            model supports.
     """
     _check_data("evaluate_steps", model, data)
     if isinstance(n_steps, int) or isinstance(lengths, int):
         raise ValueError(
-            f"evaluate_steps: lengths {lengths}, n_steps {n_steps}; expected lists, as [20] and "
-            "[20, 40]"
+            f"evaluate_steps: lengths {lengths}, n_steps {n_steps}; expected lists, such as "
+            "[20] and [20, 40]"
         )
     if n_steps is None:
         n_steps = [chosen_plan(model.config, plan).num_steps(model.config.n_step)]

@@ -57,9 +57,9 @@ class Grid(Report):
         return Table(["latents \\ steps", *map(str, self.n_steps)], rows)
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Plot a heat map of shares of right symbols (extra ``plot``).
+        """Plot a heat map of the shares of right symbols, on ``ax`` or in a new figure.
 
-        On ``ax``, or in a new figure beside step curves.
+        A new figure also has the step curves. This needs the extra ``plot``.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -93,15 +93,15 @@ class Grid(Report):
 
 
 _FALL = 0.05
-"""Smallest drop in the share of right rows that is told: above two standard errors (0.044) for the
-default of 512 samples."""
+"""The smallest drop in the share of right rows that `Curves.remarks` reports: above two standard
+errors (0.044) for the default of 512 samples."""
 
 
 @dataclass(frozen=True)
 class Curves(Report):
     """Accuracy by number of steps, a curve for each length.
 
-    A remark says where more steps made fewer rows right.
+    Remarks list the lengths at which more steps made fewer rows right.
     """
 
     lengths: tuple[int, ...]
@@ -109,7 +109,7 @@ class Curves(Report):
     cells: tuple[tuple[Accuracy, ...], ...]
 
     def rows(self) -> list[dict[str, float]]:
-        """A mapping for each point: length, steps, shares of right symbols and of right rows."""
+        """Return a mapping for each point: length, steps, and shares of right symbols and rows."""
         return [
             {"length": length, "steps": step, "symbols": cell.token, "rows": cell.sequence}
             for length, steps, cells in zip(self.lengths, self.n_steps, self.cells, strict=True)
@@ -133,11 +133,11 @@ class Curves(Report):
         return Table(["length \\ steps", *map(str, steps)], rows)
 
     def summary(self) -> list[str]:
-        """Say what the cells of the table are."""
+        """Return a line that explains the cells of the table."""
         return ["% of right symbols / % of rows with every symbol right"]
 
     def remarks(self) -> list[str]:
-        """Say at which lengths the most steps made fewer rows right than fewer steps."""
+        """Return a line for each length at which the most steps are worse than fewer steps."""
         lines = []
         for length, steps, cells in zip(self.lengths, self.n_steps, self.cells, strict=True):
             best = max(range(len(cells)), key=lambda i: cells[i].sequence)
@@ -178,7 +178,7 @@ def _step_curves(
     n_steps: Sequence[Sequence[int]],
     values: Sequence[Sequence[float]],
 ) -> None:
-    """Right symbols against steps, a curve for each name."""
+    """Plot shares of right symbols against steps, a curve for each name."""
     for number, (name, steps, shares) in enumerate(zip(names, n_steps, values, strict=True)):
         shade = 0.85 * number / max(1, len(names) - 1)
         color = (0.1 + shade * 0.9, 0.2 + shade * 0.4, 0.7 - shade * 0.6)

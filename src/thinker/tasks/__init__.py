@@ -1,6 +1,6 @@
 """Tasks: batches of inputs and answers, by name.
 
-Importing this puts the package's own under their names.
+Importing this package registers the built-in tasks.
 """
 
 from . import arithmetic, puzzles, sequences  # noqa: F401

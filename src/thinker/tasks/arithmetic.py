@@ -1,4 +1,4 @@
-"""Two numbers and their sum, digit by digit."""
+"""Tasks of addition: the sum of two numbers, digit by digit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from .task import IGNORED, Sample, Task, at_least, integers, register_task
 @register_task("add")
 @dataclass(frozen=True, kw_only=True)
 class Add(Task):
-    """Two numbers of ``length`` digits, then ``=``; the answer is their sum, one digit longer.
+    """Add two numbers of ``length`` digits; the answer is their sum, one digit longer.
 
-    Numbers begin with their smallest digits.
+    The input is the first number, the operator, the second number and ``=``. Numbers are written
+    with the least significant digit first.
 
     Args:
         base: The base of the digits; ids are 0 .. base - 1, then the operator, then ``=``.
-        max_value: No number above it (all numbers of ``length`` digits otherwise).
+        max_value: The largest number to draw; default: all numbers of ``length`` digits are drawn.
     """
 
     base: int = 16
@@ -45,11 +46,11 @@ class Add(Task):
         return self.base, self.base + 1
 
     def input_length(self, length: int) -> int:
-        """Return the length of two numbers and two signs."""
+        """Return the length of two numbers, the operator and ``=``."""
         return 2 * length + 2
 
     def output_length(self, length: int) -> int:
-        """Return the number of digits of the sum, one more than those of a number."""
+        """Return the number of digits of the sum, ``length`` + 1."""
         return length + 1
 
     def num_samples(self, length: int) -> int:
@@ -58,7 +59,7 @@ class Add(Task):
         return (values if self.max_value is None else min(values, self.max_value + 1)) ** 2
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
-        """Draw the digits of both numbers, smallest first, and lay them out."""
+        """Draw the digits of both numbers, least significant first, and lay them out."""
         lengths, longest = self.checked(generator, batch, length)
         device = generator.device
         place = torch.arange(longest, device=generator.device)
@@ -82,7 +83,7 @@ class Add(Task):
         told = out < width
         at = torch.arange(2 * longest + 2, device=device)
         tokens = torch.where(at < lengths, F.pad(a, (0, longest + 2)), self.base)
-        # place within the second number: -1 is the operator, its length the =
+        # index in the second number: -1 is the operator, the number's length is the =
         second = at - lengths - 1
         tokens = torch.where(
             (second >= 0) & (second < lengths), b.gather(1, second.clamp(0, longest - 1)), tokens
@@ -93,7 +94,7 @@ class Add(Task):
 
 
 def _carried(base: int, digits: Tensor) -> Tensor:  # (B, n) to the same
-    """Carry what is above or below the range of a digit; the number of digits stays."""
+    """Propagate carries until every digit is in range; the number of digits stays the same."""
     result = []
     carry = torch.zeros_like(digits[:, 0])
     for digit in digits.unbind(1):
@@ -106,11 +107,10 @@ def _carried(base: int, digits: Tensor) -> Tensor:  # (B, n) to the same
 @register_task("add_columns")
 @dataclass(frozen=True, kw_only=True)
 class AddColumns(Task):
-    """The sum of two numbers as it is written by hand.
+    """Add two numbers in columns, as by hand.
 
-    A token is a column of two digits, the smallest first.
-
-    A last column of zeros has the carry's place. ``length`` counts digits.
+    A token is a column of two digits, and the least significant column comes first. The last column
+    is zeros, and its answer is the carry. ``length`` is the number of digits.
 
     Args:
         base: The base of the digits; the id of a column is base · first + second.
@@ -123,7 +123,7 @@ class AddColumns(Task):
 
     @property
     def vocab_size(self) -> int:
-        """The number of columns: pairs of digits."""
+        """The number of different columns, that is, pairs of digits."""
         return self.base**2
 
     @property
@@ -144,7 +144,7 @@ class AddColumns(Task):
         return self.base ** (2 * length)
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
-        """Uniform digits."""
+        """Draw uniform digits, and lay them out in columns."""
         lengths, longest = self.checked(generator, batch, length)
         place = torch.arange(longest + 1, device=generator.device)
         first, second = integers(generator, self.base, 2, batch, longest + 1) * (place < lengths)

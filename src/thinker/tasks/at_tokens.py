@@ -1,4 +1,4 @@
-"""A task laid out for a flow whose latents are the tokens: each answer at one."""
+"""`AtTokens`: a task laid out for a model whose latents are the tokens."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ def without_layout(task: Task) -> Task:
 
 @dataclass(frozen=True)
 class AtTokens(Task):
-    """Another task, for a model with ``latent_init="tokens"``.
+    """Another task, laid out for a model with ``latent_init="tokens"``.
 
-    A row is a start token, the input, and where the answer is not as long as the input one blank
-    token for each symbol of it; labels are at the input's tokens, or at the blanks. Rows are padded
-    on the left, as a causal flow needs. A grid has no start token: it stays a grid. The start's id
-    is the other task's ``vocab_size``, the blank's the next.
+    A row is a start token and the input. If the answer is not as long as the input, one blank token
+    for each symbol of the answer follows. Labels are at the input's tokens, or at the blanks. Rows
+    are padded on the left, as causal models need. A grid has no start token, so that it stays a
+    grid. The start token's id is the wrapped task's ``vocab_size``, and the blank's id is the next.
 
     Args:
         task: The task to wrap.
 
     Raises:
-        ValueError: No task, or one whose answers cannot lie at its tokens.
+        ValueError: The task is not a `Task` or is already wrapped, or its answers cannot be at its
+            tokens.
 
     >>> from thinker import make_task
     >>> task = AtTokens(make_task("prefix_sum"))
@@ -44,13 +45,13 @@ class AtTokens(Task):
     def __post_init__(self):
         if not isinstance(self.task, Task) or isinstance(self.task, AtTokens):
             raise ValueError(
-                f"AtTokens: the task is {self.task!r}; expected a Task that is not laid out yet, "
-                "as of make_task"
+                f"AtTokens: the task is {self.task!r}; expected a Task that is not wrapped yet, "
+                "such as make_task returns"
             )
         if self.task.by_step and self._blanks:
             raise ValueError(
-                f"AtTokens: {self.task!r} has an answer for each step and not for each token; "
-                "expected the task itself, and a model whose latents are not tokens"
+                f"AtTokens: {self.task!r} has an answer for each step, not for each token; use it "
+                "without AtTokens, with a model whose latents are not tokens"
             )
 
     @property
@@ -79,7 +80,7 @@ class AtTokens(Task):
 
     @property
     def _blanks(self) -> bool:
-        # at a single length, an answer of one size may be as long as the input
+        # several lengths: at one of them, an answer of fixed size may be as long as the input
         lengths = range(self.min_length + 1, self.min_length + 3)
         return any(self.task.output_length(n) != self.task.input_length(n) for n in lengths)
 
@@ -89,7 +90,7 @@ class AtTokens(Task):
 
     @property
     def vocab_size(self) -> int:
-        """The wrapped task's ids, and those of start and blank if they are used."""
+        """The number of the wrapped task's ids, plus the start and the blank if they are used."""
         return self._start + (not self.grid) + self._blanks
 
     @property
@@ -127,13 +128,13 @@ class AtTokens(Task):
         return self.laid_out(rows)
 
     def laid_out(self, sample: Sample) -> Sample:
-        """Return another task's sample as a model with latents at the tokens reads it."""
+        """Lay out a sample of the wrapped task for a model with latents at the tokens."""
         tokens, mask, targets, distance, key = sample
         start = self._start
         blank = self._start + 1
         if distance is None:  # anything may depend on everything
             distance = mask.sum(1, keepdim=True).expand(-1, targets.shape[-1])
-        if not self._blanks:  # an answer at padding is none
+        if not self._blanks:  # there are no answers at padding
             targets = targets.masked_fill(~mask[:, None] if targets.dim() == 3 else ~mask, IGNORED)
         known = targets != IGNORED
         if self._blanks:

@@ -1,4 +1,4 @@
-"""Tasks that need a look at one thing after another: pointers, and depth in brackets."""
+"""Tasks that need several steps: following pointers, and depth in brackets."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .task import IGNORED, Sample, Task, at_least, integers, register_task
 @register_task("hops")
 @dataclass(frozen=True, kw_only=True)
 class Hops(Task):
-    """Follow a pointer: the table of f, a start s.
+    """Follow pointers: the input is the table of a function f and a start s.
 
-    The first step answers s, and each further one is another hop.
-
-    ``length`` counts hops: step ``length + 1`` answers f(f(…f(s))).
+    The first step answers s, and each further step is one more hop. ``length`` is the number of
+    hops: step ``length + 1`` answers f(f(…f(s))).
 
     Args:
-        size: The size of the table; ids are its places.
-        permutation: f is one; otherwise each place points anywhere.
+        size: The size of the table; ids are indices into it.
+        permutation: Whether f is a permutation; otherwise each entry of the table is drawn
+            independently.
     """
 
     by_step: ClassVar[bool] = True
@@ -36,11 +36,11 @@ class Hops(Task):
 
     @property
     def vocab_size(self) -> int:
-        """The number of places."""
+        """The size of the table."""
         return self.size
 
     def input_length(self, length: int) -> int:
-        """The table and the start."""
+        """Return ``size`` + 1, for the table and the start."""
         return self.size + 1
 
     def output_length(self, length: int) -> int:
@@ -48,11 +48,14 @@ class Hops(Task):
         return 1
 
     def num_samples(self, length: int) -> int:
-        """Return the number of tables and starts."""
+        """Return the number of pairs of a table and a start."""
         return (math.factorial(self.size) if self.permutation else self.size**self.size) * self.size
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
-        """Table and start; the place before the first and after each hop, (B, 1 + hops, 1)."""
+        """Draw tables and starts.
+
+        The targets, (B, 1 + hops, 1), are the start and the id after each hop.
+        """
         hops, longest = self.checked(generator, batch, length)
         if self.permutation:
             table = torch.rand(
@@ -74,14 +77,12 @@ class Hops(Task):
 @register_task("depth")
 @dataclass(frozen=True, kw_only=True)
 class Depth(Task):
-    """Find how deep in brackets each place is.
+    """Find the bracket depth at each position: openings (0) minus closings (1) so far.
 
-    Openings (0) less closings (1) so far, never below 0 or above ``max_depth``.
-
-    ``length`` counts brackets.
+    The depth is never below 0 or above ``max_depth``. ``length`` is the number of brackets.
 
     Args:
-        max_depth: The depth at which the next bracket closes.
+        max_depth: The maximum depth; at this depth, the next bracket always closes.
     """
 
     max_depth: int = 4
@@ -100,22 +101,23 @@ class Depth(Task):
         return self.max_depth + 1
 
     def num_samples(self, length: int) -> int:
-        """Return a lower bound of the number of walks.
+        """Return a lower bound of the number of bracket sequences.
 
-        With ``max_depth=2``, the fewest above 1, every other bracket is a choice.
+        With ``max_depth=2``, every other bracket is a free choice; larger depths leave more
+        choices.
         """
         if self.max_depth == 1:
             return 1
         return 2 ** (length // 2)
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
-        """A walk between two walls."""
+        """Draw bracket sequences whose depth stays between 0 and ``max_depth``."""
         lengths, longest = self.checked(generator, batch, length)
         up = torch.rand(batch, longest, generator=generator, device=generator.device) < 0.5
         depth = torch.zeros(batch, dtype=torch.long, device=generator.device)
         depths = []
         for choice in up.unbind(1):
-            # at either wall there is no choice
+            # at depth 0 and at max_depth there is no choice
             opens = (choice | (depth == 0)) & (depth < self.max_depth)
             depth = depth + torch.where(opens, 1, -1)
             depths.append(depth)

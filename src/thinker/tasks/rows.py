@@ -26,13 +26,13 @@ class RowsTask(Task):
     characters. The length of a row is the number of symbols of its input.
 
     The answers may have as many symbols as their inputs, a fixed number more or fewer, a fixed
-    number of times as many, or one number of symbols for all inputs. Other answers are padded with
-    an end symbol, up to the smallest multiple of the input's length that fits every answer. Where
-    answers are a fixed number of symbols longer, the inputs are padded to their length, so that
-    each symbol of an answer has a token of its own.
+    number of times as many, or the same number for all inputs. Other answers are padded with
+    an end symbol, up to the smallest multiple of the input's length that fits every answer. If
+    answers are longer by a fixed number of symbols, the inputs are padded to the answers' length,
+    so that each symbol of an answer has a token of its own.
 
-    A `CurriculumDataset` holds out a share of the inputs of each length that has 10 different ones,
-    and trains on the others. Rows longer than its schedule's longest length are used only for
+    A `CurriculumDataset` holds out a share of the inputs of each length with at least 10 different
+    ones, and trains on the others. Rows longer than its schedule's longest length are used only for
     testing.
 
     Args:
@@ -187,7 +187,7 @@ class RowsTask(Task):
         return rows.map(lambda column: column.to(generator.device))
 
     def _cut(self, which: Tensor, longest: int) -> Sample:
-        """Return some rows, as wide as ``longest`` needs."""
+        """Return the rows ``which``, cut to the widths of length ``longest``."""
         rows = self._rows.rows(which)
         return rows._replace(
             tokens=rows.tokens[:, : self.input_length(longest)],
@@ -256,6 +256,6 @@ def _pair_of(number: int, row: object) -> tuple[Any, Any]:
 
 
 def symbols_of(task: Task) -> list[Symbol] | None:
-    """Return the symbols of a `RowsTask`, laid out or not; None of another task."""
+    """Return the symbols of a `RowsTask`, in `AtTokens` or not; None for any other task."""
     rows = without_layout(task)
     return list(rows.symbols) if isinstance(rows, RowsTask) else None

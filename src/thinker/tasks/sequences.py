@@ -14,7 +14,7 @@ from .task import IGNORED, Sample, Task, at_least, integers, register_task
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceTask(Task):
-    """Uniform symbols; a subclass says what becomes of them in `answer`.
+    """A task on sequences of uniformly drawn symbols; a subclass defines `answer`.
 
     Args:
         symbols: The number of symbols.
@@ -27,7 +27,7 @@ class SequenceTask(Task):
 
     @property
     def vocab_size(self) -> int:
-        """The symbols."""
+        """The number of symbols."""
         return self.symbols
 
     def num_samples(self, length: int) -> int:
@@ -35,7 +35,7 @@ class SequenceTask(Task):
         return self.symbols**length
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
-        """Draw symbols, with `answer` at the places before the end of each sequence."""
+        """Draw sequences, with `answer` as the targets up to each sequence's end."""
         lengths, longest = self.checked(generator, batch, length)
         tokens = integers(generator, self.symbols, batch, longest)
         place = torch.arange(longest, device=generator.device)
@@ -51,43 +51,42 @@ class SequenceTask(Task):
 
     @abstractmethod
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
-        """The answer of every position, (B, L), or of the whole, (B, 1).
+        """Return the answer at every position, (B, L), or one for each sequence, (B, 1).
 
-        By step it is (B, T, L).
-
-        What lies behind the end does not matter.
+        With ``by_step`` it is (B, T, L). Values after a sequence's end are ignored. ``tokens`` and
+        ``mask`` are (B, L), ``lengths`` (B, 1), and ``place`` is 0 to L - 1, (L,).
         """
 
 
 @register_task("copy")
 class Copy(SequenceTask):
-    """The input itself."""
+    """The answer is the input itself."""
 
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
-        """Return the symbol itself, t_i."""
+        """Return the symbols themselves, t_i."""
         return tokens.clone()
 
     def distance(self, lengths: Tensor, place: Tensor) -> Tensor:
-        """Return each answer's own place."""
+        """Return 1, since each answer depends only on its own symbol."""
         return torch.ones_like(place).expand(len(lengths), -1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rearranged(SequenceTask):
-    """The input in another order, which neighbors can bring about by exchanging symbols.
+    """A task that reorders the input, which neighbors can do by exchanging symbols.
 
     Args:
-        by_step: Each step's answer is how far the exchanges have come: at odd steps of the first
-            and second symbol, the third and fourth, and so on, at even steps of the second and
-            third, the fourth and fifth, and so on; after n steps all is in place (odd-even
-            transposition, Habermann 1972).
+        by_step: Whether each step has its own answer: the symbols after so many rounds of
+            exchanges. Odd rounds exchange the first and second symbol, the third and fourth, and so
+            on; even rounds the second and third, the fourth and fifth, and so on. After n rounds,
+            all n symbols are in place (odd-even transposition, Habermann 1972).
     """
 
     # pyrefly: ignore[bad-override]: set for each instance
     by_step: bool = False
 
     def distance(self, lengths: Tensor, place: Tensor) -> Tensor | None:
-        """Return 1 for a step's answer, which depends on neighbors alone; otherwise None."""
+        """Return 1 with ``by_step``, as a step's answer depends only on neighbors; else None."""
         if self.by_step:
             return torch.ones_like(place).expand(len(lengths), -1)
         return None
@@ -97,7 +96,7 @@ class _Rearranged(SequenceTask):
         """Return whether neighbors exchange their symbols, (B, L - 1)."""
 
     def rounds(self, tokens: Tensor, lengths: Tensor) -> Tensor:  # (B, T, L)
-        """The symbols after each step; of a row that is in order, the same."""
+        """Return the symbols after each round; a row of n symbols has n rounds."""
         length = tokens.shape[1]
         place = torch.arange(length - 1, device=tokens.device)
         states = []
@@ -119,10 +118,10 @@ class _Rearranged(SequenceTask):
 @register_task("reverse")
 @dataclass(frozen=True, kw_only=True)
 class Reverse(_Rearranged):
-    """The input from its end.
+    """Reverse the input.
 
-    With ``by_step`` a row of n symbols is asked for n steps: exchanges that went on would undo what
-    they have done.
+    With ``by_step``, a row of n symbols has answers for n steps only, since further exchanges would
+    undo the reversal.
     """
 
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
@@ -139,24 +138,24 @@ class Reverse(_Rearranged):
 
 @register_task("flip")
 class Flip(SequenceTask):
-    """Each symbol's mirror image: the first for the last, and so on."""
+    """Replace each symbol by its mirror image: the first by the last, and so on."""
 
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
         """Return symbols - 1 - t_i."""
         return self.symbols - 1 - tokens
 
     def distance(self, lengths: Tensor, place: Tensor) -> Tensor:
-        """Return each answer's own place."""
+        """Return 1, since each answer depends only on its own symbol."""
         return torch.ones_like(place).expand(len(lengths), -1)
 
 
 @register_task("roll")
 @dataclass(frozen=True, kw_only=True)
 class Roll(SequenceTask):
-    """The input moved on, its end at the start.
+    """Rotate the input, so that its end comes to the start.
 
     Args:
-        shift: The number of places.
+        shift: The number of positions to shift by.
     """
 
     shift: int = 1
@@ -169,7 +168,7 @@ class Roll(SequenceTask):
 @register_task("sort")
 @dataclass(frozen=True, kw_only=True)
 class Sort(_Rearranged):
-    """The symbols in order."""
+    """Sort the symbols."""
 
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
         """Return the symbols in ascending order."""
@@ -179,14 +178,14 @@ class Sort(_Rearranged):
         return tokens.masked_fill(~mask, self.symbols).sort(1).values
 
     def exchanged(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return the places where the larger is on the left."""
+        """Return True where the larger symbol is on the left."""
         return left > right
 
 
 @register_task("prefix_sum")
 @dataclass(frozen=True, kw_only=True)
 class PrefixSum(SequenceTask):
-    """Each prefix's sum modulo the number of symbols; of two symbols: prefix parity."""
+    """Compute each prefix's sum modulo the number of symbols; with two symbols, its parity."""
 
     symbols: int = 2
 
@@ -195,5 +194,5 @@ class PrefixSum(SequenceTask):
         return tokens.cumsum(1).remainder(self.symbols)
 
     def distance(self, lengths: Tensor, place: Tensor) -> Tensor:
-        """To the start."""
+        """Return the distance to the start token."""
         return (place + 1).expand(len(lengths), -1)

@@ -1,7 +1,7 @@
-"""Sudoku: puzzles with one solution each, by difficulty, and the symmetries that make others.
+"""Sudoku: puzzles with one solution each, by difficulty, and symmetries that make new puzzles.
 
-A grid is read row by row; 0 is an empty cell, digits count from 1. Everything works on whole
-batches: possible digits are (N, L, S), N puzzles of L = S² cells and S = box² digits.
+A grid is read row by row; 0 is an empty cell, digits count from 1. All functions work on batches:
+possible digits are (N, L, S), for N puzzles of L = S² cells and S = box² digits.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ Difficulty = Literal["easy", "medium", "hard"]
 def sudoku_puzzles(
     count: int, *, box: int = 3, difficulty: Difficulty = "easy", clues: int = 0, seed: int = 0
 ) -> tuple[Tensor, Tensor]:  # (count, L) twice
-    """Different puzzles with one solution each, and their solutions.
+    """Make different puzzles with one solution each; return them and their solutions.
 
     0 is an empty cell, digits count from 1.
 
     Args:
         count: The number of puzzles.
         box: Side of a box: 2 for puzzles of 4 x 4 cells, 3 for 9 x 9.
-        difficulty: What solves them: ``"easy"``, cells that have one digit left; ``"medium"``, also
-            digits that have one cell left in a row, column or box, and not without; ``"hard"``,
-            these two are not enough, but trying out is. Of 4 x 4 cells there are only easy ones.
-        clues: Digits are removed until so many are left, or none can go without making the puzzle
-            ambiguous or harder than allowed. Puzzles of 9 x 9 cells end with 20 to 30, those of 4 x
-            4 with 4 to 6.
+        difficulty: The rules that solve the puzzles. ``"easy"``: fill cells that have only one
+            possible digit. ``"medium"``: also place digits that have only one possible cell in a
+            row, column or box; the first rule alone is not enough. ``"hard"``: both rules are not
+            enough, and a solver must try out digits. Puzzles of 4 x 4 cells are all easy.
+        clues: The number of clues at which the removal of digits stops. It stops earlier if every
+            further removal would make the puzzle ambiguous or too hard; puzzles of 9 x 9 cells then
+            have 20 to 30 clues, those of 4 x 4 cells 4 to 6.
         seed: The seed of all random choices.
 
     Raises:
-        ValueError: Numbers or a difficulty outside what is said above; fewer than ``count`` were
-            found.
+        ValueError: An argument is invalid, or fewer than ``count`` puzzles were found.
 
     >>> puzzles, solutions = sudoku_puzzles(2, box=2)
     >>> (
@@ -63,12 +63,12 @@ def sudoku_puzzles(
     dry = 0
     while len(solution_of) < count:
         before = len(solution_of)
-        # twice what is missing, for doubles and other difficulties; 512 bound the memory
+        # twice the missing number, for duplicates and other difficulties; 512 bounds the memory
         solutions = _full_grids(generator, min(2 * (count - before) + 8, 512), box)
         puzzles = _dug(generator, solutions, box, difficulty, clues)
         for puzzle, solution in zip(puzzles, solutions, strict=True):
             solution_of.setdefault(tuple(puzzle.tolist()), solution)
-        if difficulty != "easy":  # some need less than was allowed
+        if difficulty != "easy":  # some puzzles are easier than allowed
             new_puzzles = torch.tensor(list(solution_of)[before:], dtype=torch.long).view(
                 -1, box**4
             )
@@ -80,7 +80,7 @@ def sudoku_puzzles(
         if dry == 8:
             raise ValueError(
                 f"sudoku_puzzles: found {len(solution_of)} {difficulty} puzzles of box {box}; "
-                f"expected {count}, of which there may not be so many"
+                f"expected {count}; there may not be so many; lower count, or change clues"
             )
     return torch.tensor(list(solution_of)[:count]), torch.stack(list(solution_of.values())[:count])
 
@@ -90,12 +90,12 @@ def sudoku_difficulty(
     *,
     box: int = 3,
 ) -> list[Difficulty]:
-    """Tell what solves each puzzle, see `sudoku_puzzles`.
+    """Return the difficulty of each puzzle, as defined by `sudoku_puzzles`.
 
-    Of one with several solutions or none, ``"hard"``.
+    A puzzle with several solutions or none is ``"hard"``.
 
     Raises:
-        ValueError: Puzzles of another shape, or digits that there are not.
+        ValueError: The puzzles have the wrong shape, or digits out of range.
     """
     _check("sudoku_difficulty", puzzles, box)
     can = _possible(puzzles, box)
@@ -111,9 +111,9 @@ def sudoku_fill(
     solutions: Tensor,  # (N, L)
     clues: int | Tensor,  # or (N,)
 ) -> Tensor:  # (N, L)
-    """Fill in digits of the solutions, at random places, until puzzles have so many clues.
+    """Fill in digits of the solutions, in random cells, until puzzles have ``clues`` clues.
 
-    Puzzles that have as many stay as they are.
+    Puzzles with at least as many clues do not change.
 
     >>> puzzles, solutions = sudoku_puzzles(2, box=2)
     >>> filled = sudoku_fill(torch.Generator().manual_seed(0), puzzles, solutions, 12)
@@ -124,7 +124,7 @@ def sudoku_fill(
     wanted = torch.as_tensor(clues, device=puzzles.device).expand(len(puzzles))
     missing = wanted - (~is_empty).sum(1)
     drawn = torch.rand(puzzles.shape, generator=generator, device=generator.device)
-    # the rank of each empty cell among those of its puzzle; given ones come last
+    # the random rank of each empty cell in its puzzle; given cells come last
     rank = drawn.masked_fill(~is_empty, 2.0).argsort(1).argsort(1)
     return torch.where(is_empty & (rank < missing[:, None]), solutions, puzzles)
 
@@ -132,17 +132,20 @@ def sudoku_fill(
 def sudoku_shuffle(
     box: int = 3, *, clues: tuple[int, int] | None = None
 ) -> Callable[[torch.Generator, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Make another puzzle of each.
+    """Return an augmentation that turns each puzzle into a random equivalent one.
 
-    Digits renamed, rows and columns exchanged within bands and as bands, transposed.
+    It renames the digits, permutes rows and columns within bands and the bands themselves, and
+    transposes.
 
-    Every 4 x 4 solution can be made of every other, so held-out puzzles could turn up in training.
+    Do not use it on 4 x 4 cells: they have so few solutions that a shuffled puzzle can equal a
+    held-out one.
 
     Args:
         box: Side of a box.
-        clues: Fewest and most clues: for each puzzle a number is drawn, and `sudoku_fill` fills in
-            as many. A model that sees all numbers at once learns from the easy puzzles what it
-            needs for the hard ones. Default: puzzles keep theirs.
+        clues: The fewest and most clues. A number between them is drawn for each puzzle, and
+            `sudoku_fill` fills in digits up to it. A model that trains on all numbers of clues at
+            once learns from the easy puzzles what the hard ones need. Default: puzzles keep their
+            clues.
 
     Returns:
         A function of (generator, puzzles (N, L), solutions (N, L)), as `TensorTask` takes for
@@ -183,15 +186,15 @@ def sudoku_shuffle(
 
 
 def _check(what: str, puzzles: Tensor, box: int) -> None:
-    """Refuse puzzles of another size."""
+    """Check that puzzles are a tensor of the right shape and digits."""
     if not isinstance(puzzles, Tensor):
         raise ValueError(
             f"{what}: puzzles are {type(puzzles).__name__}; expected a tensor (N, box^4)"
         )
     if box not in (2, 3) or puzzles.dim() != 2 or puzzles.shape[1] != box**4:
         raise ValueError(
-            f"{what}: puzzles have shape {list(puzzles.shape)}, box is {box!r}; expected (N, "
-            "box^4), 2 or 3"
+            f"{what}: puzzles have shape {list(puzzles.shape)}, box is {box!r}; expected shape "
+            "(N, box^4), and box 2 or 3"
         )
     if len(puzzles) and not 0 <= int(puzzles.min()) <= int(puzzles.max()) <= box**2:
         raise ValueError(
@@ -208,7 +211,7 @@ def _units(box: int) -> Tensor:  # (3 S, L) float
     row = place // side
     column = place % side
     kinds = (row, column, row // box * box + column // box)
-    # floats, for products of whole numbers are slow
+    # floats, since integer matrix products are slow
     return torch.cat([torch.arange(side)[:, None] == kind for kind in kinds]).float()
 
 
@@ -236,15 +239,15 @@ def _narrowed(
     hidden: bool = True,
     until: Tensor | None = None,  # (N,)
 ) -> Tensor:  # (N, L, S)
-    """Strike out digits until nothing changes.
+    """Remove impossible digits until nothing changes.
 
-    In a puzzle that cannot be solved everything is struck out.
+    If a puzzle has a contradiction, all of its digits are removed.
 
     Args:
-        can: Which digits a cell can have.
+        can: The possible digits of each cell.
         box: Side of a box.
-        hidden: Place digits, too, that fit in one cell alone of a row, a column or a box.
-        until: A cell of each puzzle; the puzzle stops once that cell has one digit.
+        hidden: Whether to also place digits that fit in only one cell of a row, column or box.
+        until: A cell of each puzzle; work on the puzzle stops when this cell has one digit.
     """
     can = can.clone()
     going = torch.arange(len(can))
@@ -272,12 +275,12 @@ def _narrowed(
 
 
 def _choose(generator: torch.Generator, can: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each unsolved puzzle an undecided cell with the fewest digits, and one of them.
+    """Choose an undecided cell and one of its possible digits at random for each unsolved puzzle.
 
-    Both are drawn at random.
+    The cell has the fewest possible digits.
     """
     left = can.sum(2).float()
-    # less than 1, so that chance decides among equals alone
+    # the noise is below 1, so it only breaks ties
     order = left + torch.rand(left.shape, generator=generator)
     cell = order.masked_fill(left <= 1, float("inf")).argmin(1)
     of_cell = can[torch.arange(len(can)), cell]
@@ -286,9 +289,10 @@ def _choose(generator: torch.Generator, can: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _full_grids(generator: torch.Generator, count: int, box: int) -> Tensor:  # (count, L)
-    """Solve at random.
+    """Make random solved grids.
 
-    A digit is tried in a cell, and where nothing fits any more it begins again.
+    Random digits are placed one after another. If none fits in a cell of a grid, the grid starts
+    again.
     """
     empty = torch.ones(count, box**4, box**2, dtype=torch.bool)
     can = empty.clone()
@@ -304,9 +308,10 @@ def _full_grids(generator: torch.Generator, count: int, box: int) -> Tensor:  # 
 
 
 def _solvable(generator: torch.Generator, can: Tensor, box: int) -> Tensor:  # (N,)
-    """Return whether there is a solution.
+    """Return whether each puzzle has a solution.
 
-    One digit of a cell is tried, and its others, until one is found or none is left.
+    The search branches on one digit of a cell and its other digits, until it finds a solution or no
+    branch is left.
     """
     found = torch.zeros(len(can), dtype=torch.bool)
     owner = torch.arange(len(can))
@@ -332,7 +337,7 @@ def _solvable(generator: torch.Generator, can: Tensor, box: int) -> Tensor:  # (
 def _dug(
     generator: torch.Generator, solutions: Tensor, box: int, difficulty: Difficulty, clues: int
 ) -> Tensor:  # (N, L)
-    """Remove digits in a random order, each one only if the rest still determines the solution."""
+    """Remove digits in random order, each only if the puzzle stays unique and not too hard."""
     puzzles = solutions.clone()
     for cells in torch.rand(solutions.shape, generator=generator).argsort(1).unbind(1):
         rows = ((puzzles > 0).sum(1) > clues).nonzero()[:, 0]
@@ -341,7 +346,7 @@ def _dug(
         at = torch.arange(len(rows))
         fewer[at, cell] = 0
         can = _possible(fewer, box)
-        if difficulty == "hard":  # another solution would have another digit there
+        if difficulty == "hard":  # any other solution has another digit in the removed cell
             can[at, cell, solutions[rows, cell] - 1] = False
             enough = ~_solvable(generator, can, box)
         else:

@@ -1,9 +1,9 @@
 """`Task`: batches of inputs and answers, made by tensor operations on any device.
 
-`register_task` gives a task its name.
+`register_task` registers a task class under a name.
 
-Shapes: B batch, L input length, O answer length; a task's ``length`` is its own measure: symbols,
-digits, hops.
+Shapes: B batch, L input length, O answer length. Each task counts its ``length`` in its own unit,
+such as symbols, digits or hops.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from model_components._checks import refuse_unknown
 
 from ..counters import mix, signed
 
-IGNORED = -100  # where there is nothing to answer, as in torch's cross-entropy
+IGNORED = -100  # the target where there is no answer; torch's cross-entropy ignores it
 
 TASKS: dict[str, type[Task]] = {}
 
@@ -31,10 +31,11 @@ class Sample(NamedTuple):
     Args:
         tokens: (B, L) ids.
         mask: (B, L), True at tokens.
-        targets: (B, O) answers, -100 where there is none; or (B, T, O), those of each step, where
-            the task says ``by_step``.
-        distance: (B, O), how many tokens away the farthest token is that an answer depends on, the
-            start token before the input included; at least 1. None: it may depend on everything.
+        targets: (B, O) answers, -100 where there is none; or, for a task with ``by_step``, (B, T,
+            O), the answers of each step.
+        distance: (B, O), the distance in tokens from each answer to the farthest token that it
+            depends on, including the start token before the input; at least 1. None: answers may
+            depend on all tokens.
         key: (B,) numbers that decide which rows are held out; None: computed from the tokens.
     """
 
@@ -45,7 +46,7 @@ class Sample(NamedTuple):
     key: Tensor | None = None
 
     def rows(self, index: Tensor) -> Sample:
-        """Some rows."""
+        """Return the rows at ``index``."""
         return self.map(lambda column: column[index])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Sample:
@@ -72,13 +73,13 @@ def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
         A class decorator.
 
     Raises:
-        ValueError: A name that is taken.
+        ValueError: The name is taken, or the class is not a `Task`.
     """
 
     def put(kind: type[Task]) -> type[Task]:
         if not (isinstance(kind, type) and issubclass(kind, Task)):
             raise ValueError(
-                f"register_task: {name!r} is {kind!r}; expected a class under Task, or SequenceTask"
+                f"register_task: {name!r} is {kind!r}; expected a subclass of Task or SequenceTask"
             )
         if name in TASKS:
             raise ValueError(f"register_task: {name!r} is taken, by {TASKS[name].__name__}")
@@ -89,17 +90,17 @@ def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
 
 
 def make_task(name: str, **options: object) -> Task:
-    """A registered task.
+    """Make a registered task.
 
     Args:
         name: A name in `TASKS`.
-        **options: Its fields.
+        **options: Fields of the task.
 
     Returns:
         The task.
 
     Raises:
-        ValueError: No such task, or an option that it does not have.
+        ValueError: There is no such task, or the task does not have an option.
 
     >>> make_task("roll", shift=2).vocab_size
     16
@@ -117,12 +118,12 @@ def make_task(name: str, **options: object) -> Task:
 class Task(ABC):
     """A task: its sizes, and how its samples are drawn.
 
-    ``length`` is a whole number, or (B,), one for each row; shorter rows are padded, on the left
-    with ``pads_left``. ``default_length`` is the longest in training unless a schedule sets one.
+    ``length`` is a whole number, or a tensor (B,) with one for each row. Shorter rows are padded on
+    the right, or on the left with ``pads_left``. ``default_length`` is the longest in training
+    unless a schedule sets another.
 
-    With ``by_step`` the targets are (B, T, O): each of the first T steps of
-    thinking has answers of its own. With ``grid`` the input is a grid, read row by row, and each
-    answer is at one of its tokens.
+    With ``by_step`` the targets are (B, T, O): each of the first T steps has its own answers. With
+    ``grid`` the input is a grid, read row by row, and each answer is at one of its tokens.
     """
 
     min_length: ClassVar[int] = 1
@@ -134,11 +135,11 @@ class Task(ABC):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """The number that input ids are below."""
+        """The number of input ids; ids are below it."""
 
     @property
     def output_size(self) -> int:
-        """The number that answers are below."""
+        """The number of answer ids; ids are below it."""
         return self.vocab_size
 
     @property
@@ -156,11 +157,11 @@ class Task(ABC):
 
     @abstractmethod
     def num_samples(self, length: int) -> int:
-        """About how many different inputs of a length there are."""
+        """Return the approximate number of different inputs of a length."""
 
     @abstractmethod
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
-        """A batch, drawn and made on the generator's device."""
+        """Draw a batch on the generator's device."""
 
     def every(self, length: int) -> Sample | None:
         """Return all rows of a length, or None if the task draws its inputs."""
@@ -177,7 +178,7 @@ class Task(ABC):
     def checked(
         self, generator: torch.Generator, batch: int, length: int | Tensor
     ) -> tuple[Tensor, int]:
-        """Return lengths as (B, 1) on the device, and the longest."""
+        """Check lengths; return them as (B, 1) on the generator's device, and the longest."""
         if isinstance(length, int):
             longest = shortest = length
             lengths = torch.full((batch, 1), length, device=generator.device)
@@ -201,7 +202,7 @@ def check_sample(task: Task, generator: torch.Generator, length: int) -> None:
     sample = task.sample(generator, 2, length)
     name = type(task).__name__
     if not isinstance(sample, Sample):
-        raise ValueError(f"{name}.sample gives {type(sample).__name__}; expected a Sample")
+        raise ValueError(f"{name}.sample returned {type(sample).__name__}; expected a Sample")
     sizes = len(sample.tokens), sample.targets.shape[-1] if sample.targets.dim() else 0
     for column, size, dims, high in (
         ("tokens", task.input_length(length), 2, task.vocab_size),
@@ -227,7 +228,7 @@ def check_sample(task: Task, generator: torch.Generator, length: int) -> None:
 
 
 def _check_ids(what: str, ids: Tensor, high: int) -> None:
-    """Check that ids are int64 from 0 to ``high`` - 1; no id at all is fine."""
+    """Check that ids are int64 from 0 to ``high`` - 1; an empty tensor is fine."""
     if ids.dtype == torch.int64 and not ids.numel():
         return
     if ids.dtype != torch.int64 or not 0 <= int(ids.min()) <= int(ids.max()) < high:
@@ -236,7 +237,7 @@ def _check_ids(what: str, ids: Tensor, high: int) -> None:
 
 
 def row_words(length: int, device: torch.device) -> Tensor:  # (length,)
-    """Return what `row_key` multiplies the tokens of each place by."""
+    """Return the factors by which `row_key` multiplies the tokens at each position."""
     # odd: a product with an odd number loses no bits modulo 2^64
     return torch.tensor([signed(mix(7, i) | 1) for i in range(length)], device=device)
 
@@ -246,14 +247,14 @@ def row_key(
     mask: Tensor,  # (B, L)
     words: Tensor,  # (L or more,)
 ) -> Tensor:  # (B,)
-    """A number for each row that says what it is, on whichever side it is padded."""
+    """Return a hash of each row's tokens, which does not depend on the side of the padding."""
     place = (mask.cumsum(1) - 1).clamp(min=0)
     # + 1, so that a token 0 is not the same as padding
     return ((tokens + 1) * mask * words[place]).sum(1)
 
 
 def integers(generator: torch.Generator, high: int, *shape: int) -> Tensor:
-    """Uniform in 0 .. high - 1, on the generator's device."""
+    """Draw uniform integers from 0 to ``high`` - 1 on the generator's device."""
     return torch.randint(high, shape, generator=generator, device=generator.device)
 
 

@@ -1,4 +1,4 @@
-"""Rows that are given as tensors."""
+"""`TensorTask`: a fixed data set, given as tensors."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 class TensorTask(Task):
     """A fixed data set: batches are rows of it, drawn with replacement. Every row has length 1.
 
-    A `CurriculumDataset` holds some of the rows out, by what their tokens are, and evaluates on
-    them, each once.
+    A `CurriculumDataset` holds out a share of the rows, chosen by a hash of their tokens, and
+    evaluates on each of them once.
 
     Args:
         tokens: (N, L) ids.
         targets: (N, O), -100 where there is no answer.
-        mask: (N, L), where there are tokens; default everywhere.
-        augment: A function of (generator, tokens, targets) to both, of the same shapes, which
-            changes the rows that were drawn for training. It must not turn one into a held-out row:
-            that is not checked.
-        grid: Each row is a grid, row by row, with an answer for each cell.
-        symbols: Ids and answers are below it; default those that occur.
+        mask: (N, L), True at tokens; default: everywhere.
+        augment: A function of (generator, tokens, targets) that changes the rows drawn for training
+            and returns (tokens, targets) of the same shapes. It must not turn a row into a held-out
+            row; this is not checked.
+        grid: Whether each row is a grid, read row by row, with an answer for each cell.
+        symbols: Number of symbols; ids and answers are below it. Default: one more than the largest
+            that occurs.
 
     Raises:
-        ValueError: Tensors that do not fit each other or are no ids, and what ``augment`` makes of
-            them.
+        ValueError: The tensors do not fit each other or have invalid ids, or ``augment`` returns
+            such tensors.
 
     >>> tokens = torch.arange(6).view(3, 2)
     >>> task = TensorTask(tokens, tokens.flip(1))
@@ -59,7 +60,7 @@ class TensorTask(Task):
         if not isinstance(self.grid, bool) or not (self.augment is None or callable(self.augment)):
             raise ValueError(
                 f"TensorTask: grid {self.grid!r}, augment {self.augment!r}; expected True or "
-                "False, and a function"
+                "False for grid, and a function or None for augment"
             )
 
     def _check_tensors(self) -> None:
@@ -71,8 +72,8 @@ class TensorTask(Task):
                 or 0 in tensor.shape
             ):
                 raise ValueError(
-                    f"TensorTask: {name} is {_told(tensor)}; expected tensors of whole numbers, "
-                    "(N, L) and (N, O)"
+                    f"TensorTask: {name} is {_told(tensor)}; expected integer tensors that are not "
+                    "empty, tokens (N, L) and targets (N, O)"
                 )
         rows = len(self.tokens)
         shape = list(self.tokens.shape)
@@ -98,8 +99,8 @@ class TensorTask(Task):
         if int(self.tokens.min()) < 0 or not len(targets) or int(targets.min()) < 0:
             least = int(targets.min()) if len(targets) else IGNORED
             raise ValueError(
-                f"TensorTask: tokens from {int(self.tokens.min())}, targets from {least}; expected "
-                "ids from 0, and -100 where there is no answer, but not everywhere"
+                f"TensorTask: the smallest token is {int(self.tokens.min())}, the smallest target "
+                f"{least}; expected ids from 0, and at least one target that is not -100"
             )
         most = max(int(self.tokens.max()), int(targets.max()))
         if self.symbols is not None and self.symbols <= most:
@@ -130,7 +131,7 @@ class TensorTask(Task):
             mask,
             targets,
             None,
-            # of the rows as they were given: `augment` leaves keys alone
+            # computed from the original rows: `augment` does not change keys
             row_key(tokens, mask, row_words(tokens.shape[1], tokens.device)),
         )
 
@@ -178,7 +179,7 @@ class TensorTask(Task):
         augmented: object = self.augment(generator, rows.tokens, rows.targets)
         if not isinstance(augmented, tuple) or len(augmented) != 2:
             raise ValueError(
-                f"TensorTask: augment made {_told(augmented)}; expected tokens and targets"
+                f"TensorTask: augment returned {_told(augmented)}; expected (tokens, targets)"
             )
         kinds = (("tokens", 0, self.vocab_size), ("targets", IGNORED, self.output_size))
         for after, before, (name, least, size) in zip(
@@ -190,19 +191,19 @@ class TensorTask(Task):
                 or after.dtype != before.dtype
             ):
                 raise ValueError(
-                    f"TensorTask: augment made {name} {_told(after)}; expected {_told(before)}"
+                    f"TensorTask: augment returned {name} {_told(after)}; expected {_told(before)}"
                 )
             if int(after.min()) < least or int(after.max()) >= size:
                 raise ValueError(
-                    f"TensorTask: augment made {name} from {int(after.min())} to "
-                    f"{int(after.max())}; expected {least} to {size - 1}: say symbols= where there "
-                    "are more"
+                    f"TensorTask: augment returned {name} from {int(after.min())} to "
+                    f"{int(after.max())}; expected {least} to {size - 1}; if there are more "
+                    "symbols, set symbols="
                 )
         return rows._replace(tokens=augmented[0], targets=augmented[1])
 
 
 def _told(value: object) -> str:
-    """A tensor's shape and type, or what else came."""
+    """Describe a value: a tensor by its shape and type, anything else by its repr."""
     if isinstance(value, Tensor):
         return f"{list(value.shape)} of {value.dtype}"
     return repr(value)

@@ -9,17 +9,18 @@ from transformers import TrainingArguments
 
 
 def thinker_arguments(output_dir: str | Path, **changes: Any) -> TrainingArguments:
-    """Return `TrainingArguments` that most of the package's tasks can be learned with.
+    """Return `TrainingArguments` with which a model learns most of the package's tasks.
 
-    AdamW 3e-3 with β2 .98, weight decay .01 (on matrices only, `parameter_groups`), 100 warm-up
-    steps, cosine to 5 %, gradients clipped at 1; 1000 steps, no checkpoints (say ``save_steps``).
+    AdamW with rate 3e-3, β2 .98 and weight decay .01 (on matrices only, see `parameter_groups`);
+    100 warm-up steps, then a cosine to 5 % of the rate; gradients clipped at norm 1; 1000 steps; no
+    checkpoints unless ``save_steps`` is given.
 
     Args:
         output_dir: The folder of checkpoints.
-        **changes: Other fields, or other values.
+        **changes: Fields of `TrainingArguments` that differ or are added.
 
     Returns:
-        transformers' own, for a `ThinkerTrainer`.
+        The arguments, for a `ThinkerTrainer`.
 
     >>> thinker_arguments("runs/x", max_steps=10).learning_rate
     0.003

@@ -1,7 +1,4 @@
-"""Callbacks of `ThinkerTrainer`.
-
-The curriculum's feedback, rewinding on a peak of the loss.
-"""
+"""Callbacks of `ThinkerTrainer`: feedback to the curriculum, and rewinding when the loss peaks."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ logger = logging.get_logger(__name__)
 
 
 class ThinkerRun(Protocol):
-    """Parts of a `ThinkerTrainer` that a callback may ask for."""
+    """The parts of a `ThinkerTrainer` that a callback may use."""
 
     tally: Tally
     data: CurriculumDataset
@@ -29,28 +26,28 @@ class ThinkerRun(Protocol):
 
     @property
     def thinker(self) -> LatentThinker:
-        """The model, out of its wrappers."""
+        """The model without its wrappers."""
         ...
 
     @property
     def batches(self) -> int:
-        """Return this process's place in the data."""
+        """The number of batches that this process has consumed."""
         ...
 
     def snapshot(self) -> StateDict:
-        """A copy of what training changes."""
+        """Return a copy of the state that training changes."""
         ...
 
     def restore(self, snapshot: dict[str, object]) -> None:
-        """Back to it."""
+        """Go back to a snapshot."""
         ...
 
     def cool(self, factor: float) -> None:
-        """Lower the learning rate for good."""
+        """Multiply the learning rate by ``factor`` for the rest of the run."""
         ...
 
     def parameters_are_finite(self) -> bool:
-        """Return whether no parameter has NaN or infinity."""
+        """Return whether all parameters are finite."""
         ...
 
     def log(self, logs: dict[str, float]) -> None:
@@ -59,23 +56,25 @@ class ThinkerRun(Protocol):
 
 
 class ThinkerCallback(TrainerCallback):
-    """A callback that knows its `ThinkerTrainer` and has a state in its checkpoints."""
+    """A callback with access to its `ThinkerTrainer` and a state in the trainer's checkpoints."""
 
     trainer: ThinkerRun
 
     def state_dict(self) -> StateDict:
-        """Return what a resume needs."""
+        """Return the state that a resume needs."""
         return {}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Go on from there."""
+        """Restore a state of `state_dict`."""
 
     def on_rewind(self) -> None:
-        """Called after a rewind: forget what was counted in the steps that were undone."""
+        """Forget the counts of the steps that were undone; called after a rewind."""
 
 
 class CurriculumCallback(ThinkerCallback):
-    """Tells the schedule what was right; `ThinkerTrainer` adds one when it gets none.
+    """A callback that reports right answers to the schedule.
+
+    `ThinkerTrainer` adds one if it gets none.
 
     Args:
         every: Steps between two reports.
@@ -93,7 +92,7 @@ class CurriculumCallback(ThinkerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Count from here."""
+        """Start counting."""
         self.before = self.trainer.tally.mark()
 
     def on_step_end(
@@ -103,51 +102,52 @@ class CurriculumCallback(ThinkerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Report the losses of the step."""
+        """Report the answers since the last report, every ``every`` steps."""
         trainer = self.trainer
-        # a report waits for the device, and is nothing to a schedule without a state
+        # a report waits for the device, and a schedule without a state ignores it
         if state.global_step % self.every or not trainer.data.schedule.initial():
             return
         assert self.before is not None
         counts = trainer.tally.since(self.before)
-        # nothing is counted where a rewind came first at this very step
+        # nothing is counted if a rewind came first in this step
         if float(counts["total"].sum()):
             trainer.data.report(counts["right"], counts["total"], step=trainer.batches)
 
     def on_rewind(self) -> None:
-        """Count from here."""
+        """Start counting again."""
         self.before = self.trainer.tally.mark()
 
     def state_dict(self) -> StateDict:
-        """Return what was reported."""
+        """Return the counts at the last report."""
         return {"before": self.before}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Go on."""
+        """Restore the counts at the last report."""
         self.before = self.trainer.tally.loaded(state["before"])
 
 
 class RewindOnPeak(ThinkerCallback):
-    """Go back to the best point when the loss peaks or is not finite.
+    """A callback that goes back to the best point if the loss peaks or is not finite.
 
-    It goes on with new batches at a lower rate.
+    Training then continues with new batches at a lower rate.
 
     The mean loss of every ``every`` steps is compared with the best such mean and with the first
-    step's loss. What is kept for the best one are weights, optimizer, moving average and schedule
-    at its beginning, in memory and in checkpoints. A run that peaks once more than ``limit`` times
-    is stopped. One that ends on a peak, or after a rewind above the best at the same difficulty,
-    ends with the best weights. Logged as ``rewinds``, ``peak`` and ``rewound_to_step``.
+    step's loss. The state at the start of the best ``every`` steps (weights, the loss's parameters,
+    optimizer and schedule) is kept in memory and in checkpoints. After ``limit`` rewinds, the next
+    peak stops the run. The best weights are restored if a run ends on a peak, or, after a rewind,
+    with a loss above the best at the same difficulty. Logs have ``rewinds``, ``peak`` and
+    ``rewound_to_step``.
 
     Args:
-        factor: A peak is above ``factor`` times the best mean, or the first loss if that is lower,
-            plus ``margin``.
+        factor: A loss is a peak if it is above ``factor`` times the best mean, or the first loss if
+            that is lower, plus ``margin``.
         margin: See ``factor``.
-        every: Steps between two looks.
-        limit: Rewinds, at most.
-        cooling: The learning rate is multiplied by it at each rewind.
+        every: Steps between two checks of the loss.
+        limit: Maximum number of rewinds.
+        cooling: Factor by which each rewind multiplies the learning rate.
 
     Raises:
-        ValueError: A number out of its range.
+        ValueError: A number is out of its range.
     """
 
     def __init__(
@@ -162,7 +162,8 @@ class RewindOnPeak(ThinkerCallback):
         if not (factor >= 1 and margin >= 0 and every >= 1 and limit >= 1 and 0 < cooling <= 1):
             raise ValueError(
                 f"RewindOnPeak: factor {factor}, margin {margin}, every {every}, limit {limit}, "
-                f"cooling {cooling}; expected from 1, 0, 1, 1, and above 0 to 1"
+                f"cooling {cooling}; expected factor >= 1, margin >= 0, every >= 1, limit >= 1 and "
+                "0 < cooling <= 1"
             )
         self.factor = factor
         self.margin = margin
@@ -183,7 +184,7 @@ class RewindOnPeak(ThinkerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Count from here; there is nothing better yet."""
+        """Start counting; there is no better point yet."""
         self.count = 0
         self.first = math.nan
         self.last = math.nan
@@ -218,7 +219,7 @@ class RewindOnPeak(ThinkerCallback):
                 control.should_training_stop = True
                 return
         elif self.last < self.best["loss"]:
-            # from its beginning: at its end a peak may be rising already
+            # the point at its beginning: at its end, the loss may be rising to a peak already
             self.best = self.newest | {"loss": self.last}
         self.newest = self._point(state.global_step)
 
@@ -229,18 +230,18 @@ class RewindOnPeak(ThinkerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Go back to the best weights where the run ends on worse ones."""
+        """Go back to the best weights if the run ends on worse ones."""
         assert self.before is not None
-        rest = mean_loss(self.trainer.tally.since(self.before))  # of a window that was not whole
+        rest = mean_loss(self.trainer.tally.since(self.before))  # of an incomplete window
         self.last = self.last if math.isnan(rest) else rest
-        # a curriculum that has grown has a higher loss, and is not worse for it
+        # a harder curriculum has a higher loss, without the model being worse
         as_hard = self.best["difficulty"] == self._difficulty()
         is_worse = self.count and as_hard and self.last > self.best["loss"]
         if self._is_peak(self.last) or is_worse or not self.trainer.parameters_are_finite():
             self._rewind()
 
     def go_back(self) -> bool:
-        """Go back to the best point and lower the rate; False where the limit is reached."""
+        """Go back to the best point and lower the rate; return False if the limit is reached."""
         if self.count == self.limit:
             return False
         self.count += 1
@@ -261,15 +262,15 @@ class RewindOnPeak(ThinkerCallback):
         } | self.trainer.snapshot()
 
     def on_rewind(self) -> None:
-        """Count from here; another of its kind may have gone back."""
+        """Start counting again; another callback may have gone back."""
         self.before = self.trainer.tally.mark()
-        # the point at the window's beginning is on the path that was left
+        # the point at the window's beginning belongs to the steps that were undone
         self.newest = self._point(self.trainer.state.global_step)
 
     def _is_peak(self, loss: float) -> bool:
         return (
             math.isinf(loss)
-            # the margin: near a loss of 0 a factor alone makes a peak of every ripple
+            # the margin: near a loss of 0, a factor alone would make every small rise a peak
             or loss > self.factor * min(self.best["loss"], self.first) + self.margin
         )
 
@@ -280,11 +281,11 @@ class RewindOnPeak(ThinkerCallback):
         )
 
     def state_dict(self) -> StateDict:
-        """The count, the best point and the present window's beginning."""
+        """Return the count, the best point and the beginning of the present window."""
         return {k: getattr(self, k) for k in ("count", "best", "newest", "first", "last", "before")}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Go on."""
+        """Restore a state of `state_dict`."""
         for name in ("count", "best", "newest", "first", "last"):
             setattr(self, name, state[name])
         self.before = self.trainer.tally.loaded(state["before"])

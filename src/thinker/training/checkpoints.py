@@ -1,4 +1,4 @@
-"""`ThinkerTrainer`'s own files in a checkpoint."""
+"""Packing of a carry for `ThinkerTrainer`'s checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..state import ThinkerState
 
 
 def pack_carry(carry: ThinkerState | None) -> StateDict | None:
-    """A carry as tensors and numbers, which `torch.load` reads with ``weights_only=True``."""
+    """Convert a carry to tensors that `torch.load` reads with ``weights_only=True``."""
     if carry is None:
         return None
     memory = None if carry.memory is None else list(carry.memory.layers)
@@ -27,7 +27,7 @@ def pack_carry(carry: ThinkerState | None) -> StateDict | None:
 def unpack_carry(
     packed: StateDict | None, config: ThinkerConfig, device: torch.device
 ) -> ThinkerState | None:
-    """Unpack what `pack_carry` packed."""
+    """Make a carry from the result of `pack_carry`."""
     if packed is None:
         return None
 

@@ -1,4 +1,4 @@
-"""Check that a model fits the data that it is to be trained on."""
+"""Checks that a model fits its training data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..model import LatentThinker
 
 
 def check_kinds(model: object, data: object, step_loss: object, draw_plan: object) -> None:
-    """Refuse what is of another kind than the trainer's own."""
+    """Check the types of the trainer's arguments."""
     if not isinstance(data, CurriculumDataset):
         raise ValueError(
             f"ThinkerTrainer: train_dataset is {type(data).__name__}; expected a CurriculumDataset"
@@ -22,17 +22,17 @@ def check_kinds(model: object, data: object, step_loss: object, draw_plan: objec
     if not isinstance(model, LatentThinker) or not isinstance(step_loss, StepLoss | None):
         raise ValueError(
             f"ThinkerTrainer: model is {type(model).__name__}, step_loss {step_loss!r}; expected a "
-            "LatentThinker, and a StepLoss, as AllSteps()"
+            "LatentThinker, and a StepLoss such as AllSteps()"
         )
     if draw_plan is not None and not callable(draw_plan):
         raise ValueError(
             f"ThinkerTrainer: draw_plan is a {type(draw_plan).__name__}; expected a function of a "
-            "generator and a number of steps, or ThinkerConfig(plan=...) for one plan"
+            "generator and a number of steps; for a single plan, use ThinkerConfig(plan=...)"
         )
 
 
 def check_delay(args: TrainingArguments, data: CurriculumDataset) -> None:
-    """Refuse workers that draw farther ahead than a change of the schedule waits."""
+    """Check that batches are not drawn farther ahead than the data set's delay."""
     # 2 is the default of DataLoader
     drawn = args.dataloader_num_workers * (args.dataloader_prefetch_factor or 2)
     # all segments of a batch use the state at the first, up to segments - 1 batches ago
@@ -40,13 +40,13 @@ def check_delay(args: TrainingArguments, data: CurriculumDataset) -> None:
     # a schedule without a state never changes
     if data.schedule.initial() and ahead > data.delay:
         raise ValueError(
-            f"ThinkerTrainer: batches are drawn {ahead} ahead, the data set's delay is "
-            f"{data.delay}; expected a delay as large"
+            f"ThinkerTrainer: batches are drawn {ahead} ahead, but the data set's delay is "
+            f"{data.delay}; expected CurriculumDataset(delay={ahead}) or more"
         )
 
 
 def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> None:
-    """Refuse a model whose sizes, latents or plan the data do not suit."""
+    """Check that a model's sizes, latents and plan suit the data."""
     config = model.config
     check_layout("ThinkerTrainer", config, data.task)
     sizes = data.sizes()
@@ -70,7 +70,7 @@ def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> 
 
 
 def check_reach(model: LatentThinker, data: CurriculumDataset, loss: StepLoss) -> None:
-    """Refuse a loss on what is in reach where nothing ever is: it would train nothing."""
+    """Check that some answers come within reach, if the loss counts only these."""
     if loss.counts_from_start:
         distance = data.batch(data.step, details=True).get("distance")
     else:
@@ -83,14 +83,14 @@ def check_reach(model: LatentThinker, data: CurriculumDataset, loss: StepLoss) -
         raise ValueError(
             f"ThinkerTrainer: answers of {data.task!r} depend on tokens {nearest} away or farther, "
             f"and at most {data.most_steps} steps reach {most}; expected more steps, a task that "
-            f"says how far (Sample.distance), or another loss than {type(loss).__name__}"
+            f"sets a smaller Sample.distance, or another loss than {type(loss).__name__}"
         )
 
 
 def check_segments(segments: int, data: CurriculumDataset, loss: StepLoss) -> None:
-    """Refuse segments below 1, and more than 1 with what counts steps from the start.
+    """Check the number of segments.
 
-    That is a task or a loss.
+    More than 1 is refused if the task or the loss depends on the number of steps from the start.
     """
     check_value("ThinkerTrainer", "segments", segments, Whole)
     if segments > 1 and (data.task.by_step or loss.counts_from_start):

@@ -1,4 +1,4 @@
-"""`parameter_groups`: which of a thinker's parameters decay."""
+"""`parameter_groups`: which of a thinker's parameters have weight decay."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import nn
 def parameter_groups(
     model: nn.Module, *, learning_rate: float, weight_decay: float = 0.01
 ) -> list[dict[str, object]]:
-    """Optimizer groups: matrices of linear layers decay.
+    """Return optimizer groups in which only the matrices of linear layers have weight decay.
 
-    Embeddings, positions, latents, norms and biases do not.
+    Embeddings, positions, latents, norms and biases have none.
 
     Args:
         model: A module of any kind.
@@ -18,8 +18,7 @@ def parameter_groups(
         weight_decay: The weight decay of the matrices.
 
     Returns:
-        What a torch optimizer takes: the matrices, then the rest; a group without parameters is
-            left out.
+        Groups for a torch optimizer: the matrices, then the rest. Empty groups are left out.
     """
     # by the kind of module: embeddings and latents have two axes as well
     matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}

@@ -9,20 +9,19 @@ import torch
 from torch import Tensor
 
 Counts = dict[str, Tensor]
-"""``right`` and ``total`` (L + 1,) by length; ``loss`` (3,): the sum of those that were finite, how
-many were and were
-not; float64."""
+"""``right`` and ``total``, (L + 1,), count answers by length. ``loss``, (3,), has the sum of the
+finite losses, their number, and the number of other losses. All are float64."""
 
 
 class Tally:
     """Counts since the start of a run.
 
-    Marks remember a moment, and `since` says what came after it.
+    `mark` returns the present counts, and `since` what was counted after a mark.
 
     Args:
         max_length: The longest samples.
-        device: The device that it counts on.
-        total: Sums a tensor over processes.
+        device: The device of the counts.
+        total: A function that sums a tensor over processes.
     """
 
     def __init__(self, max_length: int, device: torch.device, total: Callable[[Tensor], Tensor]):
@@ -36,7 +35,7 @@ class Tally:
 
     @torch.no_grad()
     def add(self, logits: Tensor, labels: Tensor, lengths: Tensor, loss: Tensor) -> None:
-        """Note a batch: logits (B, O, V), labels (B, O), lengths (B,)."""
+        """Count a batch: logits (B, O, V), labels (B, O), lengths (B,)."""
         counted = labels != -100
         right = ((logits.argmax(-1) == labels) & counted).sum(1)
         self.counts["right"].index_add_(0, lengths, right.double())
@@ -49,11 +48,11 @@ class Tally:
         )
 
     def mark(self) -> Counts:
-        """The present moment."""
+        """Return a copy of the present counts."""
         return {name: value.clone() for name, value in self.counts.items()}
 
     def since(self, mark: Counts) -> Counts:
-        """Return the counts since ``mark``, over all processes; ``mark`` becomes the present."""
+        """Return the counts since ``mark``, over all processes, and set ``mark`` to now."""
         passed = {}
         for name, value in self.counts.items():
             passed[name] = self._total(value - mark[name])
@@ -66,9 +65,9 @@ class Tally:
 
 
 def mean_loss(counts: Counts) -> float:
-    """The mean of the losses that were finite.
+    """Return the mean of the finite losses.
 
-    Infinite where none was, nan where there was none at all.
+    It is infinite if none is finite, and nan if there are no losses.
     """
     total, finite, other = counts["loss"].tolist()
     if finite:

@@ -41,35 +41,37 @@ DrawPlan = Callable[[torch.Generator, int], FlowPlan]
 class ThinkerTrainer(StepTrainer):
     """A `transformers.Trainer` that trains a `LatentThinker` on a `CurriculumDataset`.
 
-    Each batch says how many steps and latents it thinks with; the loss says which steps count. The
-    position in the data, the schedule, noise and what callbacks know are in every
-    checkpoint: a run that was stopped and resumed is the run that was not. Evaluation is
-    accuracy on held-out samples. Logs have ``accuracy`` (of training answers) and ``difficulty``.
+    Each batch sets its numbers of steps and latents, and the loss selects the steps that count.
+    Every checkpoint has the position in the data and the states of the schedule, the loss and the
+    callbacks. The random choices of a batch depend only on the seed and its number. So a resumed
+    run equals one that was never stopped. Evaluation is accuracy on held-out samples. Logs have
+    ``accuracy`` (of training answers) and ``difficulty``.
 
     Args:
-        model: The thinker.
+        model: The model to train.
         args: `TrainingArguments`; default `thinker_arguments`. They are copied, and the batch size
             is the data set's.
-        train_dataset: Batches.
-        step_loss: Which steps are supervised; default the last and one random earlier one.
+        train_dataset: The training data.
+        step_loss: The loss, which selects the supervised steps; default: `LastAndRandom`, the last
+            step and one random earlier one.
         draw_plan: A function of a generator and a number of steps that draws a plan for each batch,
-            as ``lambda generator, n_step: FlowPlan.random(0.5, n_step, generator=generator)`` for a
-            model with a memory and static tokens; default the model's own plan, with which it is
-            evaluated in any case. A batch that draws fewer steps than its plan needs takes the
-            fewest.
-        segments: The number of optimizer steps for each batch; each goes on from the latents that
-            the one before came to, without gradients into it (deep supervision: HRM, Wang et al.
-            2025; TRM, Jolicoeur-Martineau 2025). A model then learns to go on from where it is, at
-            the cost of a few steps. ``max_steps``, and what the logs count by the second, are
-            segments.
+            such as ``lambda generator, n_step: FlowPlan.random(0.5, n_step, generator=generator)``
+            for a model with a memory and static tokens. Default: the model's plan, which evaluation
+            always uses. If a plan needs more steps than its batch has drawn, the batch takes the
+            fewest that the plan allows.
+        segments: The number of optimizer steps for each batch. Each one continues from the latents
+            of the one before, without gradients into it (deep supervision: HRM, Wang et al. 2025;
+            TRM, Jolicoeur-Martineau 2025). A model then learns to continue from its present
+            latents, at the cost of a few steps. ``max_steps`` and the logged speeds count segments.
         eval_lengths: The lengths of held-out samples in `evaluate`; default: the longest.
         eval_samples: The number of samples of each length.
-        **options: Of `Trainer`; ``eval_dataset`` is a `CurriculumDataset` too, default the training
-            one.
+        **options: Options of `Trainer`. ``eval_dataset`` is a `CurriculumDataset`, too; default:
+            the training data.
 
     Raises:
-        ValueError: Data longer than the model's positions or with other symbols; a loss that the
-            model has no head for; segments with answers or a loss that count steps from the start.
+        ValueError: The data are longer than the model supports or have other symbols; the loss does
+            not fit the model; ``segments`` is above 1 with a task or a loss that counts steps from
+            the start.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class ThinkerTrainer(StepTrainer):
         check_kinds(model, train_dataset, step_loss, draw_plan)
         check_fit(model, train_dataset, model.plan)
         self.draw_plan = draw_plan
-        # what a plan draws rarely is missed by one; eight find most of what does not fit
+        # one plan may miss operations that are drawn rarely; eight find most that do not fit
         for seed in range(8 if draw_plan else 0):
             check_fit(
                 model, train_dataset, self._plan_of(torch.Generator().manual_seed(seed), model)
@@ -98,7 +100,7 @@ class ThinkerTrainer(StepTrainer):
         check_segments(segments, train_dataset, self.step_loss)
         check_reach(model, train_dataset, self.step_loss)
         window = model.config.window
-        # with a window of 1 no latent learns of another, so nothing is too far away yet
+        # with a window of 1, latents never exchange information, so this does not apply
         if window is not None and window > 1 and not isinstance(self.step_loss, Reach):
             logger.warning(
                 "ThinkerTrainer: step_loss is %s, but the model has window=%d: this loss also "
@@ -115,18 +117,18 @@ class ThinkerTrainer(StepTrainer):
         self.eval_samples = eval_samples
         check_value("ThinkerTrainer", "eval_lengths", self.eval_lengths, Sequence[int])
         check_value("ThinkerTrainer", "eval_samples", eval_samples, Whole)
-        # the caller's stay as they are
+        # the caller's arguments stay unchanged
         if args:
             args = copy.copy(args)
         else:
             args = thinker_arguments("runs/thinker")
         args.per_device_train_batch_size = train_dataset.batch_size
-        args.ignore_data_skip = True  # the data set knows where it was
+        args.ignore_data_skip = True  # the data set restores its own position
         args.remove_unused_columns = False
-        args.ddp_find_unused_parameters = False  # compute_loss uses all of them
+        args.ddp_find_unused_parameters = False  # compute_loss uses all parameters
         options.setdefault("eval_dataset", train_dataset)
         super().__init__(model=model, args=args, train_dataset=train_dataset, **options)
-        self.model_accepts_loss_kwargs = True  # losses are over the answers of a whole step
+        self.model_accepts_loss_kwargs = True  # losses are means over the answers of a whole step
         if segments > 1 and self.args.gradient_accumulation_steps > 1:
             raise ValueError(
                 f"ThinkerTrainer: segments is {segments}, gradient_accumulation_steps "
@@ -141,33 +143,33 @@ class ThinkerTrainer(StepTrainer):
         self._logged = self.tally.mark()
         self._start_of_data = self.data.step
         self._skipped = 0
-        self._carry: ThinkerState | None = None  # of the segment before
+        self._carry: ThinkerState | None = None  # from the segment before
         if not any(isinstance(c, CurriculumCallback) for c in self.callback_handler.callbacks):
             self.add_callback(CurriculumCallback())
         self.add_callback(_Housekeeping(self))
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """A callback, or a class of one, that may be a `ThinkerCallback`."""
+        """Add a callback, or a class of one; a `ThinkerCallback` gets this trainer."""
         super().add_callback(callback)
         callbacks = self.callback_handler.callbacks
         for known in callbacks:
             if isinstance(known, ThinkerCallback):
                 known.trainer = self
-        # last, for it loads what the others know
+        # last, since it loads the states of the others
         callbacks.sort(key=lambda known: isinstance(known, _Housekeeping))
 
     @property
     def seen(self) -> int:
-        """The number of batches of this process, in this call of `train` and before a resume."""
+        """The number of batches of this process in this run, including those before a resume."""
         return self.state.global_step * self.args.gradient_accumulation_steps
 
     @property
     def batches(self) -> int:
-        """Return this process's place in the data."""
+        """The number of batches that this process has consumed."""
         return self._start_of_data + self.seen
 
     def get_train_dataloader(self) -> DataLoader:
-        """Whole batches; each process draws its own stream."""
+        """Return a loader of whole batches; each process draws its own stream."""
         workers = self.args.dataloader_num_workers
         if workers:
             options: dict[str, Any] = {"prefetch_factor": self.args.dataloader_prefetch_factor}
@@ -202,18 +204,18 @@ class ThinkerTrainer(StepTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, ThinkerOutput]:
-        """The step loss, over the answers of the whole step."""
+        """Return the loss of a batch, as its share of the mean over all answers of the step."""
         n_step = inputs["n_step"]
         n_latent = inputs["n_latent"]
         distance = inputs.get("distance")
         labels = self.thinker.answers_of(inputs["labels"], n_latent)
         if distance is not None:
             if self.thinker.config.causal:
-                # an answer cannot depend on what comes after it, whatever the task says
+                # an answer cannot depend on later tokens, whatever the task's distances are
                 before = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=1)
                 distance = distance.minimum(before)
             distance = self.thinker.answers_of(distance, n_latent)
-        # by the batch's number, so that a resumed run draws what it would have drawn
+        # seeded by the batch's number, so that a resumed run draws the same
         words = (self.args.seed, inputs["rank"], inputs["step"])
         choose = torch.Generator().manual_seed(seed_of(*words, 1))
         noise = torch.Generator(labels.device).manual_seed(seed_of(*words, 2))
@@ -233,8 +235,8 @@ class ThinkerTrainer(StepTrainer):
             generator=noise,
         )
         loss = self.step_loss(outputs, labels, distance)
-        # A plan may leave parameters out. DDP waits for every gradient, and one of 0 lets their
-        # weight decay go on.
+        # A plan may not use all parameters. DDP waits for every gradient, and with a gradient of 0
+        # their weight decay continues.
         loss = (
             loss + 0.0 * torch.stack([p.sum() for p in model.parameters() if p.requires_grad]).sum()
         )
@@ -258,14 +260,14 @@ class ThinkerTrainer(StepTrainer):
         )
 
     def needed_files(self) -> Sequence[str]:
-        """Return the file of carry and counts, which a complete checkpoint must have."""
+        """Return the file of the trainer's state, which a complete checkpoint must have."""
         return (self._state_name(0),)
 
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, *rest: Any, **named: Any
     ) -> TrainOutput:
         """Train, or go on from a checkpoint, as in `StepTrainer.train`."""
-        # it is of another run's rows
+        # it belongs to the rows of another run
         self._carry = None
         return super().train(resume_from_checkpoint, *rest, **named)
 
@@ -290,12 +292,12 @@ class ThinkerTrainer(StepTrainer):
         metric_key_prefix: str = "eval",
         **named: object,
     ) -> dict[str, float]:
-        """Token and sequence accuracy on held-out samples of each evaluation length."""
+        """Measure token and sequence accuracy on held-out samples of each evaluation length."""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if not isinstance(data, CurriculumDataset):
             raise ValueError(
-                f"ThinkerTrainer: the data to evaluate on are {type(data).__name__}; expected "
-                "CurriculumDataset"
+                "ThinkerTrainer: expected a CurriculumDataset to evaluate on, got a "
+                f"{type(data).__name__}"
             )
         curves = evaluate_steps(self.thinker, data, self.eval_lengths, samples=self.eval_samples)
         accuracies = {
@@ -318,18 +320,18 @@ class ThinkerTrainer(StepTrainer):
 
     @property
     def thinker(self) -> LatentThinker:
-        """The model, out of what wraps it in training with several processes."""
+        """The model without the wrappers of distributed training."""
         return self.unwrapped()
 
     def _plan_of(
         self, generator: torch.Generator, model: LatentThinker, n_step: int = 2
     ) -> FlowPlan:
-        """The plan of a batch: drawn, or the model's own."""
+        """Return the plan of a batch: a drawn one, or the model's."""
         if self.draw_plan is None:
             return model.plan
         plan = self.draw_plan(generator, n_step)
         if not isinstance(plan, FlowPlan):
-            raise ValueError(f"ThinkerTrainer: draw_plan gives {plan!r}; expected a FlowPlan")
+            raise ValueError(f"ThinkerTrainer: draw_plan returned {plan!r}; expected a FlowPlan")
         return plan
 
     @staticmethod
@@ -339,9 +341,9 @@ class ThinkerTrainer(StepTrainer):
         return "thinker_state.pt"
 
     def _thinker_callbacks(self) -> dict[str, ThinkerCallback]:
-        """Name by class and number within it.
+        """Return the thinker callbacks, named by class and number within it.
 
-        So a resumed run may have callbacks of other classes as well.
+        The names let a resumed run have callbacks of other classes as well.
         """
         named: dict[str, ThinkerCallback] = {}
         for callback in self.callback_handler.callbacks:
@@ -356,9 +358,9 @@ class ThinkerTrainer(StepTrainer):
         self.save_progress(Path(output_dir))
 
     def save_progress(self, folder: Path) -> None:
-        """Write what a resume needs besides the stock checkpoint.
+        """Write the state that a resume needs in addition to the stock checkpoint.
 
-        Each process has counts of its own.
+        Each process writes a file, since it has its own counts.
         """
         state = {
             **stamp(1),
@@ -389,7 +391,7 @@ class ThinkerTrainer(StepTrainer):
             self._restore_progress(state, with_carry=is_own)
 
     def _restore_progress(self, state: StateDict, *, with_carry: bool) -> None:
-        carry = state["carry"] if with_carry else None  # rank 0's is of other rows
+        carry = state["carry"] if with_carry else None  # rank 0's carry belongs to other rows
         self.data.load_state_dict(state["data"])
         self.step_loss.load_state_dict(state["step_loss"])
         self.tally.counts, self._logged = (
@@ -404,9 +406,9 @@ class ThinkerTrainer(StepTrainer):
                 callback.on_rewind()  # new since the checkpoint: it counts from here
 
     def snapshot(self) -> StateDict:
-        """Return a copy of what training changes.
+        """Return a copy of the state that training changes.
 
-        Weights, what the loss learns, optimizer, schedule.
+        It has the weights, the loss's parameters, the optimizer and the schedule.
         """
         return copy.deepcopy(
             {
@@ -418,11 +420,11 @@ class ThinkerTrainer(StepTrainer):
         )
 
     def restore(self, snapshot: StateDict) -> None:
-        """Back to a `snapshot`; the stream of data and the schedule of learning rates go on."""
-        # an optimizer keeps the tensors it loads: training on would change the best point
+        """Go back to a `snapshot`; the data and the schedule of learning rates continue."""
+        # an optimizer keeps the tensors that it loads, so training would change the snapshot
         snapshot = copy.deepcopy(snapshot)
         optimizer = bare_optimizer(self.optimizer)
-        # its state has the rates of then, and the schedule goes on
+        # the snapshot has its own learning rates, but their schedule continues
         rates = [group["lr"] for group in optimizer.param_groups]
         self.thinker.load_state_dict(snapshot["model"])
         self.step_loss.load_state_dict(snapshot["step_loss"])
@@ -444,7 +446,7 @@ class ThinkerTrainer(StepTrainer):
             group["lr"] *= factor
 
     def on_not_finite(self, what: str) -> None:
-        """Raise, unless a `RewindOnPeak` is there to go back: then drop the step's gradients.
+        """Drop the step's gradients if there is a `RewindOnPeak`, which can go back; else raise.
 
         Args:
             what: The cause, worded for the error message.
@@ -455,20 +457,20 @@ class ThinkerTrainer(StepTrainer):
         if not any(isinstance(c, RewindOnPeak) for c in self.callback_handler.callbacks):
             super().on_not_finite(what)
         self._skipped += 1
-        # a broken run skips every step, and a few lines say so as well
+        # a broken run skips every step, and a few lines are enough
         if self._skipped in (1, 10, 100, 1000):
-            logger.warning("ThinkerTrainer: %s; skipped (%d so far)", what, self._skipped)
+            logger.warning("ThinkerTrainer: %s; step skipped (%d so far)", what, self._skipped)
         # the optimizer would put nan into every weight
         bare_optimizer(self.optimizer).zero_grad(set_to_none=True)
 
     def on_bad_parameters(self, what: str) -> None:
-        """Go back to the best point of a `RewindOnPeak`, or raise where there is none.
+        """Go back to the best point of a `RewindOnPeak`, or raise if there is none.
 
         Args:
             what: The cause, worded for the error message.
 
         Raises:
-            DeadRunError: There is no `RewindOnPeak`, or it has gone back as often as it may.
+            DeadRunError: There is no `RewindOnPeak`, or it has reached its limit.
         """
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, RewindOnPeak) and callback.go_back():
@@ -477,9 +479,9 @@ class ThinkerTrainer(StepTrainer):
 
 
 class _Housekeeping(TrainerCallback):
-    """Callback for what the stock trainer leaves out.
+    """A callback for the tasks that the stock trainer leaves out.
 
-    Our state in checkpoints, the loss's gradients.
+    It restores the trainer's state from checkpoints, and handles the gradients of the loss.
     """
 
     def __init__(self, trainer: ThinkerTrainer):
@@ -492,7 +494,7 @@ class _Housekeeping(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        self.trainer.data.segments = self.trainer.segments  # another trainer may have the same data
+        self.trainer.data.segments = self.trainer.segments  # another trainer may use the same data
         if self.trainer.resumed_from is not None:
             self.trainer.load_progress(self.trainer.resumed_from)
         # a second `train` counts steps from 0 again, and goes on in the data
@@ -515,7 +517,7 @@ class _Housekeeping(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        # DDP wraps the model alone
+        # DDP wraps the model only
         for parameter in self.trainer.step_loss.parameters():
             if parameter.grad is not None:
                 parameter.grad = self.trainer.accelerator.reduce(parameter.grad, "mean")
@@ -527,5 +529,5 @@ class _Housekeeping(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        # the stock trainer clears the gradients of the model alone
+        # the stock trainer clears the gradients of the model only
         self.trainer.step_loss.zero_grad()

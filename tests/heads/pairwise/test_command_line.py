@@ -34,7 +34,7 @@ def test_each_row_has_its_verdict_or_the_reason_why_not(place, capsys):
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["line"] for line in lines] == list(range(1, 14))
     assert "no two answers" in lines[3]["error"]
-    assert "no JSON" in lines[5]["error"]
+    assert "invalid JSON" in lines[5]["error"]
     pairs = [pair for k, pair in enumerate(pairs_of(12)) if k != 3]
     model = PairwiseModel.from_pretrained(place / "judge").eval()
     found = model.predict(*([pair[k] for pair in pairs] for k in range(3)), progress=False)

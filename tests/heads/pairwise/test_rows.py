@@ -250,7 +250,7 @@ def test_bad_rows_are_left_out_up_to_a_limit_and_told_with_their_lines(row, said
 def test_lines_of_files_are_told(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(PLAIN), "", "{", json.dumps(PLAIN)]))
     assert read_pairs(tmp_path / "a.jsonl", max_bad=0.5)[1].bad == {
-        "no JSON (Expecting property name enclosed in double quotes)": (3,)
+        "invalid JSON (Expecting property name enclosed in double quotes)": (3,)
     }
     (tmp_path / "a.csv").write_text('prompt,a,b\n"p\nq",x,y\np,x,y,more\n')
     pairs, report = read_pairs(tmp_path / "a.csv", max_bad=0.5)

@@ -572,7 +572,7 @@ DIFFERENT = {
     "mlp.act_fn is SiLUActivation (a) and GELUActivation (b)": lambda: tiny(
         "llama", hidden_act="gelu"
     ),
-    "k_proj.bias is in one of a and b alone": lambda: tiny("llama", attention_bias=True),
+    "k_proj.bias is in only one of a and b": lambda: tiny("llama", attention_bias=True),
     "the buffer model.rotary_emb.inv_freq differs": lambda: tiny(
         "llama", rope_parameters={"rope_type": "default", "rope_theta": 500.0}
     ),

@@ -1,1 +1,1 @@
-"""The paths that torch alone runs."""
+"""The paths in plain torch, without Triton."""

@@ -1,9 +1,7 @@
-"""A weight that is a sum of masked frozen weights, and the gradient of its masks.
+"""Blend masked frozen weights into one weight, and compute the gradient of the masks.
 
-Both go by stretches that fit a cache.
-
-The one gradient rule: dm_k = reduce(dW * W_k), whatever the granularity. What autograd would keep
-until backward, the blended weight, is built again instead.
+Both process large weights in pieces that fit a cache. The gradient is dm_k = reduce(dW * W_k) for
+every granularity.
 
 Sums over k are float32 (float64 for float64 weights), product by product, in the order of the
 components, and rounded once. A baked checkpoint is made by the same operations, so it holds the
@@ -25,32 +23,35 @@ from model_components._autograd import (
     wants_graph,
 )
 
-# elements blended at a time: what a cache holds; on a GPU, few launches
+# elements blended at a time: on a CPU what a cache holds, on a GPU enough for few launches
 _STRETCH = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums over components are made in."""
+    """Return the dtype in which components are summed."""
     if dtype == torch.float64:
         return torch.float64
     return torch.float32
 
 
 def pieces(total: int, size: int) -> Iterator[slice]:
-    """Consecutive stretches of ``size``, the last one shorter."""
+    """Yield consecutive slices of ``size``; the last may be shorter."""
     for start in range(0, total, size):
         yield slice(start, min(start + size, total))
 
 
 def part_of(mask: Tensor, rows: slice, dim: int = 0) -> Tensor:
-    """The rows of a mask that belong to rows of a weight: all of it where it is broadcast."""
+    """Return the part of a mask that belongs to a slice of a weight along ``dim``.
+
+    A mask that is broadcast along ``dim`` is returned whole.
+    """
     if mask.shape[dim] > 1:
         return mask[(slice(None),) * dim + (rows,)]
     return mask
 
 
 def blend_plain(weights: Sequence[Tensor], masks: Tensor) -> Tensor:
-    """Return Σ_k masks[k] * weights[k] by plain operations, to trace and transform.
+    """Return Σ_k masks[k] * weights[k] by plain operations, which can be traced and transformed.
 
     The result is in the dtype of the sums, not yet rounded.
     """
@@ -63,27 +64,27 @@ def blend_plain(weights: Sequence[Tensor], masks: Tensor) -> Tensor:
 
 def _blend_piece(weights: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
     work = work_dtype(weights[0].dtype)
-    # a product of a mask in this dtype is in this dtype, without a converted copy of the weight;
-    # float8 has no such products
+    # a product with a mask of this dtype has this dtype, without a converted copy of the weight;
+    # float8 does not support such products
     if weights[0].dtype.itemsize == 1:
         weights = [weight.to(work) for weight in weights]
     total = torch.mul(weights[0], masks[0].to(work))
     for weight, mask in zip(weights[1:], masks[1:], strict=True):
-        # two roundings, not a fused one: the same bits everywhere
+        # two roundings, no fused multiply-add: the same bits everywhere
         total += torch.mul(weight, mask.to(work))
     return total
 
 
 def blend_eager(weights: Sequence[Tensor], masks: Tensor) -> Tensor:
-    """Σ_k masks[k] * weights[k], by stretches that fit a cache; no gradient."""
+    """Return Σ_k masks[k] * weights[k] without a gradient, in pieces that fit a cache."""
     first = weights[0]
     stretch = _STRETCH.get(first.device.type, 1 << 24)
     if first.numel() <= stretch:
-        # weights may be transposed views; a merged one has a stock layer's strides
+        # weights may be transposed views, but the merged weight is contiguous as in a stock layer
         return _blend_piece(weights, list(masks)).to(first.dtype).contiguous()
     out = torch.empty_like(first, memory_format=torch.contiguous_format)
     rows = first.shape[0]
-    # in rows, of which even one may be longer than a stretch
+    # in whole rows; a single row may be longer than a stretch
     step = max(1, stretch * rows // first.numel())
     for piece in pieces(rows, step):
         out[piece] = _blend_piece([w[piece] for w in weights], [part_of(m, piece) for m in masks])
@@ -144,7 +145,7 @@ class Blend(torch.autograd.Function):
 
 
 def blend_any(weights: Sequence[Tensor], masks: Tensor, fused: bool) -> Tensor:
-    """The blend, by Triton if ``fused``, else by torch; no gradient."""
+    """Return the blend, by Triton if ``fused``, else by torch, without a gradient."""
     if fused:
         from .. import _triton
 
@@ -156,7 +157,7 @@ def blend_any(weights: Sequence[Tensor], masks: Tensor, fused: bool) -> Tensor:
 def reduce_any(
     grad: Tensor, weights: Sequence[Tensor], shape: Sequence[int], fused: bool
 ) -> Tensor:
-    """The reduction, by Triton if ``fused``, else by torch."""
+    """Return the masks' gradient, by Triton if ``fused``, else by torch."""
     if fused:
         from .. import _triton
 

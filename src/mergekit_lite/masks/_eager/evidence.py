@@ -1,4 +1,4 @@
-"""Evidence: how probable a teacher finds an example, and what shares follow from it.
+"""Evidence: the probability that a teacher gives an example, and the shares that follow from it.
 
 Letters: N positions, H hidden size, V vocabulary, K components.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from .blend import pieces
 from .teachers import Teachers
 
-_LEAST = -1e6  # of a log probability: an impossible token, which may not make all others NaN
+_LEAST = -1e6  # lowest log probability, so that an impossible token does not make shares NaN
 
 
 def label_log_probs(teachers: Teachers, k: int, labels: Tensor, size: int) -> Tensor:  # (N,)
@@ -29,9 +29,9 @@ def evidence(
 ) -> Tensor:  # (N, K)
     """Return the teachers' shares at each position.
 
-    c_k ∝ Π_t p_k(x_t) over the positions of its example.
+    They are c_k ∝ Π_t p_k(x_t), over the positions t of the same example.
     """
-    # sums over thousands of tokens, and a difference of a few nats decides
+    # in float64: sums are over thousands of tokens, and a difference of a few nats decides
     log_probs = log_probs.double().clamp_min(_LEAST)
     _, sizes = example.unique_consecutive(return_counts=True)
     parts = log_probs.split(sizes.tolist())

@@ -1,8 +1,8 @@
 """Linear layers whose weights are sums of masked frozen weights.
 
 They keep no blended weight until backward. With dW = Gᵀ X the masks' gradient is reduce(dW *
-W_k); backward builds W and dW by blocks of input columns, so that of one layer's two matrices none
-is ever whole there.
+W_k). Backward builds W and dW by blocks of input columns, so neither is ever in memory as a whole
+there.
 
 Letters: K components, O out_features, I in_features, *B any leading shape.
 """
@@ -26,8 +26,8 @@ from model_components._autograd import (
 from .blend import blend_any, blend_plain, part_of, pieces, reduce_any
 
 Rule = Callable[[Tensor], Tensor]
-# elements of a weight that a step of backward builds
-# 4 and 64 MiB of float32: on a GPU fewer launches count more than memory
+# elements of a weight that a step of backward builds, 4 and 64 MiB of float32:
+# on a GPU, fewer launches matter more than memory
 _COLUMNS = {"cpu": 1 << 20, "cuda": 1 << 24}
 _NARROWEST = 128  # columns of a step; products of fewer are slow
 
@@ -35,7 +35,7 @@ _NARROWEST = 128  # columns of a step; products of fewer are slow
 def _column_blocks(weights: Sequence[Tensor], transposed: bool) -> Iterator[slice]:
     """Return ranges of input columns (rows of a transposed weight).
 
-    Each is a complete part of dX, so nothing is summed.
+    Each range gives complete columns of dX, so nothing has to be summed.
     """
     out_features, in_features = weights[0].shape
     if transposed:
@@ -58,7 +58,7 @@ def accurate_plain(
     transposed: bool,
     weights: Sequence[Tensor],
 ) -> Tensor:
-    """Compute `AccurateLinear` by plain operations, to trace and transform."""
+    """Compute `AccurateLinear` by plain operations, which can be traced and transformed."""
     if rule is not None:
         masks = rule(masks)
     weight = blend_plain(weights, masks).to(x.dtype)
@@ -74,7 +74,7 @@ def efficient_linear(
 ) -> Tensor:
     """Add up the products of x with every component's weight; no weight is ever built.
 
-    Plain operations: a function of its own was no faster in training.
+    It uses plain operations, because an autograd function was no faster in training.
     """
     total: Tensor | None = None
     for weight, mask, output in _matrices(weights, masks, transposed):
@@ -112,11 +112,11 @@ class _CastProduct(torch.autograd.Function):
 class AccurateLinear(torch.autograd.Function):
     """A product of x (T, I) with the blended weight; saves x and the trained masks.
 
-    One product forward and two backward, for any number of components. The frozen weights are
-    saved, too: they are in memory anyway, and autograd then notices if one of them changes.
+    It takes one product forward and two backward, for any number of components. The frozen weights
+    are saved, too: they are in memory anyway, and autograd then detects if one of them changes.
 
     The merged weight is built for the product and dropped, and built again in backward by blocks of
-    input columns. So are the masks that a constraint (``rule``) makes of the trained ones.
+    input columns. The constrained masks, which ``rule`` returns, are also computed again.
     """
 
     @staticmethod
@@ -172,11 +172,11 @@ class AccurateLinear(torch.autograd.Function):
 def _accurate_gradients(
     ctx: _WeightsContext, x: Tensor, masks: Tensor, weights: Sequence[Tensor], grad: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of x and of the masks that multiply, by blocks of input columns."""
+    """Return the gradients of x and of the constrained masks, by blocks of input columns."""
     need_x, need_masks = ctx.needs_input_grad[:2]
     dx = None
     dm = None
-    dim = 0 if ctx.transposed else 1  # of a weight, where input columns are
+    dim = 0 if ctx.transposed else 1  # the dimension of a weight's input columns
     for columns in _column_blocks(weights, ctx.transposed):
         index = (slice(None),) * dim + (columns,)
         parts = [weight[index] for weight in weights]
@@ -207,20 +207,14 @@ def _accurate_gradients(
 def _matrices(
     weights: Sequence[Tensor], masks: Tensor, transposed: bool
 ) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Return each weight as (O, I), and its mask as a row.
-
-    With it, whether that row masks outputs.
-    """
+    """Yield each weight as (O, I), its mask as a row, and whether the row masks outputs."""
     for weight, mask in zip(weights, masks, strict=True):
         matrix, m = (weight.T, mask.T) if transposed else (weight, mask)
         yield matrix, m.reshape(1, -1), m.shape[0] > 1
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """The stock layers' own products, so that bits agree with theirs.
-
-    `nn.Linear`'s and transformers' `Conv1D`'s.
-    """
+    """Compute a linear layer exactly as `nn.Linear` or transformers' `Conv1D` does, bit for bit."""
     if not transposed:
         return F.linear(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])
@@ -228,5 +222,5 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> 
         output = flat @ weight
     else:
         output = torch.addmm(bias, flat, weight)
-    # no view of two dimensions, which autograd would not let change in place
+    # without a view for two dimensions, because autograd would not let a view change in place
     return output if x.dim() == 2 else output.view(*x.shape[:-1], weight.shape[1])

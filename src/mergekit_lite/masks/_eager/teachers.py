@@ -22,12 +22,14 @@ class Teachers:
     """The distributions of K teachers at N positions.
 
     Args:
-        states: Their final hidden states, (N, H) each, or logits; None for one without shares.
+        states: Their final hidden states, (N, H) each, or logits; None for a teacher without a
+            share.
         heads: Their output heads, (V, H) each; None: states are logits.
         biases: The biases of the heads, (V,) each, or None.
         shares: (N, K), at least one above 0 in each row; None: shares by confidence.
         temperature: Logits are divided by it.
-        confidence_temperature: Entropies are divided by it; 0: the surest teacher alone.
+        confidence_temperature: Entropies are divided by it; at 0 only the most confident teacher
+            counts.
     """
 
     states: Sequence[Tensor | None]
@@ -45,7 +47,7 @@ class Teachers:
         if self.heads is not None:
             head = self.heads[k]
             bias = self.biases[k]
-            # states may be in autocast's dtype, and a bias in one of its own
+            # states may be in autocast's dtype, and a bias in another dtype
             own_bias = None if bias is None else bias.to(head.dtype)
             logits = F.linear(logits.to(head.dtype), head, own_bias)
         logits = logits.to(work_dtype(logits.dtype))
@@ -55,7 +57,7 @@ class Teachers:
 
     @cached_property
     def has_share(self) -> Tensor:  # (N, K)
-        """A mask of the shares above 0, on the CPU, where reading it waits for no device."""
+        """Return a mask of the shares above 0, on the CPU, so that reading it waits for no GPU."""
         assert self.shares is not None
         return (self.shares > 0).cpu()
 
@@ -113,18 +115,18 @@ def _entropy(logs: Tensor) -> Tensor:  # (n,)
 
 
 def forward_kl(target: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return KL(target, student), summed over rows, and its gradient to the student's logits.
+    """Return KL(target, student), summed over rows, and its gradient for the student's logits.
 
     Both arguments are log probabilities, (n, V), and are overwritten.
     """
     p = target.exp()
     terms = target.sub_(logs).mul_(p).masked_fill_(p == 0, 0)
-    # softmax less target is the gradient
+    # the gradient is the student's softmax minus the target
     return _sum_of(terms), logs.exp_().sub_(p)
 
 
 def reverse_kl(target: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return KL(student, target), summed over rows, and its gradient to the student's logits.
+    """Return KL(student, target), summed over rows, and its gradient for the student's logits.
 
     Both arguments are log probabilities, (n, V), and are overwritten.
     """
@@ -136,5 +138,5 @@ def reverse_kl(target: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sum_of(terms: Tensor) -> Tensor:
-    """Return the sum of all, rows first."""
+    """Return the sum of all terms: first within rows, then over rows in float64."""
     return terms.sum(-1).sum(dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""`MaskCollator`: examples of several tasks to one batch."""
+"""`MaskCollator`: collates examples of several tasks into a batch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from model_components._checks import MaybeWhole, check_value
 
 Example = Mapping[str, Any]
-"""``input_ids``, and perhaps ``labels``, ``task`` and what else a tokenizer gives: tensors, or
-lists of numbers."""
+"""``input_ids``, and optionally ``labels``, ``task`` and other outputs of a tokenizer, as tensors
+or lists of numbers."""
 
 
 class Examples(Protocol):
-    """Examples by their number: a list, or a data set of torch's or of `datasets`."""
+    """Examples by index: a list, or a data set of torch or `datasets`."""
 
     def __len__(self) -> int: ...
 
@@ -27,27 +27,27 @@ class Examples(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskCollator:
-    """Makes a batch of examples of several tasks.
+    """Collates examples of several tasks into a batch.
 
-    Padded, it holds ``input_ids``, ``attention_mask``, ``labels`` (B, L) and ``task`` (B,). Packed,
-    examples of one task share a row, one row a task, ``position_ids`` begin anew at each example,
-    and ``task`` is (rows, L); it is for decoders, which transformers keeps from looking across
-    examples by their positions.
+    A padded batch holds ``input_ids``, ``attention_mask``, ``labels`` (B, L) and ``task`` (B,). In
+    a packed batch, all examples of one task share a row, ``position_ids`` start again at each
+    example, and ``task`` is (rows, L). Packing is for decoders: by the positions, transformers
+    keeps their attention from looking across examples.
 
     The first label of an example is set to -100, since nothing predicts it. Labels default to the
-    tokens. Either all examples of a batch have a task or none has, for coefficients that need none,
-    such as ``"evidence"``.
+    tokens. Either all examples of a batch have a task, or none has one. Coefficients such as
+    ``"evidence"`` need no task.
 
-    Examples that a tokenizer padded are cut to their ``attention_mask``. ``token_type_ids`` are
-    carried along.
+    Padding that a tokenizer added is cut off by the ``attention_mask``. ``token_type_ids`` are
+    kept.
 
     Args:
-        pad_token_id: Fills up rows; its positions never count.
-        pack: Put examples of one task into one row.
-        max_length: Longer examples lose their end.
+        pad_token_id: The token that fills up rows. Its positions never count.
+        pack: Whether to put all examples of one task into one row.
+        max_length: Maximum number of tokens of an example; longer examples lose their end.
 
     Raises:
-        ValueError: A length below 1, or a padding token that is no number.
+        ValueError: ``max_length`` is below 1, or ``pad_token_id`` is not a whole number.
 
     >>> batch = MaskCollator(pad_token_id=0)(
     ...     [{"input_ids": [5, 6], "task": 0}, {"input_ids": [7], "task": 1}]
@@ -65,11 +65,11 @@ class MaskCollator:
         check_value("MaskCollator", "pad_token_id", self.pad_token_id, int)
 
     def __call__(self, features: Sequence[Example]) -> dict[str, Tensor]:
-        """A batch.
+        """Return a batch of the examples.
 
         Raises:
-            ValueError: No example; a task that is no whole number, or that only some have; labels
-                that are not as long as the tokens.
+            ValueError: There are no examples; a task is not an index, or only some examples have a
+                task; or there are not as many labels as tokens.
         """
         if not features:
             raise ValueError("MaskCollator: expected one or more examples, got none")
@@ -109,7 +109,7 @@ class MaskCollator:
         return tasks
 
     def _group_into_rows(self, examples: Sequence[Example]) -> list[list[Example]]:
-        """Group examples into rows: one a row, or all of one task if rows are packed."""
+        """Group examples into rows: one per row, or all of one task if rows are packed."""
         if not self.pack:
             return [[example] for example in examples]
         by_task: dict[int, list[Example]] = {}
@@ -135,7 +135,8 @@ class MaskCollator:
         else:
             if labels is not None and len(labels) != len(given_ids):
                 raise ValueError(
-                    f"MaskCollator: an example has {len(given_ids)} tokens and {len(labels)} labels"
+                    f"MaskCollator: an example has {len(given_ids)} tokens, expected as many "
+                    f"labels, got {len(labels)}"
                 )
             example["labels"] = own(given_ids if labels is None else labels).clone()
             # a slice, since an example may be empty
@@ -158,9 +159,9 @@ def _concatenate_and_pad(rows: Sequence[Sequence[Example]], key: str, empty: int
 
 
 def _component(task: SupportsIndex) -> int:
-    """A task as a component's index, whatever kind of whole number it is."""
+    """Return a task as a component's index, from whole numbers of any type."""
     try:
-        # numpy's and torch's integers have an index, 1.0 has none; True would be 1
+        # accepts the integers of numpy and torch, but not 1.0; True would become 1
         index = -1 if isinstance(task, bool) else operator.index(task)
     except (TypeError, ValueError):
         index = -1

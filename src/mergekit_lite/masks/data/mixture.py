@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from .collator import Examples
 
-_Place = tuple[int, int, int]  # a component, its data set, an example of that
+_Place = tuple[int, int, int]  # indices: of a component, of its data set, of an example in that set
 
 
 class TaskMixture(Dataset):
@@ -24,18 +24,19 @@ class TaskMixture(Dataset):
     Args:
         datasets: For each component, in the merger's order, a data set, or a list of several;
             examples are dicts with ``input_ids`` and perhaps ``labels``.
-        weights: The relative numbers of examples of the components; default: each example once.
-            Then the mixture is as long as all data sets together; what has too few examples repeats
-            them, what has too many loses some. ``"tokens"``: so many that all components have about
-            as many supervised tokens; the loss is a mean over tokens, so that otherwise long
-            answers outweigh short ones (reads all examples once).
-        temperature: Instead of ``weights``: sizes to the power of 1 / ``temperature``, so that 1
-            leaves them and a large number makes them alike (Raffel et al., arXiv 1910.10683).
+        weights: The relative number of examples of each component; default: each example once. With
+            weights, the mixture is still as long as all data sets together: a component with too
+            few examples repeats some, and one with too many leaves some out. ``"tokens"`` gives all
+            components about the same number of supervised tokens: the loss is a mean over tokens,
+            in which long answers would otherwise outweigh short ones (reads all examples once).
+        temperature: Instead of ``weights``, weight each component by its size to the power of
+            1 / ``temperature``: 1 keeps the proportions, and a large number makes all components
+            equal (Raffel et al., arXiv 1910.10683).
         seed: The seed of the choice of examples that are repeated or left out.
 
     Raises:
-        ValueError: A mapping; data sets without a length; weights that are none, or of a component
-            without examples.
+        ValueError: ``datasets`` is a mapping; a data set has no length; or weights are invalid, or
+            above 0 for a component without examples.
 
     >>> mixture = TaskMixture([[{"input_ids": [1]}], [{"input_ids": [2]}, {"input_ids": [3]}]])
     >>> len(mixture), mixture[1]
@@ -58,7 +59,7 @@ class TaskMixture(Dataset):
         if temperature is not None and (weights is not None or not temperature > 0):
             raise ValueError(
                 f"TaskMixture: temperature {temperature}, weights {weights}; expected one of "
-                "them, the first above 0"
+                "them, and a temperature above 0"
             )
         self.datasets = _of_components("TaskMixture", datasets)
         places = [_places(task, parts) for task, parts in enumerate(self.datasets)]
@@ -128,8 +129,8 @@ def _by_tokens(parts: Sequence[Examples]) -> float:
             example = part[place]
             labels = torch.as_tensor(example.get("labels", example["input_ids"]))
             if labels.dim():
-                labels = labels[1:]  # no logit tells of the first token
-            tokens += int((labels != -100).sum())  # of a classifier the one label
+                labels = labels[1:]  # no logit predicts the first token
+            tokens += int((labels != -100).sum())  # for a classifier, its one label
             count += 1
     return count / tokens if tokens else 0.0
 
@@ -144,14 +145,16 @@ def _check_weights(operation: str, weights: Sequence[float], sizes: Sequence[int
         )
     for number, (weight, size) in enumerate(zip(weights, sizes, strict=True)):
         if weight and not size:
-            raise ValueError(f"{operation}: component {number} has weight {weight} and no examples")
+            raise ValueError(
+                f"{operation}: component {number} has no examples, expected weight 0, got {weight}"
+            )
 
 
 def _shares(total: int, weights: Sequence[float]) -> list[int]:
-    """Whole numbers that add up to ``total``, as near to the weights as they can be."""
+    """Return whole numbers that add up to ``total``, as proportional to the weights as possible."""
     exact = [total * weight / sum(weights) for weight in weights]
     counts = [int(share) for share in exact]
-    # what is left goes to those that lost most
+    # the remainder goes to the numbers that rounding reduced most
     by_loss = sorted(range(len(exact)), key=lambda place: counts[place] - exact[place])
     for place in by_loss[: total - sum(counts)]:
         counts[place] += 1

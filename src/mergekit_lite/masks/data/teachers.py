@@ -1,4 +1,4 @@
-"""`cache_teachers`: teachers that run once for all."""
+"""`cache_teachers`: run the teachers once, and store their hidden states."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from ..distillation import positions
 from ..merger import Merger
 from .collator import Examples, MaskCollator
 
-# so many are in memory at once, and are run again after an interruption
-_SHARD = 512  # examples in a file
-# what the collator reads
+# examples in a file: at most so many are in memory at once, or lost by an interruption
+_SHARD = 512
+# keys that the collator reads
 _SEEN = ("input_ids", "attention_mask", "token_type_ids", "labels", "label", "task")
 
 
 class CachedTeachers(Dataset):
-    """Examples with their teachers' final hidden states, read from disk when they are asked for.
+    """Examples with their teachers' final hidden states, which are read from disk on access.
 
     Args:
-        dataset: The examples that `cache_teachers` saw.
-        folder: The folder that it wrote.
+        dataset: The examples that were passed to `cache_teachers`.
+        folder: The folder that `cache_teachers` wrote.
     """
 
     def __init__(self, dataset: Examples, folder: str | os.PathLike[str]):
@@ -75,23 +75,23 @@ def cache_teachers(
 ) -> CachedTeachers:
     """Run the teachers once and keep their final hidden states at supervised positions.
 
-    Training then runs no teacher, and gives the very loss that it would have given. A hidden state
-    has H values where logits have V: some 40 times less. Files are memory-mapped; a run that was
-    interrupted goes on where it stopped. Under torchrun, let one process make the cache before the
-    others.
+    Training then runs no teacher, and gives the same loss as with teachers. A hidden state has H
+    values, and logits have V, some 40 times as many. Files are memory-mapped, and an interrupted
+    run continues where it stopped. Under torchrun, let one process write the cache before the
+    others start.
 
     Args:
-        merger: Whose components are the teachers.
-        dataset: Examples with a ``task``, as training will see them.
-        collator: The one of training; what it truncates is truncated here.
+        merger: The merger, whose components are the teachers.
+        dataset: The examples that training will use, with a ``task``.
+        collator: The collator of training. It truncates examples here, too.
         folder: The folder to write to, or that an earlier call wrote.
         kl: The settings that training will use: with ``coefficients="task"`` only each example's
             own teacher is kept, else all.
-        batch_size: Examples that run at once.
-        progress: Show a bar.
+        batch_size: Number of examples per forward pass.
+        progress: Whether to show a progress bar.
 
     Returns:
-        The data set to train on, its examples with ``teacher_hidden``.
+        The data set to train on. Its examples have ``teacher_hidden``.
 
     Raises:
         ValueError: The model's head is not one plain product, so hidden states do not determine
@@ -114,10 +114,10 @@ def cache_teachers(
     folder = Path(folder)
     if merger.output_head() is None:
         raise ValueError(
-            "cache_teachers: this model's logits are not one product of its hidden states; cannot "
-            "cache"
+            "cache_teachers: expected logits that are the head's product with the hidden states, "
+            "but this model's logits are not; train it without a cache"
         )
-    # padded, so that states belong to examples, however training packs them
+    # pad, because the states of each example are needed, however training packs examples
     plain = MaskCollator(**{**asdict(collator), "pack": False})
     settings = {
         "components": merger.hashes(),
@@ -168,8 +168,8 @@ def _hidden(merger: Merger, batch: dict[str, Tensor], by_task: bool) -> list[Ten
     task = batch.pop("task", None)
     if task is None and by_task:
         raise ValueError(
-            "cache_teachers: the examples have no task, but coefficients 'task' keep each one's "
-            "teacher"
+            "cache_teachers: expected examples with a task, from which coefficients 'task' choose "
+            "the teacher, got examples without"
         )
     if task is None:
         # every teacher runs on every row then, so any task will do

@@ -25,7 +25,7 @@ from .subject import (
 
 # The step of finite differences in float64: rounding and curvature are then about equally small
 _STEP = 1e-6
-# A derivative that is this much smaller than the others may be zero but for rounding
+# A derivative that is smaller than this share of the largest may be nothing but rounding
 _SMALL = 1e-2
 # Relative error of a finite difference, with room for strong curvature
 _FINITE = 1e-3
@@ -84,7 +84,7 @@ def _slope(function: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _agrees(what: str, actual: Tensor, slope: Tensor, largest: float = 0.0) -> None:
-    """Compare a derivative with a finite difference, at the scale of the larger of two sizes."""
+    """Compare a derivative with a finite difference, relative to the slope or to ``largest``."""
     most = _FINITE * max(size(slope), largest, 1e-6)
     error = size(actual.detach() - slope)
     require(
@@ -105,7 +105,7 @@ def gradients(subject: Subject) -> None:
 
 
 def second_gradients(subject: Subject) -> None:
-    """Second derivatives by two backward passes agree with a finite difference of the first."""
+    """Check that second derivatives agree with a finite difference of the first derivatives."""
     line = _Line(subject)
 
     def first(step: Tensor, graph: bool) -> Tensor:
@@ -125,7 +125,7 @@ def second_gradients(subject: Subject) -> None:
 
 
 def gradient_penalty(subject: Subject) -> None:
-    """A penalty on gradients trains every parameter, as in WGAN-GP."""
+    """Check that a gradient penalty, as in WGAN-GP, trains every parameter."""
     module = subject.module(torch.float64)
     inputs = subject.inputs(torch.float64)
     # a module of token ids has no floating input
@@ -149,7 +149,7 @@ def gradient_penalty(subject: Subject) -> None:
             along = torch.zeros_like(slope)
         else:
             along = (gradient * move).sum()
-        # a gradient that is zero by mathematics is compared with the others
+        # a gradient that is zero in theory is compared at the scale of the others
         _agrees(f"the penalty's gradient of {name}", along, slope, _SMALL * largest)
 
 
@@ -179,7 +179,7 @@ def forward_mode(subject: Subject) -> None:
 
 
 def backward_twice(subject: Subject) -> None:
-    """A retained graph gives the same gradients again, added to the first."""
+    """Check that a retained graph gives the same gradients again, added to the first."""
     module = subject.module()
     expected = subject.step(module)
     inputs = subject.inputs()
@@ -219,7 +219,7 @@ def inputs_frozen(subject: Subject) -> None:
 
 
 def output_changed_in_place(subject: Subject) -> None:
-    """An operation in place on the output, such as ``relu_``, works."""
+    """Check that an operation in place on the output, such as ``relu_``, works."""
     module = subject.module()
     results = []
     for change in (torch.relu, torch.relu_):
@@ -235,7 +235,7 @@ def output_changed_in_place(subject: Subject) -> None:
 
 
 def changed_before_backward(subject: Subject) -> None:
-    """A parameter or buffer that changes before backward raises, or gradients stay the same."""
+    """Check that a change of parameters or buffers before backward raises or has no effect."""
     expected = subject.step(subject.module())
     first = subject.module()
     names = [name for name, _ in first.named_parameters()]
@@ -259,13 +259,13 @@ def changed_before_backward(subject: Subject) -> None:
 
 
 def checkpointed(subject: Subject) -> None:
-    """Activation checkpointing gives the same gradients, in both of torch's ways."""
+    """Check that both variants of activation checkpointing give the same gradients."""
     module = subject.module()
     expected = subject.step(module)
     floating = bool(_floating(subject.inputs()))
     for reentrant in (False, True):
         if reentrant and not floating:
-            continue  # torch's reentrant way needs an input with a gradient
+            continue  # torch's reentrant variant needs an input with a gradient
 
         def through(*inputs: Tensor, reentrant: bool = reentrant) -> object:
             def call(*arguments: Tensor) -> Tensor:
@@ -276,14 +276,14 @@ def checkpointed(subject: Subject) -> None:
         inputs = subject.inputs()
         module.zero_grad()
         y = through(*inputs)
-        assert isinstance(y, Tensor)  # as `subject.call` gives
+        assert isinstance(y, Tensor)  # as `subject.call` returns
         y.backward(cotangent(y))
         actual = {"the output": y.detach(), **gradients_of(module, inputs)}
         same(actual, expected, f"checkpoint with use_reentrant={reentrant}")
 
 
 def saved_tensors_offloaded(subject: Subject) -> None:
-    """Check that hooks on saved tensors, as of CPU offloading, change nothing."""
+    """Check that hooks on saved tensors, such as those of CPU offloading, change nothing."""
     module = subject.module()
     expected = subject.step(module)
     with save_on_cpu():

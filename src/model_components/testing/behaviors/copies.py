@@ -18,12 +18,12 @@ def _disturb_(module: nn.Module) -> None:
     """Change every trained parameter."""
     with torch.no_grad():
         for parameter in trained(module).values():
-            # the sum changes zeros as well, with which biases begin
+            # the addition also changes zeros, with which biases often begin
             parameter.mul_(0.7).add_(0.3)
 
 
 def deepcopied(subject: Subject) -> None:
-    """A deep copy computes the same and shares no trained parameter."""
+    """Check that a deep copy computes the same and shares no trained parameter."""
     module = subject.module()
     expected = subject.step(module)
     twin = copy.deepcopy(module)
@@ -33,14 +33,14 @@ def deepcopied(subject: Subject) -> None:
 
 
 def pickled(subject: Subject) -> None:
-    """A pickled module computes the same."""
+    """Check that a pickled module computes the same."""
     module = subject.module()
     twin = pickle.loads(pickle.dumps(module))
     same(subject.step(twin), subject.step(module), "the unpickled module")
 
 
 def state_dict_saved(subject: Subject) -> None:
-    """A state goes through a file with ``weights_only`` and loads with ``strict``."""
+    """Check that a saved state can be read with ``weights_only`` and loaded with ``strict``."""
     module = subject.module()
     expected = subject.step(module)
     buffer = io.BytesIO()
@@ -52,7 +52,7 @@ def state_dict_saved(subject: Subject) -> None:
 
 
 def state_dict_assigned(subject: Subject) -> None:
-    """A module on the meta device takes a state with ``assign=True``."""
+    """Check that a module on the meta device loads a state with ``assign=True``."""
     module = subject.module()
     expected = subject.step(module)
     state = copy.deepcopy(module.state_dict())
@@ -64,7 +64,7 @@ def state_dict_assigned(subject: Subject) -> None:
 
 
 def meta_device(subject: Subject) -> None:
-    """The forward works on the meta device; ``to_empty`` and a state restore the module."""
+    """Check that the forward works on the meta device, and ``to_empty`` and a state restore it."""
     module = subject.module()
     expected = subject.step(module)
     state = copy.deepcopy(module.state_dict())

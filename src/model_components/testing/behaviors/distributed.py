@@ -1,4 +1,4 @@
-"""Training with several processes, tried with one."""
+"""Training with several processes, checked in a single process."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def _in_one_process(work: Callable[[Subject], None]) -> Behavior:
             # the caller's group, which stays as it is
             work(subject)
             return
-        backend = "gloo" if subject.device.type == "cpu" else None  # torch's choice
+        backend = "gloo" if subject.device.type == "cpu" else None  # None: torch chooses
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         try:
             work(subject)
         finally:
-            # What refers to the group goes before the group: torch can hang the other way round
+            # Free objects that refer to the group before the group itself: otherwise torch can hang
             gc.collect()
             dist.destroy_process_group()
 

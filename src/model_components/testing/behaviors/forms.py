@@ -14,7 +14,7 @@ _HALF_PRECISION = 0.1
 
 
 def float64(subject: Subject) -> None:
-    """The output and gradients in float64 are those in float32."""
+    """Check that the output and gradients in float64 agree with those in float32."""
     expected = subject.step(subject.module())
     actual = subject.step(subject.module(torch.float64))
     _check_dtypes(actual, torch.float64)
@@ -22,12 +22,12 @@ def float64(subject: Subject) -> None:
 
 
 def bfloat16(subject: Subject) -> None:
-    """The output and gradients in bfloat16 are close to those in float32."""
+    """Check that the output and gradients in bfloat16 are close to those in float32."""
     _half(subject, torch.bfloat16)
 
 
 def float16(subject: Subject) -> None:
-    """The output and gradients in float16 are close to those in float32."""
+    """Check that the output and gradients in float16 are close to those in float32."""
     _half(subject, torch.float16)
 
 
@@ -45,7 +45,7 @@ def _check_dtypes(step: Mapping[str, Tensor | None], dtype: torch.dtype) -> None
 
 
 def autocast(subject: Subject) -> None:
-    """Under autocast the output is near that in float32, and gradients are float32."""
+    """Check that autocast gives an output close to the float32 output, and float32 gradients."""
     module = subject.module()
     expected = subject.step(module)
     inputs = subject.inputs()
@@ -60,7 +60,7 @@ def autocast(subject: Subject) -> None:
 
 
 def leading_dimensions(subject: Subject) -> None:
-    """Check that inputs may have no batch dimension, two, or three."""
+    """Check that inputs may have no, two or three batch dimensions."""
     module = subject.module()
     y = subject.call(module, *subject.inputs()).detach()
     count = len(y)
@@ -78,14 +78,14 @@ def leading_dimensions(subject: Subject) -> None:
 
 def batch_of_one(subject: Subject) -> None:
     """Check that a row alone gives the same output as in a batch."""
-    # in training, a batch normalization would rightly see another batch
+    # in training mode, a batch normalization rightly depends on the whole batch
     module = subject.module().eval()
     y = subject.call(module, *subject.inputs())
     near("a row alone", subject.call(module, *(x[:1] for x in subject.inputs())), y[:1])
 
 
 def empty_batch(subject: Subject) -> None:
-    """A batch without rows gives none, and gradients of zero."""
+    """Check that a batch without rows gives an output without rows and gradients of zero."""
     module = subject.module()
     inputs = [x.detach()[:0].requires_grad_(x.requires_grad) for x in subject.inputs()]
     y = subject.call(module, *inputs)

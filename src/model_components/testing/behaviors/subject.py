@@ -1,4 +1,4 @@
-"""`Subject`: the module that is tried, and how results are compared."""
+"""`Subject`: the module under test; and functions that compare results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-# Relative error of float32 sums in another order; wrong results are far outside
+# Relative error of float32 sums in another order; wrong results differ by far more
 NEAR = 1e-4
 
 
@@ -22,7 +22,7 @@ def require(condition: bool, message: str) -> None:
 
 
 class Subject:
-    """A module to try.
+    """A module under test.
 
     Args:
         make: Function that makes the module.
@@ -45,7 +45,7 @@ class Subject:
 
     @property
     def device(self) -> torch.device:
-        """Return where the inputs are."""
+        """Return the device of the inputs."""
         return self.given[0].device
 
     def module(self, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -54,7 +54,7 @@ class Subject:
         return self.make().train().to(dtype)
 
     def inputs(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-        """Return new inputs; the floating ones want gradients."""
+        """Return new inputs; the floating ones require gradients."""
         return tuple(
             x.detach().to(dtype).clone().requires_grad_() if x.is_floating_point() else x.clone()
             for x in self.given
@@ -62,15 +62,15 @@ class Subject:
 
     def call(self, module: Callable[..., object], *inputs: Tensor) -> Tensor:
         """Return a module's output as one tensor."""
-        # numbers that a forward draws are the same in each call
+        # random numbers that a forward draws are the same in each call
         torch.manual_seed(0)
         result = module(*inputs)
         if self.output is not None:
             result = self.output(result)
         if not isinstance(result, Tensor):
             raise TypeError(
-                f"check_module: the forward gives {type(result).__name__}, expected a tensor, or "
-                "output= that makes one of it"
+                f"check_module: the forward returns {type(result).__name__}, expected a tensor; "
+                "pass output= to make a tensor of it"
             )
         return result
 
@@ -98,12 +98,12 @@ Behavior = Callable[[Subject], None]
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that want gradients, by name."""
+    """Return the parameters that require gradients, by name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 def gradients_of(module: nn.Module, inputs: Sequence[Tensor]) -> dict[str, Tensor | None]:
-    """Return the gradients that a backward pass left."""
+    """Return the gradients of the parameters and inputs after a backward pass."""
     found: dict[str, Tensor | None] = {}
     for name, parameter in trained(module).items():
         found[f"the gradient of {name}"] = parameter.grad
@@ -116,7 +116,7 @@ def gradients_of(module: nn.Module, inputs: Sequence[Tensor]) -> dict[str, Tenso
 def cotangent(y: Tensor) -> Tensor:
     """Return a fixed gradient to propagate from an output."""
     generator = torch.Generator().manual_seed(1)
-    # in float64, as torch draws other numbers in other dtypes
+    # in float64, because torch draws other numbers in other dtypes
     drawn = torch.randn(y.shape, generator=generator, dtype=torch.float64)
     return drawn.to(y.dtype).to(y.device)
 
@@ -150,7 +150,7 @@ def near(
     if scale is None:
         scale = size(expected)
     difference = size(actual.detach().double() - expected.detach().double())
-    # where all expected values are 0, rounding is still allowed
+    # even if all expected values are 0, rounding is allowed
     most = limit * max(scale, NEAR)
     require(
         difference <= most,  # false for NaN, too
@@ -179,8 +179,8 @@ def same(
 ) -> None:
     """Compare the results of two training steps.
 
-    A gradient is compared with the largest one: where it is zero by mathematics, as that of a
-    bias before a normalization, only rounding is left of it.
+    Errors of gradients are relative to the largest gradient. A gradient may be zero in theory, for
+    example that of a bias before a normalization, so that only rounding is left of it.
     """
     require(
         actual.keys() == expected.keys(),

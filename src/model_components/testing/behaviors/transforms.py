@@ -32,7 +32,7 @@ def called_functionally(subject: Subject) -> None:
     state = copy.deepcopy(module.state_dict())
     with torch.no_grad():
         for parameter in trained(module).values():
-            # a module that reads its own parameters, and not the given state, is found out
+            # so that a module that reads its own parameters instead of the given state is detected
             parameter.add_(1.0)
 
     def call(*inputs: Tensor) -> object:
@@ -68,7 +68,7 @@ def func_vmap(subject: Subject) -> None:
 
 
 def per_sample_gradients(subject: Subject) -> None:
-    """Check that ``vmap`` of ``grad`` gives gradients of rows that sum to the batch's."""
+    """Check that ``vmap`` of ``grad`` gives gradients of rows that sum to the batch's gradient."""
     module = subject.module()
     inputs = [x.detach() for x in subject.inputs()]
     parameters = {name: p.detach() for name, p in trained(module).items()}
@@ -84,10 +84,10 @@ def per_sample_gradients(subject: Subject) -> None:
 
 
 def jacobians(subject: Subject) -> None:
-    """Forward and reverse mode give one Jacobian."""
+    """Check that forward and reverse mode give the same Jacobian."""
     module = subject.module(torch.float64)
     inputs = [x.detach()[:1] for x in subject.inputs(torch.float64)]
-    # the smallest one, as the Jacobian grows with its elements
+    # the smallest parameter, because the Jacobian grows with its elements
     name, parameter = min(trained(module).items(), key=lambda item: item[1].numel())
 
     def output(value: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def compiled_training(subject: Subject) -> None:
     y = subject.call(compiled, *inputs)
     y.backward(cotangent(y))
     actual: dict[str, Tensor | None] = {"the output": y.detach()}
-    # from the module itself, as the compiled one names its parameters anew
+    # from the module itself, because the compiled module renames its parameters
     for name in expected:
         if name.startswith("the gradient of input"):
             actual[name] = inputs[int(name.rpartition(" ")[2])].grad
@@ -150,7 +150,7 @@ def exported(subject: Subject) -> None:
     """Check that ``torch.export`` captures the module for batches of 2 or more rows."""
     module = subject.module().eval()
     inputs = tuple(x.detach() for x in subject.inputs())
-    # from 2 on, since torch.export takes sizes 0 and 1 for constants
+    # from 2 on, because torch.export treats sizes 0 and 1 as constants
     batch = torch.export.Dim("batch", min=2, max=1 << 20)
     shapes = (tuple({0: batch} for _ in inputs),)
     program = torch.export.export(_Wrapped(module), inputs, dynamic_shapes=shapes).module()
@@ -160,7 +160,7 @@ def exported(subject: Subject) -> None:
 
 
 class _Wrapped(nn.Module):
-    """A module whose forward takes ``*inputs``, whatever that of the module within is called."""
+    """A module whose forward takes ``*inputs``, whatever the inner module names its arguments."""
 
     def __init__(self, module: nn.Module):
         super().__init__()

@@ -1,7 +1,4 @@
-"""What the examples share: whether they can draw, said before training; a bar with a name.
-
-Room for a result.
-"""
+"""Functions that the examples share: for plots, a progress bar with a name, and output files."""
 
 import argparse
 import importlib.util
@@ -15,7 +12,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is there; if not, say how to get it."""
+    """Return whether matplotlib is installed; if not, print how to install it."""
     there = importlib.util.find_spec("matplotlib") is not None
     if not there:
         print("no plots will be drawn: they need matplotlib, pip install 'model-components[plot]'")
@@ -23,31 +20,31 @@ def can_draw() -> bool:
 
 
 def save_plot(wanted: bool, path: Path, plot: Callable[[], Any]) -> str:
-    """Draw into a file where it is wanted; returns what to print of it."""
+    """Save a plot if ``wanted``; return its path or "not drawn", for printing."""
     if wanted:
         plot().savefig(path)
     return str(path) if wanted else "not drawn"
 
 
 class NamedProgress(ProgressCallback):
-    """Training's bar with the name of what is trained, and no figures between."""
+    """A training bar that shows the name of the model, and prints no logged figures."""
 
     def __init__(self, name: str):
         super().__init__()
         self.name = name
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin a bar."""
+        """Start the bar, and show the name."""
         super().on_train_begin(args, state, control, **kwargs)
         if self.training_bar is not None:
             self.training_bar.set_description(self.name)
 
     def on_log(self, *given: Any, **named: Any) -> None:
-        """Nothing."""
+        """Print nothing."""
 
 
 def run_named(trainer: Trainer, name: str) -> None:
-    """Train, under that name."""
+    """Train with a progress bar that shows the name."""
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     trainer.add_callback(NamedProgress(name))
@@ -55,15 +52,15 @@ def run_named(trainer: Trainer, name: str) -> None:
 
 
 def ask_where(parser: argparse.ArgumentParser) -> None:
-    """Options that say where a picture and figures go."""
-    parser.add_argument("--out", type=Path, help="a folder for the picture")
-    parser.add_argument("--json", type=Path, help="a file for the figures")
+    """Add the options for the files of a plot and of the results."""
+    parser.add_argument("--out", type=Path, help="a folder for the plot")
+    parser.add_argument("--json", type=Path, help="a JSON file for the results")
 
 
 def make_room(parser: argparse.ArgumentParser, options: argparse.Namespace) -> bool:
-    """Make the folders that `ask_where` was told, before any training.
+    """Create the folders of the options of `ask_where`; return whether a plot can be drawn.
 
-    Whether a picture can be drawn there.
+    Call it before training, so that a wrong path costs no time.
     """
     if options.json is not None and options.json.is_dir():
         parser.error(f"{options.json} is a folder; expected a file")
@@ -73,7 +70,7 @@ def make_room(parser: argparse.ArgumentParser, options: argparse.Namespace) -> b
 
 
 def save_curves(curves: Any, name: str, options: argparse.Namespace, wanted: bool) -> None:
-    """Figures and picture of what `thinker.evaluate_steps` found, where `ask_where` was told."""
+    """Save the results of `thinker.evaluate_steps`, and their plot, as the options ask."""
     if options.json is not None:
         options.json.write_text(json.dumps(curves.rows(), indent=1) + "\n", encoding="utf-8")
         print(f"figures: {options.json}")
@@ -84,7 +81,7 @@ def save_curves(curves: Any, name: str, options: argparse.Namespace, wanted: boo
 def remove_earlier(folder: Path) -> None:
     """Remove a checkpoint that an earlier run of an example left.
 
-    Anything else in its place stays.
+    A folder with other files is kept.
     """
     if any(
         (folder / name).is_file()

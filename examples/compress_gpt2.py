@@ -5,9 +5,10 @@ r"""Compress a GPT-2 by Kronecker sums, train it back, and write a stock checkpo
         --preset gpt2-82m --steps 2000
     python examples/compress_gpt2.py --init van_loan prune --strategy together factors-first
 
-For each start (--init) and each way to train (--strategy) it converts, evaluates, trains back with
-the original as a teacher, evaluates and folds. Prints a table and, with matplotlib, draws the
-losses. Expect `sequential` to begin where the original is.
+For each initialization (--init) and training strategy (--strategy), the script converts the model,
+evaluates it, trains it back, evaluates it again and folds it. The original is the teacher, except
+with the strategy `labels`. The script prints a table and, with matplotlib, plots the losses. Expect
+`sequential` to begin near the original's loss.
 """
 
 import argparse
@@ -47,9 +48,9 @@ STRATEGIES = {
     "together": "all parameters at one rate",
     "labels": "as together, without the original as a teacher",
     "factors-only": "the factors alone",
-    "factors-first": "the factors alone for a third of the steps, then all",
-    "in-turns": "the factors alone and all, in turns of a sixth of the steps",
-    "one-by-one": "layers change over to their factors one after the other, the first one first",
+    "factors-first": "the factors alone for a third of the steps, then all parameters",
+    "in-turns": "the factors alone and all parameters, in turns of a sixth of the steps",
+    "one-by-one": "layers switch to their factors one after the other, from the first layer on",
 }
 
 
@@ -76,20 +77,20 @@ def options() -> argparse.Namespace:
         default=["two-rates"],
         help="; ".join(f"{name}: {what}" for name, what in STRATEGIES.items()),
     )
-    parser.add_argument("--rank", type=int, default=1, help="terms of the default shape")
+    parser.add_argument("--rank", type=int, default=1, help="number of terms in the default shape")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=300, help="to train back")
+    parser.add_argument("--steps", type=int, default=300, help="steps of training back")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--pretrained-learning-rate", type=float, default=3e-4)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--out", type=Path, default=Path("compressed"))
-    parser.add_argument("--resume", action="store_true", help="go on from what --out holds")
-    parser.add_argument("--smoke", action="store_true", help="a few steps of everything")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
+    parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
     return parser.parse_args()
 
 
 def original(given: argparse.Namespace):
-    """The model to compress, its tokenizer, and rows of tokens to train on and to hold out."""
+    """Return the model to compress, its tokenizer, and training and held-out rows of tokens."""
     text = Path(given.text).read_text(encoding="utf-8") if given.text else None
     if given.dataset:
         from datasets import load_dataset
@@ -114,7 +115,7 @@ def original(given: argparse.Namespace):
 
 
 def ways(given: argparse.Namespace, strategy: str, layers: int) -> dict:
-    """Return the trainer's arguments that a strategy changes, for a number of smaller layers."""
+    """Return the trainer's arguments that a strategy sets, given the number of smaller layers."""
     rate = {"two-rates": given.pretrained_learning_rate, "factors-only": 0.0}.get(strategy)
     callbacks = []
     if strategy == "factors-first":
@@ -122,7 +123,7 @@ def ways(given: argparse.Namespace, strategy: str, layers: int) -> dict:
     if strategy == "in-turns":
         callbacks.append(FreezePretrained(max(1, given.steps // 6), repeat=True))
     if strategy == "one-by-one":
-        # the last layer has changed over after half of the steps
+        # the last layer has switched after half of the steps
         every = given.steps // (2 * layers)
         callbacks.append(FadeIn(every=every, over=every))
     return {"pretrained_learning_rate": rate, "callbacks": callbacks}
@@ -132,7 +133,7 @@ def distance(model, teacher, names: list[str]) -> float:
     """Return the mean relative distance of smaller layers' weights from the original's."""
     distances = []
     for name in names:
-        # GPT-2's layers hold their weights transposed
+        # GPT-2's layers store their weights transposed
         weight = teacher.get_submodule(name).weight.detach().T
         ours = model.get_submodule(name).dense_weight().detach()
         distances.append(float((ours - weight).norm() / weight.norm()))
@@ -142,7 +143,7 @@ def distance(model, teacher, names: list[str]) -> float:
 def one(
     given: argparse.Namespace, init: str, strategy: str, teacher, tokenizer, rows, held
 ) -> dict:
-    """Convert by one start, train back by one strategy, fold."""
+    """Convert with one initialization, train back with one strategy and fold; return results."""
     set_seed(given.seed)
     name = init if len(given.strategy) == 1 else f"{init}, {strategy}"
     place, begin = given.out / name, time.perf_counter()

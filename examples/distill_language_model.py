@@ -2,11 +2,12 @@
 
 python examples/distill_language_model.py build/real/smollm2 texts.json --out runs/distill
 
-A language model gives the probabilities of each next byte, and a small causal thinker learns them.
-It is tested on held-out texts, in nats a byte. ``texts.json`` is a list of objects, whose texts are
-joined by newlines. With SmolLM2 and 3000 texts of Alpaca this takes some 20 minutes on a CPU core,
-most of it for the teacher, whose probabilities are kept in ``--out`` beside the thinker. ``--json``
-takes the figures: the teacher's nats, and a list of {steps, nats}.
+A language model computes the probabilities of each next byte, and a small causal thinker learns
+them. The thinker is tested on held-out texts, in nats per byte. ``texts.json`` is a list of
+objects; the texts of an object are joined by newlines. With SmolLM2 and 3000 texts of Alpaca this
+takes some 20 minutes on a CPU core, most of it for the teacher, whose probabilities are kept in
+``--out`` with the thinker. ``--json`` names a file for the results: the teacher's loss in nats per
+byte, and a list of {steps, nats}.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 import thinker as th
 
 LENGTH = 128
-"""Bytes of a piece of text that a thinker reads."""
+"""The number of bytes in a piece of text that the thinker reads."""
 STEPS = 8
-"""Most steps of thought in training."""
+"""The maximum number of steps of thought in training."""
 END = 0
-"""Byte between two texts."""
+"""The byte between two texts."""
 _LEAST = 1e-12
-"""Probability that is added to the byte that came: differences of sums are exact to about 1e-16."""
+"""Added to an observed byte's probability: differences of sums are exact only to about 1e-16."""
 RATE = 4e-3
 """The best of three learning rates for the default size."""
 
@@ -47,14 +48,15 @@ RATE = 4e-3
 class NextByte:
     """The next-byte probabilities of a language model with byte-level tokens.
 
-    Within a token they are the shares, by the next byte, of all tokens that begin with the bytes so
-    far. Tokens that end there are left out: what would follow them is another call of the model.
+    Inside a token, the tokens that begin with the bytes so far are grouped by their next byte, and
+    the probabilities of each group are added. Tokens that end there are left out: the byte after
+    them would need another call of the model.
 
     Args:
         folder: Folder of the model and its tokenizer.
 
     Raises:
-        ValueError: The tokens are not made of bytes, or there is none to start with.
+        ValueError: The tokenizer is not byte-level, or has no token that begins a text.
     """
 
     def __init__(self, folder: Path):
@@ -79,9 +81,9 @@ class NextByte:
         self.bounds = cache(self._bounds)
 
     def _bounds(self, prefix: bytes) -> Tensor:  # (257,)
-        """Return, for each next byte, the place of the first sorted token that goes on with it.
+        """Return, for each next byte, the index of the first sorted token that continues with it.
 
-        The last number is the place behind all of them.
+        The last number is the index after all tokens that begin with ``prefix``.
         """
         firsts = [bisect_left(self.sorted, prefix + bytes([byte])) for byte in range(256)]
         end = bisect_right(self.sorted, prefix + b"\xff" * len(max(self.sorted, key=len)))
@@ -100,7 +102,7 @@ class NextByte:
         rows = [row for row, word in enumerate(words) for _ in word]
         bounds = [self.bounds(word[:place]) for word in words for place in range(len(word))]
         found = shares[torch.tensor(rows)[:, None], torch.stack(bounds)].diff()
-        # the byte that came is never impossible, however small its probability
+        # an observed byte must not have probability 0
         place = torch.arange(len(found))
         found[place, torch.tensor([*text.encode()])] += _LEAST
         if not found.isfinite().all():
@@ -108,7 +110,7 @@ class NextByte:
         return (found / found.sum(-1, keepdim=True)).float()
 
     def tokens_of(self, text: str) -> list[int]:
-        """Return the tokens of a text, of which its bytes are made."""
+        """Return the tokens of a text; raise if their bytes do not join to the text."""
         tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         words = [self.words[token] for token in tokens]
         if b"".join(words) != text.encode():
@@ -120,16 +122,16 @@ class NextByte:
 
 @dataclass(frozen=True)
 class Stream:
-    """Bytes, one text after the other, and what a teacher expected at each of them."""
+    """The bytes of texts, one after the other, and a teacher's probabilities of each byte."""
 
     data: Tensor  # (N,), bytes
     expected: Tensor  # (N, 256), probabilities
 
     def pieces(self, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return bytes that are read, the bytes that follow them, and what was expected there.
+        """Return the bytes to read, the bytes that follow them, and the probabilities of these.
 
         Args:
-            starts: (B,), where pieces start.
+            starts: The starts of the pieces, (B,).
 
         Returns:
             (B, LENGTH), (B, LENGTH) and (B, LENGTH, 256).
@@ -138,7 +140,7 @@ class Stream:
         return self.data[read].long(), self.data[read + 1].long(), self.expected[read + 1].float()
 
     def batch(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """Return pieces that start anywhere."""
+        """Return pieces with random starts."""
         last = len(self.data) - LENGTH - 1
         return self.pieces(torch.randint(last + 1, (size,), generator=generator))
 
@@ -159,7 +161,7 @@ def read_texts(file: Path, count: int) -> list[str]:
 
 
 def make_stream(texts: Sequence[str], teacher: NextByte) -> Stream:
-    """Return texts with the teacher's probabilities; those of the byte `END` are 1."""
+    """Return texts with the teacher's probabilities; the byte `END` has probability 1."""
     data = []
     expected = []
     end = F.one_hot(torch.tensor([END]), 256).half()
@@ -170,11 +172,11 @@ def make_stream(texts: Sequence[str], teacher: NextByte) -> Stream:
 
 
 Forward = Callable[[Tensor, int], Sequence[Tensor]]
-"""Bytes (B, LENGTH) and a number of steps, to logits (B, LENGTH, 256) of one step or several."""
+"""A function from bytes (B, LENGTH) and steps to logits (B, LENGTH, 256), of one or more steps."""
 
 
 def thinker_forward(model: th.LatentThinker) -> Forward:
-    """Return a function that gives a thinker's logits after half of the steps, and after all."""
+    """Return a function that returns a thinker's logits after half of the steps, and after all."""
 
     def forward(read: Tensor, steps: int) -> Sequence[Tensor]:
         return model(read, n_step=steps, output_steps=sorted({-(-steps // 2), steps})).step_logits
@@ -218,37 +220,37 @@ def train(
 
 
 def spread(stream: Stream, pieces: int) -> Tensor:  # (pieces,)
-    """Return where evenly spread pieces start."""
+    """Return the starts of evenly spread pieces."""
     return torch.linspace(0, len(stream.data) - LENGTH - 1, pieces).long()
 
 
 @torch.no_grad()
 def nats(forward: Forward, stream: Stream, steps: int, pieces: int) -> float:
-    """Return the mean loss in nats a byte, over the second halves of evenly spread pieces."""
+    """Return the mean loss in nats per byte, over the second halves of evenly spread pieces."""
     read, following, _ = stream.pieces(spread(stream, pieces))
-    half = LENGTH // 2  # so that each byte has as many before it
+    half = LENGTH // 2  # so that each byte has at least as many before it
     logits = torch.cat([forward(part, steps)[-1][:, half:] for part in read.split(32)])
     return float(F.cross_entropy(logits.flatten(0, 1), following[:, half:].flatten()))
 
 
 def teacher_nats(stream: Stream, pieces: int) -> float:
-    """Return the teacher's mean nats a byte, of the same bytes.
+    """Return the teacher's mean loss in nats per byte, over the same bytes.
 
-    It has an easier task: it reads each text from its start, is told where tokens end, and the end
-    of a text costs it nothing.
+    The teacher has an easier task: it reads each text from the start, it is given the boundaries of
+    tokens, and the end of a text costs it nothing.
     """
     _, following, expected = stream.pieces(spread(stream, pieces))
     half = LENGTH // 2
     found = expected[:, half:].gather(-1, following[:, half:, None])
-    # less than half precision's smallest number is 0
+    # probabilities below half precision's smallest number became 0
     return float(-found.clamp(min=1e-7).log().mean())
 
 
 def kept_streams(model: Path, texts: Sequence[str], file: Path) -> tuple[Stream, Stream]:
-    """Return the streams of training and of held-out texts, the first twentieth.
+    """Return the streams of the training texts and of the held-out texts.
 
-    They are kept in ``file``, and made again for another folder or other texts. Remove the file if
-    the model in the folder changes.
+    The first twentieth is held out. The streams are kept in ``file``, and computed again for
+    another folder or other texts. Remove the file if the model in the folder changes.
     """
     held = -(-len(texts) // 20)
     parts = (texts[held:], texts[:held])
@@ -264,7 +266,7 @@ def kept_streams(model: Path, texts: Sequence[str], file: Path) -> tuple[Stream,
     if kept["key"] != key:
         teacher = NextByte(model)
         for text in texts:
-            teacher.tokens_of(text)  # refused before the teacher runs
+            teacher.tokens_of(text)  # raises before the teacher runs
         streams = [make_stream(part, teacher) for part in parts]
         kept = {"key": key, "streams": [(one.data, one.expected) for one in streams]}
         temporary = file.with_suffix(".part")
@@ -288,13 +290,13 @@ def make_thinker(width: int) -> th.LatentThinker:
 
 
 def main() -> None:
-    """Ask the teacher, train, measure, print."""
+    """Run the teacher, train, measure, print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path, help="folder of the language model")
-    parser.add_argument("texts", type=Path, help="JSON file: a list of objects of texts")
-    parser.add_argument("--count", type=int, default=3000, help="texts to take, the first ones")
+    parser.add_argument("texts", type=Path, help="JSON file: a list of objects with texts")
+    parser.add_argument("--count", type=int, default=3000, help="texts to use, from the first")
     parser.add_argument("--iterations", type=int, default=1500)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
@@ -304,14 +306,14 @@ def main() -> None:
         default=Path("runs/distill_language_model"),
         help="folder for the teacher's probabilities and the thinker",
     )
-    parser.add_argument("--json", type=Path, help="a file for the figures")
+    parser.add_argument("--json", type=Path, help="a JSON file for the results")
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
     options = parser.parse_args()
     if options.smoke:
         options.count, options.iterations, options.width = 20, 4, 32
     for place in (options.model / "config.json", options.texts):
         if not place.is_file():
-            parser.error(f"{place} is no file; expected a model's folder and a JSON file of texts")
+            parser.error(f"{place} is missing; expected a model's folder and a JSON file of texts")
     if min(options.count, options.iterations) < 1 or options.width < 8 or options.width % 8:
         parser.error("expected --count and --iterations of 1 or more, --width a multiple of 8")
     if options.json is not None:

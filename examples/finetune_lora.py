@@ -3,8 +3,8 @@
     python examples/finetune_lora.py                             # made-up rows; 2 minutes
     python examples/finetune_lora.py --model FOLDER --rows FILE  # yours
 
-Without a model, a small GPT-2 is trained from scratch first. Nothing is downloaded, unless a hub id
-is args. `model-components lora tune --help` has all settings.
+Without a model, a small GPT-2 is trained from scratch first. Nothing is downloaded, unless --model
+or --rows is a hub id. `model-components lora tune --help` lists all settings.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main() -> None:
 
         model = make_base(args.out / "base", args.base_steps)
         rows = make_rows()
-        rate = 2e-3  # a model this small wants a higher rate
+        rate = 2e-3  # a model this small needs a higher rate
     report = tune(
         model,
         rows,

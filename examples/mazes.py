@@ -1,4 +1,4 @@
-"""Mazes as a task of one's own: a grid that is read row by row, with an answer for each cell.
+"""Mazes as a custom task: a grid that is read row by row, with an answer for each cell.
 
 Importing this file registers the task "maze", which `solve_puzzles.py --puzzle maze` learns.
 """
@@ -21,12 +21,13 @@ OPEN, WALL, START, GOAL = range(4)
 @register_task("maze")
 @dataclass(frozen=True, kw_only=True)
 class Maze(Task):
-    """Which cells lie on the way from start to goal, in a maze without loops.
+    """The task of finding the cells on the way from start to goal, in a maze without loops.
 
-    ``length`` is its side in cells, and walls are cells too: rooms lie where row and column are
-    even, and a random walk that goes back where it is stuck breaks the walls between them. Answers
-    are 1 on the way, both ends included, and 0 elsewhere; walls have none. Filling dead ends finds
-    the way: an answer's ``distance`` is the round that fills its cell, and 1 on the way.
+    ``length`` is the maze's side in cells, and walls are cells, too. Rooms are the cells at even
+    rows and columns, and a random walk with backtracking breaks the walls between them. Answers are
+    1 on the way, both ends included, and 0 elsewhere; walls have no answer. Filling dead ends round
+    by round finds the way: an answer's ``distance`` is the round that fills its cell, and 1 on the
+    way.
     """
 
     min_length: ClassVar[int] = 3
@@ -41,12 +42,12 @@ class Maze(Task):
     output_length = input_length
 
     def num_samples(self, length: int) -> int:
-        """Count the ends, times about as many trees as there are on so many rooms."""
+        """Estimate the number of mazes: the pairs of ends, times the trees on the rooms."""
         side = (length + 1) // 2
         return 2 ** (side - 1) ** 2 * side**2 * (side**2 - 1)
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
-        """Draw trees on the rooms, two of which are the ends, and the way between them."""
+        """Draw trees on the rooms, two rooms as the ends, and the way between the ends."""
         lengths, longest = self.checked(generator, batch, length)
         cells, ends = _trees(generator, lengths, longest), _two_rooms(generator, lengths, longest)
         filled = _filled(cells, ends, longest)
@@ -54,7 +55,7 @@ class Maze(Task):
         tokens = torch.where(cells, OPEN, WALL).scatter(1, ends, kinds)
         place = torch.arange(longest**2, device=generator.device)
         mask = place < lengths**2
-        # of each row's own square
+        # maps a cell of each row's own square to its cell in the largest square
         index = (place // lengths * longest + place % lengths).clamp(max=longest**2 - 1)
         tokens, filled, cells = (x.gather(1, index) for x in (tokens, filled, cells))
         targets = (filled == 0).long().masked_fill(~(cells & mask), -100)  # no answer
@@ -64,8 +65,8 @@ class Maze(Task):
 def _trees(
     generator: torch.Generator, lengths: Tensor, longest: int
 ) -> Tensor:  # (B, 1) to (B, longest²)
-    """Return which cells are open, of each row's own square at the upper left."""
-    wide = longest + 4  # two cells around it that are never entered
+    """Return which cells are open; a row's own square is at the upper left."""
+    wide = longest + 4  # with a border of two cells that are never entered
     place = torch.arange(wide**2, device=lengths.device)
     row, column = place // wide - 2, place % wide - 2
     taken = (row < 0) | (column < 0) | (row >= lengths) | (column >= lengths)

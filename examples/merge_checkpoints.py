@@ -3,10 +3,10 @@
 Command   python examples/merge_checkpoints.py
 Time      about 1 minute on 2 CPU cores; nothing is downloaded
 Result    a table of accuracy on both tasks: each specialist does its own task and not the
-          other's; averages keep one whole and most of the other; sign election (ties, dare_ties)
-          hurts, since each had to unlearn the other's
+          other's; averages keep all of one task and most of the other; sign election (ties,
+          dare_ties) hurts, since each specialist had to unlearn the other's task
 
-All checkpoints stay in the output folder. `train_masks.py` goes on from here.
+All checkpoints stay in the output folder. `train_masks.py` continues from here.
 """
 
 from pathlib import Path

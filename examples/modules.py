@@ -3,7 +3,7 @@
     python examples/modules.py
 
 A row is eight vectors. The better of two rows is the one whose first column has the larger sum.
-The data are made up: this shows how the modules go together, not what they are worth.
+The data are made up: this shows how to combine the modules, not how good they are.
 """
 
 import argparse
@@ -24,7 +24,7 @@ FEATURES = 8  # features of a row that the head compares
 
 
 class Judge(nn.Module):
-    """Scores two rows (B, LENGTH, WIDTH) against each other: (B, 3) logits."""
+    """A model that compares two rows, (B, LENGTH, WIDTH), and returns (B, 3) logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Judge(nn.Module):
         self.head = PairwiseHead(FEATURES)
 
     def features(self, rows: torch.Tensor) -> torch.Tensor:
-        """Read rows, think, and give (B, FEATURES)."""
+        """Return the features of rows, (B, FEATURES)."""
         return self.thinker(inputs_embeds=self.layers(rows), n_step=2).logits[:, 0]
 
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ class Judge(nn.Module):
         return self.head(self.features(a), self.features(b))
 
     def fold_(self) -> None:
-        """Put ordinary linear layers in the place of those that only training needs."""
+        """Replace the layers that only training needs with ordinary linear layers."""
         for number, layer in enumerate(self.layers):
             self.layers[number] = layer.to_linear()
 

@@ -1,7 +1,8 @@
-"""Made-up pairs and a small encoder: what `train_judge` trains where nothing is named.
+"""Made-up pairs and a small encoder: the defaults of `train_judge.py` and `search_judge.py`.
 
 Prompts ask for a thing of a kind ("Name a tool."). An answer that names one ("A hammer, of
-course.") is better than one that does not ("Why should I know that?"); two that do, or do not, tie.
+course.") is better than one that does not ("Why should I know that?"). Two answers tie if both name
+one, or neither does.
 """
 
 import random
@@ -36,7 +37,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 
 
 def made_up(count: int, seed: int) -> list[Pair]:
-    """Pairs whose better answer can be seen."""
+    """Return pairs whose labels follow from the answers."""
     rng, pairs = random.Random(seed), []
     for _ in range(count):
         kind = rng.choice(list(KINDS))
@@ -53,7 +54,7 @@ def made_up(count: int, seed: int) -> list[Pair]:
 
 
 def own_encoder(out: Path) -> Path:
-    """A small BERT with random weights and its tokenizer."""
+    """Write a small BERT with random weights and its tokenizer, and return the folder."""
     folder = out / "encoder"
     if (folder / "config.json").exists():
         return folder

@@ -1,11 +1,11 @@
-r"""Search for the settings of a judge's head by Optuna (extra `search`), on a frozen encoder.
+r"""Search for the settings of a judge's head with Optuna (extra `search`), on a frozen encoder.
 
     python examples/search_judge.py --data pairs.jsonl --encoder models/encoder --trials 20
 
-Answers are read once, on the CPU, and a trial takes seconds to a minute. Trials are compared by the
-log-loss of held-out prompts in their best epoch, and poor ones are cut short. OUT/search.db holds
-them: the same command goes on where it was stopped. The best settings are printed as flags of
-`model-components judge train`.
+The encoder reads the answers once, on the CPU, and a trial takes seconds to a minute. Trials are
+compared by the log-loss of held-out prompts in their best epoch, and poor trials are stopped early.
+OUT/search.db stores the trials: the same command continues where it was stopped. The best settings
+are printed as flags of `model-components judge train`.
 """
 
 import argparse
@@ -26,7 +26,7 @@ LINKS = ["antisymmetric", "davidson"]
 
 
 def searched(trial: optuna.Trial) -> dict[str, Any]:
-    """Settings of the model that a trial draws."""
+    """Draw a trial's settings of the model."""
     return {
         "dropout": trial.suggest_float("dropout", 0.05, 0.6),
         "hidden_features": trial.suggest_categorical("hidden_features", INNER),
@@ -35,7 +35,7 @@ def searched(trial: optuna.Trial) -> dict[str, Any]:
 
 
 def rates(trial: optuna.Trial) -> dict[str, float]:
-    """Settings of the trainer that a trial draws."""
+    """Draw a trial's settings of the trainer."""
     return {
         "learning_rate": trial.suggest_float("learning_rate", 2e-4, 5e-3, log=True),
         "weight_decay": trial.suggest_float("weight_decay", 1e-3, 0.3, log=True),
@@ -81,7 +81,7 @@ def search(given: argparse.Namespace) -> dict[str, Any]:
         eval_dataset=data[1],
         head_lr_ratio=1.0,
     )
-    # other pairs or another encoder are another study
+    # other pairs, epochs or another encoder make another study
     name = hashlib.sha256(repr((str(encoder), given.epochs, pairs)).encode()).hexdigest()[:16]
     place = {
         "storage": f"sqlite:///{given.out / 'search.db'}",
@@ -104,7 +104,7 @@ def search(given: argparse.Namespace) -> dict[str, Any]:
             n_trials=given.trials - done,
             backend="optuna",
             catch=(DeadRunError,),
-            # the seed alone would draw again what earlier runs have tried
+            # a fixed seed would draw again the settings that earlier runs have tried
             sampler=optuna.samplers.TPESampler(seed=len(study.trials)),
             pruner=optuna.pruners.MedianPruner(n_warmup_steps=2),
             **place,
@@ -118,9 +118,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", help="labeled pairs: a file or a hub id; made-up ones without it")
-    parser.add_argument("--encoder", help="a folder or a hub id; a small one without it")
-    parser.add_argument("--trials", type=int, default=20, help="in all, with those of earlier runs")
+    parser.add_argument("--data", help="labeled pairs: a file or a hub id; default: made-up pairs")
+    parser.add_argument("--encoder", help="a folder or a hub id; default: a small random encoder")
+    parser.add_argument(
+        "--trials", type=int, default=20, help="number of trials, including earlier runs"
+    )
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("runs/search"))
     parser.add_argument("--smoke", action="store_true", help="a run of seconds")
@@ -141,6 +143,6 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("\nstopped; the same command goes on from the last whole trial")
+        sys.exit("\nstopped; the same command continues after the last complete trial")
     except (OSError, ValueError) as error:
         sys.exit(f"search_judge: {error}")

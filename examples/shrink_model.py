@@ -1,12 +1,12 @@
-"""Make a language model smaller without training: a stock checkpoint, and what it cost.
+"""Make a language model smaller without training, and report the cost.
 
     python examples/shrink_model.py --model FOLDER --calibration texts.json --keep .5 --out small
 
-Drops hidden neurons of every MLP, fits the others on 32,000 tokens of your text, writes a
-checkpoint that plain transformers loads, and prints loss, parameters, bytes and tokens a second
-next to the original's, on text that nothing was fitted on. SmolLM2-135M took 12 minutes on 2 cores.
-Expect a loss about 0.7 above the original's at half, measured on text of the same kind (the guide
-has our run).
+The script drops hidden neurons of every MLP, fits the others on 32,000 tokens of your text, and
+writes a checkpoint that plain transformers loads. It prints loss, parameters, bytes and tokens per
+second next to the original's, on text that was not used for fitting. SmolLM2-135M took 12 minutes
+on 2 cores. With --keep .5, expect a loss about 0.7 above the original's, measured on text of the
+same kind (the guide has our run).
 """
 
 import argparse
@@ -28,26 +28,26 @@ def options() -> argparse.Namespace:
         "--model", required=True, help="folder or hub id of a causal language model"
     )
     parser.add_argument(
-        "--calibration", required=True, help="text, .json or .jsonl of records with texts"
+        "--calibration", required=True, help="a text file, or .json or .jsonl with texts in records"
     )
     parser.add_argument(
-        "--held-out", help="the same, to measure on (default: what follows in --calibration)"
+        "--held-out", help="a file to measure on (default: the rest of --calibration)"
     )
     parser.add_argument(
-        "--keep", type=float, default=0.5, help="share of the MLPs' parameters that stays"
+        "--keep", type=float, default=0.5, help="fraction of the MLPs' parameters to keep"
     )
-    parser.add_argument("--tokens", type=int, default=32_000, help="to calibrate on")
+    parser.add_argument("--tokens", type=int, default=32_000, help="tokens to calibrate on")
     parser.add_argument(
-        "--measured-tokens", type=int, default=10_000, help="to measure the loss on"
+        "--measured-tokens", type=int, default=10_000, help="tokens to measure the loss on"
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("smaller"),
-        help="folder to make for the checkpoint (default: smaller)",
+        help="new folder for the checkpoint (default: smaller)",
     )
-    parser.add_argument("--json", type=Path, help="a file for the figures")
-    parser.add_argument("--smoke", action="store_true", help="few tokens of everything")
+    parser.add_argument("--json", type=Path, help="a JSON file for the results")
+    parser.add_argument("--smoke", action="store_true", help="few tokens, to see that it runs")
     given = parser.parse_args()
     if not 0 < given.keep < 1:
         parser.error(f"--keep is {given.keep}, expected a share between 0 and 1")
@@ -59,7 +59,7 @@ def options() -> argparse.Namespace:
 def main() -> None:
     given = options()
     if given.out.exists():
-        raise SystemExit(f"shrink_model: {given.out} exists; expected a folder to make")
+        raise SystemExit(f"shrink_model: {given.out} exists; name a new folder with --out")
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     text = text_of(given.calibration)
     measured, skip = (text_of(given.held_out), 0) if given.held_out else (text, given.tokens)
@@ -86,7 +86,7 @@ def main() -> None:
         "on disk:",
         ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items() if size),
     )
-    # as anyone would load it
+    # as a user loads it
     smaller = AutoModelForCausalLM.from_pretrained(given.out, dtype=torch.float32).eval()
     found = compare({"original": original, str(given.out): smaller}, held_out)
     print(found)

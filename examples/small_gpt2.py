@@ -22,7 +22,7 @@ CONTEXT = 128
 
 
 def python_text(size: int = 6_000_000) -> str:
-    """Return text: the language reference first, then sources of the standard library by name."""
+    """Return text of the language reference and of the standard library's sources, mixed."""
     parts = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         parts.append(path.read_text(encoding="utf-8", errors="replace"))
@@ -31,7 +31,7 @@ def python_text(size: int = 6_000_000) -> str:
 
 
 def make_tokenizer(text: str, vocabulary: int = 2048) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, learned from the text."""
+    """Train a byte-level BPE tokenizer on the text."""
     made = ByteLevelBPETokenizer()
     made.train_from_iterator(
         [text], vocab_size=vocabulary, special_tokens=["<end>"], show_progress=False
@@ -44,7 +44,10 @@ def make_tokenizer(text: str, vocabulary: int = 2048) -> PreTrainedTokenizerFast
 def windows(
     tokenizer: PreTrainedTokenizerFast, text: str, context: int = CONTEXT
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of ``context`` tokens to train on, and 64 from all over the text that are held out."""
+    """Return rows of ``context`` tokens to train on, and about 64 rows that are held out.
+
+    The held-out rows come from all over the text.
+    """
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     rows = ids[: len(ids) // context * context].view(-1, context)
     held = torch.zeros(len(rows), dtype=torch.bool)
@@ -66,7 +69,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 def arguments(out: Path, steps: int, rate: float, batch: int = 16, **more) -> TrainingArguments:
-    """Training arguments that every job here shares."""
+    """Return training arguments with the options that all runs share."""
     common = {
         "per_device_train_batch_size": batch,
         "max_steps": steps,
@@ -90,7 +93,7 @@ def arguments(out: Path, steps: int, rate: float, batch: int = 16, **more) -> Tr
 def train_original(
     out: Path, rows: torch.Tensor, vocabulary: int, steps: int, seed: int = 0
 ) -> GPT2LMHeadModel:
-    """Make the model that is then compressed.
+    """Train the model to compress.
 
     It has 4 blocks of width 128; 900 steps take about three minutes.
     """

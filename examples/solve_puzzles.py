@@ -1,15 +1,16 @@
 """Train a small thinker to solve puzzles, and solve more of them by thinking longer.
 
-Each cell is a latent.
+Each cell of a puzzle has a latent.
 
 python examples/solve_puzzles.py --puzzle sudoku9
 
-learns 9 x 9 Sudoku in three minutes on one CPU core, from 2000 puzzles and others that
-symmetries make of them, with 26 to 56 clues; it is tested on puzzles that it has not seen, with 50,
-40 and 30 clues. ``sudoku4`` learns 4 x 4 Sudoku in less than a minute, from puzzles that need every
-clue they have. ``maze`` learns mazes of up to 9 x 9 cells in eight minutes and solves larger
-ones. ``--out`` takes a picture (extra ``plot``), ``--json`` the figures: a list of {length, steps,
-symbols, rows}, where rows are whole puzzles and length is a maze's side or a number of clues.
+learns 9 x 9 Sudoku in three minutes on one CPU core, from 2000 puzzles and their symmetric
+variants, with 26 to 56 clues. It is tested on unseen puzzles with 50, 40 and 30 clues. ``sudoku4``
+learns 4 x 4 Sudoku in less than a minute, from puzzles that need every clue they have. ``maze``
+learns mazes of up to 9 x 9 cells in eight minutes and solves larger ones. ``--out`` names a folder
+for a plot (extra ``plot``), ``--json`` a file for the results: a list of {length, steps, symbols,
+rows}, where symbols and rows are fractions of solved cells and of whole puzzles, and length is a
+maze's side or a number of clues.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from thinker.tasks import TensorTask, sudoku_fill, sudoku_puzzles, sudoku_shuffl
 
 @dataclass(frozen=True, kw_only=True)
 class Puzzle:
-    """What is learned, how, and on what it is tested."""
+    """The data, the model, the training and the tests of a puzzle."""
 
     train: th.CurriculumDataset
     tests: dict[int, th.CurriculumDataset]  # by a maze's side, or a number of clues
-    steps: Callable[[int], list[int]]  # at which to look, of a side or number of clues
+    steps: Callable[[int], list[int]]  # steps to test, for a side or a number of clues
     label: str  # format of a test's number
     model: dict[str, Any]
     trainer: dict[str, Any]
@@ -44,10 +45,10 @@ class Puzzle:
     learning_rate: float
 
     def measured(self, model: th.LatentThinker, samples: int) -> Curves:
-        """Accuracy on every test, after each number of steps."""
+        """Return the accuracy on every test, after each number of steps."""
         found = []
         for number, data in self.tests.items():
-            # rows that are given have length 1
+            # data made of given rows have length 1
             length = 1 if data.task.default_length == 1 else number
             steps = self.steps(number)
             found.append(th.evaluate_steps(model, data, [length], n_steps=steps, samples=samples))
@@ -58,7 +59,7 @@ class Puzzle:
 def rows_of(
     puzzles: torch.Tensor, solutions: torch.Tensor, seed: int, augment: Any = None
 ) -> th.CurriculumDataset:
-    """Puzzles as data, none of them held out."""
+    """Return a data set of puzzles, with none held out."""
     symbols = int(solutions.max()) + 1  # digits, and 0 for an empty cell
     task = TensorTask(puzzles, solutions, grid=True, augment=augment, symbols=symbols)
     return th.CurriculumDataset(
@@ -67,17 +68,17 @@ def rows_of(
 
 
 def sudoku4(seed: int, smoke: bool) -> Puzzle:
-    """A tenth of the 288 solutions that there are is kept for the test."""
+    """Return 4 x 4 Sudoku; a tenth of its 288 solutions is kept for the test."""
     count, tested = (200, 20) if smoke else (8000, 800)
     puzzles, solutions = sudoku_puzzles(count, box=2, seed=seed)
-    # the same number, the same solution, in order
+    # equal numbers mean equal solutions; the numbers follow the order of the solutions
     which = torch.unique(solutions, dim=0, return_inverse=True)[1]
-    # the first ones: none in training begins as they do
+    # test on the first solutions, so that no training solution begins like them
     test = which < which.max() * tested // count + 1
-    # every 4 x 4 grid can be made of every other: training makes no others of its puzzles
+    # symmetries turn every 4 x 4 grid into every other, so training does not augment its puzzles
     return Puzzle(
         train=rows_of(puzzles[~test], solutions[~test], seed),
-        # 4 x 4 puzzles that need every clue have 4 to 6
+        # 4 x 4 puzzles that need every clue have 4 to 6 clues
         tests={5: rows_of(puzzles[test], solutions[test], seed)},
         steps=lambda clues: [1, 2, 4, 8, 16, 32],
         label="about {} clues",
@@ -89,7 +90,10 @@ def sudoku4(seed: int, smoke: bool) -> Puzzle:
 
 
 def sudoku9(seed: int, smoke: bool) -> Puzzle:
-    """Puzzles that cells with one digit left solve; training makes others of each."""
+    """Return 9 x 9 Sudoku that can be solved by filling cells with only one possible digit.
+
+    Training augments each puzzle.
+    """
     count, tested = (12, 4) if smoke else (2000, 256)
     puzzles, solutions = sudoku_puzzles(count + tested, clues=26, seed=seed)
     generator = torch.Generator().manual_seed(seed)
@@ -111,9 +115,9 @@ def sudoku9(seed: int, smoke: bool) -> Puzzle:
 
 
 def maze(seed: int, smoke: bool) -> Puzzle:
-    """A latent sees the eight cells around it.
+    """Return mazes of increasing size.
 
-    So a larger maze is the same work, more of it.
+    A latent attends to the eight cells around it, so a larger maze needs only more steps.
     """
     data = th.CurriculumDataset(
         th.AtTokens(th.make_task("maze")),
@@ -151,7 +155,7 @@ def main() -> None:
     parser.add_argument(
         "--smoke",
         action="store_true",
-        help="see that it works, in seconds: few iterations and samples, whatever is said",
+        help="run for seconds, to see that it works: few iterations and samples in any case",
     )
     options = parser.parse_args()
     if options.smoke:
@@ -159,7 +163,7 @@ def main() -> None:
     if min(options.samples, 1 if options.iterations is None else options.iterations) < 1:
         parser.error("samples and iterations must be 1 or more")
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch finds no GPU")
+        parser.error("expected --device cpu, since torch finds no GPU")
     draw = make_room(parser, options)
     if options.device == "cpu":
         torch.set_num_threads(1)

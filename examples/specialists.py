@@ -1,6 +1,6 @@
-"""LoRA specialists of one real model, and a table that keeps its rows.
+"""LoRA specialists of one real model, and a table whose rows are kept on disk.
 
-`train_masks_on_instructions.py` merges them.
+`train_masks_on_instructions.py` and the field trial merge the specialists.
 """
 
 import argparse
@@ -37,11 +37,11 @@ KINDS = {
     ),
 }
 TUNED = ((90, 1e-3), (100, 2e-3))  # steps and rate of each kind's specialist
-LENGTH, HELD_OUT, APART = 128, 120, 0.10  # tokens of an example, examples of a kind, nats
+LENGTH, HELD_OUT, APART = 128, 120, 0.10  # tokens of an example, held-out examples of a kind, nats
 
 
 class Trial:
-    """Data, specialists, and the rows of a table as they come."""
+    """The data, the specialists, and the rows of a table, each stored when it is done."""
 
     def __init__(self, given: argparse.Namespace):
         self.given, self.out, self.model = given, given.out, str(given.model)
@@ -58,7 +58,7 @@ class Trial:
         (self.out / "rows").mkdir(parents=True, exist_ok=True)
 
     def examples(self, kind: str) -> tuple[list[dict], list[dict]]:
-        """Those of a kind that are short enough, for training and for the table."""
+        """Return the short examples of a kind: for training, and held out for the table."""
         rows = [
             r
             for path in sorted(self.given.data.glob("*.json"))
@@ -83,13 +83,13 @@ class Trial:
         return short[held:], short[:held]
 
     def losses(self, model: Any, tasks: Sequence[Sequence[dict]] | None = None) -> list[float]:
-        """Nats a token of the answers of each kind, of those held out unless others are given."""
+        """Return each kind's loss, in nats per token of answers; default: on held-out examples."""
         return list(held_out_losses(model, tasks or self.test, self.collator, batch_size=16))
 
     def row(self, name: str, make: Callable[[], Any]) -> list[float] | None:
-        """A row of the table, of what ``make`` gives, unless it is there.
+        """Print and return a row of the table; ``make`` runs only if the row is not stored.
 
-        None where it is not asked for.
+        Return None if --only excludes the row.
         """
         file = self.out / "rows" / f"{name}.json"
         if not file.is_file():
@@ -108,18 +108,19 @@ class Trial:
         told = json.loads(file.read_text(encoding="utf-8"))
         if told["settings"] != self.settings:
             sys.exit(
-                f"{file} is of a run with other settings ({told['settings']}); name another --out"
+                f"{file} belongs to a run with other settings ({told['settings']}); name another "
+                "--out"
             )
         values = " ".join(f"{v:8.4f}" for v in [*told["losses"], statistics.mean(told["losses"])])
         print(f"{name:34s} {values}   {told['cpu_seconds']:7.1f}", flush=True)
         return told["losses"]
 
     def load_model(self, path: str | Path) -> Any:
-        """A model in float32."""
+        """Load a model in float32."""
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
     def arguments(self, rate: float, steps: int, seed: int, **more: Any) -> TrainingArguments:
-        """What all trainings have in common."""
+        """Return training arguments with the options that all trainings share."""
         options = {
             "output_dir": str(self.out / "trainer"),
             "max_steps": steps,
@@ -139,14 +140,14 @@ class Trial:
         return TrainingArguments(**{**options, **more})
 
     def lora(self) -> LoraConfig:
-        """The specialists' adapters."""
+        """Return the config of the specialists' adapters."""
         rank = 4 if self.given.smoke else 16
         return LoraConfig(
             r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
         )
 
     def specialist(self, k: int) -> Any:
-        """The base, tuned on kind ``k``; its adapter is kept."""
+        """Return the base, tuned on kind ``k``; the adapter is trained once and stored."""
         folder, (steps, rate) = self.out / list(KINDS)[k], TUNED[k]
         if not (folder / "adapter_model.safetensors").is_file():
             set_seed(0)
@@ -166,17 +167,17 @@ class Trial:
         return self.merged([self.components[k]], "linear", weight=[1.0])
 
     def check_specialists(self, rows: Sequence[Sequence[float]]) -> None:
-        """End where one is not clearly better than the other on its own kind."""
+        """Exit if a specialist is not clearly better than the other on its own kind."""
         for k, kind in enumerate(KINDS):
             gap = min(row[k] for i, row in enumerate(rows) if i != k) - rows[k][k]
             if gap < APART:
                 sys.exit(
-                    f"{kind}: its specialist is {gap:.3f} nats better than the other; expected "
-                    f"{APART}"
+                    f"{kind}: its specialist is {gap:.3f} nats better than the other; expected at "
+                    f"least {APART}"
                 )
 
     def merged(self, models: Sequence[str], method: str, **options: Any) -> Any:
-        """A merge by a method of `merge_models`."""
+        """Merge models by a method of `merge_models`, and return the result."""
         folder = self.out / f"merged {os.getpid()}"
         remove_earlier(folder)
         if method in ("task_arithmetic", "ties", "dare_ties"):

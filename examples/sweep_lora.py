@@ -26,7 +26,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/sweep"), help="output folder")
     parser.add_argument("--ranks", type=int, nargs="+", default=GRID["r"])
-    parser.add_argument("--steps", type=int, help="default: one pass over the rows")
+    parser.add_argument("--steps", type=int, help="training steps; default: one pass over the rows")
     parser.add_argument(
         "--base-steps", type=int, default=1500, help="training steps of the small GPT-2"
     )

@@ -2,11 +2,12 @@
 
 python examples/think_longer.py --task parity --train-length 5 --seed 11
 
-trains for a quarter of a minute on sequences of up to five bits; then every symbol is right at
-lengths 10, 20, 40 and 100 once there were somewhat more steps than symbols, and stays right after
-ten times as many. Each token has a latent that looks at its neighbors: what is known travels one
-token a step. ``--out`` takes a picture of it (extra ``plot``), ``--json`` the figures: a list of
-{length, steps, symbols, rows}, the last two shares of right ones.
+trains for a quarter of a minute on sequences of up to five bits. Then, at lengths 10, 20, 40 and
+100, every symbol is right after somewhat more steps than there are symbols, and stays right after
+ten times as many steps. Each token has a latent that attends to its neighbors, so information
+travels one token per step. ``--out`` names a folder for a plot (extra ``plot``), ``--json`` a file
+for the results: a list of {length, steps, symbols, rows}, where symbols and rows are the fractions
+of right symbols and of entirely right rows.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ TASKS: dict[str, dict[str, Any]] = {  # longest in training, iterations, the tas
 }
 NOT_OF_THE_TASK = ("length", "iterations", "preset", "task")
 FULL_CARRY = 400
-"""Digits of the sum 99...9 + 1. Carries of random digits are short, this one goes through all."""
+"""Digits of the sum 99...9 + 1, whose carry goes through all of them; random carries are short."""
 
 
 def steps_to_test(name: str, length: int) -> list[int]:
-    """After how many steps to look.
+    """Return the numbers of steps after which to test.
 
-    Where each step has an answer of its own, that is what it is compared with.
+    If each step has its own answer, the model is compared with the answer of that step.
     """
     if name in ("hops", "pointers"):
         return [length + 1]  # the first step reads the start
@@ -84,9 +85,9 @@ def steps_to_test(name: str, length: int) -> list[int]:
 
 def full_carry(model: th.LatentThinker, task: th.Task, base: int, digits: int) -> None:
     """Print how many digits of 99...9 + 1 are right, and when the thinking stopped by itself."""
-    # a column's id is first digit * base + second digit, and the smallest digits come first
+    # a column's id is first digit * base + second digit; the lowest digits come first
     nines = (base - 1) * base
-    columns = [nines + 1, *[nines] * (digits - 1), 0]  # the last is the place of the last carry
+    columns = [nines + 1, *[nines] * (digits - 1), 0]  # the last column takes the last carry
     expected = [*[0] * digits, 1]
     max_steps = 2 * digits + 20
     found = th.solve(model, task, [columns], max_steps=max_steps)
@@ -108,17 +109,21 @@ def main() -> None:
     )
     parser.add_argument("--task", choices=TASKS, default="parity")
     parser.add_argument(
-        "--train-length", type=int, help="the longest in training (default: the task's, 4 to 12)"
+        "--train-length", type=int, help="maximum length in training (default: the task's, 4 to 12)"
     )
-    parser.add_argument("--lengths", type=int, nargs="+", default=[10, 20, 40, 100], help="to test")
-    parser.add_argument("--iterations", type=int, help="of 64 rows (default: the task's)")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[10, 20, 40, 100], help="lengths to test"
+    )
+    parser.add_argument(
+        "--iterations", type=int, help="training iterations of 64 rows (default: the task's)"
+    )
     parser.add_argument("--samples", type=int, default=128, help="rows of each length to test")
     parser.add_argument("--seed", type=int, default=11)
     ask_where(parser)
     parser.add_argument(
         "--smoke",
         action="store_true",
-        help="see that it works, in seconds: few iterations and samples, whatever is said",
+        help="run for seconds, to see that it works: few iterations and samples in any case",
     )
     options = parser.parse_args()
     if options.smoke:

@@ -1,14 +1,14 @@
-r"""Train a judge of which of two answers is better, and write a competition's submission.
+r"""Train a judge that predicts the better of two answers, and write a competition's submission.
 
     python examples/train_judge.py                     # made-up pairs, a small encoder; a minute
     python examples/train_judge.py --data train.csv --encoder models/SmolLM2-135M-Instruct \
         --settings max_tokens=512 dtype=bfloat16 --submit test.csv
 
 `heads.pairwise.train_judge` does the work, as does `model-components judge train`: prompts are held
-out, the best epoch is kept, and the report has the judge beside baselines that need no encoder.
---data is a file in the formats of `read_pairs`, such as the Chatbot Arena's, or a data set's hub
-id. OUT gets the judge, its report and, with --submit, submission.csv in the columns of Kaggle's
-Chatbot Arena, or of its WSDM cup where no pair ties. The same command continues an interrupted run.
+out, the best epoch is kept, and the report compares the judge with baselines that need no encoder.
+--data is a file in a format of `read_pairs`, such as the Chatbot Arena's, or a data set's hub id.
+OUT receives the judge, its report and, with --submit, submission.csv in the columns of Kaggle's
+Chatbot Arena, or of its WSDM cup if no pair ties. The same command continues an interrupted run.
 """
 
 import argparse
@@ -27,20 +27,20 @@ SMOKE = {"epochs": 1, "batch_size": 16}
 
 
 def submitted(path: Path) -> tuple[list[str], list[Pair | None]]:
-    """Ids and pairs of a file; None for a row that is no pair."""
+    """Return the ids and the pairs of a file, with None for an invalid row."""
     ids, pairs = [], []
     for line, row, pair in each_pair(path, labels=False):
         ids.append(str(row.get("id", line)) if isinstance(row, Mapping) else str(line))
         if isinstance(pair, ValueError):
-            print(f"--submit {path}: row {line} gets the mean of the others: {pair}")
+            print(f"--submit {path}: row {line} is invalid and gets the mean verdict: {pair}")
         pairs.append(pair if isinstance(pair, Pair) else None)
     if not any(pairs):
-        raise ValueError(f"--submit {path}: no row is a pair")
+        raise ValueError(f"--submit {path}: expected rows with pairs, got no valid row")
     return ids, pairs
 
 
 def submit(judge: PairwiseModel, ids: list[str], pairs: list[Pair | None], path: Path) -> None:
-    """Write verdicts on pairs without labels."""
+    """Write the judge's verdicts on pairs; an invalid row gets the mean verdict."""
     data = judge.dataset([pair for pair in pairs if pair])
     found = predict_pairs(judge, data).probabilities
     mean = found.mean(0)
@@ -66,8 +66,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--data", help="labeled pairs: a file or a hub id; made-up ones without it")
-    add("--encoder", help="a folder or a hub id; a small one of one's own without it")
+    add("--data", help="labeled pairs: a file or a hub id; default: made-up pairs")
+    add("--encoder", help="a folder or a hub id; default: a small encoder, trained from scratch")
     add("--settings", nargs="+", default=[], metavar="NAME=VALUE", help="fields of JudgeConfig")
     add("--device", default="cpu", help="where to compute, such as cuda")
     add("--submit", type=Path, metavar="FILE", help="pairs without labels to judge")
@@ -79,7 +79,7 @@ def main() -> None:
         name, _, value = setting.partition("=")
         settings[name] = yaml.safe_load(value)
     if given.encoder is None:
-        settings.setdefault("freeze", "none")  # it knows nothing yet
+        settings.setdefault("freeze", "none")  # its weights are random
         settings.setdefault("learning_rate", 1e-3)
     asked = None if given.submit is None else submitted(given.submit)
     report = train_judge(
@@ -102,8 +102,8 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("\nstopped; the same command goes on from the last checkpoint")
-    except DeadRunError as error:  # in the middle of a bar
+        sys.exit("\nstopped; the same command continues from the last checkpoint")
+    except DeadRunError as error:  # a progress bar may be unfinished
         sys.exit(f"\ntrain_judge: {error}")
     except (OSError, ValueError) as error:
         sys.exit(f"train_judge: {error}")

@@ -5,11 +5,11 @@ Then bake an ordinary checkpoint.
 Command   python examples/train_masks.py                  (this is what `make demo` runs)
 Time      about 2 minutes on 2 CPU cores; nothing is downloaded
 Result    the table of `merge_checkpoints.py`, whose averages keep one task and most of the
-          other; below it the masked merges, accurate and efficient, and the baked checkpoint: all
-          of both tasks. The masks are drawn.
+          other; below it the masked merges, accurate and efficient, and the baked checkpoint,
+          which keep all of both tasks; and a plot of the masks
 
-The data say which specialist to follow: `task` 0 is the first component's. Only the masks learn,
-from the specialists' own distributions over the next letter; no answer is ever shown.
+Each example names the specialist to follow: `task` 0 is the first component. Only the masks are
+trained, on the specialists' distributions over the next letter; no answer is used as a target.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ def train_masks(
     """Lay masks over the components and train them."""
     merger = Merger.from_pretrained(components, **config)
     collator = MaskCollator(pad_token_id=0)
-    rate = 1e-2  # of masks: some ten times that of weights
+    rate = 1e-2  # for masks: about ten times the rate for weights
     trainer = MaskTrainer(
         merger,
         arguments(out, steps, rate),
@@ -42,13 +42,9 @@ def train_masks(
 
 def main() -> None:
     given, plots = options(__doc__), can_draw()
+    print("An ancestor learns three tasks on words; two specialists of it learn one task each.")
     print(
-        "An ancestor learns three things to do with a word; two specialists of it go on with one "
-        "each."
-    )
-    print(
-        "They are merged by five formulas, and by masks that learn from what each specialist would "
-        "have said."
+        "They are merged by five formulas, and by masks that learn from the specialists' outputs."
     )
     models = make_specialists(given.out, given.smoke) | merge_by_formulas(given.out)
     components, tokenizer = [given.out / "reverse", given.out / "upper"], make_tokenizer()

@@ -1,20 +1,20 @@
-"""Learned masks on a real language model.
+"""Compare learned masks with other merges, on a real language model.
 
-Two LoRA specialists of one base, merged by every way there is.
+Two LoRA specialists of one base are merged by every method.
 
 Command   make real, then: python examples/train_masks_on_instructions.py
-Data      *.json in --data: lists of {"instruction", "input", "output"}, as Alpaca's; not part of
-          this repository. Without it, or without the model (SmolLM2-135M-Instruct: `make real`),
-          the example says so and ends.
-Time      two hours on 2 CPU cores; a row that is done is kept in OUT/rows, and the same command
-          goes on
-Result    nats a token of held-out answers of each kind; then a few answers; our run's table is in
-          docs/masks.md
+Data      *.json in --data: lists of {"instruction", "input", "output"}, as in Alpaca; not part of
+          this repository. If they or the model (SmolLM2-135M-Instruct: `make real`) are missing,
+          the example prints what is missing and ends.
+Time      two hours on 2 CPU cores; finished rows are kept in OUT/rows, and the same command
+          continues from there
+Result    the loss of held-out answers of each kind, in nats per token; then a few answers; our
+          run's table is in docs/masks.md
 
-The kinds, by an instruction's first word: editing a text, and writing one (rows without input). A
-specialist is tuned on each, and each must be better than the other on its own kind, or there is
-nothing to merge. Formulas' weights are chosen on training examples. Masks, and all weights, learn
-by one divergence, from the same examples, in as many steps.
+An instruction's first word decides its kind: editing a text, or writing one (rows without input).
+One specialist is tuned on each kind. Each must be better than the other on its own kind, or there
+is nothing to merge. The formulas' parameters are chosen on training examples. The masks, and a
+model with all weights trained, minimize the same divergence on the same examples in as many steps.
 """
 
 import argparse
@@ -35,7 +35,7 @@ BOTH = [1.0] * len(KINDS)
 
 
 def searched(trial: Trial, method: str, choices: Sequence[dict[str, Any]]) -> Any:
-    """A formula with the parameters that are best on training examples."""
+    """Merge by a formula, with the parameters that are best on training examples."""
     sample = [part[: 2 if trial.given.smoke else 40] for part in trial.train]
     found = [
         statistics.mean(trial.losses(trial.merged(trial.components, method, **c), sample))
@@ -49,8 +49,8 @@ def searched(trial: Trial, method: str, choices: Sequence[dict[str, Any]]) -> An
 def masks(
     trial: Trial, seed: int, rate: float, *, coefficients: str = "evidence", **options: Any
 ) -> Any:
-    """A merger, trained end to end; over the base unless said otherwise."""
-    # one value a column, as in the table of docs/masks.md
+    """Train masks, by default over the base, and return the folded model."""
+    # one value per input column, as in the table of docs/masks.md
     usual = {"base": trial.model, "dtype": "float32", "granularity": "input"}
     merger = Merger.from_pretrained(trial.components, **usual | options)
     trainer = MaskTrainer(
@@ -67,7 +67,7 @@ def masks(
 
 
 def all_weights(trial: Trial, seed: int, rate: float) -> Any:
-    """The average, of which every weight learns by the divergence that masks learn by."""
+    """Train all weights of the average, with the loss that trains the masks."""
     model = trial.merged(trial.components, "linear", weight=BOTH)
     mixture = TaskMixture(trial.train, weights="tokens", seed=seed)
     arguments = trial.arguments(rate, trial.steps, seed)
@@ -80,14 +80,14 @@ def all_weights(trial: Trial, seed: int, rate: float) -> Any:
 
 
 class AllWeights(Trainer):
-    """The masks' loss, for a plain model."""
+    """A trainer of a plain model with the masks' loss."""
 
     teachers: Any = None
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The divergence from the components that the examples' tasks name."""
+        """Return the divergence from the component of each example's task."""
         inputs = dict(inputs)
         task, labels = inputs.pop("task"), inputs.pop("labels")
         where = labels[:, 1:] != -100
@@ -104,7 +104,7 @@ class AllWeights(Trainer):
 
 
 def formulas(trial: Trial) -> None:
-    """Rows of merges without learning."""
+    """Print the rows of merges without training."""
     weights, calibration = [0.4, 0.5, 0.6, 0.7, 0.85, 1.0], [part[:128] for part in trial.train]
     alike = [{"weight": [w] * len(KINDS)} for w in weights]
     sparse = [
@@ -123,7 +123,7 @@ def formulas(trial: Trial) -> None:
 
 
 def learned(trial: Trial) -> None:
-    """Rows of what learns, and their means over seeds."""
+    """Print the rows of merges with training, and their means over seeds."""
     ways: dict[str, Callable[[int], Any]] = {
         "masks, evidence": lambda s: masks(trial, s, 1e-1),
         "masks, labels": lambda s: masks(trial, s, 1e-1, coefficients="task"),
@@ -141,7 +141,7 @@ def learned(trial: Trial) -> None:
             trial.row(f"{name}, seed {s}", lambda m=make, s=s: m(s)) for s in range(seeds)
         ]
     if trial.seeds > 1:
-        print("\nmeans over seeds; how far the means of seeds are apart")
+        print("\nmeans over seeds, and the range of the seeds' means")
     for name, own in rows.items():
         found = [row for row in own if row is not None]
         if len(found) > 1:
@@ -156,7 +156,7 @@ def learned(trial: Trial) -> None:
 
 
 def answers(trial: Trial) -> None:
-    """A held-out example of each kind, and what the masked model says."""
+    """Print a held-out example of each kind, and the masked model's answer."""
     file = trial.out / "masks, evidence.safetensors"
     if not file.is_file():
         return
@@ -191,27 +191,27 @@ def main() -> None:
         "--data", type=Path, default=Path("../shared/data"), help="folder of instruction data"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/instructions"), help="folder for all that is made"
+        "--out", type=Path, default=Path("runs/instructions"), help="folder for all outputs"
     )
-    parser.add_argument("--seeds", type=int, default=3, help="of what learns")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds of trained merges")
     parser.add_argument(
         "--only",
         nargs="+",
         default=["*"],
-        help="patterns of rows: several processes may share --out",
+        help="patterns of the rows to compute; several processes may share --out",
     )
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
     given = parser.parse_args()
     logging.disable_progress_bar()
-    # transformers' and peft's own affair
+    # warnings inside transformers and peft
     warnings.filterwarnings("ignore", message=".*is deprecated.*")
     if not any(given.data.glob("*.json")):
         print(
-            f"skipped: {given.data} is no folder with *.json of instructions; name one with --data"
+            f"skipped: {given.data} has no *.json files of instructions; name a folder with --data"
         )
         return
     if not (given.model / "config.json").is_file():
-        print(f"skipped: {given.model} is no model; run `make real`, or name one with --model")
+        print(f"skipped: {given.model} is not a model folder; run `make real`, or use --model")
         return
     trial = Trial(given)
     print(

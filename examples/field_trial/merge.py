@@ -1,10 +1,10 @@
-"""Chapter 2. One model of both: by formulas, by closed forms, by learned masks, and by mergekit.
+"""Chapter 2. Merge both specialists: by formulas, closed forms, learned masks, and mergekit.
 
     python examples/field_trial/merge.py        # after tune.py
 
-Each way has the parameters that one would write first, so that none is tuned for the held-out
-examples. Where mergekit is installed (extra `bench`), it merges the same checkpoints by the same
-recipes. The best merge goes on in the story.
+Each method has parameters that a user would try first; none is tuned for the held-out examples. If
+mergekit is installed (extra `bench`), it merges the same checkpoints by the same recipes. The next
+chapters use the best merge.
 """
 
 import importlib.util
@@ -47,7 +47,7 @@ def masks(story: Story) -> Any:
 
 
 def recipe_of(story: Story, method: str) -> Path:
-    """A file that both programs read."""
+    """Write a recipe that both programs can read, and return its path."""
     models = [
         {"model": str(story.checkpoint_of(k)), "parameters": RECIPES[method]}
         for k in range(len(KINDS))
@@ -61,9 +61,9 @@ def recipe_of(story: Story, method: str) -> Path:
 
 
 def by_program(story: Story, command: list[str], method: str) -> dict[str, Any]:
-    """Merge by a program of its own, as a user calls it.
+    """Merge by running a program, as a user does.
 
-    Return its held-out loss and its CPU seconds.
+    Return the merge's held-out loss and the program's CPU seconds.
     """
     recipe = recipe_of(story, method)
     with tempfile.TemporaryDirectory(dir=story.out) as folder:
@@ -75,7 +75,7 @@ def by_program(story: Story, command: list[str], method: str) -> dict[str, Any]:
 
 
 def beside_mergekit(story: Story) -> None:
-    """The same recipes by both programs: held-out losses, and CPU seconds of each whole process."""
+    """Merge by the same recipes with both programs; print losses and CPU seconds."""
     bins = Path(sys.executable).parent
     programs = {
         "ours": [str(bins / "mergekit-lite"), "merge"],
@@ -83,7 +83,7 @@ def beside_mergekit(story: Story) -> None:
     }
     if importlib.util.find_spec("mergekit") is None:
         print(
-            "mergekit is not installed, so that there are no rows of it: pip install "
+            "mergekit is not installed, so its rows are missing; to add them: pip install "
             "'model-components[bench]'"
         )
         programs.pop("mergekit")
@@ -122,7 +122,7 @@ def main() -> None:
     best = min(found, key=lambda name: found[name])
     if not (story.out / "models" / "merged").is_dir():
         story.keep_model("merged", ways[best]())
-    print(f"goes on: {best}, in {story.out / 'models' / 'merged'}")
+    print(f"best merge: {best}, in {story.out / 'models' / 'merged'}")
     beside_mergekit(story)
 
 

@@ -1,14 +1,14 @@
-"""A field trial on a real model: tuned, merged, made smaller, judged.
+"""A field trial on a real model: tune it, merge it, make it smaller, and judge it.
 
-Beside it a small model thinks.
+The last chapter trains a small thinker.
 
 Command   make real, then: python examples/field_trial/run.py
 Data      *.json in --data: lists of {"instruction", "input", "output"}, and for the judge
-          alpaca_eval_pairs.jsonl.gz; not part of this repository. Without them, or without the
-          model, it says so and ends.
-Time      three hours of CPU time, in all; what is done is kept in OUT, and the same command goes on
-Result    a table for each chapter, beside what one would have used otherwise; our run is in
-          docs/field_trial.md
+          alpaca_eval_pairs.jsonl.gz; not part of this repository. If they or the model are missing,
+          the script prints what is missing and ends.
+Time      three hours of CPU time in all; finished parts are kept in OUT, and the same command
+          continues from there
+Result    a table for each chapter, with the usual alternatives; our run is in docs/field_trial.md
 """
 
 import subprocess
@@ -30,8 +30,8 @@ def main() -> None:
         )
         if done.returncode:
             sys.exit(
-                f"field_trial: {chapter} ended with {done.returncode}; the same command goes on "
-                "from there"
+                f"field_trial: {chapter} failed with exit status {done.returncode}; run the same "
+                "command again to continue from there"
             )
 
 

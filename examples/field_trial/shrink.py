@@ -1,11 +1,11 @@
-"""Chapter 3. The merge with half of every MLP: pruned and fitted, or by largest weights.
+"""Chapter 3. Halve every MLP of the merge, by fitted pruning or by the largest weights.
 
-Then both trained back.
+Then train both models back.
 
     python examples/field_trial/shrink.py       # after merge.py
 
-A user would have dropped the neurons with the smallest weights and trained on. Both are trained
-back alike: by the merge's own logits, on the same batches, in as many steps.
+The baseline drops the neurons with the smallest weights. Both models are trained back in the same
+way: on the merge's logits, with the same batches and the same number of steps.
 """
 
 from typing import Any
@@ -20,12 +20,12 @@ from kronecker.discovery.finding import find_mlps
 
 
 def merged(story: Story) -> Any:
-    """The model to make smaller."""
+    """Load the model to make smaller."""
     return story.load_model(story.models()["merged"]).eval()
 
 
 def fitted(story: Story) -> Any:
-    """Neurons chosen by what they cost, and the others fitted to make up for them."""
+    """Drop the neurons that cost least, and fit the others to make up for them."""
     model = merged(story)
     data = [
         {n: b[n] for n in ("input_ids", "attention_mask")}
@@ -39,7 +39,7 @@ def fitted(story: Story) -> Any:
 
 @torch.no_grad()
 def by_weights(story: Story) -> Any:
-    """As many neurons, those with the largest weights, as they were."""
+    """Keep as many neurons, with the largest weights, and do not fit them."""
     model = merged(story)
     for mlp in find_mlps(model):
         *ups, down = (model.get_submodule(n) for n in (*mlp.ups, mlp.down))
@@ -54,7 +54,7 @@ def by_weights(story: Story) -> Any:
 
 
 def trained_back(story: Story, model: Any) -> Any:
-    """After steps towards the merge's logits."""
+    """Train a model on the merge's logits, and return it."""
     steps = 2 if story.given.smoke else 50
     rows = [{n: row[n] for n in ("input_ids", "labels")} for part in story.train for row in part]
     arguments = story.arguments(2e-4, steps, 0, weight_decay=0.0, adam_beta2=0.95)
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def loaded(story: Story, stage: str) -> Any:
-    """A stage's model."""
+    """Load a stage's model."""
     return story.load_model(story.models()[stage]).eval()
 
 

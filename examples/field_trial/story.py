@@ -1,6 +1,6 @@
-"""What the chapters of the field trial share.
+"""The code that the chapters of the field trial share.
 
-Flags, what is kept of a run, and the models of each stage by name.
+It has the flags, the stored figures of a run, and the models of the stages by name.
 """
 
 import argparse
@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-sys.path.append(str(Path(__file__).parents[1]))  # what all examples share
+sys.path.append(str(Path(__file__).parents[1]))  # modules that all examples share
 from specialists import KINDS, Trial
 
 from mergekit_lite import merge_models
 
 
 class Story(Trial):
-    """A base, two specialists of it, and what becomes of them.
+    """A base, two specialists of it, and the models made from them.
 
-    Every figure is kept in OUT, none is made twice.
+    Every figure is stored in OUT, and none is computed twice.
     """
 
     def models(self) -> dict[str, Path]:
-        """The folders of the stages that are there, in the order of the story."""
+        """Return the folders of the stages that exist, in the order of the chapters."""
         stages = ("merged", "half pruned", "half pruned, trained back")
         folders = {
             "base": Path(self.model),
@@ -40,7 +40,7 @@ class Story(Trial):
         }
 
     def figure(self, chapter: str, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What ``make`` finds, printed in a line, unless it is there."""
+        """Print and return the figures of ``make``, which runs only if they are not stored."""
         file = self.out / "figures" / chapter / f"{name}.json"
         if not file.is_file():
             begin = cpu_seconds()
@@ -55,7 +55,7 @@ class Story(Trial):
             part.rename(file)
         found = json.loads(file.read_text(encoding="utf-8"))
         if found.pop("settings") != self.settings:
-            sys.exit(f"{file} is of a run with other settings; name another --out")
+            sys.exit(f"{file} belongs to a run with other settings; name another --out")
         shown = (
             f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
             for k, v in found.items()
@@ -65,7 +65,7 @@ class Story(Trial):
         return found
 
     def keep_model(self, stage: str, model: Any) -> Path:
-        """A stage's checkpoint, whole or not at all."""
+        """Write a stage's checkpoint if there is none, whole or not at all; return its folder."""
         folder = self.out / "models" / stage
         if not folder.is_dir():
             part = folder.with_name(f".{stage}.partial")
@@ -75,7 +75,10 @@ class Story(Trial):
         return folder
 
     def checkpoint_of(self, k: int) -> Path:
-        """A specialist with its adapter merged in, for programs that take no adapters."""
+        """Return the folder of a specialist with its adapter merged in.
+
+        Some programs do not accept adapters.
+        """
         folder = self.out / "models" / list(KINDS)[k]
         if not folder.is_dir():
             merge_models(
@@ -89,7 +92,7 @@ class Story(Trial):
         return folder
 
     def batches(self, count: int) -> Iterator[dict[str, Any]]:
-        """Batches of 8 training examples of both kinds, in turn."""
+        """Yield batches of 8 training examples, with 4 of each kind."""
         for start in range(0, count * 4, 4):
             rows = [part[k % len(part)] for part in self.train for k in range(start, start + 4)]
             yield self.collator(
@@ -98,7 +101,7 @@ class Story(Trial):
 
 
 def begin(description: str | None) -> Story | None:
-    """The story so far; None where the model or the data are not there, which is said."""
+    """Return the story so far, or print what is missing and return None."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -112,33 +115,33 @@ def begin(description: str | None) -> Story | None:
         "--judge", type=Path, help="folder of the judge's encoder (default: MiniLM, by `make real`)"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/field_trial"), help="folder for all that is made"
+        "--out", type=Path, default=Path("runs/field_trial"), help="folder for all outputs"
     )
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
     given = parser.parse_args()
     given.seeds, given.only = 1, ["*"]
     logging.disable_progress_bar()
-    # transformers' and peft's own affair
+    # warnings inside transformers and peft
     warnings.filterwarnings("ignore", message=".*is deprecated.*")
     if not any(given.data.glob("*.json")):
         print(
-            f"skipped: {given.data} is no folder with *.json of instructions; name one with --data"
+            f"skipped: {given.data} has no *.json files of instructions; name a folder with --data"
         )
         return None
     if not (given.model / "config.json").is_file():
-        print(f"skipped: {given.model} is no model; run `make real`, or name one with --model")
+        print(f"skipped: {given.model} is not a model folder; run `make real`, or use --model")
         return None
     return Story(given)
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it has waited for."""
+    """Return the CPU seconds of this process and of the processes it has waited for."""
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + spent.ru_utime + spent.ru_stime
 
 
 def head(story: Story) -> None:
-    """The columns of the rows that follow."""
+    """Print the header of the table."""
     print(
         f"{'nats a token, held out':34s} {' '.join(f'{kind:>8s}' for kind in KINDS)}     mean   "
         "CPU s to make it"
@@ -146,7 +149,7 @@ def head(story: Story) -> None:
 
 
 def seconds_of(work: Callable[[], Any]) -> float:
-    """CPU seconds of one run."""
+    """Return the CPU seconds of one call."""
     begin = time.process_time()
     work()
     return time.process_time() - begin
@@ -154,7 +157,7 @@ def seconds_of(work: Callable[[], Any]) -> float:
 
 @torch.no_grad()
 def tokens_a_second(model: Any, batch: dict[str, Any]) -> float:
-    """Of a forward pass, a CPU second; the better of two."""
+    """Return the tokens per CPU second of a forward pass; the better of two measurements."""
     ids = {name: batch[name] for name in ("input_ids", "attention_mask")}
     return ids["input_ids"].numel() / min(seconds_of(lambda: model(**ids)) for _ in range(2))
 

@@ -1,11 +1,8 @@
-"""Chapter 5.
-
-A small model that learns to add numbers of five digits, and adds numbers of a hundred by thinking
-longer.
+"""Chapter 5. Learn to add numbers of five digits, and add numbers of a hundred by thinking longer.
 
     python examples/field_trial/think.py
 
-Beside it a stock transformer of about the same size, trained on the same batches.
+A stock transformer of about the same size is trained on the same batches, for comparison.
 """
 
 from typing import Any
@@ -20,7 +17,7 @@ LENGTHS = (5, 20, 100)
 
 
 def data_of(longest: int) -> th.CurriculumDataset:
-    """Columns of two digits, from the last; training has up to five."""
+    """Return a data set of sums, as columns of two digits with the last column first."""
     task = th.AtTokens(th.make_task("add_columns", base=10))
     return th.CurriculumDataset(
         task,
@@ -32,14 +29,14 @@ def data_of(longest: int) -> th.CurriculumDataset:
 
 
 def columns(batch: dict[str, Any]) -> dict[str, Any]:
-    """What a stock model takes of a batch."""
+    """Return the inputs of a batch that a stock model takes."""
     return {
         name: torch.as_tensor(batch[name]) for name in ("input_ids", "attention_mask", "labels")
     }
 
 
 def thinks(story: Story) -> dict[str, Any]:
-    """A `LatentThinker`, with as many steps as it needs."""
+    """Train a `LatentThinker`, and test it with two steps for each column."""
     set_seed(11)
     data, steps = data_of(5), 20 if story.given.smoke else 2000
     config = th.ThinkerConfig(
@@ -71,7 +68,7 @@ def thinks(story: Story) -> dict[str, Any]:
 
 
 def reads(story: Story) -> dict[str, Any]:
-    """A stock transformer, which gives each column its digit at once."""
+    """Train and test a stock transformer, which predicts all digits in one pass."""
     set_seed(11)
     data, steps = data_of(5), 20 if story.given.smoke else 2000
     sizes = data.sizes(max(LENGTHS))

@@ -1,9 +1,9 @@
-"""Chapter 1. Two specialists: LoRA on two kinds of instructions, and what the lean forward saves.
+"""Chapter 1. Tune two LoRA specialists, and measure the time that the lean forward saves.
 
     python examples/field_trial/tune.py
 
-One is tuned on editing a text, one on writing one. A user would have used peft: ours is peft's
-model with another forward, so that losses are the same; what differs is time, measured step by step
+One is tuned on editing a text, the other on writing one. The baseline is peft. Ours is peft's model
+with another forward, so losses are the same and only the time differs. Steps of both are measured
 in turn.
 """
 
@@ -17,7 +17,7 @@ from heads.lora import prepare_lora
 
 
 def steps_in_turn(story: Story) -> dict[str, Any]:
-    """Training steps of peft's forward and of ours, from one adapter, on the same batches."""
+    """Time training steps of peft's forward and of ours, with the same adapter and batches."""
     ways = {"peft": get_peft_model, "ours": prepare_lora}
     models = {
         name: make(story.load_model(story.model), story.lora()) for name, make in ways.items()

@@ -26,8 +26,8 @@ class Reading:
 
     Args:
         context: Length of each sequence, in tokens.
-        tokenizer: Folder or hub id of a tokenizer; default: that of MODEL, or of the first of
-            MODELS.
+        tokenizer: Folder or hub id of a tokenizer; default: the one in MODEL, or in the
+            first of MODELS.
     """
 
     context: int = 512
@@ -43,8 +43,8 @@ class Conversion:
         b_shape: Rows and columns of B in the Kronecker product A x B that replaces a weight.
         low_rank: Fraction of each weight's parameters to keep, as a product of two matrices.
         layers: Name patterns of layers to compress instead of the MLPs, such as '*embed_tokens'.
-        rank: Number of Kronecker products that are added for one weight.
-        init: Method that computes the first factors. sequential needs --calibration.
+        rank: Number of Kronecker products whose sum replaces one weight.
+        init: Method that computes the initial factors. sequential needs --calibration.
     """
 
     preset: str | None = None
@@ -55,10 +55,11 @@ class Conversion:
     init: Init = "sequential"
 
     def config(self) -> Config | Mapping[str, Config]:
-        """Return what `convert_` is to do.
+        """Return the config, or the map of configs, for `convert_`.
 
         Raises:
-            ValueError: Not exactly one of the three kinds, or a flag that belongs to another kind.
+            ValueError: Not exactly one of --preset, --b-shape and --low-rank, or a flag that does
+                not apply to it.
         """
         kinds = {
             "--preset": self.preset,
@@ -70,7 +71,7 @@ class Conversion:
             raise ValueError(
                 f"convert: expected one of {', '.join(kinds)}, got {' and '.join(given) or 'none'}"
             )
-        # they would be ignored without a word
+        # otherwise they would be ignored silently
         if self.b_shape is None and (self.rank != 1 or self.init != "sequential"):
             raise ValueError(f"convert: --rank and --init belong to --b-shape, got {given[0]}")
         if self.preset is not None:
@@ -84,7 +85,7 @@ class Conversion:
 
     def reads_data(self, config: Config | Mapping[str, Config]) -> bool:
         """Return whether `convert_` needs a calibration set for the MLPs."""
-        # of --layers, embeddings need none; convert_ knows which layers are meant
+        # with --layers, convert_ decides: only it can tell which layers the patterns match
         configs = config.values() if isinstance(config, Mapping) else [config]
         return not self.layers and any(one.init == "sequential" for one in configs)
 
@@ -118,8 +119,8 @@ def prune(
         model: Folder or hub id of a transformers model.
         out: Output folder: a new path, or an empty folder.
         config: The neurons or blocks to drop, and how the others are fitted.
-        calibration: Calibration set: a file of text, JSON, JSON lines, CSV or TSV, also gzipped, or
-            of parquet.
+        calibration: Calibration set: a text, JSON, JSON lines, CSV or TSV file, which may be
+            gzipped, or a parquet file.
         tokens: Number of tokens to read from the text; default: 12,000 for the fast method, 50,000
             for the others.
         reading: Flags for turning text into tokens.
@@ -136,7 +137,7 @@ def prune(
 
     if tokens is None:
         tokens = 12_000 if config.chosen_method == "fast" else 50_000
-    # what can be refused comes before weights are loaded: device, folder, text, model
+    # check device, folder, text and model before loading the weights
     where = find_device(run_flags.device, "prune")
     new = NewFolder(out, "prune", resumable=True, fresh=fresh)
     text = text_of(calibration)
@@ -155,7 +156,7 @@ def prune(
             loaded,
             config,
             calibration=calibration_of(rows, loaded),
-            # kept between runs: an interrupted command goes on from the parts in it
+            # kept between runs: a repeated command continues from the parts in it
             cache=new.place / "fitted",
             progress=run_flags.progress,
         )
@@ -202,8 +203,9 @@ def convert(
         model: Folder or hub id of a transformers model.
         out: Output folder: a new path, or an empty folder.
         conversion: Flags that choose a compression.
-        calibration: Calibration set: a file of text, JSON, JSON lines, CSV or TSV, also gzipped, or
-            of parquet. Required with --low-rank, and with --b-shape if --init is sequential.
+        calibration: Calibration set: a text, JSON, JSON lines, CSV or TSV file, which may be
+            gzipped, or a parquet file. Required with --low-rank, and with --b-shape if --init is
+            sequential.
         tokens: Number of tokens to read from the text.
         reading: Flags for turning text into tokens.
         fresh: Begin anew instead of continuing an interrupted run.
@@ -212,8 +214,8 @@ def convert(
     config = conversion.config()
     if calibration is None and conversion.reads_data(config):
         raise ValueError(
-            "convert: expected --calibration FILE, since init is sequential, got none; without "
-            "data give --b-shape with another --init"
+            "convert: expected --calibration FILE, since init is sequential, got none; or "
+            "use --b-shape with another --init"
         )
     import torch
 
@@ -308,11 +310,11 @@ def compare(
 
     Args:
         models: Folders or hub ids of models, compressed or not.
-        text: Held-out texts, in the formats of --calibration. Each file becomes a column.
+        text: Held-out texts, in the formats of prune's --calibration. Each file becomes a column.
         stride: Tokens between the starts of overlapping windows, fewer than --context; default:
             windows do not overlap.
         tokens: Number of tokens to read from each text.
-        reading: Flags for turning text into tokens; by default by the first model's tokenizer.
+        reading: Flags for turning text into tokens; default: the tokenizer of the first model.
         device: Device that computes, such as cpu or cuda.
     """
     import torch

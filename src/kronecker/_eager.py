@@ -3,7 +3,7 @@
 Everything is made of three sums over the small factor and one large product:
 
 - `inward`: (n, u, v), (r, q, v) → (q, n, r, u), the sum over v
-- `outward`: (q, n, r, u), (r, q, v) → (n, u, v), the sum over q and r: its adjoint
+- `outward`: (q, n, r, u), (r, q, v) → (n, u, v), the sum over q and r: the adjoint of `inward`
 - `gram`: (q, n, r, u), (n, u, v) → (r, q, v), the sum over n and u: the small factor's gradient
 
 "B first" is `inward`, then one product with A that also sums over r; "A first" is a product with A,
@@ -30,16 +30,16 @@ from model_components._autograd import (
 
 ORDERS = ("b_first", "a_first", "rebuild")
 _WORTH = 1.3  # two products have overheads; below this gain the weight is rebuilt instead
-# building one term's weight costs about as much as so many tokens' dense product
+# building one term's weight costs about as much as the dense product of this many tokens
 _REBUILD_TOKENS = 24
-# Elements of B's gradient, and of an input, up to which sums are made in the next better dtype
+# up to this many elements, B's gradient and inputs are summed in the next higher precision
 _SMALL = 256
-_FEW = 8  # rows of a product below which A is best read where it lies
-_BLOCK = 256  # tokens at a time on a CPU, so that what lies between two products stays in its cache
+_FEW = 8  # up to this many rows, A is fastest as it is, without a packed copy
+_BLOCK = 256  # tokens at a time on a CPU, so that intermediate results stay in its cache
 
 
 def order_of(a_shape: tuple[int, int], b_shape: tuple[int, int], rank: int, tokens: int) -> str:
-    """The cheapest order by multiply-adds: ``"b_first"``, ``"a_first"`` or ``"rebuild"``.
+    """Return the cheapest order by multiply-adds: ``"b_first"``, ``"a_first"`` or ``"rebuild"``.
 
     >>> order_of((3072, 384), (1, 2), 1, tokens=1024), order_of((384, 3072), (2, 1), 1, tokens=1024)
     ('b_first', 'a_first')
@@ -64,7 +64,7 @@ def order_of(a_shape: tuple[int, int], b_shape: tuple[int, int], rank: int, toke
 
 
 def build(a: Tensor, b: Tensor) -> Tensor:
-    """The dense weight Σ_r A_r ⊗ B_r, (O, I): one product of rank r, then one copy into place."""
+    """Build the dense weight Σ_r A_r ⊗ B_r, (O, I), with one product of rank r and one copy."""
     (r, o1, i1), (_, o2, i2) = a.shape, b.shape
     flat = torch.mm(b.reshape(r, -1).T, a.reshape(r, -1))
     # row p O2 + q and column u I2 + v of the weight, as torch.kron orders them
@@ -72,7 +72,7 @@ def build(a: Tensor, b: Tensor) -> Tensor:
 
 
 def inward(x: Tensor, b: Tensor) -> Tensor:
-    """Σ_v b[r, q, v] x[n, u, v], as (q, n, r, u)."""
+    """Compute Σ_v b[r, q, v] x[n, u, v], as (q, n, r, u)."""
     n, u, v = x.shape
     r, q, _ = b.shape
     rows = x.permute(2, 0, 1).reshape(v, n * u)
@@ -81,7 +81,7 @@ def inward(x: Tensor, b: Tensor) -> Tensor:
 
 
 def outward(t: Tensor, b: Tensor) -> Tensor:
-    """Σ_{q, r} b[r, q, v] t[q, n, r, u], as (n, u, v)."""
+    """Compute Σ_{q, r} b[r, q, v] t[q, n, r, u], as (n, u, v)."""
     q, n, r, u = t.shape
     v = b.shape[2]
     # half precisions are faster as a product
@@ -99,16 +99,16 @@ def outward(t: Tensor, b: Tensor) -> Tensor:
 
 
 def gram(t: Tensor, x: Tensor) -> Tensor:
-    """Σ_{n, u} t[q, n, r, u] x[n, u, v], as (r, q, v)."""
+    """Compute Σ_{n, u} t[q, n, r, u] x[n, u, v], as (r, q, v)."""
     q, n, r, u = t.shape
     rows = t.permute(0, 2, 1, 3).reshape(q * r, n * u)
     return _long_product(rows, x.reshape(n * u, x.shape[2])).view(q, r, -1).transpose(0, 1)
 
 
 def _long_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right, few elements that are sums of very many.
+    """Return left @ right, where each element is a sum of very many terms.
 
-    It is made in the next better dtype where that costs little.
+    A small result is computed in the next higher precision, which costs little.
     """
     if left.shape[0] * right.shape[1] <= _SMALL:
         better = _better(left.dtype)
@@ -117,16 +117,16 @@ def _long_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def scaled(b: Tensor, scales: Tensor | None) -> Tensor:
-    """The small factors times their scales."""
+    """Return the small factors times their scales."""
     if scales is None:
         return b
     return b * scales.view(-1, 1, 1)
 
 
 def small_gradients(db: Tensor, b: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return gradients of b and of the scales, from that of their product.
+    """Return the gradients of b and of the scales, from the gradient of their product.
 
-    They are contiguous, as fused optimizers expect.
+    Both are contiguous, as fused optimizers expect.
     """
     if scales is None:
         return db.to(b.dtype).contiguous(), None
@@ -149,7 +149,7 @@ def _work(dtype: torch.dtype) -> torch.dtype:
 
 
 def _packed(a: Tensor) -> Tensor:
-    """A as (O1, r I1); a view when r is 1."""
+    """Return A as (O1, r I1); a view if r is 1."""
     r, o1, i1 = a.shape
     return a.transpose(0, 1).reshape(o1, r * i1)
 
@@ -157,7 +157,7 @@ def _packed(a: Tensor) -> Tensor:
 def _few(a: Tensor, rows: Tensor) -> Tensor:
     """Return Σ_r A_r rows_rᵀ, (O1, m), for rows (r, m, I1).
 
-    They are so few that A is best read where it lies, on the left.
+    With so few rows it is fastest to use A as it is, as the left operand.
     """
     return torch.bmm(a, rows.transpose(1, 2)).sum(0, dtype=_work(rows.dtype)).to(rows.dtype)
 
@@ -167,9 +167,9 @@ def _plus(total: Tensor | None, part: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor, alone: int) -> Iterator[slice]:
-    """Slices of at most `_BLOCK` tokens on a CPU.
+    """Yield slices of at most `_BLOCK` tokens on a CPU.
 
-    A single one on a GPU, or where B's side ``alone`` is 1.
+    On a GPU, or if B's side ``alone`` is 1, yield a single slice.
     """
     tokens = x.shape[0]
     if x.device.type == "cpu" and alone > 1:
@@ -181,9 +181,9 @@ def _blocks(x: Tensor, alone: int) -> Iterator[slice]:
 
 
 class _BFirst(torch.autograd.Function):
-    """Σ_v with B, then the product with A. Saves x and the factors.
+    """Contract with B, then multiply by A. Save x and the factors.
 
-    What lies between is made again in backward.
+    The backward pass recomputes the intermediate result.
     """
 
     @staticmethod
@@ -243,9 +243,9 @@ class _BFirst(torch.autograd.Function):
 
 
 class _AFirst(torch.autograd.Function):
-    """A first, then B.
+    """Multiply by A, then contract with B.
 
-    Saves x, the factors and, where B or the scales learn, x Aᵀ, which is costly to recompute.
+    Save x, the factors and, if B or the scales need gradients, x Aᵀ, which is costly to recompute.
     """
 
     @staticmethod
@@ -257,7 +257,7 @@ class _AFirst(torch.autograd.Function):
         out = None
         saved = None
         learns = _needs(ctx)[2]
-        # the errors of few sums do not average out in the gradients of B and of its scales
+        # with few elements, rounding errors do not average out in the gradients of B and its scales
         if learns and x.numel() <= _SMALL:
             dtype = _better(x.dtype)
         else:
@@ -306,7 +306,7 @@ class _AFirst(torch.autograd.Function):
                 if da is not None:
                     _add_product(da, ds.T, _split(x[block], i1, i2))
             if need_b:
-                # the sums may be kept in the next better dtype
+                # the forward pass may have saved them in the next higher precision
                 db = _plus(db, gram(kept[block].transpose(0, 1), g.to(kept.dtype)).transpose(1, 2))
         da = None if da is None else da.view(r, o1, i1).to(a.dtype)
         dx = _whole(dx, *x.shape) if need_x else None
@@ -314,9 +314,9 @@ class _AFirst(torch.autograd.Function):
 
 
 class _Rebuild(torch.autograd.Function):
-    """The weight for one dense product, dropped after it and built again in backward.
+    """Build the weight for one dense product, drop it, and build it again in backward.
 
-    Saves x and the factors.
+    Save x and the factors.
     """
 
     @staticmethod
@@ -354,7 +354,7 @@ class _Rebuild(torch.autograd.Function):
 
 
 class Balanced(torch.autograd.Function):
-    """A single Kronecker term, both products in one kernel (`_triton`); saves x and factors."""
+    """Multiply by a single Kronecker term in one kernel (`_triton`). Save x and the factors."""
 
     @staticmethod
     def forward(
@@ -386,9 +386,9 @@ class Balanced(torch.autograd.Function):
 def plain(
     x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None, order: str
 ) -> Tensor:  # (N, I) to (N, O)
-    """Compute `kron_linear` in plain torch operations, to trace and transform.
+    """Compute `kron_linear` in plain torch operations, which torch can trace and transform.
 
-    They do not depend on the number of tokens.
+    The operations do not depend on the number of tokens.
     """
     b = scaled(b, scales)
     (r, o1, i1), (_, o2, i2) = a.shape, b.shape
@@ -405,7 +405,7 @@ def plain(
 
 
 def _differentiable(ctx: Context, grad: Tensor, order: str) -> tuple[Tensor | None, ...]:
-    """Return gradients that can be differentiated again, from those of `plain`."""
+    """Return gradients that can be differentiated again, by differentiating `plain`."""
 
     def formula(x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None) -> Tensor:
         return plain(x, a, b, scales, order)
@@ -427,7 +427,7 @@ def _put(out: Tensor | None, block: slice, rows: Tensor, n: int) -> Tensor:
     if out is None:
         if len(rows) == n:
             return rows
-        # every block fills its own rows, so nothing has to be zero before
+        # every block fills its own rows, so the memory needs no initial values
         out = rows.new_empty(n, *rows.shape[1:])
     out[block] = rows
     return out
@@ -444,7 +444,7 @@ def _split(x: Tensor, i1: int, i2: int) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Total += left @ right, whose own sums are at least float32."""
+    """Add left @ right to ``total``; the sums of the product are at least float32."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:

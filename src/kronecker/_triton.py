@@ -3,9 +3,10 @@
 A token is a matrix X (I1, I2), and its output is A X Bᵀ. Both factors stay on chip while a program
 goes through its tokens, so that x is read once and y is written once: N (I + O) b bytes for N
 tokens of b bytes an element. The backward pass reads x and the output's gradient, and writes dx.
-Two products in a row keep what lies between them in registers.
+The intermediate results between two products stay in registers.
 
-Imported only when chosen. With TRITON_INTERPRET=1 the kernels run on CPU tensors.
+The module is imported only when this path is chosen. With TRITON_INTERPRET=1 the kernels run on
+CPU tensors.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from model_components._fused import on_device_of
 
 _LEAST = 16  # `tl.dot` needs sides of at least 16
 _MOST = 128
-# of a factor with its sides rounded up to powers of 2: two larger ones and their sums do not fit in
-# the shared memory of a B200
+# largest size of a factor with its sides rounded up to powers of 2: two larger factors and their
+# sums do not fit into the shared memory of a B200
 _ELEMENTS = 8192
-# Tokens of a forward program, and programs of a backward pass: three for each of an H100's 132
-# multiprocessors. With these, and the stages of the loops below, 16,384 tokens were fastest there.
+# Tokens per forward program, and programs per backward pass: three for each of an H100's 132
+# multiprocessors. On an H100, 16,384 tokens ran fastest with these values and with the stages of
+# the loops below.
 _TOKENS = 8
 _PROGRAMS = 396
 _FOUR_WARPS_UP_TO = 4096  # elements of the largest product; above it 8 warps
@@ -34,7 +36,7 @@ _INTERPRETED = knobs.runtime.interpret
 
 @triton.jit
 def _load(pointer, rows: tl.constexpr, columns: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """A row-major (rows, columns) matrix as a tile (R, C) of powers of 2, filled up with zeros."""
+    """Load a row-major (rows, columns) matrix as a tile (R, C) of powers of 2, zero-padded."""
     i = tl.arange(0, R)[:, None]
     j = tl.arange(0, C)[None, :]
     if rows == R and columns == C:
@@ -73,7 +75,7 @@ def forward_kernel(
     U2: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """A X Bᵀ for up to TOKENS tokens. P and U are O and I rounded up to powers of 2."""
+    """Compute A X Bᵀ for up to TOKENS tokens. P and U are O and I rounded up to powers of 2."""
     # zeros outside the factors add nothing to any product
     large = _load(a, O1, I1, P1, U1)
     small = tl.trans(_load(b, O2, I2, P2, U2))
@@ -149,30 +151,30 @@ def unsupported(
         dtype: Dtype of the factors.
     """
     if device.type != "cuda" and not _INTERPRETED:
-        return f"the factors are on {device}, and it needs CUDA (or TRITON_INTERPRET=1)"
+        return f"expected factors on a CUDA device (or TRITON_INTERPRET=1), got {device}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
         return f"expected a card of compute capability 8.0 or more, got {capability}"
     if dtype not in (torch.float16, torch.bfloat16):
-        return f"the factors are {dtype}, and it takes float16 and bfloat16"
+        return f"expected factors in float16 or bfloat16, got {dtype}"
     tiles = [triton.next_power_of_2(side) for side in sides]
     fits = max(tiles[0] * tiles[1], tiles[2] * tiles[3]) <= _ELEMENTS
     if rank == 1 and fits and min(sides) >= _LEAST and max(sides) <= _MOST:
         return None
     return (
-        f"expected one term, sides from {_LEAST} to {_MOST} and, with sides rounded up to powers "
-        f"of 2, at most {_ELEMENTS} elements in a factor; got {rank} with (O1, I1, O2, I2) = "
-        f"{sides}"
+        f"expected rank 1, sides from {_LEAST} to {_MOST} and, with sides rounded up to powers "
+        f"of 2, at most {_ELEMENTS} elements in a factor; got rank {rank} and "
+        f"(O1, I1, O2, I2) = {sides}"
     )
 
 
 def has_backward(x: Tensor) -> bool:
-    """Return whether the backward kernel runs: on older cards than Hopper its registers spill."""
+    """Return whether to run the backward kernel: on cards before Hopper its registers spill."""
     return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 def _sizes(a: Tensor, b: Tensor) -> dict[str, int]:
-    """The kernels' constants for factors (O1, I1) and (O2, I2)."""
+    """Return the kernels' constants for factors (O1, I1) and (O2, I2)."""
     sides = dict(zip(("O1", "I1", "O2", "I2"), (*a.shape, *b.shape), strict=True))
     tiles = zip(("P1", "U1", "P2", "U2"), sides.values(), strict=True)
     sides |= {name: triton.next_power_of_2(side) for name, side in tiles}

@@ -1,4 +1,4 @@
-"""`KroneckerConfig`, `LowRankConfig`, `PruneConfig`: what a layer becomes."""
+"""`KroneckerConfig`, `LowRankConfig` and `PruneConfig`: settings of smaller layers."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ Method = Literal["best", "fast", "blocks"]
 Allocation = Literal["uniform", "influence"]
 Shape = Annotated[tuple[int, int] | None, Range(least=1)]
 """Rows and columns, both 1 or more."""
-# of all parameters; on SmolLM2 one pass lost .003 nats to the walk at .93, and .12 at .70
+# size from which the default is `fast`; on SmolLM2 it lost .003 nats to `best` at .93, .12 at .70
 _LIGHT = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
 class KroneckerConfig(CheckedConfig):
-    """Settings of a weight's replacement by Σ_r s_r A_r ⊗ B_r, and of where it starts.
+    """Settings to replace a weight by Σ_r s_r A_r ⊗ B_r, and to initialize the factors.
 
-    Give one of the two shapes; the layer's own shape divided by it is the other.
+    Give one of the two shapes; the other is the layer's shape divided by it.
 
     Args:
         a_shape: (O1, I1) of every A.
         b_shape: (O2, I2) of every B.
         rank: Number of terms r.
-        scales: A trainable number s_r for each term.
-        init: ``"sequential"``: fitted to calibration data, block by block, on what the smaller
-            model really feeds it; from the weight alone: ``"van_loan"``, ``"van_loan_normalized"``
-            the nearest weight, the second with the norm of the original; ``"prune"`` some rows and
-            columns; ``"random"``.
+        scales: Whether each term has a trainable number s_r.
+        init: ``"sequential"`` fits the factors to calibration data, block by block, on the layer's
+            inputs in the smaller model. The others need no data: ``"van_loan"`` gives the nearest
+            weight, ``"van_loan_normalized"`` the same with the norm of the original, ``"prune"``
+            some rows and columns of the weight, ``"random"`` new factors.
         keep: The rows and columns that ``"prune"`` keeps: ``"even"``, ``"odd"``, ``"energy"``, or
             the position (row, column) within B.
         rounds: The number of rounds of alternating least squares in a sequential fit.
-        epochs: The number of epochs of descent after that, over the calibration tokens, on all
-            matrices of an MLP together; 0: none.
+        epochs: The number of epochs of gradient descent after that, over the calibration tokens, on
+            all matrices of an MLP together; 0 for none.
 
     Raises:
         ValueError: Neither or both shapes, sizes below 1, an unknown init.
@@ -58,14 +58,14 @@ class KroneckerConfig(CheckedConfig):
     epochs: Annotated[int, Range(least=0)] = 3
 
     def problems(self) -> Iterator[str]:
-        """Yield a problem if there is not one of the two shapes."""
+        """Yield a problem unless exactly one of the two shapes is given."""
         if (self.a_shape is None) == (self.b_shape is None):
             yield f"a_shape is {self.a_shape} and b_shape is {self.b_shape}, expected one of them"
 
     def shapes(
         self, out_features: int, in_features: int, *, operation: str = "KroneckerConfig"
     ) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The shapes of A and B for a weight of (out_features, in_features)."""
+        """Return the shapes of A and B for a weight of (out_features, in_features)."""
         known = self.a_shape or self.b_shape
         assert known is not None
         weight = (out_features, in_features)
@@ -74,7 +74,7 @@ class KroneckerConfig(CheckedConfig):
             name = "a_shape" if self.a_shape else "b_shape"
             raise ValueError(
                 f"{operation}: {name} {known} does not divide a weight of {weight}; the nearest "
-                f"that do: {near}"
+                f"divisors are {near}"
             )
         other = (out_features // known[0], in_features // known[1])
         a, b = (known, other) if self.a_shape else (other, known)
@@ -87,7 +87,7 @@ class KroneckerConfig(CheckedConfig):
         return a, b
 
     def sizes(self) -> dict[str, Any]:
-        """Return the arguments that a layer of these sizes is made with."""
+        """Return the sizes as arguments for a layer's constructor."""
         return {
             "rank": self.rank,
             "a_shape": self.a_shape,
@@ -104,7 +104,7 @@ class KroneckerConfig(CheckedConfig):
         return replace(self, a_shape=a_shape, b_shape=b_shape, keep=keep)
 
     def count(self, out_features: int, in_features: int) -> int:
-        """Parameters of the compressed weight, scales included.
+        """Count the parameters of the compressed weight, scales included.
 
         >>> KroneckerConfig(a_shape=(1024, 256), rank=2).count(3072, 768)
         524306
@@ -115,14 +115,15 @@ class KroneckerConfig(CheckedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankConfig(CheckedConfig):
-    """Settings of a weight's replacement by two thin ones: (O, I) becomes (O, r) and (r, I).
+    """Settings to replace a weight (O, I) by two thin matrices, (O, r) and (r, I).
 
     Args:
-        keep: Share of a weight's parameters that stays (default: half); r is what that leaves.
-        rank: r instead of ``keep``.
-        init: ``"sequential"``: the best on calibration data, by the singular values of the weight
-            times the root of its inputs' second moments (SVD-LLM, arXiv 2403.07378), block by block
-            on what the smaller model feeds it; ``"svd"``: the nearest weight.
+        keep: Fraction of a weight's parameters to keep, which sets r; default: 0.5.
+        rank: r; give it instead of ``keep``.
+        init: ``"sequential"`` minimizes the error on calibration data, block by block, on the
+            layer's inputs in the smaller model: a truncated SVD of the weight times the root of its
+            inputs' second moments (SVD-LLM, arXiv 2403.07378). ``"svd"`` gives the nearest weight,
+            without data.
         epochs: Epochs of gradient descent after that, on all matrices of an MLP together; 0 for
             none.
 
@@ -144,7 +145,7 @@ class LowRankConfig(CheckedConfig):
             yield f"keep is {self.keep} and rank {self.rank}, expected one of them"
 
     def sizes(self) -> dict[str, Any]:
-        """Return the arguments that a layer of these sizes is made with."""
+        """Return the sizes as arguments for a layer's constructor."""
         return {"rank": self.share if self.rank is None else self.rank}
 
     def opposite(self) -> Self:
@@ -153,21 +154,21 @@ class LowRankConfig(CheckedConfig):
 
     @property
     def share(self) -> float:
-        """Return the share of a weight's parameters that stays where no rank says it."""
+        """Return the share of a weight's parameters to keep if no rank is given."""
         return 0.5 if self.keep is None else self.keep
 
     def rank_of(
         self, out_features: int, in_features: int, *, operation: str = "LowRankConfig"
     ) -> int:
-        """Return the rank R for a weight (out_features, in_features)."""
-        # one rank costs O + I numbers; at least 1, as a tiny share of a small weight gives 0
+        """Return the rank r for a weight (out_features, in_features)."""
+        # each rank costs O + I parameters; at least 1, since a tiny share of a small weight gives 0
         rank = self.rank or max(
             1, int(self.share * out_features * in_features / (out_features + in_features))
         )
         if rank > min(out_features, in_features):
             raise ValueError(
-                f"{operation}: rank is {rank}, but a weight of {(out_features, in_features)} has "
-                f"at most {min(out_features, in_features)}"
+                f"{operation}: rank is {rank}, expected at most {min(out_features, in_features)} "
+                f"for a weight of {(out_features, in_features)}"
             )
         return rank
 
@@ -178,15 +179,15 @@ class LowRankConfig(CheckedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PruneConfig(CheckedConfig):
-    """Settings of pruning: how much is dropped, and how what stays makes up for it.
+    """Settings of pruning: how much to drop, and how to fit the rest to make up for it.
 
     Args:
         keep: Fraction of the hidden neurons of the MLPs, or of the blocks, to keep; default: 0.5.
         size: Fraction of all parameters of the model to keep; give it instead of keep.
-        method: best fits every MLP in turn, on what the smaller model really feeds it, in closed
-            form and by gradient descent. fast fits all MLPs in closed form on what the original
-            feeds them, in one pass. blocks drops whole blocks, and fits the MLPs of the others as
-            best does. Default: fast if size is 0.8 or more, else best.
+        method: best fits every MLP in turn, on its inputs in the smaller model, in closed form and
+            by gradient descent. fast fits all MLPs in closed form, on their inputs in the original
+            model, in one pass. blocks drops whole blocks, and fits the MLPs of the remaining blocks
+            as best does. Default: fast if size is 0.8 or more, else best.
         epochs: Passes over the calibration tokens in the gradient descent of best and blocks; 0
             fits the last matrix of each MLP in closed form alone.
         allocate: uniform keeps the same share of neurons in every MLP, so transformers can load the
@@ -225,10 +226,10 @@ class PruneConfig(CheckedConfig):
 
     @property
     def chosen_method(self) -> Method:
-        """Return the method, or the one that is the default for the size."""
+        """Return the method, or the default for the size if no method is given."""
         if self.method is not None:
             return self.method
-        # only size says how much of the whole model goes; keep is a share of the MLPs alone
+        # only size is a share of the whole model; keep is a share of the MLPs alone
         return "fast" if self.size is not None and self.size >= _LIGHT else "best"
 
     @property
@@ -291,7 +292,7 @@ def kronecker_sizes(
     ((48, 24), 368)
     """
     if a_shape is None and b_shape is None:
-        # near the roots one term is smallest, and a share is met with many small steps
+        # near the square roots a term is smallest, so that a share can be met in small steps
         a_shape = (_divisor(out_features), _divisor(in_features))
     terms = rank if isinstance(rank, int) else 1
     config = KroneckerConfig(a_shape=a_shape, b_shape=b_shape, rank=terms, **options)
@@ -304,16 +305,16 @@ def kronecker_sizes(
     if terms < 1 and each >= out_features * in_features:
         raise ValueError(
             f"kronecker: expected factors smaller than the weight of {out_features} x "
-            f"{in_features}, got {config.shapes(out_features, in_features)}; prime sizes have none"
+            f"{in_features}, got {config.shapes(out_features, in_features)}; prime sizes have no "
+            "smaller factors"
         )
     if terms < 1:
         raise ValueError(
-            f"kronecker: rank is {rank}, expected {each / out_features / in_features:.2f} or more, "
-            f"the share of the parameters of a {out_features} x {in_features} weight that one term "
-            "has"
+            f"kronecker: rank is {rank}, expected {each / out_features / in_features:.2f} or more: "
+            f"one term has that share of the parameters of a {out_features} x {in_features} weight"
         )
     a, b = config.shapes(out_features, in_features)
-    # the rank of the rearranged weight: more terms add nothing
+    # the rearranged weight has at most this rank, so more terms add nothing
     most = min(a[0] * a[1], b[0] * b[1])
     return replace(config, rank=min(terms, most))
 
@@ -339,13 +340,13 @@ def _checked_share(what: str, rank: object) -> float:
 
 
 def _divisor(size: int) -> int:
-    """Return the divisor of a size that is nearest to its square root, the smaller of two."""
+    """Return the divisor of a size nearest to its square root; on a tie, the smaller one."""
     root = size**0.5
     return min(_divisors(size), key=lambda d: abs(d - root))
 
 
 Config = KroneckerConfig | LowRankConfig | PruneConfig
-"""What an MLP's layers can become; single layers take the first two, stacks of experts the last."""
+"""The config of an MLP. Single layers take the first two, stacks of experts the last."""
 
 STRUCTURES: dict[str, type[Config]] = {
     "kronecker": KroneckerConfig,
@@ -360,12 +361,12 @@ def structure_of(config: Config) -> str:
 
 
 def to_dict(config: Config) -> dict:
-    """Return a config and the name of its structure, as JSON holds them."""
+    """Return the fields of a config and the name of its structure, as values for JSON."""
     return {"structure": structure_of(config)} | config.to_dict()
 
 
 def from_dict(values: Mapping) -> Config:
-    """Return the config that `to_dict` gave."""
+    """Return the config from the dictionary that `to_dict` returned."""
     rest = dict(values)
     name = rest.pop("structure", "kronecker")
     if name not in STRUCTURES:

@@ -1,6 +1,6 @@
 """`kron_linear`: a linear layer whose weight is a sum of Kronecker products.
 
-The weights are rarely built.
+The weight is rarely built.
 
 Letters: r terms; A is (r, O1, I1), B is (r, O2, I2); out_features O = O1 O2, in_features I = I1 I2;
 *B any shape.
@@ -32,7 +32,7 @@ from ._eager import (
 BALANCED = "kronecker.kron_linear"
 IMPLS = ("reference", "eager", "fused", "auto")
 _BALANCED = 16  # smallest side of factors that count as balanced
-_TRACED_TOKENS = 1024  # what a graph's order is chosen for: one graph serves any number of tokens
+_TRACED_TOKENS = 1024  # tokens that a graph's order is chosen for; one graph serves any number
 
 
 def check_factors(operation: str, a: Tensor, b: Tensor, scales: Tensor | None) -> None:
@@ -63,34 +63,33 @@ def kron_linear(
     order: str = "auto",
     impl: str = "auto",
 ) -> Tensor:
-    """A linear layer with the weight Σ_r s_r A_r ⊗ B_r: ``x @ (Σ s A ⊗ B).T + bias``.
+    """Apply a linear layer with the weight Σ_r s_r A_r ⊗ B_r: ``x @ (Σ s A ⊗ B).T + bias``.
 
     ``order`` chooses the path: contract B first, A first, or rebuild the weight for one dense
-    product. ``"auto"`` takes the cheapest by its multiply-adds a token, r(I O2 + I1 O), r(I O1 +
-    I2 O) or O I. B first and rebuild keep x and the factors until backward; A first also keeps
-    x Aᵀ, (tokens, r I2 O1). Plain torch operations, which keep what lies between the products,
-    run in three cases: if torch traces (`torch.compile`, `torch.export`), if it transforms
-    (`torch.func`), and with ``"auto"`` for one term whose sides are all 16 or more. A traced graph
-    has the order for many tokens.
+    product. ``"auto"`` takes the one with the fewest multiply-adds per token: r(I O2 + I1 O),
+    r(I O1 + I2 O) or O I. B first and rebuild keep x and the factors until backward; A first also
+    keeps x Aᵀ, (tokens, r I2 O1). Plain torch operations, which keep all intermediate results, run
+    in three cases: if torch traces (`torch.compile`, `torch.export`), if it transforms
+    (`torch.func`), and with ``order="auto"`` for one term whose sides are all 16 or more. For a
+    traced graph, ``"auto"`` chooses the order that is cheapest for many tokens.
 
     Args:
         x: Input, (*B, I1 I2).
         a: The large factors, (r, O1, I1).
-        b: The small factors, (r, O2, I2). The two exchange roles freely: only speed differs.
+        b: The small factors, (r, O2, I2). Either may be the larger one: only the speed differs.
         bias: (O1 O2,) or None.
         scales: One number for each term, or None for ones.
         order: ``"b_first"``, ``"a_first"``, ``"rebuild"`` or ``"auto"``.
         impl: ``"reference"`` (`torch.kron`), ``"eager"``, ``"fused"`` (Triton; compute
-            capability 8.0 or more, one term, sides from 16 to 128, float16 or bfloat16; before 9.0
-            its backward is eager) or
-            ``"auto"``: fused where `model_components.measure_kernels` found it right and faster,
-            else eager.
+            capability 8.0 or more, one term, sides from 16 to 128, float16 or bfloat16; below 9.0
+            its backward is eager) or ``"auto"``: fused if `model_components.measure_kernels` found
+            it correct and faster on this kind of device, else eager.
 
     Returns:
         (*B, O1 O2), in x's dtype.
 
     Raises:
-        ValueError: Shapes or dtypes that do not fit, fused where it cannot run.
+        ValueError: Shapes or dtypes do not fit, or ``impl="fused"`` cannot run.
 
     Source: Van Loan, "The ubiquitous Kronecker product", 2000: (A ⊗ B) vec(X) = vec(B X Aᵀ).
 
@@ -121,7 +120,7 @@ def kron_linear(
             return reference.kron_linear(x, a, b, bias, scales)
         fused = _uses_fused(impl, order, a, b)
         flat = x.reshape(-1, i1 * i2)
-        if not torch.is_grad_enabled():  # nothing is kept for a backward that will not come
+        if not torch.is_grad_enabled():  # save nothing, since no backward follows
             flat = flat.detach()
             a = a.detach()
             b = b.detach()
@@ -169,7 +168,7 @@ def _uses_fused(impl: str, order: str, a: Tensor, b: Tensor) -> bool:
 
     def unsupported() -> str | None:
         if order not in ("auto", "a_first"):
-            return f"it contracts A first, got order={order!r}"
+            return f"expected order='auto' or 'a_first', got order={order!r}"
         from . import _triton
 
         return _triton.unsupported(len(a), (*a.shape[1:], *b.shape[1:]), a.device, a.dtype)

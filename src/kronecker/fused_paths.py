@@ -13,20 +13,20 @@ from .functional import BALANCED, kron_linear
 
 def paths() -> list[FusedPath]:
     """Return the fused path of balanced factors."""
-    # A is then (17, 30) and B (33, 32): three sides that the kernel fills up with zeros
+    # with these sizes A is (17, 30) and B (33, 32): the kernel pads three sides with zeros
     return [FusedPath(BALANCED, _problem, _trial, odd=(33 * 17, 48 * 20))]
 
 
 def _sides(shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the shapes of A and B that `KroneckerLinear` chooses for a weight."""
     large = kronecker_sizes(*shape).a_shape
-    assert large is not None  # chosen where neither shape is given
+    assert large is not None  # chosen if neither shape is given
     return large, (shape[0] // large[0], shape[1] // large[1])
 
 
 def _problem(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the kernel cannot run for a weight of such a shape."""
-    # asked before `_triton` is imported: without triton that would be an ImportError
+    """Return why the kernel cannot run for a weight of this shape, or None if it can."""
+    # checked before `_triton` is imported, which raises an ImportError without triton
     problem = kernel_problem(device, dtype)
     if problem is not None:
         return problem

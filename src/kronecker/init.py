@@ -1,8 +1,8 @@
-"""Starts of factors: from a weight alone, or from a layer's inputs and wanted outputs.
+"""Initial factors, from a weight alone or from a layer's inputs and target outputs.
 
-`random`, `van_loan`, `prune` and `als` return `Factors` with their error. Van Loan uses the weight
-alone, `als` the inputs and outputs (`Moments`); quality follows the error of the outputs, not that
-of the weight.
+`random`, `van_loan`, `prune` and `als` return `Factors` with their error. `van_loan` uses the
+weight alone, `als` the inputs and outputs (`Moments`). A model's quality depends on the error of
+the outputs, not on the error of the weight.
 
 Letters: r terms; p, u index A's rows and columns, q, v those of B; O = O1 O2, I = I1 I2.
 """
@@ -19,19 +19,19 @@ from .moments import Moments, positive
 
 
 class Factors(NamedTuple):
-    """The factors of a weight, and how far they are from what they stand for."""
+    """The factors of a weight, and their relative error."""
 
     a: Tensor  # (r, O1, I1)
     b: Tensor  # (r, O2, I2)
-    error: float  # relative: of the weight, or for `als` of the outputs
+    error: float  # relative error of the weight, or for `als` of the outputs
 
     def weight(self) -> Tensor:
-        """The dense weight."""
+        """Return the dense weight."""
         return build(self.a, self.b)
 
 
 def relative_error(weight: Tensor, built: Tensor) -> float:
-    """‖W - Ŵ‖ / ‖W‖."""
+    """Return ‖W - Ŵ‖ / ‖W‖."""
     w = weight.double()
     return float((built.double() - w).norm() / w.norm().clamp_min(1e-300))
 
@@ -48,7 +48,8 @@ def _blocks(weight: Tensor, b_shape: tuple[int, int]) -> tuple[int, int, int, in
 def _check(operation: str, weight: Tensor, rank: int, most: int) -> None:
     if not torch.isfinite(weight).all() or not weight.any():
         raise ValueError(
-            f"{operation}: the weight {list(weight.shape)} is zero or not finite, expected numbers"
+            f"{operation}: the weight {list(weight.shape)} is zero or not finite, expected finite "
+            "numbers that are not all zero"
         )
     if not 1 <= rank <= most:
         raise ValueError(f"{operation}: rank is {rank}, expected 1 to {most}")
@@ -61,10 +62,10 @@ def random(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Factors:
-    """Normal factors whose product keeps the size of activations.
+    """Draw normal factors whose product keeps the scale of activations.
 
-    Standard deviations are min(1, √(O_k / I_k)) / √I_k of each factor, and the sum over r has that
-    of one term ("Compute Better Spent", arXiv 2406.06248, section 3).
+    Factor k has the standard deviation min(1, √(O_k / I_k)) / √I_k, and the sum over r has the
+    standard deviation of one term ("Compute Better Spent", arXiv 2406.06248, section 3).
 
     Args:
         shape: (O, I) of the weight.
@@ -89,15 +90,16 @@ def random(
 def van_loan(
     weight: Tensor, b_shape: tuple[int, int], rank: int = 1, *, normalize: bool = False
 ) -> Factors:
-    """The nearest sum of ``rank`` Kronecker products: the truncated SVD of the rearranged weight.
+    """Return the nearest sum of ``rank`` Kronecker products.
 
-    By the eigenvectors of its smaller Gram matrix, in float64: 2 x 2 for a B of (1, 2), whatever
-    the weight's size.
+    It is the truncated SVD of the rearranged weight, computed in float64 from the eigenvectors of
+    the smaller Gram matrix. For a B of (1, 2) this matrix is 2 x 2, whatever the weight's size.
 
     Args:
         weight: (O, I).
         b_shape: (O2, I2).
-        rank: Number of terms, up to the smaller number of elements of A and B, where it is exact.
+        rank: Number of terms, at most the number of elements of the smaller factor. With that many,
+            the result is exact.
         normalize: Multiply by ‖W‖ / ‖Ŵ‖, so that the norm of the weight is kept (Krony-PT, arXiv
             2412.12351).
 
@@ -116,7 +118,8 @@ def van_loan(
     rows = (
         weight.detach().double().view(o1, o2, i1, i2).permute(0, 2, 1, 3).reshape(o1 * i1, o2 * i2)
     )
-    # eigh sorts upwards, so flip(1) puts the largest first; the other factor carries the size
+    # eigh sorts in ascending order, so flip(1) puts the largest first; the other factor carries the
+    # scale
     if o2 * i2 <= o1 * i1:
         b = torch.linalg.eigh(rows.T @ rows).eigenvectors.flip(1)[:, :rank]
         a = rows @ b
@@ -125,7 +128,7 @@ def van_loan(
         b = rows.T @ a
     a = a.T.reshape(rank, o1, i1)
     b = b.T.reshape(rank, o2, i2)
-    # an eigenvector's sign is arbitrary: B's largest entry is made positive, on every machine
+    # an eigenvector's sign is arbitrary: make B's largest entry positive, the same on every machine
     sign = torch.where(
         b.flatten(1).gather(1, b.flatten(1).abs().argmax(1, True)) < 0, -1.0, 1.0
     ).view(-1, 1, 1)
@@ -139,18 +142,18 @@ def van_loan(
 def prune(
     weight: Tensor, b_shape: tuple[int, int], *, keep: str | tuple[int, int] = "even"
 ) -> Factors:
-    """Keep one row in O2 and one column in I2: A is that part of the weight, B a unit matrix entry.
+    """Keep one of every O2 rows and one of every I2 columns as A; B has a single 1.
 
-    Kept outputs are exact where I2 is 1.
+    If I2 is 1, the kept outputs are exact.
 
     Args:
         weight: (O, I).
         b_shape: (O2, I2).
-        keep: ``"even"`` the first of each group, ``"odd"`` the second, ``"energy"`` the position
-            with the most energy, or (row, column) within B.
+        keep: ``"even"`` keeps the first of each group, ``"odd"`` the second, ``"energy"`` the
+            position with the largest sum of squares; or a position (row, column) within B.
 
     Raises:
-        ValueError: As `van_loan`; a position outside B.
+        ValueError: As for `van_loan`, or a position outside B.
 
     >>> prune(torch.tensor([[1.0], [2.0], [3.0], [4.0]]), (2, 1), keep="odd").a
     tensor([[[2.],
@@ -179,16 +182,15 @@ def prune(
 def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
     """Return activation-aware factors, by alternating least squares over calibration tokens.
 
-    The error is Σ |Σ_r (A_r ⊗ B_r) x - y|².
-
-    For a given B the best A is one linear solve of r I1 unknowns, shared by all its rows; for a
-    given A the best B one of r I2. With wanted outputs y = W x this is min ‖(W - Σ A ⊗ B) C^½‖, C
-    the inputs' second moments.
+    The factors minimize Σ |Σ_r (A_r ⊗ B_r) x - y|². For a given B, the best A takes one linear
+    solve with r I1 unknowns, shared by all rows of A; for a given A, the best B takes one with r I2
+    unknowns. For target outputs y = W x, the factors minimize ‖(W - Σ A ⊗ B) C^½‖, where C is the
+    inputs' second moment.
 
     Args:
-        moments: The moments of the layer's inputs and wanted outputs.
-        start: The factors to begin with; terms beyond the start's are not added.
-        rounds: The number of rounds, of one step for each factor.
+        moments: The moments of the layer's inputs and target outputs.
+        start: The initial factors, which also set the number of terms.
+        rounds: The number of rounds. Each round updates A once and B once.
 
     Returns:
         Factors in the start's dtype; ``error`` is the relative error of the outputs.
@@ -204,7 +206,7 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
     """
     (r, o1, i1), (_, o2, i2) = start.a.shape, start.b.shape
     if not moments.count:
-        raise ValueError("als: there are no calibration tokens, expected some")
+        raise ValueError("als: expected moments of one or more tokens, got no calibration tokens")
     if tuple(moments.cross.shape) != (o1 * o2, i1 * i2):
         raise ValueError(
             f"als: moments are of a weight {list(moments.cross.shape)}, expected "
@@ -213,7 +215,7 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
     damped = moments.damped()
     begin = Factors(start.a.double(), start.b.double(), start.error)
     ridge = damped - moments.inputs
-    # the ridge pulls towards the start, not towards nothing
+    # the ridge pulls toward the initial factors, not toward zero
     wanted = (moments.cross + begin.weight() @ ridge).view(o1, o2, i1, i2)
     # [u, v, x, w]: the second moments of input columns u I2 + v and x I2 + w
     seen = damped.view(i1, i2, i1, i2)
@@ -236,7 +238,7 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
         normal = torch.einsum("rusx,uvxw->rvsw", large, seen).reshape(r * i2, r * i2)
         right = torch.einsum("rpu,pquv->rvq", a, wanted).reshape(r * i2, o2)
         b = _solve(normal, right).view(r, i2, o2).transpose(1, 2)
-        # a term's size could drift between A and B without end; B keeps norm 1
+        # the scales of A and B could drift apart without limit, so B is rescaled to norm 1
         norm = b.flatten(1).norm(dim=1).clamp_min(1e-30).view(-1, 1, 1)
         a = a * norm
         b = b / norm
@@ -254,7 +256,7 @@ def _solve(normal: Tensor, right: Tensor) -> Tensor:
         normal + 1e-10 * scale * torch.eye(len(normal), dtype=normal.dtype, device=normal.device)
     )
     if int(info):
-        # gelsd solves what is singular, too, but on a GPU torch has only gels
+        # gelsd also solves singular systems, but on a GPU torch has only gels
         return torch.linalg.lstsq(
             normal, right, driver="gelsd" if normal.device.type == "cpu" else "gels"
         ).solution
@@ -262,7 +264,7 @@ def _solve(normal: Tensor, right: Tensor) -> Tensor:
 
 
 def correct_bias(moments: Moments, weight: Tensor) -> Tensor:
-    """The bias that gives the layer's outputs the wanted mean: E[y] - Ŵ E[x]."""
+    """Return the bias that gives the layer's outputs the mean of the targets: E[y] - Ŵ E[x]."""
     n = max(1, moments.count)
     return (moments.sum_y - weight.double() @ moments.sum_x) / n
 
@@ -270,19 +272,19 @@ def correct_bias(moments: Moments, weight: Tensor) -> Tensor:
 def low_rank(weight: Tensor, rank: int, moments: Moments | None = None) -> tuple[Tensor, Tensor]:
     """Return the best approximation of a weight by two factors of rank r.
 
-    With ``moments`` it minimizes the error of the outputs on calibration data: with C = L Lᵀ the
-    inputs' second moments and W the best full weight, it is the truncated SVD of W L, multiplied by
-    L⁻¹ from the right.
+    Without ``moments`` it is the truncated SVD of the weight. With ``moments`` it minimizes the
+    error of the outputs on calibration data: it is the truncated SVD of W L, multiplied by L⁻¹ from
+    the right, where W is the best full weight and L Lᵀ = C is the inputs' second moment.
 
     Args:
         weight: (O, I).
         rank: r.
-        moments: The moments of the layer's inputs and wanted outputs.
+        moments: The moments of the layer's inputs and target outputs.
 
     Returns:
         A (r, I) and B (O, r) in the weight's dtype, for the weight B A.
 
-    Source: SVD-LLM (arXiv 2403.07378), section 3; with wanted outputs that are not W x it is
+    Source: SVD-LLM (arXiv 2403.07378), section 3; with target outputs other than W x it is
     reduced-rank regression.
 
     >>> a, b = low_rank(torch.eye(4), 2)

@@ -31,13 +31,13 @@ class ModelFolder(NamedTuple):
 
 
 def find_model(name: str) -> ModelFolder:
-    """Find a model, of which only the config is read.
+    """Find the folder and the architecture of a model. Only its config is read.
 
     Args:
         name: Folder or hub id.
 
     Raises:
-        ValueError: There is no model.
+        ValueError: There is no model, or only an adapter.
     """
     folder = str(find_folder(name, operation="kronecker"))
     if is_compressed(folder):
@@ -50,7 +50,7 @@ def find_model(name: str) -> ModelFolder:
     config = read_config(folder, "kronecker")
     architectures = config.architectures or []
     if not architectures:
-        raise ValueError(f"kronecker: {folder} does not say its architecture in config.json")
+        raise ValueError(f"kronecker: {folder}/config.json names no architecture, expected one")
     return ModelFolder(folder, architectures[0])
 
 
@@ -73,17 +73,17 @@ def load(found: ModelFolder, device: str = "cpu") -> PreTrainedModel:
             name, output_loading_info=True
         )
         model, loading_info = loaded
-    except Exception as error:  # whatever a damaged file or a config that was edited gives
+    except Exception as error:  # any error that a damaged file or an edited config raises
         raise ValueError(
             f"kronecker: {name} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
-    # transformers draws such weights at random and only warns
+    # transformers initializes missing weights at random and only warns
     for what in ("missing_keys", "mismatched_keys"):
         if loading_info[what]:
             names = sorted(map(str, loading_info[what]))
             raise ValueError(
                 f"kronecker: {name} has no {names[0]} that fits its config "
-                f"({len(names)} weights, which would be random)"
+                f"({len(names)} weights are missing or have another shape)"
             )
     # an old checkpoint may carry a buffer or a head that its class no longer has
     if unexpected := loading_info["unexpected_keys"]:
@@ -95,7 +95,7 @@ def load(found: ModelFolder, device: str = "cpu") -> PreTrainedModel:
 
 
 def encoder_of(tokenizer: str) -> Callable[[str], list[int]]:
-    """Return the function from a text to token ids of a tokenizer.
+    """Return a tokenizer's function from text to token ids.
 
     Args:
         tokenizer: Folder or hub id.

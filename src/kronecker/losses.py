@@ -1,4 +1,4 @@
-"""Distillation: what a student learns from, and each part's loss.
+"""Distillation: the losses between a student and its teacher, and their weights.
 
 Letters: N tokens; V vocabulary; F features; *B any leading shape.
 """
@@ -22,15 +22,15 @@ Weight = Annotated[float, Range(least=0)]
 class DistillConfig(CheckedConfig):
     """Weights of the losses: labels * cross-entropy + logits * KL + hidden * error.
 
-    Every part is a mean over the tokens that have a label (shifted for language models), or else
-    are not padding.
+    Every loss is a mean over the tokens that have a label (shifted for language models) or, without
+    labels, over all tokens that are not padding.
 
     Args:
         labels: Weight of the model's own loss.
         logits: Weight of T² KL(teacher ‖ student) over the vocabulary.
         temperature: T of both distributions.
-        hidden: Weight of the squared error of hidden states, ‖s - t‖² / ‖t‖² of each token, a mean
-            over layers.
+        hidden: Weight of the squared error of hidden states, ‖s - t‖² / ‖t‖² of each token,
+            averaged over layers.
 
     Raises:
         ValueError: A negative weight, all of them zero, a temperature that is not positive.
@@ -58,14 +58,14 @@ def targets_of(
     shifted: bool,
     device: torch.device | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a mask, of ``shape``, of the tokens that count, and their labels.
+    """Return a mask of the tokens that the losses count, and the labels of these tokens.
 
     Args:
         shape: (B, T) of the tokens.
         labels: Labels of the same shape, with -100 where there is none; labels of another shape
             (one per row) are returned as they are.
         mask: Attention mask.
-        shifted: The label at t + 1 belongs to token t.
+        shifted: Whether the label at t + 1 belongs to token t.
         device: The device of the mask.
 
     >>> keep, labels = targets_of((1, 3), torch.tensor([[-100, 5, 6]]), None, shifted=True)
@@ -80,14 +80,14 @@ def targets_of(
         return keep, labels[keep]
     if mask is not None and tuple(mask.shape) == shape:
         return mask.bool(), labels
-    # labels of another shape are answers of whole rows: every token counts for hidden states
+    # labels of another shape belong to whole rows: every token counts for hidden states
     return torch.ones(shape, dtype=torch.bool, device=device), labels
 
 
 def token_loss(
     config: DistillConfig, student: Tensor, teacher: Tensor, labels: Tensor | None
 ) -> Tensor:
-    """Mean over rows of logits * T² KL + labels * cross-entropy, for logits (N, V)."""
+    """Return the mean over rows of logits * T² KL + labels * cross-entropy, for logits (N, V)."""
     # a micro-batch of prompts alone has no token that counts
     student, count = student.float(), max(1, len(student))
     total = torch.zeros((), device=student.device)
@@ -111,10 +111,10 @@ def token_loss(
 
 
 def token_errors(student: Tensor, teacher: Tensor, keep: Tensor) -> Tensor:
-    """Mean over kept tokens of ‖s - t‖² / ‖t‖², for activations (*B, F)."""
+    """Return the mean over kept tokens of ‖s - t‖² / ‖t‖², for activations (*B, F)."""
     rows = keep.reshape(-1)
     s = student.reshape(-1, student.shape[-1])[rows].float()
     t = teacher.reshape(-1, teacher.shape[-1])[rows].float()
-    # each token by its own size: a few tokens have states many times as large as the others
+    # relative to each token's own norm, because a few tokens have much larger states than the rest
     errors = (s - t).square().sum(-1) / t.square().sum(-1).clamp_min(1e-12)
     return errors.sum() / max(1, len(errors))

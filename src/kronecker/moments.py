@@ -1,4 +1,4 @@
-"""Moments of what a layer sees and should say, summed over calibration tokens."""
+"""Moments of a layer's inputs and target outputs, summed over calibration tokens."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 RIDGE = 3e-2
-"""Added to the diagonal of inputs' second moments, as a share of its mean: keeps what was never
-seen where it was."""
+"""Ridge on the diagonal of the inputs' second moments, as a share of its mean. In directions that
+no input has, it keeps the weight as it was."""
 
 
 @dataclass
 class Moments:
-    """A layer's inputs x and wanted outputs y, summed over tokens in float64.
+    """Sums over tokens of a layer's inputs x and target outputs y, accumulated in float64.
 
-    It is all that least squares needs.
+    Least squares needs nothing else.
     """
 
     inputs: Tensor  # Σ x xᵀ, (I, I)
@@ -25,15 +25,15 @@ class Moments:
     sum_x: Tensor  # Σ x, (I,)
     sum_y: Tensor  # Σ y, (O,)
     count: int = 0
-    # one token, or tokens that are all alike, have no variance: the ridge needs a size then
+    # a single token, or equal tokens, have no variance; the ridge is then relative to this size
     size: float = 0.0  # of the inputs before they were centered: the mean of Σ x²
-    sizes: list[Tensor] = field(default_factory=list)  # |y|² of each token, (N,) a call of `add`
+    sizes: list[Tensor] = field(default_factory=list)  # |y|² of each token, (N,) per call of `add`
 
     @classmethod
     def zeros(
         cls, out_features: int, in_features: int, device: torch.device | str | None = None
     ) -> Moments:
-        """Return the moments of no tokens yet."""
+        """Return moments without any tokens."""
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
@@ -43,7 +43,7 @@ class Moments:
         return cls(square, cross, zeros(), zeros(in_features), zeros(out_features))
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Count tokens: inputs (N, I) and wanted outputs (N, O)."""
+        """Add tokens: inputs (N, I) and target outputs (N, O)."""
         if len(x) != len(y):
             raise ValueError(
                 f"Moments: expected an output for each input, got {len(x)} inputs and {len(y)} "
@@ -64,19 +64,19 @@ class Moments:
 
     @classmethod
     def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Moments:
-        """Return the moments of inputs (N, I), with the layer's own outputs as the wanted ones."""
+        """Return the moments of inputs (N, I), with the layer's own outputs as targets."""
         moments = cls.zeros(*weight.shape, device=weight.device)
         moments.add(x, torch.nn.functional.linear(x, weight, bias))
         return moments
 
     def centered(self) -> Moments:
-        """Around the means: what is left for a weight when a bias takes care of them."""
+        """Return the moments around the means, for a weight that is fitted together with a bias."""
         n = max(1, self.count)
         energy = self.energy - self.sum_y.square().sum() / n
         return Moments(
             self.inputs - torch.outer(self.sum_x, self.sum_x) / n,
             self.cross - torch.outer(self.sum_y, self.sum_x) / n,
-            # what is left of equal outputs is rounding, and an error relative to it means nothing
+            # with equal outputs only rounding is left, and a relative error would be meaningless
             energy if energy > 1e-12 * self.energy else torch.zeros_like(energy),
             torch.zeros_like(self.sum_x),
             torch.zeros_like(self.sum_y),
@@ -85,18 +85,18 @@ class Moments:
         )
 
     def damped(self) -> Tensor:
-        """The inputs' second moments with the ridge; never nothing, however few the tokens."""
+        """Return the inputs' second moments plus the ridge, which is always above 0."""
         ridge = RIDGE * (max(float(self.inputs.diagonal().mean()), 1e-4 * self.size) or 1.0)
         return self.inputs + ridge * torch.eye(
             len(self.inputs), dtype=self.inputs.dtype, device=self.inputs.device
         )
 
     def is_of_few_tokens(self) -> bool:
-        """Return whether a hundredth of the tokens has over half of what errors are relative to.
+        """Return whether a hundredth of the tokens has over half of Σ |y|², the divisor of errors.
 
         Such tokens are attention sinks, whose hidden states are hundreds of times as large.
         """
-        # of a few tokens any one may be the largest by chance
+        # with few tokens, a single one may dominate by chance
         if self.count < 16:
             return False
         sizes = torch.cat(self.sizes)
@@ -104,20 +104,20 @@ class Moments:
         return bool(largest > 0.5 * sizes.sum())
 
     def of_inputs(self, index: Tensor) -> Moments:
-        """Return the moments of some of the inputs, or of all in another order."""
+        """Return the moments of a subset or a permutation of the inputs."""
         inputs = self.inputs[index][:, index]
         cross = self.cross[:, index]
         return replace(self, inputs=inputs, cross=cross, sum_x=self.sum_x[index])
 
     def error(self, weight: Tensor, bias: Tensor | None = None) -> float:
-        """Σ |W x + b - y|² over Σ |y|², its square root.
+        """Return the relative error: the square root of Σ |W x + b - y|² / Σ |y|².
 
-        0 where there is nothing to say but a mean.
+        The error is 0 if Σ |y|² is 0, as for centered moments of equal outputs.
         """
         if not float(self.energy):
             return 0.0
         w = weight.double()
-        # |W x - y|² multiplied out; it may come out below 0 by rounding where the fit is exact
+        # |W x - y|² multiplied out; it may come out below 0 by rounding if the fit is exact
         left = ((w @ self.inputs) * w).sum() - 2 * (w * self.cross).sum() + self.energy
         if bias is not None:
             b = bias.double()

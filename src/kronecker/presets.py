@@ -1,6 +1,6 @@
-"""Conversions of GPT-2 124M by the size that they leave.
+"""Presets for GPT-2 124M, named by the number of parameters that they leave.
 
-They map patterns of layer names to configs.
+Each preset maps patterns of layer names to configs.
 """
 
 from __future__ import annotations

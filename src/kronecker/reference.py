@@ -1,4 +1,4 @@
-"""The definitions: dense, slow, obvious, any float dtype.
+"""Reference definitions: dense, slow and obvious, in any float dtype.
 
 Letters: r terms; A is (r, O1, I1), B is (r, O2, I2); out_features O = O1 O2, in_features I = I1 I2;
 *B any shape.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def kron_weight(a: Tensor, b: Tensor, scales: Tensor | None = None) -> Tensor:
-    """The dense weight Σ_r s_r A_r ⊗ B_r, (O, I)."""
+    """Return the dense weight Σ_r s_r A_r ⊗ B_r, (O, I)."""
     terms = [torch.kron(one, other) for one, other in zip(a, b, strict=True)]
     if scales is not None:
         terms = [s * term for s, term in zip(scales, terms, strict=True)]
@@ -23,14 +23,14 @@ def kron_weight(a: Tensor, b: Tensor, scales: Tensor | None = None) -> Tensor:
 def kron_linear(
     x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, scales: Tensor | None = None
 ) -> Tensor:  # (*B, I) to (*B, O)
-    """``x @ (Σ_r s_r A_r ⊗ B_r).T + bias``."""
+    """Compute ``x @ (Σ_r s_r A_r ⊗ B_r).T + bias``."""
     return F.linear(x, kron_weight(a, b, scales), bias)
 
 
 def rearranged(weight: Tensor, b_shape: tuple[int, int]) -> Tensor:
-    """Return R(W), (O1 I1, O2 I2), where row (p, u) is the block that A[p, u] multiplies.
+    """Return R(W), (O1 I1, O2 I2), whose row (p, u) is the block of W at A[p, u] B.
 
-    Kronecker products become rank one.
+    R of a Kronecker product is a matrix of rank one.
     """
     o2, i2 = b_shape
     return rearrange(weight, "(p o2) (u i2) -> (p u) (o2 i2)", o2=o2, i2=i2)
@@ -54,9 +54,9 @@ def van_loan(
 
 
 def prune(weight: Tensor, b_shape: tuple[int, int], keep: tuple[int, int]) -> Tensor:
-    """Zero all but one row in ``b_shape[0]`` and one column in ``b_shape[1]``.
+    """Zero all but one of every ``b_shape[0]`` rows and one of every ``b_shape[1]`` columns.
 
-    Those at position ``keep`` stay.
+    ``keep`` is the position (row, column) of the ones that stay.
     """
     pruned = torch.zeros_like(weight)
     rows = slice(keep[0], None, b_shape[0])
@@ -66,12 +66,11 @@ def prune(weight: Tensor, b_shape: tuple[int, int], keep: tuple[int, int]) -> Te
 
 
 def als(cross: Tensor, moment: Tensor, a: Tensor, b: Tensor, rounds: int) -> Tensor:
-    """Return the dense weight of alternating least squares of ‖(W - Σ A ⊗ B) C^½‖.
+    """Return the dense weight after alternating least squares on ‖(W - Σ A ⊗ B) C^½‖.
 
-    D = W C. Each solve takes the whole design matrix.
-
-    vec of the weight is linear in A for a given B, and in B for a given A; each half step solves
-    the normal equations that C makes of that linear map.
+    ``cross`` is W C, and ``moment`` is C. The weight is linear in A for a given B, and in B for a
+    given A. Each half step builds the whole design matrix of that linear map and solves its normal
+    equations.
     """
     for _ in range(rounds):
         for which in (0, 1):

@@ -27,11 +27,11 @@ class ModelFigures:
     """One model's figures.
 
     Attributes:
-        name: The model's.
+        name: The name of the model.
         parameters: The number of parameters, tied ones once.
         perplexities: The perplexities of a language model, by text.
-        cosines: For an encoder, by text: the mean cosine of its embeddings of rows to the first
-            model's.
+        cosines: For an encoder, by text: the mean cosine between its embeddings of rows and those
+            of the first model.
         forward_tokens_per_second: The tokens per second of a forward pass.
         generated_tokens_per_second: The tokens per second that a language model generates.
     """
@@ -62,7 +62,7 @@ class Comparison(Report):
     models: tuple[ModelFigures, ...]
 
     def table(self) -> Table:
-        """A row for each model."""
+        """Return a row for each model."""
         rows = []
         for m in self.models:
             quality = []
@@ -107,7 +107,7 @@ class Comparison(Report):
 
 @torch.no_grad()
 def perplexity(model: nn.Module, batches: Batches) -> float:
-    """Exp of the mean cross-entropy of next tokens.
+    """Return the perplexity: exp of the mean cross-entropy of the next tokens.
 
     Args:
         model: A causal language model in evaluation mode.
@@ -139,14 +139,14 @@ def perplexity(model: nn.Module, batches: Batches) -> float:
         count += int((labels != -100).sum())
     if not count:
         raise ValueError(
-            "perplexity: there is no token to predict, expected batches of at least two"
+            "perplexity: there is no token to predict, expected rows of two or more tokens"
         )
-    # of more than 709 nats the perplexity is beyond the largest float
+    # above 709 nats the perplexity exceeds the largest float
     return math.inf if loss / count > 709 else math.exp(loss / count)
 
 
 def embeddings(model: nn.Module, batches: Batches) -> Tensor:  # (rows, width)
-    """The mean of each row's last hidden states, in float32 on the CPU; padding does not count."""
+    """Return the mean of each row's last hidden states without padding, float32 on the CPU."""
     parts = []
     device = next(model.parameters()).device
     for batch in batches:
@@ -158,8 +158,8 @@ def embeddings(model: nn.Module, batches: Batches) -> Tensor:  # (rows, width)
         states = getattr(model(**arguments), "last_hidden_state", None)
         if states is None:
             raise ValueError(
-                f"compare: {type(model).__name__} gives no last_hidden_state, expected an encoder "
-                "without a head"
+                f"compare: {type(model).__name__} returns no last_hidden_state, expected an "
+                "encoder without a head"
             )
         states = states.float()
         mask = arguments.get("attention_mask", torch.ones(states.shape[:2], device=device))[
@@ -179,34 +179,34 @@ def compare(
 ) -> Comparison:
     """Measure language models, or encoders, in turn within one process; times are medians.
 
-    A language model's figure is its perplexity; an encoder's the mean cosine of its embeddings
-    (means of last hidden states) to those of the first model.
+    For a language model it computes the perplexity. For an encoder it computes the mean cosine
+    between its embeddings (means of last hidden states) and those of the first model.
 
     Args:
         models: The models by name, in evaluation mode, on one device; if they are encoders, the
             original first.
-        texts: Batches as for `perplexity`, or several texts' by name. Speed is over the first batch
-            of the first.
-        runs: Times that each is timed, after one that is not counted.
-        new: Tokens to generate, or as many as the models have positions for.
+        texts: Batches as for `perplexity`, or a mapping from names of texts to their batches. Speed
+            is measured on the first batch of the first text.
+        runs: Number of timed runs of each model, after one run that is not counted.
+        new: Number of tokens to generate, at most as many as the models have positions for.
 
     Returns:
-        Parameters, perplexities or cosines, and tokens a second of each; it prints as a table and
-        can be drawn.
+        A report with each model's parameters, perplexities or cosines, and tokens per second. It
+        prints as a table and can be plotted.
 
     Raises:
-        ValueError: No models or texts; language models and others; models of too few positions to
-            generate; others than encoders of text.
+        ValueError: No models or texts, language models together with other models, too few
+            positions to generate, or models that are neither language models nor text encoders.
     """
     if not models or not texts:
         raise ValueError(
-            f"compare: {len(models)} models and {len(texts)} texts, expected one or more of both"
+            f"compare: {len(models)} models and {len(texts)} texts, expected one or more of each"
         )
     if runs < 1:
         raise ValueError(f"compare: runs is {runs}, expected 1 or more")
     generates = _all_generate(models)
     positions = [p for p in map(positions_of, models.values()) if p]
-    # all models generate as many tokens, so that their speeds are of the same work
+    # all models generate the same number of tokens, so that their speeds can be compared
     new = min([new, *(p - _PROMPT for p in positions)])
     if generates and new < 1:
         raise ValueError(
@@ -240,9 +240,9 @@ def compare(
 def _median_seconds(
     models: Mapping[str, nn.Module], ids: Tensor, new: int, runs: int
 ) -> dict[str, tuple[float, float]]:
-    """Return each model's median time of a forward and of generating, timed in turn."""
+    """Return each model's median seconds of a forward pass and of generation, timed in turn."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
-    # models take turns, so that a slow spell of the machine meets all of them
+    # models take turns, so that a slow phase of the machine affects all of them
     for run in range(runs + 1):
         for name, model in models.items():
             seconds = _seconds(model, ids, new)
@@ -263,8 +263,8 @@ def _all_generate(models: Mapping[str, nn.Module]) -> bool:
             others.append(name)
     if others and len(others) < len(models):
         raise ValueError(
-            f"compare: {others[0]} is a {type(models[others[0]]).__name__}, expected language "
-            "models alone, or none"
+            f"compare: {others[0]} is a {type(models[others[0]]).__name__}, expected only "
+            "language models or only encoders"
         )
     return not others
 
@@ -285,7 +285,7 @@ def _cosine(ours: Tensor, original: Tensor, name: str) -> float:
     if ours.shape != original.shape:
         raise ValueError(
             f"compare: embeddings of {name} are {list(ours.shape)}, the first model's "
-            f"{list(original.shape)}; expected one width"
+            f"{list(original.shape)}; expected the same width"
         )
     return float(nn.functional.cosine_similarity(ours, original).mean())
 

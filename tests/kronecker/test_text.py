@@ -52,7 +52,7 @@ def test_reports_say_on_how_many_tokens_errors_are_measured_and_whether_that_is_
             progress=False,
         )
         count = min(tokens, 64) * (tokens // 64 or 1)
-        assert f"errors are those on the {count} calibration tokens" in str(report)
+        assert f"errors are measured on the {count} calibration tokens" in str(report)
         assert ("expected thousands" in str(report)) == few
     mask = torch.tensor([[1, 1, 0]])
     assert "the 2 calibration" in tokens_seen([{"input_ids": mask, "attention_mask": mask}], 1)[0]

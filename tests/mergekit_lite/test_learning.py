@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PhiConfig, PhiForCausalLM
 
 from mergekit_lite import LearnConfig, learn_merge, merge_models
 from mergekit_lite.learning import run as module
@@ -40,6 +40,22 @@ def folder(tmp_path, monkeypatch):
             rows.append({"prompt": f"t{n} ", "completion": completion})
         (tmp_path / DATA[k]).write_text("\n".join(map(json.dumps, rows)))
     return tmp_path
+
+
+def tiny_phi(seed):
+    """A model whose head has a bias."""
+    torch.manual_seed(seed)
+    config = PhiConfig(
+        vocab_size=96,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+    )
+    model = PhiForCausalLM(config).eval()
+    model.lm_head.bias.data.normal_()
+    return model
 
 
 def learned(out="out", **settings):
@@ -113,8 +129,11 @@ def test_teachers_run_on_no_more_examples_than_the_steps_read(steps, expected, m
     assert {example["task"] for example in seen} == {0, 1}
 
 
-def test_the_kl_of_a_student_is_that_of_the_definition():
+@pytest.mark.parametrize("kind", ["llama", "phi"])
+def test_the_kl_of_a_student_is_that_of_the_definition(kind, folder):
     """Loss and gradients against softmax and sums over whole logits."""
+    for k, name in enumerate(MODELS):
+        save(tiny_phi(k) if kind == "phi" else tiny(kind, k), folder / name)
     teachers = Merger([load(name) for name in MODELS])
     student = load("model1")
     with torch.no_grad():
@@ -127,8 +146,9 @@ def test_the_kl_of_a_student_is_that_of_the_definition():
         hidden.append(load(name).model(ids)[0][:, :-1])
         hidden[k] = hidden[k].detach()
     cached = torch.stack([hidden[t][i] for i, t in enumerate(task)]).flatten(0, 1)[:, None]
-    heads = teachers.output_head().frozen("weight")
-    model = Student(student, heads[:2], None)
+    head = teachers.output_head()
+    biases = head.frozen("bias")[:2] if kind == "phi" else None
+    model = Student(student, head.frozen("weight")[:2], biases, None)
     loss = model(kl=KLConfig(temperature=2.0), input_ids=ids, task=task, teacher_hidden=cached).loss
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.trained().items()}
@@ -142,6 +162,33 @@ def test_the_kl_of_a_student_is_that_of_the_definition():
     for name, parameter in model.trained().items():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
     assert not any("embed" in name or "lm_head" in name for name in gradients)
+
+
+@pytest.mark.parametrize("train", ["lora", "all"])
+def test_a_student_gets_the_biases_of_all_heads(train, folder, monkeypatch):
+    for k, name in enumerate(MODELS):
+        save(tiny_phi(k), folder / name)
+    seen = []
+    plain = Student.forward
+
+    def watched(self, **batch):
+        seen.append(self.head_options())
+        return plain(self, **batch)
+
+    monkeypatch.setattr(Student, "forward", watched)
+    learned(train=train, start="average", compare=[])
+    biases = [load(name).lm_head.bias for name in MODELS]
+    assert all(map(torch.equal, seen[0]["teacher_biases"], biases))
+    torch.testing.assert_close(seen[0]["bias"], sum(biases) / 2)
+
+
+def test_several_processes_are_refused_before_anything_is_written(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        ValueError, match=r"expected one process and at most one visible GPU, got 2"
+    ):
+        learned()
+    assert not os.path.exists("out.training")
 
 
 def test_masks_over_a_start_begin_there(monkeypatch):

@@ -161,7 +161,7 @@ def test_without_a_card_the_command_tests_and_times_nothing(tmp_path, monkeypatc
     assert main(words) == 0
     told = capsys.readouterr().out
     assert "masks.masked_linear" in told
-    assert 'impl="auto" is eager' in told
+    assert 'impl="auto" is as before' in told
     file = tmp_path / "flags.yaml"
     file.write_text("dtype: float32\ntokens: 4\nshapes: [8, 8]\n")
     assert main(["kernels", "--config", str(file)]) == 0

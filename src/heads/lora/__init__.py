@@ -1,9 +1,9 @@
 """LoRA with peft's configs, layers and files.
 
-A lean forward, exact interchange, and tuning that can be watched.
+The package has a leaner forward, exact interchange with peft, and fine-tuning with reports.
 
-What functions return is in the modules beside them: ``heads.lora.report``, ``heads.lora.storage``,
-...
+The classes of returned reports are in submodules, such as ``heads.lora.report`` and
+``heads.lora.storage``.
 """
 
 from model_components._lazy import attach

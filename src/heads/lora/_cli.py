@@ -45,7 +45,7 @@ def tune(
         tune_config: Settings of the run.
         progress: Show progress bars; default: only on a terminal.
     """
-    # here, as torch takes seconds to import and --help needs none of it
+    # imported here, because torch takes seconds to import and --help does not need it
     from .training import tune as run
 
     return run(
@@ -101,7 +101,7 @@ def read_grid(path: Path) -> Any:
     """Return the grid in a YAML file, with underscores for the hyphens of flags.
 
     Raises:
-        ValueError: The file cannot be read or holds no grid.
+        ValueError: The file cannot be read, or does not contain a grid.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -120,12 +120,14 @@ def read_grid(path: Path) -> Any:
         )
     named = [{str(k).replace("-", "_"): _numbers(v) for k, v in one.items()} for one in grids]
     if any(len(one) < len(given) for one, given in zip(named, grids, strict=True)):
-        raise ValueError(f"sweep: expected each setting once in {path}, got one with - and with _")
+        raise ValueError(
+            f"sweep: expected each setting once in {path}, got one spelled with - and with _"
+        )
     return named
 
 
 def _numbers(value: Any) -> Any:
-    """Return values with numbers for texts such as 5e-4, which YAML takes for text."""
+    """Convert strings such as 5e-4, which YAML reads as text, to numbers."""
     if isinstance(value, list):
         return [_numbers(one) for one in value]
     try:
@@ -135,7 +137,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _load(base: Path, adapter: str, **options: Any) -> PeftModel:
-    """Load an adapter on its base, in the base's dtype. The adapter's file is checked first."""
+    """Load an adapter and its base, in the base's dtype, after checking the adapter's file."""
     from transformers import AutoModelForCausalLM
 
     from .storage.adapters import load_lora, read_shapes
@@ -157,7 +159,7 @@ def show(model: str, adapter: str, /) -> Report:
     """
     from .report.adapters import lora_report
 
-    # loaded as for training, else the report would count no trainable parameter
+    # loaded as for training; otherwise the report would not count trainable parameters
     return lora_report(_load(find_folder(model), adapter, is_trainable=True), trained=True)
 
 
@@ -177,7 +179,7 @@ def merge(
         model: Folder or hub id of the base, a causal language model.
         adapter: Folder or hub id of the adapter.
         out: Output folder: a new path, or an empty folder.
-        dtype: Dtype of what is written, such as float32; default: the base's.
+        dtype: Dtype of the written weights, such as float32; default: the base's.
         max_lost: Largest fraction of the updates that rounding may lose; if more would be lost,
             nothing is written.
         progress: Show a progress bar; default: only on a terminal.

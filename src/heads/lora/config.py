@@ -17,16 +17,16 @@ Schedule = Literal[
     "inverse_sqrt",
     "polynomial",
 ]
-"""Schedules that need no more settings."""
+"""Learning-rate schedules that need no further settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig(CheckedConfig):
     """Settings of `tune`.
 
-    Gradients are clipped from the first step, the warm-up is short, and the rate decays to a tenth
-    of its peak. Updates that are scaled by alpha instead of alpha / r made training unstable in
-    our measurements (docs/lora.md).
+    By default, gradients are clipped from the first step, the warm-up is short, and the learning
+    rate decays to a tenth of its peak. Updates that are scaled by alpha instead of alpha / r made
+    training unstable in our measurements (docs/lora.md).
 
     Args:
         r: Rank of the adapters; 0 trains the parameters of the model itself, without adapters.
@@ -35,9 +35,9 @@ class TuneConfig(CheckedConfig):
         target_modules: Names of adapted layers; default: all linear layers but the head.
         use_rslora: Scale by lora_alpha / sqrt(r) instead, which is more than lora_alpha / r.
         last_blocks: Number of transformer blocks to train, counted from the end; default: all.
-        learning_rate: Peak of the rate; default: 5e-4 for adapters and 5e-5 for all parameters, in
-            models of a billion parameters and more 2e-4 and 2e-5.
-        lr_scheduler_type: A schedule of transformers.
+        learning_rate: Peak learning rate; default: 5e-4 for adapters and 5e-5 for all parameters,
+            or 2e-4 and 2e-5 in models of a billion parameters or more.
+        lr_scheduler_type: A learning-rate schedule of transformers.
         min_lr_ratio: Last rate of the default schedule, as a fraction of the peak.
         warmup: Length of the warm-up, as a fraction of all steps.
         max_grad_norm: Largest norm of the gradient; larger gradients are scaled down to it.
@@ -54,7 +54,7 @@ class TuneConfig(CheckedConfig):
         evaluations: Approximate number of evaluations of the held-out loss during training, besides
             the one before it.
         answers: Maximum number of held-out prompts to answer, before and after tuning.
-        answer_length: Largest number of tokens of such an answer.
+        answer_length: Maximum number of tokens of each answer.
         dtype: Dtype in which the model is loaded. auto: the dtype of its files, or float32 if r is
             0. Adapters are always in float32.
         merge: Also write an ordinary checkpoint, with the adapters merged into the weights. If r is
@@ -62,7 +62,8 @@ class TuneConfig(CheckedConfig):
         seed: Seed of the adapters and of the order of rows. Held-out rows do not depend on it.
 
     Raises:
-        ValueError: A value has another type or is out of range.
+        ValueError: A value has the wrong type or is out of range, or a setting of adapters is given
+            although r is 0.
     """
 
     r: Annotated[int, Range(least=0)] = 16
@@ -95,7 +96,7 @@ class TuneConfig(CheckedConfig):
     seed: int = 0
 
     def problems(self) -> Iterable[str]:
-        """Yield settings of adapters in a run that has none."""
+        """Yield a message for each setting of adapters that is given although r is 0."""
         names = ("lora_alpha", "lora_dropout", "target_modules", "use_rslora")
         for name in names if not self.r else ():
             if getattr(self, name):

@@ -1,4 +1,4 @@
-"""Examples for tuning, and a check that packed ones stay apart."""
+"""Examples for tuning, and a check that packed examples are independent."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ __all__ = ["TextExamples", "check_packed_examples"]
 def check_packed_examples(model: PreTrainedModel | PeftModel) -> None:
     """Raise if packed examples influence each other.
 
-    Two examples are packed and the first one is replaced: no bit of the second's logits may change.
-    TRL warns of every attention but flash attention. The decoders of transformers also separate
-    packed examples, by their position ids, with eager and SDPA attention.
+    The check packs two examples and replaces the first: the logits of the second must stay the
+    same, bit by bit. TRL warns about every attention but flash attention. The decoders of
+    transformers also separate packed examples, by their position ids, with eager and SDPA
+    attention.
 
     Args:
         model: A causal language model.
 
     Raises:
-        ValueError: They influence each other, or the model returns no logits for every token.
+        ValueError: Packed examples influence each other, or the model does not return logits for
+            every token.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> check_packed_examples(
@@ -40,7 +42,7 @@ def check_packed_examples(model: PreTrainedModel | PeftModel) -> None:
     first = torch.arange(2 * length, device=device).remainder(vocabulary)[None]
     other = first.clone()
     other[:, :length] = (other[:, :length] + vocabulary // 2).remainder(vocabulary)
-    # a position of 0 in the middle is all that tells where the second example begins
+    # only the position 0 in the middle marks the start of the second example
     positions = torch.arange(length, device=device).repeat(2)[None]
     with evaluating(model):
         runs = [
@@ -49,8 +51,8 @@ def check_packed_examples(model: PreTrainedModel | PeftModel) -> None:
         ]
     if runs[0].dim() != 3 or runs[0].shape[1] != 2 * length:
         raise ValueError(
-            f"check_packed_examples: {type(model).__name__} gives {list(runs[0].shape)} for "
-            f"{2 * length} tokens; expected logits of every token, as of a causal language model"
+            f"check_packed_examples: {type(model).__name__} returns {list(runs[0].shape)} for "
+            f"{2 * length} tokens; expected logits for every token, as from a causal language model"
         )
     logits = [run[:, length:] for run in runs]
     if not torch.equal(*logits):

@@ -24,7 +24,7 @@ JudgeMaker = Callable[[Mapping[str, str]], Judge]
 """A function from reference answers by prompt to a judge, such as ``partial(WinRate, model)``."""
 
 ANSWERS = "answers.json"
-_GENERATED = 8  # answers at once
+_GENERATED = 8  # answers per batch
 
 
 def check_judge(judge: object, config: TuneConfig) -> None:
@@ -42,7 +42,7 @@ def name_of(judge: object) -> str | None:
     """Return the name of a judge for ``run.json``."""
     if judge is None or isinstance(judge, str):
         return judge
-    function = getattr(judge, "func", judge)  # of functools.partial
+    function = getattr(judge, "func", judge)  # functools.partial wraps it
     return getattr(function, "__qualname__", type(function).__name__)
 
 
@@ -67,16 +67,16 @@ class HeldOut:
     Args:
         model: The model that is tuned.
         tokenizer: Its tokenizer.
-        examples: The held-out examples. The first ones are answered if their prompts leave room
-            for an answer.
+        examples: The held-out examples. The first ``config.answers`` of them are answered, if their
+            prompts leave room for an answer.
         collator: Makes a batch of examples.
         config: The settings of the run.
 
     Attributes:
         prompts: The prompts that are answered, as text.
-        references: The answers in the rows.
+        references: The reference answers in the rows, as text.
         ends: The tokens at which an answer ends.
-        progress: Whether to show bars.
+        progress: Whether to show progress bars.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class HeldOut:
         self._judge: Judge | None = None
 
     def _end_tokens(self, references: Sequence[Sequence[int]]) -> list[int]:
-        """Return the model's own end tokens, and special tokens that the references have."""
+        """Return the model's end tokens, and the special tokens that occur in the references."""
         own = self._model.generation_config.eos_token_id
         ends = [own] if isinstance(own, int) else list(own or [])
-        # a chat template's end of turn is often no end token of a base model
+        # base models often do not list their chat template's end-of-turn token
         special = set(self._tokenizer.all_special_ids)
         trained: set[int] = set()
         for reference in references:
@@ -121,7 +121,7 @@ class HeldOut:
     def set_judge(
         self, judge: Literal["likelihood_gain"] | JudgeMaker | None, folder: Path
     ) -> None:
-        """Make the judge that `tune` was asked for.
+        """Create the judge that was passed to `tune`.
 
         Args:
             judge: The judge, as in `tune`.
@@ -149,8 +149,8 @@ class HeldOut:
 
     @torch.no_grad()
     def _answers(self) -> list[str]:
-        """Return greedy answers."""
-        # not the model's own, which may sample and end at other tokens
+        """Return greedy answers to the prompts."""
+        # not the model's generation config, which may sample and end at other tokens
         settings = GenerationConfig(
             max_new_tokens=self._config.answer_length,
             do_sample=False,
@@ -164,7 +164,7 @@ class HeldOut:
             for start in bar:
                 batch = self._tokenizer.pad(
                     {"input_ids": self._ids[start : start + _GENERATED]},
-                    # generate goes on from the last position, where there must be no padding
+                    # generate continues from the last position, which must not be padding
                     padding_side="left",
                     return_tensors="pt",
                 ).to(self._model.device)
@@ -184,7 +184,7 @@ class HeldOut:
 
 
 def _likelihood_gain_judge(model: Any, folder: Path, tokenizer: Any) -> Judge:
-    """Return the likelihood gain by the model before tuning."""
+    """Return a judge of the likelihood gain under the model before tuning."""
     if not isinstance(model, PeftModel):
         # the weights themselves are trained, so the model before tuning is loaded once more
         base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")

@@ -1,4 +1,4 @@
-"""`lora_linear`: a linear layer plus a low-rank update, that keeps x and nothing else for backward.
+"""`lora_linear`: a linear layer with a low-rank update that saves only x for backward.
 
 Letters: I in_features, O out_features, r rank, *B any leading shape.
 """
@@ -26,7 +26,7 @@ def check(
     bias: Tensor | None,
     transposed: bool,
 ) -> None:
-    """Refuse shapes and dtypes that do not belong together."""
+    """Raise if shapes or dtypes do not match."""
     if weight.dim() != 2 or lora_a.dim() != 2 or lora_b.dim() != 2 or not x.dim():
         raise ValueError(
             f"{operation}: x is {list(x.shape)}, weight {list(weight.shape)}, lora_a "
@@ -63,7 +63,8 @@ def _check_options(operation: str, dropout_p: float, seed: Tensor | None, impl: 
         raise ValueError(f"{operation}: dropout_p is {dropout_p}, expected at least 0 and below 1")
     if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1):
         raise ValueError(
-            f"{operation}: {seed.numel()} seeds of {seed.dtype}, expected 1 of torch.int64"
+            f"{operation}: seed has {seed.numel()} elements of {seed.dtype}, expected 1 of "
+            "torch.int64"
         )
 
 
@@ -80,11 +81,11 @@ def lora_linear(
     transposed: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """A linear layer with a low-rank update: ``x Wᵀ + b + scaling · (drop(x) Aᵀ) Bᵀ``.
+    """Return the output of a linear layer with a low-rank update.
 
-    Until backward it keeps x and nothing else: x Aᵀ and the dropout's mask are computed again.
-    Nothing of the output's size is made but the output. The factors may be of another dtype than x:
-    they are cast, x is not.
+    It is ``x Wᵀ + b + scaling · (drop(x) Aᵀ) Bᵀ``. Only x is kept until backward, which computes
+    x Aᵀ and the dropout mask again. No tensor of the output's size is created but the output. The
+    factors may have another dtype than x: they are cast, x is not.
 
     Args:
         x: Input, (*B, I).
@@ -93,20 +94,20 @@ def lora_linear(
         lora_b: Up-projection, (O, r).
         bias: (O,) or None.
         scaling: peft's ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` for rsLoRA.
-        dropout_p: Share of x's elements that the update does not see; pass 0 in evaluation.
-        seed: A scalar of 64 bits that names the dropout, as a tensor on x's device; None draws one
-            from torch's state.
+        dropout_p: Probability that the update ignores an element of x; pass 0 in evaluation.
+        seed: A scalar of int64 on x's device that determines the dropout mask; None draws one from
+            torch's generator.
         transposed: The weight is stored (I, O), as GPT-2's `Conv1D` does.
-        impl: ``"reference"`` (also taken within vmap, jvp and the like) or ``"eager"``, which
-            ``"auto"`` takes.
+        impl: ``"reference"`` (always used inside vmap, jvp and the like) or ``"eager"``, which
+            ``"auto"`` selects.
 
     Returns:
         (*B, O), in x's dtype, or autocast's.
 
     Raises:
-        ValueError: Shapes or dtypes that do not fit; an unknown option.
+        ValueError: Shapes or dtypes do not match, or an option is unknown or out of range.
 
-    Source: Hu et al., "LoRA", 2021. Order of products and what to save: "RunLoRA", arXiv
+    Source: Hu et al., "LoRA", 2021. Order of products and saved tensors: "RunLoRA", arXiv
     2312.03415.
 
     >>> x, a, b = (

@@ -1,4 +1,4 @@
-"""Judge answers without a service: by a language model or a trained pairwise model."""
+"""Judges of answers that run locally: a language model, or a trained pairwise model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from model_components._modes import evaluating
 
 Judge = Callable[[str, str], float]
-"""(prompt, answer) to a score, more is better."""
+"""A function from a prompt and an answer to a score; higher is better."""
 
 
 class LikelihoodGain:
-    """A judge that is a language model: how much likelier a prompt makes an answer, in nats.
+    """A judge that scores how much likelier a prompt makes an answer under a language model.
 
     The score is ``log p(answer | prompt) - log p(answer)``, in nats. Text that is likely after any
     prompt, such as one repeated word, gains little. An empty answer scores 0. The score is a sum
@@ -53,7 +53,7 @@ class LikelihoodGain:
         """Return the log-likelihood of an answer's tokens after those of ``before``, in nats.
 
         Raises:
-            ValueError: ``before`` is empty, or together they are more than the model has
+            ValueError: ``before`` is empty, or there are more tokens in all than the model has
                 positions.
         """
         if not before:
@@ -70,7 +70,7 @@ class LikelihoodGain:
         return float(torch.log_softmax(logits, -1).gather(1, ids[0, len(before) :, None]).sum())
 
     def __call__(self, prompt: str, answer: str) -> float:
-        """A score in nats; an empty answer scores 0."""
+        """Return the score in nats; an empty answer scores 0."""
         # a chat template has written its special tokens into the prompt as text
         asked, said = (
             list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -78,16 +78,16 @@ class LikelihoodGain:
         )
         if not said:
             return 0.0
-        # as chat templates write it
+        # a chat template may have written the start token already
         if asked[:1] != [self._start]:
             asked.insert(0, self._start)
         return self.log_likelihood(asked, said) - self.log_likelihood([self._start], said)
 
 
 class WinRate:
-    """A judge that is a pairwise model: how likely an answer beats a reference, in %.
+    """A judge that returns the probability, in percent, that an answer beats a reference.
 
-    A tie counts half.
+    A pairwise model estimates it. A tie counts half.
 
     Args:
         model: A trained `heads.pairwise.PairwiseModel`.
@@ -107,7 +107,7 @@ class WinRate:
         self.references = dict(references)
 
     def __call__(self, prompt: str, answer: str) -> float:
-        """A score, 0 to 100.
+        """Return the score, 0 to 100.
 
         Raises:
             ValueError: There is no reference for the prompt.
@@ -135,10 +135,10 @@ def judge_answers(
         judge: A judge of this module, or any function of prompt and answer.
         prompts: One for each answer.
         answers: The answers to judge.
-        progress: Show a bar.
+        progress: Show a progress bar.
 
     Returns:
-        A number in the judge's unit.
+        The mean score, in the judge's unit.
 
     Raises:
         ValueError: The numbers of prompts and answers differ or are 0, or a score is not finite.

@@ -24,27 +24,26 @@ from model_components._checks import Range, Whole, check_choice, check_value
 from ._eager.autograd import Adapter, add_adapters, linear, run
 from .functional import IMPLS
 
-STOCK = (nn.Linear, Conv1D)  # layers whose product we make ourselves
+STOCK = (nn.Linear, Conv1D)  # layers whose matrix product we compute ourselves
 KINDS = ("Linear", "Linear8bitLt", "Linear4bit", "HqqLoraLinear", "TorchaoLoraLinear")
-"""peft's layers whose forward is the base layer's plus the adapters': their class can be exchanged
-for ours."""
+"""Classes of peft that ours can replace: their output is the base layer's plus the updates."""
 
-# devices on which a dropout's mask is computed again in backward; on others torch's own dropout,
-# which keeps a byte an element, is one launch instead of dozens
+# devices on which backward computes dropout masks again; elsewhere torch's own dropout is used,
+# which keeps one byte per element but is one launch instead of dozens
 _DROPS_AGAIN = ("cpu",)
 _FEW = 256  # tokens up to which keeping a dropout's mask is cheaper than computing it again
-# times the break-even in flops, since a merged weight also has to be written to memory
+# a multiple of the break-even in flops, since a merged weight must also be written to memory
 _MERGE_ABOVE = 2
 # exact classes only: weights of quantizers and of FSDP2 are subclasses of these. functional_call
-# puts a Tensor in a parameter's place, and lora_report a FakeTensor
+# replaces parameters with Tensors, lora_report with FakeTensors
 _PLAIN = (nn.Parameter, Tensor, FakeTensor)
 
 
 class LeanForward:
-    """A leaner forward for peft's LoRA layers: the base's product, and updates added in place.
+    """A leaner forward for peft's LoRA layers, which adds the updates to the output in place.
 
-    Calls that it does not support go to peft's own forward, see `route`. Everything but the forward
-    is peft's: parameters, state dict, merging, switching, several adapters, one a sample.
+    Unsupported calls run peft's own forward, see `route`. Everything but the forward is peft's:
+    parameters, state dict, merging, switching, several adapters, and one adapter per sample.
 
     Attributes:
         impl: ``"auto"``, or ``"reference"`` for peft's own forward.
@@ -54,10 +53,10 @@ class LeanForward:
     impl = "auto"
 
     def forward(self: Any, x: Tensor, *args: object, **kwargs: Any) -> Tensor:
-        """Compute the output; takes peft's arguments."""
+        """Compute the output; the arguments are those of peft's forward."""
         if self.impl not in IMPLS:
             check_choice(type(self).__name__, "impl", self.impl, IMPLS)
-        # such as adapter_names, with an adapter of its own for each sample
+        # for example adapter_names, which selects an adapter for each sample
         other = args or any(v is not None for v in kwargs.values())
         peft_runs = self.impl == "reference" or self._disable_adapters or self.merged_adapters
         if other or peft_runs:
@@ -70,12 +69,12 @@ class LeanForward:
         return compute(chosen_path, x)
 
     def _get_name(self) -> str:
-        """Return the class name for printing: peft's, and "accelerated"."""
+        """Return the name for printing: peft's class name, then "accelerated"."""
         return f"{lean(type(self)).__name__} accelerated"
 
 
 class LoraLinear(LeanForward, lora.Linear):
-    """A frozen linear layer with a low-rank update that trains: peft's layer, leaner.
+    """A frozen linear layer with a trainable low-rank update: peft's layer, with a leaner forward.
 
     It computes ``x Wᵀ + b + (alpha / r) (drop(x) Aᵀ) Bᵀ``. `from_linear` wraps one layer.
     `inject_lora_` replaces the linear layers of any module. `accelerate_lora_` converts the layers
@@ -108,7 +107,8 @@ class LoraLinear(LeanForward, lora.Linear):
             impl: ``"auto"``, or ``"reference"`` for peft's own forward.
 
         Raises:
-            ValueError: Another kind of layer, or an argument out of range.
+            ValueError: ``linear`` is neither an `nn.Linear` nor a `Conv1D`, or an argument is out
+                of range.
 
         >>> linear, x = nn.Linear(4, 3), torch.randn(5, 4)
         >>> torch.equal(LoraLinear.from_linear(linear, r=2)(x), linear(x))
@@ -134,7 +134,7 @@ class LoraLinear(LeanForward, lora.Linear):
         return twin.get_base_layer().requires_grad_(True)
 
     def reset_parameters(self) -> None:
-        """Draw A again and set B to zero, for all adapters."""
+        """Initialize A again and set B to zero, for all adapters."""
         for name in self.lora_A:
             self.reset_lora_parameters(name, True)
 
@@ -148,7 +148,7 @@ def inject_(
     dropout: float,
     impl: str,
 ) -> list[LoraLinear]:
-    """Put `LoraLinear` in the place of a module's linear layers, by peft's own injection."""
+    """Replace a module's linear layers with `LoraLinear`, by peft's own injection."""
     check_value(operation, "r", r, Whole)
     check_value(operation, "alpha", alpha, Annotated[float, Range(above=0)])
     check_value(operation, "dropout", dropout, Annotated[float, Range(least=0, below=1)])
@@ -181,7 +181,7 @@ def inject_(
         layer: Any = module.get_submodule(name)
         layer.__class__ = LoraLinear
         layer.impl = impl
-        # peft's new dropout is in training mode: a model in evaluation would drop
+        # peft creates dropout in training mode, which would be active in an evaluated model
         layer.train(training[name])
         for factor in (layer.lora_A, layer.lora_B):
             # as peft's own models do: half precision would lose small steps
@@ -193,9 +193,9 @@ def inject_(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence two warnings of peft.
+    """Silence two warnings.
 
-    One is on fan_in_fan_out, which it corrects itself, and one on a deprecated name.
+    One is about fan_in_fan_out, which peft corrects itself, the other about a deprecated name.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
@@ -206,7 +206,7 @@ def quiet() -> Iterator[None]:
 def can_be_lean(kind: type) -> bool:
     """Return whether a class is peft's own and named in `KINDS`.
 
-    A user's class of the same name is not.
+    A user's class with the same name does not count.
     """
     return kind.__name__ in KINDS and kind.__module__.startswith("peft.tuners.lora")
 
@@ -231,7 +231,7 @@ def lean(kind: type) -> type:
 
 
 class Route(NamedTuple):
-    """Parts that a layer's output is computed from in one call."""
+    """The parts from which one call computes a layer's output."""
 
     base: nn.Module
     weight: Tensor | None  # None: the base layer's own forward is called
@@ -240,13 +240,13 @@ class Route(NamedTuple):
 
 
 def route(layer: Any) -> Route | str:
-    """Return what the lean forward of a layer needs, or why peft's own forward must run.
+    """Return the inputs of a layer's lean forward, or the reason to run peft's own forward.
 
-    Evaluated in every call, since adapters, hooks, dtypes and parameters may have changed since the
+    This runs in every call, since adapters, hooks, dtypes and parameters may have changed since the
     last one.
     """
     if _hooks_on_all_modules():
-        return "there are hooks on all modules"
+        return "global module hooks are registered"
     # read from the dictionaries: attributes of modules are slow, and this runs in every call
     modules = layer._modules
     base = modules["base_layer"]
@@ -258,7 +258,7 @@ def route(layer: Any) -> Route | str:
     adapters = []
     for name in (active,) if isinstance(active, str) else active:
         a = a_of.get(name)
-        # an active adapter may have its targets in other layers
+        # an active adapter may target other layers only
         if a is None:
             continue
         b = b_of[name]
@@ -305,19 +305,19 @@ def _unsupported_adapter(layer: Any, name: str, drop: nn.Module) -> str | None:
 def _unsupported_factor(factor: nn.Module) -> str | None:
     """Return why the lean forward does not support this factor, or None if it does."""
     if type(factor) is not nn.Linear:
-        return f"a factor is a {type(factor).__name__}"
+        return f"lora_A or lora_B is a {type(factor).__name__}"
     if _is_touched(factor):
-        return "a factor has hooks, or a forward that was replaced"
+        return "lora_A or lora_B has hooks, or a forward that was replaced"
     weight = factor._parameters.get("weight")
     if _is_plain(weight):
         return None
     if _is_sharded(weight):
-        return "a factor's weight is sharded"
-    return f"a factor is a {type(weight)}"
+        return "the weight of lora_A or lora_B is sharded"
+    return f"the weight of lora_A or lora_B is a {type(weight)}"
 
 
 def _is_touched(module: nn.Module) -> bool:
-    """Return whether more happens in a module's call than its class's forward."""
+    """Return whether calling a module runs more than the forward of its class."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -328,9 +328,9 @@ def _is_touched(module: nn.Module) -> bool:
 
 
 def _is_plain(weight: Any) -> bool:
-    """Return whether a weight is an ordinary floating tensor, whole on this process.
+    """Return whether a weight is an ordinary floating-point tensor, held in full by this process.
 
-    ZeRO-3 marks others by ``ds_id``.
+    ZeRO-3 marks sharded parameters with ``ds_id``.
     """
     return type(weight) in _PLAIN and weight.is_floating_point() and not hasattr(weight, "ds_id")
 
@@ -351,7 +351,7 @@ def compute(chosen_path: Route, x: Tensor) -> Tensor:
     bias = base._parameters.get("bias")
     in_transform = transforming()
     recomputes = x.device.type in _DROPS_AGAIN and not torch.compiler.is_compiling()
-    # at 1, where `run` would divide by 0, torch's own dropout gives zeros
+    # with p = 1 `run` would divide by 0; torch's own dropout returns zeros
     drops = recomputes and any(0 < one.dropout_p < 1 for one in adapters)
     if not in_transform and drops and flat.shape[0] > _FEW:
         y = run(flat, weight, bias, factors, adapters, transposed=transposed)
@@ -366,9 +366,9 @@ def compute(chosen_path: Route, x: Tensor) -> Tensor:
 def _merges(
     x: Tensor, weight: Tensor, factors: Sequence[Tensor], adapters: Sequence[Adapter]
 ) -> bool:
-    """Return whether ``x (W + s B A)ᵀ`` is cheaper and loses nothing.
+    """Return whether computing ``x (W + s B A)ᵀ`` is cheaper and loses no precision.
 
-    Half precision would round the update away.
+    In half precision, rounding would erase the update.
     """
     # on a GPU a launch costs more than the products that it saves
     if x.is_cuda or x.dtype.itemsize < 4 or not adapters:
@@ -377,7 +377,7 @@ def _merges(
     # not depend on the number of tokens
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or autocast_dtype(x) is not None:
         return False
-    # tokens then have different updates, which no single weight holds
+    # with dropout each token has its own update, which no single weight can express
     if any(one.dropout_p for one in adapters):
         return False
     rank = sum(b.shape[1] for b in factors[1::2])
@@ -389,9 +389,9 @@ def _merges(
 def merged(
     weight: Tensor, factors: Sequence[Tensor], adapters: Sequence[Adapter], transposed: bool
 ) -> Tensor:
-    """W + Σ s B A."""
+    """Return W + Σ s B A."""
     for a, b, one in zip(factors[::2], factors[1::2], adapters, strict=True):
-        # a Conv1D's weight is (I, O), so that its update is (B A)ᵀ = Aᵀ Bᵀ
+        # a Conv1D's weight is (I, O), so its update is (B A)ᵀ = Aᵀ Bᵀ
         left, right = (a.T, b.T) if transposed else (b, a)
         weight = torch.addmm(
             weight, left.to(weight.dtype), right.to(weight.dtype), alpha=one.scaling

@@ -19,28 +19,28 @@ from model_components._modes import evaluating, in_mode
 
 from .report.training import perplexity
 
-_PROBED = 8  # tokens by which our loss is compared with the model's
+_PROBED = 8  # tokens on which our loss is compared with the model's
 _NEAR = 1e-3  # relative tolerance: above rounding, below the difference of another formula
 _MORE = ("shift_labels", "return_dict", "output_hidden_states", "output_attentions")
 _MARK = "is_fused_cross_entropy"
-# what multiplies the logits in the configs of Cohere, Muse and Falcon-H1
+# names of the factor of the logits in the configs of Cohere, Muse and Falcon-H1
 _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 
 def fuse_cross_entropy_(model: nn.Module) -> None:
     """Compute the loss of a causal language model without logits, in place.
 
-    Given labels, the model's forward then returns the loss and no logits: the head runs on chunks
-    of the positions that have a label, and their gradients are made at once. So a step on answers
-    of long prompts needs little more memory than its layers. The original forward runs
-    without labels, or if ``shift_labels``, ``return_dict``, ``output_hidden_states`` or
-    ``output_attentions`` is given. Trainers and loops stay as they are;
-    ``trl.SFTTrainer`` has a fused head of its own and does not need this. A model that was pickled
-    must be fused again.
+    With labels, the model's forward then returns the loss and no logits. The head runs on chunks
+    of the labeled positions, and forward computes the gradients of a chunk before the next one. So
+    training on answers to long prompts needs little more memory than the layers alone. The original
+    forward runs without labels, or if ``shift_labels``, ``return_dict``, ``output_hidden_states``
+    or ``output_attentions`` is given. Trainers and training loops need no change.
+    ``trl.SFTTrainer`` has its own fused head and does not need this. Fuse a model again after
+    unpickling it.
 
     Args:
-        model: A model of transformers, or peft's of one. Its head may be frozen, tied, trained or
-            have an adapter.
+        model: A transformers model, or a peft model around one. Its head may be frozen, tied,
+            trained or have an adapter.
 
     Raises:
         ValueError: The model has no separate head, adds a router's loss, or computes another loss
@@ -70,12 +70,12 @@ def fuse_cross_entropy_(model: nn.Module) -> None:
     config = base.config.get_text_config()
     if getattr(config, "output_router_logits", False):
         raise ValueError(
-            "fuse_cross_entropy_: the config has output_router_logits, whose loss would be lost; "
-            "expected False"
+            "fuse_cross_entropy_: output_router_logits is True in the config, but a router's loss "
+            "would be lost; expected False"
         )
     _check_loss(base, "fuse_cross_entropy_")
 
-    @functools.wraps(type(base).forward)  # trainers and generate look at its signature
+    @functools.wraps(type(base).forward)  # trainers and generate inspect its signature
     def forward(
         self: Any,
         *arguments: Any,
@@ -89,14 +89,14 @@ def fuse_cross_entropy_(model: nn.Module) -> None:
             options |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
             return self.forward_with_logits(*arguments, **options)
         total, count = _summed_loss(self, labels, *arguments, **options)
-        # a trainer's count is of the whole step: all accumulated batches, all processes
+        # a trainer's count covers the whole step: all accumulated batches, all processes
         if num_items_in_batch is not None:
             count = torch.as_tensor(num_items_in_batch, device=total.device)
         # a batch without trained tokens gives 0 and not NaN
         return CausalLMOutput(loss=total / count.clamp(min=1))
 
     setattr(forward, _MARK, True)
-    # bound methods, which copies of the model bind to themselves
+    # bound methods: a copy of the model gets methods that are bound to the copy
     base.forward_with_logits = base.forward
     base.forward = types.MethodType(forward, base)
 
@@ -126,7 +126,7 @@ def _logits_of(base: Any) -> Callable[[Tensor], Tensor]:
     head = base.get_output_embeddings()
     config = base.config.get_text_config()
     factor = 1.0
-    for name in _FACTORS:  # families call it differently
+    for name in _FACTORS:  # its name depends on the model family
         value = getattr(config, name, None)
         if value is not None:
             factor = value
@@ -154,7 +154,7 @@ def _check_loss(base: Any, operation: str) -> None:
             expected = base(input_ids=ids, labels=ids, use_cache=False).loss
             total, count = _summed_loss(base, ids, input_ids=ids)
         near = abs(float(total / count) - float(expected)) <= _NEAR * abs(float(expected))
-    except RuntimeError:  # a head of other sizes
+    except RuntimeError:  # the head does not fit the hidden states
         near = False
     if not near:
         raise ValueError(
@@ -166,7 +166,7 @@ def _check_loss(base: Any, operation: str) -> None:
 def _summed_loss(
     base: Any, labels: Tensor, *arguments: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of the trained tokens' losses, and their number."""
+    """Return the sum of the trained tokens' losses, and the number of these tokens."""
     options["use_cache"] = False
     hidden = base.base_model(*arguments, **options)[0][:, :-1].flatten(0, 1)
     head = base.get_output_embeddings()
@@ -191,23 +191,24 @@ def answer_loss(
     batch_size: int = 8,
     progress: bool = True,
 ) -> tuple[float, float]:
-    """Return the mean loss of all trained tokens and its perplexity, whatever the batch size.
+    """Return the mean loss over all trained tokens, and its perplexity.
 
-    A trainer's own ``eval_loss`` is a mean of the batches' means, which depends on the batch size.
-    Only logits of one chunk of positions are in memory at a time.
+    The result does not depend on the batch size. A trainer's ``eval_loss`` does, because it is a
+    mean of the batches' means. Only one chunk's logits are in memory at a time.
 
     Args:
         model: A causal language model.
         dataset: Examples with ``input_ids`` and ``labels``, such as ``trainer.eval_dataset``.
-        collator: Examples to a batch of tensors, such as ``trainer.data_collator``.
-        batch_size: Examples at once.
-        progress: Show a bar.
+        collator: A function from examples to a batch of tensors, such as
+            ``trainer.data_collator``.
+        batch_size: Number of examples per batch.
+        progress: Show a progress bar.
 
     Returns:
-        Loss in nats a token, and e to that.
+        The loss in nats per token, and the perplexity: e to that loss.
 
     Raises:
-        ValueError: No token is trained, or the model is one that `fuse_cross_entropy_` refuses.
+        ValueError: No token is trained, or `fuse_cross_entropy_` would reject the model.
     """
     base = _language_model(model, "answer_loss")
     if not _is_fused(base):
@@ -227,7 +228,9 @@ def answer_loss(
             total += float(loss)
             count += int(tokens)
     if not count:
-        raise ValueError("answer_loss: no token of the data set is trained")
+        raise ValueError(
+            "answer_loss: expected at least one trained token, got labels that are all -100"
+        )
     loss = total / count
-    # from 710 on e to it is more than a float holds, and math.exp raises
+    # `perplexity` does not overflow, as math.exp does from 710 on
     return loss, perplexity(loss)

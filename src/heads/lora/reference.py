@@ -1,6 +1,6 @@
 """The definition of a LoRA layer: dense, slow, obvious, in any float dtype.
 
-The fast paths are judged against it.
+The fast paths are tested against it.
 
 Letters: T tokens, I in_features, O out_features, r rank, *B any leading shape.
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
@@ -26,13 +26,14 @@ def _mix(word: Tensor) -> Tensor:
 
 
 def dropout_codes(seed: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Return a word per row, (rows,), which depends on the seed, and a word per column, (columns,).
+    """Return the hash words that `keep_mask` combines, one per row and one per column.
 
-    They have 32 bits each, in int64; the seed has 64.
+    Their shapes are (rows,) and (columns,). Each word has 32 bits, stored in int64. Only the row
+    words depend on the seed, which has 64 bits.
     """
     low = seed & _WORD
     high = (seed >> 32) & _WORD
-    # the high half is mixed first: else seeds of one low ^ high would share a mask
+    # mix the high half first: otherwise seeds with equal low ^ high would share a mask
     key = _mix(low ^ _mix(high))
     at_row, at_column = (
         torch.arange(n, device=seed.device, dtype=torch.int64) for n in (rows, columns)
@@ -41,16 +42,15 @@ def dropout_codes(seed: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor
 
 
 def keep_mask(seed: Tensor, rows: int, columns: int, dropout_p: float) -> Tensor:
-    """Return (rows, columns) of booleans, False with probability ``dropout_p``.
+    """Return a boolean mask, (rows, columns), that is False with probability ``dropout_p``.
 
-    They depend on the seed and the place alone.
+    Each element depends only on the seed and its position.
     """
     row, column = dropout_codes(seed, rows, columns)
-    # row and column are mixed already, but after a mere xor the four corners of any
-    # rectangle would depend on each other
+    # an xor alone is not enough: the four corners of any rectangle would depend on each other
     word = ((row[:, None] ^ column[None, :]) * 0x7FEB352D) & _WORD
     word = ((word ^ (word >> 15)) * 0x846CA68B) & _WORD
-    return (word ^ 0x80000000) >= round(dropout_p * 2**32)  # the order of signed words
+    return (word ^ 0x80000000) >= round(dropout_p * 2**32)  # flip the sign bit: the order of int32
 
 
 def lora_linear(
@@ -69,7 +69,7 @@ def lora_linear(
 
     drop multiplies by `keep_mask`, (T, I), and divides by 1 - dropout_p.
     """
-    # before x is dropped: the base layer sees all of it
+    # before dropout: the base layer receives all of x
     y = F.linear(x, weight.T if transposed else weight, bias)
     if dropout_p:
         assert seed is not None

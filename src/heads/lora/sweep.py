@@ -21,7 +21,10 @@ _LONGEST = 100  # characters of the name of a run
 _HIDDEN = ("merge", "answers", "answer_length", "evaluations")  # settings that the table leaves out
 
 Grid = Mapping[str, Any]
-"""Settings of `TuneConfig`. A list holds alternatives; a value that is a list stands in another."""
+"""Settings of `TuneConfig`, each with a value or a list of alternatives.
+
+A value that is itself a list must be inside a list of alternatives.
+"""
 
 
 def sweep(
@@ -37,15 +40,15 @@ def sweep(
 ) -> SweepReport:
     """Tune a model with every combination of settings, and compare the runs.
 
-    Each run has its own folder in ``out``, beside ``runs.csv``, ``table.md`` and, with matplotlib
-    installed, ``sweep.png``, which are written anew after each run. The same call continues an
-    interrupted sweep, and a larger grid keeps the runs that are there; the tables list the runs of
-    the newest grid. A run that fails, for
-    example by a loss that becomes NaN, is reported, and the next one starts.
+    Each run has its own folder in ``out``. After each run, ``runs.csv``, ``table.md`` and, with
+    matplotlib installed, ``sweep.png`` are written to ``out`` again. The same call continues an
+    interrupted sweep. A larger grid keeps the runs that are already there; the tables list the runs
+    of the newest grid. If a run fails, for example because its loss becomes NaN, the failure is
+    reported and the next run starts.
 
     Args:
         model: Folder or hub id of a causal language model.
-        rows: Rows to train, as for `tune`.
+        rows: Training rows, as for `tune`.
         grid: Fields of `TuneConfig`, each with a value or a list of values; a run is made for every
             combination. A list of grids is run in order.
         out: Output folder: new, or of a sweep of the same model.
@@ -56,11 +59,11 @@ def sweep(
         **settings: Fields of `TuneConfig` that all runs share. Here ``merge`` is False by default.
 
     Returns:
-        The settings, losses, scores, times and peaks of all runs.
+        The settings, losses, scores, times and memory peaks of all runs.
 
     Raises:
-        ValueError: A setting is invalid, two runs are the same, ``out`` is not of this sweep, or
-            all runs fail.
+        ValueError: A setting is invalid, two runs are the same, ``out`` belongs to another sweep,
+            or all runs fail.
     """
     grids = [grid] if isinstance(grid, Mapping) else list(grid)
     shared = {"merge": False, **settings}
@@ -136,7 +139,7 @@ def _columns(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     usual = {
         "model": Path(model).name,
         "batch_size": config.batch_size,
-        "epochs": config.epochs if config.max_steps is None else None,  # as `tune` takes one
+        "epochs": config.epochs if config.max_steps is None else None,  # max_steps replaces epochs
         "max_steps": config.max_steps,
         "learning_rate": config.learning_rate,
         "lr_scheduler_type": config.lr_scheduler_type,
@@ -148,7 +151,7 @@ def _columns(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name_of(run: Mapping[str, Any]) -> str:
-    """Return the name of a run, which is also that of its folder."""
+    """Return the name of a run and of its folder."""
     name = ",".join(f"{setting}-{value}" for setting, value in run.items())
     name = re.sub(r"[^\w.,+-]+", "_", name)
     if len(name) <= _LONGEST:

@@ -41,7 +41,7 @@ from .report.runs import CURVES, LOG, REPORT, TuneReport, read_report
 from .storage.merge import merge_lora
 from .surgery.trainable import load_trainable
 
-_LARGE = 1_000_000_000  # parameters of a model that wants a lower rate
+_LARGE = 1_000_000_000  # parameters from which a model needs a lower learning rate
 # Learning rates of small and of large models. Those of small models come from a search on
 # SmolLM2-135M (docs/lora.md), those of large ones from Dettmers et al., arXiv 2305.14314, and from
 # Stanford Alpaca.
@@ -66,33 +66,33 @@ def tune(
 ) -> TuneReport:
     """Fine-tune a language model on rows of text, and report whether that went well.
 
-    ``out`` gets ``adapter`` (files of peft), ``model`` (the merged checkpoint, or the tuned model
-    if r is 0), ``answers.json``, ``log.json``, ``report.json`` and, with matplotlib installed,
-    ``curves.png``. ``model`` is missing if ``merge`` is False, or if rounding would lose too much
-    of the adapters. ``run.json`` and the newest of the ``checkpoints`` stay there, too.
+    The folder ``out`` receives ``adapter`` (peft's files), ``model`` (the merged checkpoint, or the
+    tuned model if r is 0), ``answers.json``, ``log.json``, ``report.json`` and, with matplotlib
+    installed, ``curves.png``. ``model`` is missing if ``merge`` is False, or if rounding would lose
+    too much of the adapters. ``run.json`` and the newest of the ``checkpoints`` are kept, too.
 
-    The same call continues an interrupted run from its newest checkpoint, of which there is one
-    every tenth of the steps. If the run has finished, the call returns its report.
+    A checkpoint is written after every tenth of the steps. The same call continues an interrupted
+    run from its newest checkpoint. If the run has finished, the call returns its report.
 
     Args:
         model: Folder or hub id of a causal language model.
-        rows: Rows to train, or a file of them; see `TextExamples` for their layouts.
+        rows: Training rows, or a file with rows; see `TextExamples` for their layouts.
         out: Output folder: new, or of the same run.
         eval_rows: Held-out rows; default: a part of the rows.
         judge: Also score the answers to held-out prompts, before and after tuning.
-            ``"likelihood_gain"`` is `LikelihoodGain` under the model before tuning. A function
-            returns another judge, given the reference answers by prompt, for example
-            ``partial(WinRate, pairwise_model)``. A run knows a function by its name only.
+            ``"likelihood_gain"`` is `LikelihoodGain` under the model before tuning. A function is
+            passed the reference answers by prompt and returns a judge, for example
+            ``partial(WinRate, pairwise_model)``. Only its name is stored with the run.
         progress: Show progress bars.
         **settings: Fields of `TuneConfig`.
 
     Returns:
-        The losses before and after, the verdict on the curves, and where everything is.
+        The losses before and after, the verdict on the curves, and the paths of the files.
 
     Raises:
-        ValueError: A setting, a row or the model is invalid, or ``out`` belongs to another run;
-            nothing has been trained then. Or the judge failed; the same call, with or without the
-            judge, goes on from there.
+        ValueError: A setting, a row or the model is invalid, or ``out`` belongs to another run. In
+            these cases, nothing has been trained. Or the judge failed; then the same call, with or
+            without the judge, continues from there.
         DeadRunError: A loss or gradient is not finite.
     """
     config = TuneConfig.from_dict(settings)
@@ -112,7 +112,7 @@ def tune(
         "tune",
         contents={"rows": data.digest, "model": _fingerprint(folder)},
         checkpoints="checkpoints",
-        # no weight depends on it: where a judge failed, another one may take over
+        # no weight depends on the judge: if one failed, another may be used instead
         may_change=("judge",),
         results=_RESULTS,
         fresh=None,
@@ -130,7 +130,7 @@ def tune(
     evaluation.set_judge(judge, folder)
     with run:
         trainer = _trainer(tuned, arguments, data, evaluation.collator)
-        # of a continued run, too: its checkpoint is loaded only by train
+        # also in a continued run, because only train loads its checkpoint
         before = evaluation.measure()
         _reset_peak()
         start = time.perf_counter()
@@ -139,11 +139,11 @@ def tune(
         peak = _peak_mb()
         notes = list(data.notes)
         if checkpoint is not None:
-            notes.append(f"continued from {checkpoint.name}; the time is of the steps since then")
+            notes.append(f"continued from {checkpoint.name}; the time covers the steps since then")
         # so that the written model stops where the trained answers end
         tuned.generation_config.eos_token_id = evaluation.ends
         notes += _save(tuned, folder, out, config, progress=progress)
-        after = evaluation.measure()  # last, as a judge may fail
+        after = evaluation.measure()  # last, because a judge may fail
         evaluation.write(out, before, after)
         report = TuneReport(
             out=out,
@@ -163,14 +163,14 @@ def tune(
             notes=tuple(notes),
             log=tuple(trainer.state.log_history),
         )
-        # the judge of this call, before the report that marks the run as finished
+        # record this call's judge before the report marks the run as finished
         run.update()
         report.write()
         return report
 
 
 def _finished(run: RunFolder, judge: str | None) -> TuneReport:
-    """Return the report of a finished run; refuse another run, or another judge."""
+    """Return the report of a finished run; raise if the run or its judge is another one."""
     with run:  # entering raises if the folder belongs to another run
         facts = run.read() or {}
         if facts.get("judge") != judge:
@@ -196,7 +196,7 @@ class _Data:
     """The examples of a run.
 
     Attributes:
-        train: The examples to train.
+        train: The training examples.
         held_out: The held-out examples.
         digest: A hash of the rows.
         notes: Remarks on rows that were cut or left out.
@@ -256,7 +256,7 @@ def _fingerprint(folder: Path) -> str:
 
 
 def _length(example: Example) -> int:
-    """Return the key of sorting by length, which leaves little padding in a batch."""
+    """Return the sort key that leaves little padding in a batch: the length."""
     return len(example["input_ids"])
 
 
@@ -327,7 +327,7 @@ def _count_steps(data: _Data, config: TuneConfig) -> int:
     if config.max_steps is not None:
         return config.max_steps
     batches = math.ceil(len(data.train) / config.batch_size)
-    # transformers steps after the last batches of an epoch, too, though they are fewer
+    # transformers also takes a step after an epoch's last batches, even if they are fewer
     return math.ceil(config.epochs * math.ceil(batches / config.accumulation))
 
 
@@ -386,7 +386,7 @@ def _trainer(model: Any, arguments: TrainingArguments, data: _Data, collator: An
 
 
 def _save(model: Any, folder: Path, out: Path, config: TuneConfig, *, progress: bool) -> list[str]:
-    """Write the adapter and the checkpoint; return a remark if that was refused."""
+    """Write the adapter and the checkpoint; return a remark if the merge was rejected."""
     tokenizer = load_tokenizer(folder)
     if config.r:
         model.save_pretrained(out / "adapter")
@@ -409,7 +409,7 @@ def _save(model: Any, folder: Path, out: Path, config: TuneConfig, *, progress: 
         try:
             merge_lora(model, out / "model", tokenizer=tokenizer, progress=progress)
         except OutputError:
-            # a ValueError, too, but of a full disk or a taken folder, and not of a refused merge
+            # also a ValueError, but due to a full disk or a folder in use, not a rejected merge
             raise
         except ValueError as error:
             command = f"model-components lora merge {folder} {out / 'adapter'} OUT"
@@ -421,14 +421,14 @@ def _save(model: Any, folder: Path, out: Path, config: TuneConfig, *, progress: 
 
 
 def _reset_peak() -> None:
-    """Let `_peak_mb` count from here on."""
+    """Reset the peak that `_peak_mb` returns."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     reset_peak_memory()
 
 
 def _peak_mb() -> float:
-    """Return the peak of the GPU's memory, or without a GPU that of the process, in MiB."""
+    """Return the peak memory in MiB: the GPU's, or without a GPU the process's."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     return peak_memory() / 2**20

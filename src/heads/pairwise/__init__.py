@@ -1,9 +1,10 @@
-"""A head that says which of two answers is better, exactly fair and without a wasted token.
+"""Judges: models that decide which of two answers to a prompt is better.
 
-It sits on an encoder or a language model.
+A judge is an encoder or a language model with a head. Swapping the answers swaps its probabilities
+exactly, except with ``link="concat"``, and most encoders run without padding.
 
-What functions return, and the definitions of links and losses, are in the modules:
-``heads.pairwise.functional``, ...
+The types that functions return, and the definitions of links and losses, are in the modules, such
+as ``heads.pairwise.functional``.
 """
 
 from model_components._lazy import attach

@@ -35,7 +35,7 @@ def train(
     columns: tuple[str, ...] = (),
     run_flags: RunFlags,
 ) -> Report | None:
-    """Train a judge on labeled pairs; write it with a report of what its verdicts are worth.
+    """Train a judge on labeled pairs; write it with a report that compares it with baselines.
 
     To continue an interrupted run, give the same command again.
 
@@ -46,8 +46,8 @@ def train(
         out: Output folder: a new path, or the folder of a run to continue.
         encoder: Folder or hub id of an encoder or a language model.
         judge_config: Settings of the run.
-        columns: Names of FILE's columns, if they are others, as FIELD=COLUMN, for example
-            prompt=question a=first b=second label=better.
+        columns: Names of FILE's columns, if they are not prompt, a, b and label, as FIELD=COLUMN,
+            for example prompt=question a=first b=second label=better.
         run_flags: The device, and whether to show progress.
     """
     from .training.run import train_judge
@@ -73,7 +73,7 @@ def pairs(
     batch_size: int = 32,
     run_flags: RunFlags,
 ) -> Iterator[Row] | None:
-    """Judge pairs of answers: A, B or tie with probabilities for each row, as JSON lines.
+    """Judge pairs of answers; write each row's verdict and probabilities as JSON lines.
 
     Args:
         model: Folder or hub id of a judge.
@@ -89,7 +89,7 @@ def pairs(
 
     where = _checked_device(out, run_flags.device, "judge pairs")
     rows, readable = _readable(each_pair(file, columns=_columns(columns), labels=False), file)
-    # after the file: a wrong column must not cost the loading of a model
+    # after the file, so that a wrong column fails before a model is loaded
     judge = _load(model, where, "judge pairs")
     verdicts = _verdicts(judge, rows, readable, batch_size, run_flags.progress)
     return _write_or_return(verdicts, out, "judge pairs")
@@ -114,7 +114,7 @@ def rank(
         run_flags: The device, and whether to show progress.
     """
     where = _checked_device(out, run_flags.device, "judge rank")
-    # all of it now: a file that cannot be read is told before a model is loaded
+    # all rows now, so that an unreadable file fails before a model is loaded
     rows = list(each_row(file, "judge rank"))
     judge = _load(model, where, "judge rank")
     orders = _orders(judge, file, rows, batch_size, run_flags.progress)
@@ -135,8 +135,8 @@ def report(
 
     Args:
         model: Folder or hub id of a judge.
-        file: Labeled pairs, in the formats of judge pairs.
-        train: The judge's training pairs, to which the baselines are fitted.
+        file: Labeled pairs, in the formats of judge train.
+        train: The judge's training pairs, on which the baselines are fitted; default: no baselines.
         columns: Names of FILE's columns, if they are not prompt, a and b, as FIELD=COLUMN, for
             example prompt=question a=first b=second.
         batch_size: Number of pairs computed at once.
@@ -157,10 +157,10 @@ def report(
 
 
 def _columns(columns: Sequence[str]) -> dict[str, str]:
-    """Return fields and columns of FIELD=COLUMN.
+    """Parse texts FIELD=COLUMN into a dictionary of columns by field.
 
     Raises:
-        ValueError: One has no equals sign.
+        ValueError: A text has no equals sign.
     """
     if wrong := [text for text in columns if "=" not in text]:
         raise ValueError(f"judge: --columns must be FIELD=COLUMN, got {wrong[0]!r}")
@@ -182,7 +182,7 @@ def _checked_device(out: Path | None, device: str, operation: str) -> str:
 def _load(model: str, device: str, operation: str) -> PairwiseModel:
     """Load a judge onto a device."""
     folder = find_folder(model, operation=operation)
-    # transformers takes seconds to import, too long for a misspelled folder
+    # after the folder is found, because transformers takes seconds to import
     from .model import PairwiseModel
 
     return PairwiseModel.from_pretrained(folder).eval().to(device)
@@ -192,7 +192,7 @@ def _write_or_return(rows: Iterable[Row], out: Path | None, operation: str) -> I
     """Write rows to a file as JSON lines, or return them if no file is given."""
     if out is None:
         return iter(rows)
-    # the name appears with the last row: a part of the output would pass for all of it
+    # the file appears after the last row, so that a part cannot pass for the whole
     with new_file(out, operation) as part, part.open("w", encoding="utf-8") as file:
         file.writelines(f"{json_line(row, 'utf-8')}\n" for row in rows)
     return None
@@ -203,7 +203,7 @@ def _readable(
 ) -> tuple[list[Row], list[Pair]]:
     """Return an output row for each row of a file, and the pairs that could be read.
 
-    The output row of a row that is not a pair holds an error.
+    If a row is not a pair, its output row has an error instead of a verdict.
 
     Raises:
         ValueError: No row is a pair.
@@ -226,8 +226,8 @@ def _readable(
         )
     if len(readable) < len(rows):
         print(
-            f"{file}: {len(rows) - len(readable)} of {len(rows)} rows are no pairs; the output has "
-            "the reasons"
+            f"{file}: {len(rows) - len(readable)} of {len(rows)} rows are not pairs; the output "
+            "has the reasons"
         )
     return rows, readable
 
@@ -239,7 +239,7 @@ def _verdicts(
     batch_size: int,
     progress: bool,
 ) -> Iterator[Row]:
-    """Yield the rows of output, those without an error with a verdict."""
+    """Yield the output rows, with a verdict in each row that has no error."""
     from .inference import predict_pairs
 
     data = model.dataset(readable, progress=progress)
@@ -256,10 +256,10 @@ def _verdicts(
 
 
 def _answers_of(value: object) -> list[Any]:
-    """Return a list of answers; a cell of CSV holds it as JSON.
+    """Return a list of answers; a text, as in CSV, is parsed as JSON.
 
     Raises:
-        ValueError: It is no list.
+        ValueError: The value is not a list.
     """
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
@@ -294,7 +294,7 @@ def _orders(
         ranked = True
         scores = [round(score, 4) for score in ranking.scores.tolist()]
         yield {"line": line, "order": list(ranking.order), "scores": scores}
-    # a file with other columns is an error, not an output full of errors
+    # if no row is usable, the columns are wrong: one error is better than many
     if not ranked:
         raise ValueError(
             f"judge rank: expected prompt and answers (a list) in each row, got no usable row in "

@@ -1,4 +1,4 @@
-"""Refuse encoders that cannot read and tokenizers of others, before `from_encoder` begins."""
+"""Check encoders, their tokenizers and their limits before a judge is built or loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .packing import PackingReport, embedding_weight, encode_padded
 
 @torch.no_grad()
 def check_encoder(encoder: PreTrainedModel) -> None:
-    """Refuse what gives no hidden states of two tokens."""
+    """Check that an encoder returns hidden states for two tokens."""
     try:
         with evaluating(encoder):
             encode_padded(
@@ -23,13 +23,14 @@ def check_encoder(encoder: PreTrainedModel) -> None:
     # models of other kinds fail in many ways; NotImplementedError is a RuntimeError, too
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
         raise ValueError(
-            f"from_encoder: {type(encoder).__name__} cannot read two tokens: {error}"
+            "from_encoder: expected an encoder that returns hidden states, but "
+            f"{type(encoder).__name__} fails on two tokens: {error}"
         ) from error
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, encoder: PreTrainedModel) -> None:
-    """Refuse a tokenizer without words, and one whose ids mean something else to the encoder."""
-    # transformers makes such a tokenizer of a folder that has none
+    """Check that a tokenizer has words and that its token ids are the encoder's."""
+    # transformers builds such a tokenizer from a folder without one
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(
             f"from_encoder: the tokenizer has {len(tokenizer)} tokens, all of them special; "
@@ -38,27 +39,27 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, encoder: PreTrainedModel
     rows = len(embedding_weight(encoder))
     if len(tokenizer) > rows:
         raise ValueError(
-            f"from_encoder: the tokenizer has {len(tokenizer)} tokens, the encoder {rows}; is it "
-            "another's?"
+            f"from_encoder: the tokenizer has {len(tokenizer)} tokens, but the encoder has only "
+            f"{rows} embeddings; expected the encoder's own tokenizer"
         )
     for name in ("pad", "cls", "sep", "bos", "eos"):
         theirs, ours = (
             getattr(side, f"{name}_token_id", None) for side in (encoder.config, tokenizer)
         )
-        # some configs list several ids that end a text, as Llama 3's
+        # some configs, such as Llama 3's, list several ids that end a text
         known = theirs if isinstance(theirs, list) else [theirs]
         # many configs and tokenizers leave some of these ids out
         if theirs is not None and ours is not None and ours not in known:
             raise ValueError(
-                f"from_encoder: the tokenizer's {name}_token_id is {ours}, the encoder's {theirs}; "
-                "is it another's?"
+                f"from_encoder: the tokenizer's {name}_token_id is {ours}, but the encoder's is "
+                f"{theirs}; expected the encoder's own tokenizer"
             )
 
 
 def check_loadable(encoder: PreTrainedModel) -> None:
-    """Refuse an encoder that could not be made again from its config.
+    """Check that an encoder can be rebuilt from its config.
 
-    Nothing of it is computed or downloaded; the copy is on the meta device.
+    Nothing is computed or downloaded, because the rebuilt encoder is on the meta device.
     """
     name = type(encoder).__name__
     try:
@@ -80,7 +81,7 @@ def check_loadable(encoder: PreTrainedModel) -> None:
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
-    """Return the shapes of a model's tensors, without parts that a judge does not run."""
+    """Return the shapes of a model's tensors, except those of modules that a judge does not run."""
     tensors = model.state_dict().items()
     unused = ("pooler.", "contact_head.")
     return {key: tensor.shape for key, tensor in tensors if not key.startswith(unused)}
@@ -89,21 +90,28 @@ def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
 def most_tokens(
     operation: str, asked: int | None, encoder: nn.Module, packing: PackingReport, tokenizer: object
 ) -> int:
-    """Most tokens of a sequence: what was asked for, if the encoder has so many positions."""
+    """Return the maximum number of tokens in a sequence.
+
+    This is ``asked`` if it is given, otherwise the lower limit of the encoder and the tokenizer.
+
+    Raises:
+        ValueError: ``asked`` is more than the encoder's positions.
+    """
     positions = getattr(encoder.config, "max_position_embeddings", None)
     if positions is not None and positions < 1:  # XLNet, whose positions have no limit
         positions = None
     first = getattr(getattr(encoder, "embeddings", None), "padding_idx", None)
-    # as RoBERTa and MPNet count
+    # RoBERTa and MPNet start to count positions after the padding id
     if packing.packed or first is None:
         counted = packing.offset
     else:
         counted = first + 1
-    # 512, as in BERT, where a config names no number of positions
+    # 512, as in BERT, if the config has no number of positions
     most = (positions or 512) - counted
     if asked is not None and positions and asked > most:
         raise ValueError(
-            f"{operation}: max_tokens is {asked}, and {type(encoder).__name__} has {most} positions"
+            f"{operation}: max_tokens is {asked}, but {type(encoder).__name__} has only {most} "
+            "positions"
         )
-    # a tokenizer without a limit says 1e30
+    # a tokenizer without a limit has the value 1e30
     return asked or min(most, getattr(tokenizer, "model_max_length", most))

@@ -24,34 +24,34 @@ Share = Annotated[float, Range(least=0, below=1)]
 
 
 class PairwiseConfig(CheckedModelConfig):
-    """The encoder, the head and how texts are cut for a `PairwiseModel`.
+    """Settings of a `PairwiseModel`: its encoder, its head and how long texts are cut.
 
     Args:
         encoder: The encoder's config, or its dictionary.
-        link: The function from features to A, B or tie. ``"davidson"`` gives each answer one score
-            and learns how often close ones tie. ``"antisymmetric"`` compares both directly.
-            ``"concat"``, a classifier over both side by side, is a baseline, and the only one whose
-            verdict depends on which answer is called A.
-        pooling: ``"mean"`` of an answer's last hidden states, the sequence's ``"first"`` or
-            ``"last"`` one; or several of them, side by side.
+        link: The function from features to logits of A, B and tie. ``"davidson"`` gives each answer
+            a score and learns how often answers with close scores tie. ``"antisymmetric"`` compares
+            the two answers directly. ``"concat"``, a classifier over their concatenated features,
+            is a baseline: only with it does the verdict depend on which answer is called A.
+        pooling: The ``"mean"`` of an answer's last hidden states, the sequence's ``"first"`` or
+            ``"last"`` state, or several of these, concatenated.
         ties: Whether there is a class for ties.
-        hidden_features: Inner width of the head; 0 for a linear one, and 64 inside
+        hidden_features: Hidden width of the head. 0 means a linear head, or a width of 64 for
             ``"antisymmetric"``.
         dropout: The dropout on the features and inside the head.
-        surface: What the head reads beside the encoder's states: any of the answers'
-            ``"length"``, ``"style"`` and ``"overlap"`` with the prompt. Judges owe much to these;
-            `pairwise_report` says how much.
+        surface: Surface features that the head reads in addition to the encoder's states: any of
+            the answers' ``"length"``, ``"style"`` and ``"overlap"`` with the prompt. Verdicts can
+            depend on them strongly; `pairwise_report` shows how much.
         append_prompt: Encode the prompt before each answer.
-        max_tokens: Most tokens of prompt, answer and special tokens together; default what the
-            encoder takes.
-        max_prompt_tokens: Tokens that a prompt keeps where an answer is long; default a quarter of
-            ``max_tokens``.
+        max_tokens: Maximum number of tokens in a sequence: prompt, answer and special tokens. If it
+            is None, `PairwiseModel.from_encoder` sets it to the encoder's limit.
+        max_prompt_tokens: Number of tokens that a prompt keeps if the answer is long; default: a
+            quarter of ``max_tokens``.
         label_smoothing: Share of each target that is spread over all classes.
         uncertainty: Whether the head has a covariance, which `fit_uncertainty_` sets.
-        **rest: Of `transformers.PreTrainedConfig`.
+        **rest: Fields of `transformers.PreTrainedConfig`.
 
     Raises:
-        ValueError: A field outside what it says above.
+        ValueError: A field is invalid, or two fields conflict.
 
     >>> from transformers import BertConfig
     >>> PairwiseConfig(encoder=BertConfig(), link="davidson").num_classes
@@ -62,7 +62,7 @@ class PairwiseConfig(CheckedModelConfig):
     """
 
     model_type = "pairwise"
-    keys_to_ignore_at_inference = ["scores"]  # noqa: RUF012, the base class's own way
+    keys_to_ignore_at_inference = ["scores"]  # noqa: RUF012, as in the base class
 
     encoder: Any = None
     link: Link = "davidson"
@@ -90,13 +90,13 @@ class PairwiseConfig(CheckedModelConfig):
                 setattr(self, name, list(getattr(self, name)))
 
     def problems(self) -> Iterator[str]:
-        """Yield what does not go together."""
+        """Yield messages about fields that are invalid or conflict."""
         if not self.pooling:
             yield problem(self, "pooling", "one or more")
         for name in ("pooling", "surface"):
             if len(set(getattr(self, name))) < len(getattr(self, name)):
                 yield problem(self, name, "each once")
-        # concat reads the encoder's features alone, and would ignore these in silence
+        # concat reads only the encoder's features and would silently ignore these
         if self.surface and self.link == "concat":
             yield problem(self, "surface", "none of them for link='concat'")
         if self.uncertainty and self.link != "antisymmetric":
@@ -108,11 +108,11 @@ class PairwiseConfig(CheckedModelConfig):
         return 3 if self.ties else 2
 
     def to_dict(self) -> dict[str, object]:
-        """Return all fields, with the encoder's config as a dictionary, which names no folder."""
+        """Return all fields, with the encoder's config as a dictionary without a local path."""
         fields = super().to_dict()
         if isinstance(self.encoder, PreTrainedConfig):
             fields["encoder"] = self.encoder.to_dict()
-            # an id of the hub stays, since the card names the base model by it
+            # a hub id is kept, because the model card names the base model by it
             fields["encoder"]["_name_or_path"] = (
                 hub_id(fields["encoder"].get("_name_or_path") or "") or ""
             )
@@ -120,8 +120,12 @@ class PairwiseConfig(CheckedModelConfig):
 
 
 def encoder_config(values: dict[str, Any]) -> PreTrainedConfig:
-    """Return the config of a kind of encoder that transformers knows."""
+    """Build an encoder's config from its dictionary.
+
+    Raises:
+        ValueError: transformers has no such ``model_type``.
+    """
     kind = str(values.get("model_type"))
     if kind not in CONFIG_MAPPING:
-        refuse("PairwiseConfig", "the encoder's model_type", kind, "one that transformers knows")
+        refuse("PairwiseConfig", "the encoder's model_type", kind, "a model type of transformers")
     return CONFIG_MAPPING[kind](**{k: v for k, v in values.items() if k != "model_type"})

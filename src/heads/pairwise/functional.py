@@ -1,9 +1,7 @@
-"""Attention within packed sequences, a link from scores to log-probabilities, and fair losses.
+"""Attention within packed sequences, the Davidson link, and a loss that treats A and B alike.
 
-A loss is fair if it does not depend on which answer is A.
-
-Shapes: T tokens of all sequences, S sequences, H heads of the query, G heads of key and value, d
-width of a head, P pairs, C classes: A, B and, but for data without ties, tie.
+Shapes: T tokens of all sequences, S sequences, H query heads, G key and value heads, d width of a
+head, P pairs, C classes: A, B and, unless the data have no ties, tie.
 """
 
 from __future__ import annotations
@@ -38,30 +36,30 @@ def packed_attention(
     causal: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """Attention in which the sequences of one flat run do not see each other.
+    """Compute attention over concatenated sequences, where each attends only to itself.
 
-    The eager path is one call of `torch.nn.functional.scaled_dot_product_attention` for each
-    sequence, on views: no mask, no padding, and memory that grows with the tokens. The fused path
-    is torch's own variable-length flash attention.
+    The eager path calls `torch.nn.functional.scaled_dot_product_attention` once for each sequence,
+    on views. It needs no padding, and a mask only if a sequence is longer than ``window``. The
+    fused path is torch's variable-length flash attention.
 
     Args:
         query: The queries of all sequences, one after the other.
         key: The keys, with as many heads as the query or a divisor of them.
         value: The values, with as many heads as the key.
-        cu_seq_lens: Where sequences start, and where the last one ends: 0, l1, l1 + l2, ..., T.
-        scale: The factor of the products; default ``1 / sqrt(d)``.
+        cu_seq_lens: The cumulative lengths of the sequences: 0, l1, l1 + l2, ..., T.
+        scale: The factor of the attention scores; default: ``1 / sqrt(d)``.
         dropout_p: Share of the attention weights that is dropped.
-        window: The largest distance of tokens that see each other; None: any.
-        causal: Whether a token sees only itself and those before it.
+        window: The largest distance between tokens that attend to each other; None: any.
+        causal: Whether a token attends only to itself and to earlier tokens.
         impl: ``"reference"`` (dense), ``"eager"``, ``"fused"`` (CUDA, half precision, no dropout),
-            or ``"auto"``: fused where that is supported, else eager.
+            or ``"auto"``: fused if it is supported, else eager.
 
     Returns:
-        (T, H, d).
+        The outputs, (T, H, d).
 
     Raises:
-        ValueError: Shapes that differ, ``cu_seq_lens`` that do not go from 0 up to T, an option
-            that is not supported.
+        ValueError: The shapes do not match, ``cu_seq_lens`` do not rise from 0 to T, or an option
+            is not supported.
 
     >>> q = torch.randn(5, 1, 2)
     >>> both = packed_attention(q, q, q, [0, 2, 5])
@@ -78,7 +76,7 @@ def packed_attention(
     lengths = [after - before for before, after in pairwise(ends)]
     if not ends or ends[0] != 0 or ends[-1] != len(query) or min(lengths, default=0) < 0:
         raise ValueError(
-            f"{operation}: cu_seq_lens are {ends!r:.80}, expected numbers from 0 up to T = "
+            f"{operation}: cu_seq_lens are {ends!r:.80}, expected numbers that rise from 0 to T = "
             f"{len(query)}"
         )
     unsupported = _not_fused(query, dropout_p)
@@ -93,7 +91,7 @@ def packed_attention(
         return reference.packed_attention(
             query, key, value, places, scale=scale, window=window, causal=causal
         )
-    # of no sequences there is no longest one, which flash attention asks for
+    # without sequences there is no longest one, whose length flash attention takes
     if unsupported is None and impl != "eager" and lengths:
         return _flash(query, key, value, ends, max(lengths), scale, window, causal)
     outputs = [
@@ -118,7 +116,7 @@ def _attend(
 ) -> Tensor:
     """Return attention within one sequence, (L, H, d)."""
     near = None
-    # in a sequence of up to window + 1 tokens all are near, and a mask would cost for nothing
+    # up to window + 1 tokens are all within the window, so they need no mask
     if window is not None and len(query) > window + 1:
         near = _near(len(query), window, causal, query.device)
     attended = F.scaled_dot_product_attention(
@@ -127,7 +125,7 @@ def _attend(
         value.transpose(0, 1)[None],
         near,
         dropout_p,
-        # sdpa takes a mask or is_causal; near holds the order, too
+        # sdpa takes either a mask or is_causal; the mask is causal already
         is_causal=causal and near is None,
         scale=scale,
         enable_gqa=key.shape[1] < query.shape[1],
@@ -136,7 +134,7 @@ def _attend(
 
 
 def _check_packed(operation: str, query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Refuse shapes other than (T, H, d) and (T, G, d) twice, H a multiple of G."""
+    """Check for a query (T, H, d), a key and a value (T, G, d), and H a multiple of G."""
     if query.dim() == key.dim() == 3 and key.shape == value.shape and key.shape[1]:
         tokens, heads, width = query.shape
         groups = key.shape[1]
@@ -144,12 +142,12 @@ def _check_packed(operation: str, query: Tensor, key: Tensor, value: Tensor) -> 
             return
     raise ValueError(
         f"{operation}: query, key, value are {list(query.shape)}, {list(key.shape)}, "
-        f"{list(value.shape)}; expected (T, H, d), and (T, G, d) twice, H a multiple of G"
+        f"{list(value.shape)}; expected (T, H, d), (T, G, d), (T, G, d), and H a multiple of G"
     )
 
 
 def _not_fused(query: Tensor, dropout_p: float) -> str | None:
-    """Return why the fused path cannot take this call, or None if it can."""
+    """Return what the fused path needs and this call lacks, or None."""
     if not query.is_cuda:
         return "CUDA tensors"
     if torch.cuda.get_device_capability(query.device) < (8, 0):
@@ -173,11 +171,11 @@ def _flash(
     window: int | None,
     causal: bool,
 ) -> Tensor:
-    # only a GPU takes this path, and loading it takes a while
+    # imported here, because it takes a while and only GPUs need it
     from torch.nn.attention.varlen import varlen_attn
 
     places = _places(tuple(ends), query.device)
-    # -1 is the kernel's word for any distance
+    # the kernel takes -1 for any distance
     far = -1 if window is None else window
     grouped: dict[str, Any] = {}
     if key.shape[1] < query.shape[1]:
@@ -196,7 +194,7 @@ def _flash(
         longest,
         longest,
         scale=scale,
-        # to the left and to the right: a causal token sees none to its right
+        # left and right: a causal token attends to none on its right
         window_size=(far, 0 if causal else far),
         **grouped,
     )
@@ -205,14 +203,14 @@ def _flash(
 
 @lru_cache(maxsize=4)  # every layer of an encoder asks for the same
 def _places(ends: tuple[int, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # training may ask for the same later
+    with torch.inference_mode(False):  # training may use the cached tensor later
         return torch.tensor(ends, device=device, dtype=torch.int32)
 
 
 def _near(length: int, window: int, causal: bool, device: torch.device) -> Tensor:
-    """Return which keys each query sees, (length, length).
+    """Return a mask, (length, length), that is True where a query attends to a key.
 
-    Keys at most ``window`` away and, if causal, not later than the query.
+    Such keys are at most ``window`` away and, if ``causal``, not later than the query.
     """
     place = torch.arange(length, device=device)
     apart = place[:, None] - place[None]
@@ -226,16 +224,16 @@ def davidson(score_a: Tensor, score_b: Tensor, log_nu: Tensor) -> Tensor:
 
     Source: Davidson 1970.
 
-    ``(a, b, (a + b) / 2 + log ν)``: a tie is as likely as ν times the geometric mean of the two
-    wins.
+    They are ``(a, b, (a + b) / 2 + log ν)``: the probability of a tie is ν times the geometric mean
+    of the probabilities of A and B.
 
     Args:
-        score_a: (P,).
-        score_b: (P,).
-        log_nu: (), the tie parameter.
+        score_a: The scores of A, (P,).
+        score_b: The scores of B, (P,).
+        log_nu: The logarithm of the tie parameter ν, a scalar.
 
     Returns:
-        (P, 3). Swapping the scores swaps the first two columns and moves no bit.
+        (P, 3). Swapping the scores swaps the first two columns bit for bit.
 
     >>> davidson(torch.tensor([2.0]), torch.tensor([0.0]), torch.tensor(0.0)).tolist()
     [[2.0, 0.0, 1.0]]
@@ -244,7 +242,7 @@ def davidson(score_a: Tensor, score_b: Tensor, log_nu: Tensor) -> Tensor:
 
 
 def swapped(classes: Tensor) -> Tensor:
-    """Exchange A and B in values of shape (..., C): the first two columns trade places.
+    """Swap A and B, the first two columns, in values of shape (..., C).
 
     >>> swapped(torch.tensor([[0.5, 0.3, 0.2]]))
     tensor([[0.3000, 0.5000, 0.2000]])
@@ -253,15 +251,15 @@ def swapped(classes: Tensor) -> Tensor:
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
-    """Compute a log-softmax over A, B (and tie) that does not depend on which is A.
+    """Compute the log-softmax over A, B and, if there is one, tie.
 
     Swapping A and B swaps the results bit for bit.
 
     Args:
-        logits: (P, C), C of 2 or 3.
+        logits: The logits, (P, C), where C is 2 or 3.
 
     Returns:
-        (P, C).
+        The log-probabilities, (P, C).
 
     >>> log_probabilities(torch.tensor([[0.0, 0.0]])).exp()
     tensor([[0.5000, 0.5000]])
@@ -270,7 +268,7 @@ def log_probabilities(logits: Tensor) -> Tensor:
         raise ValueError(
             f"log_probabilities: expected logits of 2 or 3 classes, got {list(logits.shape)}"
         )
-    # A and B first: a sum of two has the same bits in both orders, one of three may not
+    # A and B first: a sum of two is bitwise equal in both orders, a sum of three may not be
     total = torch.logaddexp(logits[..., 0], logits[..., 1])
     if logits.shape[-1] == 3:
         total = torch.logaddexp(total, logits[..., 2])
@@ -282,14 +280,14 @@ def pairwise_loss(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
 
     Args:
         logits: (*B, C).
-        labels: (*B) classes, or (*B, C) the share of judges for each (soft targets).
+        labels: Classes (*B), or soft targets (*B, C): the share of judges for each class.
         label_smoothing: Share of each target that is spread over all classes.
 
     Returns:
         A scalar, in nats.
 
     Raises:
-        ValueError: Labels of another shape.
+        ValueError: The labels do not fit the logits' shape, or are not classes.
 
     >>> pairwise_loss(torch.zeros(1, 3), torch.tensor([[0.5, 0.5, 0.0]]))
     tensor(1.0986)
@@ -299,7 +297,7 @@ def pairwise_loss(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
             f"pairwise_loss: labels are {list(labels.shape)} for logits {list(logits.shape)}; "
             f"expected {list(logits.shape[:-1])} classes or {list(logits.shape)} shares"
         )
-    # while a graph is traced labels have no values to look at
+    # labels have no values while a graph is traced
     if labels.dim() < logits.dim() and labels.numel() and not needs_plain(labels):
         low, high = (int(value) for value in labels.aminmax())
         if low < 0 or high >= logits.shape[-1]:

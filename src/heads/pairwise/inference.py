@@ -1,6 +1,7 @@
 """Predict verdicts of many pairs, and rank several answers to one prompt.
 
-Shapes: N pairs, C classes, K answers.
+Shapes: N pairs, P pairs of a batch, C classes, K answers, W width of the features, F surface
+features.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ class Predictions:
     """Verdicts on N pairs.
 
     Attributes:
-        log_probabilities: (N, C) float32, of A, B and tie.
-        swapped_log_probabilities: (N, C), of the same pairs with A and B exchanged, in this order's
-            columns.
-        scores: (N, 2) of A and of B, for the links that score single answers. A score says
-            something beside another to the same prompt.
-        alike: Log-probabilities by part of the model, ``"encoder"`` or a kind of surface features,
-            if both answers were the same in it; only where they were asked for.
+        log_probabilities: The log-probabilities of A, B and tie, (N, C) float32.
+        swapped_log_probabilities: The same, (N, C), from pairs with A and B swapped; the columns
+            are swapped back.
+        scores: The scores of A and B, (N, 2), or None if the link does not score single answers.
+            Compare scores only between answers to the same prompt.
+        alike: For each part of the model (``"encoder"`` or a kind of surface features), the
+            log-probabilities if both answers were equal in it. Empty unless they were requested.
     """
 
     log_probabilities: Tensor
@@ -51,22 +52,22 @@ class Predictions:
 
     @property
     def verdicts(self) -> list[str]:
-        """``"A"``, ``"B"`` or ``"tie"``, whichever is likeliest.
+        """The most likely class of each pair: ``"A"``, ``"B"`` or ``"tie"``.
 
-        ``"tie"`` where A and B are equally so.
+        If A and B are equally likely, it is ``"tie"``.
         """
         return [CLASSES[k] for k in verdicts_of(self.log_probabilities).tolist()]
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """K answers in order.
+    """A ranking of K answers.
 
     Attributes:
-        order: Places of the answers in what was given, the best first.
-        scores: (K,) that sum to 0: those of the link, or else Bradley-Terry log-strengths of a
-            tournament.
-        wins: (K, K), how likely the row's answer beats the column's, a tie being half a win.
+        order: The indices of the given answers, the best first.
+        scores: The scores of the given answers, (K,), shifted to sum to 0: the link's, or, for
+            links without scores, Bradley-Terry log-strengths from comparisons of all pairs.
+        wins: The probability that the row's answer beats the column's, (K, K); a tie is half a win.
     """
 
     order: tuple[int, ...]
@@ -75,9 +76,9 @@ class Ranking:
 
 
 def verdicts_of(found: Tensor) -> Tensor:
-    """Return the verdicts, (N,) classes, of log-probabilities (N, C).
+    """Return the most likely classes, (N,), from log-probabilities (N, C).
 
-    Where A and B are equally likely and likeliest it is 2, a tie.
+    If A and B are equally likely, the class is 2, a tie, even for two classes.
 
     >>> (
     ...     verdicts_of(torch.tensor([[0.1, 0.9, 0.0], [0.5, 0.5, 0.0]])),
@@ -86,7 +87,7 @@ def verdicts_of(found: Tensor) -> Tensor:
     (tensor([1, 2]), tensor([2]))
     """
     best = found.argmax(-1)
-    # argmax takes the first of equal ones, which would always be A
+    # argmax returns the first of equal values, which would always be A
     return torch.where((found[..., 0] == found[..., 1]) & (best < 2), 2, best)
 
 
@@ -99,25 +100,27 @@ def predict_pairs(
     parts: bool = False,
     progress: bool = True,
 ) -> Predictions:
-    """A model's verdicts on a data set, in its order; pairs of like length share a batch.
+    """Predict a model's verdicts on a data set; pairs of similar length share a batch.
 
     Args:
         model: A `PairwiseModel`.
         data: Pairs, with labels or without.
-        batch_size: Pairs at once.
-        parts: Also predict, for each part of the model, as if both answers were alike in it.
-        progress: Show a bar.
+        batch_size: Number of pairs in a batch.
+        parts: Also predict, for each part of the model, the verdicts if both answers were equal in
+            that part.
+        progress: Show a progress bar.
 
     Returns:
-        One row a pair, in the data's order.
+        The predictions, in the data's order.
 
     Raises:
-        ValueError: No pairs, or numbers that are not finite.
+        ValueError: There are no pairs, ``batch_size`` is below 1, the data have another encoder's
+            features, or the logits are not finite.
     """
     if not len(data) or batch_size < 1:
         raise ValueError(
-            f"predict_pairs: {len(data)} pairs in batches of {batch_size}; expected 1 or more of "
-            "both"
+            f"predict_pairs: {len(data)} pairs in batches of {batch_size}; expected at least 1 "
+            "pair and a batch_size of at least 1"
         )
     data.check_encoded("predict_pairs", model)
     if not data.encoded:
@@ -158,7 +161,7 @@ def predict_pairs(
 def sides_of(
     model: Judge, data: PairwiseDataset, numbers: Sequence[int], batch_size: int = 32
 ) -> list[Tensor]:
-    """Return features of A and of B of these pairs, and their surface features, on the CPU."""
+    """Return the features and surface features of A and B for numbered pairs, on the CPU."""
     collate = PairwiseCollator()
     device = next(model.parameters()).device
     sides: list[list[Tensor]] = [[], [], [], []]
@@ -175,9 +178,9 @@ def sides_of(
 def _verdicts(
     model: Judge, sides: Sides, alike: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (P, C) log-probabilities, those of the other order, and (P, 2) scores or None.
+    """Return (P, C) log-probabilities for both orders, and (P, 2) scores or None.
 
-    The other order's are in this order's columns.
+    The columns of the second order are swapped back.
     """
     found = model.compare(*sides, both_orders=True, alike=alike)
     assert found.logits is not None
@@ -190,7 +193,7 @@ def _verdicts(
 
 
 def _sides(model: Judge, batch: dict[str, Tensor]) -> Sides:
-    """Return features of A and of B, and their surface features or None, of a batch."""
+    """Return a batch's features of A and B, and their surface features or None."""
     tokens = dict(batch)
     tokens.pop("labels", None)
     surface = tokens.pop("surface", None)
@@ -216,10 +219,10 @@ def rank_answers(model: Judge, answers: Sequence[Answer], batch_size: int) -> Ra
     features = []
     looks = []
     with evaluating(model), torch.autocast(device.type, enabled=False):
-        # answers go through the encoder, pairs through the head alone: fewer answers fit
+        # smaller batches of answers: they go through the encoder, pairs only through the head
         for start in range(0, count, max(1, batch_size // 4)):
             part = answers[start : start + max(1, batch_size // 4)]
-            # an answer beside itself: the pair says its place, which equal answers share
+            # pair each answer with itself: the pair has its index, which equal answers share
             batch = flat_batch([(part, [(k, k) for k in range(len(part))])])
             batch = on_device(batch, device)
             places = batch.pop("pairs")[:, 0]
@@ -243,19 +246,19 @@ def rank_answers(model: Judge, answers: Sequence[Answer], batch_size: int) -> Ra
             shares.append(torch.stack(orders).exp().mean(0).cpu())
     wins = _wins(torch.cat(shares) if shares else torch.zeros(0, 2), pairs.cpu(), count)
     if scores is None:
-        # a win that is certain has no finite score
+        # a certain win has no finite score
         strengths = _bradley_terry(wins.clamp(1e-9, 1 - 1e-9))
     else:
         strengths = scores.double().cpu()
     return Ranking(
-        # stable: answers of one score stay in the order that they came in
+        # stable: answers with equal scores keep their order
         tuple(strengths.argsort(descending=True, stable=True).tolist()),
         strengths - strengths.mean(),
         wins,
     )
 
 
-_MOST_NEWTON_STEPS = 200  # a few are enough; far more than any table took
+_MOST_NEWTON_STEPS = 200  # a few are usually enough; no table needed nearly as many
 
 
 def _wins(shares: Tensor, pairs: Tensor, count: int) -> Tensor:
@@ -268,15 +271,15 @@ def _wins(shares: Tensor, pairs: Tensor, count: int) -> Tensor:
 
 
 def _bradley_terry(wins: Tensor) -> Tensor:
-    """Return the scores whose differences explain a table of wins best, by Newton's method.
+    """Fit Bradley-Terry scores to a table of wins by Newton's method.
 
     Source: Bradley and Terry 1952.
 
     Args:
-        wins: (K, K) shares between 0 and 1, how likely the row beats the column.
+        wins: The probability, between 0 and 1, that the row beats the column, (K, K).
 
     Returns:
-        (K,) float64 log-strengths that sum to 0.
+        The log-strengths, (K,) float64, which sum to 0.
     """
     count = len(wins)
     table = wins * (1 - torch.eye(count, dtype=torch.float64))
@@ -292,9 +295,9 @@ def _bradley_terry(wins: Tensor) -> Tensor:
         expected = torch.sigmoid(scores[:, None] - scores[None])
         slope = won - (games * expected).sum(1)
         bend = games * expected * (1 - expected)
-        # a constant on all scores changes nothing: without the ones the matrix is singular
+        # adding a constant to all scores changes nothing: without the ones the matrix is singular
         step = torch.linalg.solve(bend.sum(1).diag() - bend + ones / count, slope)
-        # 2 nats at most, as a whole step from afar overshoots; at the best scores the step is 0
+        # at most 2 nats, because a full step from far away overshoots; the last step can be 0
         size = min(1.0, 2.0 / max(float(step.abs().max()), 1e-300))
         while size > 1e-9 and likelihood(scores + size * step) < likelihood(scores):
             size /= 2

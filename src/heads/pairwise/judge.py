@@ -1,6 +1,6 @@
-"""`Judge`: what a `PairwiseModel` computes, from tokens to features and from features to logits.
+"""`Judge`: the forward pass of a `PairwiseModel`, from tokens to features and then to logits.
 
-Shapes: T tokens of all sequences, S sequences, P pairs, C classes, W width of the features, F of
+Shapes: T tokens of all sequences, S sequences, P pairs, C classes, W width of the features, F
 surface features.
 """
 
@@ -25,9 +25,13 @@ from .surface import SURFACE, columns_of
 
 @dataclass
 class PairwiseOutput(ModelOutput):
-    """Logits of A, B and tie, (P, C), and with labels the loss.
+    """The output of a `Judge`.
 
-    Scores (P, 2) and the other order's logits, if any.
+    Attributes:
+        loss: The loss, a scalar, if labels were passed.
+        logits: The logits of A, B and tie, (P, C).
+        scores: The scores of A and B, (P, 2), in evaluation with link ``"davidson"``.
+        swapped_logits: The logits with A and B swapped, (P, C), if they were requested.
     """
 
     loss: Tensor | None = None
@@ -37,9 +41,9 @@ class PairwiseOutput(ModelOutput):
 
 
 class Judge(CompleteModel):
-    """An encoder, a pooling and a head, and what they compute.
+    """An encoder, a pooling and a head, with their forward pass.
 
-    `PairwiseModel` adds making, saving and predicting.
+    `PairwiseModel` adds construction, saving and prediction.
     """
 
     config: PairwiseConfig  # pyrefly: ignore[bad-override]
@@ -51,7 +55,7 @@ class Judge(CompleteModel):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Return what verdicts may be made of: the encoder, and kinds of surface features."""
+        """The inputs of the head: ``"encoder"``, and the kinds of surface features it reads."""
         return ("encoder", *(kind for kind in SURFACE if kind in self.config.surface))
 
     @property
@@ -61,11 +65,11 @@ class Judge(CompleteModel):
 
     @property
     def _base(self) -> PreTrainedModel:
-        """The encoder without what peft may have put around it."""
+        """The encoder without peft's wrapper, if it has one."""
         return base_of(self.encoder)
 
     def get_input_embeddings(self) -> nn.Module:
-        """The encoder's."""
+        """Return the encoder's input embeddings."""
         return self.encoder.get_input_embeddings()
 
     def features(
@@ -75,24 +79,25 @@ class Judge(CompleteModel):
         begins: Tensor | None = None,
         token_type_ids: Tensor | None = None,
     ) -> Tensor:
-        """Return float32 features, (S, W), of S sequences whose T tokens are one flat run.
+        """Return float32 features, (S, W), of S concatenated sequences.
 
         Args:
-            input_ids: (T,).
-            lengths: (S,) tokens of each, at least 1.
-            begins: (S,), where answers begin in their sequences; by default at the first token.
-            token_type_ids: (T,); None for encoders that have no types, or zeros.
+            input_ids: The token ids of all sequences, (T,).
+            lengths: The number of tokens in each sequence, (S,), at least 1.
+            begins: The index of each answer's first token in its sequence, (S,); default: 0.
+            token_type_ids: The token types, (T,); None means zeros. They are ignored if the encoder
+                has fewer than two types.
 
         Raises:
-            ValueError: Lengths that do not add up to T.
+            ValueError: A length is below 1, or the lengths do not add up to T.
         """
         sizes = lengths.tolist()
         if sum(sizes) != len(input_ids) or min(sizes, default=0) < 1:
             raise ValueError(
                 f"PairwiseModel: lengths are {sizes!r:.60} for {len(input_ids)} tokens; expected "
-                "their sum"
+                "lengths of at least 1 that add up to the number of tokens"
             )
-        # RoBERTa's table has a single type: the 1 of an answer would be beyond it
+        # RoBERTa has a single token type: type 1, of answers, would be out of range
         if (getattr(self.config.encoder, "type_vocab_size", 0) or 0) > 1:
             kinds = token_type_ids
         else:
@@ -101,7 +106,7 @@ class Judge(CompleteModel):
             states = encode_packed(self.encoder, input_ids, sizes, kinds, self.packing.offset)
         else:
             states = encode_padded(self.encoder, input_ids, sizes, kinds)
-        # autocast would pool in half precision, and verdicts hang on small differences
+        # autocast would pool in half precision, and verdicts depend on small differences
         with torch.autocast(states.device.type, enabled=False):
             return self.pool(
                 states, lengths, torch.zeros_like(lengths) if begins is None else begins
@@ -122,28 +127,27 @@ class Judge(CompleteModel):
         """Compute the logits of pairs of sequences; `PairwiseCollator` makes the arguments.
 
         Args:
-            input_ids: (T,) tokens of all sequences.
-            lengths: (S,).
-            pairs: (P, 2), which sequences are A and B.
-            begins: (S,); see `features`.
-            token_type_ids: (T,).
-            surface: (S, F) surface features, for a model that looks at them.
-            features: (S, W) in place of tokens, of a data set that was encoded.
-            labels: (P,) classes or (P, C) shares.
-            both_orders: Also give the logits with A and B exchanged.
+            input_ids: The token ids of all sequences, (T,).
+            lengths: The number of tokens in each sequence, (S,).
+            pairs: The indices of the sequences of A and B, (P, 2).
+            begins: The index of each answer's first token, (S,); see `features`.
+            token_type_ids: The token types, (T,); see `features`.
+            surface: The surface features, (S, F), if the model reads them.
+            features: The features of an encoded data set, (S, W), instead of tokens.
+            labels: Classes (P,) or shares (P, C).
+            both_orders: Also return the logits with A and B swapped.
 
         Raises:
-            ValueError: Lengths or labels that do not fit; neither tokens nor features.
+            ValueError: Lengths or labels do not fit, or pairs, or tokens and features, are missing.
         """
         if features is None:
             if input_ids is None or lengths is None:
                 raise ValueError(
-                    "PairwiseModel: input_ids, lengths and features are None; expected tokens or "
-                    "features"
+                    "PairwiseModel: expected input_ids and lengths, or features; got neither"
                 )
             features = self.features(input_ids, lengths, begins, token_type_ids)
         if pairs is None:
-            raise ValueError("PairwiseModel: pairs are None; expected which sequences are compared")
+            raise ValueError("PairwiseModel: pairs is None, expected indices of sequences (P, 2)")
         with torch.autocast(features.device.type, enabled=False):
             sides = [features[pairs[:, k]] for k in (0, 1)]
             looks = [None if surface is None else surface[pairs[:, k]] for k in (0, 1)]
@@ -160,19 +164,19 @@ class Judge(CompleteModel):
         both_orders: bool = False,
         alike: str | None = None,
     ) -> PairwiseOutput:
-        """Return logits of pairs from (P, W) features and (P, F) surface features.
+        """Compute the logits of pairs from (P, W) features and (P, F) surface features.
 
         Args:
             a: The features of A.
             b: The features of B.
             surface_a: The surface features of A.
             surface_b: The surface features of B.
-            labels: (P,) classes or (P, C) shares.
-            both_orders: Also give the logits with A and B exchanged.
-            alike: Take both answers to be the same in this: ``"encoder"``, ``"length"``,
-                ``"style"``, ``"overlap"``.
+            labels: Classes (P,) or shares (P, C).
+            both_orders: Also return the logits with A and B swapped.
+            alike: Replace both answers' values in this part by their mean: ``"encoder"``,
+                ``"length"``, ``"style"`` or ``"overlap"``; None: in no part.
         """
-        # features are float32; the head is not where somebody cast the whole model
+        # features are float32; the head is not if the whole model was cast
         dtype = self.head.outer.weight.dtype
         a = a.to(dtype)
         b = b.to(dtype)
@@ -183,7 +187,7 @@ class Judge(CompleteModel):
             a = b = (a + b) / 2
         elif alike is not None and surface_a is not None and surface_b is not None:
             surface_a, surface_b = _average_columns(surface_a, surface_b, columns_of([alike]))
-        # a calibrated model that trains on must not learn against its temperature
+        # not in training: a calibrated model would learn to undo its temperature
         divisor = 1.0 if self.training else self.head.temperature
         loss = scores = other = None
         if self.config.link == "davidson":
@@ -202,7 +206,7 @@ class Judge(CompleteModel):
 
 
 def _average_columns(a: Tensor, b: Tensor, columns: Any) -> tuple[Tensor, Tensor]:
-    """Return copies of both that hold their mean in these columns."""
+    """Return copies of ``a`` and ``b`` with these columns replaced by their mean."""
     a = a.clone()
     b = b.clone()
     a[:, columns] = b[:, columns] = (a[:, columns] + b[:, columns]) / 2

@@ -24,26 +24,28 @@ class JudgeConfig(CheckedConfig):
     Args:
         freeze: Part of the encoder to freeze: all, none, embeddings, or bottom:N for the embeddings
             and the N lowest layers. A frozen encoder reads each answer once.
-        depth: Number of the encoder's layers to use, from the lowest; default: two thirds of a
-            frozen encoder's, and all where a part of it trains.
+        depth: Number of the encoder's layers to use, from the lowest; default: two thirds of the
+            layers if the encoder is frozen, otherwise all.
         dtype: Dtype of the encoder's weights. auto: bfloat16 if the encoder is frozen and the
             device is faster in it (on x86: with AMX), else float32.
-        link: Function from features to log-probabilities; see PairwiseConfig.
+        link: Function from features to logits; see PairwiseConfig.
         pooling: Hidden states that stand for an answer; see PairwiseConfig.
         surface: Surface features given to the head: length, style, overlap; none of them with
             link=concat.
-        max_tokens: Most tokens of prompt and answer; default: what the encoder takes.
-        hidden_features: Inner width of the head; 0: 64 with antisymmetric, else a linear head.
+        max_tokens: Maximum number of tokens of prompt, answer and special tokens; default: the
+            encoder's limit.
+        hidden_features: Hidden width of the head; 0 means 64 with antisymmetric, else a linear
+            head.
         dropout: Dropout on the features and inside the head.
-        epochs: Most passes over the pairs; default: 8, and 3 where the encoder trains.
-        batch_size: Pairs of a step.
-        learning_rate: Peak of the rate; default: 1e-3, and 3e-5 where the encoder trains.
+        epochs: Maximum number of epochs; default: 8, or 3 if the encoder trains.
+        batch_size: Number of pairs per step.
+        learning_rate: Peak learning rate; default: 1e-3, or 3e-5 if the encoder trains.
         head_lr_ratio: Learning rate of the head divided by the encoder's, if the encoder trains.
-        layer_decay: Factor of the rate from each layer of the encoder to the one below.
+        layer_decay: Factor of the learning rate from each layer of the encoder to the one below.
         weight_decay: Weight decay.
-        held_out: Fraction of the prompts in each of three parts: one chooses the epoch, one the
-            temperature, one is judged in the report.
-        unseen_writers: Number of answering models to hold out; their pairs are judged apart.
+        held_out: Fraction of the prompts in each of three held-out parts: one to choose the epoch,
+            one to fit the temperature, one to test the judge.
+        unseen_writers: Number of answering models to hold out; their pairs are tested separately.
             Default: a sixth of the models that answer in less than half of the pairs, or 0 if there
             are fewer than six such models.
         seed: Seed of the split, the head and the order of pairs.
@@ -72,7 +74,7 @@ class JudgeConfig(CheckedConfig):
     seed: Annotated[int, Range(least=0)] = 0
 
     def problems(self) -> Iterator[str]:
-        """Yield what does not go together."""
+        """Yield messages about fields that conflict."""
         if self.link == "concat" and self.surface:
             yield problem(self, "surface", "none of them for link='concat'")
 

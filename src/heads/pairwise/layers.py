@@ -1,6 +1,6 @@
-"""`PairwiseHead`: two answers' features to logits of A, B and tie; `Pool`: tokens to features.
+"""`PairwiseHead` maps two answers' features to logits; `Pool` maps hidden states to features.
 
-Shapes: T tokens of all sequences, S sequences, W width of the features, F of surface features, P
+Shapes: T tokens of all sequences, S sequences, W width of the features, F surface features, P
 pairs, C classes.
 """
 
@@ -18,41 +18,45 @@ from .choices import Link, Pooling
 from .functional import davidson
 from .surface import SurfaceEncoding
 
-# width of a network, and of what it sees of the features
+# default width of a network, and the number of combinations of features that it reads
 _INNER = 64
 _COMBINATIONS = 16
 # a feature counts as constant if its spread is at most this share of the median spread; in MiniLM
-# and SmolLM2 those that vary have a third of the median or more
+# and SmolLM2 the spread of varying features is a third of the median or more
 _SHARE_OF_MEDIAN = 1e-3
-# or this share of the largest spread, for encoders most of whose features hardly vary
+# or this share of the largest spread, for encoders in which most features hardly vary
 _SHARE_OF_LARGEST = 1e-6
 
 
 class PairwiseHead(nn.Module):
-    """Logits of A, B and tie from the features of two answers.
+    """A head that computes logits of A, B and tie from the features of two answers.
 
-    - ``"davidson"`` gives each answer a score, by a network on its features and one on its surface.
-    - ``"antisymmetric"`` compares: a weighted difference of the features, and a network that sees a
-      few of their combinations, differences and means, beside the surface of both. Half the
-      difference of its outputs for both orders goes into the win's logit, half their sum into the
-      tie's.
-    - ``"concat"`` is a classifier over both answers' features, side by side.
+    - ``"davidson"`` gives each answer a score: a function of its features plus, if there are any, a
+      network on its surface features.
+    - ``"antisymmetric"`` compares the answers by a weighted difference of their features and by a
+      network. The network reads differences and means of a few linear combinations of the features,
+      and the surface features of both answers. It runs on both orders of the answers: half the
+      difference of the two outputs is added to the win's logit, half their sum to the tie's.
+    - ``"concat"`` is a classifier over the concatenated features of both answers.
 
-    But for ``"concat"``, swapping the answers swaps the first two logits and moves no bit: both
-    answers go through the same products, one after the other, and what follows treats them alike.
-    Features are divided by the buffer ``scale``, which `fit_` sets. A calibrated model's logits are
-    divided in evaluation by the buffer ``temperature``. With ``uncertainty`` the buffer
-    ``covariance`` makes verdicts in evaluation less sure the less the training pairs say about
-    them; `fit_uncertainty_` sets it.
+    Except with ``"concat"``, swapping the answers swaps the first two logits bit for bit: both
+    answers go through the same products, one after the other, and the rest treats them alike.
+    Features are divided by the buffer ``scale``, which `fit_` sets. In evaluation, `Judge` divides
+    the logits by the buffer ``temperature``, which `calibrate_` sets. With ``uncertainty``, the
+    buffer ``covariance``, which `fit_uncertainty_` sets, makes verdicts in evaluation less
+    confident for pairs unlike the training pairs.
 
     Args:
-        in_features: W.
+        in_features: The width of the features, W.
         link: See `PairwiseConfig`.
         ties: Whether there is a class for ties.
-        hidden_features: Inner width; 0 for a linear head, and for networks of 64.
-        dropout: The dropout on the features and inside; half of it is on the surface's encodings.
-        surface: Kinds of surface features that it looks at, too; none for ``"concat"``.
-        uncertainty: Whether there is a covariance of the last layers; for ``"antisymmetric"``.
+        hidden_features: The hidden width. 0 means a linear function of the features, and 64 for the
+            networks that ``"antisymmetric"`` and surface features use.
+        dropout: The dropout on the features and inside networks; half of it is on the inputs of the
+            networks that ``"antisymmetric"`` and surface features use.
+        surface: Kinds of surface features to read as well; none for ``"concat"``.
+        uncertainty: Whether to keep a covariance of the last layers; only for
+            ``"antisymmetric"``.
 
     >>> head = PairwiseHead(8, link="antisymmetric", hidden_features=4).eval()
     >>> a, b = torch.randn(2, 5, 8)
@@ -87,9 +91,9 @@ class PairwiseHead(nn.Module):
         self.inner: nn.Module = nn.Identity()
         width = in_features * (1 + (link == "concat"))
         if compares:
-            # a bias would cancel in the differences of both answers
+            # no bias: it would cancel in differences, and the next layer has one for means
             self.project = nn.Linear(in_features, _COMBINATIONS, bias=False)
-            # 2: differences and means of the combinations; the second output is the tie's
+            # 2 for differences and means of the combinations; a second output is for ties
             self.beside = _network(
                 looks + 2 * _COMBINATIONS, hidden_features or _INNER, 1 + ties, dropout
             )
@@ -106,7 +110,7 @@ class PairwiseHead(nn.Module):
         concat = link == "concat"  # in the other links a bias would cancel, or favor a side
         self.outer = nn.Linear(width, 2 + ties if concat else 1, bias=concat)
         if ties and link != "concat":
-            self.tie = nn.Parameter(torch.zeros(1))  # FSDP2 shards no scalars
+            self.tie = nn.Parameter(torch.zeros(1))  # FSDP2 cannot shard scalars
         else:
             self.tie = None
         self.temperature: Tensor
@@ -114,7 +118,7 @@ class PairwiseHead(nn.Module):
         self.register_buffer("temperature", torch.ones(()))
         self.register_buffer("scale", torch.ones(in_features))
         self.covariance: Tensor | None
-        width = in_features + (hidden_features or _INNER)  # of what the last layers read
+        width = in_features + (hidden_features or _INNER)  # of the last layers' inputs
         self.register_buffer("covariance", torch.zeros(width, width) if uncertainty else None)
         self.reset_parameters()
 
@@ -129,7 +133,7 @@ class PairwiseHead(nn.Module):
     def reset_parameters(self) -> None:
         """Zero the last layers: at first all classes are equally likely."""
         for module in self.modules():
-            # the layers below the last stay random: from zeros alone no gradient would reach them
+            # the layers below the last stay random: with zeros, no gradient would reach them
             if isinstance(module, nn.Linear):
                 module.reset_parameters()
         for last in self._lasts:
@@ -142,14 +146,18 @@ class PairwiseHead(nn.Module):
             nn.init.zeros_(self.covariance)
         if self.encoding is not None:
             nn.init.zeros_(self.encoding.edges)
-        # ν = 1: A, B and a tie are alike while the scores are
+        # ν = 1: for equal scores, A, B and a tie are equally likely
         self.set_tie_rate_(1 / 3)
 
     @torch.no_grad()
     def fit_(self, a: Tensor, b: Tensor, surface_a: Tensor, surface_b: Tensor) -> None:
-        """Take scales from (N, W) features and bins from (N, F) surface features.
+        """Set scales from features (P, W) of A and B, and bins from their surface features (P, F).
 
-        They are of answers and their rivals.
+        Args:
+            a: The features of A.
+            b: The features of B.
+            surface_a: The surface features of A; ignored by a head that does not read them.
+            surface_b: The surface features of B.
         """
         # one scale for both sides, or the head would treat A and B differently
         spread = torch.cat([a, b]).float().std(0)
@@ -166,20 +174,20 @@ class PairwiseHead(nn.Module):
 
     @torch.no_grad()
     def set_tie_rate_(self, rate: float) -> None:
-        """Let answers that seem equal tie with this probability.
+        """Set the probability of a tie between answers with equal scores.
 
-        A head starts nearer to data with few or many ties.
+        With the data's rate, a new head starts closer to data with few or many ties.
 
         Raises:
-            ValueError: A rate outside (0, 1), or a head without ties.
+            ValueError: ``rate`` is not between 0 and 1, or the head has no class for ties.
         """
         if not self.ties:
-            if rate == 1 / 3:  # what every head starts from
+            if rate == 1 / 3:  # the rate of every new head
                 return
             raise ValueError("PairwiseHead: there is no class for ties; expected ties=True")
         if not 0 < rate < 1:
             raise ValueError(f"PairwiseHead: rate is {rate}, expected a share between 0 and 1")
-        # of equal answers rate = ν / (2 + ν), solved for ν
+        # for equal answers rate = ν / (2 + ν), solved for ν
         log_nu = math.log(2 * rate / (1 - rate))
         if self.tie is None:
             # concat has no tie parameter; its last bias does the same
@@ -193,14 +201,14 @@ class PairwiseHead(nn.Module):
         return not any(bool(last.weight.any()) for last in self._lasts)
 
     def score(self, features: Tensor, surface: Tensor | None = None) -> Tensor:
-        """Return scores (*B,) of single answers from their (*B, W) and (*B, F) surface features.
+        """Return scores (*B,) from features (*B, W) and surface features (*B, F) of answers.
 
         Raises:
-            ValueError: A link that only compares.
+            ValueError: The link does not score single answers, or surface features are missing.
         """
         if self.link != "davidson":
             raise ValueError(
-                f"PairwiseHead: link {self.link!r} compares answers and gives single ones no score"
+                f"PairwiseHead: expected link 'davidson' to score single answers, got {self.link!r}"
             )
         scores = self._read(features)[..., 0]
         if self.encoding is None or self.beside is None:
@@ -226,12 +234,12 @@ class PairwiseHead(nn.Module):
         last: Any = self.beside[-1]
         hidden = self._hidden(a, b, surface_a, surface_b)
         made = [last(inner) for inner in hidden]
-        # outer has no bias: with the order its part changes the sign and no other bit
+        # outer has no bias: swapping the answers only flips the sign of its output
         wins = (self.outer(a - b)[..., 0] + (made[0][..., 0] - made[1][..., 0])) / 2
         if self.covariance is not None and not self.training:
             read = torch.cat([a - b, hidden[0] - hidden[1]], -1) / 2
             variance = (read @ self.covariance * read).sum(-1)
-            # MacKay 1992: the mean of a sigmoid of a normal number of mean m and variance v is near
+            # MacKay 1992: for normal x of mean m and variance v, the mean of sigmoid(x) is about
             # sigmoid(m / sqrt(1 + pi v / 8)); here m is 2 wins, with 4 times the variance
             wins = wins / (1 + math.pi / 2 * variance).sqrt()
         logits = [wins, -wins]
@@ -242,7 +250,7 @@ class PairwiseHead(nn.Module):
     def _hidden(
         self, a: Tensor, b: Tensor, surface_a: Tensor | None, surface_b: Tensor | None
     ) -> list[Tensor]:
-        """Return what the network's last layer reads, for A before B and for B before A."""
+        """Return the inputs of the network's last layer, for the orders A, B and B, A."""
         project: Any = self.project
         network: Any = self.beside
         few = [project(a), project(b)]
@@ -261,7 +269,7 @@ class PairwiseHead(nn.Module):
     def read_by_last(
         self, a: Tensor, b: Tensor, surface_a: Tensor | None, surface_b: Tensor | None
     ) -> Tensor:
-        """Return what the win's logit is linear in, (*B, W + inner width), for ``covariance``."""
+        """Return the inputs, (*B, W + hidden width), in which the win's logit is linear."""
         a = a / self.scale
         b = b / self.scale
         one, other = self._hidden(a, b, surface_a, surface_b)
@@ -274,7 +282,7 @@ class PairwiseHead(nn.Module):
         return davidson(score_a, score_b, self.tie.squeeze(0))
 
     def extra_repr(self) -> str:
-        """Show the settings that it was made with."""
+        """Return the settings to show in ``repr``."""
         return f"{self.in_features}, link={self.link!r}, ties={self.ties}"
 
     def _read(self, *features: Tensor) -> Tensor:
@@ -286,7 +294,7 @@ class PairwiseHead(nn.Module):
 
 
 def _network(width: int, inner: int, outs: int, dropout: float) -> nn.Sequential:
-    """A network for encodings of the surface and combinations of features."""
+    """Build a network for surface encodings and combinations of features."""
     return nn.Sequential(
         nn.Dropout(dropout / 2),
         nn.Linear(width, inner),
@@ -295,7 +303,7 @@ def _network(width: int, inner: int, outs: int, dropout: float) -> nn.Sequential
         nn.Linear(inner, inner),
         nn.GELU(),
         nn.Dropout(dropout),
-        # a bias would cancel between the answers, and ties have a parameter of their own
+        # no bias: it would cancel between the answers, and ties have their own parameter
         nn.Linear(inner, outs, bias=False),
     )
 
@@ -303,17 +311,17 @@ def _network(width: int, inner: int, outs: int, dropout: float) -> nn.Sequential
 def _given(surface: Tensor | None) -> Tensor:
     if surface is None:
         raise ValueError(
-            "PairwiseHead: surface features are None; expected them, as the head has a part for "
-            "them"
+            "PairwiseHead: surface features are None, expected a tensor (*B, F), because this head "
+            "reads them"
         )
     return surface
 
 
 class Pool(nn.Module):
-    """(T, W) states of all sequences to (S, K W) float32 features, of K kinds side by side.
+    """Pool hidden states (T, W) of all sequences into float32 features (S, K W), for K kinds.
 
-    What answers have in common says nothing about which is better: a mean is over the answer and
-    what follows it, not over the prompt.
+    The mean is over the answer and the tokens after it, not over the prompt, because both answers
+    have the same prompt.
 
     Args:
         pooling: One or more of ``"mean"`` (over the answer), ``"first"`` and ``"last"`` (the
@@ -331,9 +339,12 @@ class Pool(nn.Module):
         self.pooling = tuple(pooling)
 
     def forward(self, states: Tensor, lengths: Tensor, begins: Tensor) -> Tensor:
-        """Pool states; ``lengths`` are (S,), at least 1 each.
+        """Return the features, (S, K W).
 
-        ``begins``, (S,), are where answers start in their sequences.
+        Args:
+            states: The hidden states of all sequences, (T, W).
+            lengths: The number of states in each sequence, (S,), at least 1.
+            begins: The index of each answer's first state in its sequence, (S,).
         """
         states = states.float()
         ends = lengths.cumsum(0)
@@ -347,7 +358,7 @@ class Pool(nn.Module):
             else:
                 place = torch.arange(len(states), device=states.device)
                 # an answer runs to the end of its sequence, so one bound is enough;
-                # with output_size nothing waits for the GPU
+                # output_size avoids a wait for the GPU
                 of_answer = place >= (starts + begins).repeat_interleave(
                     lengths, output_size=len(states)
                 )
@@ -360,5 +371,5 @@ class Pool(nn.Module):
         return torch.cat(pooled, 1)
 
     def extra_repr(self) -> str:
-        """The kinds."""
+        """Return the kinds of pooling to show in ``repr``."""
         return ", ".join(self.pooling)

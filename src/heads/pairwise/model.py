@@ -1,6 +1,6 @@
 """`PairwiseModel`: an encoder or a decoder with a head that compares two answers.
 
-Shapes: T tokens of all sequences, S sequences, P pairs, C classes, W width of the features, F of
+Shapes: T tokens of all sequences, S sequences, P pairs, C classes, W width of the features, F
 surface features.
 """
 
@@ -39,24 +39,24 @@ from .surgery import keep_lowest_
 
 
 class PairwiseModel(SavedJudge):
-    """An encoder with a `PairwiseHead`: prompts and two answers to probabilities of A, B and tie.
+    """An encoder with a `PairwiseHead`: it judges which of two answers to a prompt is better.
 
-    The encoder may be a decoder, such as any causal language model without its head. All answers of
-    a batch go through it in one pass, without padding where `check_packing` finds that this changes
-    nothing. Features and head are float32, whatever the encoder is.
+    The encoder can also be a decoder, such as a causal language model without its head. All answers
+    of a batch go through it in one pass, without padding if `check_packing` finds that this does
+    not change its outputs. Features and head are float32, whatever the encoder's dtype is.
 
     Args:
-        config: The settings of encoder and head; see `from_encoder` for a pretrained one.
-        encoder: One that is there already; default: made of its config, untrained.
+        config: The settings of encoder and head; see `from_encoder` for a pretrained encoder.
+        encoder: An existing encoder; default: an untrained one, built from ``config.encoder``.
 
     Attributes:
         tokenizer: The tokenizer for `predict` and `rank`; it is saved and loaded with the model.
-        packing: Whether the encoder runs without padding, and if not, why. An attention that is
-            chosen afterwards, by ``model.encoder.set_attn_implementation``, stays, and sequences
-            are padded then.
+        packing: Whether the encoder runs without padding, and if not, why. If another attention is
+            chosen later, by ``model.encoder.set_attn_implementation``, it is kept, and sequences
+            are padded.
 
     Raises:
-        ValueError: A config without an encoder's.
+        ValueError: ``config.encoder`` is None.
 
     >>> from transformers import BertConfig
     >>> small = BertConfig(
@@ -77,7 +77,7 @@ class PairwiseModel(SavedJudge):
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _keep_in_fp32_modules_strict = ["pool", "head"]  # noqa: RUF012, the base class's own way
+    _keep_in_fp32_modules_strict = ["pool", "head"]  # noqa: RUF012, as in the base class
 
     def __init__(self, config: PairwiseConfig, encoder: PreTrainedModel | None = None):
         super().__init__(config)
@@ -88,15 +88,15 @@ class PairwiseModel(SavedJudge):
             )
         inner: Any = encoder
         if encoder is None:
-            # what from_pretrained was asked for, not what was saved
+            # the dtype that from_pretrained was called with, not the saved one
             inner = AutoModel.from_config(config.encoder, dtype=torch.get_default_dtype())
         else:
             for module in inner.modules():
-                module._is_hf_initialized = True  # its weights are not to be drawn again
+                module._is_hf_initialized = True  # do not initialize its weights again
         if getattr(inner, "pooler", None) is not None:
-            # what pools here is ours, and parameters without gradients stop DDP
+            # `Pool` replaces it, and parameters without gradients stop DDP
             inner.pooler = None
-        inner.config.use_cache = False  # of keys and values, which nothing here asks for again
+        inner.config.use_cache = False  # keys and values are never used again
         self.encoder = inner
         self.pool = Pool(config.pooling)
         self.head = PairwiseHead(
@@ -109,12 +109,12 @@ class PairwiseModel(SavedJudge):
             uncertainty=config.uncertainty,
         )
         self.post_init()
-        # from_pretrained makes the model without data, and checks when the weights are there
+        # from_pretrained builds the model without data, and checks it after loading the weights
         if inner.device.type != "meta":
             self.packing: PackingReport = check_packing(inner)
 
     def _init_weights(self, module: nn.Module) -> None:
-        # the encoder's own class draws the encoder's weights
+        # the encoder's class initializes the encoder's weights
         if isinstance(module, PairwiseHead):
             module.reset_parameters()
 
@@ -131,32 +131,32 @@ class PairwiseModel(SavedJudge):
         trust_remote_code: bool = False,
         **options: Any,
     ) -> PairwiseModel:
-        """A new head on a pretrained encoder.
+        """Put a new head on a pretrained encoder.
 
         Args:
-            encoder: A folder, a hub id, or a model, which is changed in place: of a model with a
-                head its encoder is taken, loses its pooler, is cast to ``dtype`` and gets our
-                attention.
-            tokenizer: The encoder's, or where it is; loaded from the encoder's place when None and
-                a place is given.
-            dtype: The dtype of the encoder's weights; None keeps the checkpoint's. bfloat16 is good
-                for an encoder that stays frozen; train one in half precision only if you know that
-                it can be.
+            encoder: A folder, a hub id, or a model. The encoder of a model is changed in place: it
+                loses its pooler, is cast to ``dtype`` and, if it can be packed, gets another
+                attention. A model's own head is ignored.
+            tokenizer: The encoder's tokenizer, or its folder or hub id; default: that of the
+                encoder's folder or hub id.
+            dtype: The dtype of the encoder's weights; None keeps the checkpoint's dtype. bfloat16
+                suits a frozen encoder; train an encoder in half precision only if you know that
+                this works for it.
             depth: The number of the encoder's layers to keep, from the lowest; default: all. Fewer
-                are cheaper, and can judge better.
-            revision: The revision of encoder and tokenizer on the hub.
+                layers are cheaper, and can judge better.
+            revision: The revision of the encoder on the hub, and of a tokenizer that comes with it.
             token: The access token of the hub.
             trust_remote_code: Run code that comes with a model.
-            **options: Fields of `PairwiseConfig`. By default the settings that judged best are
-                taken: ``link="antisymmetric"``, ``pooling=["mean", "last"]`` and all surface
-                features (none with ``link="concat"``, which takes none).
+            **options: Fields of `PairwiseConfig`. The defaults are the settings that judged best:
+                ``link="antisymmetric"``, ``pooling=["mean", "last"]`` and all surface features
+                (none with ``link="concat"``).
 
         Raises:
-            ValueError: A tokenizer that is not the encoder's or has no words, an encoder without
-                hidden states or that could not be loaded again, an unknown option, more layers than
-                there are.
+            ValueError: The tokenizer is not the encoder's or has no words; the encoder returns no
+                hidden states or could not be loaded again; an option is unknown or invalid; or
+                ``depth`` is out of range.
         """
-        # first of all: a misspelled option must not cost a download
+        # before anything is downloaded
         _check_options(options)
         options = _best_options(options)
         if isinstance(encoder, (str, Path)):
@@ -166,7 +166,7 @@ class PairwiseModel(SavedJudge):
                 "token": token,
                 "trust_remote_code": trust_remote_code,
             }
-            # token=False means to send none, not even the one that is stored
+            # token=False means to send no token, not even the stored one
             hub = {name: value for name, value in hub.items() if value is not None}
             encoder = _load_encoder(place, dtype, hub)
             if tokenizer is None:
@@ -189,7 +189,7 @@ class PairwiseModel(SavedJudge):
         if (
             getattr(inner.config, "is_encoder_decoder", False)
             or not hasattr(inner.config, "hidden_size")
-            or inner.main_input_name != "input_ids"  # of pictures or sounds
+            or inner.main_input_name != "input_ids"  # the model takes images or audio
         ):
             raise ValueError(
                 "from_encoder: expected an encoder that gives hidden states of a text, got "
@@ -197,27 +197,27 @@ class PairwiseModel(SavedJudge):
             )
         if depth is not None:
             keep_lowest_(inner, depth)
-        # a judge has no pooler, and some encoders do not run without theirs
+        # before the check, because some encoders do not run without their pooler
         if getattr(inner, "pooler", None) is not None:
             inner.pooler = None
-        # check_packing would not notice: to it an encoder that fails is one to be padded
+        # check_packing would not raise: it reports that an encoder that fails must be padded
         check_encoder(inner)
         check_loadable(inner)
         packing = check_packing(inner)
         if tokenizer is not None:
             check_tokenizer(tokenizer, inner)
         encoder_config = copy.deepcopy(inner.config)
-        # no folder of this machine
+        # without a local path
         encoder_config._name_or_path = hub_id(encoder_config._name_or_path or "") or ""
         config = PairwiseConfig(encoder=encoder_config, **options)
-        # saved as a number: a loaded judge cuts texts where the trained one did
+        # saved as a number, so that a loaded judge cuts texts as the trained one did
         config.max_tokens = most_tokens(
             "from_encoder", config.max_tokens, inner, packing, tokenizer
         )
         model = cls(config, inner)
         model.tokenizer = tokenizer
         if tokenizer is not None:
-            Template(tokenizer, config)  # refuses what leaves no room for text
+            Template(tokenizer, config)  # raises if there is no room for text
         return model
 
     def dataset(self, pairs: Sequence[object], *, progress: bool = True) -> PairwiseDataset:
@@ -236,23 +236,23 @@ class PairwiseModel(SavedJudge):
         """Judge many pairs.
 
         Args:
-            prompts: One for each pair.
-            a: Answers called A.
-            b: Answers called B.
-            batch_size: Pairs at once.
-            progress: Show a bar.
+            prompts: The prompts, one for each pair.
+            a: The answers called A.
+            b: The answers called B.
+            batch_size: Number of pairs in a batch.
+            progress: Show a progress bar.
 
         Raises:
-            ValueError: Lists of different lengths or empty ones, what is neither text nor turns, no
-                tokenizer.
+            ValueError: The lists are empty or differ in length, an item is neither text nor turns,
+                or the model has no tokenizer.
         """
-        # a text is a sequence, too: its letters would be judged one by one
+        # a text is a sequence, too: its characters would be judged one by one
         if any(isinstance(part, str) for part in (prompts, a, b)):
-            raise ValueError("predict: prompts, a and b are texts; expected lists of texts")
+            raise ValueError("predict: expected lists of texts for prompts, a and b, got a text")
         if not len(prompts) == len(a) == len(b):
             raise ValueError(
                 f"predict: {len(prompts)} prompts, {len(a)} and {len(b)} answers; expected lists "
-                "of one length"
+                "of equal length"
             )
         data = self.dataset(list(zip(prompts, a, b, strict=True)), progress=progress)
         return predict_pairs(self, data, batch_size=batch_size, progress=progress)
@@ -260,22 +260,23 @@ class PairwiseModel(SavedJudge):
     def rank(
         self, prompt: WordsLike, answers: Sequence[WordsLike], *, batch_size: int = 256
     ) -> Ranking:
-        """The order of several answers to one prompt, each of which is encoded once.
+        """Rank several answers to one prompt; each answer is encoded once.
 
-        Link ``"davidson"`` puts answers in the order of their scores. Another link compares each
-        pair, in both orders, and the scores are those of a tournament.
+        Link ``"davidson"`` orders answers by their scores. The other links compare each pair in
+        both orders and fit Bradley-Terry scores to the verdicts.
 
         Args:
             prompt: The prompt: a text, or turns.
-            answers: One or more.
-            batch_size: Pairs that are compared at once, and a quarter of it answers that are
+            answers: One or more answers.
+            batch_size: Number of pairs that are compared at once; a quarter as many answers are
                 encoded at once.
 
         Raises:
-            ValueError: No answers, what is neither text nor turns, no tokenizer.
+            ValueError: There are no answers, ``batch_size`` is below 1, an item is neither text nor
+                turns, or the model has no tokenizer.
         """
         if isinstance(answers, str) or not len(answers):
-            raise ValueError(f"rank: answers are {answers!r:.60}, expected a text or more")
+            raise ValueError(f"rank: answers are {answers!r:.60}, expected 1 or more texts")
         if batch_size < 1:
             raise ValueError(f"rank: batch_size is {batch_size}, expected 1 or more")
         return rank_answers(
@@ -286,7 +287,7 @@ class PairwiseModel(SavedJudge):
     def _own_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
             raise ValueError(
-                "PairwiseModel: it has no tokenizer; expected model.tokenizer = the encoder's"
+                "PairwiseModel: the model has no tokenizer; set model.tokenizer to the encoder's"
             )
         return self.tokenizer
 
@@ -306,7 +307,7 @@ def _check_options(options: Mapping[str, object]) -> None:
 
 
 def _load_encoder(place: str, dtype: torch.dtype | None, hub: Mapping[str, Any]) -> PreTrainedModel:
-    """Load a model from a folder or the hub, in its checkpoint's dtype where none is given."""
+    """Load a model from a folder or the hub; without ``dtype``, in its checkpoint's dtype."""
     with reading(place, "from_encoder"):
         return AutoModel.from_pretrained(place, dtype="auto" if dtype is None else dtype, **hub)
 
@@ -316,7 +317,7 @@ AutoModel.register(PairwiseConfig, PairwiseModel, exist_ok=True)
 
 
 def _best_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options of `PairwiseConfig`, with those that judged best where none are given."""
+    """Return options of `PairwiseConfig`, completed with the defaults that judged best."""
     best: dict[str, Any] = {"link": "antisymmetric", "pooling": ["mean", "last"]}
     if options.get("link") != "concat":  # which takes no surface features
         best["surface"] = list(SURFACE)

@@ -1,13 +1,13 @@
-"""Run sequences of a batch as one flat run of tokens through a stock encoder.
+"""Run the concatenated sequences of a batch through a stock encoder, without padding.
 
-There is no padding, and no sequence sees another.
+No sequence attends to another.
 
-transformers' encoders take position ids of packed examples and, under sdpa or eager attention, let
-the examples see each other in silence. Here an attention function of our own is registered, which
-is told where sequences end. Encoders that do not pass this on to it are padded; `check_packing`
-finds out by trying. Causal models are packed, too.
+transformers' encoders take position ids of packed examples, but with sdpa or eager attention they
+silently let the examples attend to each other. This module registers an attention function that
+takes the boundaries of sequences. Encoders that do not pass the boundaries on to it are padded;
+`check_packing` tests this. Causal models are packed, too.
 
-Shapes: T tokens of all sequences, S sequences, L the longest, W width of the encoder.
+Shapes: T tokens of all sequences, S sequences, W width of the encoder, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from model_components._report import Report
 from .functional import packed_attention
 
 ATTENTION = "heads_packed"
-_ENDS = "cu_seq_lens_q"  # transformers' own name for where packed sequences start and end
+_ENDS = "cu_seq_lens_q"  # transformers' name for the boundaries of packed sequences
 # fields of a config that do not change what an encoder computes
 _IGNORED_FIELDS = ("_name_or_path", "architectures", "dtype", "transformers_version")
-# whether a packed run is under way
+# whether `encode_packed` is running
 _PACKED: ContextVar[bool] = ContextVar("_PACKED", default=False)
 
 
@@ -59,22 +59,22 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Compute attention with transformers' signature, (1, H, T, d) to (1, T, H, d).
 
-    Without ends of sequences it is stock sdpa attention.
+    Without boundaries of sequences, this is stock sdpa attention.
     """
     if options.get(_ENDS) is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
-    # check_packing meets this error and lets such an encoder be padded (Gemma 2, gpt-oss)
+    # check_packing catches this error, and such encoders are padded (Gemma 2, gpt-oss)
     if options.get("softcap") is not None or options.get("s_aux") is not None:
         raise ValueError("its attention has a soft cap or sinks")
     causal = options.get("is_causal")
-    # as transformers decides it
+    # the same rule as in transformers
     if causal is None:
         causal = getattr(module, "is_causal", True)
     else:
         causal = causal
-    # theirs counts the token itself
+    # transformers' window counts the token itself
     window = None if sliding_window is None else sliding_window - 1
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
     output = packed_attention(
@@ -91,7 +91,7 @@ def _attention(
 
 
 def _mask(*args: Any, **options: object) -> Tensor | None:
-    """No mask in a packed run, where it would have T x T entries; else stock sdpa's."""
+    """Return None if packed, since a mask would have T x T entries, else sdpa's stock mask."""
     if _PACKED.get():
         return None
     return sdpa_mask(*args, **options)
@@ -103,9 +103,13 @@ AttentionMaskInterface.register(ATTENTION, _mask)
 
 @dataclass(frozen=True)
 class PackingReport(Report):
-    """Report of whether an encoder's class is packed, and if not, why it is padded.
+    """Whether an encoder is packed, and if not, why it is padded.
 
-    ``offset`` is its first position id.
+    Attributes:
+        encoder: The name of its class.
+        packed: Whether it runs without padding.
+        reason: Why it is padded; empty if it is packed.
+        offset: The position id of a sequence's first token.
     """
 
     encoder: str
@@ -114,7 +118,7 @@ class PackingReport(Report):
     offset: int = 0
 
     def summary(self) -> list[str]:
-        """Return a line with the totals."""
+        """Return a line with the result."""
         return [
             f"{self.encoder}: packed, no padding"
             if self.packed
@@ -132,20 +136,20 @@ def encode_packed(
     token_type_ids: Tensor | None,
     offset: int = 0,
 ) -> Tensor:
-    """Return the last hidden states (T, W) of S sequences of T tokens in all, in one pass."""
+    """Return the last hidden states (T, W) of S concatenated sequences, from one pass."""
     ends = [0]
     for length in lengths:
         ends.append(ends[-1] + length)
     sizes = torch.tensor(lengths, device=input_ids.device)
     starts = torch.tensor(ends[:-1], device=input_ids.device)
-    # positions begin anew with each sequence; with output_size nothing waits for the GPU
+    # positions restart with each sequence; output_size avoids a wait for the GPU
     places = torch.arange(len(input_ids), device=input_ids.device) - starts.repeat_interleave(
         sizes, output_size=ends[-1]
     )
     options: dict[str, object] = {"position_ids": (places + offset)[None], _ENDS: ends}
     if token_type_ids is not None:
         options["token_type_ids"] = token_type_ids[None]
-    # transformers hands no option of ours to _mask
+    # transformers passes none of these options to _mask
     before = _PACKED.set(True)
     try:
         return _states(encoder, encoder(input_ids=input_ids[None], **options))[0]
@@ -156,12 +160,12 @@ def encode_packed(
 def encode_padded(
     encoder: nn.Module, input_ids: Tensor, lengths: Sequence[int], token_type_ids: Tensor | None
 ) -> Tensor:
-    """The same with padding up to the longest sequence, for encoders that cannot be packed."""
+    """Return the same as `encode_packed`, but pad sequences to the longest one."""
     sizes = list(lengths)
     mask = pad_sequence(
         [torch.ones(n, dtype=torch.bool, device=input_ids.device) for n in sizes], batch_first=True
     )
-    # the mask hides any token, but RoBERTa counts positions by this one
+    # the mask hides the padding, but RoBERTa uses its id to count positions
     fill = getattr(encoder.config, "pad_token_id", None) or 0
     options: dict[str, object] = {}
     if token_type_ids is not None:
@@ -169,7 +173,7 @@ def encode_padded(
             list(token_type_ids.split(sizes)), batch_first=True
         )
     ids = pad_sequence(list(input_ids.split(sizes)), batch_first=True, padding_value=fill)
-    # the mask picks the tokens row by row: the flat run again
+    # the mask selects the tokens row by row, which removes the padding
     return _states(encoder, encoder(input_ids=ids, attention_mask=mask.long(), **options))[mask]
 
 
@@ -181,13 +185,14 @@ def _states(encoder: nn.Module, output: object) -> Tensor:
         else:
             fields = type(output).__name__
         raise ValueError(
-            f"PairwiseModel: {type(encoder).__name__} gives {fields}; expected a last_hidden_state"
+            f"PairwiseModel: expected a last_hidden_state from {type(encoder).__name__}, got "
+            f"{fields}"
         )
     return states
 
 
 def base_of(encoder: PreTrainedModel) -> PreTrainedModel:
-    """An encoder without what peft may have put around it."""
+    """Return an encoder without peft's wrapper, if it has one."""
     base = getattr(encoder, "get_base_model", None)
     return encoder if base is None else base()
 
@@ -201,19 +206,19 @@ def embedding_weight(encoder: PreTrainedModel) -> Tensor:
 
 @torch.no_grad()
 def check_packing(encoder: PreTrainedModel) -> PackingReport:
-    """Try on three short sequences whether packing an encoder changes what it computes.
+    """Test on three short sequences whether packing changes an encoder's outputs.
 
-    Once for each class.
+    The test runs once for each class, device and config.
 
-    Packed states must be those of the sequences alone, and what one sequence holds must not move a
-    bit of another's. If so, the encoder's attention is set to ours, in place; else it stays as it
-    is.
+    Packed states must equal those of the sequences alone up to rounding, and must not depend on
+    other sequences by a single bit. If so, the encoder's attention is replaced by
+    `packed_attention`, in place; otherwise it stays as it is.
 
     Args:
         encoder: A model of transformers with a ``last_hidden_state``.
 
     Returns:
-        Whether it is packed; the reason, where it is not.
+        Whether the encoder is packed, and if not, the reason.
 
     >>> from transformers import BertConfig, BertModel
     >>> config = BertConfig(
@@ -250,22 +255,22 @@ def _tried(encoder: PreTrainedModel) -> PackingReport:
         encoder, "_supports_sdpa", False
     ):
         return PackingReport(
-            name, False, "its attention is its own and cannot be told where sequences end"
+            name, False, "its custom attention does not take the boundaries of sequences"
         )
-    if encoder.dtype != torch.float32:  # half precision could not tell positions apart
+    if encoder.dtype != torch.float32:  # half precision could hide wrong positions
         encoder = copy.deepcopy(encoder).float()
     before = encoder.config._attn_implementation
     weight = embedding_weight(encoder)
     most = getattr(encoder.config, "max_position_embeddings", None)
     window = getattr(encoder.config, "sliding_window", None)
-    # the third is longer than a sliding window, which the others might never reach
+    # the third is longer than a sliding window, so that the window matters
     lengths = (5, 3, min((window or 0) + 7, (most or 512) // 2))
     device = weight.device
     fill = getattr(encoder.config, "pad_token_id", None) or 0
-    # RoBERTa gives all padding one position, whatever stands before it
+    # no padding ids, because RoBERTa gives all of them the same position
     usual = [token for token in range(min(len(weight), 64)) if token != fill]
     ids = torch.tensor((usual * sum(lengths))[: sum(lengths)], device=device)
-    # only the first sequence changes: what moves behind it has seen it
+    # only the first sequence changes: later states that change have attended to it
     other = torch.cat([ids[:5].flip(0), ids[5:]])
     try:
         with evaluating(encoder), torch.autocast(device.type, enabled=False):
@@ -275,9 +280,9 @@ def _tried(encoder: PreTrainedModel) -> PackingReport:
         ValueError,
         IndexError,
         RuntimeError,
-    ) as error:  # what a forward says that was not made for it
+    ) as error:  # a forward without support may raise any of these
         return PackingReport(
-            name, False, f"it refuses packed sequences ({str(error).splitlines()[0]:.80})"
+            name, False, f"it fails on packed sequences ({str(error).splitlines()[0]:.80})"
         )
     finally:
         encoder.config._attn_implementation = before
@@ -291,9 +296,9 @@ def _compared(
         [encode_padded(encoder, part, [len(part)], None) for part in ids.split(list(lengths))]
     )
     encoder.config._attn_implementation = ATTENTION
-    for offset in (0, fill + 1):  # the second is how RoBERTa counts
+    for offset in (0, fill + 1):  # the second is RoBERTa's first position
         made, moved = (encode_packed(encoder, one, lengths, None, offset) for one in (ids, other))
-        # sums over other shapes round differently; a leak or a wrong position moves far more
+        # sums over other shapes round differently; a leak or a wrong position changes far more
         near = (made - alone).abs().max() <= 64 * torch.finfo(made.dtype).eps * alone.abs().max()
         if near and torch.equal(made[5:], moved[5:]):
             return PackingReport(name, True, "", offset)

@@ -1,4 +1,4 @@
-"""`Pair`: a prompt, two answers, texts or turns of conversations, and which is better."""
+"""`Pair`: a prompt, two answers (texts or turns of a conversation), and which is better."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ROLES = ("system", "user", "assistant")
 
 
 class Turn(NamedTuple):
-    """One side's words in a conversation: ``role`` is user, assistant or system.
+    """A turn of a conversation.
 
     Attributes:
         role: ``"user"``, ``"assistant"`` or ``"system"``.
@@ -58,7 +58,7 @@ Words = str | tuple[Turn, ...]
 """A text, or turns of a conversation."""
 
 WordsLike = str | Sequence[Turn | tuple[str, str] | Mapping[str, str]]
-"""What `check_words` takes for it."""
+"""The values that `check_words` converts to `Words`."""
 
 
 class Pair(NamedTuple):
@@ -93,7 +93,7 @@ def turns_of(role: str, words: Words) -> tuple[Turn, ...]:
 
 
 def said_by(role: str, words: Words) -> str:
-    r"""The turns of one role, joined by empty lines; a plain text as it is.
+    r"""Return the turns of one role, joined by empty lines; return plain text as it is.
 
     >>> said_by(
     ...     "assistant",
@@ -109,7 +109,7 @@ def said_by(role: str, words: Words) -> str:
 def plain(value: object) -> Any:
     """Return arrays and tuples as lists, nan as None.
 
-    So undo what numpy, pandas and parquet make of lists and None.
+    This undoes the changes that NumPy, pandas and parquet make to lists and None.
     """
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, float) and value != value:
@@ -120,7 +120,7 @@ def plain(value: object) -> Any:
 
 
 def sound(name: str, text: str) -> str:
-    """The text; refused where it cannot be written as UTF-8, which tokenizers need."""
+    """Return the text; raise a ValueError if UTF-8, which tokenizers need, cannot encode it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -129,10 +129,10 @@ def sound(name: str, text: str) -> str:
 
 
 def check_words(name: str, value: object) -> Words:
-    """A text, or turns; an answer's end with the assistant's.
+    """Return a text, or turns as `Turn`s; an answer's last turn must be the assistant's.
 
     Raises:
-        ValueError: Anything else.
+        ValueError: The value is neither, or ends with another turn.
 
     >>> check_words("a", [{"role": "assistant", "content": "Yes."}])
     (Turn(role='assistant', text='Yes.'),)
@@ -152,7 +152,7 @@ def check_words(name: str, value: object) -> Words:
             or not isinstance(turn[1], str)
         ):
             raise ValueError(
-                f"{name} is {value!r:.60}, expected text or turns of {', '.join(ROLES)}"
+                f"{name} is {value!r:.60}, expected text or turns with roles {', '.join(ROLES)}"
             )
         turns.append(Turn(turn[0], sound(name, turn[1])))
     if name != "prompt" and (not turns or turns[-1].role != "assistant"):
@@ -161,10 +161,10 @@ def check_words(name: str, value: object) -> Words:
 
 
 def as_pairs(operation: str, pairs: Iterable[object], classes: int = 3) -> list[Pair]:
-    """Return pairs, tuples like them, or mappings with their names, as pairs.
+    """Convert pairs, tuples, or mappings with the keys prompt, a, b and label to `Pair`s.
 
     Raises:
-        ValueError: An item is none of these; the message has its number.
+        ValueError: An item is none of these, or invalid; the message has its index.
 
     >>> as_pairs("an example", [{"prompt": "2 + 2?", "a": "4", "b": "5", "label": "A"}])
     [Pair(prompt='2 + 2?', a='4', b='5', label=0, writers=(None, None))]
@@ -194,11 +194,10 @@ def as_pairs(operation: str, pairs: Iterable[object], classes: int = 3) -> list[
 def split_pairs(
     pairs: Sequence[Pair], shares: Sequence[float] = (0.8, 0.1, 0.1), *, seed: int = 0
 ) -> list[list[Pair]]:
-    """Split pairs into parts of these shares, no two of which have a prompt in common.
+    """Split pairs into parts, such as training, validation and test, that share no prompt.
 
-    They are for training, validation and test.
-
-    With fewer than ten prompts a part, single pairs are drawn instead, and parts may share prompts.
+    If there are fewer than ten prompts per part, single pairs are drawn instead, and parts may
+    share prompts.
 
     Args:
         pairs: Pairs in any order, which the parts keep.
@@ -206,10 +205,10 @@ def split_pairs(
         seed: The seed of the draw.
 
     Returns:
-        One list a share.
+        One list for each share.
 
     Raises:
-        ValueError: Shares that are not positive or do not sum to 1, or a part without a pair.
+        ValueError: The shares are not positive or do not sum to 1, or a part has no pair.
 
     >>> pairs = [Pair(f"prompt {k % 50}", "a", "b", 0) for k in range(100)]
     >>> [len(part) for part in split_pairs(pairs)]
@@ -219,11 +218,11 @@ def split_pairs(
         raise ValueError(
             f"split_pairs: shares are {shares!r}, expected positive ones that sum to 1"
         )
-    # pairs without a prompt have none in common
+    # each pair without a prompt counts as a prompt of its own
     prompts = [(str(pair.prompt), 0 if pair.prompt else n) for n, pair in enumerate(pairs)]
     if len(set(prompts)) < 10 * len(shares):
         prompts = [("", number) for number in range(len(pairs))]
-    # the order of a set of texts changes from process to process
+    # sorted, because the order of a set of texts changes from process to process
     drawn = sorted(set(prompts))
     random.Random(seed).shuffle(drawn)
     # round the cumulative ends: sizes rounded one by one may not add up to all prompts
@@ -244,7 +243,7 @@ def split_pairs(
 
 
 def count_labels(pairs: Iterable[Pair]) -> tuple[int, ...]:
-    """Count the pairs of each class; shares count for the largest."""
+    """Count the pairs of each class; soft labels count for their largest share."""
     counts = [0, 0, 0]
     for pair in pairs:
         label = pair.label
@@ -268,12 +267,12 @@ def listed_counts(counts: Sequence[int]) -> str:
 
 
 def check_label(label: object, classes: int = 3) -> int | tuple[float, ...] | None:
-    """A label as a class, as shares that sum to 1, or None.
+    """Convert a label to a class, to shares that sum to 1, or, if it is empty, to None.
 
     With two classes, the share of ties may be left out or 0.
 
     Raises:
-        ValueError: Anything else.
+        ValueError: The label is none of these.
 
     >>> check_label("model_b"), check_label("Tie (both bad)"), check_label([0.5, 0.5, 0.0])
     (1, 2, (0.5, 0.5, 0.0))
@@ -283,11 +282,11 @@ def check_label(label: object, classes: int = 3) -> int | tuple[float, ...] | No
     if classes == len(CLASSES):
         without = ""
     else:
-        without = ", of a model that knows no ties"
+        without = " for a model without ties"
     label = plain(label)
     if isinstance(label, str) and label.strip():
         text = label.strip().lower()
-        # a column with empty cells comes from pandas as floats, in CSV as 0.0
+        # pandas reads whole numbers in a column with empty cells as floats, such as 0.0
         known = _WINNERS | {form: k for k in range(len(CLASSES)) for form in (str(k), f"{k}.0")}
         label = known.get(text, label)
     if label is None or (isinstance(label, str) and not label.strip()):
@@ -311,15 +310,15 @@ def check_label(label: object, classes: int = 3) -> int | tuple[float, ...] | No
 
 
 def _parse_soft_label(label: list[Any], classes: int) -> tuple[float, ...] | None:
-    """Parse a soft label; return None if it is no probability distribution over the classes."""
+    """Parse a soft label; return None if it is not a distribution over the classes."""
     try:
         shares = tuple(float(share) for share in label)
     except (TypeError, ValueError):
         return None
-    # shares of three classes serve a model without ties if none ties
+    # a model without ties takes three shares if the share of ties is 0
     if not any(shares[classes:]):
         shares = shares[:classes]
-    # with not, as comparisons with nan are False; shares may be rounded
+    # `not`, because comparisons with nan are False; the tolerance is for rounded shares
     if len(shares) != classes or not min(shares) >= 0 or not abs(sum(shares) - 1) < 1e-3:
         return None
     return shares

@@ -1,7 +1,7 @@
-"""Define attention within sequences of one flat run, and the link from two scores to A, B or tie.
+"""Plain definitions of attention within packed sequences, and of the Davidson link.
 
-Shapes: T tokens of all sequences, S sequences, H heads of the query, G of key and value, d width of
-a head, P pairs.
+Shapes: T tokens of all sequences, S sequences, H query heads, G key and value heads, d width of a
+head, P pairs.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ def packed_attention(
     window: int | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """softmax(scale q kᵀ) v over all T tokens, where only tokens of one sequence count.
+    """Compute softmax(scale q kᵀ) v, in which tokens attend only within their own sequence.
 
-    They are at most ``window`` apart.
+    With ``window``, they attend only to tokens that are at most ``window`` away.
     """
     tokens, heads, width = query.shape
     # each head of the key serves a run of neighboring query heads, as in torch's enable_gqa
     key, value = (part.repeat_interleave(heads // part.shape[1], 1) for part in (key, value))
     place = torch.arange(tokens, device=query.device)
-    # right: the token at a sequence's end belongs to the next one, and empty ones own none
+    # right=True: a sequence's end is the start of the next one; empty sequences get no token
     owner = torch.bucketize(place, cu_seq_lens[1:], right=True)
     seen = owner[:, None] == owner[None]
     if window is not None:

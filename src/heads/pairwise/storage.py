@@ -1,4 +1,4 @@
-"""`SavedJudge`: a model that is kept with its tokenizer and a card of its verdicts' worth."""
+"""`SavedJudge`: a judge that is saved with its tokenizer and a model card."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from .config import PairwiseConfig
 from .judge import Judge
 from .packing import check_packing
 
-# options that say where files are, so that the tokenizer needs them as well
+# options for finding files, which are passed on to the tokenizer
 _FROM_HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
 
 
 class SavedJudge(Judge):
-    """The part of `PairwiseModel` that has to do with files."""
+    """The part of `PairwiseModel` that saves, loads and uploads."""
 
     @classmethod
     def from_pretrained(cls, place: str | os.PathLike[str], *args: object, **kwargs: Any) -> Any:
         """Load a model that `save_pretrained` wrote, with its tokenizer.
 
-        It is in float32 unless ``dtype`` says otherwise.
+        The model is float32 unless ``dtype`` is given.
         """
         if "torch_dtype" not in kwargs:
             kwargs.setdefault("dtype", torch.float32)
         with reading(place, "from_pretrained"):
             loaded = super().from_pretrained(place, *args, **kwargs)
         model: Any = loaded[0] if isinstance(loaded, tuple) else loaded
-        # when the model was made it held no data to try this on
+        # the model was built without data, so packing could not be tested before
         model.packing = check_packing(model.encoder)
         try:
             hub_options = {name: value for name, value in kwargs.items() if name in _FROM_HUB}
             model.tokenizer = AutoTokenizer.from_pretrained(place, **hub_options)
-        except Exception as error:  # whatever a damaged file gives
+        except Exception as error:  # a damaged file may raise anything
             folder = Path(str(place)) / kwargs.get("subfolder", "")
             if any(
                 (folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")
@@ -51,7 +51,7 @@ class SavedJudge(Judge):
                     f"from_pretrained: the tokenizer in {place} cannot be read: {error}"
                 ) from error
             model.tokenizer = None  # it was saved without one
-        # for its refusal alone: an edited config may ask for positions that are not there
+        # only for the check: an edited config may ask for more positions than there are
         most_tokens(
             "from_pretrained",
             model.config.max_tokens,
@@ -72,16 +72,16 @@ class SavedJudge(Judge):
         """Write config, weights (safetensors), a card and, if the model has one, the tokenizer.
 
         Args:
-            save_directory: Made if there is none.
-            is_main_process: Write from this process.
-            *args: Of transformers.
-            report: A `PairwiseReport` for the card, README.md, which replaces the one that is
-                there. Without it a card is written only where there is none.
-            **kwargs: Of transformers.
+            save_directory: The output folder; it is created if it does not exist.
+            is_main_process: Whether this process writes.
+            *args: Passed on to transformers.
+            report: A `PairwiseReport` for the card, README.md. With it, an existing card is
+                replaced; without it, a card is written only if there is none.
+            **kwargs: Passed on to transformers.
 
         Raises:
-            ValueError: ``push_to_hub``, which would leave card and tokenizer behind; a file, or a
-                link or a folder with the card's name, is in the way.
+            ValueError: ``push_to_hub`` is set, which would not upload the card and the tokenizer;
+                or a file is in the folder's place, or a link or a folder in the card's.
         """
         if kwargs.get("push_to_hub"):
             raise ValueError(
@@ -92,7 +92,7 @@ class SavedJudge(Judge):
             folder = make_folder(save_directory, "save_pretrained")
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
-            # lexists: a link to nowhere is somebody's file, too
+            # lexists, because a broken link may be the user's, too
             if report is not None or not os.path.lexists(folder / CARD):
                 with new_file(folder / CARD, "save_pretrained") as part:
                     part.write_text(judge_card(self.config, report), encoding="utf-8")
@@ -101,15 +101,15 @@ class SavedJudge(Judge):
     def push_to_hub(  # pyrefly: ignore[bad-override]
         self, repo_id: str, *, report: object = None, **options: Any
     ) -> str:
-        """Upload what `save_pretrained` writes, as a repository of the hub.
+        """Upload the files of `save_pretrained` to a repository on the hub.
 
         Args:
-            repo_id: The repository, ``owner/name``; it is made if there is none.
+            repo_id: The repository, ``owner/name``; it is created if it does not exist.
             report: A `PairwiseReport` for the card.
             **options: Options of `model_components.push_to_hub`, such as ``private``.
 
         Returns:
-            The commit's address.
+            The URL of the commit.
         """
         with temporary_folder() as folder:
             self.save_pretrained(folder, report=report)
@@ -117,13 +117,13 @@ class SavedJudge(Judge):
 
 
 def judge_card(config: PairwiseConfig, report: Any = None) -> str:
-    """Return a card for a judge; it names no folder of this machine."""
+    """Return the model card of a judge, without local paths."""
     encoder: Any = config.encoder
     base = getattr(encoder, "_name_or_path", "") or ""
     if config.link == "concat":
         purpose = (
-            "Which of two answers to a prompt is better; the verdict can depend on which is called "
-            "A."
+            "Decides which of two answers to a prompt is better; the verdict can depend on which "
+            "is called A."
         )
     else:
         purpose = (
@@ -135,8 +135,8 @@ def judge_card(config: PairwiseConfig, report: Any = None) -> str:
         "```python\nfrom heads.pairwise import PairwiseModel  # pip install model-components\n\n"
         'judge = PairwiseModel.from_pretrained("this folder or repository")\n'
         'print(judge.predict(["Name a tool."], ["An axe."], ["No idea."]).probabilities)\n```',
-        f"Link {config.link}, pooling {' + '.join(config.pooling)}, beside the encoder "
-        f"{', '.join(config.surface) or 'nothing'}; {config.max_tokens or 'any number of'} tokens "
+        f"Link {config.link}, pooling {' + '.join(config.pooling)}, surface features "
+        f"{', '.join(config.surface) or 'none'}; {config.max_tokens or 'any number of'} tokens "
         "at most.",
     ]
     head: dict[str, Any] = {"pipeline_tag": "text-ranking"}
@@ -151,7 +151,7 @@ def judge_card(config: PairwiseConfig, report: Any = None) -> str:
         where = {"name": f"{len(report.labels)} labeled pairs", "type": "pairs"}
         results = {"task": {"type": "text-ranking"}, "dataset": where, "metrics": metrics}
         head["model-index"] = [{"name": "judge", "results": [results]}]
-        parts += ["## What its verdicts are worth", f"```text\n{report}\n```"]
+        parts += ["## Evaluation", f"```text\n{report}\n```"]
     title = f"A judge on {hub_id(base) or encoder.model_type}"
     tags = ["pairwise", "preference-model"]
     return card_of(title, parts, bases=[base], tags=tags, **head)

@@ -1,6 +1,6 @@
 """Surface features of an answer: its length, its style, and its overlap with the prompt.
 
-None of the numbers says whether an answer is right; what a judge owes to them should be known.
+They do not show whether an answer is right; `pairwise_report` shows how much a judge uses them.
 
 Shapes: N and P pairs, F features, B bins.
 """
@@ -65,7 +65,7 @@ _PARAGRAPH = re.compile(r"\n\s*\n")
 
 
 def surface_of(prompt: str, answer: str) -> np.ndarray:
-    r"""An answer's features, in the order of `NAMES`, as float64.
+    r"""Return an answer's features, in the order of `NAMES`, as float64.
 
     >>> found = dict(
     ...     zip(NAMES, surface_of("Name two fruits.", "1. Apple\n2. Pear").round(2).tolist())
@@ -94,7 +94,7 @@ def surface_of(prompt: str, answer: str) -> np.ndarray:
         sum(c.isupper() for c in answer) / size,
         sum(c > "\x7f" for c in answer) / size,
         (len(triples) - len(set(triples))) / max(1, len(triples)),
-        # a tuple, since the '' of an empty answer would be in any text
+        # a tuple, since any text contains '', which an empty answer gives
         float(answer.rstrip()[-1:] in tuple(".!?\"')`")),
         float(answer[:1].isupper()),
     ]
@@ -110,7 +110,7 @@ def surfaces_of(pairs: Sequence[Pair]) -> tuple[np.ndarray, np.ndarray]:
     """Return the surface features (N, F) of the answers called A, and of those called B."""
     first, second = [], []
     for pair in pairs:
-        # the user's words alone: to repeat a system's instructions is no overlap
+        # only the user's turns: repeating the system's instructions is not overlap
         asked = said_by("user", pair.prompt)
         first.append(surface_of(asked, said_by("assistant", pair.a)))
         second.append(surface_of(asked, said_by("assistant", pair.b)))
@@ -118,26 +118,26 @@ def surfaces_of(pairs: Sequence[Pair]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def columns_of(kinds: Sequence[str]) -> list[int]:
-    """Return the places in `NAMES` of the features of these kinds."""
+    """Return the indices in `NAMES` of the features of these kinds."""
     return [NAMES.index(name) for kind in kinds for name in SURFACE[kind]]
 
 
 class SurfaceEncoding(nn.Module):
-    """Surface features as a network reads them.
+    """An encoding of surface features for a network.
 
-    Each becomes B numbers, how far it is through each bin of its values.
+    Each feature becomes B numbers: how far its value is through each of B bins.
 
-    Bins are quantiles of the data that `fit_` sees (Gorishniy, Rubachev and Babenko, "On Embeddings
-    for Numerical Features in Tabular Deep Learning", 2022). Of one answer its features are encoded;
-    of two their differences and their means.
+    The edges of the bins are quantiles of the data passed to `fit_` (Gorishniy, Rubachev and
+    Babenko, "On Embeddings for Numerical Features in Tabular Deep Learning", 2022). For one answer,
+    its features are encoded; for two answers, the differences and means of their features.
 
     Args:
         kinds: Which features: any of ``"length"``, ``"style"``, ``"overlap"``.
-        compares: Whether it encodes two answers, or one.
-        bins: B.
+        compares: Whether to encode two answers instead of one.
+        bins: The number of bins, B.
 
     Attributes:
-        width: Numbers that it makes of an answer, or of two.
+        width: The number of values that encode one answer, or two with ``compares``.
 
     >>> encoding = SurfaceEncoding(["length"], compares=False, bins=2)
     >>> encoding.fit_(torch.arange(3.0)[:, None].expand(3, len(NAMES)), torch.ones(3, len(NAMES)))
@@ -156,18 +156,18 @@ class SurfaceEncoding(nn.Module):
 
     @torch.no_grad()
     def fit_(self, a: Tensor, b: Tensor) -> None:
-        """Set the bins to quantiles of (N, F) features of answers and their rivals."""
+        """Set the bins to quantiles of the (N, F) features of A and B."""
         # both orders, so that the bins of differences are alike for A and B
         seen = torch.cat([self._seen(a, b), self._seen(b, a)]).double()
         shares = torch.linspace(0, 1, self.edges.shape[1], dtype=torch.float64)
         self.edges.copy_(torch.stack([torch.quantile(column, shares) for column in seen.unbind(1)]))
 
     def forward(self, a: Tensor, b: Tensor | None = None) -> Tensor:
-        """Return (*B, width) from features (*B, F) of A, and of B if it compares."""
+        """Return encodings (*B, width) of features (*B, F) of A and, with ``compares``, of B."""
         low = self.edges[:, :-1]
         high = self.edges[:, 1:]
         seen = self._seen(a, b)
-        # where many answers have one value, quantiles are equal; such a bin becomes a step
+        # if many answers have the same value, quantiles are equal, and the bin becomes a step
         return ((seen[..., None] - low) / (high - low).clamp(min=1e-6)).clamp(0, 1).flatten(-2)
 
     def _seen(self, a: Tensor, b: Tensor | None) -> Tensor:

@@ -15,7 +15,13 @@ from .judge import Judge
 
 @dataclass(frozen=True)
 class FreezeReport(Report):
-    """Parameters that `freeze_` froze, and those that train."""
+    """The result of `freeze_`.
+
+    Attributes:
+        frozen: The names of the modules that were frozen.
+        frozen_parameters: The number of the model's parameters that do not train.
+        trained_parameters: The number of the model's parameters that train.
+    """
 
     frozen: tuple[str, ...]
     frozen_parameters: int
@@ -33,20 +39,26 @@ class FreezeReport(Report):
 def encoder_layers(
     operation: str, encoder: PreTrainedModel, instead: str
 ) -> tuple[str, nn.ModuleList]:
-    """Name and list of an encoder's layers.
+    """Return the name and the list of an encoder's layers.
+
+    Args:
+        operation: The operation that the message names.
+        encoder: The encoder.
+        instead: The values that the message suggests.
 
     Raises:
-        ValueError: It has none of as many as its config says, as where layers share parameters.
+        ValueError: There is no list of ``num_hidden_layers`` layers, for example because layers
+            share parameters.
     """
     config = encoder.config
     wanted = config.num_hidden_layers
-    # ALBERT with one group runs the same parameters again and again: no layer stands alone
+    # in ALBERT with one group, all layers share the same parameters
     lists = [
         (name, module)
         for name, module in encoder.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == wanted
     ]
-    # XLM keeps the parts of its layers in lists of their own, side by side
+    # XLM has several such lists, one for each part of a layer
     parents = [name.rpartition(".")[0] for name, _ in lists]
     is_one_list = lists and parents.count(parents[0]) == 1
     if is_one_list and getattr(config, "num_hidden_groups", 0) != 1:
@@ -58,22 +70,24 @@ def encoder_layers(
 
 
 def keep_lowest_(encoder: PreTrainedModel, depth: int) -> None:
-    """Take away an encoder's layers above the lowest ``depth``, in place.
+    """Remove an encoder's layers above the lowest ``depth``, in place.
 
     Raises:
-        ValueError: Fewer than one or more than there are; an encoder without a list of layers.
+        ValueError: ``depth`` is below 1 or above the number of layers, or the encoder has no list
+            of layers.
     """
     count = encoder.config.num_hidden_layers
     if not 1 <= depth <= count:
         raise ValueError(
-            f"from_encoder: depth is {depth}, and {type(encoder).__name__} has {count} layers"
+            f"from_encoder: depth is {depth}, expected 1 to {count}, the number of layers of "
+            f"{type(encoder).__name__}"
         )
     _, layers = encoder_layers("from_encoder", encoder, "depth=None")
     config = encoder.config
     kinds = list(getattr(config, "layer_types", None) or [])[:depth]
     windows = getattr(config, "attention_window", None)
     config.num_hidden_layers = depth
-    # some compute the kinds of their layers from the number, which is right then
+    # some configs compute the kinds from the number of layers, so they are right already
     if kinds and list(config.layer_types) != kinds:
         try:
             config.layer_types = kinds
@@ -98,11 +112,11 @@ def freeze_(model: Judge, what: str) -> FreezeReport:
 
     Args:
         model: A `PairwiseModel`.
-        what: ``"all"`` of the encoder, ``"bottom:6"`` for the embeddings and the lowest six layers,
-            ``"embeddings"``, or ``"none"``.
+        what: The part to freeze: ``"all"`` of the encoder, ``"embeddings"``, ``"none"``, or, for
+            example, ``"bottom:6"`` for the embeddings and the six lowest layers.
 
     Returns:
-        What is frozen, and how many parameters train.
+        The frozen modules, and the numbers of frozen and trained parameters.
 
     >>> from heads.pairwise import PairwiseConfig, PairwiseModel
     >>> from transformers import BertConfig
@@ -117,18 +131,18 @@ def freeze_(model: Judge, what: str) -> FreezeReport:
     frozen: embeddings, encoder.layer.0 (4,664 parameters); 473 train
 
     Raises:
-        ValueError: Another word, more layers than there are, layers that share parameters, a model
-            with adapters.
+        ValueError: ``what`` is none of these or names more layers than there are, layers share
+            parameters, or the model has adapters.
     """
-    # every layer of peft's has it, whatever kind of adapter
+    # every peft layer has this attribute, whatever the kind of adapter
     if any(hasattr(module, "adapter_layer_names") for module in model.modules()):
         raise ValueError(
             "freeze_: the model has adapters, and peft has frozen the rest; expected a model "
-            "without"
+            "without adapters"
         )
     parts = encoder_parts(model.encoder, what)
-    # what an earlier call froze trains again, so that the last call alone counts; what never
-    # trained, such as a table of sines, stays as it is
+    # undo earlier calls, so that only the last one counts; parameters that never trained, such as a
+    # table of sines, stay frozen
     earlier = getattr(model, "_frozen_by_us", [])
     for parameter in earlier:
         parameter.requires_grad_(True)
@@ -146,12 +160,12 @@ def freeze_(model: Judge, what: str) -> FreezeReport:
 
 
 def encoder_parts(encoder: PreTrainedModel, what: str) -> list[tuple[str, nn.Module]]:
-    """Return names and modules of the part of an encoder that `freeze_` calls ``what``."""
+    """Return the names and modules of the part ``what`` of an encoder; see `freeze_`."""
     if what == "none":
         return []
     if what == "all":
         return [("encoder", encoder)]
-    # BERT's module holds positions and a norm beside the tokens; decoders have a bare table
+    # BERT's module also has position embeddings and a norm; decoders have only a table of tokens
     embeddings = getattr(encoder, "embeddings", None) or encoder.get_input_embeddings()
     parts = [("embeddings", embeddings)]
     if embeddings is encoder.get_input_embeddings():
@@ -161,7 +175,7 @@ def encoder_parts(encoder: PreTrainedModel, what: str) -> list[tuple[str, nn.Mod
         "embeddings_project",
         "encoder.embedding_hidden_mapping_in",
         "word_embeddings_layernorm",
-        # what all layers of DeBERTa, MPNet and RoFormer share
+        # modules that all layers of DeBERTa, MPNet or RoFormer share
         "encoder.rel_embeddings",
         "encoder.LayerNorm",
         "encoder.relative_attention_bias",
@@ -174,18 +188,20 @@ def encoder_parts(encoder: PreTrainedModel, what: str) -> list[tuple[str, nn.Mod
     kind, _, count = str(what).partition(":")
     if kind != "bottom" or not count.isdigit():
         raise ValueError(
-            f"freeze_: what is {what!r}; expected 'all', 'bottom:6' or so, 'embeddings' or 'none'"
+            f"freeze_: what is {what!r}; expected 'all', 'embeddings', 'none' or, for example, "
+            "'bottom:6'"
         )
     name, layers = encoder_layers("freeze_", encoder, "'all', 'embeddings' or 'none'")
     if not 0 < int(count) <= len(layers):
         raise ValueError(
-            f"freeze_: what is {what!r}, and {type(encoder).__name__} has {len(layers)} layers"
+            f"freeze_: what is {what!r}, expected 1 to {len(layers)} layers for "
+            f"{type(encoder).__name__}"
         )
     return parts + [(f"{name}.{k}", layers[k]) for k in range(int(count))]
 
 
 def _other_embeddings(encoder: nn.Module, tokens: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the embeddings next to that of the tokens, for example GPT-2's of positions."""
+    """Return the embeddings other than the token embeddings, such as GPT-2's of positions."""
     for module in encoder.modules():
         children = dict(module.named_children())
         if any(child is tokens for child in children.values()):

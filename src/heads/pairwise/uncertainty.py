@@ -1,6 +1,6 @@
-"""`fit_uncertainty_`: a judge that is less sure of pairs that its training says little about.
+"""`fit_uncertainty_`: make a judge less confident on pairs unlike its training pairs.
 
-Shapes: P pairs, D numbers that the head's last layers read of a pair.
+Shapes: P pairs, D width of the inputs of the head's last layers.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from .model import PairwiseModel
 
 PRECISIONS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-"""Precisions of the last weights before any pair is seen, of which held-out pairs choose one: the
-smaller, the less sure is the judge."""
+"""Prior precisions of the weights of the last layers, of which one is chosen on held-out pairs. The
+smaller it is, the less confident is the judge."""
 
 EQUAL = 0.5
-"""Standard errors by which a log-loss may be above the least and count as equal. With a whole one
-and 1,200 training pairs, verdicts on pairs of the training's kind became .01 nats worse."""
+"""Number of standard errors by which a log-loss may exceed the lowest and count as equal. With 1
+and 1,200 training pairs, the log-loss on pairs like the training pairs rose by .01 nats."""
 
 WIDEST = 4096
-"""Most numbers that the last layers may read: a covariance then takes 64 MiB."""
+"""The largest D that is supported; the covariance then takes 64 MiB."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class UncertaintyReport(Report):
 
     Attributes:
         pairs: Number of held-out pairs.
-        precision: The prior precision that they chose.
-        before: The log-loss of these pairs before the call.
-        after: The log-loss of these pairs after it.
+        precision: The prior precision that was chosen on these pairs.
+        before: The log-loss on these pairs before the call.
+        after: The log-loss on these pairs after the call.
     """
 
     pairs: int
@@ -59,7 +59,7 @@ class UncertaintyReport(Report):
 
 
 def width_of(model: PairwiseModel) -> int:
-    """Return D, the number of values that the last layers read of a pair."""
+    """Return D, the width of the inputs of the head's last layers."""
     network: Any = model.head.beside
     inner = 0 if network is None else network[-1].in_features
     return model.head.outer.weight.shape[1] + inner
@@ -73,16 +73,17 @@ def fit_uncertainty_(
     *,
     batch_size: int = 32,
 ) -> UncertaintyReport:
-    """Make a trained judge less sure of pairs that its training says little about, in place.
+    """Make a trained judge less confident on pairs unlike its training pairs, in place.
 
-    The weights of the head's last layers get a normal distribution around what was learned: the
-    Laplace approximation, of precision ``p I + Σ v x xᵀ`` over the training pairs, where x is what
-    these layers read of a pair, v the variance of its verdict, and p a prior precision. Held-out
-    pairs choose p: of seven values, the smallest whose log-loss on them is at most half a standard
-    error (of the paired difference) above the lowest. A smaller p makes a less sure judge, which
-    pairs from other sources need. In evaluation a verdict is then, approximately, the mean over
-    these weights. Which answer wins does not change, and swapping the answers still swaps the
-    verdict exactly. Training does not use the distribution; call this again after further training.
+    The weights of the head's last layers get a normal distribution around the learned weights (the
+    Laplace approximation). Its precision is ``p I + Σ v x xᵀ``, a sum over the training pairs: x is
+    the input of these layers for a pair, v the variance of the pair's verdict, and p a prior
+    precision. p is chosen on held-out pairs: of seven values, the smallest whose log-loss is at
+    most half a standard error (of the paired difference) above the lowest. A smaller p makes the
+    judge less confident, which suits pairs from other sources. In evaluation, a verdict is
+    approximately the mean over this distribution. Which answer wins does not change, and swapping
+    the answers still swaps the verdict exactly. Training does not use the distribution; call this
+    function again after further training.
 
     Args:
         model: A `PairwiseModel` with link ``"antisymmetric"``.
@@ -94,8 +95,8 @@ def fit_uncertainty_(
         The precision, and the log-loss before and after.
 
     Raises:
-        ValueError: The link is not ``"antisymmetric"``, there are no pairs or no labels of held-out
-            ones, or the last layers read more than 4096 numbers.
+        ValueError: The link is not ``"antisymmetric"``, there are no pairs, the held-out pairs have
+            no labels, or the inputs of the last layers are wider than 4096.
 
     Source: MacKay 1992, "The evidence framework applied to classification networks"; for last
     layers alone, Kristiadi et al., arXiv 2002.10118.
@@ -106,17 +107,17 @@ def fit_uncertainty_(
         )
     if not len(data) or not len(held_out) or held_out.labels[0] is None:
         raise ValueError(
-            f"fit_uncertainty_: {len(data)} pairs and {len(held_out)} held-out ones; expected some "
-            "of both, the latter with labels"
+            f"fit_uncertainty_: {len(data)} pairs and {len(held_out)} held-out pairs; expected at "
+            "least 1 of each, and labels for the held-out pairs"
         )
     width = width_of(model)
     if width > WIDEST:
         raise ValueError(
-            f"fit_uncertainty_: the head reads {width} numbers, expected at most {WIDEST}; fewer "
-            "kinds of pooling make it narrower"
+            f"fit_uncertainty_: the inputs of the head's last layers have width {width}, expected "
+            f"at most {WIDEST}; use fewer kinds of pooling"
         )
     head = model.head
-    # the fit is around the plain verdicts, also where one was made before
+    # fit around the plain verdicts, even if the judge already has a covariance
     head.covariance = None
     information = torch.zeros(width, width, dtype=torch.float64)
     with evaluating(model):
@@ -147,7 +148,7 @@ def fit_uncertainty_(
 
 
 def _least_sure(losses: Tensor) -> int:  # (choices, P)
-    """Return the first choice whose mean loss is as good as equal to the least."""
+    """Return the first choice whose mean loss counts as equal to the lowest; see `EQUAL`."""
     best = int(losses.mean(1).argmin())
     # differences of the same pairs vary far less than the losses themselves
     worse = losses - losses[best]

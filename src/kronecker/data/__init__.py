@@ -1,1 +1,1 @@
-"""Batches of a model's arguments for calibration, from texts or as they are given."""
+"""Calibration batches, from texts or from given arguments of a model."""

@@ -27,15 +27,13 @@ def batches(
 ) -> list[dict[str, Any]]:
     """Return calibration data as keyword arguments of the model, on its device.
 
-    It comes as dicts, or as tensors of token ids.
-
-    Rows of a tokenized data set are dicts, too: their lists become tensors, their texts are left
-    out.
+    Each item is a dict, or a tensor of token ids. Rows of a tokenized data set are dicts, too:
+    their lists become tensors, and their texts are left out.
 
     Raises:
-        ValueError: No batch, or one that the model could not be run on: text, ids that are no
-            integers or outside the vocabulary, rows that are longer than the model has positions
-            for, nothing but labels; padding for an encoder-decoder.
+        ValueError: No batch, or one that the model cannot run on: text, token ids that are not
+            integers or not in the vocabulary, rows longer than the model's positions, only labels,
+            or padding for an encoder-decoder.
     """
     check_model(operation, model)
     if not isinstance(calibration, Iterable):
@@ -77,7 +75,7 @@ def _as_model_arguments(item: object, operation: str) -> dict[str, Any]:
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     if not any(value.numel() for name, value in tensors.items() if name not in _LABELS):
         raise ValueError(
-            f"{operation}: a batch of calibration has {sorted(batch)}, expected token ids, or "
+            f"{operation}: a calibration batch has {sorted(batch)}, expected token ids, or "
             "another tensor that is not empty"
         )
     for name, value in tensors.items():
@@ -94,7 +92,7 @@ def _check_batch(batch: Mapping[str, Any], model: nn.Module, operation: str) -> 
     main = getattr(model, "main_input_name", "input_ids")
     if main != "input_ids" and main not in batch:
         raise ValueError(
-            f"{operation}: a batch of calibration has {sorted(batch)}, expected dicts with "
+            f"{operation}: a calibration batch has {sorted(batch)}, expected dicts with "
             f"{main!r} for {type(model).__name__}"
         )
     for name in ("input_ids", "decoder_input_ids"):
@@ -109,7 +107,7 @@ def _as_tensors(row: Mapping[str, object]) -> dict[str, Any]:
     batch = {}
     for name, value in row.items():
         if isinstance(value, list):
-            with contextlib.suppress(ValueError, TypeError):  # ragged, or of words: as it came
+            with contextlib.suppress(ValueError, TypeError):  # ragged, or of words: left as it is
                 value = torch.tensor(value)
         if not isinstance(value, str):
             batch[name] = value
@@ -117,7 +115,7 @@ def _as_tensors(row: Mapping[str, object]) -> dict[str, Any]:
 
 
 def check_model(operation: str, model: object) -> None:
-    """Refuse what is no module, such as a folder's name, and a model with peft adapters.
+    """Check that the model is a module, not a folder's name, and has no peft adapters.
 
     Adapters must be merged first.
     """
@@ -127,13 +125,13 @@ def check_model(operation: str, model: object) -> None:
         # by the name of the module, so that peft need not be imported
         if type(module).__module__.startswith("peft."):
             raise ValueError(
-                f"{operation}: {name or type(module).__name__} is an adapter's; merge adapters "
-                "first"
+                f"{operation}: {name or type(module).__name__} belongs to an adapter; merge "
+                "adapters first"
             )
 
 
 def check_float64(operation: str, model: nn.Module) -> None:
-    """Refuse a model on a device without float64, in which weights are fitted, such as mps."""
+    """Refuse a model on a device without float64, such as mps, since weights are fitted in it."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     try:
         torch.empty(1, dtype=torch.float64, device=device)
@@ -145,21 +143,21 @@ def check_float64(operation: str, model: nn.Module) -> None:
 
 
 def tokens_seen(data: Sequence[Batch], least: int) -> list[str]:
-    """Say how many tokens errors were measured on, and whether a fit of this size needs more."""
+    """Return a note on how many tokens errors are measured on, and whether these are too few."""
     count = 0
     for batch in data:
         ids = batch.get("input_ids")
         mask = batch.get("attention_mask")
         if not isinstance(ids, Tensor):
-            return []  # images, say
+            return []  # such as images
         count += (
             int(mask.sum()) if isinstance(mask, Tensor) and mask.shape == ids.shape else ids.numel()
         )
     if count < least:
-        few = f", fewer than the {least:,} numbers that are fitted on them; expected thousands"
+        few = f", fewer than the {least:,} unknowns of the fit; expected thousands of tokens"
     else:
         few = ""
-    return [f"errors are those on the {count:,} calibration tokens{few}"]
+    return [f"errors are measured on the {count:,} calibration tokens{few}"]
 
 
 @torch.no_grad()
@@ -176,18 +174,18 @@ def first_output(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def without_labels(batch: Batch) -> dict[str, Any]:
-    """Return the arguments of a forward that computes no loss."""
+    """Return a batch without labels, so that the model computes no loss."""
     return {k: v for k, v in batch.items() if k not in ("labels", "label")}
 
 
 def _check_two_sides(operation: str, batch: Batch) -> None:
-    """Check what an encoder-decoder needs beyond other models."""
+    """Check that a batch for an encoder-decoder has decoder inputs and no padding."""
     if not any(name.startswith("decoder_input") for name in batch):
         raise ValueError(
             f"{operation}: a batch has {sorted(batch)}, expected decoder_input_ids for an "
             "encoder-decoder"
         )
-    # `not_padding` knows one mask, and would apply it to the other side's tokens
+    # `not_padding` reads one mask, and would apply it to the tokens of the other side, too
     for name in ("attention_mask", "decoder_attention_mask"):
         mask = batch.get(name)
         if isinstance(mask, Tensor) and not mask.all():
@@ -198,18 +196,18 @@ def _check_two_sides(operation: str, batch: Batch) -> None:
 
 
 def positions_of(model: nn.Module) -> int | None:
-    """Return how many tokens a row may have; None: no limit that is known."""
+    """Return how many tokens a row may have, or None if no limit is known."""
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig):
         return None
-    # GPT-2's n_positions answers to this name, too
+    # GPT-2's n_positions can be read by this name, too
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
             if isinstance(positions, int) and module.padding_idx is not None:
-                positions -= module.padding_idx + 1  # RoBERTa counts from behind the padding's
+                positions -= module.padding_idx + 1  # RoBERTa counts positions from padding_idx + 1
             break
-    # XLNet says -1, since it has no limit
+    # XLNet has -1, since it has no limit
     if isinstance(positions, int) and positions > 0:
         return positions
     return None

@@ -16,17 +16,17 @@ _LABELS = ("role", "from", "type")  # fields of a chat's turns that hold no text
 def text_of(path: str | Path) -> str:
     """Return the text of a file.
 
-    For a file of rows, this is every string in them, with a blank line between rows. Numbers in
+    For a file of rows, this is every string in the rows, with a blank line between rows. Numbers in
     columns of CSV are left out. If the rows are chats, it is the text of each turn.
 
     Args:
-        path: A text file, or one of JSON, JSON lines, CSV or parquet, also gzipped.
+        path: A text, JSON, JSON lines, CSV or TSV file, which may be gzipped, or a parquet file.
 
     Returns:
         One text.
 
     Raises:
-        ValueError: No such file, or one that holds no text.
+        ValueError: There is no such file, or it has no text.
     """
     path = Path(path)
     if not path.is_file():
@@ -36,7 +36,7 @@ def text_of(path: str | Path) -> str:
     kind = kind_of(path)
     if kind in SUFFIXES:
         rows = [_strings(row) for row in _sound_rows(path)]
-        if kind in (".csv", ".tsv"):  # whose numbers are strings too
+        if kind in (".csv", ".tsv"):  # numbers in these files are strings, too
             rows = [[text for text in row if not _is_number(text)] for row in rows]
         text = "\n\n".join("\n".join(row) for row in rows)
     else:
@@ -92,9 +92,9 @@ def text_batches(
         text: The text; only as much as needed is encoded.
         encode: A tokenizer's ``encode``, or any function from text to token ids.
         tokens: The number of tokens to take.
-        context: Tokens in a row; whole rows only, or one shorter row where there is no more.
+        context: Tokens in a row. An incomplete last row is left out, unless it is the only row.
         rows: The number of rows of a batch.
-        skip: Tokens to leave out before, such as those that something was fitted on.
+        skip: Tokens to leave out at the start, such as the tokens that a model was fitted on.
 
     Returns:
         Tensors of int64 token ids.
@@ -123,7 +123,7 @@ def text_batches(
     # a guess of 20 characters a token, so that a whole book need not be encoded
     size = 20 * (tokens + skip)
     encoded = encode(text[:size])
-    # more than are wanted: the last token of a cut text may be half a word
+    # one more than needed, because the last token of a cut text may be half a word
     while isinstance(encoded, list) and len(encoded) <= tokens + skip and size < len(text):
         size *= 2
         encoded = encode(text[:size])
@@ -134,7 +134,7 @@ def text_batches(
         )
     if text and not encoded:
         raise ValueError(
-            "text_batches: the tokenizer makes no tokens of the text; expected the tokenizer of "
+            "text_batches: the tokenizer returns no tokens for the text; expected the tokenizer of "
             "the model"
         )
     ids = torch.tensor(encoded[skip : skip + tokens])
@@ -148,22 +148,22 @@ def text_batches(
 
 
 def strided(batches: Iterable[Tensor], *, context: int, stride: int) -> list[dict[str, Tensor]]:
-    """Return windows that overlap, for `perplexity`.
+    """Return overlapping windows, for `perplexity`.
 
-    Every token counts once, all but the first with a context before it.
+    Every token counts once, and every token but the first has context before it.
 
     Args:
-        batches: (B, T) each, as `text_batches` gives them: one text's rows in order.
+        batches: Token ids, (B, T) each, as `text_batches` returns them: one text's rows in order.
         context: Tokens in a window.
-        stride: The number of tokens from one window to the next; the tokens of a window that count,
-            but for the first one's.
+        stride: The number of tokens from the start of one window to the start of the next. In each
+            window after the first, at most this many tokens count.
 
     Returns:
         Dicts of ``input_ids`` and ``labels``, both (1, T), T at most ``context``.
 
     Raises:
-        ValueError: A stride below 1, or not below the context: a window's first token is predicted
-            by none of its own.
+        ValueError: A stride below 1, or not below the context: nothing in a window predicts its
+            first token.
 
     >>> [w["labels"].tolist() for w in strided([torch.arange(6)[None]], context=4, stride=2)]
     [[[0, 1, 2, 3]], [[-100, -100, 4, 5]]]

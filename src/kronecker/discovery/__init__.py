@@ -1,1 +1,1 @@
-"""Find what a model is made of: its MLPs, its blocks, and the stock model that fits."""
+"""Find a model's MLPs and blocks, and the stock config that describes a smaller model."""

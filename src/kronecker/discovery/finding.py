@@ -23,27 +23,27 @@ COMPRESSED = (SmallerLinear, LowRankEmbedding)
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Return whether it is a plain `nn.Embedding`; one that scales has its own forward."""
+    """Return whether a module is a plain `nn.Embedding`; one that scales rows is not."""
     return type(module).forward is nn.Embedding.forward and module.max_norm is None
 
 
 def convertible(module: nn.Module) -> bool:
-    """Return whether there is a compressed layer for it."""
+    """Return whether a module can be made smaller."""
     return is_linear(module) or is_embedding(module) or is_experts(module)
 
 
 def _refuse_own_forward(name: str, module: nn.Module) -> None:
-    """A linear layer or embedding that computes in its own way cannot be replaced."""
+    """Refuse a linear layer or an embedding whose forward is not the stock one."""
     if isinstance(module, (nn.Linear, nn.Embedding)) and not convertible(module):
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         raise ValueError(
-            f"convert_: {name} is a {kind}, quantized or with a forward of its own; expected a "
-            "plain layer"
+            f"convert_: {name} is a {kind}, quantized or with another forward; expected a plain "
+            "linear layer or embedding"
         )
 
 
 def mlps_if_any(model: nn.Module, batch: Mapping[str, object] | None = None) -> list[Mlp]:
-    """Return `find_mlps`, or an empty list where the model cannot be run to find them."""
+    """Return the MLPs that `find_mlps` finds, or an empty list if the model cannot be run."""
     try:
         return find_mlps(model, batch)
     except ValueError:
@@ -56,12 +56,12 @@ def resolve(
     filter_fn: Callable[[nn.Module, str], bool] | None,
     batch: Mapping[str, object] | None = None,
 ) -> dict[str, Config]:
-    """The layers to compress, by name in the model's order, each with its config.
+    """Return the layers to compress, by name in the model's order, each with its config.
 
-    A single config means the MLPs and experts, with opposite shapes for the layer that writes the
-    block's width; with a ``filter_fn``, whatever that accepts. In a map, the first pattern
-    (`fnmatch`) that fits a layer's name gives its config. ``batch`` is what a model is run with to
-    find its MLPs where it reads neither tokens nor images.
+    A single config applies to the MLPs and experts or, with a ``filter_fn``, to the layers that
+    this accepts. The layer that writes an MLP's output gets opposite shapes. In a map, the first
+    pattern (`fnmatch`) that fits a layer's name gives its config. ``batch`` holds arguments to run
+    a model that reads neither tokens nor images, to find its MLPs.
     """
     if isinstance(config, Config):
         return _resolve_one(model, config, filter_fn, batch)
@@ -79,7 +79,7 @@ def _resolve_one(
     if filter_fn is None:
         mlps = find_mlps(model, batch)
     else:
-        # with a filter the MLPs only say which layers get the opposite shape
+        # with a filter, the MLPs only decide which layers get the opposite shape
         mlps = mlps_if_any(model, batch)
     downs = {mlp.down for mlp in mlps}
     members = names_of(mlps)
@@ -100,7 +100,7 @@ def _resolve_one(
             _refuse_own_forward(name, module)
         near = ", ".join(_convertible_names(modules)[:6])
         raise ValueError(
-            f"convert_: nothing to convert in {type(model).__name__}; layers that could be: {near}"
+            f"convert_: nothing to convert in {type(model).__name__}; convertible layers: {near}"
         )
     return resolved
 
@@ -156,14 +156,13 @@ def _no_match(pattern: str, names: list[str]) -> str:
 def blocks_of(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Module, list[str]]]:
     """Return the model's repeated blocks that hold these layers, in order.
 
-    Each is (name, module, names of layers).
-
-    The whole model is one block where the layers are not within one list of modules.
+    Each block is (name, module, names of its layers). If the layers are not within one list of
+    modules, the whole model is one block.
     """
     names = list(names)
     # lists within lists are experts or sublayers of one block
     outermost: list[str] = []
-    # named_modules gives a module before those within it
+    # named_modules yields a module before its submodules
     for name, module in model.named_modules():
         is_inside = name.startswith(tuple(f"{outer}." for outer in outermost))
         if isinstance(module, nn.ModuleList) and not is_inside:
@@ -194,7 +193,7 @@ def num_parameters(model: nn.Module) -> int:
         model: A module of any kind.
 
     Returns:
-        Their number, trainable or not.
+        The number of parameters, trainable or not.
     """
     return sum(p.numel() for p in model.parameters())
 
@@ -210,15 +209,15 @@ def prefixed(name: str, tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Set a submodule by its dotted name; a user's hooks on what was there go on with it."""
+    """Set a submodule by its dotted name, and keep the hooks of the module that was there."""
     parent, _, last = name.rpartition(".")
-    for hooks in HOOKS:  # the same dictionaries, so that their handles remove them
+    for hooks in HOOKS:  # the same dictionaries, so that the hooks' handles still work
         setattr(module, hooks, getattr(model.get_submodule(name), hooks))
     setattr(model.get_submodule(parent), last, module)
 
 
 def set_parameters_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Put parameters of other sizes into a model's layers, by name; what was frozen stays so."""
+    """Set parameters of other sizes in a model's layers, by name; frozen ones stay frozen."""
     for name, tensor in state.items():
         owner, _, key = name.rpartition(".")
         module = model.get_submodule(owner)
@@ -250,7 +249,7 @@ def all_or_nothing(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # also after Ctrl-C, which is no Exception
+        # also after Ctrl-C, which is not an Exception
         for name, module in modules.items():
             parameters, attributes = contents[name]
             vars(module).update(attributes)

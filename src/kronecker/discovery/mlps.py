@@ -1,10 +1,10 @@
-"""The MLPs of a model, found by how numbers flow through it and not by the names of its layers.
+"""Find the MLPs of a model by running it, not by the names of its layers.
 
-A layer is an MLP's last where each of its inputs depends on one output (or on one pair of outputs)
-of the layers that ran just before it, at the same token, and on nothing else: those are the hidden
-neurons, which can be exchanged, dropped and fitted one by one. Attention fails that test (its
-values reach later tokens, its queries all features of a head), and so does an MLP with a norm
-between its matrices.
+A layer is the last of an MLP if each of its inputs depends on one output (or on one pair of
+outputs) of the layers that ran just before it, at the same token, and on nothing else. These inputs
+are the hidden neurons, which can be permuted, dropped and fitted one by one. Attention fails that
+test (its values reach later tokens, its queries all features of a head), and so does an MLP with a
+norm between its matrices.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ..data.batches import first_output, positions_of
 from ..layers.linear import SmallerLinear
 from ..layers.weights import is_linear
 
-# of what a model is tried with: that many tokens of our own, or rows of a batch, twice
+# size of a probe batch: this many synthetic tokens, or rows of a given batch, twice
 _TOKENS = 8
 _ROWS = 4
-# of a layer's input: far above the rounding of two equal rows, far below what is added to one of
-# them
+# tolerance, relative to a layer's input: far above the rounding differences of two equal rows, far
+# below the change that is made to one of them
 _NEAR = 1e-2
 
-# where an up layer's outputs of these neurons are
+# indices of the outputs of an up layer that belong to given neurons
 LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "plain": lambda neurons, count: neurons,
     "halves": lambda neurons, count: torch.cat([neurons, neurons + count]),
@@ -43,9 +43,9 @@ LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 @dataclass(frozen=True)
 class Mlp:
-    """Layers that share hidden neurons: those that write them and the one that reads them.
+    """Names of the layers of an MLP: those that write its hidden neurons, and the one that reads.
 
-    Names within the model.
+    The names are those of the model's submodules.
     """
 
     ups: tuple[str, ...]
@@ -53,7 +53,7 @@ class Mlp:
     layout: str = "plain"  # or gate and up in one matrix: "halves", "interleaved"
 
     def rows(self, neurons: Tensor, count: int) -> Tensor:
-        """Return which outputs of an up layer belong to the given ones of ``count`` neurons.
+        """Return which outputs of an up layer belong to ``neurons``, out of ``count`` neurons.
 
         >>> Mlp(("gate_up_proj",), "down_proj", "halves").rows(torch.tensor([0, 2]), 3)
         tensor([0, 2, 3, 5])
@@ -63,14 +63,14 @@ class Mlp:
 
 @dataclass
 class _Run:
-    """A linear layer as it first ran."""
+    """The first run of a linear layer."""
 
     name: str
     module: nn.Module
     inputs: Tensor
     in_features: int
     out_features: int
-    hypotheses: list[Mlp] = field(default_factory=list)  # of MLPs that it is the last layer of
+    hypotheses: list[Mlp] = field(default_factory=list)  # MLPs that it may be the last layer of
 
     @property
     def square(self) -> bool:
@@ -79,12 +79,12 @@ class _Run:
 
 @torch.no_grad()
 def find_mlps(model: nn.Module, batch: Mapping[str, object] | None = None) -> list[Mlp]:
-    """The MLPs of a model, in the order they run.
+    """Return the MLPs of a model, in the order they run.
 
     Args:
-        model: Is run a few times, on two rows of at most eight tokens, or on four rows of
-            ``batch``, twice.
-        batch: Arguments to run it with, where it reads neither tokens nor images.
+        model: The model. It is run a few times, on two rows of at most eight tokens, or on the
+            first four rows of ``batch``, each twice.
+        batch: Arguments to run the model with, if it reads neither tokens nor images.
 
     Raises:
         ValueError: A model on the meta device, or one that cannot be run without ``batch``.
@@ -115,7 +115,7 @@ def find_mlps(model: nn.Module, batch: Mapping[str, object] | None = None) -> li
                 trials, now = _apart(trials, taken=names_of(confirmed))
                 confirmed += _tried(model, now, runs, rows)[0]
         kinds = {_kind(m) for m in confirmed}
-        # Square matrices are attention's nearly always, and what is done to those reaches far.
+        # Square matrices are nearly always part of attention, where a change affects many layers.
         for mlp in chain.from_iterable(run.hypotheses for run in runs if run.square):
             alike = _kind(mlp) in kinds or not kinds
             if alike and names_of(confirmed).isdisjoint((*mlp.ups, mlp.down)):
@@ -126,7 +126,7 @@ def find_mlps(model: nn.Module, batch: Mapping[str, object] | None = None) -> li
 
 
 def _kind(mlp: Mlp) -> tuple[str, ...]:
-    """Return names that are the same in all blocks."""
+    """Return the names of an MLP's layers without numbers, the same in all blocks."""
     # layers.3.fc1 and layers.7.fc1 are one kind
     return tuple(re.sub(r"\d+", "#", name) for name in (*mlp.ups, mlp.down))
 
@@ -137,9 +137,9 @@ def names_of(mlps: Iterable[Mlp]) -> set[str]:
 
 
 def _apart(trials: Sequence[Mlp], taken: set[str]) -> tuple[list[Mlp], list[Mlp]]:
-    """Return trials for later, and those for now.
+    """Split trials into those for later and those for now, which share no layer.
 
-    No layer is in two of these, or in an MLP that was found.
+    A trial with a layer in ``taken`` is dropped.
     """
     later: list[Mlp] = []
     now: list[Mlp] = []
@@ -151,9 +151,9 @@ def _apart(trials: Sequence[Mlp], taken: set[str]) -> tuple[list[Mlp], list[Mlp]
 
 
 def _equal_halves(model: nn.Module, batch: Mapping[str, object] | None) -> dict[str, object]:
-    """Return arguments of two equal halves.
+    """Return a probe batch whose two halves are equal.
 
-    A row of our own, twice, where a model takes it, else the first of ``batch``.
+    Each half is a synthetic row if the model accepts it, else the first rows of ``batch``.
     """
     device = next(model.parameters()).device
     if isinstance(model, PreTrainedModel):
@@ -176,8 +176,8 @@ def _equal_halves(model: nn.Module, batch: Mapping[str, object] | None) -> dict[
                 continue
             return arguments
     needed = (
-        "a first batch of calibration that it can be run on (convert_ also takes a map from names "
-        "of layers to configs)"
+        "a first calibration batch that the model can run on, or for convert_ a map from names "
+        "of layers to configs"
     )
     raise ValueError(
         f"kronecker: {type(model).__name__} could not be run to find its MLPs{why}; expected "
@@ -223,20 +223,22 @@ def _doubled(value: object, device: torch.device) -> Any:
 def _runs(
     model: nn.Module, layers: Mapping[str, nn.Module], rows: Mapping[str, object]
 ) -> list[_Run]:
-    """The layers that run, in the order they first do."""
+    """Run the model, and return its linear layers in the order of their first run."""
     runs: dict[str, _Run] = {}
 
     def see(name: str, given: Tensor, out: Tensor) -> None:
         module = layers[name]
-        # one is ours
+        # one hook is `watched`'s own
         if len(module._forward_hooks) > 1 and not torch.equal(module.forward(given), out):
             raise ValueError(
-                f"kronecker: a forward hook changes what {name} says, expected a model without it"
+                f"kronecker: a forward hook changes the output of {name}, expected a model without "
+                "it"
             )
-        # with NaN no test below can pass, and the layer would be skipped without a word
+        # with NaN no test below can pass, and the layer would be skipped silently
         if not torch.isfinite(out).all():
             raise ValueError(
-                f"kronecker: {name} has a weight that is zero or not finite, or gives such numbers"
+                f"kronecker: {name} returns NaN or infinity, expected finite outputs; check its "
+                "weight"
             )
         if name not in runs and len(given) % 2 == 0:
             runs[name] = _Run(name, module, given, given.shape[-1], out.shape[-1])
@@ -247,16 +249,16 @@ def _runs(
 
 
 def _hypotheses(before: Sequence[_Run], run: _Run) -> list[Mlp]:
-    """Return what MLPs a layer could be the last of, the likeliest first.
+    """Return the MLPs that a layer may be the last of, the likeliest first.
 
-    One layer or two that ran just before it.
+    Their other layers are the one or two that ran just before it.
     """
     # gate and up read one tensor and run one after the other, just before the last layer
     ups = []
     for up in before[-2:]:
         if up.in_features == run.out_features and up.inputs is before[-1].inputs:
             ups.append(up)
-    # a layer that reads the same input runs beside and not after, as k and v beside q
+    # a layer that reads the same input runs in parallel and not after, as k and v do with q
     if not ups or ups[-1] is not before[-1] or run.inputs is before[-1].inputs:
         return []
     sizes = [r.out_features for r in ups]
@@ -273,7 +275,7 @@ def _hypotheses(before: Sequence[_Run], run: _Run) -> list[Mlp]:
 def _read_once(
     model: nn.Module, mlps: list[Mlp], runs: Sequence[_Run], rows: Mapping[str, object]
 ) -> list[Mlp]:
-    """Return the MLPs whose hidden neurons nothing but the last layer reads."""
+    """Return the MLPs whose hidden neurons only the last layer reads."""
     # one pass for all MLPs; only if something else reads a neuron is each tried alone
     if not mlps or _tried(model, mlps, runs, rows)[1]:
         return mlps
@@ -283,16 +285,15 @@ def _read_once(
 def _tried(
     model: nn.Module, trials: Sequence[Mlp], runs: Sequence[_Run], rows: Mapping[str, object]
 ) -> tuple[list[Mlp], bool]:
-    """Test several MLPs in one forward pass; return those that are confirmed.
+    """Test several MLPs in one forward pass. Return those confirmed, and whether halves agree.
 
-    Say also whether the model then says the same of both halves: if not, something else has read
-    hidden neurons.
+    The batch has two equal halves. In the second half, some neurons get another value at the first
+    token: the last layer's input must change at these neurons and nowhere else. At the last token,
+    all neurons get the values of the first half's second token: the last layer's input must then be
+    the same as at that token (with a residual connection it is not). Afterwards the output's second
+    half is replaced by the first, so that the layers that follow see equal halves again.
 
-    There are two equal halves. In the second one, some neurons get another value at the first
-    token: the last layer's input must change there and nowhere else. At the last token all get what
-    they have at the first half's second token: the input must be the same as there (with a residual
-    connection it is not). The output is then made equal again, so that what comes after begins
-    anew.
+    If the model's outputs for the two halves still differ, another layer has read hidden neurons.
     """
     generator = torch.Generator().manual_seed(0)
     layers = {r.name: r.module for r in runs}
@@ -305,7 +306,7 @@ def _tried(
         def changed(name: str, given: Tensor, out: Tensor) -> Tensor:
             out = out.clone()
             parts = out.view(2, -1, out.shape[-1])
-            # several times what is there, so that a change shows behind a ReLU or a gate
+            # several times the usual values, so that a change shows behind a ReLU or a gate
             other = torch.randn(len(rows), generator=generator).to(out) * (
                 1 + 3 * parts.float().std().to(out)
             )
@@ -334,7 +335,7 @@ def _tried(
 
     for mlp in trials:
         count = sizes[mlp.down]
-        # half of the neurons: the other half shows that they do not depend on these
+        # half of the neurons: the other half must not depend on these
         chosen[mlp.down] = torch.randperm(count, generator=generator)[: (count + 1) // 2]
         changes |= dict.fromkeys(mlp.ups, disturb(mlp.rows(chosen[mlp.down], count)))
     changes |= dict.fromkeys((mlp.down for mlp in trials), compare)
@@ -347,9 +348,9 @@ def _tried(
 
 
 def _same_halves(out: Tensor) -> bool:
-    """Return whether two equal halves gave the same."""
+    """Return whether the outputs for two equal halves are the same."""
     if len(out) % 2:
-        return True  # it is not row by row
+        return True  # the output is not row by row
     first, second = out.reshape(2, -1)
     return bool(((second - first).abs() <= _NEAR * first.square().mean().sqrt()).all())
 
@@ -360,7 +361,7 @@ def watched(
 ) -> Iterator[None]:
     """Call ``see(name, input, output)`` whenever one of the modules runs.
 
-    A tensor that it returns is the output.
+    A tensor that ``see`` returns replaces the output.
     """
     with ExitStack() as hooks:
         for name, module in modules.items():

@@ -1,4 +1,4 @@
-"""The config that a smaller model needs, so that it is a stock model of its family."""
+"""Find the config that makes a smaller model a stock model of its family."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Shapes = Mapping[str, torch.Size]
 def stock_config(
     cls: type[PreTrainedModel], before: PretrainedConfig, wanted: Shapes, sizes: Mapping[int, int]
 ) -> PretrainedConfig:
-    """A copy of a config with which a class builds parameters of these shapes.
+    """Return a copy of a config with which a class builds parameters of these shapes.
 
-    Which fields hold a size is found by trying: those that have the value it had, and n_inner.
+    The fields to change are found by trying the fields that hold an old size, and n_inner.
 
     Args:
-        cls: The model's.
-        before: The config that it has.
+        cls: The model's class.
+        before: The model's config.
         wanted: Shapes of all parameters, by name.
         sizes: The new size or count for each old one.
 
@@ -32,7 +32,7 @@ def stock_config(
         ValueError: No field of the config, or no set of fields, gives these shapes.
     """
     places = list(_places(before, sizes))
-    # fewest fields first: one that only happens to have the same number stays as it is
+    # fewest fields first, so that a field that only happens to have the same value stays as it is
     for count in range(1, len(places) + 1):
         for chosen in itertools.combinations(places, count):
             config = copy.deepcopy(before)
@@ -43,7 +43,7 @@ def stock_config(
                 setattr(holder, name, new)
             try:
                 shapes = parameter_shapes(empty(cls, config))
-            except Exception:  # a family's own way to say that its fields do not fit together
+            except Exception:  # families raise different errors if fields do not fit together
                 continue
             if shapes == wanted:
                 return config
@@ -64,9 +64,9 @@ def stock_config(
 def _places(
     config: PretrainedConfig, sizes: Mapping[int, int], path: tuple[str, ...] = ()
 ) -> Iterator[tuple]:
-    """Return fields of a config, and of configs within it, that hold one of the sizes.
+    """Yield the fields of a config, and of configs within it, that hold one of the sizes.
 
-    Each is (path, name, new value).
+    Each field is (path, name, new value).
     """
     for name, value in config.to_dict().items():
         inner = getattr(config, name, None)
@@ -85,16 +85,16 @@ def parameter_shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def empty(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """A model on the meta device."""
+    """Build a model on the meta device."""
     with torch.device("meta"):
         return cls._from_config(config)
 
 
-Changes = list[tuple[nn.Module, str, object]]  # modules, their attributes, and values for those
+Changes = list[tuple[nn.Module, str, object]]  # module, name of its attribute, value
 
 
 def set_attributes_(changes: Changes) -> Changes:
-    """Apply changes; returns the changes that undo them."""
+    """Apply changes, and return the changes that undo them."""
     before = [(module, name, vars(module).get(name)) for module, name, _ in changes]
     for module, name, value in changes:
         vars(module)[name] = value
@@ -104,7 +104,7 @@ def set_attributes_(changes: Changes) -> Changes:
 def empty_modules(
     model: PreTrainedModel, config: PretrainedConfig
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """Return the modules by name of empty models of a model's config and of another."""
+    """Return the modules, by name, of two empty models: one of the old config, one of the new."""
     # a copy, because building a model may write into its config
     old = empty(type(model), copy.deepcopy(model.config))
     new = empty(type(model), config)
@@ -112,12 +112,12 @@ def empty_modules(
 
 
 def attribute_changes(model: PreTrainedModel, config: PretrainedConfig) -> Changes:
-    """Return what to set on a model's modules so that they are those of this config.
+    """Return the attributes to set on a model's modules so that they match this config.
 
-    Plain attributes (sizes, counts) that differ between a model of the old config and one of the
-    new, and the config itself; whatever a user has set stays.
+    These are the config itself, and plain attributes (sizes, counts) that differ between a model of
+    the old config and one of the new config. Attributes that a user has set stay.
     """
-    # what differs between the empty models is what the config decides
+    # attributes that differ between the empty models depend on the config
     old, new = empty_modules(model, config)
     changes: Changes = []
     for name, module in model.named_modules():

@@ -1,8 +1,7 @@
-"""Return the smallest stock model of the same function.
+"""Find the smallest stock model with the same function.
 
-It has no unread hidden neurons; short layers are padded with zeros.
-
-A stock config has one size for all layers: that of the layer that needs the most neurons.
+It has no hidden neurons that nothing reads. A stock config has one size for all layers, so the
+layer that needs the most neurons sets the size, and the others are padded with zeros.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class _Hidden:
     writes: tuple[tuple[str, int], ...]
     reads: tuple[str, int]
     layout: str
-    unit: int = 1  # what its size is a multiple of
+    unit: int = 1  # its size is a multiple of this
 
     def read_neurons(self, state: Mapping[str, Tensor]) -> Tensor:
         """Return the neurons whose column is not zero, in their order."""
@@ -48,16 +47,16 @@ class _Hidden:
     def resized(self, state: Mapping[str, Tensor], keep: int) -> dict[str, Tensor]:
         """Return its parameters with ``keep`` hidden neurons.
 
-        Those that are read, then others, then zeros.
+        It keeps the neurons that are read, then adds others, then zeros.
         """
         count = self.count(state)
         read = self.read_neurons(state)
         unread = torch.ones(count, dtype=torch.bool, device=read.device)
         unread[read] = False
         spare = torch.nonzero(unread).flatten()[: max(0, keep - len(read))]
-        # in their old order, so that a model that loses nothing keeps its very weights
+        # in their old order, so that a model that loses nothing keeps its weights unchanged
         neurons = torch.cat([read, spare]).sort().values
-        # neuron 0 stands in for what is missing, and is set to zero below
+        # neuron 0 stands in for missing neurons, and its copies are set to zero below
         filled = torch.cat([neurons, neurons.new_zeros(keep - len(neurons))])
         zeros = torch.arange(len(neurons), keep, device=read.device)
 
@@ -77,17 +76,15 @@ class _Hidden:
 def smallest_stock(
     model: PreTrainedModel, mlps: Sequence[Mlp], state: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], PretrainedConfig]:
-    """Return a state and the config of a stock model of the same function.
-
-    It has as few hidden neurons as that allows.
+    """Return the state and the config of the smallest stock model with the same function.
 
     Args:
-        model: Whose layers may be smaller than its config says.
-        mlps: Its MLPs.
-        state: Its weights, dense, by their stock names.
+        model: The model. Its layers may be smaller than its config says.
+        mlps: The model's MLPs.
+        state: The model's weights, dense, by their stock names.
 
     Raises:
-        ValueError: A layer is smaller that is in none of the MLPs.
+        ValueError: A layer that is in none of the MLPs is smaller than the config says.
     """
     stock_model = empty(type(model), model.config)
     stock = parameter_shapes(stock_model)
@@ -103,7 +100,7 @@ def smallest_stock(
         try:
             config = stock_config(type(model), model.config, shapes, smaller)
         except ValueError:  # its config has no field for this size
-            # Bloom's hidden size is fixed at 4 times its width: its layers are filled up instead
+            # Bloom's hidden size is fixed at 4 times its width: its layers are padded instead
             sizes = dict(zip(sizes, sizes, strict=True))
     for part in hidden:
         state = {**state, **part.resized(state, sizes[part.count(stock)])}
@@ -113,8 +110,8 @@ def smallest_stock(
         shapes = parameter_shapes(empty(type(model), config))
     if wrong := next((n for n, s in shapes.items() if n in state and state[n].shape != s), None):
         raise ValueError(
-            f"fold: {wrong} has lost neurons, and its MLP is not found without data, expected "
-            f"batch=, arguments to run {type(model).__name__} with"
+            f"fold: {wrong} has lost neurons, and its MLP is not found without data; expected "
+            f"batch= with arguments to run {type(model).__name__}"
         )
     return dict(state), config
 

@@ -1,4 +1,4 @@
 """Fit a model's blocks one after the other, on calibration data.
 
-Of the methods that we measured it gives the smallest loss before training.
+Of all methods that we measured, this gives the lowest loss before training.
 """

@@ -1,8 +1,8 @@
-"""One block: the inputs of its layers in the smaller model, and the outputs that they should give.
+"""One block: the inputs of its layers in the smaller model, and their target outputs.
 
 Two copies of the hidden states go through the blocks, the original model's and the smaller one's. A
-layer's target is its output in the original model; an MLP's also includes what the residual stream
-has lost so far, where it can be read.
+layer's target is its output in the original model. An MLP's target also includes the error that the
+residual stream has accumulated so far, if the stream can be read.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Block:
         # the layers that write an MLP's output, and the singles, in the order they run
         self.ran: list[str] = []
         self.said: dict[str, list[Tensor]] = {}  # outputs of the original's singles, batch by batch
-        # what each MLP sees in the original, if all is fitted in one pass
+        # statistics of each MLP in the original, if all MLPs are fitted in one pass
         self.seen: dict[str, Seen] = {}
-        # target of each MLP, plus the residual stream where it can be read
+        # target of each MLP, plus the residual stream if it can be read
         self.wanted: dict[str, list[Tensor]] = {}
 
     @contextmanager
@@ -82,13 +82,13 @@ class Block:
             return outputs_of(self.module, self.calls, states)
 
     def original(self, states: Sequence[Tensor], *, one_pass: bool = False) -> list[Tensor]:
-        """Run the block as it is on the original's states.
+        """Run the unchanged block on the original's states.
 
-        Return its outputs, and keep what its layers should give.
+        Return its outputs, and store the targets of its layers.
 
         Args:
             states: Hidden states before the block, batch by batch.
-            one_pass: Also keep what its MLPs read, which `smaller` would run the block again for.
+            one_pass: Also store statistics of its MLPs, so that `smaller` need not run.
         """
         with self.computing_in_float32():
             return self._original(states, one_pass)
@@ -108,13 +108,14 @@ class Block:
             for mlp in self.mlps:
                 if mlp.down not in seen:
                     raise ValueError(
-                        f"kronecker: {mlp.down} does not run on all batches of calibration"
+                        f"kronecker: expected every calibration batch to reach {mlp.down}, but one "
+                        "did not"
                     )
                 x, h, y = seen[mlp.down]
                 if one_pass:
                     self.seen[mlp.down].add(h, y)
                 else:
-                    # `smaller` takes off its own stream: what is left makes up for what that lost
+                    # `smaller` subtracts its own stream, whose error the target makes up for
                     self.wanted[mlp.down].append(y + self._stream(mlp, x, y, out, call))
             for name in self.singles:
                 if name in seen:
@@ -122,9 +123,9 @@ class Block:
         return outputs
 
     def look_ahead(self, outputs: Sequence[Tensor], later: Sequence[Tensor]) -> None:
-        """Add to the targets of MLPs what the dropped blocks after this one would have added.
+        """Add the output of the dropped blocks after this one to the targets of its MLPs.
 
-        Only for MLPs whose output is added to the block's output.
+        Only MLPs whose output is added to the block's output get this.
 
         Args:
             outputs: The original's hidden states after this block.
@@ -141,7 +142,7 @@ class Block:
     def smaller(self, mlp: Mlp, states: Sequence[Tensor], *, keep_inputs: bool) -> Seen:
         """Run the block on the smaller model's states.
 
-        Return what an MLP sees there, and what it should give.
+        Return the statistics of an MLP's hidden neurons there, and of its targets.
         """
         total = self._nothing_seen(mlp)
         with self.computing_in_float32():
@@ -157,9 +158,9 @@ class Block:
         return Seen(Moments.zeros(*matrix.shape, device=matrix.device))
 
     def inputs(self, name: str, states: Sequence[Tensor]) -> list[Tensor]:
-        """Return what a layer reads in the smaller model, batch by batch.
+        """Return a layer's inputs in the smaller model, batch by batch.
 
-        The block runs no further than it must.
+        The block runs only up to this layer.
         """
         seen: list[Tensor] = []
 
@@ -177,7 +178,7 @@ class Block:
         return inputs
 
     def routed(self, name: str, states: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return, by batch, the tokens that a stack gets in the smaller model, with experts."""
+        """Return the tokens of a stack in the smaller model and their experts, batch by batch."""
         seen: list[tuple[Tensor, Tensor]] = []
         keep: list[Tensor | None] = [None]
 
@@ -194,7 +195,7 @@ class Block:
         return seen
 
     def middle(self, mlp: Mlp, states: Tensor, config: object) -> Middle | None:
-        """Return what the MLP does between its matrices."""
+        """Return the function that the MLP computes between its matrices, or None if unknown."""
         said: dict[str, Tensor] = {}
         read: list[Tensor] = []
 
@@ -215,13 +216,14 @@ class Block:
     def _run(
         self, call: Call, hidden: Tensor, singles: Sequence[str] = ()
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor, Tensor]]]:
-        """Return the block's output and, by name, each MLP's input, last layer's input, output.
+        """Return the block's output and, by name of an MLP or single layer, three tensors.
 
-        For single layers the first two are the same.
+        These are the input, the last layer's input and the output. For a single layer the first two
+        are the same.
         """
         inputs: dict[str, Tensor] = {}
         seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-        # the first layer alone: gate and up read one input
+        # the first up layer is enough: gate and up read the same input
         first = {m.ups[0]: m.down for m in self.mlps}
 
         def see(name: str, x: Tensor, y: Tensor) -> None:
@@ -246,7 +248,7 @@ class Block:
     def _kind(self, mlp: Mlp, states: Tensor) -> str | None:
         up = self.model.get_submodule(mlp.ups[0])
         down = self.model.get_submodule(mlp.down)
-        # with two MLPs, or experts beside one, what each adds cannot be told apart
+        # with two MLPs, or an MLP and experts, their contributions cannot be separated
         singles = submodules(self.model, self.singles).values()
         if len(self.mlps) > 1 or any(map(is_experts, singles)):
             return None
@@ -259,7 +261,7 @@ class Block:
         return torch.autocast(next(self.module.parameters()).device.type, enabled=False)
 
     def _in_own_dtype(self, states: Tensor) -> Tensor:
-        """Return hidden states in the block's dtype, which autocast may have left."""
+        """Return hidden states in the block's dtype, which autocast may have changed."""
         return states.to(next(self.module.parameters()).dtype)
 
     def _stream(self, mlp: Mlp, x: Tensor, y: Tensor, out: Tensor, call: Call) -> Tensor:
@@ -281,7 +283,7 @@ def blocks_with(
 ) -> tuple[list[Block], list[Tensor]]:
     """Return the model's blocks in order, and the hidden states before the first, batch by batch.
 
-    If a block reads something else than the output of the one before it, the whole model is one
+    If the input of a block is not the output of the block before it, the whole model is one
     block.
     """
     names = [*(m.down for m in mlps), *singles]

@@ -1,4 +1,4 @@
-"""Keep fitted layers on disk, so that an interrupted fit goes on where it was."""
+"""Keep fitted layers on disk, so that an interrupted fit can continue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def fit_stage(
     data: Sequence[Batch],
     operation: str,
 ) -> Stage:
-    """Return the stage of the fitted layers of one model, one set of settings and calibration.
+    """Return the `Stage` of layers fitted for one model, calibration set and settings.
 
     Args:
         folder: The folder of the files; None stores nothing.
@@ -34,14 +34,14 @@ def fit_stage(
 
 
 def _key(model: nn.Module, settings: object, data: Sequence[Batch]) -> str:
-    """Return a key of what a fitted part depends on: modules, weights, settings and data."""
+    """Return a hash of all that fitted parts depend on: modules, weights, settings and data."""
     config = getattr(model, "config", None)
     fields = None
     if isinstance(config, PretrainedConfig):
         fields = config.to_dict()
         fields.pop("_name_or_path", None)  # a copy of the folder is the same model
     beside = [json.dumps([settings, str(type(model)), fields], default=str)]
-    for name, module in model.named_modules():  # a user may have put another activation there
+    for name, module in model.named_modules():  # a user may have replaced an activation
         # an activation that is a plain function is in no state and in no repr
         functions = {
             key: value.__qualname__
@@ -49,7 +49,7 @@ def _key(model: nn.Module, settings: object, data: Sequence[Batch]) -> str:
             if inspect.isfunction(value)
         }
         beside.append(f"{name} {type(module).__qualname__} {module.extra_repr()} {functions}")
-    # all weights, not only those that are fitted: they decide what reaches the fitted ones
+    # all weights, because those that are not fitted affect the inputs of the fitted ones
     values = list(model.state_dict().items())
     for number, batch in enumerate(data):
         values += [(f"batch {number} {name}", value) for name, value in batch.items()]

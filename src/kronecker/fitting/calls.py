@@ -43,19 +43,19 @@ def calls_of(
         One list of calls for each block, and the hidden states before the first block; None if a
         block's input is not the output of the one before it.
     """
-    # the head's product with a large vocabulary would be made for nothing
+    # without the head, whose product with a large vocabulary is not needed
     body = _body(model, blocks, data[0])
     watched = _watched_run(body, blocks, data[0])
     if watched is None:
         return None
     first, inputs, outputs = watched
     states = [out[0] if isinstance(out, tuple) else out for out in outputs]
-    # one output more than there are pairs: what the last block says is read by no block
+    # one output more than there are pairs: no block reads the last block's output
     if not all(map(torch.equal, inputs[1:], states)):
         return None
     rest = data[1:]
-    # a block that also returns attentions or a position bias hands them on, so it has to run;
-    # so has one that runs several times, as ALBERT's, since it reads what it said
+    # a block that also returns attentions or a position bias passes them on, so it has to run;
+    # so does a block that runs several times, such as ALBERT's, since it reads its own output
     once = len(outputs) == len(blocks)
     if rest and once and _is_one_tensor(outputs[-1]):
         with _passed_by(blocks, outputs[-1]):
@@ -90,12 +90,12 @@ def _watched_run(
             )
         try:
             return _captured(body, blocks, batch), inputs, outputs
-        except _NoStatesError:  # PatchTST's blocks call their states something else
+        except _NoStatesError:  # the argument has another name in PatchTST's blocks
             return None
 
 
 def _body(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) -> nn.Module:
-    """The model without its head, where that takes the same arguments."""
+    """Return the model without its head if that takes the same arguments, else the model."""
     body = getattr(model, "base_model", model)
     if not isinstance(body, nn.Module) or not any(m is blocks[0] for m in body.modules()):
         return model
@@ -189,6 +189,6 @@ class WholeModel(Call):
 
     def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
         """Run the model on the batch."""
-        # its output is not needed: what its layers read and say is heard by hooks
+        # its output is not needed: hooks record its layers' inputs and outputs
         block(**self.named)
         return hidden

@@ -1,4 +1,4 @@
-"""Descent on one MLP's error, on all of its matrices together."""
+"""Gradient descent on one MLP's error, for all of its matrices together."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 from .mlp import MlpWeights
 
-_SIZED = 2048  # tokens that steps are sized by
+_SIZED = 2048  # tokens from which step sizes are computed
 _BATCH = 512  # tokens of a step
-_STEP = 0.015  # of a step, as a share of a matrix's standard deviation
+_STEP = 0.015  # size of a step, as a share of a matrix's standard deviation
 
 
 def descended(
     weights: MlpWeights, x: Tensor, target: Tensor, epochs: int, before: float
 ) -> tuple[MlpWeights, float]:
-    """Return the MLP's weights after descent on |target - y|², and their relative error, squared.
+    """Return the MLP's weights after descent on |target - y|², and their squared relative error.
 
-    The error is never above ``before``, that of the weights that came.
+    If the error does not fall below ``before``, the error of the given weights, these are returned.
     """
     if not epochs:
         return weights, before
@@ -35,9 +35,10 @@ def descended(
 def _moved(weights: MlpWeights, x: Tensor, target: Tensor, epochs: int) -> MlpWeights:
     """Train all weights of an MLP (Adam, with a rate that falls to zero) and return them.
 
-    A step moves a matrix by a share of its own size and a bias by one of what it is added to, so
-    that no rate has to be chosen for a model. The order of tokens is drawn by a generator of its
-    own: the same calls give the same weights.
+    A step moves a matrix by a share of its standard deviation, and a bias by a share of the
+    standard deviation of the outputs that it is added to, so that no rate has to be chosen for a
+    model. The order of tokens comes from a separate generator with a fixed seed: the same calls
+    give the same weights.
     """
     sizes = weights.sizes(x[:_SIZED])
     parameters = [t.clone().requires_grad_() for t in weights.parameters()]

@@ -1,9 +1,10 @@
-"""Choose which inputs of a linear layer to drop, and the best weight for those that stay.
+"""Choose which inputs of a linear layer to drop, and compute the best weight for the others.
 
-It is linear algebra in float64.
+All computations are in float64.
 
-Letters: O outputs; I inputs; S the inputs that stay. A layer W sees inputs with second moments C =
-E[x xᵀ] and should give t with cross moments E[t xᵀ]. All is about E‖(W - Ŵ) x‖² = ‖(W - Ŵ) C^½‖².
+Letters: O outputs; I inputs; S the inputs that stay. A layer W has inputs x with second moments C =
+E[x xᵀ] and targets t with cross moments E[t xᵀ]. The error to minimize is E‖(W - Ŵ) x‖² =
+‖(W - Ŵ) C^½‖².
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ _COMPACT_BELOW = 0.8
 def eliminate(cross: Tensor, moment: Tensor, keep: int, *, step: int = 1) -> Tensor:
     """Drop the inputs that cost least, ``step`` at a time, and refit the others after each step.
 
-    The cost of an input j is ‖w_j‖² / (C⁻¹)_jj; after each step the weight and C⁻¹ are those of the
-    inputs that are left (optimal brain surgeon: Hassibi and Stork 1993; for layers of language
+    The cost of an input j is ‖w_j‖² / (C⁻¹)_jj. After each step the weight and C⁻¹ are updated to
+    the inputs that are left (optimal brain surgeon: Hassibi and Stork 1993; for layers of language
     models: SlimGPT, arXiv 2412.18110).
 
     Args:
         cross: The cross moment of targets t and inputs x, E[t xᵀ], (O, I).
         moment: C, (I, I), positive definite.
         keep: Number of inputs that stay.
-        step: Inputs that go at a time: the more, the faster and the less exact.
+        step: Inputs to drop at a time. Larger steps are faster and less exact.
 
     Returns:
-        The inputs that stay, (S,), in their order.
+        The indices of the inputs that stay, (S,), in ascending order.
 
     >>> eliminate(torch.tensor([[1.0, 2.0, 3.0]]), torch.eye(3), 2)
     tensor([1, 2])
@@ -64,13 +65,13 @@ def eliminate(cross: Tensor, moment: Tensor, keep: int, *, step: int = 1) -> Ten
 
 
 def refitted(cross: Tensor, moment: Tensor, kept: Tensor) -> Tensor:
-    """The best weight on the kept inputs, E[t x_Sᵀ] E[x_S x_Sᵀ]⁻¹, (O, S).
+    """Return the best weight on the kept inputs, E[t x_Sᵀ] E[x_S x_Sᵀ]⁻¹, (O, S).
 
     >>> refitted(
     ...     torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0, 0.5], [0.5, 1.0]]), torch.tensor([0])
     ... )
     tensor([[2.]], dtype=torch.float64)
     """
-    # from the sums again: the updates of many steps would have added up their rounding
+    # from the moments again, because the updates of many steps accumulate rounding errors
     factor = torch.linalg.cholesky(moment.double()[kept][:, kept])
     return torch.cholesky_solve(cross.double()[:, kept].T, factor).T

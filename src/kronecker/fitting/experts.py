@@ -1,8 +1,8 @@
-"""Fit a mixture's experts.
+"""Fit the experts of a mixture.
 
-Each is an MLP of its own, fitted on the tokens that are routed to it in the smaller model.
+Each expert is an MLP that is fitted on the tokens routed to it in the smaller model.
 
-Letters: E experts; I hidden neurons of each; H the block's width; N tokens, k experts of each.
+Letters: E experts; I hidden neurons of each; H the block's width; N tokens; k experts of a token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Routed = Sequence[tuple[Tensor, Tensor]]
 
 
 def experts_shapes(module: nn.Module, keep: int) -> dict[str, torch.Size]:
-    """The shapes of a stack's parameters with ``keep`` hidden neurons in each expert."""
+    """Return the shapes of a stack's parameters with ``keep`` hidden neurons in each expert."""
     layout = layout_of(module)
     shapes = {n: list(p.shape) for n, p in module.named_parameters(recurse=False)}
     count = layout.neurons(torch.Size(shapes["down_proj"]))
@@ -42,12 +42,12 @@ def fit_expert_neurons(
     Args:
         module: A stack of experts.
         routed: The tokens that it gets in the smaller model, with their experts.
-        keep: Number of hidden neurons that stay in each.
+        keep: Number of hidden neurons that stay in each expert.
         config: The settings, as for an MLP.
 
     Returns:
-        The stack's new parameters; the relative error of all experts together, squared; whether
-        that is about a few tokens of an expert alone.
+        The stack's new parameters; the squared relative error of all experts together;
+        whether a few tokens of some expert have most of the energy that this error is relative to.
     """
     layout = layout_of(module)
     new: dict[str, list[Tensor]] = {name: [] for name in (*layout.matrices, *layout.biases)}

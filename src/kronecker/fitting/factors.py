@@ -1,8 +1,8 @@
-"""One MLP's matrices as Kronecker sums or as products of thin ones, fitted together.
+"""Fit one MLP's matrices together, as Kronecker sums or as products of thin matrices.
 
-The matrices that read the block's width are started on what the smaller model feeds them, the one
-that writes it on what the started ones make of that, towards what the MLP should give; then all are
-fitted together by descent.
+The matrices that read the block's width are initialized on their inputs in the smaller model. The
+matrix that writes it is then initialized on the hidden neurons that these matrices give, toward the
+MLP's target. Last, all matrices are fitted together by gradient descent.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class FactorFit(NamedTuple):
 
 
 def fit_factors(mlp: Mlp, weights: MlpWeights, seen: Seen, configs: Configs) -> FactorFit:
-    """Return the factors that an MLP's configs ask for, one config a layer, all of one kind.
+    """Fit the factors of an MLP, with one config for each layer, all of one kind.
 
     Args:
-        mlp: Its layers.
-        weights: Before, in its neurons' own order.
-        seen: Over calibration tokens, with inputs and targets.
-        configs: The settings by name of a layer.
+        mlp: The MLP's layers.
+        weights: The MLP's weights before, with neurons in their original order.
+        seen: Statistics over calibration tokens, with inputs and targets.
+        configs: The settings of each layer, by its name.
     """
     x = torch.cat(seen.inputs)
     target = torch.cat(seen.targets)
@@ -71,7 +71,7 @@ def _started(
     *,
     sorted_neurons: bool,
 ) -> MlpWeights:
-    """Fit each matrix by itself, the last one after the others."""
+    """Initialize the factors of each matrix, the last matrix after the others."""
     is_kronecker = any(isinstance(c, KroneckerConfig) for c in configs.values())
     small = replace(
         weights, ups=[], up_biases=[], build=build if is_kronecker else lambda a, b: b @ a
@@ -99,11 +99,11 @@ def _started(
 
 
 def _factors(config: Factored, weight: Tensor, moments: Moments, *, sorted_neurons: bool) -> Matrix:
-    """Fit the factors of a weight to what it sees and should say."""
+    """Fit the factors of a weight to the moments of its inputs and targets."""
     if isinstance(config, LowRankConfig):
         return init.low_rank(weight, config.rank_of(*weight.shape), moments)
     b_shape = config.shapes(*weight.shape)[1]
-    # the neurons that matter, as they are
+    # keep the important neurons unchanged
     if sorted_neurons and config.rank == 1 and b_shape[1] == 1:
         return init.prune(weight, b_shape)[:2]
     return start(weight, b_shape, replace(config, keep="even"), moments)[:2]
@@ -112,11 +112,11 @@ def _factors(config: Factored, weight: Tensor, moments: Moments, *, sorted_neuro
 def neuron_order(
     mlp: Mlp, weights: MlpWeights, moments: Moments, configs: Configs
 ) -> Tensor | None:
-    """An order of hidden neurons in which each row of A begins with one of the most important.
+    """Return an order of hidden neurons in which each row of A begins with an important one.
 
-    None: as they are.
+    Return None to keep the current order.
 
-    Both matrices then drop the same neurons, and nothing else changes.
+    With the new order all matrices drop the same neurons, and nothing else changes.
     """
     group = _group(mlp, weights, configs)
     if group == 1:
@@ -133,14 +133,14 @@ def neuron_order(
 def _group(mlp: Mlp, weights: MlpWeights, configs: Configs) -> int:
     """Return how many hidden neurons share a row of A, in all of an MLP's matrices.
 
-    1 where they do not agree.
+    Return 1 if the matrices do not agree.
     """
     sizes: set[int] = set()
     matrices: Sequence[Tensor] = [*(w for (w,) in weights.ups), weights.down_weight]
     count = weights.down_weight.shape[1]
     for name, weight in zip((*mlp.ups, mlp.down), matrices, strict=True):
         config = configs[name]
-        # where gate and up alternate, a row of A is shared by both rows of one neuron
+        # if gate and up alternate, a row of A is shared by both rows of one neuron
         if not isinstance(config, KroneckerConfig) or mlp.layout == "interleaved":
             return 1
         b_shape = config.shapes(*weight.shape)[1]

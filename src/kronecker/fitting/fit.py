@@ -1,4 +1,4 @@
-"""The fit of a whole model: block by block, each part on what the smaller model really feeds it."""
+"""Fit a whole model block by block, each part on its inputs in the smaller model."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ from .factors import fit_factors
 from .mlp import MlpWeights, Seen
 from .neurons import fit_neurons
 
-# what a user should know of a fit, by the name of its note
+# remarks on a fit for the user, by the name of a note
 _REMARKS = {
-    "unknown": "fitted in closed form only, since what it computes between its matrices is not "
-    "known",
+    "unknown": "fitted in closed form only, since the function between its matrices is not known",
     "few": "a few tokens (attention sinks) hold more than half of the squared outputs that the "
     "relative error is divided by, so the error says little about the other tokens",
 }
@@ -41,15 +40,12 @@ _REMARKS = {
 
 @dataclass(frozen=True)
 class Part:
-    """Layers that are fitted together.
+    """Layers that are fitted together: an MLP, a stack of experts, or a single linear layer."""
 
-    An MLP, a stack of experts, or one linear layer by itself.
-    """
-
-    name: str  # of the layer that writes the block's width, of the stack, of the layer
+    name: str  # of the layer that writes the block's width, of the stack, or of the single layer
     configs: Mapping[str, Config]  # by name of its layers
     mlp: Mlp | None = None
-    neurons: int = 0  # that stay, where some are dropped
+    neurons: int = 0  # number of neurons that stay, if some are dropped
 
     @property
     def prune(self) -> PruneConfig | None:
@@ -62,11 +58,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A part's new parameters by name, and how far it is from what it should give."""
+    """A part's new parameters by name, and its relative error."""
 
     tensors: dict[str, Tensor]
     error: float  # relative, squared
-    order: Tensor | None = None  # of an MLP's hidden neurons, where it is another one
+    order: Tensor | None = None  # new order of an MLP's hidden neurons; None: unchanged
     notes: tuple[str, ...] = field(default=())
 
 
@@ -92,30 +88,30 @@ def fit_(
     progress: tqdm,
     dropped: Collection[str] = (),
 ) -> dict[str, Fitted]:
-    """Make the parts of a model smaller, in place; returns what each became, without its tensors.
+    """Make the parts of a model smaller, in place. Return each `Fitted` part, without tensors.
 
     Args:
         model: A model in evaluation mode.
         parts: The parts that become smaller.
-        data: Batches, as `batches` gives.
-        operation: Whose errors they are.
+        data: Batches, as `batches` returns them.
+        operation: The name that error messages begin with.
         cache: The store of parts that were fitted before.
-        progress: Is moved on by one after each part.
+        progress: A progress bar, which advances by one after each part.
         dropped: Names of blocks that the smaller model does not have.
     """
-    # each part on what the original feeds it, so that no second copy of the states runs
+    # fit each part on its inputs in the original, so that only one copy of the states runs
     one_pass = all(p.prune is not None and p.prune.chosen_method == "fast" for p in parts)
     done: dict[str, Fitted] = {}
     by_name = {p.name: p for p in parts}
     mlps = [p.mlp for p in parts if p.mlp]
     singles = [p.name for p in parts if not p.mlp]
-    # arguments of the blocks are used with and without autocast
+    # recorded without autocast, since the arguments are used with and without it
     with torch.autocast(next(model.parameters()).device.type, enabled=False):
         blocks, theirs = blocks_with(model, mlps, singles, data)
     ours = list(theirs)
     for index, block in enumerate(blocks):
         if block.name in dropped:
-            # the first blocks: those after them make up for them
+            # dropped blocks at the model's start: the blocks that follow make up for them
             if all(b.name in dropped for b in blocks[:index]):
                 theirs = block.outputs(theirs)
             continue
@@ -161,7 +157,7 @@ def _fitted_or_stored(
     if stored is None:
         fitted = fit_part(model, block, part, given, operation)
         cache.store(name, fitted.tensors, {"error": fitted.error, "notes": fitted.notes})
-        # from the cache: the system can drop mapped tensors, while all new parts may not fit
+        # from the cache, whose mapped tensors the system can drop: all parts may not fit in memory
         stored = cache.load(name)
         if stored is None:
             return fitted
@@ -188,7 +184,7 @@ def fit_part(
 def _fitted_alone(
     module: nn.Module, part: Part, inputs: Sequence[Tensor], said: Sequence[Tensor]
 ) -> Fitted:
-    """A linear layer by itself, towards what the original said."""
+    """Fit a single linear layer to its outputs in the original model."""
     config = part.configs[part.name]
     assert not isinstance(config, PruneConfig)
     moments = Moments.zeros(*dense(module).shape, device=said[0].device)
@@ -216,7 +212,7 @@ def _fitted_mlp(
     else:
         descends = prune.descends
     middle = None
-    # the closed form of pruning needs hidden neurons alone, which the block itself gives
+    # the closed form of pruning needs only hidden neurons, which a run of the block gives
     if prune is None or descends:
         middle = block.middle(mlp, states[0], getattr(model, "config", None))
     weights = MlpWeights.of(modules, middle)

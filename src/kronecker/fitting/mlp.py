@@ -1,6 +1,4 @@
-"""One MLP apart from its model.
-
-Its weights, what it sees and should give, and what lies between its matrices.
+"""One MLP apart from its model: its weights, its statistics and the function between matrices.
 
 Letters: N tokens; H the block's width; I hidden neurons; O outputs.
 """
@@ -29,8 +27,8 @@ _ACTIVATIONS = (
     "dense_act_fn",
 )
 
-Middle = Callable[[Sequence[Tensor]], Tensor]  # what the up layers say, to hidden neurons
-Matrix = tuple[Tensor, ...]  # what a weight is built from: itself, or its factors
+Middle = Callable[[Sequence[Tensor]], Tensor]  # from the up layers' outputs to hidden neurons
+Matrix = tuple[Tensor, ...]  # a dense weight, or the factors that it is built from
 
 
 def _itself(weight: Tensor) -> Tensor:
@@ -41,7 +39,7 @@ def _itself(weight: Tensor) -> Tensor:
 class MlpWeights:
     """An MLP's weights, (out, in), in float32 while they are fitted.
 
-    Each is built from its factors, or is itself.
+    A weight is stored as its factors or as a dense matrix.
     """
 
     ups: list[Matrix]
@@ -49,11 +47,11 @@ class MlpWeights:
     down: Matrix
     down_bias: Tensor | None
     middle: Middle | None  # None: not known, so that the MLP cannot be run apart from its block
-    build: Callable[..., Tensor] = _itself  # a matrix from what it is built from
+    build: Callable[..., Tensor] = _itself  # makes a dense weight of a `Matrix`
 
     @classmethod
     def of(cls, modules: Sequence[nn.Module], middle: Middle | None) -> MlpWeights:
-        """Take the weights of its modules, the last one last."""
+        """Return the weights of an MLP's modules, which end with the down projection."""
         matrices = [(dense(m).float().contiguous(),) for m in modules]
         biases = [None if (b := bias_of(m)) is None else b.float() for m in modules]
         # pyrefly: ignore[bad-argument-type]: lists are not changed
@@ -77,7 +75,7 @@ class MlpWeights:
         return F.linear(self.hidden(x), self.down_weight, self.down_bias)
 
     def on(self, mlp: Mlp, neurons: Tensor) -> MlpWeights:
-        """Take some of the hidden neurons, or all in another order, of dense weights."""
+        """Return dense weights with a subset or a permutation of their hidden neurons."""
         rows = mlp.rows(neurons, self.down_weight.shape[1])
         ups = [(w[rows],) for (w,) in self.ups]
         biases = [None if b is None else b[rows] for b in self.up_biases]
@@ -89,7 +87,7 @@ class MlpWeights:
         return [*chain.from_iterable((*self.ups, self.down)), *biases]
 
     def with_parameters(self, parameters: Sequence[Tensor]) -> MlpWeights:
-        """The same, built from others, in the order of `parameters`."""
+        """Return a copy with other parameters, in the order of `parameters`."""
         rest = iter(parameters)
         *ups, down = (tuple(next(rest) for _ in m) for m in (*self.ups, self.down))
         *biases, bias = (
@@ -100,20 +98,20 @@ class MlpWeights:
     def sizes(self, x: Tensor) -> list[float]:
         """Return the standard deviation of each of `parameters`.
 
-        A bias has that of what it is added to.
+        For a bias, it is the standard deviation of the outputs that the bias is added to.
         """
         said = [F.linear(x, self.build(*m)) for m in self.ups]
         biases = [y for y, b in zip(said, self.up_biases, strict=True) if b is not None]
         if self.down_bias is not None:
             biases.append(F.linear(self.hidden(x), self.down_weight))
         tensors = (*chain.from_iterable((*self.ups, self.down)), *biases)
-        # correction=0, as a factor may be one number; 1e-8, so that what is all zero moves, too
+        # correction=0, as a factor may be one number; 1e-8, so that a tensor of zeros moves, too
         return [float(t.std(correction=0).clamp_min(1e-8)) for t in tensors]
 
     def error(self, x: Tensor, target: Tensor) -> float:
-        """Return the error of what it gives: Σ |t - y|² over Σ |t|²."""
-        # summed in float32, whose rounding is far below what two errors differ by;
-        # in pieces: the hidden neurons of all tokens at once are many times the inputs
+        """Return the squared relative error of the outputs: Σ |t - y|² / Σ |t|²."""
+        # summed in float32, whose rounding is far below the difference of two errors; in pieces,
+        # because the hidden neurons of all tokens take many times the memory of the inputs
         apart = 0.0
         for rows, wanted in zip(x.split(_CHUNK), target.split(_CHUNK), strict=True):
             apart += float((wanted - self(rows)).float().square().sum())
@@ -122,17 +120,17 @@ class MlpWeights:
 
 @dataclass
 class Seen:
-    """Statistics of what an MLP sees in the smaller model, and of what it should give."""
+    """Statistics of an MLP's hidden neurons and inputs, and of its targets."""
 
-    moments: Moments  # of hidden neurons (N, I) and wanted outputs (N, O)
-    # (N, H), where the matrices before are fitted too
+    moments: Moments  # of hidden neurons (N, I) and target outputs (N, O)
+    # inputs (N, H), only if the up layers are fitted, too
     inputs: list[Tensor] = field(default_factory=list)
     targets: list[Tensor] = field(default_factory=list)  # (N, O)
 
     def add(self, hidden: Tensor, target: Tensor, inputs: Tensor | None = None) -> None:
-        """Add tokens: hidden neurons (N, I), wanted outputs (N, O) and the MLP's inputs (N, H).
+        """Add tokens: hidden neurons (N, I), target outputs (N, O) and the MLP's inputs (N, H).
 
-        The inputs are there only if they are to be kept.
+        With inputs, the inputs and targets are stored, too.
         """
         self.moments.add(hidden, target)
         if inputs is not None:
@@ -143,19 +141,19 @@ class Seen:
 def middle_of(
     mlp: Mlp, config: object, near: Sequence[nn.Module], said: Sequence[Tensor], hidden: Tensor
 ) -> Middle | None:
-    """Return what an MLP does between its matrices, found by trying.
+    """Find the function that an MLP computes between its matrices, by trying activations.
 
-    None where nothing known gives the same numbers.
+    Return None if no known activation gives the same numbers.
 
     Args:
-        mlp: Its layers.
-        config: The model's, which may name an activation.
-        near: Modules around it, among which the activation may be.
-        said: The outputs of its up layers for some tokens, each (N, I) or (N, 2 I).
-        hidden: (N, I), what its last layer then read.
+        mlp: The MLP's layers.
+        config: The model's config, which may name an activation.
+        near: Modules around the MLP, one of which may be the activation.
+        said: The outputs of the MLP's up layers for some tokens, each (N, I) or (N, 2 I).
+        hidden: The inputs of the MLP's last layer for the same tokens, (N, I).
     """
     activations: list[Any] = []
-    # the config's own word first: variants of gelu are nearer than this test can tell
+    # the config's activation first, because this test cannot tell variants of gelu apart
     for field_name in _ACTIVATIONS:
         name = getattr(config, field_name, None)
         if isinstance(name, str) and name in ACT2FN:

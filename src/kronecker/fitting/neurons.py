@@ -1,4 +1,4 @@
-"""Fewer hidden neurons of one MLP: which stay, and the weights that make up for the others.
+"""Choose which hidden neurons of one MLP stay, and fit their weights to make up for the rest.
 
 Letters: H the block's width; I hidden neurons; O outputs.
 """
@@ -18,19 +18,19 @@ from .descent import descended
 from .elimination import eliminate, refitted
 from .mlp import MlpWeights, Seen
 
-# to choose neurons; with the fit's larger ridge, neurons that others could replace would be kept
+# for the choice of neurons; the fit's larger ridge would keep neurons that others could replace
 _RIDGE = 1e-3
 
 
 def normal_equations(weights: MlpWeights, moments: Moments, ridge: float) -> tuple[Tensor, Tensor]:
-    """E[h hᵀ] and E[t hᵀ] of hidden neurons and wanted outputs, around means where there is a bias.
+    """Return E[h hᵀ] and E[t hᵀ] of hidden neurons and targets, centered if there is a bias.
 
-    With a ridge, a share of the mean second moment, that pulls towards the weight as it was.
+    Both include a ridge, a share of the mean second moment, that pulls toward the old weight.
     """
     n = max(1, moments.count)
-    # by the raw size of inputs, before centring; 1.0 where no token was seen
+    # relative to the inputs before centering; 1.0 if there was no token
     ridge = ridge * (float(moments.inputs.diagonal().mean()) / n or 1.0)
-    if weights.down_bias is not None:  # it takes care of means
+    if weights.down_bias is not None:  # the bias takes care of means
         moments = moments.centered()
     moment = moments.inputs / n
     moment.diagonal().add_(ridge)
@@ -38,28 +38,28 @@ def normal_equations(weights: MlpWeights, moments: Moments, ridge: float) -> tup
 
 
 def most_important(weights: MlpWeights, moments: Moments, keep: int) -> Tensor:
-    """Return the ``keep`` hidden neurons, in their order, that matter most.
+    """Return the ``keep`` most important hidden neurons, in their order.
 
-    Without them the others could not make up for the loss.
+    These are the neurons whose loss the others could make up for least.
     """
     moment, cross = normal_equations(weights, moments, _RIDGE)
-    # tried once: twice as many at a time, or half, moved the loss of SmolLM2 by .003 and .012 nats
+    # tried once: twice as many a step, or half as many, moved SmolLM2's loss by .003 and .012 nats
     return eliminate(cross, moment, keep, step=max(1, len(moment) // 24))
 
 
 def fit_neurons(
     mlp: Mlp, weights: MlpWeights, seen: Seen, keep: int, config: PruneConfig
 ) -> tuple[MlpWeights, float]:
-    """The best ``keep`` hidden neurons and their weights.
+    """Return an MLP's weights with the best ``keep`` hidden neurons, and the error.
 
-    With them comes the relative error that they leave, squared.
+    The error is relative and squared.
 
     Args:
-        mlp: Its layers.
-        weights: Before.
-        seen: Over calibration tokens.
+        mlp: The MLP's layers.
+        weights: The MLP's weights before.
+        seen: Statistics over calibration tokens.
         keep: Number of hidden neurons that stay.
-        config: ``method``, ``epochs`` and ``ridge``.
+        config: The settings, of which the method, ``epochs`` and ``ridge`` are used.
     """
     chosen = most_important(weights, seen.moments, keep)
     small = _with_writing_matrix(weights.on(mlp, chosen), weights, seen.moments, chosen, config)
@@ -73,7 +73,7 @@ def fit_neurons(
 def _with_writing_matrix(
     small: MlpWeights, weights: MlpWeights, moments: Moments, kept: Tensor, config: PruneConfig
 ) -> MlpWeights:
-    """Return the kept neurons with the best matrix and bias that read them, in closed form."""
+    """Fit the matrix and bias that read the kept neurons, in closed form."""
     # an expert that no token reached keeps its largest neurons as they are
     if not moments.count:
         return small

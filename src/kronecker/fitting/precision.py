@@ -1,7 +1,7 @@
 """Run a half-precision model in float32, one block at a time.
 
-Weights loaded from files are memory-mapped, so that a float32 copy of all of them would take twice
-the model's size where the model itself takes none.
+Weights loaded from files are memory-mapped and take no memory of their own. A float32 copy of all
+weights would take twice the model's size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def has_half(module: nn.Module) -> bool:
 def in_float32(module: nn.Module) -> Iterator[None]:
     """Cast a module's half-precision parameters and buffers to float32, in a context.
 
-    On exit the old tensors come back, so that what was changed inside is lost.
+    On exit the old tensors come back, and changes made inside are lost.
     """
     tensors = filter(_is_half, chain(module.parameters(), module.buffers()))
     originals = [(tensor, tensor.data) for tensor in tensors]
@@ -49,9 +49,9 @@ def in_float32(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def blocks_in_float32(blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Make half-precision blocks of a model that runs as a whole compute in float32, in a context.
+    """Make half-precision blocks compute in float32, in a context, while the whole model runs.
 
-    Their inputs are cast, and their outputs are cast back.
+    Inputs of the blocks are cast, and their outputs are cast back.
     """
     half = [block for block in dict.fromkeys(blocks) if has_half(block)]
     originals: list[Callable[..., Any]] = [block.forward for block in half]

@@ -1,4 +1,4 @@
-"""The residual stream that a block's MLP adds to: where it can be read, and what it is."""
+"""Find where the residual stream that a block's MLP adds to can be read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from model_components._walk import Call
 
 from .calls import WholeModel
 
-# of the size: far above any dtype's rounding, far below another architecture's difference
+# relative tolerance: far above any dtype's rounding, far below differences by architecture
 _NEAR = 0.02
 
 
@@ -19,16 +19,16 @@ def stream_kind(
 ) -> str | None:
     """Return where the stream that an MLP adds to can be read, found out by running the block.
 
-    ``"output"``: the block's output is the stream plus what the MLP says (pre-norm). ``"read"``:
-    the stream is what the MLP reads, and a norm takes the sum of both (post-norm). None: neither,
-    or the whole model is one block.
+    ``"output"``: the block's output is the stream plus the MLP's output (pre-norm). ``"read"``: the
+    stream is the MLP's input, and a norm takes the sum of the MLP's input and output (post-norm).
+    None: neither, or the whole model is one block.
 
     Args:
         block: The block.
         up: A layer that reads the MLP's input.
-        down: The layer that writes its output.
-        call: One batch.
-        states: Its hidden states.
+        down: The layer that writes the MLP's output.
+        call: The block's call for one batch.
+        states: The hidden states of that batch.
     """
     if isinstance(call, WholeModel):
         return None
@@ -40,7 +40,7 @@ def stream_kind(
 
 
 def _adds_to_output(block: nn.Module, down: nn.Module, call: Call, states: Tensor) -> bool:
-    """Return whether what a layer says is added to the block's output and changes nothing else."""
+    """Return whether a layer's output is added to the block's output and changes nothing else."""
     plain = call.run(block, states).float()
     # as large as the stream itself, so that rounding in bfloat16 does not hide it
     step = float(plain.square().mean().sqrt()) or 1.0
@@ -52,10 +52,7 @@ def _adds_to_output(block: nn.Module, down: nn.Module, call: Call, states: Tenso
 def _norm_takes_sum(
     block: nn.Module, up: nn.Module, down: nn.Module, call: Call, states: Tensor
 ) -> bool:
-    """Return whether a norm reads the sum of a layer's input and another's output.
-
-    The block's input may stand in the first one's place.
-    """
+    """Return whether a norm reads the sum of ``up``'s input and ``down``'s output."""
     seen: dict[str, Tensor] = {}
     takes = [False]
 
@@ -74,7 +71,7 @@ def _norm_takes_sum(
         )
         hooks.enter_context(down.register_forward_hook(lambda m, given, out: seen.update(said=out)))
         for module in block.modules():
-            # by name: families have norm classes of their own, as LlamaRMSNorm
+            # by name: families have norm classes of their own, such as LlamaRMSNorm
             if "Norm" in type(module).__name__:
                 hooks.enter_context(module.register_forward_pre_hook(norm))
         call.run(block, states)

@@ -1,6 +1,7 @@
-"""Tables of embeddings of low rank.
+"""Fit low-rank embedding tables.
 
-They are fitted where they are looked up and, where a head is tied to one, read out.
+Rows count by how often they are looked up and, if a head is tied to the table, by the error of the
+logits.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from ..discovery.mlps import watched
 from ..layers.weights import dense
 
 READ_IN = 0.03
-"""For a table that is tied to a head: the weight of its rows' own error; the rest is that of the
-logits."""
-_ROWS = 8192  # in float64 at once
+"""The weight of the rows' own error in a table that is tied to a head; the error of the logits has
+the rest."""
+_ROWS = 8192  # rows in float64 at once
 
 
 @dataclass
 class TableUse:
-    """Sums over what calibration tokens do with a table (V, H), in float64."""
+    """How calibration tokens use a table (V, H): sums over tokens, accumulated in float64."""
 
     counts: Tensor  # (V,), how often each row is looked up
-    inputs: Tensor | None  # Σ x xᵀ, (H, H), of what a tied layer multiplies with it
+    inputs: Tensor | None  # Σ x xᵀ, (H, H), of the inputs x of tied layers
 
     @property
     def looked_up(self) -> int:
@@ -48,7 +49,7 @@ def uses_of(
         model: The model.
         tables: For each table's name, the names of the layers that share its weight.
         data: Batches of calibration tokens.
-        operation: The verb, for messages.
+        operation: The name that error messages begin with.
 
     Raises:
         ValueError: No calibration token is looked up in a table.
@@ -78,7 +79,7 @@ def uses_of(
     for name, use in uses.items():
         if not float(use.counts.sum()):
             raise ValueError(
-                f"{operation}: {name} looked up no calibration token, expected data that it reads"
+                f"{operation}: {name} looked up no calibration token, expected token ids for it"
             )
     return uses
 
@@ -87,10 +88,10 @@ def uses_of(
 def low_rank_table(weight: Tensor, rank: int, use: TableUse) -> tuple[Tensor, Tensor, float]:
     """Return the best low-rank factors of a table, weighted by how often tokens occur.
 
-    The weight of row v is the mean of its share of the tokens and 1 / V, so that rare tokens are
-    not forgotten. If a tied layer multiplies x with the rows, an error e costs e · e and mostly
-    (e · x)²: with that metric M = L Lᵀ and the rows' weights D the best is the truncated SVD
-    of D^½ W L, times D^-½ and L⁻¹.
+    The weight of row v is the mean of its share of the tokens and 1 / V, so that rare tokens
+    count, too. If a tied layer multiplies the rows by x, an error e of a row costs mostly
+    (e · x)² and a little e · e. With this metric M = L Lᵀ and the rows' weights D, the best factors
+    are the truncated SVD of D^½ W L, times D^-½ from the left and L⁻¹ from the right.
 
     Args:
         weight: W, (V, H).
@@ -98,8 +99,8 @@ def low_rank_table(weight: Tensor, rank: int, use: TableUse) -> tuple[Tensor, Te
         use: How the tokens use the table.
 
     Returns:
-        A (r, H) and B (V, r) in the weight's dtype, for the weight B A, and the share of that
-        error.
+        A (r, H) and B (V, r) in the weight's dtype, for the weight B A, and the squared
+        relative error in this metric.
     """
     width = weight.shape[1]
     shares = (use.counts / use.counts.sum() + 1 / len(weight)) / 2
@@ -115,7 +116,7 @@ def low_rank_table(weight: Tensor, rank: int, use: TableUse) -> tuple[Tensor, Te
     kept = vectors[:, -rank:]
     a = torch.linalg.solve_triangular(root, kept.T, upper=False, left=False)
     b = torch.cat([rows.double() @ (root @ kept) for rows in weight.split(_ROWS)])
-    # columns of B and rows of A get one size, for an optimizer with one rate
+    # columns of B and rows of A get equal norms, for an optimizer with one learning rate
     balance = (b.norm(dim=0) / a.norm(dim=1)).clamp_min(1e-30).sqrt()
     if rank < width:
         error = float((values[:-rank].sum() / values.sum().clamp_min(1e-300)).clamp_min(0))

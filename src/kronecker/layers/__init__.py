@@ -1,4 +1,4 @@
-"""Modules that hold smaller weights in a dense layer's place."""
+"""Layers with smaller weights, which replace dense layers."""
 
 from torch import nn
 
@@ -8,9 +8,9 @@ from .linear import KroneckerLinear, LowRankLinear
 
 
 def empty_layer(module: nn.Module, config: KroneckerConfig | LowRankConfig) -> nn.Module:
-    """The smaller layer that a config makes of a stock one, without its weights.
+    """Return the smaller layer that replaces a stock one, with unset factors.
 
-    A linear layer's bias goes with it.
+    A linear layer's bias is copied.
     """
     if isinstance(config, KroneckerConfig):
         return KroneckerLinear.like(module, config)

@@ -24,10 +24,10 @@ def _check_plain(embedding: nn.Module, operation: str) -> None:
 
 
 class LowRankEmbedding(LowRankLayer):
-    """An embedding whose rows are those of B (V, r) times A (r, H).
+    """An embedding whose table is the product of B (V, r) and A (r, H).
 
-    Its parameters are ``a`` and ``b``. A head that is tied to the table is a `LowRankLinear` with
-    the same two.
+    Its parameters are ``a`` and ``b``. A head that is tied to the table becomes a `LowRankLinear`
+    that shares both.
 
     Args:
         num_embeddings: V.
@@ -68,7 +68,7 @@ class LowRankEmbedding(LowRankLayer):
 
     @classmethod
     def like(cls, embedding: nn.Embedding, config: LowRankConfig) -> Self:
-        """Return a table of a dense one's sizes, dtype and device, its factors not yet set."""
+        """Return a layer with a dense table's sizes, dtype and device, and unset factors."""
         weight = embedding.weight
         layer = cls(
             *weight.shape,
@@ -107,7 +107,7 @@ class LowRankEmbedding(LowRankLayer):
 
     @torch.no_grad()
     def to_embedding(self) -> nn.Embedding:
-        """The dense `nn.Embedding` with the same rows."""
+        """Return the dense `nn.Embedding` with the same rows."""
         # on the meta device no numbers are drawn that would be overwritten
         table = nn.Embedding(
             self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta"

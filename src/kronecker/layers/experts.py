@@ -1,4 +1,4 @@
-"""Stacks of a mixture's experts as transformers holds them.
+"""Stacks of experts, as transformers stores them.
 
 Letters: E experts; H the block's width; I hidden neurons of each; N tokens, k experts of each.
 """
@@ -17,10 +17,10 @@ GROUPED = 8
 
 @dataclass(frozen=True)
 class ExpertsLayout:
-    """Layout of a stack of experts' weights, as transformers 5 tells it on the module.
+    """The layout of a stack of experts' weights, read from attributes that transformers 5 sets.
 
-    Elsewhere they are in canonical form: matrices (E, out, in), the gate's rows before those that
-    it gates, (2 I, H); experts without a gate have (I, H).
+    The other modules use the canonical form: matrices (E, out, in). With a gate, the first matrix
+    is (2 I, H), the gate's rows before the rows that it gates; without one it is (I, H).
     """
 
     up: str = "gate_up_proj"  # the matrices that read the block's width
@@ -30,10 +30,7 @@ class ExpertsLayout:
 
     @property
     def matrices(self) -> tuple[str, str]:
-        """Return the names of the parameters that are matrices.
-
-        They write hidden neurons, or read them.
-        """
+        """Return the names of the matrices: one writes the hidden neurons, one reads them."""
         return self.up, "down_proj"
 
     @property
@@ -45,9 +42,9 @@ class ExpertsLayout:
 
     @property
     def neuron_dims(self) -> dict[str, int]:
-        """Return along which dimension parameters have hidden neurons, those that have.
+        """Return the dimension of hidden neurons, by name of the parameters that have one.
 
-        Dimensions are as the stack holds them.
+        Dimensions are those of the stack's own layout.
         """
         up, down = (2, 1) if self.transposed else (1, 2)
         return {self.up: up, "down_proj": down} | ({f"{self.up}_bias": 1} if self.biased else {})
@@ -64,7 +61,7 @@ class ExpertsLayout:
         return "halves"
 
     def canonical(self, name: str, tensor: Tensor) -> Tensor:
-        """A stack's parameter in canonical form."""
+        """Return a stack's parameter in canonical form."""
         if self.transposed and name in self.matrices:
             tensor = tensor.mT
         # GPT-OSS alternates rows of gate and up; its bias has the same order, hence startswith
@@ -73,16 +70,16 @@ class ExpertsLayout:
         return tensor.contiguous()
 
     def stock(self, name: str, tensor: Tensor) -> Tensor:
-        """A parameter as the stack holds it, from the canonical form."""
+        """Return a parameter in the stack's own layout, from the canonical form."""
         if self.rows == "interleaved" and name.startswith(self.up):
             tensor = torch.stack(tensor.chunk(2, dim=1), 2).flatten(1, 2)
         return (tensor.mT if self.transposed and name in self.matrices else tensor).contiguous()
 
 
 def experts_layout(module: nn.Module) -> ExpertsLayout | None:
-    """Return how a module holds its experts.
+    """Return the layout of a module's experts.
 
-    None where it is no stack of experts, or one that nothing here is for.
+    Return None if the module is not a stack of experts, or one of an unsupported layout.
     """
     gated = getattr(module, "has_gate", True)
     concatenated = getattr(module, "is_concatenated", True)
@@ -113,7 +110,7 @@ def experts_layout(module: nn.Module) -> ExpertsLayout | None:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether it is a stack of experts as transformers 5 holds them."""
+    """Return whether a module is a stack of experts, as transformers 5 stores them."""
     return experts_layout(module) is not None
 
 
@@ -125,21 +122,21 @@ def layout_of(module: nn.Module) -> ExpertsLayout:
 
 
 def canonical_parameters(experts: nn.Module) -> dict[str, Tensor]:
-    """A stack's parameters in canonical form."""
+    """Return a stack's parameters in canonical form."""
     layout = layout_of(experts)
     return {n: layout.canonical(n, p.detach()) for n, p in experts.named_parameters(recurse=False)}
 
 
 def between(experts: nn.Module, layout: ExpertsLayout, said: Tensor) -> Tensor:
-    """Compute what each expert does between its matrices.
+    """Compute the hidden neurons of an expert, (N, I), from the outputs of its first matrix.
 
-    (N, 2 I) in canonical form, or (N, I), to (N, I).
+    The outputs are (N, 2 I) in canonical form, or (N, I) without a gate.
     """
     act_fn: Any = getattr(experts, "act_fn", None)
     if layout.rows == "plain":
         return act_fn(said)
     first, second = said.chunk(2, dim=-1)
-    # transformers' own: some families do it in another way
+    # transformers' own gate, since some families compute it in another way
     if (gate := getattr(experts, "_apply_gate", None)) is None:
         return act_fn(first) * second
     return gate(

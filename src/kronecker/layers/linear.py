@@ -38,7 +38,7 @@ from .weights import (
 
 
 class SmallerLinear(SmallerWeight):
-    """A linear layer of a smaller weight: a stock layer's sizes and bias, and the way back."""
+    """The base of linear layers with a smaller weight, which can become stock layers again."""
 
     in_features: int
     out_features: int
@@ -53,7 +53,7 @@ class SmallerLinear(SmallerWeight):
             zeros = None
         self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros))
         # set here and changed by `like`: a layer made by its constructor becomes an nn.Linear
-        self.conv1d = False  # what `to_linear` makes
+        self.conv1d = False  # whether `to_linear` returns a `Conv1D`
         self.original: nn.Module | None = None
         self.share = 1.0
         self.reset_parameters()
@@ -85,12 +85,12 @@ class SmallerLinear(SmallerWeight):
         """Return the dense layer of the same kind, `nn.Linear` or `Conv1D`, with the same function.
 
         Raises:
-            ValueError: The original layer still runs beside the smaller weights, see `fade_in_`.
+            ValueError: The original layer still runs, see `fade_in_`.
         """
         if self.original is not None:
             raise ValueError(
-                f"{type(self).__name__}.to_linear: expected fade_in_(None) before, since the "
-                "original layer still runs"
+                f"{type(self).__name__}.to_linear: the original layer still runs; call "
+                "fade_in_(None) first"
             )
         weight = self.dense_weight()
         if self.conv1d:
@@ -108,15 +108,15 @@ class SmallerLinear(SmallerWeight):
         return linear.train(self.training)
 
     def _apply(self, fn: object, recurse: bool = True) -> Self:
-        # the original is no child module, so model.to(device) would leave it behind
+        # the original is not a child module, so model.to(device) would leave it behind
         if self.original is not None:
             self.original._apply(fn)
         return super()._apply(fn, recurse)
 
     def fade_in_(self, original: nn.Module | None, share: float = 0.0) -> None:
-        """Run (1 - share) of the original layer and share of the smaller weights; None ends it."""
+        """Mix (1 - share) of the original layer and share of the smaller weights; None ends it."""
         if original is not None:
-            # it goes away at the end: what it learned would be lost
+            # it is dropped at the end, and anything that it learned would be lost
             original.requires_grad_(False)
         object.__setattr__(self, "original", original)  # not a child: it is not saved
         self.share = share if original is not None else 1.0
@@ -281,10 +281,10 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
     def from_config(
         cls, linear: nn.Module, config: KroneckerConfig, moments: Moments | None = None
     ) -> Self:
-        """Return a smaller layer that starts as a config says, on the moments of its inputs."""
+        """Return a smaller layer, initialized by a config and the moments of its inputs."""
         layer = cls.like(linear, config)
         if moments is not None and layer.bias is not None:
-            # the bias takes care of means, so the weight is fitted to what varies
+            # the bias takes care of means, so the weight is fitted to centered moments
             centered = moments.centered()
         else:
             centered = moments
@@ -295,9 +295,9 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
         return layer
 
     def product(self, x: Tensor) -> Tensor:
-        """Map (*B, in_features) to (*B, out_features).
+        """Compute the output (*B, out_features) of x (*B, in_features).
 
-        The weight is never built where that costs more.
+        The weight is built only if that costs less.
         """
         return kron_linear(x, self.a, self.b, self.bias, self.scales, impl=self.impl)
 
@@ -370,11 +370,11 @@ class LowRankLinear(SmallerLinear, LowRankLayer):
     def from_config(
         cls, linear: nn.Module, config: LowRankConfig, moments: Moments | None = None
     ) -> Self:
-        """Return a smaller layer that starts as a config says, on the moments of its inputs."""
+        """Return a smaller layer, initialized by a config and the moments of its inputs."""
         if config.init != "svd" and moments is None:
             raise ValueError(
-                f"kronecker: init {config.init!r} looks at a layer's inputs, expected calibration "
-                "data"
+                f"kronecker: expected calibration data for init {config.init!r}, since it uses a "
+                "layer's inputs, got none"
             )
         layer = cls.like(linear, config)
         seen = None if moments is None or config.init == "svd" else moments
@@ -385,7 +385,7 @@ class LowRankLinear(SmallerLinear, LowRankLayer):
         a, b = init.low_rank(dense(linear), len(layer.a), centered)
         layer.set_factors_(init.Factors(a, b, 0.0))
         if moments is not None and layer.bias is not None:
-            # with the moments as they came: centered ones have lost the means
+            # with the original moments, because centered ones have lost the means
             layer.bias.data.copy_(init.correct_bias(moments, b @ a))
         return layer
 

@@ -1,7 +1,7 @@
-"""Weights that are made of smaller ones, and where Kronecker factors start.
+"""Weights that are made of smaller ones, and the initialization of Kronecker factors.
 
-Letters: r terms; A is (r, O1, I1), B is (r, O2, I2), for a weight (O, I) = (O1 O2, I1 I2); or A is
-(r, I), B (O, r).
+Letters: r terms; A is (r, O1, I1), B is (r, O2, I2), for a weight (O, I) = (O1 O2, I1 I2). For low
+rank, A is (r, I) and B is (O, r).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SmallerWeight(nn.Module):
         raise NotImplementedError
 
     def dense_weight(self) -> Tensor:
-        """The weight, (rows, columns), differentiable."""
+        """Return the weight, (rows, columns), differentiable."""
         raise NotImplementedError
 
     @property
@@ -60,7 +60,7 @@ class SmallerWeight(nn.Module):
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        """Structure and compression."""
+        """Return structure and compression, for printing."""
         return f"{self.structure}, {self.compression:.1%} of the dense weight"
 
 
@@ -93,7 +93,7 @@ class KroneckerLayer(SmallerWeight):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw new factors; see `SmallerWeight`."""
-        # `like` makes layers there: random draws would cost time and move the generator
+        # `like` makes meta layers, where random draws would cost time and advance the generator
         if self.a.is_meta:
             return
         factors = init.random(self._sizes(), self.b_shape, len(self.a), dtype=self.a.dtype)
@@ -102,7 +102,7 @@ class KroneckerLayer(SmallerWeight):
 
     @torch.no_grad()
     def set_factors_(self, factors: init.Factors) -> None:
-        """Take these factors; with ``scales``, each term's size goes there."""
+        """Set the factors; with ``scales``, the norm of each term goes into its scale."""
         a = factors.a
         b = factors.b
         if self.scales is not None:
@@ -119,7 +119,7 @@ class KroneckerLayer(SmallerWeight):
         return self.a_shape[0] * self.b_shape[0], self.a_shape[1] * self.b_shape[1]
 
     def dense_weight(self) -> Tensor:
-        """Σ s A ⊗ B, (rows, columns), differentiable."""
+        """Return Σ s A ⊗ B, (rows, columns), differentiable."""
         return build(self.a, scaled(self.b, self.scales))
 
     @property
@@ -155,12 +155,12 @@ class LowRankLayer(SmallerWeight):
         _zero_bias_(self)
 
     def _fresh_stds(self, rank: int, columns: int) -> tuple[float, float]:
-        """Standard deviations of A and B that keep the size of what a linear layer reads."""
+        """Return standard deviations of A and B that keep the scale of a linear layer's inputs."""
         return columns**-0.5, rank**-0.5
 
     @torch.no_grad()
     def set_factors_(self, factors: init.Factors) -> None:
-        """Take these factors."""
+        """Set the factors."""
         self.a.copy_(factors.a)
         self.b.copy_(factors.b)
 
@@ -184,7 +184,7 @@ def _zero_bias_(layer: nn.Module) -> None:
 
 
 def dense(linear: nn.Module) -> Tensor:
-    """The weight of an `nn.Linear` or `Conv1D` as (O, I)."""
+    """Return the weight of an `nn.Linear` or `Conv1D` as (O, I)."""
     weight = linear.weight
     assert isinstance(weight, Tensor)
     if is_conv1d(linear):
@@ -193,7 +193,7 @@ def dense(linear: nn.Module) -> Tensor:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether it computes what an `nn.Linear` or transformers' `Conv1D` computes."""
+    """Return whether a module computes the same as `nn.Linear` or transformers' `Conv1D`."""
     # compare the forward, not the class: quantized or scaled subclasses have another forward
     if type(module).forward is nn.Linear.forward or is_conv1d(module):
         return True
@@ -202,9 +202,9 @@ def is_linear(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _computes_a_product(linear: nn.Linear) -> bool:
-    """Return whether a subclass of `nn.Linear` (Falcon's, say) gives what its parent would.
+    """Return whether a subclass of `nn.Linear`, such as Falcon's, computes what its parent does.
 
-    It is tried on some numbers.
+    Both are run on the same numbers.
     """
     # nothing can be tried on the meta device or with packed integers
     if linear.weight.is_meta or not linear.weight.is_floating_point():
@@ -223,7 +223,7 @@ def _computes_a_product(linear: nn.Linear) -> bool:
 
 
 def bias_of(linear: nn.Module) -> Tensor | None:
-    """The bias of an `nn.Linear` or `Conv1D`."""
+    """Return the bias of an `nn.Linear` or `Conv1D`, or None."""
     bias = getattr(linear, "bias", None)
     if isinstance(bias, Tensor):
         return bias.detach()
@@ -236,10 +236,10 @@ def start(
     config: KroneckerConfig,
     moments: Moments | None,
 ) -> init.Factors:
-    """The factors that a config's ``init`` gives a weight.
+    """Return the initial factors of a weight, by a config's ``init``.
 
-    ``"sequential"`` starts from pruning (one term) or Van Loan (more) and goes on by alternating
-    least squares on the layer's moments.
+    ``"sequential"`` starts from pruning (one term) or Van Loan (several terms), and continues with
+    alternating least squares on the layer's moments.
     """
     weight = weight.contiguous()
     name = config.init
@@ -252,12 +252,12 @@ def start(
         )
     else:
         factors = init.prune(weight, b_shape, keep=config.keep)
-        if config.rank > 1:  # what pruning leaves, in further terms
+        if config.rank > 1:  # further terms fit what pruning leaves
             left = weight - factors.weight()
             if left.any():
                 rest = init.van_loan(left, b_shape, config.rank - 1)
             else:
-                # nothing is left to fit: with A of zeros and another B, A receives gradients
+                # nothing is left to fit: A is zero and B is not, so that A receives gradients
                 rest = init.van_loan(weight, b_shape, config.rank - 1)
                 rest = init.Factors(torch.zeros_like(rest.a), rest.b, rest.error)
             a = torch.cat([factors.a, rest.a])
@@ -267,6 +267,7 @@ def start(
         return factors
     if moments is None:
         raise ValueError(
-            f"kronecker: init {config.init!r} looks at a layer's inputs, expected calibration data"
+            f"kronecker: expected calibration data for init {config.init!r}, since it uses a "
+            "layer's inputs, got none"
         )
     return init.als(moments, factors, rounds=config.rounds)

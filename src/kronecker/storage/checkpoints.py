@@ -1,6 +1,6 @@
-"""Compressed models on disk.
+"""Save and load compressed models.
 
-Factors in safetensors beside the stock config, and dense stock checkpoints again.
+Factors are saved in safetensors next to the stock config. `fold` writes dense stock checkpoints.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ WEIGHTS = "model.safetensors"
 
 
 def compressed(model: nn.Module) -> dict[str, nn.Module]:
-    """The compressed layers by name."""
+    """Return the compressed layers by name."""
     return {n: m for n, m in model.named_modules() if isinstance(m, COMPRESSED)}
 
 
 def resized(model: nn.Module) -> dict[str, list[int]]:
-    """Return shapes of stock layers' parameters that are not those of the model's config.
+    """Return the shapes of stock layers' parameters that differ from the model's config.
 
-    They differ where neurons were dropped layer by layer.
+    They differ if neurons were dropped layer by layer.
     """
     if not isinstance(model, PreTrainedModel):
         return {}  # it has no config to differ from
@@ -70,7 +70,7 @@ def resized(model: nn.Module) -> dict[str, list[int]]:
 
 
 def has_smaller_layers(model: nn.Module) -> bool:
-    """Return whether a model's own config does not describe it."""
+    """Return whether a model has layers that its config does not describe."""
     return bool(compressed(model) or resized(model))
 
 
@@ -82,14 +82,14 @@ def is_compressed(folder: str | Path) -> bool:
 def save_pretrained(model: nn.Module, out: str | Path) -> None:
     """Write a compressed model: ``config.json``, ``kronecker.json`` and ``model.safetensors``.
 
-    It loads by itself.
+    The folder loads without the original model.
 
     Args:
         model: A transformers model with compressed layers.
         out: A folder that does not exist or is empty.
 
     Raises:
-        ValueError: Not a transformers model, nothing compressed, or a folder that is in use.
+        ValueError: Not a transformers model, nothing compressed, or a folder that is not empty.
 
     >>> save_pretrained(nn.Linear(2, 2), "out")
     Traceback (most recent call last):
@@ -141,12 +141,12 @@ def smaller_card(
 
 
 def own_saving_(model: nn.Module) -> None:
-    """Replace ``save_pretrained`` of every transformers model inside that has compressed layers.
+    """Override ``save_pretrained`` of each transformers model in ``model`` that has smaller layers.
 
-    Restore the original method where none are left.
+    Restore the original method of models without smaller layers.
     """
     models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-    # all looked at before one is changed: an interrupt leaves nothing half done
+    # all are checked before any is changed, so that an interrupt leaves nothing half done
     for module, is_smaller in zip(models, list(map(has_smaller_layers, models)), strict=True):
         if is_smaller:
             module.save_pretrained = partial(_save_compressed, module)
@@ -161,15 +161,16 @@ def own_saving_(model: nn.Module) -> None:
 def _add_markers(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
     """Add an empty ``weight`` for each compressed layer to a state.
 
-    A model around this one may write its state with transformers' own ``save_pretrained``. Plain
-    transformers initializes a missing weight at random; one of another shape it refuses.
+    A model that contains this one may write its state with transformers' own ``save_pretrained``.
+    Transformers would load such a state with random values for missing weights, but it refuses
+    weights of another shape.
     """
     for name in compressed(module):
         state[f"{prefix}{name}.weight"] = torch.empty(0)
 
 
 def _drop_markers(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """Drop what `_add_markers` added, before a state is loaded."""
+    """Remove the weights that `_add_markers` added, before a state is loaded."""
     for name in compressed(module):
         state.pop(f"{prefix}{name}.weight", None)
 
@@ -194,24 +195,24 @@ def _save_compressed(
 
 
 def refuse_fading(model: nn.Module, operation: str) -> None:
-    """Refuse a model that still runs originals beside its factors.
+    """Refuse a model that still runs original layers along with its factors.
 
     The factors alone compute something else.
     """
     for name, layer in compressed(model).items():
         if isinstance(layer, SmallerLinear) and layer.original is not None:
             raise ValueError(
-                f"{operation}: {name} still runs its original layer; train on, or end it with "
-                "fade_in_(None)"
+                f"{operation}: {name} still runs its original layer; continue training, or "
+                "call its fade_in_(None)"
             )
 
 
 def write_files(
     model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor] | None = None
 ) -> None:
-    """The files of `save_pretrained`, into a folder that exists.
+    """Write the files of `save_pretrained` into an existing folder.
 
-    With ``state``, gathered elsewhere, its tensors.
+    ``state``, such as one gathered from several ranks, replaces the model's own tensors.
     """
     layers = compressed(model)
     # empty tensors, so that plain transformers raises instead of initializing at random
@@ -249,7 +250,7 @@ def write_files(
 def read_files(folder: Path) -> tuple[dict, dict[str, Tensor]]:
     """Read what `write_files` wrote: the list of layers, and all tensors.
 
-    Tied ones come under each of their names.
+    Tied tensors are returned under each of their names.
     """
     with reading(f"{WEIGHTS} or {MARK} of {folder}", "from_pretrained"):
         mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
@@ -261,7 +262,7 @@ def read_files(folder: Path) -> tuple[dict, dict[str, Tensor]]:
 
 
 def model_class(name: str, operation: str) -> type[PreTrainedModel]:
-    """A class of transformers by its name."""
+    """Return a model class of transformers by its name."""
     cls = getattr(transformers, name, None)
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         raise ValueError(f"{operation}: {name!r} is not a model class of transformers")
@@ -271,7 +272,7 @@ def model_class(name: str, operation: str) -> type[PreTrainedModel]:
 def _stock(
     cls: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """An empty dense model; its buffers are real, its weights memory that nobody has touched."""
+    """Return a dense model whose buffers are initialized and whose weights are not."""
     with no_init_weights():
         return cls._from_config(config, dtype=dtype).eval()
 
@@ -290,8 +291,8 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
         The model.
 
     Raises:
-        ValueError: Not such a folder, a truncated file, or tensors that do not fit the layers it
-            lists.
+        ValueError: No folder of a compressed model, a truncated file, or tensors that do not fit
+            the layers that the folder lists.
 
     >>> from_pretrained("./nowhere")
     Traceback (most recent call last):
@@ -300,8 +301,8 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
     folder = find_folder(folder, operation="from_pretrained")
     if not is_compressed(folder):
         raise ValueError(
-            f"from_pretrained: {folder} has no {MARK}; a dense checkpoint loads with transformers "
-            "itself"
+            f"from_pretrained: {folder} has no {MARK}, expected a compressed model; load a dense "
+            "checkpoint with transformers"
         )
     mark, tensors = read_files(folder)
     config = read_config(folder, "from_pretrained")
@@ -325,7 +326,7 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
             raise ValueError(f"from_pretrained: {name} has NaN or infinity in {folder}")
     if unknown := sorted(set(tensors) - set(state)):
         raise ValueError(
-            f"from_pretrained: {folder} has tensors the model has no place for: "
+            f"from_pretrained: {folder} has tensors that are not in the model: "
             f"{', '.join(unknown[:3])}"
         )
     model.load_state_dict(tensors, assign=True)
@@ -359,7 +360,7 @@ def _make_smaller_(model: PreTrainedModel, mark: Mapping[str, Any], dtype: torch
 def dense_again(layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield, for each compressed layer, its name and a stock layer of the same function.
 
-    Tied ones share their weight.
+    Tied layers share their weight.
     """
     weights: dict[int, nn.Parameter] = {}
     for name, layer in layers.items():
@@ -382,22 +383,23 @@ def fold(
 ) -> None:
     """Write the smallest stock dense checkpoint with the same function.
 
-    Plain transformers loads it.
+    Transformers loads it without this library.
 
-    Hidden neurons that nothing reads (a B of ``[1, 0]``) go, where all MLPs have such. Where MLPs
-    lost neurons in shares that differ, the others are filled up with zeros to the size of the
-    largest.
+    Hidden neurons that nothing reads are dropped (as with a B of ``[1, 0]``) if all MLPs have some.
+    If MLPs have lost different shares of their neurons, the smaller ones are padded with zeros to
+    the size of the largest.
 
     Args:
         model: A compressed transformers model, left as it is.
         out: A folder that does not exist or is empty.
-        tokenizer: Written beside the weights; default: the one that the model was loaded with.
-        batch: Arguments to run the model with, where neurons went and it reads neither tokens nor
-            images.
+        tokenizer: A tokenizer to write with the weights; default: the one that the model was loaded
+            with.
+        batch: Arguments to run the model with. Needed if neurons were dropped and the model reads
+            neither tokens nor images.
 
     Raises:
-        ValueError: As `save_pretrained`; neurons that went where MLPs are not found without
-            ``batch``.
+        ValueError: As for `save_pretrained`, or neurons were dropped and the MLPs cannot be found
+            without ``batch``.
     """
     check_new(out, "fold")
     if not isinstance(model, PreTrainedModel):

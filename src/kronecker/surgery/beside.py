@@ -1,4 +1,4 @@
-"""An original linear layer that runs beside its smaller twin while it fades out."""
+"""An original linear layer that runs along with its replacement while it fades out."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ..layers.weights import bias_of, dense
 def beside(
     linear: nn.Module, name: str, mlp: Mlp | None = None, order: Tensor | None = None
 ) -> nn.Module:
-    """A linear layer to run beside its smaller twin, without hooks.
+    """Return a copy of a linear layer, without hooks, to run along with its replacement.
 
-    It has its MLP's hidden neurons in the twin's order.
+    Its hidden neurons are in the order of the replacement.
     """
     alone = copy.copy(linear)
     if mlp is not None and order is not None:
-        # the twin's hidden neurons may be sorted: both are mixed, so both need one order
+        # the replacement's hidden neurons may be sorted; mixing outputs takes one order for both
         rows = name != mlp.down
         alone = permuted(linear, mlp.rows(order, len(order)) if rows else order, rows=rows)
-    for hooks in HOOKS:  # those are the twin's
+    for hooks in HOOKS:  # the hooks run on the replacement
         setattr(alone, hooks, type(getattr(linear, hooks))())
     return alone
 
 
 def permuted(linear: nn.Module, order: Tensor, *, rows: bool) -> nn.Module:
-    """A copy of a linear layer with its outputs (and bias) or its inputs in another order."""
+    """Return a copy of a linear layer with its outputs (and bias) or inputs in another order."""
     weight = dense(linear)
     bias = bias_of(linear)
     weight = weight[order] if rows else weight[:, order]

@@ -1,4 +1,4 @@
-"""Whole blocks that go: which change the hidden states least, and the model without them."""
+"""Drop whole blocks: choose those that change the hidden states least, and remove them."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ class Stack:
 
     @classmethod
     def of(cls, model: nn.Module, layers: Sequence[str]) -> Stack:
-        """The one that holds these layers.
+        """Return the stack that holds these layers.
 
         Raises:
-            ValueError: They are not within one list of modules.
+            ValueError: The layers are not within one list of modules.
         """
         blocks = blocks_of(model, layers)
-        # T5 has a list for each side, and so no single one that holds all MLPs
+        # T5 has a list for its encoder and one for its decoder, so neither holds all MLPs
         if len(blocks) < 2 or not blocks[0][0]:
             kind = type(model).__name__
             raise ValueError(
-                f"prune_: the blocks of {kind} are not one list of modules, expected that to drop "
-                "some"
+                f"prune_: expected the blocks of {kind} in one list of modules; drop neurons "
+                "instead"
             )
         return cls(blocks[0][0].rpartition(".")[0], len(blocks))
 
     def index(self, name: str) -> int | None:
-        """The block that a module or parameter is in."""
+        """Return the index of the block that a module or parameter is in, or None."""
         first = name.removeprefix(f"{self.name}.").partition(".")[0]
         if name.startswith(f"{self.name}."):
             return int(first)
         return None
 
     def renamed(self, name: str, stay: Sequence[int]) -> str | None:
-        """Return what a parameter is called when only these blocks stay; None for one that goes."""
+        """Return a parameter's name if only these blocks stay, or None if it is dropped."""
         if (index := self.index(name)) is None:
             return name
         rest = name.removeprefix(f"{self.name}.{index}")
@@ -79,7 +79,7 @@ def blocks_to_keep(model: nn.Module, stack: Stack, config: PruneConfig) -> int:
     total = num_parameters(model)
     # what the size leaves for blocks, after embeddings, head and norms
     room = round(config.size * total) - (total - sum(sizes))
-    # by the largest block: which ones stay is not known yet, and the size must hold
+    # assume the largest block: it is not yet known which blocks stay, and size is an upper limit
     keep = min(stack.count, room // max(sizes))
     if keep < 1:
         least = rounded_up((total - sum(sizes) + max(sizes)) / total)
@@ -91,13 +91,13 @@ def blocks_to_keep(model: nn.Module, stack: Stack, config: PruneConfig) -> int:
 
 @torch.no_grad()
 def block_influences(blocks: Sequence[Block], states: Sequence[Tensor]) -> list[float]:
-    """Return each block's influence: 1 - cos of hidden states before and after it, over tokens.
+    """Return each block's influence: 1 - the mean cosine of hidden states before and after it.
 
-    Block influence (ShortGPT, arXiv 2403.03853).
+    Source: ShortGPT (arXiv 2403.03853).
 
     Args:
         blocks: All blocks, in order.
-        states: The hidden states before the first, batch by batch.
+        states: The hidden states before the first block, batch by batch.
     """
     influences = []
     for block in blocks:
@@ -126,7 +126,7 @@ def block_influences(blocks: Sequence[Block], states: Sequence[Tensor]) -> list[
 def config_with_blocks(
     model: PreTrainedModel, stack: Stack, stay: Sequence[int]
 ) -> PretrainedConfig:
-    """The config of the model with these blocks; what it lists block by block becomes as short."""
+    """Return the model's config with only these blocks, also in lists with an entry per block."""
     config = copy.deepcopy(model.config)
     for name, value in model.config.to_dict().items():
         # Gemma 3's layer_types, say: kinds of attention, one for each block
@@ -148,14 +148,14 @@ def new_places(
     ``layer_idx`` is such an attribute.
 
     Raises:
-        ValueError: A family whose blocks depend on their places in another way: loaded again they
-            would be others.
+        ValueError: Blocks of this family depend on their index in another way, so that the model
+            would compute something else after it is loaded again.
     """
     changes: Changes = []
     modules = model.named_modules()
     if config is None or not isinstance(model, PreTrainedModel):
         for name, module in modules:
-            # without a config nothing tells which attributes are places: two known names
+            # without a config, only the two names in `_PLACES` are known to store an index
             if (index := stack.index(name)) not in stay:
                 continue
             for place in _PLACES:
@@ -175,9 +175,9 @@ def new_places(
             # a block's own number may change; GPT-2's scale by that number may not
             if (before, after) != (index, stay.index(index)):
                 raise ValueError(
-                    f"prune_: {key} of {name} is {before}, and would be {after} in the place of "
-                    f"{renamed}; expected a family whose blocks do not depend on their place, or "
-                    "neurons to drop"
+                    f"prune_: {key} of {name} is {before}, and would be {after} as "
+                    f"{renamed}; expected blocks that do not depend on their index; drop neurons "
+                    "instead"
                 )
             changes.append((module, key, after))
     return changes
@@ -190,7 +190,7 @@ def keep_blocks_(
     config: PretrainedConfig | None,
     places: Changes,
 ) -> None:
-    """Leave only these blocks, each with its new place where it knows that."""
+    """Keep only these blocks, and update the indices that they store."""
     parent, _, last = stack.name.rpartition(".")
     # the modules themselves, so that a user's references and hooks stay valid
     blocks = list(model.get_submodule(stack.name).children())
@@ -201,6 +201,6 @@ def keep_blocks_(
 
 
 def least_influential(influences: Sequence[float], keep: int) -> Mapping[int, float]:
-    """The blocks that go, with their influence."""
+    """Return the blocks to drop, by index, with their influence."""
     order = sorted(range(len(influences)), key=lambda i: influences[i])
     return {i: influences[i] for i in sorted(order[: len(influences) - keep])}

@@ -1,4 +1,4 @@
-"""Checks: what cannot be changed is refused before anything is."""
+"""Checks that refuse layers and configs before anything is changed."""
 
 from __future__ import annotations
 
@@ -52,17 +52,18 @@ def check_layer(operation: str, name: str, module: nn.Module) -> None:
         # a bias may be zero; a matrix of zeros has no best approximation
         if not torch.isfinite(p).all() or (p.dim() > 1 and not p.any()):
             raise ValueError(
-                f"{operation}: {name} has a weight that is zero or not finite, expected numbers"
+                f"{operation}: {name} has a weight that is zero or not finite, expected finite "
+                "numbers that are not all zero"
             )
 
 
 def check_own(operation: str, model: nn.Module, names: Collection[str]) -> None:
     """Refuse layers that cannot be converted, or that share a weight."""
     holders: dict[int, str] = {}
-    # every name of a shared weight, of which named_parameters otherwise gives the first
+    # every name of a shared weight; by default named_parameters lists only the first
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = holders.setdefault(id(parameter), name)
-        # a tied embedding and head are no trouble: only layers that change must be alone
+        # a tied embedding and head are fine: only layers that change must not share weights
         if first != name and any(n.rpartition(".")[0] in names for n in (name, first)):
             raise ValueError(
                 f"{operation}: {name} and {first} are one weight; expected layers that share no "
@@ -73,11 +74,11 @@ def check_own(operation: str, model: nn.Module, names: Collection[str]) -> None:
 
 
 def check_config(name: str, module: nn.Module, config: Config, tied: bool) -> None:
-    """Refuse what a config cannot make of a layer."""
+    """Refuse a layer that cannot be converted with its config."""
     if is_experts(module) and not isinstance(config, PruneConfig):
         raise ValueError(
-            f"convert_: {name} is a stack of experts, got {type(config).__name__}; experts take "
-            "PruneConfig"
+            f"convert_: expected PruneConfig for {name}, a stack of experts, got "
+            f"{type(config).__name__}"
         )
     if isinstance(config, PruneConfig):
         if tied or not (is_linear(module) or is_experts(module)):

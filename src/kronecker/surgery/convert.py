@@ -1,4 +1,4 @@
-"""`convert_`: a model's layers become smaller ones."""
+"""`convert_`: replace layers of a model by smaller ones."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class LayerReport:
     """One layer that was converted.
 
     Attributes:
-        name: The layer's.
+        name: The name of the layer.
         structure: Number and shapes of its parts.
-        before: Parameters.
-        after: Parameters now.
+        before: Number of parameters before.
+        after: Number of parameters after.
         init: The initializer that was used.
-        error: Relative error of the weight or, where it was fitted, of the outputs of the layer or
-            its MLP.
+        error: Relative error of the weight or, if it was fitted to data, of the outputs of the
+            layer or its MLP.
     """
 
     name: str
@@ -69,13 +69,13 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ConversionReport(Report):
-    """Layers that `convert_` changed, and those that it left alone and why.
+    """Report of the layers that `convert_` changed and of those that it skipped.
 
     Attributes:
         layers: The layers that were converted.
-        skipped: Reasons, by layer.
-        before: Parameters of the model.
-        after: Parameters now.
+        skipped: The layers that were skipped, with the reasons.
+        before: Number of parameters of the model before.
+        after: Number of parameters of the model after.
         notes: Notes for the user.
     """
 
@@ -93,7 +93,7 @@ class ConversionReport(Report):
         ]
 
     def table(self) -> Table:
-        """A row for each layer."""
+        """Return a row for each layer."""
         rows = []
         for row in self.layers:
             size = f"{row.after / row.before:.1%}"
@@ -101,7 +101,7 @@ class ConversionReport(Report):
         return Table(("layer", "structure", "size", "start", "error"), rows)
 
     def remarks(self) -> list[str]:
-        """List what was left alone, and what was not as asked for."""
+        """Return notes, a warning about layers that became larger, and the skipped layers."""
         larger = [r.name for r in self.layers if r.after > r.before]
         lines = list(self.notes)
         if larger:
@@ -133,35 +133,36 @@ def convert_(
 ) -> ConversionReport:
     """Replace layers of any Hugging Face model by smaller ones, in place.
 
-    All of them or, on any error, none.
+    On any error no layer is changed.
 
-    The config's type says by what: `KroneckerConfig` by sums of Kronecker products, `LowRankConfig`
-    by two thin matrices, `PruneConfig` by fewer hidden neurons. A single config is for the MLPs
-    (and stacks of experts), with opposite shapes for the layer that writes the block's width;
-    attention, embeddings and head are left alone. With ``filter_fn`` it is for whatever that
-    accepts. A map from name patterns (``"*.mlp.c_fc"``) to configs says it layer by layer;
-    `PRESETS` has such maps. Tied weights stay tied. ``model.save_pretrained`` writes the smaller
-    weights from then on, for `kronecker.from_pretrained`; `prune_` makes a stock model.
+    The type of the config sets the replacement: `KroneckerConfig` gives sums of Kronecker products,
+    `LowRankConfig` two thin matrices, `PruneConfig` fewer hidden neurons. A single config applies
+    to the MLPs (and stacks of experts), with opposite shapes for the layer that writes the block's
+    width; attention, embeddings and head are left alone. With ``filter_fn`` it applies to the
+    layers that the function accepts. A map from name patterns (``"*.mlp.c_fc"``) to configs chooses
+    layer by layer; `PRESETS` has such maps. Tied weights stay tied. Afterwards
+    ``model.save_pretrained`` writes the smaller weights, which `kronecker.from_pretrained` loads.
+    For a stock model use `prune_`.
 
-    The matrices of an MLP are fitted together, block by block, on what the smaller model feeds
-    them; a table of embeddings of low rank on how often tokens are looked up, and on what a head
-    that is tied to it reads.
+    The matrices of an MLP are fitted together, block by block, on their inputs in the smaller
+    model. A low-rank embedding table is fitted to how often tokens are looked up and, if a head is
+    tied to it, to the inputs of the head.
 
     Args:
         model: Changed in place.
         config: One config, or a map from patterns to configs.
-        filter_fn: (module, name) to whether to convert it.
+        filter_fn: Function of (module, name) that returns whether to convert the module.
         calibration: Batches for ``init="sequential"`` and for `PruneConfig`: dicts of the model's
             arguments (a tokenized `datasets.Dataset`'s rows, too), or tensors of token ids (B, T).
-            50,000 tokens of the text it is for are good, 12,000 will do.
+            Use 50,000 tokens of the kind of text that the model is for; 12,000 will do.
         fade_in: Keep each original linear layer beside its factors and run it alone at first, for
             `FadeIn`.
-        cache: A folder that keeps each fitted part, so that an interrupted fit goes on; not with
-            ``fade_in``.
+        cache: A folder that stores each fitted part, so that an interrupted call can be repeated to
+            continue. Ignored with ``fade_in``.
         progress: Show a progress bar.
 
     Returns:
-        What was touched, with errors, and what was skipped and why.
+        A report of the converted layers, with errors, and of the skipped ones, with reasons.
 
     Raises:
         ValueError: A pattern or filter that fits nothing, shapes that do not divide, a rank out of
@@ -186,9 +187,9 @@ def convert_(
     before = num_parameters(model)
     converted = {*configs, *chain.from_iterable(tied.values())}
     original = {n: m for n, m in model.named_modules() if n in converted}
-    # now, since `fade_in` freezes the originals, and what a user froze stays frozen
+    # recorded now, since `fade_in` freezes the originals; parameters that a user froze stay frozen
     trains: dict[str, dict[str, bool]] = {}
-    # now, since pruned layers keep their module and lose what it held
+    # recorded now, since pruned layers keep their module, with smaller parameters
     sizes: dict[str, int] = {}
     for name, module in original.items():
         parameters = module.named_parameters(recurse=False)
@@ -196,9 +197,9 @@ def convert_(
         sizes[name] = num_parameters(module)
     with all_or_nothing(model, original):
         with evaluating(model):
-            # before anything is replaced: a head is fitted to what the original feeds it
+            # before anything is replaced: a head is fitted to its inputs in the original
             uses = uses_of(model, tables, data, "convert_") if tables else {}
-            # a stored part has no order of neurons, which the originals beside it need
+            # a stored part has no order of neurons, which `fade_in` needs for the originals
             where = None if fade_in else cache
             errors, notes = _fit_parts(model, parts, configs, data, where, fade_in, progress)
             fitted = set(errors)
@@ -227,7 +228,7 @@ def convert_(
 
 
 def _check_convertible(model: nn.Module) -> None:
-    """Refuse a model whose layers cannot be replaced, or not now."""
+    """Refuse inference mode, and a model whose layers cannot be replaced."""
     if torch.is_inference_mode_enabled():
         raise ValueError(
             "convert_: torch.inference_mode is on, and weights made in it cannot be trained; "
@@ -238,12 +239,12 @@ def _check_convertible(model: nn.Module) -> None:
     if convertible(model) or isinstance(model, COMPRESSED):
         raise ValueError(
             f"convert_: the model is a single {type(model).__name__}, expected one that has it as "
-            "a submodule; or make the layer by from_linear or from_embedding"
+            "a submodule; or use from_linear or from_embedding"
         )
 
 
 def _set_training(layer: nn.Module, training: bool, trains: Mapping[str, bool]) -> None:
-    """Give a new layer the mode of the original, and train its factors where the weight did.
+    """Give a new layer the original's mode, and train its factors if the weight was trained.
 
     Args:
         layer: The new layer.
@@ -307,7 +308,7 @@ def _fit_parts(
     with tqdm(total=len(parts), desc="fitting", unit="part", disable=not progress) as bar:
         done = fit_(model, parts, data, operation="convert_", cache=fits, progress=bar)
     if fade_in:
-        # only now: later parts are fitted on what the factors give, and not the originals
+        # only now, so that later parts are fitted on the outputs of the factors, not the originals
         for part in parts:
             for name in part.configs:
                 _attach_original(model, name, modules[name], part.mlp, done[part.name].order)
@@ -322,8 +323,8 @@ def _fit_parts(
 def _check_each(
     model: nn.Module, configs: Mapping[str, Config], tied: Iterable[str], fade_in: bool
 ) -> None:
-    """Each layer can be made what its config says."""
-    # factors cannot be compared with the config: which neurons went would be forgotten
+    """Check that each layer can be converted with its config."""
+    # with factors, `resized` could not find lost neurons, and a checkpoint would not record them
     other_sizes = {n.rpartition(".")[0] for n in resized(model)}
     for name, config in configs.items():
         module = model.get_submodule(name)
@@ -336,12 +337,12 @@ def _check_each(
             )
         if fade_in and isinstance(config, PruneConfig):
             raise ValueError(
-                f"convert_: fade_in of {name}, but PruneConfig leaves nothing to fade in"
+                f"convert_: expected no fade_in for {name}, since PruneConfig has no factors"
             )
 
 
 def _row(name: str, layer: nn.Module, config: Config, before: int, error: float) -> LayerReport:
-    """Report what became of one layer."""
+    """Return the report of one layer."""
     return LayerReport(name, _structure(layer), before, num_parameters(layer), config.init, error)
 
 
@@ -381,16 +382,16 @@ def _is_fitted(module: nn.Module, config: Config) -> bool:
 def _parts(
     model: nn.Module, configs: Mapping[str, Config], tied: Iterable[str], data: Sequence[Batch]
 ) -> list[Part]:
-    """Return the layers that are fitted.
+    """Return the parts to fit.
 
-    MLPs, where all layers of one have configs of one kind, and layers by themselves.
+    These are MLPs whose layers all have configs of one kind, and single layers.
     """
     left = {}
     for name, config in configs.items():
         if name not in tied and _is_fitted(model.get_submodule(name), config):
             left[name] = config
     parts = []
-    # finding MLPs runs the model, so it is left out where nothing is fitted
+    # finding MLPs runs the model, so it is skipped if nothing is fitted
     for mlp in mlps_if_any(model, data[0] if data else None) if left else ():
         names = (*mlp.ups, mlp.down)
         chosen = {name: left[name] for name in names if name in left}
@@ -411,17 +412,17 @@ def _parts(
         module = model.get_submodule(name)
         if isinstance(config, PruneConfig) and not is_experts(module):
             raise ValueError(
-                f"convert_: {name} is not an MLP by itself; PruneConfig needs all layers of one, "
-                "alike"
+                f"convert_: expected the same PruneConfig for all layers of an MLP, got one for "
+                f"{name} alone"
             )
         parts.append(Part(name, {name: config}, None, _neurons(config, module)))
     return parts
 
 
 def _neurons(config: Config, module: nn.Module) -> int:
-    """Return how many hidden neurons a config keeps, where it drops some.
+    """Return how many hidden neurons a config keeps, or 0 if it drops none.
 
-    They are by the layer or the stack that reads them.
+    ``module`` is the layer or the stack that reads the neurons.
     """
     if not isinstance(config, PruneConfig):
         return 0
@@ -449,12 +450,12 @@ def _convert_alone(
     """
     module = model.get_submodule(name)
     if isinstance(module, COMPRESSED):
-        return float("nan")  # came along with the one it is tied to
+        return float("nan")  # converted already, with the layer that it is tied to
     assert not isinstance(config, PruneConfig)
     others = tied.get(name, [])
     layer, error = _converted(module, config, use)
     if isinstance(layer, SmallerLinear):
-        # the bias itself and no copy: BERT ties its decoder's to another module's
+        # the bias itself and not a copy: BERT ties its decoder's bias to another module's
         layer.register_parameter("bias", module._parameters.get("bias"))
     put(model, name, layer)
     for other in others:
@@ -471,9 +472,9 @@ def _convert_alone(
 def _converted(
     module: nn.Module, config: KroneckerConfig | LowRankConfig, use: TableUse | None
 ) -> tuple[nn.Module, float]:
-    """Return the smaller layer of one that stands alone, and the relative error.
+    """Return the smaller layer for a single layer, and its relative error.
 
-    It is made by its weight or by how tokens use it.
+    Its factors are computed from the weight, or from how tokens use a table.
     """
     weight = dense(module)
     layer = empty_layer(module, config)

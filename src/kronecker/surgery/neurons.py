@@ -1,7 +1,4 @@
-"""Hidden neurons that can go.
-
-The MLPs and stacks of experts of a model, and how many of theirs stay.
-"""
+"""Find a model's MLPs and stacks of experts, and how many hidden neurons each keeps."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _SMOOTHING = 0.1
 """Temperature of the softmax of influences. 0.1 is MoDeGPT's."""
 _MOST_GONE = 0.8
 """Largest share of its neurons that an MLP may lose, unless the whole cut is larger. With 0.8, as
-our MoDeGPT has it, no MLP of SmolLM2 reached it."""
+in our implementation of MoDeGPT, no MLP of SmolLM2 reached this limit."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +35,11 @@ class PrunablePart:
     name: str  # of the layer that writes the block's width, or of the stack
     modules: tuple[str, ...]
     count: int  # hidden neurons
-    shapes: Callable[[int], dict[str, torch.Size]]  # of its parameters, with so many
+    shapes: Callable[[int], dict[str, torch.Size]]  # of its parameters, by the number of neurons
     mlp: Mlp | None  # None: experts
 
     def parameters(self, keep: int) -> int:
-        """Count its parameters with so many hidden neurons."""
+        """Count its parameters with ``keep`` hidden neurons."""
         return sum(shape.numel() for shape in self.shapes(keep).values())
 
     @property
@@ -53,17 +50,17 @@ class PrunablePart:
 
 
 def prunable_parts(model: nn.Module, data: Sequence[Batch]) -> list[PrunablePart]:
-    """The MLPs and stacks of experts of a model.
+    """Return the MLPs and stacks of experts of a model.
 
     Raises:
-        ValueError: There are none, or they share weights, or have such as cannot be changed.
+        ValueError: There are none, they share weights, or their weights cannot be changed.
     """
     parts = [_mlp_part(model, mlp) for mlp in find_mlps(model, data[0])]
     for name, module in model.named_modules():
         if is_experts(module):
             parts.append(_experts_part(name, module))
     if not parts:
-        raise ValueError(f"prune_: no MLP is found in {type(model).__name__}")
+        raise ValueError(f"prune_: expected a model with MLPs, got none in {type(model).__name__}")
     check_own("prune_", model, set(chain.from_iterable(part.modules for part in parts)))
     return parts
 
@@ -102,7 +99,7 @@ def neurons_to_keep(
             f"prune_: size is {config.size}, expected {rounded_up(least)} to 1 for "
             f"{type(model).__name__}"
         )
-    # all that goes is hidden neurons: every part keeps the same share of them
+    # only hidden neurons are dropped, and every part keeps the same share of them
     share = 1 - (total - budget) / neurons
     keep = {p.name: _rounded_down(share * p.count, p.count, units[p.name]) for p in parts}
     # a part of one unit cannot go lower, so the size may still be missed
@@ -110,8 +107,8 @@ def neurons_to_keep(
     if total - gone > budget:
         least = rounded_up((total - gone) / total)
         raise ValueError(
-            f"prune_: size is {config.size}, expected {least} or more with neurons rounded as they "
-            "are"
+            f"prune_: size is {config.size}, expected {least} or more, because neurons are rounded "
+            "to multiples"
         )
     return keep
 
@@ -142,7 +139,7 @@ def neurons_by_influence(
     weights = (weights / _SMOOTHING).softmax(0)
     full = torch.zeros(len(parts), dtype=torch.bool)  # parts that lose the most they may
     gone = torch.zeros_like(weights)
-    # each round fills a part, or is the last
+    # each round brings a part to its limit, or is the last
     for _ in parts:
         left = budget - most * sizes[full].sum()
         gone = weights * left / (weights * sizes)[~full].sum()
@@ -162,7 +159,7 @@ def _rounded_to_budget(
     units: Mapping[str, int],
     budget: int,
 ) -> dict[str, int]:
-    """Round numbers of neurons so that at least ``budget`` parameters go, and few more."""
+    """Round numbers of neurons so that ``budget`` parameters are dropped, or a few more."""
     found = {p.name: _rounded_down(wanted[p.name], p.count, units[p.name]) for p in parts}
     spare = parameters_gone(parts, found) - budget
     # a part cannot go below its first unit, so others may have to lose more
@@ -174,7 +171,7 @@ def _rounded_to_budget(
         )
         found[part.name] = fewer[part.name]
         spare = parameters_gone(parts, found) - budget
-    # what rounding took beyond the budget goes back where it took most
+    # give back what was dropped beyond the budget, first to parts that rounding cut most
     for part in sorted(parts, key=lambda p: found[p.name] - wanted[p.name]):
         step = min(units[part.name], part.count - found[part.name])
         if step * part.per_neuron <= spare:
@@ -201,7 +198,7 @@ def _units(parts: Sequence[PrunablePart], config: PruneConfig) -> dict[str, int]
 
 def _rounded_down(neurons: float, count: int, unit: int) -> int:
     """Round down to a multiple of ``unit``, but never below ``min(count, unit)``."""
-    # 1e-9 keeps a whole number that came out just below
+    # 1e-9 is for whole numbers that rounding errors put just below
     return max(min(count, unit), int(neurons / unit + 1e-9) * unit)
 
 
@@ -215,7 +212,7 @@ def rounded_up(share: float) -> float:
 
 
 def _shapes(model: nn.Module, mlp: Mlp, keep: int) -> dict[str, torch.Size]:
-    """The shapes of an MLP's parameters with ``keep`` hidden neurons."""
+    """Return the shapes of an MLP's parameters with ``keep`` hidden neurons."""
     shapes: dict[str, torch.Size] = {}
     rows = len(mlp.rows(torch.arange(keep), keep))
     for name in (*mlp.ups, mlp.down):

@@ -1,4 +1,4 @@
-"""`prune_`: a model becomes a smaller stock model of its family, in place."""
+"""`prune_`: turn a model into a smaller stock model of its family, in place."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ _UNEQUAL = (
     "the config does not describe the new sizes of the MLPs: save_pretrained writes a folder for "
     "kronecker.from_pretrained, and fold pads them to one size"
 )
-_NEAR = 0.01  # of all parameters; of less than that no one is told
-_LARGE = 1 << 18  # parameters of a layer; of smaller ones casts take what products save
+_NEAR = 0.01  # share of all parameters; smaller differences are not reported
+_LARGE = 1 << 18  # parameters of a layer; in smaller layers, casts cost the time that products save
 
 
 @dataclass(frozen=True)
 class PrunedLayer:
-    """One layer that became smaller, was fitted to make up for others, or a block that went."""
+    """A layer that became smaller or was fitted to make up for others, or a dropped block."""
 
     name: str
-    unit: str  # what is counted: hidden neurons; of a block that went parameters
+    unit: str  # of `before` and `after`: neurons, or parameters for a dropped block
     before: int
     after: int
-    # relative, of what it adds to the stream, on the smaller model's own inputs
+    # relative error of its outputs on calibration tokens; None for a dropped block
     error: float | None
-    # of a block that went: 1 - cos of the hidden states before and behind it, mean over tokens
+    # of a dropped block: 1 - cos of the hidden states before and after it, mean over tokens
     influence: float | None = None
 
 
@@ -72,8 +72,8 @@ class PruneReport(Report):
 
     Attributes:
         layers: The layers that became smaller, or were fitted.
-        before: Parameters of the model.
-        after: Parameters now.
+        before: Number of parameters of the model before.
+        after: Number of parameters of the model after.
         notes: Notes for the user.
     """
 
@@ -90,7 +90,7 @@ class PruneReport(Report):
         ]
 
     def table(self) -> Table:
-        """Return a row for each layer, with the influence of blocks where some went."""
+        """Return a row for each layer, with the influence of blocks if some were dropped."""
         columns = ["layer", "of", "before", "after", "error"]
         has_blocks = any(layer.influence is not None for layer in self.layers)
         if has_blocks:
@@ -104,7 +104,7 @@ class PruneReport(Report):
         return Table(columns, rows)
 
     def remarks(self) -> list[str]:
-        """List what was not as asked for."""
+        """Return the notes for the user."""
         return list(self.notes)
 
     def plot(self, ax: Axes | None = None) -> Figure:
@@ -129,49 +129,50 @@ def prune_(
     cache: str | Path | None = None,
     progress: bool = True,
 ) -> PruneReport:
-    """Drop hidden neurons of every MLP, or whole blocks, and fit what stays.
+    """Drop hidden neurons of every MLP, or whole blocks, and fit the rest.
 
-    On any error the model is as it was.
+    On any error the model is left unchanged.
 
     The result is a stock model: its config has the new size, ``model.save_pretrained`` writes it,
     and plain ``from_pretrained`` loads it. With ``allocate="influence"`` MLPs have different sizes,
-    so `kronecker.from_pretrained` loads it.
+    and only `kronecker.from_pretrained` loads the model.
 
-    With ``method="best"``, block by block, on what the smaller model really feeds each MLP: the
-    neurons go whose loss costs least when all others make up for it (optimal brain surgeon); then
-    the matrix that writes the block's width is fitted in closed form toward what the original said
-    and what the residual stream has lost so far, and then all of the MLP's matrices by descent on
-    the same error. ``method="fast"`` chooses and fits in closed form on what the original feeds
-    each MLP, so that the data run through the model once (as MoDeGPT does, arXiv 2408.09632). With
-    ``method="blocks"`` the blocks go that change hidden states least (arXiv 2403.03853), and the
-    MLPs of the others are fitted to make up for them as by ``"best"``.
+    ``method="best"`` works block by block, on each MLP's inputs in the smaller model. It drops the
+    neurons that cost least when all others make up for them (optimal brain surgeon). Then it fits
+    the matrix that writes the block's width in closed form, and last all of the MLP's matrices by
+    gradient descent on the same error. The target is the original MLP's output plus the error that
+    the residual stream has accumulated so far. ``method="fast"`` chooses and fits in closed form,
+    on each MLP's inputs in the original, so that the data run through the model once (as MoDeGPT
+    does, arXiv 2408.09632). ``method="blocks"`` drops the blocks that change the hidden states
+    least (arXiv 2403.03853), and fits the MLPs of the other blocks as ``"best"`` does, to make up
+    for the dropped blocks.
 
-    Models in half precision are cast to float32 one block at a time, so hooks in a block are given
+    Models in half precision are cast to float32 one block at a time, so hooks in a block get
     float32. In models with large layers, matrix products run in bfloat16 if that is faster on the
     device. Statistics and solves stay in float32 or float64.
 
     On a CPU a model can be larger than memory: ``from_pretrained`` maps its weights from the files,
-    and with ``cache`` the new MLPs are mapped, too. One block in float32, its statistics and the
-    hidden states have to fit.
+    and with ``cache`` the new MLPs are mapped, too. Only one block in float32, its statistics and
+    the hidden states must fit into memory.
 
     Args:
         model: A transformers model, or any model whose MLPs can be found; changed in place.
         config: The settings; default: half of the hidden neurons.
         calibration: Batches: dicts of the model's arguments (a tokenized `datasets.Dataset`'s rows,
-            too), or tensors of token ids (B, T). 50,000 tokens of the text that it is for are good,
-            12,000 will do.
-        cache: A folder that keeps each fitted MLP, so that an interrupted call that is made again
-            goes on.
+            too), or tensors of token ids (B, T). Use 50,000 tokens of the kind of text that the
+            model is for; 12,000 will do.
+        cache: A folder that stores each fitted MLP, so that an interrupted call can be repeated to
+            continue.
         progress: Show a progress bar.
 
     Returns:
-        What was dropped, with each layer's error.
+        A report of what was dropped, with each layer's error.
 
     Raises:
-        ValueError: No MLP, weights that are shared by several, quantized, zero, not finite or on
-            the meta device; a family whose config has no field for the size, except with
-            ``allocate="influence"``; with that or ``method="blocks"``, blocks that are not one
-            list; bad calibration. Nothing has changed then.
+        ValueError: No MLP; weights that are shared, quantized, zero, not finite or on the meta
+            device; a family whose config has no field for the size (except with
+            ``allocate="influence"``); blocks that are not one list (with ``allocate="influence"``
+            or ``method="blocks"``); or bad calibration data. Nothing has changed then.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(
@@ -186,8 +187,8 @@ def prune_(
     config = config or PruneConfig()
     if not isinstance(config, PruneConfig):
         raise ValueError(
-            f"prune_: config is a {type(config).__name__}, expected a PruneConfig, as "
-            f"PruneConfig(keep=0.5); other structures are for convert_"
+            f"prune_: config is a {type(config).__name__}, expected a PruneConfig, such as "
+            f"PruneConfig(keep=0.5); pass other configs to convert_"
         )
     check_model("prune_", model)
     check_float64("prune_", model)
@@ -222,7 +223,7 @@ class _Walk:
         self, parts: Sequence[Part], settings: object, dropped: Collection[str] = ()
     ) -> dict[str, Fitted]:
         """Fit parts in place."""
-        # part of the cache's key: parts fitted with other products are other parts
+        # part of the cache's key, because parts that are fitted in bfloat16 differ
         in_bfloat16 = self._gains_by_bfloat16(parts)
         cache = fit_stage(
             self.cache,
@@ -245,7 +246,7 @@ class _Walk:
                 progress=bar,
                 dropped=dropped,
             )
-        # with fewer tokens than neurons the fit is perfect on them and nowhere else
+        # with fewer tokens than neurons, the fit is perfect on these tokens only
         fits = tokens_seen(self.data, max((p.neurons for p in parts), default=0))
         self.notes = (*fits, *remarks_of(done))
         return done
@@ -256,8 +257,8 @@ class _Walk:
             blocks, states = blocks_with(self.model, [], [p.name for p in parts], self.data)
             if len(blocks) < 2:
                 raise ValueError(
-                    "prune_: influence can be measured of two or more blocks in one list, each of "
-                    f"which reads the output of the one before; got {type(self.model).__name__}"
+                    "prune_: influence takes two or more blocks in one list, each reading the "
+                    f"output of the block before; got {type(self.model).__name__}"
                 )
             with self._products(parts):
                 return blocks, block_influences(blocks, states)
@@ -281,7 +282,7 @@ class _Walk:
         if not self._gains_by_bfloat16(parts):
             return nullcontext()
         device = next(self.model.parameters()).device
-        # weights change within it, which a cache of their casts would miss
+        # a cache of casts would miss that the weights change within the context
         return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
 
@@ -295,7 +296,7 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     first = parts[0]
     if all(keep[p.name] == p.count for p in parts):
         _refuse_nothing(walk.config, first.count, f"neurons of {first.name}")
-    # near=1.0: a share of neurons is seldom whole, and less than one neuron is no news
+    # near=1.0: a share of neurons is seldom whole, and less than one neuron is not reported
     remarks = _rounded(
         walk.config, first.count, keep[first.name], f"neurons of {first.name}", near=1.0
     )
@@ -325,7 +326,7 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
 def _stock_changes(
     model: PreTrainedModel, parts: Sequence[PrunablePart], keep: Mapping[str, int]
 ) -> Changes:
-    """Return what to set on a model so that its config has the new sizes."""
+    """Return the attributes to set on a model so that its config has the new sizes."""
     shapes = parameter_shapes(model)
     for part in parts:
         shapes |= part.shapes(keep[part.name])
@@ -334,7 +335,7 @@ def _stock_changes(
 
 
 def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
-    """Drop the blocks that change hidden states least; the MLPs of the others make up for them."""
+    """Drop the blocks that change hidden states least, and fit the MLPs of the other blocks."""
     model = walk.model
     names = [p.name for p in parts]
     stack = Stack.of(model, names)
@@ -345,7 +346,7 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     gone = least_influential(influences, keep)
     stay = [i for i in range(stack.count) if i not in gone]
     if isinstance(model, PreTrainedModel) and gone:
-        # raises before the fit where no config has so few blocks
+        # raises before the fit if no config has so few blocks
         new_config = config_with_blocks(model, stack, stay)
     else:
         new_config = None
@@ -356,7 +357,7 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
         size = num_parameters(model.get_submodule(name))
         rows.append(PrunedLayer(name, "parameters", size, 0, None, influence))
     left = [p for p in parts if stack.index(p.name) in stay]
-    # their MLPs keep all neurons, and make up for the blocks that go
+    # the remaining MLPs keep all neurons, and make up for the dropped blocks
     counts = {p.name: p.count for p in left}
     dropped = {f"{stack.name}.{i}" for i in gone}
     with all_or_nothing(model, chain.from_iterable(p.modules for p in left)):
@@ -390,14 +391,14 @@ def _influence_of_each(walk: _Walk, parts: Sequence[PrunablePart]) -> dict[str, 
 
 
 def _refuse_nothing(config: PruneConfig, count: int, what: str) -> None:
-    """Refuse a share below 1 of which, after rounding, nothing is dropped."""
+    """Refuse a share below 1 that, after rounding, drops nothing."""
     if config.size is None and config.share < 1:
         if config.multiple_of > 1:
             sizes = f" or multiple_of below {config.multiple_of}"
         else:
             sizes = ""
         raise ValueError(
-            f"prune_: all {count} {what} would stay of {config.share:.1%}; expected a smaller "
+            f"prune_: all {count} {what} would stay at {config.share:.1%}; expected a smaller "
             f"keep{sizes}"
         )
 
@@ -405,7 +406,7 @@ def _refuse_nothing(config: PruneConfig, count: int, what: str) -> None:
 def _rounded(
     config: PruneConfig, count: int, keep: int, what: str, *, near: float = 1e-9
 ) -> list[str]:
-    """A remark where the share that stays is not what was asked for."""
+    """Return a remark if the share that stays is not the one that was asked for."""
     exact = config.size is not None or abs(config.share * count - keep) < near
     if exact:
         return []
@@ -421,11 +422,11 @@ def _refuse(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, COMPRESSED):
             raise ValueError(
-                f"prune_: {name} is compressed already; expected a stock model, and convert_ for "
-                "the rest after prune_"
+                f"prune_: {name} is compressed already; expected a stock model: call prune_ "
+                "before convert_"
             )
         if name and isinstance(module, PreTrainedModel) and not isinstance(model, PreTrainedModel):
             raise ValueError(
-                f"prune_: {name} within {type(model).__name__} has a config of its own; prune_ "
-                "that model"
+                f"prune_: {name} within {type(model).__name__} has a config of its own; call "
+                "prune_ on that model"
             )

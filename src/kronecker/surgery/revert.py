@@ -14,16 +14,17 @@ from ..storage.checkpoints import compressed, dense_again, own_saving_, refuse_f
 def revert_(model: nn.Module) -> list[str]:
     """Replace compressed layers by dense ones of the stock kind, with the same function, in place.
 
-    What compression lost stays lost: the originals are gone. Tied layers stay tied.
+    This does not restore the original weights. Tied layers stay tied.
 
     Args:
         model: A model with compressed layers.
 
     Returns:
-        The names of the layers.
+        The names of the replaced layers.
 
     Raises:
-        ValueError: There is nothing to revert.
+        ValueError: No layer is compressed, the model itself is the layer, or an original still
+            runs.
 
     >>> from kronecker import KroneckerConfig, convert_
     >>> model = nn.Sequential(nn.Linear(4, 6))
@@ -40,15 +41,15 @@ def revert_(model: nn.Module) -> list[str]:
     if "" in layers:
         raise ValueError(
             f"revert_: the model is a single {type(model).__name__}, expected one that has it as a "
-            "submodule; or its to_linear or to_embedding"
+            "submodule; or call its to_linear or to_embedding"
         )
-    # before the first layer is replaced: halfway the model would be neither
+    # before the first layer is replaced, so that an error leaves the model as it was
     refuse_fading(model, "revert_")
     for name, layer in dense_again(layers):
         old = layers[name]
         layer.train(old.training)
         if isinstance(old, SmallerLinear):
-            # the bias itself and no copy: BERT ties its decoder's to another module's
+            # the bias itself and not a copy: BERT ties its decoder's bias to another module's
             layer.register_parameter("bias", old.bias)
         factors = [p for n, p in old.named_parameters(recurse=False) if n != "bias"]
         trains = any(factor.requires_grad for factor in factors)

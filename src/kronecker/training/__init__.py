@@ -1,1 +1,1 @@
-"""Training back: the trainer, its groups of parameters, and schedules as callbacks."""
+"""Train smaller models: the trainer, its parameter groups, and schedules as callbacks."""

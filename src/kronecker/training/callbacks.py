@@ -1,4 +1,4 @@
-"""Callbacks that decide what learns when: `FreezePretrained` and `FadeIn`."""
+"""Callbacks that decide which parameters are trained when: `FreezePretrained` and `FadeIn`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MARK = "_frozen_by_callback"  # an attribute of parameters
 
 
 def _model_in(arguments: Mapping[str, object]) -> nn.Module:
-    """The model among the arguments that a trainer passes to its callbacks."""
+    """Return the model among the arguments that a trainer passes to its callbacks."""
     model = arguments["model"]
     assert isinstance(model, nn.Module)
     return model
@@ -23,11 +23,11 @@ def _model_in(arguments: Mapping[str, object]) -> nn.Module:
 class FreezePretrained(TrainerCallback):
     """Train only the factors for the first ``steps`` steps, then everything.
 
-    With ``repeat``, in turns.
+    With ``repeat``, the two phases take turns.
 
     Args:
         steps: Optimizer steps of each phase.
-        repeat: Freeze again after as many steps, and so on.
+        repeat: Whether to freeze again after ``steps`` more steps, and so on.
 
     Raises:
         ValueError: Fewer steps than 1.
@@ -41,10 +41,10 @@ class FreezePretrained(TrainerCallback):
             raise ValueError(f"FreezePretrained: steps is {steps}, expected 1 or more")
         self.steps = steps
         self.repeat = repeat
-        self._kept: set[int] = set()  # what was frozen before, and stays so
+        self._kept: set[int] = set()  # ids of parameters that were frozen before and stay frozen
 
     def frozen_at(self, step: int) -> bool:
-        """Return whether the pretrained rest is frozen in this step."""
+        """Return whether the pretrained parameters are frozen in this step."""
         phase = step // self.steps
         if self.repeat:
             return phase % 2 == 0
@@ -57,17 +57,17 @@ class FreezePretrained(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Remember what is frozen anyway."""
+        """Record which parameters are frozen already."""
         model = _model_in(kwargs)
         if not factor_parameters(model):
             kind = type(model).__name__
             raise ValueError(
-                f"FreezePretrained: {kind} has no factors, so that nothing would learn; leave it "
-                "out"
+                f"FreezePretrained: {kind} has no factors, so nothing would be trained; remove "
+                "the callback"
             )
         self._kept = set()
         for parameter in model.parameters():
-            # an interrupted run left what it froze itself
+            # the mark is on parameters that an interrupted run froze and did not release
             if not parameter.requires_grad and not getattr(parameter, _MARK, False):
                 self._kept.add(id(parameter))
 
@@ -78,7 +78,7 @@ class FreezePretrained(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Set what learns."""
+        """Freeze or release the pretrained parameters."""
         # by the number of the step, so that a resumed run is in the right phase
         self._set(_model_in(kwargs), self.frozen_at(state.global_step))
 
@@ -89,7 +89,7 @@ class FreezePretrained(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Release what this froze."""
+        """Release the parameters that this callback froze."""
         self._set(_model_in(kwargs), frozen=False)
 
     def _set(self, model: nn.Module, frozen: bool) -> None:
@@ -101,17 +101,17 @@ class FreezePretrained(TrainerCallback):
 
 
 class FadeIn(TrainerCallback):
-    """Bring the factors in while the original layers go.
+    """Fade in the factors while the original layers fade out.
 
-    ``(1 - α) W x + α (Σ A ⊗ B) x``, α from 0 to 1.
+    A layer computes ``(1 - α) W x + α (Σ A ⊗ B) x``, with α from 0 to 1.
 
-    For models converted with ``convert_(..., fade_in=True)``. One layer at a time: ``every`` steps
-    apart; all together with ``every=0``. The originals are not saved: to resume, convert the
-    original again, then load the checkpoint.
+    The model must be converted with ``convert_(..., fade_in=True)``. Layers start one by one,
+    ``every`` steps apart, or all together with ``every=0``. The originals are not saved: to resume,
+    convert the original model again, then load the checkpoint.
 
     Args:
         every: Steps from one layer's start to the next's.
-        over: Steps in which a layer's α is between 0 and 1, in even parts; 0 switches at once.
+        over: Steps in which a layer's α rises evenly between 0 and 1; 0 switches at once.
         order: ``"low_to_high"``: the first layer of the model first, or ``"high_to_low"``.
 
     Raises:
@@ -170,12 +170,12 @@ class FadeIn(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Set every layer's share; an original whose share is gone is dropped."""
+        """Set every layer's share, and drop the original of a layer whose share reaches 1."""
         layers = [m for m in _model_in(kwargs).modules() if isinstance(m, SmallerLinear)]
         self._set_shares(layers, state.global_step)
 
     def _set_shares(self, layers: list[SmallerLinear], step: int) -> None:
-        # places count layers that are done, so that the others keep their steps
+        # layers that are done count, too, so that the schedule of the others does not change
         for place, layer in enumerate(layers if self.order == "low_to_high" else reversed(layers)):
             if layer.original is not None:
                 layer.share = self.share(place, step)

@@ -9,11 +9,11 @@ from torch import nn
 from ..discovery.finding import COMPRESSED
 
 Group = dict[str, Any]
-"""Of an optimizer: ``params``, ``name``, ``lr``, ``weight_decay``."""
+"""A parameter group of an optimizer: ``params``, ``name``, ``lr``, ``weight_decay``."""
 
 
 def factor_parameters(model: nn.Module) -> set[int]:
-    """The ids of all factors and scales."""
+    """Return the ids of all factors and scales."""
     ids = set()
     for module in model.modules():
         if isinstance(module, COMPRESSED):

@@ -1,6 +1,6 @@
-"""Training back: `KroneckerTrainer`.
+"""`KroneckerTrainer`, a trainer for smaller models.
 
-It has groups of parameters, distillation, and norms in its logs.
+It has parameter groups, distillation, and norms in its logs.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from .parameters import group_kind, parameter_groups
 
 
 class KroneckerTrainer(StepTrainer):
-    """A `transformers.Trainer` that trains a smaller model back, whether compressed or pruned.
+    """A `transformers.Trainer` for smaller models, compressed or pruned.
 
-    Learning rates by group (`parameter_groups`), distillation from a teacher in the same process,
-    and the norms of factors, the rest and their gradients in the logs. Schedules are callbacks:
-    `FreezePretrained`, `FadeIn`. Everything else (schedule of rates, accumulation, mixed precision,
-    resume, DDP) is `TrainingArguments`' own; its ``learning_rate`` and ``weight_decay`` are the
-    factors'.
+    It adds learning rates by group (`parameter_groups`), distillation from a teacher in the same
+    process, and logs of the norms of factors, other parameters and their gradients. Schedules are
+    callbacks: `FreezePretrained`, `FadeIn`. `TrainingArguments` sets everything else (learning rate
+    schedule, accumulation, mixed precision, resuming, DDP). Its ``learning_rate`` and
+    ``weight_decay`` apply to the factors.
 
     Args:
         model: A model with compressed layers; with a teacher, any model of its vocabulary, such as
             a pruned one.
         args: `TrainingArguments`.
-        train_dataset: Rows with ``input_ids``, and ``labels`` where they are to be learned from.
-        teacher: The original model; frozen, in evaluation mode.
+        train_dataset: Rows with ``input_ids``, and ``labels`` if the loss uses them.
+        teacher: The original model, which is frozen and put into evaluation mode.
         distill: The targets to learn from; default with a teacher: its logits at temperature 2.
-        pretrained_learning_rate: The rate of all parameters but factors; default: the same.
-        **options: Of `Trainer`.
+        pretrained_learning_rate: The learning rate of all parameters but factors and scales;
+            default: the same rate.
+        **options: Passed to `Trainer`.
 
     Raises:
-        ValueError: Neither a compressed layer nor a teacher; a ``distill`` that needs a teacher and
-            there is none.
+        ValueError: Neither a compressed layer nor a teacher, or ``distill`` without a teacher.
 
     >>> KroneckerTrainer(nn.Linear(2, 2), None)
     Traceback (most recent call last):
@@ -70,8 +70,8 @@ class KroneckerTrainer(StepTrainer):
         if half := next((d for d in learning if d in (torch.bfloat16, torch.float16)), None):
             warnings.warn(
                 f"KroneckerTrainer: weights that learn are {half}, in which small steps are lost; "
-                "load the model with dtype=torch.float32 (TrainingArguments(bf16=True) computes "
-                "in bfloat16 all the same)",
+                "load the model with dtype=torch.float32 (TrainingArguments(bf16=True) still "
+                "computes in bfloat16)",
                 stacklevel=2,
             )
         self.teacher = None
@@ -83,10 +83,10 @@ class KroneckerTrainer(StepTrainer):
         self.pretrained_learning_rate = pretrained_learning_rate
         callbacks = options.get("callbacks") or []
         if any(isinstance(c, (FreezePretrained, FadeIn)) for c in callbacks):
-            args.ddp_find_unused_parameters = True  # what learns changes on the way
+            args.ddp_find_unused_parameters = True  # the set of trained parameters changes
         self._gradients: dict[str, float] = {}
         super().__init__(model=model, args=args, train_dataset=train_dataset, **options)
-        # after super, which chooses the device; a teacher is no part of the model that it moves
+        # after super, which chooses the device and moves only the model
         if self.teacher is not None:
             self.teacher.to(self.args.device)
         # kept for evaluation, where the model's own loss runs
@@ -112,7 +112,7 @@ class KroneckerTrainer(StepTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Loss:
-        """The weighted sum of `DistillConfig`; without a teacher the model's own loss."""
+        """Return the weighted sum of `DistillConfig`, or without a teacher the model's own loss."""
         # evaluation is without the teacher, so that its loss can be compared with other runs
         if self.distill is None or self.teacher is None or not model.training:
             return self._own_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -126,9 +126,9 @@ class KroneckerTrainer(StepTrainer):
         keep, labels = targets_of(
             _shape_of_tokens(unlabeled, ours, two_sides),
             inputs.get("labels"),
-            # logits are the decoder's, so the encoder's padding says nothing about them
+            # logits are the decoder's, so the encoder's mask does not apply to them
             inputs.get("decoder_attention_mask" if two_sides else "attention_mask"),
-            # a decoder's labels are already those of its own positions
+            # a decoder's labels are already aligned with its positions
             shifted=self.unwrapped().can_generate() and not two_sides,
             device=self.args.device,
         )
@@ -170,7 +170,7 @@ class KroneckerTrainer(StepTrainer):
         if logits is None:
             raise ValueError(
                 f"KroneckerTrainer: {type(self.unwrapped()).__name__} has no logits; expected "
-                f"DistillConfig(logits=0) with hidden"
+                f"DistillConfig(logits=0) with hidden above 0"
             )
         return logits
 
@@ -181,7 +181,7 @@ class KroneckerTrainer(StepTrainer):
         return_outputs: bool,
         items: Tensor | int | None,
     ) -> Loss:
-        """The stock trainer's loss, with the stock flag."""
+        """Return the stock trainer's loss, with the original ``model_accepts_loss_kwargs``."""
         before = self.model_accepts_loss_kwargs
         self.model_accepts_loss_kwargs = self._accepts
         try:
@@ -192,7 +192,7 @@ class KroneckerTrainer(StepTrainer):
             self.model_accepts_loss_kwargs = before
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """The logs, with norms of each group's parameters and gradients while it trains."""
+        """Write the logs, with the norms of each group's parameters and gradients in training."""
         if "loss" in logs and self.optimizer is not None:
             for group in bare_optimizer(self.optimizer).param_groups:
                 kind = group_kind(group)
@@ -202,7 +202,7 @@ class KroneckerTrainer(StepTrainer):
         super().log(logs, start_time)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """A checkpoint that `from_pretrained` loads; tied factors are written once."""
+        """Write a checkpoint that `from_pretrained` loads; tied factors are written once."""
         folder = make_folder(output_dir or self.args.output_dir or ".", "KroneckerTrainer")
         if has_smaller_layers(self.unwrapped()):
             write_files(self.unwrapped(), folder)
@@ -231,17 +231,17 @@ def _has_two_sides(model: nn.Module) -> bool:
 def _shape_of_tokens(
     inputs: Mapping[str, Tensor], outputs: ModelOutput, two_sides: bool
 ) -> tuple[int, int]:
-    """Return the numbers of rows and of tokens in each that the losses are over."""
+    """Return the number of rows and of tokens in each row that the losses are computed over."""
     if two_sides:
         names = ("decoder_input_ids", "decoder_inputs_embeds")
     else:
         names = ("input_ids", "inputs_embeds")
     states = [inputs[name] for name in names if name in inputs]
-    # of pictures, patches
+    # for images, the tokens are patches
     states += getattr(outputs, "hidden_states", None) or ()
     if states:
         return states[0].shape[0], states[0].shape[1]
-    # pictures with one answer a row
+    # images with one label per row
     return len(outputs[0]), 1
 
 
@@ -272,23 +272,23 @@ def _check_distillation(distill: DistillConfig, model: nn.Module, teacher: nn.Mo
 
 
 def _check_depth(model: nn.Module, teacher: nn.Module) -> None:
-    """Hidden states are compared one by one."""
+    """Check that the model and its teacher have the same number of hidden states."""
     ours = _depth(model)
     theirs = _depth(teacher)
     if ours != theirs:
         raise ValueError(
-            f"KroneckerTrainer: the model has {ours} blocks and its teacher {theirs}, expected "
-            "DistillConfig of logits and labels alone"
+            f"KroneckerTrainer: the model has {ours} blocks and its teacher {theirs}, expected the "
+            "same number for hidden > 0; use only logits and labels in DistillConfig"
         )
 
 
 def _depth(model: nn.Module) -> int | None:
-    """Return the number of a model's blocks, if its config says it."""
+    """Return the number of a model's blocks, or None if its config does not have it."""
     return getattr(getattr(model, "config", None), "num_hidden_layers", None)
 
 
 class _GradientNorms(TrainerCallback):
-    """Writes the norms of each group's gradients, after clipping, in steps that are logged."""
+    """Record the norms of each group's gradients, after clipping, in steps that are logged."""
 
     def __init__(self, norms: dict[str, float]):
         self.norms = norms

@@ -80,11 +80,12 @@ def learn_merge(
         The losses of all models, and which merge was delivered.
 
     Raises:
-        ValueError: A setting, a row or a component is invalid, or ``OUT.training`` belongs to
-            another run.
+        ValueError: A setting, a row or a component is invalid, ``OUT.training`` belongs to another
+            run, or there are several processes or GPUs.
         DeadRunError: A loss or gradient is not finite.
     """
     config = LearnConfig.from_dict(settings)
+    _check_devices()
     path = check_new(out, OPERATION)
     merges = _merges(config, components, data, base)
     tokenizer: Any = AutoTokenizer.from_pretrained(open_source(components[0]).folder)
@@ -131,6 +132,17 @@ def learn_merge(
         report = run.learn()
         write_json(training / "report.json", report.to_dict(), OPERATION)
         return report
+
+
+def _check_devices() -> None:
+    """Refuse several processes, and GPUs that a Trainer would use together."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count()
+    if processes > 1 or gpus > 1:
+        raise ValueError(
+            f"{OPERATION}: expected one process and at most one visible GPU, got {processes} and "
+            f"{gpus}; set CUDA_VISIBLE_DEVICES=0, or train a Merger by MaskTrainer under torchrun"
+        )
 
 
 def _merges(
@@ -399,9 +411,7 @@ class _Run:
 
         Teachers run on no other examples.
         """
-        # the batch size is per device; if too many devices are counted, some examples are not read
-        devices = max(torch.cuda.device_count(), int(os.environ.get("WORLD_SIZE", "1")))
-        count = self.config.max_steps * self.config.batch_size * max(1, devices)
+        count = self.config.max_steps * self.config.batch_size
         if count >= len(mixture):
             return mixture
         drawn = random.Random(self.config.seed).sample(range(len(mixture)), count)
@@ -430,7 +440,11 @@ class _Run:
     def _train_student(self) -> Any:
         """Return the start with trained adapters merged into it, or with trained weights."""
         cached = self._cached()
-        heads = [head.clone() for head in self.teachers.output_head().frozen("weight")]
+        head = self.teachers.output_head()
+        heads = [weight.clone() for weight in head.frozen("weight")]
+        biases = None
+        if "bias" in head.masks:
+            biases = [bias.clone() for bias in head.frozen("bias")]
         dtype = self.teachers.dtype
         trains_all = self.config.train == "all"
         # float32 if all weights are trained: bfloat16 would round small steps away
@@ -438,7 +452,7 @@ class _Run:
         self.teachers = None  # their hidden states are cached
         # peft initializes adapters at random, and a repeated call must get the same ones
         set_seed(self.config.seed)
-        student = Student(start, heads, None if trains_all else self.config.rank)
+        student = Student(start, heads, biases, None if trains_all else self.config.rank)
         is_half = trains_all and dtype == torch.bfloat16
         self._train(StudentTrainer, student, cached, bf16=is_half)
         model: Any = student.finished()

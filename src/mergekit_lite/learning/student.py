@@ -28,6 +28,7 @@ class Student(nn.Module):
     Args:
         model: The merge that training starts from. It is changed in place.
         heads: The teachers' output heads, (V, H) each.
+        biases: The biases of these heads, (V,) each; None if heads have no bias.
         rank: Rank of adapters on all linear layers but the head; None: train all weights but
             embeddings and head.
     """
@@ -35,10 +36,17 @@ class Student(nn.Module):
     # the Trainer passes the number of positions in all micro-batches of a step
     accepts_loss_kwargs = True
 
-    def __init__(self, model: PreTrainedModel, heads: Sequence[Tensor], rank: int | None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        heads: Sequence[Tensor],
+        biases: Sequence[Tensor] | None,
+        rank: int | None,
+    ):
         super().__init__()
         self.count = len(heads)
         self._heads = list(heads)
+        self._biases = biases
         self._adapted: Any = None
         if rank is None:
             tables: Any = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -73,7 +81,12 @@ class Student(nn.Module):
         # detached: no student trains its head
         own = head.weight.detach()
         # a Trainer may have moved the student
-        return {"heads": [teacher.to(own.device) for teacher in self._heads], "head": own}
+        options = {"heads": [teacher.to(own.device) for teacher in self._heads], "head": own}
+        # Phi and GPT-J have a bias in the head
+        if self._biases is not None:
+            options["bias"] = head.bias.detach()
+            options["teacher_biases"] = [bias.to(own.device) for bias in self._biases]
+        return options
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by name."""

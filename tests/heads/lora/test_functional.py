@@ -246,7 +246,7 @@ BAD = {
     "dims": ({"lora_a": torch.ones(6)}, "expected (*B, I), (O, I), (r, I) and (O, r)"),
     "impl": ({"impl": "fast"}, "impl is 'fast'"),
     "dropout": ({"dropout_p": 1.0}, "dropout_p is 1.0, expected at least 0 and below 1"),
-    "seed": ({"seed": torch.tensor(1.0)}, "1 seeds of torch.float32"),
+    "seed": ({"seed": torch.tensor(1.0)}, "seed has 1 elements of torch.float32"),
 }
 
 

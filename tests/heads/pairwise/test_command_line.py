@@ -33,7 +33,7 @@ def test_each_row_has_its_verdict_or_the_reason_why_not(place, capsys):
     )
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["line"] for line in lines] == list(range(1, 14))
-    assert "no two answers" in lines[3]["error"]
+    assert "expected columns of two answers" in lines[3]["error"]
     assert "invalid JSON" in lines[5]["error"]
     pairs = [pair for k, pair in enumerate(pairs_of(12)) if k != 3]
     model = PairwiseModel.from_pretrained(place / "judge").eval()
@@ -116,7 +116,7 @@ def test_a_file_without_pairs_says_what_its_first_row_lacks(place, capsys):
         main(["judge", "pairs", str(place / "judge"), str(place / "rows.csv"), "--no-progress"])
         == 1
     )
-    assert "among question, answer1, answer2)" in capsys.readouterr().err
+    assert "got question, answer1, answer2)" in capsys.readouterr().err
 
 
 def test_a_report_has_its_baselines(place, capsys):

@@ -196,7 +196,7 @@ def test_long_positions_leave_room_for_the_padding_id():
 
 @pytest.mark.parametrize("given", [(["p"], ["x", "y"], ["z"]), ("p", "x", "y")])
 def test_predict_refuses(given):
-    with pytest.raises(ValueError, match=r"expected lists of (one length|texts)"):
+    with pytest.raises(ValueError, match=r"expected lists of (equal length|texts)"):
         model_of().predict(*given)
 
 
@@ -423,7 +423,7 @@ def test_the_lowest_layers_are_those_of_the_whole(kind, tmp_path):
         predicted(model).log_probabilities, predicted(again).log_probabilities
     )
     for depth in (0, count + 1):
-        with pytest.raises(ValueError, match=rf"depth is {depth}, and \w+ has {count} layers"):
+        with pytest.raises(ValueError, match=rf"depth is {depth}, expected 1 to {count}, "):
             PairwiseModel.from_encoder(encoder_of(kind), tokenizer_of(), depth=depth)
 
 
@@ -513,7 +513,7 @@ def test_surface_features_are_saved_and_said(tmp_path):
     assert bool(model.head.encoding.edges.any())
     report = pairwise_report(model, data, progress=False)
     assert list(report.owed) == ["encoder", "length", "overlap"]
-    assert "log-loss if both answers were alike in one thing: encoder" in str(report)
+    assert "log-loss if both answers were alike in one part: encoder" in str(report)
     model.save_pretrained(tmp_path / "model")
     again = PairwiseModel.from_pretrained(tmp_path / "model")
     torch.testing.assert_close(

@@ -186,12 +186,12 @@ def test_calibration_keeps_verdicts_and_lowers_the_log_loss(link):
     assert "log-loss" in str(report)
     with torch.no_grad():
         model.head.temperature.fill_(0.02)
-    assert "its probabilities are worse than none; calibrate_ it on" in str(
+    assert "the probabilities are worse than none; call calibrate_ with" in str(
         pairwise_report(model, data, progress=False)
     )
     assert "worse than none" not in str(after)
     few = model.dataset(data.pairs[:40], progress=False)
-    assert "100 pairs or more say it better" in str(calibrate_(model, few, progress=False))
+    assert "100 pairs or more give a better" in str(calibrate_(model, few, progress=False))
 
 
 def test_the_report_says_everything_and_draws(tmp_path):

@@ -190,7 +190,7 @@ def test_empty_answers_are_answers_and_counted():
     pairs, report = read_pairs([ARENA] + [ARENA | {"response_b": value} for value in lost])
     assert len(pairs) == 5
     assert report.empty == 4
-    assert "4 have an empty answer" in str(report)
+    assert "4 pairs have an empty answer" in str(report)
 
 
 BAD = [
@@ -201,9 +201,9 @@ BAD = [
     (ARENA | {"response_a": ["x", 3]}, "response_a is a list, expected text or turns"),
     (
         {"prompt": "p", "response_a": "x"},
-        r"no two answers \(.*response_a, response_b; .*\) among prompt, response_a",
+        r"expected columns of two answers \(.*response_a, response_b; .*\), got prompt, response_a",
     ),
-    ({"a": "x", "b": "y"}, "no prompt beside a and b"),
+    ({"a": "x", "b": "y"}, "expected a prompt or instruction with a and b, got neither"),
     (PLAIN | {"label": 3}, r"a label is 3, expected 0 \(A\), 1 \(B\), 2 \(tie\)"),
     (PLAIN | {"label": [0.5, 0.6, 0]}, "expected 3 shares that sum to 1"),
     (PLAIN | {"label": [float("nan"), 0.5, 0.5]}, "expected 3 shares that sum to 1"),
@@ -290,7 +290,7 @@ def test_bad_files_are_refused(tmp_path):
             read_pairs(tmp_path / name)
     for name, held, said in (
         ("a.json", b"{", "cannot be read"),
-        ("b.json", b"{}", r"read_pairs:.*no two answers"),
+        ("b.json", b"{}", r"read_pairs:.*columns of two answers"),
         ("a.csv", b"\xff", "cannot be read"),
         ("a.jsonl.gz", b"no", "cannot be read"),
         ("a.txt", b"x", r"read_pairs: expected.*\.parquet.*got .*a\.txt"),

@@ -316,7 +316,7 @@ def decided(model):
 def test_one_and_the_same_verdict_stops_the_run(tmp_path):
     said = dies(tmp_path, r"step 20:.*verdict", decided, learning_rate=1e-5, max_steps=30)
     assert said.startswith("step 20: ")  # three windows after three tenths
-    assert "3 times running" in said
+    assert "in 3 windows in a row" in said
 
 
 def test_no_better_than_the_prior_stops_the_run(tmp_path):

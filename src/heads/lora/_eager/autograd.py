@@ -1,8 +1,8 @@
-"""The autograd of a layer with LoRA adapters: products in place, and x alone kept for backward.
+"""The autograd of a layer with LoRA adapters: in-place products, and only x saved for backward.
 
-y = x Wᵀ + b, then y += s (x Aᵀ) Bᵀ in place. Backward computes x Aᵀ again, and a dropout's mask
-from its seed. Floor: the frozen layer's own two products, 4 T I O flops, and 2 T r (3 O + 4 I) for
-an adapter.
+y = x Wᵀ + b, then y += s (x Aᵀ) Bᵀ in place. Backward computes x Aᵀ again, and dropout masks from
+their seeds. The least cost is the frozen layer's own two products, 4 T I O flops, and
+2 T r (3 O + 4 I) flops for each adapter.
 
 Letters: T tokens, I in_features, O out_features, r rank.
 """
@@ -29,7 +29,7 @@ from . import products
 
 # multiplications up to which float32 products are cheaper than casting float32 factors
 _SMALL = 1 << 20
-_FEW = 1 << 15  # outputs up to which half precision adds a product faster than it accumulates one
+_FEW = 1 << 15  # output elements up to which, in half precision, add_ of a product beats addmm_
 
 
 class Adapter(NamedTuple):
@@ -40,14 +40,14 @@ class Adapter(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Settings of `_Lora` that are no tensors."""
+    """The settings of `_Lora` that are not tensors."""
 
     adapters: tuple[Adapter, ...]
     transposed: bool
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """The stock layers' own products of x (T, I), `nn.Linear`'s and transformers' `Conv1D`'s."""
+    """Return what `nn.Linear`, or transformers' `Conv1D` if transposed, outputs for x (T, I)."""
     if not transposed:
         return F.linear(x, weight, bias)
     if bias is None:
@@ -66,7 +66,7 @@ def add_adapters(
 ) -> Tensor:
     """Add the adapters' updates to y, by plain products.
 
-    Autograd, functorch and autocast can see through them.
+    So autograd, functorch and autocast work on them.
 
     Args:
         y: The layer's own output.
@@ -74,8 +74,8 @@ def add_adapters(
         factors: The adapters' matrices.
         adapters: Their scaling and dropout.
         in_place: Whether y may be overwritten.
-        masks: For each adapter its dropout as factors on x, (T, I), or None; without masks torch's
-            own dropout.
+        masks: For each adapter, the factors (T, I) by which dropout multiplies x, or None. If
+            ``masks`` is None, torch's own dropout is used.
     """
     autocast = autocast_dtype(x) is not None
     in_place = in_place and not autocast
@@ -122,7 +122,7 @@ def _added(
 
 
 class _Tensors(NamedTuple):
-    """`_Lora`'s tensors by role, in x's dtype, which is autocast's where that is on."""
+    """The tensors of `_Lora` by role, in x's dtype (autocast's dtype, if it is on)."""
 
     weight: Tensor
     bias: Tensor | None
@@ -151,7 +151,7 @@ def _pieces(plan: _Plan, t: _Tensors, seeds: Tensor | None, x: Tensor) -> Iterat
         if one.dropout_p:
             assert seeds is not None
             drop = products.dropout(seeds[k], x.shape[0], x.shape[1], one.dropout_p)
-        # dropout's own factor is in the scale, so that masks are 0 and 1
+        # the scale includes dropout's factor, so masks are 0 and 1
         scale = one.scaling / (1 - one.dropout_p)
         yield _Piece(t.factors[2 * k], t.factors[2 * k + 1], scale, drop)
 
@@ -161,9 +161,10 @@ class _LoraContext(Context, Protocol):
 
 
 class _Lora(torch.autograd.Function):
-    """A layer of x (T, I) and its adapters. Saves x, the parameters and 8 bytes a dropout.
+    """A linear layer and its adapters, for x (T, I).
 
-    Tensors after the seeds: the weight, the bias or None, then A and B of each adapter.
+    It saves x, the parameters and 8 bytes per dropout. The tensors after the seeds are the weight,
+    the bias or None, then A and B of each adapter.
     """
 
     @staticmethod
@@ -171,7 +172,7 @@ class _Lora(torch.autograd.Function):
         ctx: _LoraContext, x: Tensor, plan: _Plan, seeds: Tensor | None, *tensors: Tensor | None
     ) -> Tensor:
         ctx.plan = plan
-        # as they came: a cast that is kept would be a second copy of the weight
+        # not cast: a saved cast would be a second copy of the weight
         ctx.save_for_backward(x, seeds, *tensors)
         t = _Tensors.of(x.dtype, tensors)
         y = linear(x, t.weight, t.bias, plan.transposed)
@@ -197,7 +198,7 @@ class _Lora(torch.autograd.Function):
         if need_bias:
             gradients[1] = grad.sum(0)
         for k, piece in enumerate(_pieces(plan, t, seeds, x)):
-            a, b = 2 * k, 2 * k + 1  # places of the adapter's factors
+            a, b = 2 * k, 2 * k + 1  # indices of the adapter's factors
             gradients[2 + a], gradients[2 + b] = products.gradients(
                 grad, x, *piece, dx, needs[a], needs[b]
             )
@@ -216,9 +217,9 @@ def _differentiable(
     seeds: Tensor | None,
     tensors: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """Compute a backward that can be differentiated once more.
+    """Return gradients that can be differentiated again.
 
-    It is autograd's own, of plain products, with everything they keep.
+    Autograd computes them from plain products, and saves every intermediate result.
     """
     masks: list[Tensor | None] = [None] * len(plan.adapters)
     for k, one in enumerate(plan.adapters):
@@ -247,9 +248,9 @@ def run(
     transposed: bool = False,
     seeds: Tensor | None = None,
 ) -> Tensor:
-    """A layer and its adapters, without checks.
+    """Return the output of a layer with its adapters, without checks.
 
-    ``x``, (T, I), is not copied where it has the right dtype.
+    ``x``, (T, I), is only copied if autocast needs another dtype.
     """
     adapters = tuple(adapters)
     autocast = autocast_dtype(x)

@@ -26,16 +26,16 @@ class Dropout(NamedTuple):
 
     rows: Tensor  # (T,), int32
     columns: Tensor  # (I,), int32
-    threshold: int  # kept where the mixed word, as int32, is at least this
+    threshold: int  # kept if the mixed word, as int32, is at least this
 
     def keep(self, rows: slice) -> Tensor:
         """Return the mask of some rows, (rows, I), as 0 and 1 in int32.
 
-        Torch's booleans are slower than its arithmetic.
+        Torch is faster with int32 arithmetic than with booleans.
         """
         word = self.rows[rows, None] ^ self.columns[None, :]
         word *= _FIRST
-        # int32 shifts copy the sign: only the low 32 - 15 = 17 bits are those of the word
+        # int32 shifts copy the sign: only the low 32 - 15 = 17 bits come from the word
         word ^= (word >> 15) & 0x1FFFF
         word *= _SECOND
         return word.ge_(self.threshold)
@@ -64,7 +64,7 @@ def dropout(seed: Tensor, rows: int, columns: int, dropout_p: float) -> Dropout:
 def _blocks(x: Tensor, drop: Dropout | None) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """Yield blocks of rows: their slice, x after dropout, and the mask.
 
-    One block where nothing is dropped, and on a GPU.
+    There is only one block if nothing is dropped, and on a GPU.
     """
     whole = slice(None)
     if drop is None:
@@ -101,7 +101,7 @@ def gradients(
     b: Tensor,  # (O, r)
     scale: float,
     drop: Dropout | None,
-    dx: Tensor | None,  # (T, I), added to
+    dx: Tensor | None,  # (T, I), updated in place
     need_a: bool,
     need_b: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -114,7 +114,7 @@ def gradients(
         g = (b.T.contiguous() @ grad.T).mul_(scale)
     else:
         g = x.new_empty(0)
-    # added at the end: a running sum in half precision would soon stand still
+    # summed at the end: a running sum in half precision would soon stop growing
     das = []
     hs = []
     for rows, seen, keep in _blocks(x, drop):

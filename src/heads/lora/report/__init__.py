@@ -1,1 +1,1 @@
-"""Reports: the cost of an adapter, and what a trainer's log says."""
+"""Reports on the cost of an adapter, on a trainer's log, and on runs."""

@@ -1,4 +1,4 @@
-"""`lora_report`: what an adapter costs, how far its first step goes, what is probably wrong."""
+"""`lora_report`: the cost of an adapter, the size of its first step, and likely mistakes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,16 @@ from ..layers import LeanForward, lora_layers
 from ..surgery.prepare import PREFIX
 
 USUAL_SCALING = (0.1, 4.0)
-"""Outside of this, ``scaling`` is worth a second look."""
+"""The usual range of ``scaling``; the report warns about values outside it."""
 
 
 @dataclass(frozen=True)
 class AdapterRow:
-    """One layer's adapter.
+    """Figures of one layer's adapter.
 
-    ``first_step`` is how far an output moves with Adam's first step, per unit of learning rate.
-
-    Adam's first step is the gradient's sign times the learning rate, and B starts at zero: for
+    Adam's first step is the gradient's sign times the learning rate, and B starts at zero. So for
     inputs whose elements have size about 1, an output moves by up to ``scaling * Σ_k |A_k x|``,
-    about ``scaling * Σ_k ||A_k||``.
+    about ``scaling * Σ_k ||A_k||``. This is ``first_step``.
 
     Attributes:
         name: Name of the layer.
@@ -40,7 +38,7 @@ class AdapterRow:
         scaling: Factor of the update.
         parameters: Number of parameters of the adapter.
         first_step: The change of an output by Adam's first step, per unit of learning rate.
-        update: Size of its change of the weight, |s B A| in the Frobenius norm.
+        update: Size of the update of the weight, |s B A| in the Frobenius norm.
     """
 
     name: str
@@ -57,14 +55,14 @@ class LoraReport(Report):
 
     Attributes:
         parameters: The number of parameters of the model, with its adapters.
-        lora: The number of these in active adapters.
-        trainable: The number of these that require grad.
+        lora: The number of parameters in active adapters.
+        trainable: The number of parameters that require grad.
         weight_bytes: Size of all parameters.
-        gradient_bytes: Size of the gradients of those that train.
+        gradient_bytes: Size of the gradients of the trainable parameters.
         optimizer_bytes: Size of Adam's two averages.
-        activation_bytes: Size of what a training step saves for backward; None where it was not
-            asked for.
-        adapters: One entry a layer and active adapter.
+        activation_bytes: Size of the tensors that a training step saves for backward, or None if
+            ``batch`` and ``context`` were not given.
+        adapters: One entry per layer and active adapter.
         warnings: Signs of trouble in the adapter.
     """
 
@@ -90,7 +88,7 @@ class LoraReport(Report):
         return sizes | {"saved activations": self.activation_bytes}
 
     def table(self) -> Table:
-        """Return the counts of parameters and their bytes."""
+        """Return the counts of parameters, and the bytes that a training step holds."""
         counts = {
             "parameters": f"{self.parameters:,}",
             "  trainable": f"{self.trainable:,}",
@@ -111,7 +109,7 @@ class LoraReport(Report):
         for (rank, scaling), ends in alike.items():
             names = ", ".join(f"{number} {name}" for name, number in ends.items())
             lines.append(f"{ends.total()} adapters of rank {rank}, scaling {scaling:g}: {names}")
-        # not on the meta device
+        # adapters on the meta device have no values
         filled = [row for row in self.adapters if math.isfinite(row.update)]
         if any(row.update for row in filled):
             lines.append(f"updates s B A have norms of {_spread([row.update for row in filled])}")
@@ -122,7 +120,7 @@ class LoraReport(Report):
         return lines
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """The bytes of a training step (extra ``plot``), on ``ax`` or in a new figure.
+        """Plot the bytes of a training step (extra ``plot``), on ``ax`` or in a new figure.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -134,15 +132,15 @@ class LoraReport(Report):
 def saved_activation_bytes(model: nn.Module, batch: int, context: int) -> int:
     """Return the bytes that autograd would keep for one training step.
 
-    Of a model that generates text, the loss of all tokens is counted. The step runs on tensors that
-    hold no numbers.
+    The step runs on tensors without data. For a model that generates text, it includes the loss of
+    all tokens.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     with in_mode(model, training=True), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         fake_tensors: dict[str, Tensor] = {}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             fake_tensors[name] = fake.from_tensor(tensor)
-        # what is there anyway is not saved for backward
+        # parameters and buffers are in memory anyway, so they are not counted
         resident = {tensor.untyped_storage()._cdata for tensor in fake_tensors.values()}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -182,21 +180,21 @@ def lora_report(
         context: Tokens per sample.
         base_vocab_size: The base model's original vocabulary size. If the vocabulary has grown,
             warn about an embedding or a head that is not trained.
-        trained: Warn about every B that is zero; if False, only about some that are zero while
-            others are not.
+        trained: Warn about every B that is zero; if False, warn only if some are zero and some are
+            not.
 
     Returns:
         Counts, bytes and warnings; it prints as a table and can be drawn.
 
     Raises:
-        ValueError: One of ``batch`` and ``context`` without the other.
+        ValueError: Only one of ``batch`` and ``context`` is given.
 
     >>> from peft import LoraConfig, get_peft_model
     >>> model = get_peft_model(
     ...     nn.Sequential(nn.Linear(4, 4)), LoraConfig(r=2, lora_alpha=64, target_modules=["0"])
     ... )
     >>> print(lora_report(model).warnings[0])
-    scaling is 32 in 1 adapters (0, ...): usual is 0.1 to 4, lora_alpha / r of 1 or 2
+    scaling is 32 in 1 adapters (0, ...): expected 0.1 to 4, such as lora_alpha / r = 1 or 2
     """
     if (batch is None) != (context is None):
         raise ValueError(
@@ -255,12 +253,12 @@ class _Findings:
     copied: list[str]
 
     def add(self, name: str, layer: LoraLayer, adapter: str) -> None:
-        """Look at one adapter of a layer."""
+        """Add the findings about one adapter of a layer."""
         a, b = _factors_of(layer, adapter)
         self.rows.append(_measure_adapter(name, layer, adapter))
         if _casts_input(layer, a):
             self.copied.append(name)
-        if a.device.type == "meta":  # which has no numbers
+        if a.device.type == "meta":  # meta tensors have no values
             return
         if not b.detach().any():
             self.zero.append(name)
@@ -269,7 +267,7 @@ class _Findings:
 
 
 def _measure_adapter(name: str, layer: LoraLayer, adapter: str) -> AdapterRow:
-    """Return an adapter's counts, and the sizes of its step and update; nan without weights."""
+    """Return an adapter's figures; the step and the update are nan on the meta device."""
     a, b = _factors_of(layer, adapter)
     scaling = float(layer.scaling[adapter])
     step = update = math.nan
@@ -290,7 +288,7 @@ def _casts_input(layer: LoraLayer, a: Tensor) -> bool:
 
 
 def _factors_of(layer: LoraLayer, adapter: str) -> tuple[Tensor, Tensor]:
-    """A and B of a linear layer's adapter, or of an embedding's."""
+    """Return A and B of an adapter, of a linear layer or an embedding."""
     if adapter in layer.lora_embedding_A:
         return layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
     a = layer.lora_A[adapter].get_parameter("weight")
@@ -313,7 +311,7 @@ def _some(names: list[str]) -> str:
 
 
 def _warnings(findings: _Findings) -> list[str]:
-    """Return what looks wrong in the adapters."""
+    """Return warnings about the adapters."""
     warnings = []
     low, high = USUAL_SCALING
     strange: dict[float, list[str]] = {}
@@ -321,7 +319,7 @@ def _warnings(findings: _Findings) -> list[str]:
         if not low <= row.scaling <= high:
             strange.setdefault(row.scaling, []).append(row.name)
     for scaling, names in sorted(strange.items()):
-        usual = f"usual is {low:g} to {high:g}, lora_alpha / r of 1 or 2"
+        usual = f"expected {low:g} to {high:g}, such as lora_alpha / r = 1 or 2"
         warnings.append(f"scaling is {scaling:g} in {_some(names)}: {usual}")
     if findings.zero:
         warnings.append(
@@ -346,7 +344,7 @@ def _unused_targets(model: object, layers: Sequence[str]) -> list[str]:
         if isinstance(config.target_modules, str):  # a pattern, which peft has checked
             continue
         for target in sorted(config.target_modules or ()):
-            # as peft matches: the end of a name from a dot on, so that proj is not q_proj
+            # as peft matches: whole parts at the end of a name, so proj does not match q_proj
             if not any(f".{layer}".endswith(f".{target}") for layer in layers):
                 warnings.append(
                     f"adapter {name!r} has the target {target!r}, which matched no layer"
@@ -355,7 +353,7 @@ def _unused_targets(model: object, layers: Sequence[str]) -> list[str]:
 
 
 def _untrained_tables(model: object, base_vocab_size: int) -> list[str]:
-    """Return a warning for each table of tokens that grew and does not learn."""
+    """Return a warning for an embedding and a head that have grown but are not trained."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(base, "get_input_embeddings"):
         return []
@@ -370,7 +368,7 @@ def _untrained_tables(model: object, base_vocab_size: int) -> list[str]:
         if not any(parameter.requires_grad for parameter in table.parameters()):
             warnings.append(
                 f"the vocabulary grew from {base_vocab_size} to {size} and the {kind} is not "
-                "trained: its new rows stay as they were made; add it to modules_to_save or to the "
-                "targets"
+                "trained: its new rows keep their initial values; add it to modules_to_save or to "
+                "target_modules"
             )
     return warnings

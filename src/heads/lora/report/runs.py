@@ -43,8 +43,8 @@ class TuneReport(Report):
         score: The mean score after tuning.
         seconds: Wall time of the training steps without evaluations; after an interruption, only
             since the last checkpoint.
-        peak_mb: Peak memory during training in MiB: allocated on the GPU, or without a GPU resident
-            in the process.
+        peak_mb: Peak memory during training in MiB: the GPU memory allocated, or without a GPU the
+            resident memory of the process.
         notes: Remarks on rows and files.
         log: The entries of the trainer's log.
     """
@@ -153,7 +153,7 @@ def save_plot(report: Any, path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         return
     with new_file(path, "tune") as temporary:
-        # the temporary name ends in .partial, which tells matplotlib no format
+        # matplotlib cannot infer the format from the temporary name, which ends in .partial
         report.plot().savefig(temporary, format="png")
 
 
@@ -172,13 +172,13 @@ class SweepReport(Report):
     failures: Mapping[str, str]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row per run: its settings, loss, score, verdict, time and peak."""
+        """Return one row per run: its settings, loss, score, verdict, time and memory peak."""
         rows = []
         for name, settings in self.settings.items():
             row: dict[str, Any] = {"run": name, **settings}
             report = self.runs.get(name)
             if report is not None:
-                # the setting is None where the rate is a default of the model's size
+                # the setting is None if the rate is the default for the model's size
                 row["learning_rate"] = report.learning_rate
                 row |= {
                     "loss": round(report.loss, 4),
@@ -196,7 +196,7 @@ class SweepReport(Report):
 
     @property
     def exit_status(self) -> int:
-        """Return the exit status of a command that made the report: 1 if a run failed."""
+        """The exit status of a command that prints this report: 1 if a run failed, else 0."""
         return 1 if self.failures else 0
 
     def whole_table(self) -> Table:
@@ -227,7 +227,7 @@ class SweepReport(Report):
         return {
             name: value
             for name, value in first.items()
-            # the rate of a run is shown even if all take the default of the model's size
+            # a run's rate is shown even if all runs use the default for the model's size
             if name != "learning_rate" and all(name in one and one[name] == value for one in others)
         }
 
@@ -254,7 +254,7 @@ class SweepReport(Report):
         for name, report in self.runs.items():
             steps, losses = zip(*report.curves.held_out, strict=True)
             axes.plot(steps, losses, linewidth=1, label=f"{name}: {report.loss:.3f}")
-        # the legend has the loss of all held-out rows, the curves that of the first ones
+        # the legend shows the loss of all held-out rows, the curves the loss of the first ones
         axes.set(xlabel="step", ylabel="loss of up to 64 held-out rows, nats per token")
         if self.runs:
             axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -1,4 +1,4 @@
-"""`tuning_report`: what a trainer's log says of a run."""
+"""`tuning_report`: findings about a run in a trainer's log."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 LossLog = Sequence[tuple[int, float]]
 """(step, loss) pairs, as a trainer logs them."""
 
-_WINDOW = 40  # log entries before a step, whose median is its usual loss
+_WINDOW = 40  # log entries before a step; their median is the usual loss there
 _FEWEST = 3  # fewest earlier entries from which that median is taken
-# standard deviations above the median that make a spike: of two of three neighbors, of one
+# standard deviations above the median that make a spike: for two of three neighbors, for one
 _SUSTAINED = 5.0
 _SINGLE = 15.0
 _HUMPS = (5, 10, 20, 40)  # lengths of a hump that are tried, in log entries
 _RISE = 0.3  # nats by which a level must rise to count: a third more perplexity
-_CERTAIN = 6.0  # standard errors by which it must rise, too
+_CERTAIN = 6.0  # standard errors by which a level must rise, too
 _MEDIAN = 1.57  # variance of the median of normal noise, divided by that of the mean
 _TENTH = 10  # a level is the median of a tenth of the entries
 _LEVEL = 3  # and of at least 3
-_NORMAL = 1.4826  # a standard deviation of normal noise over its median deviation
-_ENOUGH = 5  # third differences of held-out losses, from which their noise is estimated
-_RISEN = 4.0  # deviations of that noise by which the last held-out loss must be above the least
-_SHARE = 0.1  # of the range of held-out losses, in place of their noise where they are few
+_NORMAL = 1.4826  # standard deviation of normal noise, divided by its median absolute deviation
+_ENOUGH = 5  # fewest third differences of held-out losses from which their noise is estimated
+_RISEN = 4.0  # deviations of that noise by which the last held-out loss must exceed the lowest
+_SHARE = 0.1  # fraction of the range of held-out losses that replaces their noise if there are few
 
 
 class Spike(NamedTuple):
@@ -41,11 +41,11 @@ class Spike(NamedTuple):
 
     Attributes:
         step: The step at which the loss is highest.
-        loss: There, in nats.
-        usual: Median of the log entries before.
-        entries: The number of log entries that it lasts.
-        learning_rate: There; None: not logged.
-        grad_norm: The gradient's norm there, before clipping; None: not logged.
+        loss: The loss at this step, in nats.
+        usual: The median loss of the log entries before the spike.
+        entries: The number of log entries that the spike lasts.
+        learning_rate: The learning rate at this step, or None if it was not logged.
+        grad_norm: The gradient's norm at this step before clipping, or None if it was not logged.
     """
 
     step: int
@@ -56,7 +56,7 @@ class Spike(NamedTuple):
     grad_norm: float | None
 
     def __str__(self) -> str:
-        """Tell where it is, how high, and what was logged there."""
+        """Return the spike's step, loss and length, and what else was logged at this step."""
         text = f"spike at step {self.step}: loss {self.loss:.3f}, usual {self.usual:.3f}"
         if self.entries > 1:
             text += f", over {self.entries} log entries"
@@ -130,7 +130,7 @@ class TuningReport(Report):
         return [*lines, f"verdict: {self.verdict}"]
 
     def remarks(self) -> list[str]:
-        """List where it breaks, overfits, diverges and spikes."""
+        """List where the run breaks, overfits, diverges and spikes."""
         lines = []
         if self.breaks_at is not None:
             lines.append(f"breaks at step {self.breaks_at}: the loss or the gradient is not finite")
@@ -146,13 +146,16 @@ class TuningReport(Report):
             )
         lines += map(str, self.spikes)
         if self.largest_rise > _RISE:
-            lines.append(f"the held-out loss was {self.largest_rise:.3f} above the least before it")
+            lines.append(
+                f"the held-out loss rose {self.largest_rise:.3f} above its earlier minimum"
+            )
         return lines
 
     def plot(self, ax: Axes | None = None) -> Figure:
         """Plot the losses by step, with perplexity at the right.
 
-        Spikes and where it overfits are marked (extra ``plot``).
+        Spikes are marked, and the steps from which the run overfits, diverges or breaks (extra
+        ``plot``).
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -194,7 +197,7 @@ def _logarithm(perplexities: object) -> np.ndarray:
 
 
 def perplexity(loss: float) -> float:
-    """Return e to a loss, which is kept below the largest float."""
+    """Return e to a loss, limited to values below the largest float."""
     return math.exp(min(loss, 700.0))  # math.exp raises from 710 on
 
 
@@ -205,23 +208,23 @@ def _finite(entries: LossLog) -> list[tuple[int, float]]:
 def tuning_report(
     log: Sequence[Mapping[str, float]], *, held_out: str = "eval_loss", tolerance: float = 0.01
 ) -> TuningReport:
-    """Read the log of a trainer: `transformers.Trainer`, `trl.SFTTrainer` or any on top of them.
+    """Report on the log of `transformers.Trainer`, `trl.SFTTrainer` or a trainer based on them.
 
-    Log often (``logging_steps=1``), and evaluate on the way (``eval_strategy="steps"``). The noise
-    of a log is that of its differences from one entry to the next. The rules:
+    Log often (``logging_steps=1``), and evaluate during training (``eval_strategy="steps"``). The
+    noise of a loss is estimated from its changes between log entries. The rules:
 
     - breaks: a loss is not finite, or the last gradients are not.
-    - diverges: the training loss ends 0.3 nats and 6 standard errors above its least level, levels
-      being medians of a tenth of the logs; or the held-out loss rises and a line through the
-      training losses since then climbs by 3 standard errors.
-    - overfits: the last held-out loss is above the least by more than the larger of ``tolerance``
+    - diverges: the training loss ends 0.3 nats and 6 standard errors above its lowest level, where
+      a level is the median of a tenth of the entries; or the held-out loss rises and a line through
+      the training losses since then climbs by 3 standard errors.
+    - overfits: the last held-out loss is above the lowest by more than the larger of ``tolerance``
       and 4 times the noise between evaluations. With fewer than 8 evaluations, a tenth of their
       range replaces the noise.
     - spikes: a training loss is 15 standard deviations above the median of the 40 before it; or two
-      losses at most two entries apart are each 5 above; or the mean of 5 to 40 losses is 0.3 nats
-      and 6 standard errors above, and half of that is gone afterwards. Where each entry is the mean
-      of many steps, 0.3 nats and 6 standard deviations may be enough for one. Noise of heavy tails
-      is still reported now and then.
+      losses at most two entries apart are each 5 above it; or the mean of 5 to 40 losses is 0.3
+      nats and 6 standard errors above it, and the loss then falls by half of that rise. If each
+      entry is the mean of many steps, 0.3 nats and 6 standard deviations may be enough for one
+      entry. Heavy-tailed noise is still reported now and then.
     - still improves: the last held-out loss is the least, and the evaluation a third of the run
       earlier was higher by more than the larger of ``tolerance`` and 4 times the noise. Without
       held-out losses: the level of the last tenth of the training losses is below that of the tenth
@@ -229,14 +232,15 @@ def tuning_report(
 
     Args:
         log: ``trainer.state.log_history``.
-        held_out: The name of the held-out loss; of several sets ``eval_NAME_loss``.
+        held_out: The name of the held-out loss; with several sets, ``eval_NAME_loss``.
         tolerance: Smallest rise or fall of the held-out loss that counts, in nats.
 
     Returns:
         Losses, spikes and the verdict; it prints as text and can be plotted.
 
     Raises:
-        ValueError: There is no loss in the log, or its held-out losses have other names.
+        ValueError: The log is not a list of dicts, an entry has no number where one is expected, or
+            the log has no losses, or held-out losses with other names only.
 
     >>> log = [{"step": i, "loss": 2 - i / 40, "grad_norm": 1.0} for i in range(1, 31)]
     >>> log[24] |= {"loss": 9.0, "grad_norm": 70.0}
@@ -254,10 +258,10 @@ def tuning_report(
     turn = _turn(held_out_losses, tolerance)
     diverges: int | None = None
     spikes: list[Spike] = []
-    if not broken:  # Trainer logs what is not finite as 0
+    if not broken:  # Trainer logs a loss that is not finite as 0
         diverges = _diverging(entries)
         spikes = _spikes(entries)
-    # both losses rise: that is no overfitting, but a rate that is too high
+    # both losses rise: not overfitting, but a learning rate that is too high
     if turn is not None and _rises([entry for entry in _finite(train) if entry[0] > turn]):
         diverges = turn
     improves = _improves(held_out_losses, tolerance) if held_out_losses else _falls(entries)
@@ -299,7 +303,7 @@ def _losses_of(
             entries.append(_log_entry(entry))
         if held_out in entry:
             held_out_losses.append((_step(entry), _number(entry, held_out)))
-        # of several evaluation sets each has a name of its own
+        # with several evaluation sets, each has its own name
         others |= {key for key in entry if key.startswith("eval_") and key.endswith("_loss")}
     if not held_out_losses and others:
         raise ValueError(
@@ -316,7 +320,7 @@ def _losses_of(
 
 def _log_entry(entry: Mapping[str, float]) -> _LogEntry:
     others = []
-    for name in ("learning_rate", "grad_norm"):  # which not every trainer logs
+    for name in ("learning_rate", "grad_norm"):  # not every trainer logs them
         others.append(None if entry.get(name) is None else _number(entry, name))
     return _LogEntry(_step(entry), _number(entry, "loss"), *others)
 
@@ -324,7 +328,7 @@ def _log_entry(entry: Mapping[str, float]) -> _LogEntry:
 def _number(entry: Mapping[str, object], name: str) -> float:
     value = entry.get(name)
     try:
-        return float(value)  # pyrefly: ignore[bad-argument-type]: what is no number raises
+        return float(value)  # pyrefly: ignore[bad-argument-type]: other types raise
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"tuning_report: an entry of the log has {name} {value!r}, expected a number"
@@ -348,7 +352,7 @@ def _noise(losses: Sequence[float]) -> float:
     changes = [after - before for before, after in pairwise(losses)]
     middle = statistics.median(changes)
     deviation = _NORMAL * statistics.median(abs(change - middle) for change in changes)
-    # of independent noise, a difference has twice the variance
+    # a difference of independent noise has twice the variance
     return max(deviation / 2**0.5, 0.01 * abs(statistics.median(losses)))
 
 
@@ -357,12 +361,12 @@ def _level_size(count: int) -> int:
 
 
 def _level_error(noise: float, *sizes: int) -> float:
-    """Return the standard error of a difference of levels, of so many logs each."""
+    """Return the standard error of the difference of two levels of these sizes."""
     return noise * sum(_MEDIAN / size for size in sizes) ** 0.5
 
 
 def _diverging(entries: Sequence[_LogEntry]) -> int | None:
-    """Return the step of the training loss's least level, if it ends clearly above that."""
+    """Return the step of the training loss's lowest level, if the loss ends clearly above it."""
     losses = [entry.loss for entry in entries]
     size = _level_size(len(losses))
     if len(losses) < 2 * size:
@@ -400,13 +404,13 @@ def _improves(held_out: LossLog, tolerance: float) -> bool:
 def _non_finite_steps(
     train: LossLog, held_out: LossLog, norms: Sequence[float | None]
 ) -> list[int]:
-    """Return the steps with a loss that is not finite, and those with such gradients at the end.
+    """Return the steps with a loss that is not finite, and final steps with such a gradient.
 
-    The latter are the steps at the end of the log whose gradient norms are all not finite.
+    The final steps come after the last gradient norm that is finite.
     """
     broken = [step for step, loss in (*train, *held_out) if not math.isfinite(loss)]
     for (step, _), norm in zip(reversed(train), reversed(norms), strict=True):
-        # in float16 single steps are left out and training recovers
+        # in float16, single steps are skipped and training recovers
         if norm is None or math.isfinite(norm):
             break
         broken.append(step)
@@ -448,13 +452,13 @@ def _bending(losses: Sequence[float]) -> float:
         bends.append(abs(d - 3 * c + 3 * b - a))  # 0 along a parabola
     if len(bends) < _ENOUGH:
         return 0.0
-    # of independent noise, third differences have 20 times the variance (1 + 9 + 9 + 1)
+    # third differences of independent noise have 20 times the variance (1 + 9 + 9 + 1)
     return _NORMAL * statistics.median(bends) / 20**0.5
 
 
 def _rises(entries: LossLog) -> bool:
     """Return whether a line through losses climbs, by three standard errors."""
-    # of logs that were put together one step may have several
+    # in a log that was put together from several, a step may have several losses
     if len({step for step, _ in entries}) < 3:
         return False
     steps, losses = zip(*entries, strict=True)
@@ -484,7 +488,7 @@ def _spikes(entries: Sequence[_LogEntry]) -> list[Spike]:
         covered = range(start, start + length)
         if not taken.isdisjoint(covered):
             continue
-        # what is left of it on both sides is the same spike
+        # entries near it on both sides belong to the same spike
         margin = max(_LEVEL, length)
         taken |= set(range(start - margin, start + length + margin))
         top = entries[max(covered, key=losses.__getitem__)]
@@ -495,12 +499,12 @@ def _spikes(entries: Sequence[_LogEntry]) -> list[Spike]:
 
 
 def _steep(entries: Sequence[_LogEntry], above: Sequence[float], noise: float) -> list[int]:
-    """Return the entries that are far above the usual, alone or with a neighbor.
+    """Return the indices of entries far above the usual loss, alone or with a neighbor.
 
     Args:
         entries: The training losses.
-        above: By how many deviations each is above the usual.
-        noise: The deviation, in nats.
+        above: How far each is above the usual loss, in standard deviations.
+        noise: The standard deviation, in nats.
     """
     # an entry that is a mean of many batches has no heavy tails
     batches = 1.0
@@ -520,7 +524,10 @@ def _steep(entries: Sequence[_LogEntry], above: Sequence[float], noise: float) -
 def _humps(
     losses: Sequence[float], usual: Sequence[float], noise: float
 ) -> list[tuple[float, int, int]]:
-    """Return stretches whose mean is clearly above the usual: standard errors, start, length."""
+    """Return stretches whose mean is clearly above the usual loss.
+
+    Each one is a tuple of its height in standard errors, its start and its length.
+    """
     found = []
     for length in _HUMPS:
         for start in range(_FEWEST, len(losses) - length):

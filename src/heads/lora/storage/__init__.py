@@ -1,1 +1,1 @@
-"""peft's files in and out, and checkpoints with adapters merged in."""
+"""Load peft's files, and write checkpoints with merged adapters."""

@@ -48,19 +48,18 @@ def load_lora(
         model: The base model, or one with adapters already, which gets one more.
         folder: A folder with peft's two files, or a hub id.
         adapter_name: Name of the adapter in this model.
-        is_trainable: Whether it will be trained on.
+        is_trainable: Whether to train the adapter further.
         accelerate: Also call `accelerate_lora_`.
-        options: More of peft's, such as ``autocast_adapter_dtype``; ``revision``, ``token`` and
-            ``subfolder`` are the hub's.
+        options: Further options of peft, such as ``autocast_adapter_dtype``; ``revision``,
+            ``token`` and ``subfolder`` say where the files are.
 
     Returns:
         The model with the adapter.
 
     Raises:
-        ValueError: A folder or id that does not exist, another method's adapter, a pickle, a
-            truncated file, modules that the model does not have, tensors that the config does not
-            name, shapes that do not fit, ranks, alphas or weights that are not finite numbers, a
-            name that is taken.
+        ValueError: The folder or id does not exist, the adapter is not LoRA, its file is a pickle
+            or truncated, its modules, tensors or shapes do not match the model and the config, a
+            rank, an alpha or a weight is not a finite number, or ``adapter_name`` is taken.
 
     >>> from peft import get_peft_model
     >>> model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), LoraConfig(target_modules=["0"]))
@@ -79,7 +78,7 @@ def load_lora(
             "adapter_name"
         )
     hub = {}
-    for name in ("revision", "token"):  # peft then reads a folder, and needs neither
+    for name in ("revision", "token"):  # peft then reads a local folder, and needs neither
         if name in options:
             hub[name] = options.pop(name)
     path = find_folder(folder, patterns=["*adapter_*"], operation=operation, **hub)
@@ -116,11 +115,11 @@ def load_lora(
 
 
 def _check_patterns(operation: str, path: Path, config: LoraConfig, model: nn.Module) -> None:
-    """Refuse patterns that peft would match without end."""
+    """Raise for patterns that would keep peft matching without end."""
     patterns: list[str] = []
     for name in ("target_modules", "exclude_modules", "layers_pattern"):
         value = getattr(config, name)
-        # a list of modules is of names, which are compared; one of layers is of patterns
+        # a list of modules holds names, which are compared; a list of layers holds patterns
         if isinstance(value, str):
             patterns.append(value)
         elif name == "layers_pattern":
@@ -133,9 +132,9 @@ def _check_patterns(operation: str, path: Path, config: LoraConfig, model: nn.Mo
 
 
 def read_shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of a checkpoint's tensors.
+    """Return the shapes of a checkpoint's tensors, by name.
 
-    Each is read once to see that its numbers are finite.
+    Each tensor is read once, to check that its numbers are finite.
     """
     if not (path / WEIGHTS).exists():
         file_names = sorted(file.name for file in path.iterdir())
@@ -147,12 +146,12 @@ def read_shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
     with reading(path / WEIGHTS, operation), safe_open(path / WEIGHTS, "pt") as file:
         for name in file.keys():  # noqa: SIM118, not a mapping
             tensor = file.get_tensor(name)
-            # others may be counters of a whole module
+            # a module that is saved whole may have counters, which are whole numbers
             narrow = not tensor.is_floating_point() or tensor.dtype.itemsize < 2
             if ".lora_" in name and narrow:
                 raise ValueError(
-                    f"{operation}: {name} in {path} is {tensor.dtype}, expected floating numbers "
-                    "of 16 bits or more"
+                    f"{operation}: {name} in {path} is {tensor.dtype}, expected a "
+                    "floating-point dtype of 16 bits or more"
                 )
             if not torch.isfinite(tensor).all():
                 raise ValueError(f"{operation}: {name} in {path} has numbers that are not finite")
@@ -167,9 +166,9 @@ def _compare(
     base: nn.Module,
     config: LoraConfig,
 ) -> None:
-    """Refuse a checkpoint that does not fit the model.
+    """Raise if a checkpoint does not fit the model.
 
-    ``base`` is a copy on the meta device, which is changed.
+    ``base`` is a copy on the meta device, and is changed.
     """
     of = f"{operation}: {path}, trained on {config.base_model_name_or_path},"
     modules = {name for name, _ in base.named_modules()}
@@ -193,7 +192,7 @@ def _compare(
     injected = inject(base, trial, "default")
     # by default, "auto", peft asks the hub for the base model's config
     tensors = get_peft_model_state_dict(injected, save_embedding_layers=False)
-    # base layers that peft saves, too
+    # peft may save base layers, too
     for name, parameter in injected.named_parameters(remove_duplicate=False):
         expected[name] = tuple(parameter.shape)
     for name, tensor in tensors.items():

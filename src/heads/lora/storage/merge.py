@@ -1,4 +1,4 @@
-"""`merge_lora`: a full checkpoint of a model with its adapters, and what rounding lost."""
+"""`merge_lora`: write a checkpoint with merged adapters, and report what rounding lost."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from model_components._report import Axes, Figure, Report, Table, bars
 
 from ..layers import lora_layers
 
-_SHOWN = 5  # layers of a printed report
+_SHOWN = 5  # layers in a printed report
 
 
 @dataclass(frozen=True)
 class MergedLayer:
-    """Figures of one merged layer: what became of its update dW.
+    """Figures of one merged layer: the parts of its update dW that were kept and lost.
 
-    With C the change of the stored weight, <C, dW> / |dW|² of the update was kept. What else is in
-    C is noise of rounding: it has no direction, and a model hardly notices it.
+    Let C be the change of the stored weight. Then the fraction <C, dW> / |dW|² of the update was
+    kept. The rest of C is rounding noise, which has no direction and hardly changes the outputs.
 
     Attributes:
-        name: The layer's.
+        name: Name of the layer.
         update: |dW| / |W|, in Frobenius norms.
         lost: The share of the update that rounding took away, 1 - <C, dW> / |dW|².
         noise: |C - (1 - lost) dW| / |dW|.
@@ -64,7 +64,7 @@ class MergeReport(Report):
     Attributes:
         path: The folder.
         dtype: The dtype of its weights.
-        layers: One entry an adapted layer.
+        layers: One entry per adapted layer.
     """
 
     path: Path
@@ -72,11 +72,11 @@ class MergeReport(Report):
     layers: tuple[MergedLayer, ...]
 
     def summary(self) -> list[str]:
-        """Tell where the checkpoint is, and in which dtype."""
+        """Return the number of layers, the folder and the dtype."""
         return [f"{len(self.layers)} layers merged into {self.path} in {self.dtype}"]
 
     def table(self) -> Table:
-        """The layers that lost most to rounding."""
+        """Return the layers that lost most to rounding."""
         changed = [layer for layer in self.layers if layer.update]
         rows = []
         for one in sorted(changed, key=lambda layer: -layer.lost)[:_SHOWN]:
@@ -84,7 +84,7 @@ class MergeReport(Report):
         return Table(("layer", "|dW| / |W|", "dW lost", "noise"), rows)
 
     def remarks(self) -> list[str]:
-        """List what the table leaves out."""
+        """Count the layers that the table leaves out."""
         idle = sum(not layer.update for layer in self.layers)
         more = len(self.layers) - idle - _SHOWN
         lines = []
@@ -119,32 +119,32 @@ def merge_lora(
     max_shard_size: int | str = "5GB",
     progress: bool = True,
 ) -> MergeReport:
-    """Write the model with its adapters as an ordinary checkpoint; the model itself stays as it is.
+    """Write an ordinary checkpoint with merged adapters; the model itself does not change.
 
     Every update is added in float32 (float64 if the model is float64) and rounded once. bfloat16
     has 8 significant bits, so rounding may erase most of an update that is a thousandth of the
     weight. The report gives, per layer, the fraction that was lost. A merge that loses more than
-    ``max_lost`` of all updates together is refused. A head adapted apart from its tied embedding is
-    untied. The weights of adapted layers are in memory twice meanwhile.
+    ``max_lost`` of all updates together is rejected. A head that was adapted without its tied
+    embedding is untied. During the merge, the weights of adapted layers are in memory twice.
 
     Args:
         model: A peft model with LoRA adapters of any kind that peft can merge.
-        out: The folder to write; it must not exist, or be empty.
-        adapters: Which adapters; the active ones by default.
-        dtype: The dtype of the floating tensors written; the model's own by default.
-        max_lost: The largest share of the updates that may be lost, layers weighted by |dW|²; None
-            for any.
-        tokenizer: Written beside the weights; default: the base's, where it is on this machine.
-        max_shard_size: The largest size of a file: bytes or ``"5GB"``.
-        progress: Show a bar.
+        out: The folder to write; it must be empty or not exist.
+        adapters: Names of the adapters to merge; default: the active ones.
+        dtype: The dtype of the floating tensors written; default: the model's own.
+        max_lost: The largest fraction of the updates that may be lost, with layers weighted by
+            |dW|²; None allows any.
+        tokenizer: The tokenizer to write; default: the base's, if it is on this machine.
+        max_shard_size: The largest size of a file, in bytes or as text such as ``"5GB"``.
+        progress: Show a progress bar.
 
     Returns:
-        What was written, and how much of each update was lost.
+        The folder and dtype of the checkpoint, and the fraction of each update that was lost.
 
     Raises:
-        ValueError: An adapter that the model does not have, a quantized base, another tuner's layer
-            beneath, numbers that are not finite (in ``dtype``, too), a folder with something in it,
-            or more lost than allowed. Nothing has been written then.
+        ValueError: The model does not have an adapter, its base is quantized or has layers of
+            another tuner, a number is not finite (or not in ``dtype``), ``out`` is not empty, or
+            more is lost than allowed. In these cases, nothing has been written.
 
     >>> import tempfile
     >>> from peft import LoraConfig, get_peft_model
@@ -162,7 +162,7 @@ def merge_lora(
     check_value(operation, "max_lost", max_lost, Annotated[float | None, Range(least=0)])
     chosen = _resolve_dtype(dtype, operation)
     names = _adapter_names(model, adapters, operation)
-    # before the work: NewFolder looks only after all layers are merged
+    # before the work: NewFolder checks only after all layers are merged
     check_new(out, operation)
     base = model.get_base_model()
     stored = chosen or next(base.parameters()).dtype
@@ -171,8 +171,8 @@ def merge_lora(
         saved = isinstance(wrapper, ModulesToSaveWrapper)
         if isinstance(wrapper, AuxiliaryTrainingWrapper) and not saved:
             raise ValueError(
-                f"{operation}: {name} is a {type(wrapper).__name__}; expected peft's own "
-                "merge_and_unload"
+                f"{operation}: {name} is a {type(wrapper).__name__}, which merge_lora does not "
+                "support; use peft's own merge_and_unload"
             )
     for name, layer in adapted.items():
         _check_layer(operation, name, layer)
@@ -205,7 +205,7 @@ def merge_lora(
 
 
 def _resolve_dtype(dtype: object, operation: str) -> torch.dtype | None:
-    """Return a floating dtype, given as itself or by its name; None for None."""
+    """Return a floating-point dtype that was given as a dtype or by name; None for None."""
     if dtype is None:
         return None
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -220,22 +220,22 @@ def _resolve_dtype(dtype: object, operation: str) -> torch.dtype | None:
 def _adapter_names(
     model: PeftModel, adapters: str | Sequence[str] | None, operation: str
 ) -> list[str]:
-    """Return the names of adapters that the model has; of None, those that are active."""
+    """Return the names of the adapters to merge: the active ones if ``adapters`` is None."""
     if isinstance(adapters, str):
         names = [adapters]
     else:
         names = list(model.active_adapters if adapters is None else adapters)
-    names = list(dict.fromkeys(names))  # twice the same would add its update twice
+    names = list(dict.fromkeys(names))  # a name given twice would add its update twice
     if not names or any(name not in model.peft_config for name in names):
         raise ValueError(
-            f"{operation}: adapters are {names}, expected some of the model's, "
-            f"{sorted(model.peft_config)}"
+            f"{operation}: adapters are {names}, expected some of the model's "
+            f"adapters, {sorted(model.peft_config)}"
         )
     return names
 
 
 def _check_layer(operation: str, name: str, layer: LoraLayer) -> None:
-    """Refuse what only peft can merge."""
+    """Raise for a layer that only peft can merge."""
     if isinstance(layer.base_layer, BaseTunerLayer):
         kind = type(layer.base_layer).__name__
         raise ValueError(
@@ -260,7 +260,7 @@ def _check_layer(operation: str, name: str, layer: LoraLayer) -> None:
         )
     if layer.merged:
         raise ValueError(
-            f"{operation}: {name} is merged already; expected unmerge_adapter() before"
+            f"{operation}: {name} is merged already; call the model's unmerge_adapter() first"
         )
     if not weight.is_floating_point() or weight.dtype.itemsize < 2:
         raise ValueError(
@@ -269,7 +269,7 @@ def _check_layer(operation: str, name: str, layer: LoraLayer) -> None:
 
 
 def _parts_of(layer: Any, names: Sequence[str]) -> dict[str, Tensor]:
-    """Weight and bias of one layer with its adapters, in float32 or better."""
+    """Return weight and bias of one layer with its adapters merged, in float32 or better."""
     # peft merges in place, so a copy is merged, and only one layer is copied at a time
     copied = copy.deepcopy(layer).to(_wide(layer.base_layer.weight).dtype)
     copied.merge(adapter_names=[name for name in names if name in layer.r])
@@ -278,14 +278,14 @@ def _parts_of(layer: Any, names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """A tensor in float32, or in its own dtype where that is better."""
+    """Return a tensor in float32, or in its own dtype if that is wider."""
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _measured(
     operation: str, name: str, layer: Any, exact: Tensor, dtype: torch.dtype | None
 ) -> tuple[MergedLayer, float]:
-    """Return what became of a layer's update, and |dW|²."""
+    """Return the figures of a layer's update dW, and |dW|²."""
     weight = layer.base_layer.weight.detach()
     rounded = exact.to(dtype or weight.dtype)
     for merged_weight, where in ((exact, ""), (rounded, f" in {rounded.dtype}")):
@@ -298,11 +298,11 @@ def _measured(
     if not size:
         return MergedLayer(name, 0.0, 0.0, 0.0), 0.0
     before = float(weight.float().norm())
-    # against the rounded W: what W itself loses in another dtype is no loss of the update
+    # against the rounded W: the rounding of W itself is not a loss of the update
     change = rounded.to(exact.dtype) - weight.to(rounded.dtype).to(exact.dtype)
     kept = float((change * update).sum(dtype=torch.float64)) / size**2
     noise = float((change - kept * update).norm()) / size
-    ratio = size / before if before else math.inf  # a new head is zeros
+    ratio = size / before if before else math.inf  # a new head may be all zeros
     return MergedLayer(name, ratio, 1 - kept, noise), size**2
 
 
@@ -316,7 +316,7 @@ def _lost_of_all(layers: Sequence[MergedLayer], sizes: Sequence[float]) -> float
 def _state(
     base: nn.Module, merged: dict[str, Tensor], names: Sequence[str], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """Return all that the checkpoint will hold, under the base model's own names."""
+    """Return all tensors of the checkpoint, under the base model's own names."""
     wrappers = {}
     for name, module in base.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
@@ -345,7 +345,7 @@ def _state(
             # factors of an adapter; a user's own module may have .lora_ in its name, too
             continue
         if dtype is not None and value.is_floating_point():
-            # what was one tensor stays one
+            # tied tensors stay tied
             value = cast.setdefault((value.data_ptr(), value.shape), value.to(dtype))
         state[place] = value
     return state
@@ -357,12 +357,12 @@ def _write(
     state: dict[str, Tensor],
     max_shard_size: int | str,
 ) -> None:
-    """A checkpoint by transformers' own saving, or the hub's for other models."""
+    """Write a checkpoint by transformers' own function, or by the hub's for other models."""
     if isinstance(base, PreTrainedModel):
         stock = _stock(base, state)
         stock.save_pretrained(folder, max_shard_size=max_shard_size)
     else:
-        # where several names share one tensor, the hub's function writes only one of them
+        # if several names share one tensor, the hub's function writes only one of the names
         alone = {name: tensor.cpu().clone() for name, tensor in state.items()}
         save_torch_state_dict(alone, folder, max_shard_size=max_shard_size)
 
@@ -378,23 +378,23 @@ def _card(model: PeftModel, call: str) -> str:
 
 
 def _stock(base: PreTrainedModel, state: dict[str, Tensor]) -> PreTrainedModel:
-    """A model of the base's class with this state.
+    """Return a model of the base's class with this state.
 
     Its head stays tied to its embedding if both are one tensor.
     """
     config = copy.deepcopy(base.config)
-    # a head that was trained apart is a tensor of its own
+    # a head that was trained separately is a separate tensor
     if getattr(config, "tie_word_embeddings", False):
         pairs = [
             (state.get(one), state.get(other)) for one, other in base.all_tied_weights_keys.items()
         ]
         tied = all(a is None or b is None or a.data_ptr() == b.data_ptr() for a, b in pairs)
-        # Switch Transformers scale the hidden states where head and embedding are tied
+        # Switch Transformers scale the hidden states if head and embedding are tied
         if not tied and "tie_word_embeddings" in inspect.getsource(type(base).forward):
             raise ValueError(
-                f"merge_lora: a {type(base).__name__} whose head is no longer its embedding "
-                "computes otherwise (its forward reads tie_word_embeddings); expected an adapter "
-                "of other layers alone"
+                "merge_lora: expected an adapter that keeps head and embedding tied, got one that "
+                f"unties them; the forward of {type(base).__name__} reads tie_word_embeddings and "
+                "would return other outputs"
             )
         config.tie_word_embeddings = tied
     with no_init_weights(), torch.device("meta"):

@@ -1,1 +1,1 @@
-"""Changing a model's layers in place: injection, and the lean forward."""
+"""Change a model's layers in place: inject LoRA, or switch to the lean forward."""

@@ -1,6 +1,6 @@
-"""`accelerate_lora_` and `restore_lora_` exchange the class of a loaded peft model's layers.
+"""`accelerate_lora_` and `restore_lora_`: change the class of a peft model's layers.
 
-Nothing else is exchanged.
+Nothing else changes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class AccelerationReport(Report):
     """Layers that `accelerate_lora_` changed, and why others keep peft's own forward.
 
     Attributes:
-        accelerated: Names of layers.
-        skipped: Reasons, by layer.
+        accelerated: Names of the changed layers.
+        skipped: The reason for peft's own forward, by the name of the layer.
     """
 
     accelerated: tuple[str, ...]
     skipped: Mapping[str, str]
 
     def summary(self) -> list[str]:
-        """Count the layers."""
+        """Return the number of accelerated layers."""
         return [f"{len(self.accelerated)} layers accelerated"]
 
     def table(self) -> Table:
@@ -50,10 +50,10 @@ def accelerate_lora_(model: nn.Module) -> AccelerationReport:
         model: A `PeftModel`, or any module with peft's LoRA layers inside.
 
     Returns:
-        What was changed, and what was not and why.
+        The names of the changed layers, and the reasons for skipping others.
 
     Raises:
-        ValueError: A model without LoRA layers.
+        ValueError: The model has no LoRA layers.
 
     >>> from peft import LoraConfig, get_peft_model
     >>> model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), LoraConfig(target_modules=["0"]))
@@ -81,7 +81,7 @@ def accelerate_lora_(model: nn.Module) -> AccelerationReport:
         else:
             chosen_path = route(layer)
         if isinstance(chosen_path, str):
-            # it keeps the lean class, since every call looks anew: a hook may be gone by then
+            # it keeps the lean class, since each call decides again: a hook may be gone by then
             skipped[name] = chosen_path
         else:
             done.append(name)
@@ -89,17 +89,17 @@ def accelerate_lora_(model: nn.Module) -> AccelerationReport:
 
 
 def restore_lora_(model: nn.Module) -> int:
-    """Undo `accelerate_lora_`: peft's own forward everywhere.
+    """Undo `accelerate_lora_`: give all layers peft's own forward again.
 
     Args:
         model: The model that `accelerate_lora_` changed.
 
     Returns:
-        How many layers were changed.
+        The number of layers that were changed.
 
     Raises:
-        ValueError: A layer was changed once more since, sharded by FSDP2 or wrapped by a hook: that
-            has to go first.
+        ValueError: A layer was changed again in the meantime, for example sharded by FSDP2 or
+            wrapped by a hook. Undo that first.
 
     >>> from peft import LoraConfig, get_peft_model
     >>> model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), LoraConfig(target_modules=["0"]))
@@ -112,22 +112,22 @@ def restore_lora_(model: nn.Module) -> int:
     }
     for name, layer in layers.items():
         _forget_own_forward(layer)
-        # FSDP2 exchanges the class for a subclass, and LeanForward is then one step further up
+        # FSDP2 replaces the class with a subclass, so LeanForward is no longer a direct base
         if LeanForward not in type(layer).__bases__ or "forward" in vars(layer):
             raise ValueError(
                 f"restore_lora_: expected a layer unchanged since accelerate_lora_, got {name}, a "
                 f"{type(layer).__name__} whose class or forward was replaced; undo that first"
             )
-    # after all checks: no model is left half restored
+    # only after all checks, so that no model is left half restored
     for layer in layers.values():
         layer.__class__ = lean(type(layer))
     return len(layers)
 
 
 def _forget_own_forward(layer: object) -> None:
-    """Delete an instance's ``forward`` that only repeats its class's.
+    """Delete an instance's ``forward`` if it only repeats the forward of its class.
 
-    Accelerate's hooks leave such behind.
+    Accelerate leaves such an attribute behind when it removes its hooks.
     """
     forward = vars(layer).get("forward")
     if forward is not None and getattr(forward, "__func__", None) is getattr(

@@ -29,7 +29,7 @@ class InjectionReport(Report):
     total: int
 
     def summary(self) -> list[str]:
-        """Count layers and parameters."""
+        """Return the numbers of layers and of parameters."""
         return [
             f"LoRA layers: {len(self.layers)}; trainable parameters: {self.trained:,} of "
             f"{self.total:,}"
@@ -45,14 +45,14 @@ def inject_lora_(
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     impl: str = "auto",
 ) -> InjectionReport:
-    """Put `LoraLinear` in the place of a module's linear layers, and freeze everything else.
+    """Replace a module's linear layers with `LoraLinear`, and freeze everything else.
 
-    The module stays an ordinary one. peft knows it, too: `peft.get_peft_model_state_dict` gives the
-    updates alone, and `peft.set_peft_model_state_dict` loads them.
+    The module keeps its class. peft's functions accept it: `peft.get_peft_model_state_dict` returns
+    only the updates, and `peft.set_peft_model_state_dict` loads them.
 
     Args:
-        module: Any module with `nn.Linear`, or transformers' `Conv1D`, inside. For a model of
-            transformers, `prepare_lora` also gives peft's own model around it.
+        module: Any module with `nn.Linear`, or transformers' `Conv1D`, inside. For a transformers
+            model, `prepare_lora` also wraps it in peft's own model.
         r: Rank of the updates.
         alpha: Updates are multiplied by ``alpha / r``.
         dropout: Dropout probability on the input of the updates.
@@ -60,10 +60,10 @@ def inject_lora_(
         impl: ``"auto"``, or ``"reference"`` for peft's own forward.
 
     Returns:
-        The layers, and how many parameters are trained.
+        The names of the layers, and the numbers of trainable and of all parameters.
 
     Raises:
-        ValueError: No such layer, or an argument out of range.
+        ValueError: The module has no such layer, or an argument is out of range.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> print(inject_lora_(model, r=2, filter_fn=lambda module, name: name == "0"))
@@ -95,7 +95,7 @@ def inject_lora_(
             setattr(module.get_submodule(parent), last, layer)
     for child in module.modules():
         if isinstance(child, nn.TransformerEncoderLayer):
-            # else torch's fast path reads the frozen weights and leaves the updates out
+            # otherwise torch's fast path reads the frozen weights and ignores the updates
             child.activation_relu_or_gelu = 0
     total = sum(parameter.numel() for parameter in module.parameters())
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)

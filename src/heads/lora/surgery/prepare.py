@@ -1,4 +1,4 @@
-"""`prepare_lora`: peft's injection, after a rehearsal on a model without memory."""
+"""`prepare_lora`: peft's injection, after a trial on a copy without data."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PREFIX = "base_model.model."
 
 
 def skeleton(model: nn.Module) -> Any:
-    """A copy of a model on the meta device: its modules and names, no memory."""
-    # deepcopy's memo: it takes what is listed here as copied already; ties stay ties
+    """Return a copy of a model on the meta device: its modules and names, without data."""
+    # a memo for deepcopy, which treats the listed tensors as already copied: ties stay ties
     meta: dict[int, object] = {id(t): t.to("meta") for t in model.buffers()}
     for p in model.parameters():
         meta[id(p)] = nn.Parameter(
@@ -37,7 +37,7 @@ def skeleton(model: nn.Module) -> Any:
 def is_quantized(model: nn.Module) -> bool:
     """Return whether any parameter is quantized, so that `skeleton` cannot copy it.
 
-    Such a parameter is of another class, or not floating.
+    A quantized parameter has another class, or a dtype that is not floating-point.
     """
     return any(type(p) is not nn.Parameter or not p.is_floating_point() for p in model.parameters())
 
@@ -49,7 +49,7 @@ def inject(model: nn.Module, config: LoraConfig, adapter_name: str, **options: A
 
 
 def check_adapter_name(operation: str, adapter_name: str) -> None:
-    """Check that an adapter name is not empty, has no dots and is not "lora", a word of peft's."""
+    """Check that an adapter name is not empty, has no dots and is not "lora", which peft uses."""
     # the name becomes a key of a ModuleDict, which takes no dots
     if adapter_name == "lora" or "." in adapter_name or not adapter_name:
         raise ValueError(
@@ -66,15 +66,15 @@ def _near(name: str, known: set[str]) -> str:
 
 
 def _check_config(operation: str, model: nn.Module, config: object, adapter_name: str) -> None:
-    """Raise for a config that peft would accept silently, or reject after changing the model."""
+    """Raise for a bad config that peft would accept, or reject only after changing the model."""
     if not isinstance(config, LoraConfig):
         raise ValueError(
             f"{operation}: config is a {type(config).__name__}, expected a peft.LoraConfig"
         )
     if isinstance(model, PeftModel):
         raise ValueError(
-            f"{operation}: the model has adapters already; expected add_adapter, then "
-            "accelerate_lora_"
+            f"{operation}: expected a model without adapters, got a PeftModel; call its "
+            "add_adapter, then accelerate_lora_"
         )
     check_adapter_name(operation, adapter_name)
     check_numbers(operation, config)
@@ -118,7 +118,7 @@ def _values(config: LoraConfig, field: str, pattern: str) -> list[tuple[str, obj
 
 
 def _check_targets(operation: str, model: nn.Module, config: LoraConfig) -> None:
-    """Refuse names and patterns that fit no module."""
+    """Raise for names and patterns that match no module."""
     names = [name for name, _ in model.named_modules()]
     last = set()  # the ends of names that a message may suggest
     for name, module in model.named_modules():
@@ -131,8 +131,8 @@ def _check_targets(operation: str, model: nn.Module, config: LoraConfig) -> None
         for target in sorted(wanted):
             if not any(f".{name}".endswith(f".{target}") for name in names):
                 raise ValueError(
-                    f"{operation}: {field} has {target!r}, which no module is "
-                    f"called{_near(target, last)}"
+                    f"{operation}: {field} has {target!r}, which matches no "
+                    f"module{_near(target, last)}"
                 )
     is_pattern = isinstance(targets, str) and targets != "all-linear"
     if is_pattern and not any(re.fullmatch(targets, name) for name in names):
@@ -143,13 +143,13 @@ def _check_targets(operation: str, model: nn.Module, config: LoraConfig) -> None
 
 
 def _rehearse(operation: str, model: nn.Module, config: LoraConfig, adapter_name: str) -> None:
-    """Inject adapters into a copy without memory, and refuse ranks larger than a matrix."""
+    """Inject adapters into a copy without data; raise if a rank is larger than a matrix."""
     if is_quantized(model):
         return
     trial = copy.deepcopy(config)
     # starts such as PiSSA compute with the weights, and the meta device has none
     trial.init_lora_weights = False
-    # this draw of initial values must not change the user's
+    # drawing initial values here must not change the user's random state
     with torch.random.fork_rng(devices=[]):
         injected = inject(skeleton(model), trial, adapter_name)
     too_small: list[tuple[int, int, int, str, int]] = []
@@ -160,7 +160,7 @@ def _rehearse(operation: str, model: nn.Module, config: LoraConfig, adapter_name
             if rank > min(sides):
                 too_small.append((min(sides), *sides, name.removeprefix(PREFIX), rank))
     if too_small:
-        most, rows, columns, name, rank = min(too_small)  # the smallest, so that it is said once
+        most, rows, columns, name, rank = min(too_small)  # report only the smallest
         raise ValueError(
             f"{operation}: r is {rank}, but the weight of {name!r} is {rows} x {columns}; expected "
             f"at most {most}"
@@ -177,25 +177,25 @@ def prepare_lora(
 ) -> PeftModel:
     """Add LoRA adapters as `get_peft_model` does, with our forward, after a trial on a copy.
 
-    The copy is on the meta device, which has no memory.
+    The copy is on the meta device, so it takes no memory.
 
     Args:
-        model: The base model; peft changes it in place, and nothing has changed where an error is
-            raised.
+        model: The base model, which peft changes in place. If an error is raised, nothing has
+            changed.
         config: A `peft.LoraConfig`.
         adapter_name: Name of the adapter.
         accelerate: Also call `accelerate_lora_`.
-        options: More of `get_peft_model`'s, such as ``autocast_adapter_dtype``.
+        options: Further options of `get_peft_model`, such as ``autocast_adapter_dtype``.
 
     Returns:
-        peft's model, its adapters at their start.
+        peft's model, with newly initialized adapters.
 
     Raises:
-        ValueError: A rank below 1 or larger than a matrix, an alpha that is not finite, a dropout
-            below 0, or 1 or more, a target that no module is called (with near names), a name that
-            peft cannot keep apart, a model with adapters already.
+        ValueError: A rank is below 1 or larger than a matrix, an alpha is not finite, the dropout
+            is below 0 or at least 1, a target matches no module (the message suggests similar
+            names), ``adapter_name`` is invalid, or the model already has adapters.
 
-    A quantized model cannot be rehearsed; names and ranks below 1 are still looked at.
+    A quantized model is not tried on a copy; names and ranks below 1 are still checked.
 
     >>> model = nn.Sequential(nn.Linear(4, 8))
     >>> prepare_lora(model, LoraConfig(r=5, target_modules=["0"]))

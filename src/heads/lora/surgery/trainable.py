@@ -22,7 +22,7 @@ from .prepare import prepare_lora
 
 
 def load_trainable(folder: Path, config: TuneConfig) -> Any:
-    """Return the model with adapters, or itself with the blocks to train."""
+    """Load a model, and add adapters or select the blocks to train."""
     dtype: Any = config.dtype
     if not config.r and dtype == "auto":
         dtype = torch.float32  # small updates of bfloat16 weights would be rounded away
@@ -52,7 +52,7 @@ def load_trainable(folder: Path, config: TuneConfig) -> Any:
             # embeddings and head are in no block, and are frozen
             parameter.requires_grad_(_block_of(name) in chosen)
     if config.gradient_checkpointing:
-        # the reentrant kind gives no gradients where a block's input needs none
+        # reentrant checkpointing gives no gradients if a block's input needs none
         options = {"use_reentrant": False}
         if hasattr(base, "activation_checkpointing_enable"):  # transformers 5.23 and later
             base.activation_checkpointing_enable(options)
@@ -76,7 +76,7 @@ def _block_of(name: str) -> int | None:
 
 
 def _linear_layers(model: nn.Module, blocks: Sequence[int], names: Sequence[str]) -> list[str]:
-    """Return the linear layers of some blocks, all or those of these names."""
+    """Return the names of linear layers in some blocks, limited to ``names`` if there are any."""
     return [
         name
         for name, module in model.named_modules()

@@ -1,1 +1,1 @@
-"""Pairs from files and data sets, as tokens, in batches; features of a frozen encoder, kept."""
+"""Read pairs from files and data sets, tokenize and batch them, and cache encoder features."""

@@ -1,7 +1,8 @@
-"""Features of a frozen encoder, made once and kept in a folder, so that heads train in seconds.
+"""Cache a frozen encoder's features in a folder, so that heads train in seconds.
 
-Features are looked up by a hash of the sequence's tokens and one of the encoder's config, weights
-and active adapters: any other pairs can use them, and an interrupted run goes on where it stopped.
+Features are looked up by a hash of the sequence's tokens, and a hash of the encoder's config,
+weights and active adapters. So other pairs with the same answers can use them, and an interrupted
+run continues where it stopped.
 
     cache/
       ENCODER/                a hash of the encoder's config, weights and adapters
@@ -29,9 +30,9 @@ from ..judge import Judge
 from ..packing import config_text
 from .template import Tokens, on_device, sequence_batch
 
-_TOKENS = 8192  # of a batch
-_BATCHES = 8  # of a file
-# of peft's layers, in no state dict
+_TOKENS = 8192  # in a batch
+_BATCHES = 8  # in a file
+# attributes of peft's layers that are not in the state dict
 _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 
 
@@ -42,12 +43,12 @@ def encoded(
     """Return float32 features of sequences, (S, W); equal sequences are encoded once.
 
     Raises:
-        ValueError: An encoder that trains.
+        ValueError: The encoder is not frozen.
     """
     if trained := [name for name, p in model.encoder.named_parameters() if p.requires_grad]:
         raise ValueError(
             f"encode_: {len(trained)} of the encoder's tensors train, such as {trained[0]}; call "
-            "freeze_(model, 'all') before"
+            "freeze_(model, 'all') first"
         )
     warn_if_slow("encode_", model.encoder)
     kinds = model.pool.pooling
@@ -61,7 +62,7 @@ def encoded(
     for key, one in zip(keys, sequences, strict=True):
         if not all(key in of_kind for of_kind in rows.values()):
             missing[key] = one
-    # like lengths share a batch; the key breaks ties, so that every run makes the same files
+    # similar lengths share a batch; the key breaks ties, so that every run writes the same files
     order = sorted(missing, key=lambda key: (len(missing[key].ids), key))
     bar = tqdm(
         total=sum(len(one.ids) for one in missing.values()),
@@ -76,7 +77,7 @@ def encoded(
         for batches in _chunks(order, missing):
             features = _read(model, batches, missing, bar)
             chunk = list(chain.from_iterable(batches))
-            # kept apart, so that another mix of poolings finds those that are there
+            # stored separately, so that other combinations of poolings can use them
             for kind, pooled in zip(kinds, features.chunk(len(kinds), 1), strict=True):
                 rows[kind] |= zip(chunk, pooled.numpy(), strict=True)
                 if kind in stages:
@@ -95,7 +96,7 @@ def _read(
     sequences: Mapping[bytes, Tokens],
     bar: tqdm,
 ) -> Tensor:
-    """Let the encoder read batches of sequences, and return features, (S, W), on the CPU."""
+    """Encode batches of sequences; return features, (S, W), on the CPU."""
     features = []
     with evaluating(model), torch.autocast(model.device.type, enabled=False):
         for batch in batches:
@@ -107,9 +108,9 @@ def _read(
 
 def _store(stage: Stage, keys: Sequence[bytes], features: Tensor) -> None:
     joined = b"".join(keys)
-    # bytearray, as tensors have to lie in memory that can be written
+    # bytearray, because tensors need writable memory
     table = torch.frombuffer(bytearray(joined), dtype=torch.uint8).view(len(keys), -1)
-    # named by its keys: runs side by side never write different things under one name
+    # named by its keys, so that parallel runs never write different data to the same file
     name = hashlib.sha256(joined).hexdigest()[:32]
     stage.store(name, {"keys": table, "features": features})
 
@@ -122,12 +123,12 @@ def _key(tokens: Tokens) -> bytes:
 
 
 def _chunks(order: Sequence[bytes], sequences: dict[bytes, Tokens]) -> Iterator[list[list[bytes]]]:
-    """Yield what one file holds: batches of some `_TOKENS` tokens each."""
+    """Yield the batches of each file; each batch has about `_TOKENS` tokens."""
     batches: list[list[bytes]] = []
     room = 0
     for key in order:
         size = len(sequences[key].ids)
-        # a sequence longer than a whole batch comes to be alone in one
+        # a sequence longer than a batch gets a batch of its own
         if size > room:
             if len(batches) == _BATCHES:
                 yield batches
@@ -141,13 +142,13 @@ def _chunks(order: Sequence[bytes], sequences: dict[bytes, Tokens]) -> Iterator[
 
 
 def _stored(stage: Stage | None) -> dict[bytes, np.ndarray]:
-    """Return the features that earlier runs stored whole, by the keys of their sequences."""
+    """Return the features in complete files of earlier runs, by the keys of their sequences."""
     rows: dict[bytes, np.ndarray] = {}
     if stage is None or stage.folder is None:
         return rows
     for path in sorted(stage.folder.glob("*.safetensors")):
         part = stage.load(path.stem)
-        # else it was cut short or changed on the disk, and is made again
+        # else the file is truncated or damaged, and its features are computed again
         if part is not None:
             keys = map(np.ndarray.tobytes, part[0]["keys"].numpy())
             rows |= zip(keys, part[0]["features"].numpy(), strict=True)
@@ -155,16 +156,16 @@ def _stored(stage: Stage | None) -> dict[bytes, np.ndarray]:
 
 
 def _stages(model: Judge, cache: Path) -> dict[str, Stage]:
-    """Return the stage of each kind of pooling's features."""
+    """Return the `Stage` that stores the features of each kind of pooling."""
     key = hash_of(model.encoder.state_dict().items(), *_described(model))
     return {kind: Stage(cache / key / kind, key, "encode_") for kind in model.pool.pooling}
 
 
 def _described(model: Judge) -> list[str]:
-    """Describe the encoder's class, its config, and what peft's layers do with their weights."""
+    """Describe the encoder's class, its config, and the state of peft's layers."""
     described = [type(model.encoder).__name__, config_text(model.encoder.config)]
     for name, module in model.encoder.named_modules():
-        # every layer of peft's has it, whatever kind of adapter
+        # every peft layer has this attribute, whatever the kind of adapter
         if hasattr(module, "adapter_layer_names"):
             state = [getattr(module, part, None) for part in _ADAPTERS]
             described.append(repr((name, *state)))

@@ -1,6 +1,6 @@
-"""Pairs as token ids, and batches without padding in which no answer is encoded twice.
+"""Tokenize pairs, and collate them into batches that encode each answer once, without padding.
 
-Shapes: T tokens of all sequences, S sequences, P pairs, W width of the features, F of surface
+Shapes: T tokens of all sequences, S sequences, P pairs, W width of the features, F surface
 features, C classes.
 """
 
@@ -35,12 +35,21 @@ from ..surface import surface_of
 from .cache import encoded, fingerprint
 from .template import Template, Tokens, sequence_batch
 
-_CHUNK = 256  # pairs that are tokenised at once
+_CHUNK = 256  # pairs that are tokenized at once
 
 
 @dataclass(frozen=True)
 class CutReport(Report):
-    """Counts of pairs, by class, of their tokens, and of what was cut to fit."""
+    """Counts of pairs, labels and tokens, and of the texts that were cut.
+
+    Attributes:
+        pairs: The number of pairs.
+        labels: The number of pairs of each class.
+        tokens: The number of tokens, without those that were cut.
+        prompts_cut: The number of pairs whose prompt was cut.
+        answers_cut: The number of answers that were cut.
+        tokens_cut: The number of tokens that were cut.
+    """
 
     pairs: int
     labels: tuple[int, ...]
@@ -55,7 +64,7 @@ class CutReport(Report):
         return [f"{self.pairs} pairs ({labels}), {self.tokens} tokens"]
 
     def remarks(self) -> list[str]:
-        """List what was cut."""
+        """Return a line on the texts that were cut, if there are any."""
         if not self.tokens_cut:
             return []
         return [
@@ -66,9 +75,12 @@ class CutReport(Report):
 
 
 class Answer(NamedTuple):
-    """An answer after its prompt, as a model takes it.
+    """A prompt and an answer as inputs of a model.
 
-    Tokens, surface features and, once encoded, features.
+    Attributes:
+        tokens: The tokens of both.
+        surface: The surface features, (F,).
+        features: The encoder's features, (W,), after `PairwiseDataset.encode_`.
     """
 
     tokens: Tokens
@@ -76,36 +88,37 @@ class Answer(NamedTuple):
     features: np.ndarray | None = None
 
     def key(self) -> tuple[bytes, ...]:
-        """Equal for answers that a model cannot tell apart."""
+        """Return a key that is equal for answers with equal inputs."""
         begin = str(self.tokens.begin).encode()  # pooling depends on where the answer begins
         return self.tokens.ids.tobytes(), self.tokens.types.tobytes(), begin, self.surface.tobytes()
 
 
 class PairwiseDataset(Dataset):
-    """Pairs as token ids, each sequence cut for itself.
+    """Pairs as token ids.
 
-    So no answer changes what is read of another.
-
-    A prompt loses its beginning first, down to its own budget; then the middle of the answer goes.
-    An empty answer is a sequence without one.
+    Each answer and its prompt are cut independently of the other answer. The beginning of a prompt
+    is cut first, down to ``max_prompt_tokens``, then the middle of the answer. An empty answer
+    makes a sequence without answer tokens.
 
     Args:
-        pairs: `Pair`s, tuples like them (prompt, a, b, label), or mappings of those names. A label
-            is 0 where A is better, 1 where B is, 2 for a tie, or the shares of judges; of all pairs
-            or of none.
-        tokenizer: The encoder's, a fast one.
-        config: A `PairwiseConfig`; of a model, ``model.config``.
-        progress: Show a bar.
+        pairs: `Pair`s, tuples (prompt, a, b, label), or mappings with these keys. A label is 0 if A
+            is better, 1 if B is, 2 for a tie, or the shares of judges. Either all pairs have labels
+            or none.
+        tokenizer: The encoder's tokenizer, a fast one.
+        config: A `PairwiseConfig`, such as ``model.config``.
+        progress: Show a progress bar.
 
     Attributes:
-        report: The numbers of texts that were cut.
+        report: Counts of pairs, labels, tokens and cut texts.
         pairs: The pairs in their original order.
-        lengths: Tokens of each pair, both answers together.
+        lengths: The number of tokens of each pair, of both sequences together.
         labels: The label of each pair, or None.
-        encoded: Whether `encode_` has been here.
+        encoded: Whether `encode_` has been called.
 
     Raises:
-        ValueError: With pair numbers: what is neither text nor turns, labels outside the classes.
+        ValueError: A prompt or an answer is neither text nor turns, or a label is not one of the
+            classes (the message has the pair's index); some pairs have labels and others do not; or
+            the tokenizer or the config is unsuitable.
     """
 
     def __init__(
@@ -135,13 +148,13 @@ class PairwiseDataset(Dataset):
         self.lengths: list[int] = []
         prompts_cut = answers_cut = tokens_cut = 0
         starts = range(0, len(self.pairs), _CHUNK)
-        for start in tqdm(starts, "tokenising", disable=not progress, leave=False, delay=1):
+        for start in tqdm(starts, "tokenizing", disable=not progress, leave=False, delay=1):
             chunk = self.pairs[start : start + _CHUNK]
             groups = [(pair.prompt, (pair.a, pair.b)) for pair in chunk]
             for a, b in template.sequences(groups):
                 self._tokens += [a.tokens, b.tokens]
                 self.lengths.append(len(a.tokens.ids) + len(b.tokens.ids))
-                # once a pair, as both answers follow one prompt
+                # once per pair, because both answers follow the same prompt
                 prompts_cut += max(a.of_prompt, b.of_prompt) > 0
                 answers_cut += (a.of_answer > 0) + (b.of_answer > 0)
                 tokens_cut += a.of_prompt + a.of_answer + b.of_prompt + b.of_answer
@@ -160,7 +173,7 @@ class PairwiseDataset(Dataset):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> dict[str, object]:
-        # range counts from the end, too, and raises the IndexError that ends an iteration
+        # range takes negative indices, too, and raises the IndexError that ends an iteration
         index = range(len(self))[index]
         return {
             "answers": [self.answer(2 * index), self.answer(2 * index + 1)],
@@ -175,32 +188,32 @@ class PairwiseDataset(Dataset):
     def encode_(
         self, model: Judge, *, cache: str | Path | None = None, progress: bool = True
     ) -> None:
-        """Let a model's encoder read each answer once, and keep its features.
+        """Encode each answer once with a model's frozen encoder, and keep the features.
 
-        A head alone trains on them in seconds.
+        A head then trains in seconds.
 
         Args:
             model: A `PairwiseModel` whose encoder does not train.
-            cache: A folder that the features are kept in, by encoder and tokens; what an earlier
-                run left there, finished or not, is not made again.
-            progress: Show a bar.
+            cache: A folder that stores the features by encoder and tokens. Features that an earlier
+                run stored there, finished or not, are not computed again.
+            progress: Show a progress bar.
 
         Raises:
-            ValueError: An encoder that trains.
+            ValueError: The encoder is not frozen.
         """
         self._features = encoded(model, self._tokens, cache, progress)
         self._features_of = fingerprint(model)
 
     def check_encoded(self, operation: str, model: Judge) -> None:
-        """Refuse features that are another encoder's, or of another pooling.
+        """Check that features, if there are any, are from this model's encoder and pooling.
 
         Raises:
-            ValueError: They are.
+            ValueError: They are not.
         """
         if self.encoded and self._features_of != fingerprint(model):
             raise ValueError(
-                f"{operation}: the pairs hold features of another encoder or pooling; expected "
-                "data.encode_(model), or a data set without"
+                f"{operation}: the pairs hold features of another encoder or pooling; call "
+                "data.encode_(model), or pass a data set without features"
             )
 
     def answer(self, number: int) -> Answer:
@@ -209,7 +222,7 @@ class PairwiseDataset(Dataset):
         return Answer(self._tokens[number], self._surface[number], features)
 
     def _label(self, label: object) -> Any:
-        """A label as batches need it: shares for all pairs once any pair has shares."""
+        """Return a label as it is, or as shares if any pair of the data set has shares."""
         if not self.soft or isinstance(label, tuple):
             return label
         return tuple(float(k == label) for k in range(self.num_classes))
@@ -218,11 +231,11 @@ class PairwiseDataset(Dataset):
 def _surfaces(prompt: Words, answers: Sequence[Words], config: PairwiseConfig) -> list[np.ndarray]:
     """Return surface features, (F,), of each answer to a prompt.
 
-    F is 0 for a model that does not look at them.
+    F is 0 if the model does not read surface features.
     """
     if not config.surface:
         return [np.zeros(0, np.float32)] * len(answers)
-    # the user's words alone: to repeat a system's instructions is no overlap
+    # only the user's turns: repeating the system's instructions is not overlap
     asked = said_by("user", prompt)
     surfaces = []
     for answer in answers:
@@ -236,7 +249,11 @@ def answers_to(
     tokenizer: PreTrainedTokenizerBase,
     config: PairwiseConfig,
 ) -> list[Answer]:
-    """Several answers to one prompt; refuses what is neither text nor turns."""
+    """Tokenize several answers to one prompt.
+
+    Raises:
+        ValueError: The prompt or an answer is neither text nor turns.
+    """
     try:
         asked = check_words("prompt", prompt)
         checked = [check_words(f"answer {k}", answer) for k, answer in enumerate(answers)]
@@ -250,11 +267,10 @@ def answers_to(
 def flat_batch(
     groups: Iterable[tuple[Sequence[Answer], Sequence[tuple[int, int]]]],
 ) -> dict[str, Tensor]:
-    """Lay out groups of answers as one flat run of tokens, or as features, with pairs to compare.
+    """Collate groups of answers into concatenated tokens, or features, and pairs to compare.
 
-    Answers that are equal are encoded once. Those of a group are sorted by content, whatever order
-    they are given in, so that exchanging A and B changes nothing in the encoder, not even by
-    rounding.
+    Equal answers are encoded once. The answers of a group are sorted by content, whatever their
+    order is, so that swapping A and B does not change the encoder's outputs, not even by rounding.
 
     >>> answers = [
     ...     Answer(Tokens(np.array(ids), np.zeros(len(ids)), 0), np.zeros(0))
@@ -275,7 +291,7 @@ def flat_batch(
                 chosen.append(answers[k])
         for i, j in pairs:
             compared.append([places[keys[i]], places[keys[j]]])
-    batch = {"pairs": torch.tensor(compared)}  # first: the trainer takes its length for the batch's
+    batch = {"pairs": torch.tensor(compared)}  # first: the trainer takes its length as batch size
     if chosen[0].surface.size:
         batch["surface"] = torch.from_numpy(np.stack([answer.surface for answer in chosen]))
     features = [answer.features for answer in chosen if answer.features is not None]
@@ -285,7 +301,7 @@ def flat_batch(
 
 
 class PairwiseCollator:
-    """Items of a `PairwiseDataset` to what `PairwiseModel` takes: see `flat_batch`.
+    """Collate items of a `PairwiseDataset` into inputs of `PairwiseModel`; see `flat_batch`.
 
     >>> answers = [Answer(Tokens(np.array([n]), np.array([0]), 0), np.zeros(0)) for n in (5, 4)]
     >>> batch = PairwiseCollator()([{"answers": answers, "label": 0}])

@@ -1,4 +1,4 @@
-"""Rows as the Arena, preference data and others have them, each to a `Pair`."""
+"""Convert rows of the Chatbot Arena, of preference data and of other formats to `Pair`s."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pair_of(row: object) -> Pair:
     """Convert a row of any known format to a pair.
 
     Raises:
-        ValueError: The format is unknown, or a field is not as the format has it.
+        ValueError: The format is unknown, or a field is invalid.
 
     >>> pair_of({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"})
     Pair(prompt='2 + 2?', a='4', b='5', label=0, writers=(None, None))
@@ -40,7 +40,7 @@ def pair_of(row: object) -> Pair:
             prompt, a, b = read(row, *names)
             return Pair(prompt, a, b, _verdict(row), _writers(row))
     known = "; ".join(", ".join(names) for names in _ANSWERS)
-    raise ValueError(f"no two answers ({known}) among {', '.join(map(str, row))}")
+    raise ValueError(f"expected columns of two answers ({known}), got {', '.join(map(str, row))}")
 
 
 def _writers(row: Mapping[str, object]) -> tuple[str | None, str | None]:
@@ -57,14 +57,14 @@ def _name(value: object) -> str | None:
 
 
 def _texts(row: Mapping[str, object], one: str, other: str) -> tuple[Words, Words, Words]:
-    """Prompt and answers beside each other, as texts or, all three, as lists of turns."""
+    """Return prompt and answers from three columns: texts or, if all three are lists, turns."""
     asked = "prompt" if "prompt" in row else "instruction"
     if asked not in row:
-        raise ValueError(f"no prompt beside {one} and {other}")
+        raise ValueError(f"expected a prompt or instruction with {one} and {other}, got neither")
     values = [plain(row[name]) for name in (asked, one, other)]
     prompts, a, b = map(_list, values)
     if prompts is not None and a is not None and b is not None:
-        # lists of different lengths are no rounds of one conversation: each is joined to a text
+        # lists of different lengths are not rounds of one conversation: join each to a text
         if not len(prompts) == len(a) == len(b) > 0:
             return _text(asked, prompts), _text(one, a), _text(other, b)
         return _parted(_rounds(one, prompts, a), _rounds(one, prompts, b))
@@ -76,10 +76,10 @@ def _texts(row: Mapping[str, object], one: str, other: str) -> tuple[Words, Word
 
 
 def _rounds(name: str, prompts: list[str | None], answers: list[str | None]) -> list[Turn]:
-    """Return the turns of a conversation, a prompt and its answer by turns."""
+    """Return the turns of a conversation, in which prompts and answers alternate."""
     turns = []
     for asked, answer in zip(prompts, answers, strict=True):
-        # null, as the Arena has it, is a turn in which nothing was said
+        # null, which the Arena's data contain, is an empty turn
         turns.append(Turn("user", sound(name, asked or "")))
         turns.append(Turn("assistant", sound(name, answer or "")))
     return turns
@@ -90,7 +90,7 @@ def _conversations(row: Mapping[str, object], one: str, other: str) -> tuple[Wor
 
 
 def _preferred(row: Mapping[str, object], one: str, other: str) -> tuple[Words, Words, Words]:
-    """Chosen and rejected, with the prompt beside them or inside."""
+    """Return prompt, chosen and rejected; the prompt is a column, or is inside the other two."""
     chosen = plain(row[one])
     rejected = plain(row[other])
     before = plain(row.get("prompt"))
@@ -110,7 +110,7 @@ def _preferred(row: Mapping[str, object], one: str, other: str) -> tuple[Words, 
     # HH's rows: each text is a whole conversation, with Human: and Assistant:
     a = _dialogue(chosen)
     b = _dialogue(rejected)
-    # beside a prompt such a text is an answer that quotes a conversation
+    # if there is a prompt, such a text is an answer that quotes a conversation
     if before in (None, "") and a and b:
         return _parted(a, b)
     if isinstance(before, list):
@@ -123,7 +123,7 @@ def _preferred(row: Mapping[str, object], one: str, other: str) -> tuple[Words, 
 def _dialogue(text: str) -> list[Turn]:
     """Return the turns of a text in which ``Human:`` and ``Assistant:`` begin paragraphs.
 
-    There are none if another text begins it.
+    Return no turns if the text begins in another way.
     """
     turns: list[Turn] = []
     for part in ("\n\n" + text.lstrip()).split("\n\n"):
@@ -133,19 +133,19 @@ def _dialogue(text: str) -> list[Turn]:
         elif turns:
             turns[-1] = Turn(turns[-1].role, f"{turns[-1].text}\n\n{part}")
         elif part.strip():
-            # words before the first mark: a text that only mentions one
+            # words before the first speaker: this text is not a dialogue
             return []
     return turns
 
 
 def _parted(a: Sequence[Turn], b: Sequence[Turn]) -> tuple[Words, Words, Words]:
-    """Split two conversations into a shared prompt and each one's rest.
+    """Split two conversations into their shared prompt and the rest of each.
 
     A single turn becomes a plain text.
     """
     for side in (a, b):
         if not side or side[-1].role != "assistant":
-            raise ValueError("a conversation that does not end with an answer")
+            raise ValueError("a conversation does not end with an answer, expected one last")
     shared = 0
     # - 1: each side keeps its last turn, even where both are the same
     while shared < min(len(a), len(b)) - 1 and a[shared] == b[shared]:
@@ -161,7 +161,7 @@ def _parted(a: Sequence[Turn], b: Sequence[Turn]) -> tuple[Words, Words, Words]:
 
 
 def _from_turn(first: int, turns: Sequence[Turn]) -> Words:
-    """Return the turns from a number on; a single one as a text."""
+    """Return the turns from index ``first`` on; a single turn as a text."""
     if len(turns) == first + 1:
         return turns[first].text
     return tuple(turns[first:])
@@ -172,14 +172,14 @@ def _is_list_of(value: object, *kinds: type) -> bool:
 
 
 def _list(value: object) -> list[str | None] | None:
-    """The turns of a list, or of the JSON of one; None where it is something else."""
+    """Return a list of texts, also from its JSON, or None if the value is something else."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value) or None  # an empty list is a text
         except (ValueError, RecursionError):
-            # thousands of brackets or digits, which json refuses: a text as any other
+            # json refuses thousands of brackets or digits: treat them as plain text
             return None
-    # pyrefly: ignore[bad-return]: it does not see what _is_list_of says
+    # pyrefly: ignore[bad-return]: it does not see what _is_list_of checks
     return value if _is_list_of(value, str, NoneType) else None
 
 
@@ -251,7 +251,7 @@ def _verdict(row: Mapping[str, object]) -> int | tuple[float, ...] | None:
 
 
 def _preference(value: object) -> int | tuple[float, ...] | None:
-    """Return 1 for A, 2 for B, 0 or 1.5 for a tie, between them the share of B."""
+    """Return the label of a preference: 1 is A, 2 is B, 0 or 1.5 a tie, others give shares."""
     if isinstance(value, str):
         try:
             value = float(value)

@@ -1,4 +1,4 @@
-"""`read_pairs`: pairs of answers from files, data sets and rows, and what became of them."""
+"""`read_pairs`: read pairs of answers from files, data sets and rows, and report on them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from ..choices import CLASSES
 from ..pairs import Pair, count_labels, listed_counts, said_by
 from .formats import COLUMNS, VERDICTS, pair_of
 
-# line numbers, and different reasons, in a message; characters of a reason
+# most line numbers and reasons in a message; most characters of a reason
 _SHOWN = 5
 _LONGEST = 200
 _NUMBERED = ("label", "winner")  # columns whose verdicts may be numbers
-_ENOUGH = 20  # rows, among which the first answer should be better at least once
+_ENOUGH = 20  # labels: in so many, each answer should be better at least once
 
 
 @dataclass(frozen=True)
 class ReadReport(Report):
-    """Counts of the rows that were read, and of those that were not.
+    """Counts of the rows that were read, and the errors of invalid rows.
 
     Attributes:
         rows: The number of rows that were read.
         kept: The number of these that are pairs.
         empty: The number of pairs with an empty answer.
-        labels: The number of pairs of each class; shared labels count for their largest share.
-        bad: The errors in the other rows, with their line numbers, from 1.
+        labels: The number of pairs of each class; soft labels count for their largest share.
+        bad: The line numbers, from 1, of the other rows, by error.
         ignored: Columns that were not read.
         is_ordered: Whether the first answer is always the better one, as in chosen and rejected.
     """
@@ -52,18 +52,18 @@ class ReadReport(Report):
         return [f"{self.kept} of {self.rows} rows ({counts})"]
 
     def remarks(self) -> list[str]:
-        """List what was not read, or left out."""
+        """Return lines on ignored columns, empty answers, one-sided labels and invalid rows."""
         lines = []
         if self.ignored:
-            lines.append(f"not read: {', '.join(self.ignored)}")
+            lines.append(f"columns not read: {', '.join(self.ignored)}")
         if self.empty:
-            lines.append(f"{self.empty} have an empty answer")
-        # A and B alone: many data have no ties
+            lines.append(f"{self.empty} pairs have an empty answer")
+        # only A and B, because many data sets have no ties
         for name, count in zip(CLASSES[:2], self.labels, strict=False):
             if not count and sum(self.labels) >= _ENOUGH and not self.is_ordered:
                 lines.append(f"no label says that {name} is better: check what the labels mean")
         if self.bad:
-            lines.append(f"left out: {_reasons(self.bad)}")
+            lines.append(f"rows left out: {_reasons(self.bad)}")
         return lines
 
 
@@ -92,38 +92,45 @@ def read_pairs(
     columns: Mapping[str, str] | None = None,
     max_bad: float = 0.01,
 ) -> tuple[list[Pair], ReadReport]:
-    """Read pairs from a file, a data set of the hub, or rows such as a `datasets` data set's.
+    """Read pairs from a file, a data set of the hub, or rows, such as a `datasets` data set.
 
-    The answers' columns say what a row is:
+    The columns of the answers determine how a row is read:
 
-    - ``response_a``, ``response_b`` beside ``prompt``, as in Kaggle's Chatbot Arena, where all
-      three may be JSON lists of turns; or ``a``, ``b``.
-    - ``conversation_a``, ``conversation_b``: messages of role and content, as the Arena records
-      them.
-    - ``chosen``, ``rejected``: texts or messages, beside ``prompt`` or with it inside. The chosen
-      one is A.
-    - ``output_1``, ``output_2`` beside ``instruction`` or ``prompt``.
+    - ``response_a``, ``response_b`` with ``prompt``, as in Kaggle's Chatbot Arena, where all three
+      may be JSON lists of turns; or ``a``, ``b`` with ``prompt``.
+    - ``conversation_a``, ``conversation_b``: messages of role and content, as in the Arena's own
+      records.
+    - ``chosen``, ``rejected``: texts or messages. The prompt is in ``prompt`` or inside both. The
+      chosen answer is A.
+    - ``output_1``, ``output_2`` with ``instruction`` or ``prompt``.
 
-    The verdict is in ``winner_model_a``, ``winner_model_b``, ``winner_tie``; in ``winner``:
-    model_a, model_b, tie and other spellings; in ``preference``: 1, 2, 1.5 for a tie, or between;
-    or in ``label``: 0, 1, 2, a spelling, or three shares. Beside ``output_1`` and ``output_2``, a
-    ``label`` or ``winner`` that is 1 or 2 and never 0 names the better one. Without any of them a
-    pair has no label. Who wrote the answers is in ``model_a`` and ``model_b``, ``generator_1`` and
-    ``generator_2``, or ``gen_a`` and ``gen_b``. A missing answer is an empty one.
+    The verdict is in the first of these columns that a row has:
+
+    - ``winner_model_a``, ``winner_model_b``, ``winner_tie``: 1 in one of them, 0 in the others.
+    - ``winner``: model_a, model_b, tie or another spelling, or any value of ``label``.
+    - ``preference``: 1, 2, 1.5 for a tie, or a number between 1 and 2.
+    - ``label``: 0, 1, 2, a spelling, or three shares.
+
+    With ``output_1`` and ``output_2``, a ``label`` or ``winner`` that is 1 or 2 and never 0 is the
+    number of the better output. Without any of these columns, a pair has no label, except that
+    ``chosen`` is better than ``rejected``. The names of the answering models are in ``model_a`` and
+    ``model_b``, ``generator_1`` and ``generator_2``, or ``gen_a`` and ``gen_b``. A missing answer
+    is read as an empty one.
 
     Args:
-        source: A file of JSON, JSON lines, CSV (by commas, semicolons or tabs) or parquet, also
-            gzipped; a hub id such as ``owner/name``; a data set, a data frame, or rows.
-        columns: If the rows use other names: one of those above to the rows' own name, such as
+        source: A file of JSON, JSON lines or CSV (separated by commas, semicolons or tabs), also
+            gzipped, or of parquet; a hub id such as ``owner/name``; a data set, a data frame, or
+            rows.
+        columns: If the rows use other names: a mapping from names above to theirs, such as
             ``{"prompt": "question", "a": "first", "b": "second", "label": "better"}``.
-        max_bad: Share of the rows that may be bad; they are left out and reported.
+        max_bad: The largest share of rows that may be invalid; these are left out and reported.
 
     Returns:
         Pairs, and the report.
 
     Raises:
-        ValueError: A file that cannot be read, more bad rows than allowed (with their lines), no
-            pair at all; a name in ``columns`` that is none of those above.
+        ValueError: The file cannot be read, there are more invalid rows than allowed (the message
+            has their lines), there are no pairs, or a name in ``columns`` is none of those above.
 
     >>> row = {
     ...     "prompt": "2 + 2?",
@@ -147,7 +154,7 @@ def read_pairs(
         if isinstance(row, Mapping):
             seen |= dict.fromkeys(map(str, row))
         if isinstance(pair, ValueError):
-            # by reason: a wrong column is one message with many lines
+            # by reason: a wrong column gives one reason with many lines
             bad.setdefault(str(pair), []).append(line)
         else:
             pairs.append(pair)
@@ -158,7 +165,7 @@ def read_pairs(
             f"{_reasons(bad)}"
         )
     if not pairs:
-        raise ValueError("read_pairs: there are no rows")
+        raise ValueError("read_pairs: expected at least 1 row, got none")
     known = COLUMNS | set((columns or {}).values())
     # a name with half of a surrogate pair could not be printed
     ignored = tuple(name.encode(errors="replace").decode() for name in seen if name not in known)
@@ -176,7 +183,7 @@ def read_pairs(
 def each_pair(
     source: object, *, columns: Mapping[str, str] | None = None, labels: bool = True
 ) -> Iterator[tuple[int, object, Pair | ValueError]]:
-    """Yield each row's line number, the row, and its pair or the error that says why it is none.
+    """Yield each row's line number, the row, and its pair or the error why it is not a pair.
 
     Args:
         source: The source, as in `read_pairs`.
@@ -187,19 +194,19 @@ def each_pair(
         The line number, from 1; the row; its `Pair`, or the error.
 
     Raises:
-        ValueError: A file that cannot be read; a name of a column that is none.
+        ValueError: The file cannot be read, or a name in ``columns`` is unknown.
 
     >>> [
     ...     pair if isinstance(pair, Pair) else str(pair)
     ...     for _, _, pair in each_pair([{"a": "4", "b": "5"}])
     ... ]
-    ['no prompt beside a and b']
+    ['expected a prompt or instruction with a and b, got neither']
     """
     if odd := [name for name in columns or {} if name not in COLUMNS]:
         raise ValueError(
-            f"read_pairs: columns names {odd[0]!r}; expected some of {', '.join(sorted(COLUMNS))}"
+            f"read_pairs: columns has {odd[0]!r}; expected names among {', '.join(sorted(COLUMNS))}"
         )
-    # all rows first: only together do they say whether verdicts count from 1
+    # all rows first: only all verdicts together show whether they count from 1
     numbered = list(each_row(source, "read_pairs"))
     counts_from_one = labels and _counts_from_one([row for _, row in numbered], columns or {})
     for line, row in numbered:
@@ -222,8 +229,8 @@ def _counts_from_one(rows: Sequence[object], columns: Mapping[str, str]) -> bool
     They are if the columns of the answers end in 1 and 2, and no verdict is 0.
 
     Raises:
-        ValueError: Other columns have verdicts 1 and 2 and never 0, so that by our numbers the
-            first answer would never be better.
+        ValueError: The columns of the answers do not end in 1 and 2, but verdicts are 1 and 2 and
+            never 0. Read as 0, 1 and 2, they would mean that the first answer is never better.
     """
     verdicts = set()
     has_numbered_answers = False
@@ -248,12 +255,12 @@ def _counts_from_one(rows: Sequence[object], columns: Mapping[str, str]) -> bool
 
 
 def _names(row: Iterable[str], columns: Mapping[str, str]) -> dict[str, str]:
-    """Return the column of each field: the renamed ones by ``columns``, every other by its name."""
+    """Return the column of each field: from ``columns`` if it is there, else of the same name."""
     return {name: name for name in row if name not in columns.values()} | dict(columns)
 
 
 def _number(value: object) -> int | None:
-    """Return a verdict as a whole number, or None if it is none."""
+    """Return a verdict as a whole number, or None if it is not one."""
     try:
         number = float(str(value))
     except ValueError:
@@ -262,7 +269,7 @@ def _number(value: object) -> int | None:
 
 
 def _from_zero(row: object) -> object:
-    """Return a row whose verdicts 1 and 2 are 0 and 1."""
+    """Return a row with its verdicts 1 and 2 changed to 0 and 1."""
     if not isinstance(row, Mapping):
         return row
     changed = dict(row)
@@ -274,11 +281,11 @@ def _from_zero(row: object) -> object:
 
 
 def _renamed(row: object, columns: Mapping[str, str]) -> object:
-    """A row under the names that `pair_of` knows."""
+    """Return a row with the columns named as `pair_of` expects."""
     if not columns or not isinstance(row, Mapping):
         return row
     if lost := [own for own in columns.values() if own not in row]:
-        raise ValueError(f"no {lost[0]!r} among {', '.join(map(str, row))}")
+        raise ValueError(f"expected a column {lost[0]!r}, got {', '.join(map(str, row))}")
     rest = {name: value for name, value in row.items() if name not in columns.values()}
-    # a column of the file that has such a name already is not the one that is meant
+    # the renamed columns last: they replace columns of the file that already have these names
     return rest | {name: row[own] for name, own in columns.items()}

@@ -1,6 +1,6 @@
-"""`Template`: a prompt and an answer as token ids.
+"""`Template`: convert a prompt and an answer to token ids.
 
-Around them stand a tokenizer's own special tokens, or its chat template's.
+Special tokens are those of the tokenizer, or those of its chat template.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from transformers import PreTrainedTokenizerBase
 from ..config import PairwiseConfig
 from ..pairs import ROLES, Turn, Words, turns_of
 
-# stand for texts where a chat template is taken apart
+# placeholders for texts, to take a chat template apart
 _MARKS = tuple(f"zqx{k}xqz" for k in "abcde")
 
 
 class Tokens(NamedTuple):
-    """One sequence: token ids, their types, and where the answer starts.
+    """The tokens of one sequence, a prompt and an answer.
 
-    The answer ends with the sequence.
+    Attributes:
+        ids: The token ids.
+        types: The token types.
+        begin: The index of the answer's first token; the answer ends with the sequence.
     """
 
     ids: np.ndarray
@@ -42,18 +45,18 @@ class CutTokens(NamedTuple):
 
 
 class Template:
-    """Tokens that a tokenizer puts around a prompt and an answer, and how both are cut to fit.
+    """The special tokens around a prompt and an answer, and the rules to cut both to fit.
 
-    With a chat template, turns are framed as it frames them. Without one, prompt and answer are
-    framed as the tokenizer frames a pair of texts, and more turns are separated as these two are.
+    With a chat template, turns are framed by the template. Without one, prompt and answer are
+    framed as the tokenizer frames a pair of texts, and further turns are separated in the same way.
 
     Args:
-        tokenizer: A fast one.
-        config: Whether there is a prompt, and the most tokens.
+        tokenizer: A fast tokenizer.
+        config: The config with ``append_prompt``, ``max_tokens`` and ``max_prompt_tokens``.
 
     Raises:
-        ValueError: A tokenizer without offsets, a chat template that does not show what was said,
-            or special tokens that leave no room.
+        ValueError: The tokenizer is not a fast one, its chat template does not show each turn once,
+            ``max_tokens`` is None, or special tokens leave no room for text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: PairwiseConfig):
@@ -74,20 +77,20 @@ class Template:
         if config.max_tokens is None:
             raise ValueError(
                 "PairwiseDataset: config.max_tokens is None; expected a number, which from_encoder "
-                "finds"
+                "sets"
             )
         self.limit = config.max_tokens
         room = self._room("user", "user")
         # a token for the prompt and one for the answer
         if room < 2:
             raise ValueError(
-                "PairwiseDataset: expected max_tokens above what special tokens take, got "
+                "PairwiseDataset: expected max_tokens with room for special tokens and 2 more, got "
                 f"{self.limit}"
             )
         self.prompt_room = min(config.max_prompt_tokens or self.limit // 4, room - 1)
 
     def _read_pair(self, config: PairwiseConfig) -> None:
-        """Special tokens as the tokenizer puts them around two texts, or around one."""
+        """Read the special tokens that the tokenizer puts around two texts, or around one."""
         # two short texts show what the tokenizer puts around any two
         text = self._some_text()
         encoding = self.tokenizer(*((text, text) if self.with_prompt else (text,)))
@@ -99,16 +102,16 @@ class Template:
             kinds = None
         kinds = [0] * len(ids) if kinds is None else kinds
         answer = [i for i, owner in enumerate(owners) if owner == int(self.with_prompt)]
-        # without a prompt all before the answer is the beginning, and nothing lies between
+        # without a prompt, all tokens before the answer are the beginning, and there is no gap
         prompt = [i for i, owner in enumerate(owners) if owner == 0 and self.with_prompt] or answer[
             :1
         ]
         gap = prompt[-1] + 1
         between = ids[gap : answer[0]]
         self._after = ids[answer[-1] + 1 :]
-        if self.with_prompt and not between:  # a tokenizer that does not tell two texts apart
+        if self.with_prompt and not between:  # a tokenizer that does not separate two texts
             between = token_ids(self.tokenizer, ["\n\n"])[0]
-        # GPT-2's tokenizer ends no text; with an end even an empty answer has a token
+        # GPT-2's tokenizer adds no end token; with one, even an empty answer has a token
         if not self._after and self.tokenizer.eos_token_id is not None:
             self._after = [self.tokenizer.eos_token_id]
         self._before = dict.fromkeys(ROLES, ids[: prompt[0]])
@@ -121,17 +124,17 @@ class Template:
         """Return a short text that has a token."""
         special = self.tokenizer.all_special_tokens
         for text in ("a", *self.tokenizer.get_vocab()):
-            # tokenizers raises a bare Exception for a text that has no token and no unknown one
+            # tokenizers raises an Exception for a text without tokens if there is no unknown token
             with contextlib.suppress(Exception):
                 if text not in special and token_ids(self.tokenizer, [text])[0]:
                     return text
         raise ValueError(
-            "PairwiseDataset: expected a tokenizer that makes tokens of text, got none"
+            "PairwiseDataset: expected a tokenizer with tokens for text, got only special tokens"
         )
 
     def _read_chat_template(self) -> None:
-        """Read what the chat template writes before, between and after turns."""
-        # the shortest talk that shows both gaps and an end that is no beginning
+        """Read the tokens that the chat template puts before, between and after turns."""
+        # the shortest conversation with both gaps and an answer that is not the first
         said = ("user", "assistant", "user", "assistant")
         whole = self._rendered(said)
         self._before["user"] = self._special(whole[0])
@@ -142,20 +145,20 @@ class Template:
         self._after = self._special(whole[-1].rstrip())
         try:
             told = self._rendered(("system", *said[:2]))
-        except ValueError:  # it knows no system's turn: that is told as the user's
+        except ValueError:  # it has no system role: frame such a turn as the user's
             told = [whole[0], whole[2], *whole[1:]]
         self._before["system"] = self._special(told[0])
         self._between["system", "user"] = self._special(told[1])
-        # many templates refuse an assistant who speaks first: a silent user comes before
+        # many templates refuse an assistant's turn first: put an empty user's turn before it
         self._before["assistant"] = [*self._before["user"], *self._between["user", "assistant"]]
 
     def _rendered(self, roles: Sequence[str]) -> list[str]:
-        """The chat template's own text before, between and after turns of these roles."""
+        """Return the chat template's text before, between and after turns of these roles."""
         marks = _MARKS[: len(roles)]
         turns = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
         try:
             text = str(self.tokenizer.apply_chat_template(turns, tokenize=False))
-        except Exception as error:  # Jinja's, and whatever a template raises
+        except Exception as error:  # errors of Jinja, and any that a template raises
             raise ValueError(
                 f"PairwiseDataset: the chat template refuses {', '.join(roles)}: {error}"
             ) from error
@@ -187,7 +190,7 @@ class Template:
     def _gap(self, one: str, other: str) -> list[int]:
         """Return the tokens between turns of two roles.
 
-        In an order that a template does not expect, those of the usual order.
+        For an order of roles that the template does not support, those of the usual order.
         """
         if other == "assistant":
             usual = ("user", "assistant")
@@ -198,10 +201,10 @@ class Template:
     def sequences(
         self, groups: Sequence[tuple[Words, Sequence[Words]]]
     ) -> Iterator[list[CutTokens]]:
-        """Yield for each group, a prompt and its answers, a sequence for each answer.
+        """Yield, for each group of a prompt and its answers, one sequence per answer.
 
-        Of a conversation, all turns before the last belong to that sequence's prompt. A prompt
-        keeps what its answer leaves, and at least its own budget.
+        In a conversation, all turns before the last belong to the prompt. A prompt keeps as many
+        tokens as its answer leaves, and at least ``max_prompt_tokens``.
         """
         conversations: list[tuple[tuple[Turn, ...], list[tuple[Turn, ...]]]] = []
         texts: list[str] = []
@@ -230,8 +233,8 @@ class Template:
         room = self._room(roles[0], roles[-1])
         if room < 2:
             raise ValueError(
-                "PairwiseDataset: expected max_tokens above what special tokens of a conversation "
-                f"that begins with {roles[0]} take, got {self.limit}"
+                "PairwiseDataset: expected max_tokens with room for 2 more than the special tokens "
+                f"of a conversation that begins with {roles[0]}, got {self.limit}"
             )
         room_for_prompt = min(len(prompt), max(min(self.prompt_room, room - 1), room - len(answer)))
         cut = prompt[len(prompt) - room_for_prompt :], cut_middle(answer, room - room_for_prompt)
@@ -252,14 +255,14 @@ class Template:
                 "PairwiseDataset: a prompt and its answer have no token; expected some text in one "
                 "of them"
             )
-        # an empty answer and nothing after it: the last token
+        # an empty answer without tokens after it begins at the last token
         begin = min(sum(map(len, pieces[:3])), len(ids) - 1)
         tokens = Tokens(np.array(ids, dtype=np.int32), np.array(kinds, dtype=np.int8), begin)
         return CutTokens(tokens, len(prompt) - room_for_prompt, len(answer) - len(cut[1]))
 
 
 def sequence_batch(sequences: Sequence[Tokens]) -> dict[str, Tensor]:
-    """Lay out sequences as one flat run of tokens, as `PairwiseModel.features` takes them."""
+    """Concatenate sequences to the inputs of `PairwiseModel.features`."""
     return {
         "input_ids": torch.from_numpy(np.concatenate([tokens.ids for tokens in sequences])).long(),
         "token_type_ids": torch.from_numpy(
@@ -271,12 +274,12 @@ def sequence_batch(sequences: Sequence[Tokens]) -> dict[str, Tensor]:
 
 
 def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return a batch on a device."""
+    """Move a batch to a device."""
     return {name: value.to(device) for name, value in batch.items()}
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of texts, in which the names of special tokens are text as any other."""
+    """Return the token ids of texts; names of special tokens are treated as text."""
     if not texts:
         return []
     return tokenizer(
@@ -285,7 +288,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[
 
 
 def cut_middle(tokens: Sequence[int], room: int) -> Sequence[int]:
-    """The first and the last tokens, half of the room each.
+    """Return the first and last tokens, half of ``room`` each, or all if there is room.
 
     >>> cut_middle([1, 2, 3, 4, 5], 3)
     [1, 2, 5]

@@ -1,1 +1,1 @@
-"""Measures of verdicts, and of rivals that need no encoder."""
+"""Metrics of verdicts, and baselines that need no encoder."""

@@ -16,7 +16,7 @@ from ..pairs import Pair, Words, as_pairs, said_by
 from ..surface import surfaces_of
 from .metrics import alike, at_verdict, pairwise_metrics, shares_of
 
-NEAR = 1.2  # times as long as the other, at most
+NEAR = 1.2  # answers of similar length are at most this many times as long as the other
 
 BASELINES = (
     "the training labels' shares",
@@ -28,18 +28,18 @@ BASELINES = (
 
 @dataclass(frozen=True)
 class Rival:
-    """A baseline's metrics, and how much better a model is.
+    """A baseline's metrics, and a model's gain over the baseline.
 
     Attributes:
         name: The name of the baseline.
         accuracy: Share of right verdicts.
         near_accuracy: The accuracy on pairs whose answers differ by no more than a fifth in length;
-            nan without any.
+            nan if there are none.
         log_loss: The log-loss in nats.
         calibration_error: See `PairwiseMetrics`.
-        gain: The log-loss minus the model's, in nats per pair.
-        error: One standard error of the gain, pairs of one prompt taken as one; nan where all have
-            the same.
+        gain: The baseline's log-loss minus the model's, in nats per pair.
+        error: The standard error of the gain, clustered by prompt; nan if all pairs have the same
+            prompt.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Rival:
 
 
 def needs_scikit_learn(operation: str) -> None:
-    """Say so before any work starts.
+    """Check that scikit-learn is installed, before any work starts.
 
     Raises:
         ImportError: scikit-learn is not installed.
@@ -66,31 +66,34 @@ def needs_scikit_learn(operation: str) -> None:
 def baseline_verdicts(
     train: Sequence[Pair], test: Sequence[Pair], *, classes: int = 3
 ) -> dict[str, Tensor]:
-    """Return log-probabilities of test pairs, by baselines fitted on labeled training pairs.
+    """Return log-probabilities of test pairs from baselines fitted on labeled training pairs.
 
-    All are fitted on both orders of each pair and give the mean of both, so that they are as fair
-    as our links: the training labels' shares; the log-odds of a spline of the log-length's
-    difference; a logistic regression on differences of TF-IDF and of the 24 surface features;
-    boosted trees on the surface features of both answers.
+    Each baseline is fitted on both orders of each pair and returns the mean of both orders, so it
+    treats A and B alike:
+
+    - the training labels' shares,
+    - a logistic regression on a spline of the difference in log-length,
+    - a logistic regression on differences of TF-IDF and of the 24 surface features,
+    - boosted trees on differences and means of the surface features.
 
     Args:
-        train: Labeled pairs.
-        test: Pairs.
+        train: Labeled pairs to fit on.
+        test: Pairs to judge.
         classes: 3, or 2 for data without ties.
 
     Returns:
-        (N, C) float64 by name.
+        The log-probabilities, (N, C) float64, by the name of the baseline.
 
     Raises:
         ImportError: scikit-learn is not installed (extra ``judge``).
-        ValueError: Training pairs without labels, or no pairs.
+        ValueError: Training pairs have no labels, or there are no pairs.
     """
     operation = "baseline_verdicts"
     needs_scikit_learn(operation)
     if not train or any(pair.label is None for pair in train) or not test:
         raise ValueError(
-            f"{operation}: {len(train)} pairs to fit on and {len(test)} to judge; expected some of "
-            "both, the first with labels"
+            f"{operation}: {len(train)} pairs to fit on and {len(test)} to judge; expected 1 or "
+            "more of each, and labels for all pairs to fit on"
         )
     train = as_pairs(operation, train, classes)
     from scipy.sparse import csr_array, hstack
@@ -102,20 +105,20 @@ def baseline_verdicts(
 
     labels = _shares(train, classes)
     (a, b), (test_a, test_b) = surfaces_of(train), surfaces_of(test)
-    # a word of a single answer would be learned by heart;
-    # scikit-learn's own pattern leaves out words of one letter, such as I
+    # min_df=2, because a word of a single answer would be memorized;
+    # scikit-learn's default pattern leaves out words of one letter, such as I
     words = TfidfVectorizer(sublinear_tf=True, min_df=2, max_features=20_000, token_pattern=r"\w+")
     texts = []
     for side in _sides(train) + _sides(test):
         texts.append([said_by("assistant", answer) for answer in side])
     tfidf: list[object]
     try:
-        # training answers alone: nothing may be learned from the pairs to judge
+        # only training answers: nothing may be learned from the pairs to judge
         words.fit(texts[0] + texts[1])
         tfidf = [words.transform(side) for side in texts]
-    except ValueError:  # answers without a word that comes twice
+    except ValueError:  # no word is in two answers
         tfidf = [csr_array((len(side), 1)) for side in texts]
-    # 1e-9 for a feature in which all pairs differ alike
+    # 1e-9, because the spread is 0 if all pairs differ by the same amount
     spread = np.abs(a - b).std(0) + 1e-9
 
     def worded(one: Any, other: Any, style: np.ndarray) -> csr_array:
@@ -126,7 +129,7 @@ def baseline_verdicts(
     def styled(one: np.ndarray, other: np.ndarray) -> np.ndarray:
         return np.c_[one - other, (one + other) / 2]
 
-    # the first of the surface features is the logarithm of the characters
+    # the first surface feature is log(1 + number of characters)
     longer = [one[:, :1] - other[:, :1] for one, other in ((a, b), (test_a, test_b))]
     verdicts: dict[str, Tensor] = {
         BASELINES[0]: alike(torch.from_numpy(labels.mean(0)))
@@ -168,7 +171,7 @@ def baseline_verdicts(
 def rivals_of(
     log_probs: Tensor, labels: Sequence[object], train: Sequence[Pair], test: Sequence[Pair]
 ) -> tuple[Rival, ...]:
-    """The baselines' metrics on the test pairs, of which a model has (N, C) log-probabilities."""
+    """Return the baselines' metrics on test pairs, and the gain of a model's log-probabilities."""
     wanted = shares_of(labels, log_probs.shape[-1])
     near = near_in_length(test)
 
@@ -178,7 +181,7 @@ def rivals_of(
 
     model_losses = losses(log_probs.double())
     rivals = []
-    # no prompts are not the same prompt
+    # pairs without a prompt do not share one
     groups = [pair.prompt or number for number, pair in enumerate(test)]
     for name, verdicts in baseline_verdicts(train, test, classes=log_probs.shape[-1]).items():
         metrics = pairwise_metrics(verdicts, labels)
@@ -199,13 +202,13 @@ def rivals_of(
 
 
 def near_in_length(pairs: Sequence[Pair]) -> Tensor:
-    """Return whether no answer is more than a fifth longer than the other, (N,)."""
+    """Return, for each pair, whether neither answer is over a fifth longer than the other, (N,)."""
     sizes = [[len(said_by("assistant", answer)) for answer in (pair.a, pair.b)] for pair in pairs]
     return torch.tensor([max(one) <= NEAR * min(one) for one in sizes])
 
 
 def near_accuracy(found: Tensor, wanted: Tensor, near: Tensor) -> float:
-    """Share of right verdicts among pairs of like length; nan where there are none."""
+    """Return the accuracy on pairs of similar length, or nan if there are none."""
     right = at_verdict(wanted, found)
     if near.any():
         return float(right[near].mean())
@@ -213,7 +216,7 @@ def near_accuracy(found: Tensor, wanted: Tensor, near: Tensor) -> float:
 
 
 def clustered(differences: Tensor, groups: Sequence[object]) -> tuple[float, float]:
-    """A mean and its standard error, clustered by group; the error of a single group is nan.
+    """Return a mean and its standard error, clustered by group; for one group, the error is nan.
 
     >>> clustered(torch.tensor([1.0, 1.0, 3.0, 3.0]), ["p", "p", "q", "q"])
     (2.0, 1.0)
@@ -224,7 +227,7 @@ def clustered(differences: Tensor, groups: Sequence[object]) -> tuple[float, flo
         sums[group] = sums.get(group, 0.0) + one - mean
     if len(sums) == 1:
         return mean, float("nan")
-    # of few groups, the mean lies closer to them than the true one does
+    # a correction for few groups, which are closer to their own mean than to the true one
     variance = sum(one**2 for one in sums.values()) * len(sums) / (len(sums) - 1)
     return mean, variance**0.5 / len(differences)
 
@@ -233,7 +236,7 @@ def _sides(pairs: Sequence[Pair]) -> list[list[Words]]:
     return [[pair.a for pair in pairs], [pair.b for pair in pairs]]
 
 
-_Sides = tuple[Any, Any]  # features of A over B and of B over A, dense or sparse
+_Sides = tuple[Any, Any]  # features of the orders A, B and B, A, dense or sparse
 
 
 def _shares(pairs: Sequence[Pair], classes: int) -> np.ndarray:
@@ -247,9 +250,9 @@ def _shares(pairs: Sequence[Pair], classes: int) -> np.ndarray:
 
 
 def _fitted(model: Any, seen: _Sides, labels: np.ndarray, new: _Sides) -> Tensor:
-    """Return verdicts on new pairs, the mean of both orders.
+    """Fit a model on both orders of the training pairs; return verdicts on new pairs.
 
-    The model is fitted on both orders of those seen.
+    These are log-probabilities of the mean of both orders.
     """
     stack: Callable[[list], object] = np.concatenate
     if not isinstance(seen[0], np.ndarray):
@@ -262,7 +265,7 @@ def _fitted(model: Any, seen: _Sides, labels: np.ndarray, new: _Sides) -> Tensor
     targets = []
     weights = []
     for side, shares in zip(seen, (labels, turned), strict=True):
-        # scikit-learn takes one class for a row: shared labels become rows with weights
+        # scikit-learn takes one class per row: a soft label becomes several weighted rows
         for k in range(classes):
             counted = shares[:, k] > 0
             rows.append(side[counted])
@@ -273,7 +276,7 @@ def _fitted(model: Any, seen: _Sides, labels: np.ndarray, new: _Sides) -> Tensor
         only[:, present.pop()] = 1.0
         return only.log()
     if hasattr(model, "steps"):
-        # a pipeline hands weights on under its last step's name
+        # a pipeline passes weights on by the name of its last step
         last = model.steps[-1][0] + "__sample_weight"
     else:
         last = "sample_weight"
@@ -281,7 +284,7 @@ def _fitted(model: Any, seen: _Sides, labels: np.ndarray, new: _Sides) -> Tensor
     there = torch.tensor(model.classes_)
     both = []
     for side in new:
-        # 1e-9 for a class that no training pair has: a loss that is large and finite
+        # 1e-9 for a class without training pairs: its loss is large but finite
         probabilities = torch.full((side.shape[0], classes), 1e-9, dtype=torch.float64)
         probabilities[:, there] = torch.from_numpy(model.predict_proba(side)).clamp(min=1e-9)
         both.append(probabilities)

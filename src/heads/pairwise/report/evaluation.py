@@ -1,7 +1,4 @@
-"""`pairwise_report`: the quality of verdicts on labeled pairs, printed and plotted.
-
-`calibrate_` sets a model's temperature.
-"""
+"""`pairwise_report`: evaluate a judge on labeled pairs. `calibrate_`: set its temperature."""
 
 from __future__ import annotations
 
@@ -40,12 +37,20 @@ _ENOUGH = 100  # pairs to fit a temperature on
 
 @dataclass(frozen=True)
 class PairwiseReport(Report):
-    """Metrics, how the encoder ran, what was cut, the verdicts with their labels, and baselines.
+    """The result of `pairwise_report`.
 
-    ``owed`` is how much larger the log-loss would be if both answers were the same in the encoder's
-    states, in length, in style, or in their overlap with the prompt, for each of these that the
-    model looks at. ``lengths`` are those of the answers, in characters. ``seen`` says how many test
-    prompts and answering models were trained on.
+    Attributes:
+        metrics: The model's metrics.
+        packing: Whether the encoder ran without padding.
+        cut: Counts of tokens, and of the texts that were cut.
+        predictions: The verdicts.
+        labels: The labels.
+        near_accuracy: The accuracy on pairs whose answers differ by no more than a fifth in length.
+        owed: The rise of the log-loss if both answers were equal in the encoder's states, in
+            length, in style, or in overlap with the prompt, for each of these that the model reads.
+        lengths: The lengths of A and B in characters.
+        rivals: The baselines' metrics; empty without training pairs.
+        seen: A line on how many test prompts and answering models were trained on.
     """
 
     metrics: PairwiseMetrics
@@ -60,15 +65,15 @@ class PairwiseReport(Report):
     seen: tuple[str, ...] = ()
 
     def summary(self) -> list[str]:
-        """Return the metrics but for the confusion matrix, and what log-loss owes to each part."""
+        """Return metrics without the confusion matrix, and each part's effect on the log-loss."""
         told = ", ".join(f"{part} {rise:+.4f}" for part, rise in self.owed.items())
         return [
             *self.metrics.summary(),
-            f"log-loss if both answers were alike in one thing: {told}",
+            f"rise in log-loss if both answers were alike in one part: {told}",
         ]
 
     def table(self) -> Table:
-        """The baselines beside the model where they were asked for, else the confusion matrix."""
+        """Return the metrics of model and baselines or, without baselines, the confusion matrix."""
         if not self.rivals:
             return self.metrics.table()
         metrics = self.metrics
@@ -86,7 +91,7 @@ class PairwiseReport(Report):
         ]
         for one in self.rivals:
             told = _told(one.accuracy, one.near_accuracy, one.log_loss, one.calibration_error)
-            # A and B alike for every pair: no verdict that could be right
+            # A and B are equally likely for every pair, so its accuracy says nothing
             if one.name == BASELINES[0]:
                 told = ("-", "-", *told[2:])
             rows.append((one.name, *told, f"{one.gain:+.4f} ± {one.error:.4f}"))
@@ -100,17 +105,14 @@ class PairwiseReport(Report):
         return Table(("verdicts of", *names), rows)
 
     def remarks(self) -> list[str]:
-        """Say whether probabilities mean anything, what was seen in training, what was cut.
-
-        Say how the encoder ran, too.
-        """
+        """Return lines on bad probabilities, training data, cut texts and packing."""
         metrics = self.metrics
         worse = (
-            f"log-loss {metrics.log_loss:.4f} is above that of these labels' own shares, "
-            f"{metrics.log_loss_prior:.4f}"
+            f"log-loss {metrics.log_loss:.4f} is above {metrics.log_loss_prior:.4f}, the log-loss "
+            "of always giving these labels' shares"
         )
         told = [
-            f"{worse}: its probabilities are worse than none; calibrate_ it on a hundred held-out "
+            f"{worse}: the probabilities are worse than none; call calibrate_ with 100 held-out "
             "pairs or more"
         ]
         return [
@@ -123,7 +125,7 @@ class PairwiseReport(Report):
     def plot(self, ax: Axes | None = None) -> Figure:
         """Plot a reliability diagram, accuracy by confidence (extra ``plot``).
 
-        Bins are as large as they are full.
+        The larger a marker, the more pairs are in its bin.
 
         Args:
             ax: The axes to plot on; default: a new figure.
@@ -171,7 +173,7 @@ class PairwiseReport(Report):
             ("this model", self.predictions.probabilities.double()),
         ):
             won = torch.where(longer, found[:, :1], found[:, 1:2])[:, 0] + found[:, 2:].sum(1) / 2
-            # about 20 pairs or more in a part, as the share of a few is noise
+            # about 20 pairs or more in a part, because the share of a few pairs is noise
             parts = order.tensor_split(min(8, max(1, len(order) // 20)))
             middles = [float((logs[p, 0] - logs[p, 1]).abs().mean().exp()) for p in parts]
             axes.plot(
@@ -189,7 +191,7 @@ class PairwiseReport(Report):
 
 
 def _told(accuracy: float, near: float, loss: float, error: float) -> tuple[str, ...]:
-    within = "-" if math.isnan(near) else f"{near:.1%}"  # no pair is that near
+    within = "-" if math.isnan(near) else f"{near:.1%}"  # no pair has answers of similar length
     return f"{accuracy:.1%}", within, f"{loss:.4f}", f"{error:.3f}"
 
 
@@ -201,24 +203,24 @@ def pairwise_report(
     batch_size: int = 32,
     progress: bool = True,
 ) -> PairwiseReport:
-    """A model's metrics on labeled pairs, and what verdicts are worth that need no encoder.
+    """Compute a model's metrics on labeled pairs and, with ``train``, those of baselines.
 
     Args:
         model: A `PairwiseModel`.
-        data: Pairs with labels; ``model.dataset(pairs)`` makes it.
+        data: Pairs with labels, from ``model.dataset(pairs)``.
         train: The pairs that the model was trained on, such as ``train_data.pairs``. Baselines are
             fitted on them: the training labels' shares, a curve of length, a regression on words
-            and style, boosted trees on style. A judge is worth what it is better than these (extra
+            and style, boosted trees on style. A useful judge is better than these (extra
             ``judge``).
-        batch_size: Pairs at once.
-        progress: Show a bar.
+        batch_size: Number of pairs in a batch.
+        progress: Show a progress bar.
 
     Returns:
         Metrics of the model and, with ``train``, of each baseline; it prints as a table.
 
     Raises:
-        ValueError: No pairs, or pairs without labels.
-        ImportError: Baselines are asked for, and scikit-learn is not installed.
+        ValueError: There are no pairs, or they have no labels.
+        ImportError: ``train`` is given, and scikit-learn is not installed.
     """
     _check_labeled("pairwise_report", data)
     if train is not None:
@@ -254,7 +256,7 @@ def pairwise_report(
 
 
 def _seen(train: Sequence[Pair], test: Sequence[Pair]) -> tuple[str, ...]:
-    """Tell how many of the test pairs' prompts and writers are known from training."""
+    """Return a line on how many of the test pairs' prompts and writers were trained on."""
     told = []
     known = {str(pair.prompt) for pair in train if pair.prompt}
     asked = {str(pair.prompt) for pair in test if pair.prompt}
@@ -283,8 +285,8 @@ class CalibrationReport(Report):
         temperature: The temperature.
         best: The temperature with the lowest log-loss on these pairs.
         error: Standard error of the logarithm of ``best``.
-        before: Log-loss on these pairs before, in nats.
-        after: The log-loss after it.
+        before: The log-loss on these pairs before the call, in nats.
+        after: The log-loss on these pairs after the call.
     """
 
     pairs: int
@@ -300,13 +302,14 @@ class CalibrationReport(Report):
         return [f"{losses} on {self.pairs} pairs (temperature {self.temperature:.3g})"]
 
     def remarks(self) -> list[str]:
-        """Return how far the temperature is held back."""
-        # the error of a single prompt is infinite, and exp raises from 710 on; e⁹ says enough
+        """Return the best temperature and its uncertainty."""
+        # the error of a single prompt is infinite, and exp raises from 710 on; e⁹ is large enough
         lines = [
-            f"best on these pairs {self.best:.3g}, times or over {math.exp(min(self.error, 9)):.2g}"
+            f"best on these pairs: {self.best:.3g}, within a factor of "
+            f"{math.exp(min(self.error, 9)):.2g} (one standard error)"
         ]
         if self.pairs < _ENOUGH:
-            lines.append(f"{_ENOUGH} pairs or more say it better")
+            lines.append(f"{_ENOUGH} pairs or more give a better estimate")
         return lines
 
 
@@ -315,21 +318,21 @@ def calibrate_(
 ) -> CalibrationReport:
     """Set a model's temperature, in place, so that its probabilities fit held-out pairs.
 
-    Verdicts stay what they are. The temperature is a buffer of the head's and divides logits in
-    evaluation. It is held back towards 1 where pairs, or their prompts, are few, and is below 1
-    only with two standard errors of evidence (`cautious_temperature`).
+    Verdicts do not change. The temperature is a buffer of the head, and divides logits in
+    evaluation. It is shrunk towards 1 if there are few pairs or prompts, and is below 1 only with
+    two standard errors of evidence (`cautious_temperature`).
 
     Args:
         model: A `PairwiseModel`.
-        data: Labeled pairs that were not trained on, nor used to choose the epoch.
-        batch_size: Pairs at once.
-        progress: Show a bar.
+        data: Labeled pairs that were not used for training or for choosing the epoch.
+        batch_size: Number of pairs in a batch.
+        progress: Show a progress bar.
 
     Returns:
         The temperature, and the log-loss before and after.
 
     Raises:
-        ValueError: No pairs, or pairs without labels.
+        ValueError: There are no pairs, or they have no labels.
     """
     _check_labeled("calibrate_", data)
     log_probs = predict_pairs(
@@ -337,9 +340,9 @@ def calibrate_(
     ).log_probabilities
     old_temperature = float(model.head.temperature)
     labels = _labels(data)
-    # verdicts are divided by the old one: a second call would fit the ratio of both
+    # undo the old temperature, or a second call would fit the ratio of both
     logits = log_probs.double() * old_temperature
-    # pairs without a prompt are not of one prompt
+    # pairs without a prompt do not share one
     prompts = [str(pair.prompt or number) for number, pair in enumerate(data.pairs)]
     found = cautious_temperature(logits, labels, prompts)
     before = pairwise_metrics(log_probs, labels).log_loss

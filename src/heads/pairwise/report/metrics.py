@@ -1,4 +1,4 @@
-"""Measure verdicts: accuracy, log-loss, calibration, fairness, and what they owe to length.
+"""Measure verdicts: accuracy, log-loss, calibration, fairness, and correlation with length.
 
 Shapes: N pairs, C classes.
 """
@@ -19,26 +19,27 @@ from model_components._report import Report, Table
 from ..choices import CLASSES
 from ..inference import verdicts_of
 
-# as many as Guo et al. 2017 take
+# as in Guo et al. 2017
 _BINS = 15
-# temperatures
+# limits of a fitted temperature
 LEAST = 0.02
 MOST = 50.0
-_PRIOR = 0.5  # standard deviation of a temperature's logarithm before pairs are seen: 1.65 times
+_PRIOR = 0.5  # prior standard deviation of a temperature's logarithm: a factor of 1.65
 
 
 @dataclass(frozen=True)
 class PairwiseMetrics(Report):
-    """Figures of the verdicts on N labeled pairs.
+    """Metrics of the verdicts on N labeled pairs.
 
     Attributes:
-        pairs: N.
-        accuracy: Share of right verdicts; of soft labels, the share of judges that agree.
+        pairs: The number of pairs, N.
+        accuracy: Share of right verdicts; for soft labels, the share of judges that agree.
         log_loss: The log-loss in nats.
-        log_loss_prior: The log-loss of always giving the labels' own shares, with those of A and B
-            made equal.
-        calibration_error: Mean distance of confidence and accuracy, over 15 bins of confidence.
-        flip_rate: Share of verdicts that change when A and B trade places.
+        log_loss_prior: The log-loss of always giving the labels' shares, with the shares of A and B
+            averaged.
+        calibration_error: Mean distance between confidence and accuracy, over 15 bins of
+            confidence.
+        flip_rate: Share of verdicts that change if A and B are swapped.
         length_correlation: The correlation of P(A) - P(B) with how much longer A is, over both
             orders of each pair; nan if either is always 0.
         label_length_correlation: The same correlation for the labels.
@@ -56,7 +57,7 @@ class PairwiseMetrics(Report):
     confusion: tuple[tuple[float, ...], ...]
 
     def summary(self) -> list[str]:
-        """Everything but the confusion matrix."""
+        """Return all metrics except the confusion matrix."""
         return [
             f"{self.pairs} pairs: accuracy {self.accuracy:.1%}",
             f"log-loss {self.log_loss:.4f} (these labels' own shares {self.log_loss_prior:.4f})",
@@ -66,7 +67,7 @@ class PairwiseMetrics(Report):
         ]
 
     def table(self) -> Table:
-        """The confusion matrix."""
+        """Return the confusion matrix."""
         names = CLASSES[: len(self.confusion)]
         rows = []
         for name, counts in zip(names, self.confusion, strict=True):
@@ -75,9 +76,9 @@ class PairwiseMetrics(Report):
 
 
 def alike(shares: Tensor) -> Tensor:
-    """Return (C,) shares of classes, those of A and B made alike.
+    """Return (C,) shares of classes, with those of A and B averaged.
 
-    So much can be known without looking at the answers.
+    Without reading the answers, A and B cannot be told apart.
 
     >>> alike(torch.tensor([0.5, 0.25, 0.25]))
     tensor([0.3750, 0.3750, 0.2500])
@@ -88,13 +89,13 @@ def alike(shares: Tensor) -> Tensor:
 def at_verdict(table: Tensor, found: Tensor) -> Tensor:
     """Return the entries (N,) of a table (N, C) at the verdicts of log-probabilities (N, C).
 
-    A tie of two classes is half of both.
+    With two classes, a tie counts as half of each.
 
     >>> at_verdict(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.7, 0.3], [0.5, 0.5]]))
     tensor([1.0000, 0.5000])
     """
     if table.shape[1] == 2:
-        # models of two classes tie, too, where A and B are equally likely
+        # with two classes, a verdict is also a tie if A and B are equally likely
         table = torch.cat([table, table.mean(1, keepdim=True)], 1)
     return table.gather(1, verdicts_of(found)[:, None])[:, 0]
 
@@ -117,17 +118,17 @@ def pairwise_metrics(
     """Compute the metrics of N verdicts.
 
     Args:
-        log_probabilities: (N, C) of A, B and tie.
-        labels: (N,) classes or (N, C) shares.
-        swapped_log_probabilities: (N, C) of the pairs with A and B exchanged, in this order's
-            columns; for the flip rate.
-        length_difference: (N,), how much longer A is than B; for the correlations.
+        log_probabilities: The log-probabilities of A, B and tie, (N, C).
+        labels: Classes (N,) or shares (N, C).
+        swapped_log_probabilities: The same, (N, C), from pairs with A and B swapped, with the
+            columns swapped back; for the flip rate.
+        length_difference: How much longer A is than B, (N,); for the correlations.
 
     Returns:
-        All metrics; the flip rate and the correlations are nan without what they need.
+        All metrics; the flip rate and the correlations are nan without their inputs.
 
     Raises:
-        ValueError: No pairs, or labels of another number.
+        ValueError: There are no pairs, or the labels do not fit the log-probabilities.
 
     >>> found = torch.tensor([[0.7, 0.2, 0.1], [0.2, 0.7, 0.1]]).log()
     >>> pairwise_metrics(found, [0, 0]).accuracy
@@ -138,8 +139,8 @@ def pairwise_metrics(
     wanted = shares_of(labels, classes)
     if not len(found) or wanted.shape != found.shape:
         raise ValueError(
-            f"pairwise_metrics: {list(found.shape)} verdicts and {list(wanted.shape)} labels; "
-            "expected (N, C)"
+            f"pairwise_metrics: log-probabilities are {list(found.shape)} and labels "
+            f"{list(wanted.shape)}; expected (N, C) for both, with N at least 1"
         )
     best = verdicts_of(found)
     right = at_verdict(wanted, found)
@@ -170,7 +171,7 @@ def pairwise_metrics(
 
 
 def calibration_bins(confidence: Tensor, right: Tensor) -> list[tuple[float, float, float]]:
-    """Return for each filled bin of confidence its share, its mean confidence and its accuracy."""
+    """Return the share, mean confidence and accuracy of each bin of confidence that has pairs."""
     place = (confidence * _BINS).long().clamp(max=_BINS - 1)
     bins = [place == k for k in range(_BINS)]
     return [
@@ -193,24 +194,25 @@ def _calibration(confidence: Tensor, right: Tensor) -> float:
 def _correlation(one: Tensor, other: Tensor | None) -> float:
     if other is None or not one.any() or not other.any():
         return float("nan")
-    # both means are 0 where each pair comes in both orders
+    # over both orders of each pair, both means are 0, so the cosine is the correlation
     return float(F.cosine_similarity(one, other, dim=0))
 
 
 def fit_temperature(logits: Tensor, labels: Sequence[object] | Tensor) -> float:
-    """The number to divide logits by that makes their log-loss least (Guo et al. 2017).
+    """Fit the temperature, which divides logits, to minimize their log-loss (Guo et al. 2017).
 
-    The log-loss is convex in its inverse, so that bisection on the derivative finds it.
+    The log-loss is convex in the inverse of the temperature, so bisection on the derivative finds
+    the minimum.
 
     Args:
-        logits: (N, C), on data that was not trained on.
-        labels: (N,) classes or (N, C) shares.
+        logits: The logits, (N, C), of pairs that were not trained on.
+        labels: Classes (N,) or shares (N, C).
 
     Returns:
-        The temperature, within 0.02 and 50: where every verdict is right there is no best one.
+        The temperature, from 0.02 to 50: if every verdict is right, the log-loss has no minimum.
 
     Raises:
-        ValueError: No pairs, labels of another number, or logits that are not finite.
+        ValueError: There are no pairs, the labels do not fit the logits, or logits are not finite.
 
     >>> fit_temperature(
     ...     torch.tensor([[8.0, 0.0], [8.0, 0.0], [8.0, 0.0], [8.0, 0.0]]), [0, 0, 0, 1]
@@ -221,29 +223,29 @@ def fit_temperature(logits: Tensor, labels: Sequence[object] | Tensor) -> float:
     shares = shares_of(labels, logits.shape[-1])
     if not len(logits) or shares.shape != logits.shape or not torch.isfinite(logits).all():
         raise ValueError(
-            f"fit_temperature: {list(logits.shape)} logits and {list(shares.shape)} labels; "
-            "expected pairs, a label each, and finite numbers"
+            f"fit_temperature: logits are {list(logits.shape)} and labels {list(shares.shape)}; "
+            "expected (N, C) for both, 1 or more pairs, and finite numbers"
         )
     wanted = (shares * logits).sum(1).mean()
     low = 1 / MOST
     high = 1 / LEAST
     # more halvings than a double has digits
     for _ in range(100):
-        # the middle of the logarithms, since the bounds are 2,500 times apart
+        # the geometric mean, because the bounds are a factor of 2,500 apart
         middle = (low * high) ** 0.5
         mean = ((middle * logits).softmax(-1) * logits).sum(1).mean()
-        # mean - wanted is the derivative: where it is positive, the best lies below
+        # mean - wanted is the derivative: if it is positive, the minimum is below
         low, high = (low, middle) if mean > wanted else (middle, high)
     return 1 / (low * high) ** 0.5
 
 
 class Temperature(NamedTuple):
-    """A temperature that is held back where pairs are few.
+    """A temperature that is shrunk towards 1 if there are few pairs.
 
     Attributes:
         value: The temperature to use.
         best: The temperature with the lowest log-loss on these pairs.
-        error: Standard error of the logarithm of ``best``, with prompts as units.
+        error: Standard error of the logarithm of ``best``, clustered by prompt.
     """
 
     value: float
@@ -262,8 +264,8 @@ def _by_prompt(values: Tensor, prompts: Sequence[object]) -> list[float]:
 def _is_underconfident(logits: Tensor, wanted: Tensor, prompts: Sequence[object]) -> bool:
     """Return whether the judge at temperature 1 is underconfident by over two standard errors.
 
-    The standard error at the best temperature is too small if that temperature is low by chance:
-    with ten pairs, it alone sharpened one calibrated judge in eight.
+    The standard error at the best temperature is too small if that temperature is low by chance: in
+    a test with ten pairs, it let one calibrated judge in eight have a temperature below 1.
     """
     probabilities = logits.softmax(-1)
     slopes = ((probabilities - wanted) * logits).sum(1)
@@ -278,16 +280,16 @@ def _is_underconfident(logits: Tensor, wanted: Tensor, prompts: Sequence[object]
 def cautious_temperature(
     logits: Tensor, labels: Sequence[object] | Tensor, prompts: Sequence[object]
 ) -> Temperature:
-    """Shrink `fit_temperature` towards 1 by its standard error.
+    """Fit a temperature, and shrink it towards 1 by its standard error.
 
-    The logarithm has a normal prior of mean 0 and standard deviation 0.5. Pairs with one prompt are
-    not independent, so the error is that of sums over prompts. Without two standard errors of
-    evidence the temperature is not below 1: a judge that is made surer of itself by chance is worse
-    on other pairs.
+    The temperature's logarithm has a normal prior of mean 0 and standard deviation 0.5. Pairs with
+    the same prompt are not independent, so the standard error is clustered by prompt. The
+    temperature is below 1 only with two standard errors of evidence, because a judge that becomes
+    more confident by chance is worse on other pairs.
 
     Args:
-        logits: (N, C), on data that was not trained on.
-        labels: (N,) classes or (N, C) shares.
+        logits: The logits, (N, C), of pairs that were not trained on.
+        labels: Classes (N,) or shares (N, C).
         prompts: The prompt of each pair, or any key of it.
 
     >>> few = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
@@ -298,7 +300,7 @@ def cautious_temperature(
     logits = logits.double()
     probabilities = (logits / best).softmax(-1)
     wanted = shares_of(labels, logits.shape[-1])
-    # derivatives of the log-loss by 1 / T: the first of each pair, the second of all
+    # derivatives of the log-loss by 1 / T: the first for each pair, the second for all
     slopes = ((probabilities - wanted) * logits).sum(1)
     means = (probabilities * logits).sum(1)
     curvature = float((probabilities * logits.square()).sum(1).sub(means.square()).sum())
@@ -309,11 +311,11 @@ def cautious_temperature(
         # an error of 1 / T, times T, is one of log T
         error = best * spread**0.5 / curvature
     logarithm = math.log(best)
-    # where every verdict is right there is no best temperature, and the fit stops at its limit
+    # if every verdict is right, there is no best temperature, and the fit stops at its limit
     if best < 1.01 * LEAST or (logarithm < 0 and logarithm + 2 * error > 0):
         return Temperature(1.0, best, error)
     if logarithm < 0 and not _is_underconfident(logits, wanted, prompts):
         return Temperature(1.0, best, error)
-    # the mean of two normals, prior and estimate; an infinite error leaves 1
+    # the posterior mean of a normal prior and estimate; with an infinite error it is 1
     value = math.exp(logarithm * _PRIOR**2 / (_PRIOR**2 + error**2))
     return Temperature(value, best, error)

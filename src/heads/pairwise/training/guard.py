@@ -1,4 +1,4 @@
-"""`DeadRunGuard`: stops a training that cannot come to anything, and says why."""
+"""`DeadRunGuard`: stop a training run that learns nothing, and report why."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from ..choices import CLASSES
 from ..functional import log_probabilities
 from ..report.metrics import alike
 
-# weights that are watched, and how many numbers of each
+# number of weights that are watched, and of sampled values from each
 _SAMPLED = 8
 _EACH = 4096
-_STEPS_TO_MOVE = 10  # after warm-up: LoRA's A waits for B, and B for a new head
+_STEPS_TO_MOVE = 10  # after warm-up: LoRA's A moves after B, and B after a new head
 _PATIENT = 0.3  # share of a run before its log-loss is judged: a weak signal shows late
 _MIN_MOVED = 0.75  # share of the watched weights that must have changed after _STEPS_TO_MOVE
 
 
 class DeadRunGuard(TrainerCallback):
-    """Stops a run that is dead, with the reason.
+    """Stop a dead run by an error that gives the reason.
 
-    A run is dead if its weights have not moved shortly after warm-up, or if, after three tenths of
-    the run, its log-loss is in several windows in a row not better, by a standard error, than that
-    of always giving the labels' own shares (for a fair head with those of A and B averaged). A run
-    that gives every pair the same verdict is dead in the last sense.
+    A run is dead if most of its weights have not changed shortly after warm-up. After three tenths
+    of the run, it is also dead if its log-loss is too high in several windows in a row: not below
+    the log-loss of always giving the labels' shares by more than a standard error. Except with link
+    ``"concat"``, the shares of A and B are averaged. A run that gives every pair the same verdict
+    is dead in this second sense.
 
     In float16 or bfloat16, and at small rates, an optimizer's step can be less than half of a
     weight's last bit; the weight then never moves, and the run looks like one that learns slowly.
 
     Args:
-        window: Optimizer steps that are looked at together; default a tenth of the run, from 20 to
-            200.
-        patience: Windows, one after the other, no better than the prior that end the run. A resumed
-            run counts anew.
+        window: Number of optimizer steps in a window; default: a tenth of the run, but 20 to 200.
+        patience: Number of windows in a row without a low enough log-loss that stop the run. A
+            resumed run starts to count again.
 
     Raises:
-        ValueError: A window or patience below 1.
+        ValueError: ``window`` or ``patience`` is below 1.
     """
 
     def __init__(self, *, window: int | None = None, patience: int = 3):
@@ -50,8 +50,8 @@ class DeadRunGuard(TrainerCallback):
             )
         self.window = window
         self.patience = patience
-        self.trainer: Any = None  # `PairwiseTrainer` puts itself here
-        self._seen: Tensor | None = None  # of this window: sums that `observe` makes
+        self.trainer: Any = None  # set by `PairwiseTrainer`
+        self._seen: Tensor | None = None  # the sums of this window, from `observe`
         self._steps = self._poor = self._first = 0
         self._fair = True
         self._start: list[tuple[nn.Parameter, Tensor]] | None = None
@@ -67,13 +67,13 @@ class DeadRunGuard(TrainerCallback):
             wanted = nn.functional.one_hot(labels, classes).float()
         said = nn.functional.one_hot(log_probs.argmax(-1), classes).float()
         lost = (wanted * -log_probs).sum(1)
-        # one number, filled up to the width of the other rows
+        # one number, padded to the width of the other rows
         last = torch.stack([lost.square().sum(), *lost.new_zeros(classes - 1)])
-        # sums alone: their size does not grow, and processes add theirs
+        # only sums: their size does not grow, and they can be added over processes
         rows = [said.sum(0), wanted.sum(0), wanted.T @ lost, last]
-        # for the variance of what the shares alone lose, which of soft labels needs the products
+        # for the variance of the gain, which needs products of classes for soft labels
         seen = torch.cat([torch.stack(rows), wanted.T @ wanted])
-        # on the device: to read it at each micro-batch would wait for the GPU
+        # on the device: reading it for each micro-batch would wait for the GPU
         self._seen = seen if self._seen is None else self._seen + seen
 
     def on_train_begin(
@@ -84,13 +84,13 @@ class DeadRunGuard(TrainerCallback):
         model: Any = None,
         **rest: object,
     ) -> None:
-        """Remember some of the weights."""
+        """Store a sample of the weights."""
         self._seen = None
         self._steps = 0
         self._poor = 0
         self._first = state.global_step
         self._fair = model.config.link != "concat"
-        # a row of a table moves only when its token occurs
+        # a row of an embedding changes only if its token occurs
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         weights = [
             p
@@ -108,10 +108,10 @@ class DeadRunGuard(TrainerCallback):
         lr_scheduler: object = None,
         **rest: object,
     ) -> None:
-        """Looks at what has been seen.
+        """Check the weights once after warm-up, and the log-loss after each window.
 
         Raises:
-            DeadRunError: The run is dead; the message says of what.
+            DeadRunError: The run is dead; the message has the reason.
         """
         warm = args.get_warmup_steps(state.max_steps)
         if self._start is not None and state.global_step >= max(warm, self._first) + _STEPS_TO_MOVE:
@@ -122,7 +122,7 @@ class DeadRunGuard(TrainerCallback):
         window = self.window or min(200, max(20, state.max_steps // 10))
         if self._steps < window:
             return
-        # of all processes: if only some stopped, the others would wait for them forever
+        # sums over all processes: if only some stopped, the others would wait forever
         seen = self.trainer.accelerator.reduce(self._seen, "sum").cpu().double()
         self._seen = None
         self._steps = 0
@@ -130,7 +130,7 @@ class DeadRunGuard(TrainerCallback):
             self._check_window(state, seen, window)
 
     def _check_motion(self, state: TrainerState, lr_scheduler: Any) -> None:
-        """A few steps after warm-up, most of the weights that were remembered must have changed."""
+        """Check that most of the stored weights have changed since the start of the run."""
         watched = self._start or []
         self._start = None
         moved = [float((_sample(p) != before).float().mean()) for p, before in watched]
@@ -140,22 +140,22 @@ class DeadRunGuard(TrainerCallback):
             raise DeadRunError(
                 f"step {state.global_step}: only {share:.0%} of the weights have moved; a learning "
                 f"rate of {max(lr_scheduler.get_last_lr()):.2g} is too small for {dtypes}, or "
-                "steps are skipped; expected a larger one, or float32 weights"
+                "steps are skipped; use a larger learning rate, or float32 weights"
             )
 
     def _check_window(self, state: TrainerState, seen: Tensor, window: int) -> None:
-        """Require a log-loss below the labels' own shares', by more than one standard error."""
+        """Check that the log-loss is over one standard error below that of the labels' shares."""
         said = seen[0]
         labels = seen[1]
         lost = seen[2]
         moments = seen[4:]
         count = float(labels.sum())
         shares = labels / labels.sum()
-        if self._fair:  # and cannot know which of A and B wins more often
+        if self._fair:  # such a head cannot learn which of A and B wins more often
             shares = alike(shares)
-        # a class that no label has would be infinite, and infinity times 0 is nan
+        # the loss of a class without labels would be infinite, and infinity times 0 is nan
         prior = -shares.clamp(min=1e-12).log()  # of each class
-        # of each pair, on average, and its variance
+        # the mean gain over the shares per pair; its variance follows
         gain = float((labels * prior - lost).sum()) / count
         # E[(prior - loss)²] - E[prior - loss]², from the sums of the window
         spread = float(seen[3, 0] - 2 * prior @ lost + prior @ moments @ prior) / count - gain**2
@@ -175,9 +175,9 @@ class DeadRunGuard(TrainerCallback):
         known = float((labels * prior).sum()) / count
         raise DeadRunError(
             f"step {state.global_step}: {same}log-loss {loss:.4f} over {window} steps is not below "
-            f"the {known:.4f} of the shares of labels ({told}) by more than its standard error, "
-            f"{error:.4f}, {self._poor} times running; expected another learning rate, or other "
-            "data"
+            f"{known:.4f}, that of always giving the labels' shares ({told}), by more than its "
+            f"standard error, {error:.4f}, in {self._poor} windows in a row; try another learning "
+            "rate, or other data"
         )
 
 

@@ -1,4 +1,4 @@
-"""`parameter_groups`: at which rate each of a judge's parameters trains."""
+"""`parameter_groups`: the learning rate of each of a judge's parameters."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ def parameter_groups(
     layer_decay: float = 1.0,
     head_lr_ratio: float = 1.0,
 ) -> list[dict[str, object]]:
-    """Return groups for an optimizer, with rates that fall from layer to layer to the embeddings.
+    """Return optimizer groups with learning rates that fall from the top layer to the embeddings.
 
-    The top layer has ``learning_rate``, the next ``layer_decay`` of it, and so on; the embeddings
-    are below the lowest layer (Howard and Ruder, "ULMFiT", 2018). Biases and norms are not decayed.
+    The top layer has ``learning_rate``, the layer below ``layer_decay`` times that, and so on; the
+    embeddings count as one more layer at the bottom (Howard and Ruder, "ULMFiT", 2018).
 
     Args:
-        model: A `PairwiseModel`, bare.
+        model: A `PairwiseModel`, without a wrapper such as DDP.
         learning_rate: The learning rate of the encoder's top layer.
-        weight_decay: The weight decay of weights; biases and norms are not decayed.
+        weight_decay: The weight decay; biases and norms have none.
         layer_decay: The factor of the rate from each layer to the one below, in (0, 1].
-        head_lr_ratio: The head's rate over ``learning_rate``.
+        head_lr_ratio: The head's rate divided by ``learning_rate``.
 
     Returns:
-        Groups; the first has ``learning_rate``, which a trainer logs, where any of the encoder's
-        top layer trains.
+        Groups. If part of the encoder's top layer trains, the first group has ``learning_rate``,
+        which a trainer logs.
 
     Raises:
-        ValueError: A decay outside (0, 1], or one below 1 for an encoder whose layers share
-            parameters.
+        ValueError: ``layer_decay`` is outside (0, 1], or it is below 1 and the encoder's layers
+            share parameters.
     """
     if not 0 < layer_decay <= 1:
         raise ValueError(

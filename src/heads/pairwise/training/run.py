@@ -1,4 +1,4 @@
-"""`train_judge`: from a file of labeled pairs to a judge, and what its verdicts are worth."""
+"""`train_judge`: train a judge on a file of labeled pairs, and compare it with baselines."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from ..uncertainty import WIDEST, fit_uncertainty_, width_of
 from .trainer import PairwiseTrainer, check_training_data
 
 _RESULTS = ("report.json", "report.txt", "calibration.png", "model")
-_FEWEST = 6  # writers, from which some are held out
-# of a frozen encoder's layers: the upper ones are shaped by the task that it was trained for;
-# MiniLM's lower four judge better than all six (docs/pairwise.md)
+_FEWEST = 6  # writers: with so many or more, some are held out
+# the share of a frozen encoder's layers to use, because the upper layers are specialized for its
+# own task; MiniLM's lower four judge better than all six (docs/pairwise.md)
 _FROZEN_SHARE = 2 / 3
 # a model that answers in half of the pairs or more is the reference, such as AlpacaEval's baseline:
-# to hold it out would leave too few pairs to train on
+# holding it out would leave too few pairs to train on
 _REFERENCE_SHARE = 0.5
 
 
@@ -61,12 +61,12 @@ class JudgeReport(Report):
 
     Attributes:
         out: The output folder; the judge is in its ``model``.
-        home: The judge on held-out prompts, beside baselines.
-        away: The same on pairs with answering models that are in no training pair; None if no
+        home: The report on held-out prompts, with baselines.
+        away: The report on pairs with answering models that are in no training pair; None if no
             answering model was held out.
         unseen: The names of these models.
-        calibration: The temperature.
-        read: A line on the data that were read.
+        calibration: The result of `calibrate_`.
+        read: A summary of the data that were read.
         shares_prompts: Which of ``"home"`` and ``"away"`` have prompts of training pairs, because
             there were too few others.
     """
@@ -84,7 +84,7 @@ class JudgeReport(Report):
         return [self.read, *self.calibration.summary()]
 
     def table(self) -> Table:
-        """Return a row for each set of pairs: the judge beside the strongest baseline."""
+        """Return a row for each set of pairs: the judge compared with the strongest baseline."""
         rows = []
         for name, report in self._sets().items():
             metrics = report.metrics
@@ -108,7 +108,7 @@ class JudgeReport(Report):
         lines = []
         for name, report in self._sets().items():
             rival = _strongest(report)
-            # nan where all pairs are of one prompt: no claim either
+            # the error is nan if all pairs have one prompt: then the judge is not called better
             if rival.gain > 2 * rival.error:
                 lines.append(f"{name}: better than {rival.name} by more than two standard errors")
             else:
@@ -133,7 +133,7 @@ class JudgeReport(Report):
         return sets
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Plot accuracy by confidence at home (extra ``plot``).
+        """Plot accuracy by confidence on held-out prompts (extra ``plot``).
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -171,7 +171,7 @@ class _Parts(NamedTuple):
     away: list[Pair]
 
     def seen(self) -> list[Pair]:
-        """Return all pairs that something of the judge was chosen by."""
+        """Return all pairs that were used to train, choose or calibrate the judge."""
         return [*self.train, *self.choose_epoch, *self.calibrate]
 
 
@@ -185,15 +185,17 @@ def train_judge(
     progress: bool = True,
     **settings: Any,
 ) -> JudgeReport | None:
-    """Train a judge of which of two answers is better, and report what its verdicts are worth.
+    """Train a judge that decides which of two answers is better, and compare it with baselines.
 
-    Prompts are held out in three parts: one chooses the epoch, one the temperature, one is judged
-    beside baselines that need no encoder (home). If the pairs name six or more answering models,
-    some of these are held out, and their pairs are judged apart (away).
+    Three parts of the prompts are held out: one to choose the epoch, one to fit the temperature,
+    and one to compare the judge with baselines that need no encoder (home). If six or more models
+    each answer in less than half of the pairs, some of these models are held out, and their pairs
+    are tested separately (away).
 
-    ``out`` gets ``model`` (which `PairwiseModel.from_pretrained` loads, with the report as its
-    card), ``report.txt``, ``report.json`` and, with matplotlib installed, ``calibration.png``. What
-    a frozen encoder has read is kept in ``features``. The same call continues an interrupted run.
+    The output folder gets ``model`` (which `PairwiseModel.from_pretrained` loads, with the report
+    as its card), ``report.txt``, ``report.json`` and, with matplotlib installed,
+    ``calibration.png``. A frozen encoder's features are kept in ``features``. The same call
+    continues an interrupted run.
 
     Args:
         pairs: A file of labeled pairs, rows, or `Pair`s; see `read_pairs` for the formats.
@@ -205,11 +207,11 @@ def train_judge(
         **settings: Fields of `JudgeConfig`.
 
     Returns:
-        The judge at home and away, beside baselines; None in processes other than the first.
+        The reports on home and away pairs, with baselines; None in processes other than the first.
 
     Raises:
-        ValueError: A setting, the pairs or the encoder do not fit; the run in ``out`` is another's,
-            or finished. Nothing has been trained then.
+        ValueError: A setting, the pairs or the encoder are invalid, or ``out`` has another or a
+            finished run. It is raised before training starts.
         ImportError: scikit-learn is not installed (extra ``judge``).
         DeadRunError: A loss is not finite, or training learns nothing.
     """
@@ -274,7 +276,7 @@ def train_judge(
 def _labeled(pairs: Any, columns: Mapping[str, str] | None) -> tuple[list[Pair], str]:
     """Return labeled pairs, and a line on what was read."""
     if isinstance(pairs, Sequence) and pairs and isinstance(pairs[0], Pair):
-        # shares of two classes are those of data without ties
+        # two shares mean data without ties
         has_two = any(isinstance(p.label, Sequence) and len(p.label) == 2 for p in pairs)
         labeled = as_pairs("train_judge", pairs, 2 if has_two else 3)
         read = f"{len(labeled)} pairs"
@@ -327,7 +329,7 @@ def _dtype(config: JudgeConfig, device: str) -> torch.dtype:
     """Return the dtype of the encoder's weights."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
-    # features are pooled in float32; weights that train would stay where they are at small rates
+    # features are pooled in float32; trained bfloat16 weights would not change at small rates
     takes_half = not config.trains_encoder and is_faster_in_bfloat16(torch.device(device))
     return torch.bfloat16 if takes_half else torch.float32
 
@@ -412,7 +414,7 @@ def _trainer(
         train_dataset=train,
         eval_dataset=held_out,
         layer_decay=config.layer_decay,
-        # a frozen encoder has no rate that the head's could be larger than
+        # with a frozen encoder, the learning rate is that of the head
         head_lr_ratio=config.head_lr_ratio if config.trains_encoder else 1.0,
         callbacks=[EarlyStoppingCallback(3)],
     )
@@ -422,7 +424,7 @@ def _trainer(
 
 
 def _write(report: JudgeReport, out: Path) -> None:
-    """Write the picture, the text and, last, the figures, which mark the run as finished."""
+    """Write the plot, the text and, last, report.json, which marks the run as finished."""
     if importlib.util.find_spec("matplotlib") is not None:
         with new_file(out / "calibration.png", "train_judge") as temporary:
             report.plot().savefig(temporary, format="png")

@@ -1,6 +1,6 @@
 """`PairwiseTrainer`: `transformers.Trainer` for pairs.
 
-It adds rates by layer and a guard against dead runs.
+It adds layerwise learning rates and a guard against dead runs.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from ..report.metrics import pairwise_metrics
 from .guard import DeadRunGuard
 from .parameters import parameter_groups
 
-# pairs that features' scales are estimated from: if read for that, if already encoded
+# number of pairs to estimate the scales of features from, before and after `encode_`
 _SOME = 256
 _ALL = 20_000
 
 
 class PairwiseTrainer(StepTrainer):
-    """Trains a `PairwiseModel` on a `PairwiseDataset`.
+    """Train a `PairwiseModel` on a `PairwiseDataset`.
 
-    Batches are collated by `PairwiseCollator`; encoders that cannot be packed get batches of like
-    length. A new head starts from the data's share of ties and takes the scale of its features from
-    some of them. A `DeadRunGuard` watches unless ``guard`` is False. Evaluation reports accuracy,
-    log-loss and calibration error.
+    Batches are collated by `PairwiseCollator`; encoders that cannot be packed get batches of
+    similar length. A new head starts with the data's share of ties, and with scales of features
+    from some of the data. A `DeadRunGuard` stops dead runs unless ``guard`` is False. Evaluation
+    reports accuracy, log-loss and calibration error.
 
     Args:
-        model: A `PairwiseModel`, or one that peft has wrapped; None with ``model_init``, which
-            makes one for each run, for `hyperparameter_search`.
+        model: A `PairwiseModel`, also one that peft has wrapped. For `hyperparameter_search`, None
+            with ``model_init``, which builds a model for each run.
         args: `TrainingArguments`.
         train_dataset: A `PairwiseDataset` with labels.
         layer_decay: The encoder's rate falls by this factor from layer to layer; see
             `parameter_groups`.
-        head_lr_ratio: The head's learning rate over the encoder's. A new head starts from zeros and
-            needs more.
-        guard: Stops dead runs; False for no guard.
-        **options: Of `Trainer`: ``eval_dataset``, ``callbacks``, ...
+        head_lr_ratio: The head's learning rate divided by the encoder's. A new head starts from
+            zeros and needs a higher rate.
+        guard: A `DeadRunGuard`; True for the default one, False for none.
+        **options: Options of `Trainer`, such as ``eval_dataset`` and ``callbacks``.
 
     Raises:
-        ValueError: Data that are not a `PairwiseDataset`, or have no labels; nothing to train; one
-            side that always wins, for a link that could learn the side.
+        ValueError: The data are not a `PairwiseDataset` or have no labels, nothing is trainable, or
+            one side always wins and the link could learn the side.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class PairwiseTrainer(StepTrainer):
         self.layer_decay = layer_decay
         self.head_lr_ratio = head_lr_ratio
         self.args.remove_unused_columns = False  # the collator reads them
-        # there is nothing to pin memory for
+        # on the CPU there is nothing to pin memory for
         self.args.dataloader_pin_memory &= self.args.device.type != "cpu"
         if self.args.ddp_find_unused_parameters is None:
             # there are none, and looking for them takes time
             self.args.ddp_find_unused_parameters = False
         self.model_accepts_loss_kwargs = True  # losses are over the pairs of a whole step
         if not any(p.requires_grad for p in self.judge.parameters()):
-            raise ValueError("PairwiseTrainer: nothing is trainable")
+            raise ValueError("PairwiseTrainer: expected trainable parameters, got none")
         self._begin(self.judge)
         self.guard = (DeadRunGuard() if guard is True else guard) or None
         if self.guard is not None:
@@ -109,15 +109,12 @@ class PairwiseTrainer(StepTrainer):
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Return a model for a run, with its head initialized from the training data."""
         judge: Any = super().call_model_init(trial)
-        if hasattr(self, "train_dataset"):  # not as long as the stock trainer is being made
+        if hasattr(self, "train_dataset"):  # not while the stock trainer is being constructed
             self._begin(judge)
         return judge
 
     def _begin(self, judge: Judge) -> None:
-        """Refuse data that cannot train the model.
-
-        Fit a new head to the data's share of ties and its features.
-        """
+        """Check the data, and initialize a new head from their share of ties and their features."""
         data: TrainData = self.train_dataset
         if data is None:
             return
@@ -126,9 +123,9 @@ class PairwiseTrainer(StepTrainer):
             held_out = self.eval_dataset
             named = held_out if isinstance(held_out, dict) else {"eval_dataset": held_out}
             for name, one in named.items():
-                assert isinstance(one, PairwiseDataset)  # as `_check_labeled` saw to
+                assert isinstance(one, PairwiseDataset)  # checked by `_check_labeled`
                 _check_features(name, one, judge)
-        # weights of a trained head are made for the scales that it has
+        # a trained head's weights depend on its scales, so these must not change
         if not judge.head.untrained:
             return
         if not any(p.requires_grad for p in judge.head.parameters()):
@@ -153,7 +150,7 @@ class PairwiseTrainer(StepTrainer):
             data: TrainData = self.train_dataset
         else:
             data = train_dataset
-        # nothing is padded, so that batches can be drawn by lot
+        # nothing is padded, so batches can be random
         if self.judge.packs or data.encoded:
             return super()._get_train_sampler(train_dataset)
         return self.batches_of_like_length(data.lengths)
@@ -175,7 +172,7 @@ class PairwiseTrainer(StepTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Loss:
-        """The model's loss, as its part of the pairs of the whole step."""
+        """Return the model's loss, weighted by the batch's share of the pairs of the whole step."""
         outputs = model(**inputs)
         if model.training and self.guard is not None:
             self.guard.observe(outputs.logits, inputs["labels"])
@@ -187,8 +184,8 @@ class PairwiseTrainer(StepTrainer):
     def evaluation_loop(self, *args: Any, **named: Any) -> EvalLoopOutput:
         """Return predictions and metrics; the loss is over all pairs, each counted once.
 
-        With several processes the stock loss counts some pairs of the first process twice, which
-        fill up the last batch of the others.
+        With several processes, the stock loss counts some pairs twice: pairs of the first process
+        also fill up the last batches of other processes.
         """
         output = super().evaluation_loop(*args, **named)
         config = self.judge.config
@@ -215,7 +212,7 @@ def _check_arguments(args: TrainingArguments) -> None:
         )
     if args.n_gpu > 1:
         raise ValueError(
-            f"PairwiseTrainer: expected one GPU a process, got {args.n_gpu}; DataParallel would "
+            f"PairwiseTrainer: expected one GPU per process, got {args.n_gpu}; DataParallel would "
             "split packed sequences, so start with torchrun"
         )
     # the stock trainer smooths in its own compute_loss: here it would do nothing
@@ -238,12 +235,12 @@ def _check_labeled(name: str, data: object) -> None:
 
 
 def _check_features(name: str, data: PairwiseDataset, judge: Judge) -> None:
-    """Check that features that a data set holds are those of this encoder, and stay so."""
+    """Check that a data set's features, if any, are those of this encoder and that it is frozen."""
     encoder = [*judge.encoder.parameters(), *judge.pool.parameters()]
     if data.encoded and any(p.requires_grad for p in encoder):
         raise ValueError(
-            f"PairwiseTrainer: {name} holds features of a frozen encoder, and the encoder trains; "
-            "expected freeze_(model, 'all'), or a dataset without encode_"
+            f"PairwiseTrainer: {name} holds features of a frozen encoder, but the encoder trains; "
+            "call freeze_(model, 'all'), or pass a data set without features"
         )
     data.check_encoded("PairwiseTrainer", judge)
 
@@ -257,7 +254,7 @@ def check_training_data(data: PairwiseDataset, judge: Judge) -> None:
         label == 2 or (isinstance(label, tuple) and label[2:] == (1.0,)) for label in data.labels
     ):
         raise ValueError(
-            "PairwiseTrainer: every label is a tie; expected pairs of which some are won"
+            "PairwiseTrainer: every label is a tie; expected some pairs in which A or B is better"
         )
     won = count_labels(data.pairs)[:2]
     if judge.config.link == "concat" and not all(won):

@@ -202,8 +202,8 @@ def compare(
         raise ValueError(
             f"compare: {len(models)} models and {len(texts)} texts, expected one or more of each"
         )
-    if runs < 1:
-        raise ValueError(f"compare: runs is {runs}, expected 1 or more")
+    if runs < 1 or new < 1:
+        raise ValueError(f"compare: runs is {runs} and new {new}, expected 1 or more")
     generates = _all_generate(models)
     positions = [p for p in map(positions_of, models.values()) if p]
     # all models generate the same number of tokens, so that their speeds can be compared

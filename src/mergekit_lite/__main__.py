@@ -1,4 +1,7 @@
-"""``mergekit-lite merge RECIPE OUT``, with mergekit's flags, too; ``mergekit-lite plan RECIPE``."""
+"""The ``mergekit-lite`` command: ``merge RECIPE OUT`` and ``plan RECIPE``.
+
+Both also accept mergekit's flags.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _COMMANDS = {"merge": "mergekit_lite._cli:merge", "plan": "mergekit_lite._cli:pl
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # a slice, since there may be no word at all
+    # a slice, because the list may be empty
     if words[:1] in (["merge"], ["plan"]):
         rest, notes = translate(words[1:], plan=words[0] == "plan")
         words = [words[0], *rest]

@@ -27,7 +27,7 @@ class Files:
     Args:
         max_shard_size: Largest size of one weight file.
         allow_pickle: weights_only also reads pickled .bin checkpoints.
-        allow_incomplete: Merge models that lack tensors which their config promises, or which the
+        allow_incomplete: Merge models that lack tensors that their config promises or that their
             other layers have.
         allow_mixed: Merge models whose configs name different architectures.
         truncate_embeddings: Cut token embeddings and heads to the fewest rows of any model; no
@@ -42,7 +42,7 @@ class Files:
 
     @property
     def allowed(self) -> dict[str, Any]:
-        """Return the flags of checks, as arguments of `make_plan` and `merge_models`."""
+        """Return the ``allow_*`` flags and ``truncate_embeddings`` as keyword arguments."""
         return {
             "allow_pickle": self.allow_pickle,
             "allow_incomplete": self.allow_incomplete,
@@ -74,16 +74,16 @@ def merge(
         out: Output folder: a new path, or an empty folder.
         calibration: Files of text or rows for regmean and regmean++: one for each model, in the
             recipe's order.
-        impl: fused: compiled kernels. eager: torch functions. auto: fused where there is a kernel.
+        impl: fused: compiled kernels. eager: torch functions. auto: fused if there is a kernel.
         seed: Random seed of methods that use random numbers.
-        threads: Blocks that kernels compute at once, and torch's threads; default: one per core, at
-            most 8.
+        threads: Number of blocks that kernels compute in parallel, and of torch threads; default:
+            one per core, at most 8.
         files: Flags for checkpoints.
         trust_remote_code: Also copy the model's own Python files.
         fresh: Begin anew instead of continuing an interrupted run of the same merge.
         run_flags: The device, and whether to show progress.
     """
-    # imports stand inside the commands, so that --help need not wait for them
+    # commands import what they need when they run, so that --help is fast
     from .functional import merge_models
 
     report = merge_models(
@@ -100,7 +100,7 @@ def merge(
         fresh=fresh,
         progress=run_flags.progress,
     )
-    assert isinstance(report, Report)  # as a folder was written
+    assert isinstance(report, Report)  # not a state dict, because of `out`
     return report
 
 
@@ -119,7 +119,7 @@ def plan(recipe: Path, /, *, files: Files) -> Report:
 
 
 def _read_recipe(path: Path, files: Files) -> MergeRecipe:
-    """Read a recipe; if it is invalid, plan its valid part, so that one error lists all."""
+    """Read a recipe. If it is invalid, also plan its valid part: one error lists all problems."""
     from .methods import CALIBRATED
     from .planning import PlanError, make_plan
     from .recipe import RecipeError, load_recipe
@@ -154,7 +154,7 @@ def learn(
     Args:
         out: Output folder: a new path, or an empty folder.
         components: Folders, hub ids or MODEL+ADAPTER of two or more models.
-        data: For each component a file of its rows: JSON, JSON lines, CSV, TSV, parquet or text.
+        data: One data file per component: JSON, JSON lines, CSV, TSV, parquet or text.
         base: Folder or hub id of the model that the components were tuned from, for methods that
             use one.
         learn_config: Settings of the run.

@@ -1,4 +1,4 @@
-"""mergekit's flags for a merge, as flags of `mergekit-lite merge`."""
+"""Translate mergekit's command-line flags into flags of `mergekit-lite merge`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ FLAGS = {
 
 IDLE = {
     "--async-write": "threads write the blocks that they compute",
-    "--clone-tensors": "a tensor may stand in several layers",
+    "--clone-tensors": "a tensor may be used in several layers",
     "--copy-tokenizer": "the tokenizer is copied",
     "--gpu-rich": "--device cuda computes on the GPU",
     "--lora-merge-cache": "adapters are added while they are read",
     "--lora-merge-dtype": "adapters are added in float32",
     "--low-cpu-memory": "one tensor is merged at a time",
     "--multi-gpu": "a merge uses one GPU",
-    "--read-to-gpu": "--device says where tensors are merged",
+    "--read-to-gpu": "--device sets where tensors are merged",
     "--safe-serialization": "weights are written as safetensors",
     "--transformers-cache": "set the variable HF_HUB_CACHE",
-    "--verbose": "the report says what was done",
-    "-v": "the report says what was done",
+    "--verbose": "the report shows what was done",
+    "-v": "the report shows what was done",
     "--write-model-card": "the model card is written",
     "--write-threads": "threads write the blocks that they compute",
     "--no-copy-tokenizer": "the tokenizer is copied",
@@ -54,15 +54,15 @@ _IDLE_WITH_VALUE = (
 )
 
 _PLANNED = ("--max-shard-size", "--allow-pickle", "--allow-mixed", "--truncate-embeddings")
-"""Our flags that a plan has, too."""
+"""The flags of `mergekit-lite` that ``plan`` accepts, too."""
 
 
 def translate(words: Sequence[str], *, plan: bool = False) -> tuple[list[str], list[str]]:
-    """Return the words of a command line with our flags, and a note on each that has no effect.
+    """Translate mergekit's flags; return the new words, and notes on flags without effect.
 
     Args:
-        words: The words.
-        plan: Leave out what matters only to a merge.
+        words: The words of the command line, after the command's name.
+        plan: Whether to drop translated flags that ``plan`` does not accept, and all notes.
 
     >>> translate(["r.yml", "out", "--cuda", "--random-seed=7", "--low-cpu-memory"])[0]
     ['r.yml', 'out', '--device', 'cuda', '--seed', '7']
@@ -90,7 +90,7 @@ def translate(words: Sequence[str], *, plan: bool = False) -> tuple[list[str], l
         if name == "--out-shard-size":
             # mergekit's B is a billion, ours a byte
             value = re.sub(r"(?<=\d)\s*[bB]$", "GB", value)
-        # a plan has few of these flags, and its parser would refuse the others
+        # `plan` accepts few of these flags, and its parser would reject the rest
         if not plan or made.startswith(_PLANNED):
             ours += [word.format(value) for word in made.split()]
         if name in IDLE and not plan:

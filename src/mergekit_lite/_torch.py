@@ -1,8 +1,8 @@
-"""Import torch when something of it is first used.
+"""Import torch when one of its names is first used.
 
-A merge of files by a compiled kernel never needs it.
+A merge of files that runs only compiled kernels never imports it.
 
-Modules of this package write ``from .._torch import Tensor, torch`` where others import both from
+Modules of this package write ``from .._torch import Tensor, torch`` instead of importing both from
 torch. ``Tensor`` is for annotations only.
 """
 

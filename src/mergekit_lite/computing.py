@@ -1,4 +1,4 @@
-"""The settings in a model's config that say how it computes."""
+"""The settings in a model's config that change what the model computes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# fields that say nothing of what a model computes in evaluation
+# fields that do not change what a model computes in evaluation mode
 _COSMETIC = re.compile(
     r"(?:.*_)?(?:dropout|pdrop|drop_rate|dropout_prob|dropout_rate|layerdrop)"
     r"|summary_.*|output_(?!size|dim).*|.*_token_id"
@@ -16,13 +16,13 @@ _COSMETIC = re.compile(
     r"|router_aux_loss_coef|router_jitter_noise|.*_version|pretraining_tp"
 )
 LENGTHS = ("max_position_embeddings", "max_seq_len_cached", "original_max_seq_len")
-"""Fields that say only how long an input may be, if positions are of any length."""
-# dynamic, yarn and longrope scale by max_position_embeddings
-_ANY_LENGTH = {"default", "linear", "llama3"}  # kinds of rotary positions that do not depend on it
+"""Fields that only limit the input length, unless the positions depend on them."""
+# rotary types that do not depend on max_position_embeddings, unlike dynamic, yarn and longrope
+_ANY_LENGTH = {"default", "linear", "llama3"}
 
 
 def settings_of(config: Any) -> dict[str, object]:
-    """Return the fields of a `PreTrainedConfig` that say how the model computes."""
+    """Return the fields of a `PreTrainedConfig` that change what the model computes."""
     ignored = LENGTHS if is_of_any_length(config) else ()
     return {
         name: value
@@ -32,11 +32,11 @@ def settings_of(config: Any) -> dict[str, object]:
 
 
 def is_of_any_length(config: object) -> bool:
-    """Return whether positions are rotary, and the same however long the longest input may be."""
+    """Return whether positions are rotary and do not depend on the maximum input length."""
     rope = getattr(config, "rope_parameters", None)
-    # learned positions, as GPT-2's, are a table with a row for each place
+    # learned positions, such as GPT-2's, are a table with one row per position
     if not isinstance(rope, Mapping) or not rope:
         return False
-    # a kind for each kind of layer
+    # some configs have rotary settings for each layer type
     parts = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]
     return {part["rope_type"] for part in parts if "rope_type" in part} <= _ANY_LENGTH

@@ -1,7 +1,7 @@
-"""Dtypes of tensors in files, by name, and numpy arrays of what is stored: no torch.
+"""Dtypes of tensors in files, and numpy arrays of their stored values, without torch.
 
-numpy has no bfloat16, so an array of uint16 holds bfloat16 bit patterns wherever this package
-passes stored values about; every other dtype is numpy's own.
+numpy has no bfloat16. So wherever this package passes stored values, a uint16 array holds bfloat16
+bit patterns. Every other dtype is numpy's own.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ _WHOLE = [
     DType("bool", "BOOL", "?"),
 ]
 FLOATS = {d.name: d for d in (FLOAT64, FLOAT32, FLOAT16, BFLOAT16)}
-"""What an output can be in, by name."""
+"""The dtypes that an output can have, by name."""
 
 BY_CODE = {d.code: d for d in (*FLOATS.values(), *_WHOLE)}
 _BFLOAT16_SIZE = 0x7FFF  # all bits of bfloat16 but the sign
-_BFLOAT16_INFINITY = 0x7F80  # its pattern; those of NaN are larger
+_BFLOAT16_INFINITY = 0x7F80  # the pattern of infinity; NaN patterns are larger
 _BFLOAT16_NAN = 0x7FC0
 _BY_NAME = {d.name: d for d in (*FLOATS.values(), *_WHOLE)}
 
 
 def promote(dtypes: Iterable[DType]) -> DType:
-    """The smallest float dtype that holds all of these, as ``torch.promote_types`` has it.
+    """Return the smallest float dtype that holds all of these, as ``torch.promote_types`` does.
 
     >>> promote([BFLOAT16, FLOAT16]).name
     'float32'
@@ -77,13 +77,13 @@ def promote(dtypes: Iterable[DType]) -> DType:
 
 
 def from_numpy(stored: Array) -> DType:
-    """The dtype of a stored array."""
-    # uint16 can only be bfloat16, as no whole dtype here is stored so
+    """Return the dtype of a stored array."""
+    # uint16 can only be bfloat16, because no integer dtype here is stored as uint16
     return next(d for d in _BY_NAME.values() if np.dtype(d.storage) == stored.dtype)
 
 
 def from_torch(dtype: torch.dtype) -> DType | None:
-    """The dtype of that torch dtype; None for those that no merge reads."""
+    """Return the `DType` of a torch dtype, or None if no merge reads it."""
     return _BY_NAME.get(str(dtype).removeprefix("torch."))
 
 
@@ -94,7 +94,7 @@ def to_torch(dtype: DType) -> torch.dtype:
 
 
 def numbers(stored: Array) -> Array:
-    """The values of a stored array: float32 for bfloat16 patterns and float16, others as they are.
+    """Return stored values as numbers: bfloat16 and float16 as float32, others unchanged.
 
     >>> numbers(np.array([0x3FC0], np.uint16))
     array([1.5], dtype=float32)
@@ -115,13 +115,13 @@ def all_finite(stored: Array) -> bool:
     """
     if stored.dtype != np.uint16:
         return bool(np.isfinite(stored).all())
-    # patterns without their sign sort as the sizes of their numbers do
+    # without the sign bit, patterns sort like the magnitudes of their numbers
     sizes = stored & np.uint16(_BFLOAT16_SIZE)
     return not sizes.size or int(sizes.max()) < _BFLOAT16_INFINITY
 
 
 def stored_as(values: Array, dtype: DType) -> Array:
-    """Round float32 numbers to nearest even, as they are stored in a float dtype.
+    """Round float32 numbers to a float dtype, to nearest even, and return the stored values.
 
     >>> numbers(stored_as(np.array([1.5, 1 + 2**-9], np.float32), BFLOAT16))
     array([1.5, 1. ], dtype=float32)
@@ -136,22 +136,22 @@ def stored_as(values: Array, dtype: DType) -> Array:
 
 
 def tensor_of(stored: Array) -> Tensor:
-    """A stored array as a tensor that shares its memory."""
+    """Return a stored array as a tensor that shares its memory."""
     if stored.dtype == np.uint16:
-        # by way of int16, since numpy has no bfloat16 to hand over
+        # via int16, because numpy has no bfloat16
         return torch.from_numpy(stored.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(stored)
 
 
 def stored_of(values: Tensor) -> Array:
-    """A contiguous CPU tensor as a stored array that shares its memory."""
+    """Return a contiguous CPU tensor as a stored array that shares its memory."""
     if values.dtype == torch.bfloat16:
         return values.view(torch.int16).numpy().view(np.uint16)
     return values.numpy()
 
 
 def byte_view(stored: Array) -> memoryview:
-    """The memory of a contiguous array, as bytes."""
+    """Return a view of a contiguous array's memory as bytes."""
     if stored.size:
         return stored.reshape(-1).view(np.uint8).data
     return memoryview(b"")

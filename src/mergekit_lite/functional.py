@@ -1,4 +1,4 @@
-"""merge_models: the one call that makes one checkpoint of several."""
+"""`merge_models`: merge several checkpoints into one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import device as Device
     from torch import dtype as TorchDType
 
-# memory grows with threads: each holds a stretch of every input
+# memory grows with the number of threads: each thread holds a stretch of every input
 _MOST_THREADS = 8
 _IMPLS = ("auto", "eager", "fused")
 
@@ -38,7 +38,7 @@ def parse_size(size: int | str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)B?\s*", str(size))
     count = 0
     if match:
-        # a letter's place is the power of 1000; the blank stands for bytes
+        # a letter's index is the power of 1000; the blank stands for plain bytes
         count = int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
     if count < 1:
         raise ValueError(
@@ -59,10 +59,10 @@ def build_recipe(
     parameters: Mapping[str, object],
     **rest: Any,
 ) -> MergeRecipe:
-    """A recipe from `merge_models`' arguments: lists of per-model parameters go to their models.
+    """Build a recipe from `merge_models`' arguments; per-model lists are split between the models.
 
     Raises:
-        ValueError: An unknown method, a base that it does not use, or a list whose length is not
+        ValueError: The method is unknown or does not use a base, or the length of a list is not
             the number of models.
     """
     chosen = get_method(method)
@@ -74,7 +74,7 @@ def build_recipe(
     own_parameters: list[dict[str, object]] = [{} for _ in models]
     general: dict[str, object] = {}
     for key, value in parameters.items():
-        # lambda is a keyword of Python, so that callers have to write lambda_
+        # lambda is a Python keyword, so callers must write lambda_
         name = key.rstrip("_")
         if name != key and name in parameters:
             raise ValueError(f"{method}: expected {name} or {key}, got both")
@@ -130,55 +130,59 @@ def merge_models(
 ) -> MergeReport | dict[str, Tensor]:
     """Merge several models into one.
 
-    With ``out`` one tensor at a time is read, merged and written. Kernels hold blocks of it, torch
-    functions may hold it whole, from every model. Arithmetic is float32 or better, from the stored
-    values, rounded once.
+    With ``out``, one tensor at a time is read, merged and written. Kernels hold blocks of the
+    tensor from every model; torch functions may hold it whole. Arithmetic runs in float32 or better
+    on the stored values, and the result is rounded once.
 
     Args:
         models: Folders, hub ids (``org/name@revision``), ``"model+adapter"``, modules or state
-            dicts, mixed; or a `MergeRecipe`, which then says everything down to ``out_dtype``.
+            dicts, in any mix; or a `MergeRecipe`, which replaces ``method``, ``base_model``,
+            ``dtype``, ``out_dtype`` and the method's parameters.
         method: A name from the table of methods; default: ``"linear"``.
-        base_model: The common ancestor, for methods that use one. It may also stand among
-            ``models``.
-        out: Folder to write; it must not exist or be empty. None returns a state dict.
+        base_model: The common ancestor, for methods that use one. It may also be listed
+            in ``models``.
+        out: Folder to write: a new path or an empty folder. None returns a state dict.
         dtype: Dtype of the result; default: the inputs' promoted dtype. ``"float64"`` also computes
             in float64.
-        out_dtype: Dtype of the result where it differs from ``dtype``.
+        out_dtype: Dtype of the result if it differs from ``dtype``.
         device: The device to compute on.
-        impl: ``"eager"`` runs torch functions. ``"fused"`` runs compiled kernels, which never
-            import torch, on files, or raises where there is none. ``"auto"``, where a folder is
-            written, runs kernels where it can; both write the same bytes.
-        max_shard_size: Largest weight file, bytes or ``"5GB"``.
+        impl: ``"eager"`` runs torch functions. ``"fused"`` runs compiled kernels, which import
+            no torch if all models are files; it raises if a tensor has no kernel. ``"auto"`` runs
+            kernels where possible if a folder is written. Kernels and torch functions write the
+            same bytes.
+        max_shard_size: Largest size of a weight file, in bytes or as text such as ``"5GB"``.
         seed: The seed of random methods.
-        threads: Blocks that kernels compute at once, and torch's threads; default: one a core, at
-            most 8. The results of kernels do not depend on it.
+        threads: Number of blocks that kernels compute in parallel, and of torch threads; default:
+            one per core, at most 8. It does not change the results of kernels.
         progress: Show a progress bar.
-        fresh: Begin anew instead of going on from an interrupted run of the same merge.
+        fresh: Start over instead of continuing an interrupted run of the same merge.
         allow_pickle: ``"weights_only"`` admits pickled checkpoints.
-        allow_incomplete: Merge models that lack tensors: layers, rows of the embedding or a head
-            that the config promises, or what a layer lacks and the others have. Without it they are
-            refused.
-        allow_mixed: Merge models whose configs name different architectures, such as other
+        allow_incomplete: Merge models that lack layers, rows of the embedding or a head that their
+            config promises, or whose layers lack tensors that their other layers have. By default
+            such models are rejected.
+        allow_mixed: Merge models whose configs have different architectures, such as different
             activations or numbers of heads, if their tensors have the same shapes.
         truncate_embeddings: Cut token embeddings and heads to the fewest rows of any model. Rows
-            are matched by number. It has no effect on a recipe that names a tokenizer.
+            are matched by index. It has no effect on a recipe that names a tokenizer.
         trust_remote_code: Copy the Python files of the model whose config the output takes, and the
-            ``auto_map`` that has transformers run them. Without it they are left out, and the
-            report says so.
-        calibration: For each model its data, for the data-driven methods ``"regmean"`` and
+            ``auto_map`` entry that makes transformers run them. By default both are left out, with
+            a note in the report.
+        calibration: The data of each model, for the data-driven methods ``"regmean"`` and
             ``"regmean++"``: a text or JSON file, rows (`mergekit_lite.masks.TextExamples`), or
-            examples of ``input_ids``. Their parameters: `mergekit_lite.layerwise.CalibratedMerge`.
-        **parameters: The method's: a number for all models, or for a per-model parameter a list
-            with one value for each of ``models`` (the base not counted). Gradients and filters as
-            in recipes.
+            examples of ``input_ids``. `mergekit_lite.layerwise.CalibratedMerge` lists the
+            parameters of these methods.
+        **parameters: The method's parameters: one number for all models, or for a per-model
+            parameter a list with one value for each of ``models`` except the base. Gradients and
+            filters work as in recipes.
 
     Returns:
-        A `MergeReport`, or without ``out`` the merged state dict; what a report would note is then
-        warned of.
+        A `MergeReport`, or without ``out`` the merged state dict. Notes of the report then become
+        warnings.
 
     Raises:
-        PlanError: The merge cannot be done; every reason found is listed, and nothing was written.
-        ValueError: A bad argument; `NotFiniteError`: a result that is not finite.
+        PlanError: The merge is impossible. ``problems`` has every reason that was found; nothing
+            was written.
+        ValueError: An argument is invalid, or (`NotFiniteError`) the result has NaN or infinity.
         OutputError: ``out`` is not empty, is being written by another run, or the disk is full.
 
     >>> a, b = {"w": torch.tensor([0.0, 2.0])}, {"w": torch.tensor([4.0, 4.0])}
@@ -237,7 +241,7 @@ def merge_models(
 
 
 def _check_list(models: object) -> None:
-    """Refuse what is no list of models; a recipe's file is told how to be read."""
+    """Reject models that are not a list; for the path of a recipe, suggest `load_recipe`."""
     if isinstance(models, Sequence) and models and not isinstance(models, str):
         return
     hint = ""
@@ -267,12 +271,12 @@ def _resolve_recipe(
 
 
 def _check_alone(settings: Mapping[str, object], parameters: Mapping[str, object]) -> None:
-    """Refuse what was given beside a recipe; a setting that is None was not given."""
+    """Reject parameters, and settings other than None, that were passed along with a recipe."""
     extra = [*parameters, *(name for name, value in settings.items() if value is not None)]
     if extra:
         raise ValueError(
-            f"merge_models: {extra[0]} was given with a MergeRecipe, which already defines it; "
-            "expected it in the recipe"
+            f"merge_models: got {extra[0]} together with a MergeRecipe; set it in the recipe "
+            "instead"
         )
 
 
@@ -283,7 +287,7 @@ def _check_calibrated(
     out: object,
     unsupported: Mapping[str, object],
 ) -> None:
-    """Refuse a merge with calibration that lacks something, or has what it cannot use."""
+    """Check that a merge with calibration has every required and no unsupported argument."""
     if method is not None and method not in CALIBRATED:
         raise ValueError(
             f"merge_models: expected a method with calibration ({', '.join(CALIBRATED)}), got "
@@ -298,20 +302,21 @@ def _check_calibrated(
         lost = "calibration="
     if lost is not None:
         raise ValueError(
-            f"merge_models: {method or 'calibration'} came without {lost}; expected models in a "
-            "list, calibration= with a file or rows for each of them, and out="
+            f"merge_models: {method or 'calibration'} needs {lost}; pass the models in a list, "
+            "calibration= with a file or rows for each model, and out="
         )
     passed = [name for name, value in unsupported.items() if value]
     if passed:
         raise ValueError(
-            f"merge_models: {method} has no {passed[0]}; expected none of {', '.join(unsupported)}"
+            f"merge_models: {method or 'calibration'} does not support {passed[0]}; omit "
+            f"{', '.join(unsupported)}"
         )
 
 
 def _calibrated_recipe(recipe: MergeRecipe) -> tuple[list[object], str, dict[str, object]]:
     """Return models, method and parameters of a recipe for `_merge_calibrated`.
 
-    It has no other entries.
+    Raise a ValueError if the recipe has entries that such a merge does not support.
     """
     told = {
         "slices": recipe.slices,
@@ -322,8 +327,8 @@ def _calibrated_recipe(recipe: MergeRecipe) -> tuple[list[object], str, dict[str
     }
     if unsupported := [name for name, value in told.items() if value]:
         raise ValueError(
-            f"merge_models: a recipe of {recipe.merge_method} with calibration has no "
-            f"{unsupported[0]}"
+            f"merge_models: a recipe of {recipe.merge_method} with calibration does not support "
+            f"{unsupported[0]}; remove it"
         )
     if strange := sorted(
         {name for entry in recipe.models for name in entry.parameters} - {"weight"}
@@ -348,9 +353,9 @@ def _merge_calibrated(
     dtype: object,
     run: Run,
 ) -> MergeReport:
-    """Merge into parts in a folder beside ``out``.
+    """Merge block by block into parts in a folder next to ``out``.
 
-    Then let a ``passthrough`` merge make a checkpoint of them.
+    A ``passthrough`` merge then turns the parts into a checkpoint.
     """
     # this imports transformers, which most merges do not need
     from .layerwise import CalibratedMerge, merged_source
@@ -359,7 +364,7 @@ def _merge_calibrated(
     cpu_started = time.process_time()
     path = check_new(out, "merge")
     dtypes = {"dtype": dtype, "out_dtype": None}
-    _resolve_recipe(list(models[:1]), "passthrough", None, {}, dtypes)  # a wrong dtype is told now
+    _resolve_recipe(list(models[:1]), "passthrough", None, {}, dtypes)  # fail now on a wrong dtype
     try:
         merge = CalibratedMerge(method=method, **parameters)
     except TypeError as error:
@@ -381,7 +386,7 @@ def _merge_calibrated(
 
 
 def _default_threads() -> int:
-    # cores that this process may use, which can be fewer; macOS does not tell
+    # the cores that this process may use, which can be fewer; macOS cannot report them
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:

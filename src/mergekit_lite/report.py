@@ -13,13 +13,13 @@ class MergeReport(Report):
     """Report of what a merge did.
 
     Args:
-        out: The folder.
+        out: The output folder.
         paths: Its weight files.
-        bytes_read: Bytes of the inputs; some methods read them twice or more.
-        bytes_written: Bytes of tensors.
+        bytes_read: Size of the inputs in bytes; some methods read them twice or more.
+        bytes_written: Size of the output's tensors in bytes.
         seconds: Wall time.
         cpu_seconds: CPU time of this process, all threads.
-        peak_memory: Largest resident size of this process so far, bytes (imports included).
+        peak_memory: Largest resident size of this process so far, in bytes, imports included.
         resumed: Weight files that an earlier, interrupted run had finished.
         tensors: For each tensor its name, shape, dtype, method and file.
         notes: Notes for the user.
@@ -49,6 +49,6 @@ class MergeReport(Report):
     def remarks(self) -> list[str]:
         """List how many files an interrupted run had finished, and the notes."""
         resumed = (
-            f"{len(self.resumed)} of {len(self.paths)} files were there from an interrupted run"
+            f"{len(self.resumed)} of {len(self.paths)} files were kept from an interrupted run"
         )
         return [*([resumed] if self.resumed else []), *(f"note: {text}" for text in self.notes)]

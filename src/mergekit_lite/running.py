@@ -1,4 +1,4 @@
-"""Running a merge: its stages, its engine, its progress, and the folder that it writes."""
+"""Run a merge: its stages, engine, progress bar and output folder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STAGE = "stage.json"
 
 @dataclass(frozen=True)
 class Run:
-    """Settings of a merge's run, whatever is merged."""
+    """Settings of a run that do not depend on what is merged."""
 
     device: str
     impl: str
@@ -51,7 +51,7 @@ class Run:
 
     @property
     def allowed(self) -> dict[str, Any]:
-        """Return the settings of checks, as arguments of `make_plan`."""
+        """Return the ``allow_*`` settings and ``truncate_embeddings`` as keyword arguments."""
         return {
             "allow_pickle": self.allow_pickle,
             "allow_incomplete": self.allow_incomplete,
@@ -61,7 +61,7 @@ class Run:
 
 
 class Bar:
-    """A progress bar of bytes written; tqdm is imported only where one is seen."""
+    """A progress bar of bytes written; tqdm is imported only if the bar is shown."""
 
     def __init__(self, plan: MergePlan, *, hidden: bool):
         self._bar: tqdm | None = None
@@ -77,7 +77,7 @@ class Bar:
             self._bar.update(count)
 
     def say(self, text: str) -> None:
-        """Show what is being done."""
+        """Show a text after the bar."""
         if self._bar is not None:
             self._bar.set_postfix_str(text)
 
@@ -102,31 +102,31 @@ def _running(plan: MergePlan, run: Run) -> Iterator[tuple[Engine, Bar]]:
 def merge_in_memory(
     recipe: MergeRecipe, run: Run, *, depth: int = 0
 ) -> tuple[dict[str, Tensor], MergePlan]:
-    """The merged state dict and its plan; the plan's notes become warnings.
+    """Return the merged state dict and its plan; the plan's notes become warnings.
 
     Args:
         recipe: The recipe of the merge.
-        run: Its settings.
-        depth: The number of recipes that this one is nested in, as a stage.
+        run: The settings of the run.
+        depth: How many recipes this one is nested in as a stage; 0 for the outermost.
     """
     stages: dict[int, Source] = {}
     for stage in recipe.stages():
         state, stage_plan = merge_in_memory(stage, run, depth=depth + 1)
         source = DictSource(state, model_label(stage), stage_plan.config)
-        # a state dict has no tokenizer: the stage's is that of the model it took the config from
+        # a state dict has no tokenizer: use that of the model that provided the stage's config
         source.folder = stage_plan.sources[stage_plan.donor].folder
         source.tokens = stage_plan.vocabulary.tokens if stage_plan.vocabulary else None
         stages[id(stage)] = source
     plan = make_plan(recipe, threads=run.threads, stages=stages or None, **run.allowed)
     for note in plan.notes:
-        # the line that called `merge_models`
+        # the warning shows the line that called `merge_models`
         warnings.warn(f"merge_models: {note}", stacklevel=3 + depth)
     merged = {t.name: torch.empty(t.shape, dtype=to_torch(t.dtype)) for t in plan.tensors}
 
     def sink(t: TensorPlan, start: int, values: Array) -> None:
         stored_of(merged[t.name].view(-1))[start : start + values.size] = values
 
-    # no wait for a compiler
+    # "auto" is eager in memory, so that nobody waits for a compiler
     eager = replace(run, impl="eager" if run.impl == "auto" else run.impl)
     with _running(plan, eager) as (engine, bar):
         for t in engine.run_all(plan.tensors, sink):
@@ -185,14 +185,13 @@ def merge_to_folder(recipe: MergeRecipe, out: Path, run: Run) -> MergeReport:
 def _stages_beside(
     recipe: MergeRecipe, out: Path, run: Run
 ) -> Iterator[tuple[dict[int, Source], list[str]]]:
-    """Merge the recipes that stand among the models into a hidden folder.
+    """Merge the recipes that are listed as models into a hidden folder.
 
-    It is removed when the merge is done.
+    The folder is removed when the merge is done. An interrupted run leaves finished stages in it,
+    and a later run reuses those whose fingerprint matches.
 
-    With them come the notes of those that were merged now.
-
-    An interrupted run leaves the finished ones; a later run uses those that have the fingerprint it
-    expects.
+    Yields:
+        The stages as sources, by the `id` of their recipes, and notes on those merged now.
     """
     if not recipe.stages():
         yield {}, []
@@ -200,7 +199,7 @@ def _stages_beside(
     folder = NewFolder(out.with_name(f"{out.name}.stages"), "merge", resumable=True)
     stages: dict[int, Source] = {}
     notes: list[str] = []
-    # check the last stage before the first is merged
+    # check the whole recipe before the first stage is merged
     make_plan(recipe, **run.allowed)
     folder.open()
     try:
@@ -209,7 +208,7 @@ def _stages_beside(
             place = folder.folder / name
             if not _is_whole(place, stage, run):
                 merged = [model_label(s) for s in recipe.stages() if id(s) in stages]
-                # this stage may have been stopped half way, and goes on; all else is stale
+                # an interrupted merge of this stage continues; everything else is stale
                 folder.clear(keep=[*merged, f".{name}.partial"])
                 report = merge_to_folder(replace(stage, name=name), place, run)
                 notes += [f"{name}: {note}" for note in report.notes]
@@ -224,9 +223,9 @@ def _stages_beside(
 
 
 def _stage_mark(stage: MergeRecipe, run: Run) -> str | None:
-    """The fingerprint of a stage's plan.
+    """Return the fingerprint of a stage's plan.
 
-    None where it has stages of its own: such a stage is always merged again.
+    Return None if the stage has stages of its own; it is then always merged again.
     """
     if stage.stages():
         return None
@@ -244,13 +243,13 @@ def _is_whole(folder: Path, stage: MergeRecipe, run: Run) -> bool:
 
 
 def _write(engine: Engine, out: Path, run: Run, bar: Bar) -> list[str]:
-    """Write every shard that an earlier run has not finished, then what lies beside them.
+    """Write every shard that an earlier run did not finish, then all other files.
 
     Returns:
-        The shards that an earlier run has finished.
+        The shards that an earlier run had finished.
     """
     plan = engine.plan
-    chosen_template(plan)  # what could fail at the end is tried first
+    chosen_template(plan)  # if this fails, it fails before the merge
     folder = OutputFolder(out, plan, plan_fingerprint(plan, run.seed, __version__), fresh=run.fresh)
     folder.prepare()
     resumed = sorted(folder.finished)
@@ -260,18 +259,20 @@ def _write(engine: Engine, out: Path, run: Run, bar: Bar) -> list[str]:
             _write_shards(engine, folder, bar, hasher)
         folder.complete(run.seed, run.trust_remote_code)
     except BaseException as error:
-        # nothing may write once the folder is let go
+        # no thread may write after the folder is unlocked
         engine.stop()
         failed_write = write_error(f"merge to {out}", error)
-        if isinstance(error, OutputError):  # of a file that is written by its new name
+        if isinstance(error, OutputError):  # for example from `write_json`
             failed_write = error
-        # NaN would come again when the run goes on; a full disk gets its space back
+        # a continued run would meet the same NaN; a full disk gets its space back
         if failed_write or isinstance(error, NotFiniteError):
-            with contextlib.suppress(OSError):  # the error of the merge is the one to tell
+            with contextlib.suppress(OSError):  # raise the merge's own error
                 folder.discard()
         folder.close()
         if failed_write:
-            raise OutputError(f"{failed_write}; what was written is removed") from error
+            # a result that could not get its name stays where the error says
+            removed = "" if folder.folder.exists() else "; what was written is removed"
+            raise OutputError(f"{failed_write}{removed}") from error
         raise
     return resumed
 
@@ -289,7 +290,7 @@ def _write_shards(
         for t in engine.run_all(folder.members[shard], folder.write):
             bar.update(t.nbytes)
         folder.close_shard()
-        # at most one hash is under way, and an error of it stops the merge here
+        # at most one hash is computed at a time; if it failed, its error is raised here
         if hashing is not None:
             hashing.result()
         hashing = hasher.submit(folder.finish, name)

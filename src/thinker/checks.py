@@ -259,7 +259,7 @@ def chosen_steps(output_steps: OutputSteps, rows: Sequence[FlowRow]) -> set[int]
     """Return the requested output steps, counted from 1; refuse those without an output."""
     can = [number for number, row in enumerate(rows, 1) if row.output]
     # a number alone could mean a step or how many of them
-    if isinstance(output_steps, str | int):
+    if isinstance(output_steps, str | int | None):
         if output_steps not in ("last", "all"):
             raise ValueError(
                 f"LatentThinker: output_steps is {output_steps!r}; expected last, all, or a list "

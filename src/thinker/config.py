@@ -209,12 +209,10 @@ class ThinkerConfig(CheckedModelConfig):
         if self.causal and not self.at_tokens:
             yield problem(self, "latent_init", '"tokens" with causal=True')
         # from_end and the side of a grid depend on the number of later tokens
-        if self.causal and (self.positions not in ("learned", "cyclic", "rotary") or self.from_end):
-            yield problem(
-                self,
-                "positions",
-                "learned, cyclic or rotary, and from_end=False, with causal=True",
-            )
+        if self.causal and self.positions not in ("learned", "cyclic", "rotary"):
+            yield problem(self, "positions", "learned, cyclic or rotary with causal=True")
+        if self.causal and self.from_end:
+            yield problem(self, "from_end", "False with causal=True")
         if self.at_tokens and self.decoder_self_attention:
             yield problem(
                 self,

@@ -32,7 +32,6 @@ class FlowRow(NamedTuple):
 
 COLUMNS = FlowRow._fields
 PARTS = ("prologue", "loop", "epilogue")
-_USUAL = FlowRow()._asdict()
 _TRUE = {"1", "x", "✓", "true", "yes"}
 _FALSE = {"", "0", "-", "false", "no"}
 

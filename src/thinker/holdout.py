@@ -118,7 +118,11 @@ class HoldOut:
             missing -= len(chosen_rows)
             if not missing:
                 break
-        assert not missing
+        if missing:
+            raise ValueError(
+                f"CurriculumDataset: {missing} of {batch} held-out inputs of length {length} were "
+                f"not found in 1000 draws; expected a holdout above {self.share}"
+            )
         return Sample.joined(samples)
 
     def _has(self, length: int) -> bool:

@@ -219,7 +219,7 @@ def test_the_command_line_extracts(tmp_path, capsys):
         "--no-progress",
     ]
     assert main([*arguments, "--energy", "0.5", "--dtype", "bfloat16"]) == 0
-    assert "missed of a change" in capsys.readouterr().out
+    assert "relative error of a change" in capsys.readouterr().out
     assert (
         load_file(tmp_path / "out" / "adapter_model.safetensors").popitem()[1].dtype
         == torch.bfloat16

@@ -71,7 +71,7 @@ def test_a_parameter_given_twice(paths, out):
 
 
 def test_models_and_bases(paths, out):
-    refused("needs a base model and none was given", paths, "ties", weight=1, out=out)
+    refused("expected a base model, got none", paths, "ties", weight=1, out=out)
     refused(r"linear:.*method", paths[1:], base_model=paths[0], weight=1, out=out)
     refused("listed twice", [paths[0], paths[0]], weight=1, out=out)
     refused(

@@ -183,7 +183,7 @@ tokenizer: {sourc: base}
         printed = capsys.readouterr().err
         for word in (
             "did you mean ties",
-            "weight stands beside model",
+            "weight is next to model",
             "'paramters'",
             "models parameters: is [1]",
             "/nowhere/a",

@@ -169,6 +169,6 @@ def test_a_merge_says_what_was_resumed_and_what_the_plan_noted(tmp_path):
         report, resumed=["model.safetensors"], notes=["t: a filter is in no tensor's name"]
     )
     assert str(report).splitlines()[2:] == [
-        "1 of 1 files were there from an interrupted run",
+        "1 of 1 files were kept from an interrupted run",
         "note: t: a filter is in no tensor's name",
     ]

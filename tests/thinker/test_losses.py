@@ -1,5 +1,7 @@
 """Step losses against sums written out."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -116,6 +118,7 @@ def test_labels_of_each_step():
     ("call", "message"),
     [
         (lambda: LastAndRandom(last=0), "last=0"),
+        (lambda: LastAndRandom(random=math.nan), "random=nan"),
         (lambda: Reach(window=1), r"Reach:.*window.*1.*1.*2"),
         (lambda: Reach(grad_steps=0), "grad_steps 0"),
         (

@@ -911,6 +911,7 @@ TOKENS = torch.zeros(2, 5, dtype=torch.long)
             r"LatentThinker:.*output_steps.*\[5\].*\[1.*2.*3.*4\]",
         ),
         ({}, lambda m: m(TOKENS, output_steps="first"), "output_steps is 'first'"),
+        ({}, lambda m: m(TOKENS, output_steps=None), "output_steps is None"),
         (
             {},
             lambda m: m(TOKENS, output_steps=3),
@@ -1005,7 +1006,10 @@ def test_bad_input_is_refused(changes, call, message):
         ({"separators": [3]}, r"separators is \[3\]"),
         ({"num_latents": 0}, r"ThinkerConfig:.*num_latents.*0.*1"),
         ({"positions": "random", "num_positions": 5}, r"ThinkerConfig:.*sequence.*12"),
-        ({"causal": True, "from_end": True}, r"ThinkerConfig:.*from_end"),
+        (
+            {"causal": True, "from_end": True, "latent_init": "tokens", "positions": "learned"},
+            r"ThinkerConfig: from_end is True, expected False with causal=True",
+        ),
         (
             {"causal": True, "latent_init": "noise"},
             r'ThinkerConfig:.*latent_init.*.noise..*"tokens"',

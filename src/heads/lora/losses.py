@@ -158,7 +158,7 @@ def _check_loss(base: Any, operation: str) -> None:
         near = False
     if not near:
         raise ValueError(
-            "fuse_cross_entropy_: expected a model whose loss is the next-token cross-entropy of "
+            f"{operation}: expected a model whose loss is the next-token cross-entropy of "
             f"its head's logits, but {type(base).__name__} computes another loss"
         )
 

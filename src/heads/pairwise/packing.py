@@ -72,8 +72,6 @@ def _attention(
     # the same rule as in transformers
     if causal is None:
         causal = getattr(module, "is_causal", True)
-    else:
-        causal = causal
     # transformers' window counts the token itself
     window = None if sliding_window is None else sliding_window - 1
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))

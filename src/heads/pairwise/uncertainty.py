@@ -116,6 +116,8 @@ def fit_uncertainty_(
             f"fit_uncertainty_: the inputs of the head's last layers have width {width}, expected "
             f"at most {WIDEST}; use fewer kinds of pooling"
         )
+    data.check_encoded("fit_uncertainty_", model)
+    held_out.check_encoded("fit_uncertainty_", model)
     head = model.head
     # fit around the plain verdicts, even if the judge already has a covariance
     head.covariance = None

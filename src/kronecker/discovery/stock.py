@@ -57,7 +57,8 @@ def stock_config(
             break
     raise ValueError(
         f"prune_: no field of {type(before).__name__} gives {name} the shape {list(shape)} (fields "
-        f"of that size: {fields}); expected a family whose config has such a field"
+        f"of that size: {fields}); expected a family whose config has such a field; neurons can "
+        "also go with allocate='influence'"
     )
 
 

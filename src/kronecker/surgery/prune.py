@@ -91,7 +91,7 @@ class PruneReport(Report):
 
     def table(self) -> Table:
         """Return a row for each layer, with the influence of blocks if some were dropped."""
-        columns = ["layer", "of", "before", "after", "error"]
+        columns = ["layer", "unit", "before", "after", "error"]
         has_blocks = any(layer.influence is not None for layer in self.layers)
         if has_blocks:
             columns.append("influence")

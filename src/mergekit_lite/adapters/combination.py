@@ -1,4 +1,4 @@
-"""merge_adapters: several adapters of one base become one, without the base."""
+"""`merge_adapters`: merge several adapters of one base into one, without the base's weights."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from ..vocabulary import copy_tokenizer
 from .report import AdapterModule, AdapterReport
 from .storage import module_of, truncated, with_bar, write_adapter
 
-_MUCH = 0.2  # of a change, missed, that is worth a note
-# which look at the weights themselves and not at their changes alone
+_MUCH = 0.2  # a note is given if more than this share of a change is missed
+# methods that use the weights themselves, not only their changes
 _NEEDS_WEIGHTS = ("slerp", "arcee_fusion")
-# which give every singular vector its strength: of a change of low rank, also the arbitrary ones
+# methods that strengthen every singular vector, even the arbitrary ones of a low-rank change
 _NEEDS_FULL_RANK = ("tsv", "iso_c")
 
 
@@ -47,29 +47,30 @@ def merge_adapters(
 ) -> AdapterReport:
     """Merge LoRA adapters of one base into one adapter.
 
-    A method means what it means in `merge_models`: the result is the adapter nearest to the merge
-    of the models that the adapters make of their base, which need not be there. ``"cat"`` puts the
-    factors side by side: the weighted sum of the changes, exactly, at the sum of the ranks.
+    A method works as in `merge_models`: the result is the adapter that is closest to the merge of
+    the adapted models. The base itself is not needed. ``"cat"`` concatenates the factors: the
+    result is exactly the weighted sum of the changes, and its rank is the sum of the ranks.
 
     Args:
         adapters: Folders or hub ids of plain LoRA adapters.
         method: ``"cat"``, ``"linear"``, or a method with a base: ``"task_arithmetic"``, ``"ties"``,
             ``"dare_ties"``, …
-        out: Folder to write; it must not exist or be empty.
-        rank: The largest rank of a module; default: the largest of the adapters'.
+        out: Folder to write: a new path or an empty folder.
+        rank: The largest rank of a module; default: the largest rank in the adapters. ``"cat"``
+            ignores it.
         dtype: The dtype of the factors; default: the adapters'.
         seed: The seed of random methods.
-        progress: Show a bar over modules.
-        **parameters: The method's (``weight`` for most): one number, or for a per-model parameter a
-            list with one for each adapter.
+        progress: Show a progress bar.
+        **parameters: The method's parameters (``weight`` for most): one number, or for a per-model
+            parameter a list with one number for each adapter.
 
     Returns:
-        Every module's rank, and the share of its change that the rank misses: merged changes have
-        more directions than any of the adapters.
+        A report of each module's rank, and of the share of its change that this rank misses: merged
+        changes can have a higher rank than any of the adapters.
 
     Raises:
-        PlanError: The adapters cannot be merged; every reason found is listed.
-        ValueError: A bad argument.
+        PlanError: The adapters cannot be merged; ``problems`` has every reason that was found.
+        ValueError: An argument is invalid, or the result has NaN or infinity.
         OutputError: ``out`` is not empty or cannot be written.
 
     Example::
@@ -99,10 +100,10 @@ def merge_adapters(
         pairs = [adapter.pairs.get(name) for adapter in opened]
         if merged is None:
             factors[name] = _side_by_side(pairs, bound["weight"])
-            # the exact change: the error in the report is then that of rounding alone
+            # the exact change, so the reported error is due to rounding alone
             change = factors[name][0] @ factors[name][1]
         else:
-            # random streams are keyed by this name, so that they are those of `merge_models`
+            # random streams are keyed by this name, so they are the same as in `merge_models`
             change = _merged_change(merged, pairs, bound, seed, f"{name}.weight")
             if not np.isfinite(change).all():
                 raise ValueError(f"merge_adapters: the merge of {name} has NaN or infinity")
@@ -153,16 +154,16 @@ def _local_folder(base: str | None) -> Path | None:
     if not base:  # an empty path would be the current folder
         return None
     with contextlib.suppress(ValueError):
-        # a base is not downloaded for the sake of its tokenizer
+        # do not download a base only for its tokenizer
         return _hub.find_folder(base, local_files_only=True)
     return None
 
 
 def _method(name: str) -> MergeMethod | None:
-    """The method, or None for "cat"."""
+    """Return the method, or None for "cat"; raise if it needs the base's weights."""
     if name == "cat":
         return None
-    # with weights that sum to 1 the base drops out of linear, too
+    # linear, too, does not need the base's weights if its own weights sum to 1
     fitting = ["linear"]
     for method in METHODS.values():
         unfit = method.name in (*_NEEDS_WEIGHTS, *_NEEDS_FULL_RANK)
@@ -178,7 +179,7 @@ def _method(name: str) -> MergeMethod | None:
 
 
 def _bound(method: MergeMethod | None, count: int, parameters: Bound) -> Bound:
-    """Return a method's checked parameters, "cat" being None."""
+    """Check a method's parameters and add its defaults; the method is None for "cat"."""
     if method is None:
         return _cat_weights(count, parameters)
     bound = method.bind(count, parameters)
@@ -208,7 +209,10 @@ def _cat_weights(count: int, parameters: Bound) -> Bound:
 
 
 def _open(adapters: Sequence[str | os.PathLike[str]]) -> tuple[list[Adapter], list[str]]:
-    """The adapters, which must change matrices of equal shapes and replace nothing; and notes."""
+    """Open and check the adapters; return them and notes.
+
+    They must change matrices of equal shapes and replace no tensors.
+    """
     problems: list[str] = []
     opened: list[Adapter] = []
     for adapter in adapters:
@@ -235,7 +239,7 @@ def _open(adapters: Sequence[str | os.PathLike[str]]) -> tuple[list[Adapter], li
         return opened, []
     note = f"the adapters name different bases: {', '.join(sorted(bases))}"
     for adapter in opened[1:]:
-        # one base may have two names, as a copy has; modules in common speak for that
+        # a base may have two names, for example after a copy: adapters with a common module pass
         if not adapter.pairs.keys() & opened[0].pairs.keys():
             folders = f"{opened[0].folder} and {adapter.folder}"
             raise PlanError([f"{note}, and {folders} have no module in common"])
@@ -277,7 +281,7 @@ def _merged_change(
     seed: int,
     name: str,
 ) -> Array:
-    """The method on the changes themselves; an adapter without the module changes nothing there."""
+    """Apply the method to one module's changes; an adapter without the module has a zero change."""
     changes: list[Tensor | None] = []
     for pair in pairs:
         if pair is None:

@@ -1,4 +1,4 @@
-"""extract_lora: the adapter that is nearest to what tuning changed."""
+"""`extract_lora`: find the LoRA adapter that is closest to the change made by tuning."""
 
 from __future__ import annotations
 
@@ -40,35 +40,36 @@ def extract_lora(
     progress: bool = True,
     allow_pickle: str | None = None,
 ) -> AdapterReport:
-    """Write the LoRA adapter that comes nearest to a tuned model.
+    """Write the LoRA adapter that is closest to a tuned model.
 
-    It is for peft, or to be named as ``"base+adapter"``.
+    Load it with peft, or name it as ``"base+adapter"`` in a merge.
 
-    Tensor by tensor: the change of every linear layer's weight is cut to its largest singular
-    directions, which no adapter of that rank can better (Eckart and Young, 1936). Embeddings,
-    heads, norms and biases are no products; they are left, and the report says by how much they
-    changed, or saved whole.
+    The change of each linear layer's weight is truncated to its largest singular directions; no
+    adapter of the same rank is closer (Eckart and Young, 1936). Embeddings, heads, norms and biases
+    are not approximated. They are left out, and the report shows how much they changed, or they are
+    saved whole with ``save_others``.
 
     Args:
-        model: The tuned model: what `merge_models` takes.
+        model: The tuned model, in any form that `merge_models` takes.
         base_model: The model that it was tuned from, with the same names and shapes.
-        out: Folder to write; it must not exist or be empty.
+        out: Folder to write: a new path or an empty folder.
         rank: The largest rank of a module.
-        energy: Share of a change's squared norm, 0 to 1, at which fewer directions are enough.
+        energy: Share of a change's squared norm to keep, above 0 and at most 1. Each layer gets the
+            smallest rank that keeps it, up to ``rank``.
         dtype: The dtype of the factors; default: the model's.
-        save_others: Save changed tensors that are no linear layers whole, as peft's
-            ``modules_to_save``; but for an embedding that is tied to the head, of which peft would
-            leave one as it was.
+        save_others: Also save other changed weights, at full size, as peft's ``modules_to_save``.
+            Biases are never saved, nor are tied embeddings and heads, because peft would change
+            only one of the two.
         progress: Show a progress bar.
         allow_pickle: ``"weights_only"`` admits pickled checkpoints.
 
     Returns:
-        Each module's rank and error, and what was left out.
+        A report of each module's rank and error, and of changed tensors that were left out.
 
     Raises:
-        PlanError: The models do not have the same tensors, or differ in nothing; every reason found
-            is listed.
-        ValueError: A bad argument.
+        PlanError: The models have different tensors, nothing to extract, or NaN or infinity;
+            ``problems`` has every reason that was found.
+        ValueError: An argument is invalid, or a factor does not fit in ``dtype``.
         OutputError: ``out`` is not empty or cannot be written.
 
     >>> import tempfile, torch
@@ -118,7 +119,7 @@ def extract_lora(
 
 
 def _common_tensors(base: Source, tuned: Source) -> list[str]:
-    """The base's tensors, all of which the tuned model must have in the same shape."""
+    """Check that both models have the same tensor names and shapes; return the names."""
     problems = []
     for name, info in base.tensors.items():
         other = tuned.tensors.get(name)
@@ -140,7 +141,7 @@ def _common_tensors(base: Source, tuned: Source) -> list[str]:
 
 
 class _Extraction:
-    """Findings about an adapter, tensor by tensor."""
+    """The contents of an adapter, collected tensor by tensor."""
 
     def __init__(
         self, base: Source, tuned: Source, rank: int, energy: float, dtype: str, save_others: bool
@@ -161,7 +162,7 @@ class _Extraction:
         self.left: dict[str, float] = {}
 
     def take(self, name: str) -> None:
-        """Look at one tensor."""
+        """Add the change of one tensor to the adapter, or to what is left out."""
         info = self._base.tensors[name]
         # integer buffers, such as position ids, are not tuned
         if not info.dtype.is_floating_point:
@@ -176,7 +177,7 @@ class _Extraction:
         if self._is_linear(name, info.shape):
             module = name.removesuffix(".weight")
             if stores_transposed(self._base.config, module):
-                # GPT-2's Conv1D stores (in, out), peft's factors are of (out, in)
+                # GPT-2's Conv1D stores (in, out), but peft's factors are for (out, in)
                 change = change.T
             up, down = truncated(change, self._rank, self._energy)
             self.factors[module] = up, down
@@ -190,7 +191,7 @@ class _Extraction:
 
     def _may_be_saved(self, name: str) -> bool:
         """Return whether a changed tensor is saved whole."""
-        is_tied = self._tied and is_vocabulary_tensor(name)  # peft would change one of the two
+        is_tied = self._tied and is_vocabulary_tensor(name)  # peft would change only one
         return self._save_others and name.endswith(".weight") and not is_tied
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Reports of what an adapter came to, module by module."""
+"""Reports on adapters that were written, module by module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class AdapterModule:
         name: The module.
         shape: (out_features, in_features).
         rank: The rank of its factors.
-        error: Norm of what the rounded factors miss of the change, as a share of the change's norm.
+        error: Relative error: the norm of the difference between the change and the product of the
+            rounded factors, divided by the norm of the change.
     """
 
     name: str
@@ -29,15 +30,15 @@ class AdapterModule:
 
 @dataclass(frozen=True)
 class AdapterReport(Report):
-    """An adapter that was written.
+    """Report on an adapter that was written.
 
     Args:
-        out: Its folder.
+        out: The adapter's folder.
         modules: The modules that it changes.
         saved: Tensors that it replaces (peft's ``modules_to_save``).
-        left: Tensors that changed and are not in it: name, and norm of the change as a share of the
-            tensor's; infinity if the base's is all zero.
-        nbytes: Size of its weights.
+        left: Changed tensors that are not in the adapter: the name, and the norm of the change
+            divided by the norm of the base's tensor, or infinity if that is all zero.
+        nbytes: Size of the adapter's tensors in bytes.
         notes: Notes for the user.
     """
 
@@ -49,15 +50,13 @@ class AdapterReport(Report):
     notes: list[str] = field(default_factory=list)
 
     def summary(self) -> list[str]:
-        """Tell how much there is, and how well it fits."""
+        """Return the adapter's size, ranks and errors."""
         ranks = [m.rank for m in self.modules]
         errors = [m.error for m in self.modules]
         lines = [f"{len(self.modules)} modules, {self.nbytes / 1e6:.1f} MB at {self.out}"]
         if errors:
             spread = f"median {statistics.median(errors):.2%}, worst {max(errors):.2%}"
-            lines.append(
-                f"rank {min(ranks)} to {max(ranks)}; missed of a change, by its norm: {spread}"
-            )
+            lines.append(f"rank {min(ranks)} to {max(ranks)}; relative error of a change: {spread}")
         return lines
 
     def table(self) -> Table:
@@ -69,7 +68,7 @@ class AdapterReport(Report):
         return Table(("module", "shape", "rank", "missed"), rows)
 
     def remarks(self) -> list[str]:
-        """List what is not in it."""
+        """Return the notes, and a line for each changed tensor that is not in the adapter."""
         lines = [f"note: {text}" for text in self.notes]
         for name, share in self.left.items():
             change = f"changed by {share:.2%}" if math.isfinite(share) else "changed from all zeros"

@@ -1,4 +1,4 @@
-"""Factors of a change, and the peft adapter that holds them on disk."""
+"""Factorize changes, and write the factors as a peft adapter."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _TASKS = {
     "ForQuestionAnswering": "QUESTION_ANS",
 }
 # eigenvalues are squares: 1e-14 of the largest is 1e-7 of the largest singular value
-_NOTHING = 1e-14  # of the largest eigenvalue: what float64 leaves of a zero
+_NOTHING = 1e-14  # relative to the largest eigenvalue: anything smaller is a rounding error
 
 
 def with_bar(names: Sequence[str], operation: str, unit: str, *, progress: bool) -> Iterable[str]:
-    """The names under a progress bar; tqdm is imported only where one is seen."""
+    """Return the names, with a progress bar if asked; tqdm is imported only for the bar."""
     if not progress:
         return names
     from tqdm.auto import tqdm
@@ -37,7 +37,7 @@ def with_bar(names: Sequence[str], operation: str, unit: str, *, progress: bool)
 
 
 def task_of(config: Mapping[str, object]) -> str | None:
-    """Return peft's task type for a model of this config, or None if it has none."""
+    """Return peft's task type for a model with this config, or None if there is none."""
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         return None
@@ -52,25 +52,24 @@ def truncated(
     rank: int,
     energy: float = 1.0,
 ) -> tuple[Array, Array]:
-    """The best factors B (out, r) and A (r, in) of a change.
+    """Return the best factors B (out, r) and A (r, in) of a change.
 
-    Both have the roots of its singular values.
-
-    Found from the eigenvectors of the smaller of the two Gram matrices, in float64.
+    Each factor is scaled by the square roots of the change's singular values. The factors are
+    computed in float64 from the eigenvectors of the smaller of the two Gram matrices.
 
     Args:
         change: The matrix that B A should approximate.
         rank: The largest r.
-        energy: Share of the squared norm at which fewer directions are enough.
+        energy: Share of the squared norm to keep; r is the smallest rank that keeps it.
     """
     wide = change.astype(np.float64)
     tall = wide.shape[0] > wide.shape[1]
     values, vectors = np.linalg.eigh(wide.T @ wide if tall else wide @ wide.T)
-    # eigh sorts upwards; a zero may come out below 0 by rounding
+    # eigh sorts in ascending order; rounding may make a zero negative
     values = values[::-1].clip(0)
     vectors = vectors[:, ::-1]
     shares = np.cumsum(values) / max(values.sum(), 1e-300)
-    # a sum in another order may be one last bit less
+    # sums in different orders may differ in the last bit
     enough = 1 + int(np.searchsorted(shares, energy * (1 - 1e-12)))
     # at least 1, as peft refuses rank 0: merged changes may cancel to zero
     r = max(1, min(rank, enough, int((values > values[0] * _NOTHING).sum())))
@@ -89,13 +88,13 @@ def truncated(
 
 
 def module_of(name: str, change: Array, up: Array, down: Array, dtype: DType) -> AdapterModule:
-    """Report a module whose factors are rounded to a dtype.
+    """Return the report on a module whose factors are rounded to a dtype.
 
     Raises:
         ValueError: A factor has NaN or infinity in that dtype.
     """
-    with np.errstate(over="ignore"):  # the check says so with the module's name
-        # float64, in which the square of no float32 is 0
+    with np.errstate(over="ignore"):  # the error below names the module
+        # in float64 the square of a small float32 does not become 0
         stored = [numbers(stored_as(factor, dtype)).astype(np.float64) for factor in (up, down)]
     if not all(np.isfinite(factor).all() for factor in stored):
         raise ValueError(f"{name}: the adapter's factors have NaN or infinity in {dtype.name}")
@@ -125,9 +124,9 @@ def write_adapter(
         dtype: The dtype of the factors.
         base_model: The base that the config names.
         call: The call that made it, for the card.
-        task_type: peft's name of what the base is for.
+        task_type: peft's task type of the base model.
         saved: Tensors that replace the base's, as stored.
-        fan_in_fan_out: The base's linear layers store (in, out).
+        fan_in_fan_out: Whether the base's linear layers store (in, out).
     """
     arrays: dict[str, Array] = {}
     for module, (up, down) in factors.items():
@@ -145,7 +144,7 @@ def write_adapter(
         for value in arrays.values():
             file.write(byte_view(np.ascontiguousarray(value)))
     ranks = {module: down.shape[0] for module, (_, down) in factors.items()}
-    # there may be tensors saved whole and no factors, and peft refuses rank 0
+    # there may be only tensors that are saved whole, and peft rejects rank 0
     largest = max(ranks.values(), default=1)
     smaller = {module: r for module, r in ranks.items() if r != largest}
     # alpha is the rank in every module: peft then adds B A without a factor

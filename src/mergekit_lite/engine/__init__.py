@@ -1,4 +1,4 @@
-"""Carries a plan out: every tensor by the engine that fits it, in order, block by block."""
+"""Execute a plan: compute its tensors in order, each with the engine that supports it."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["Engine", "NotFiniteError"]
 
 
 class Engine:
-    """Runs a plan, as a context manager.
+    """A context manager that executes a plan.
 
     Args:
         plan: The plan of the merge.
         seed: The seed of random methods.
         device: The device that torch functions run on.
-        threads: Blocks that kernels compute at the same time, and threads of torch.
+        threads: Number of blocks that kernels compute in parallel, and of torch threads.
         progress: Called with a text while kernels are loaded.
-        impl: ``"eager"`` runs torch functions; ``"fused"`` runs compiled kernels, or raises where
-            there is none; ``"auto"`` runs kernels where it can.
+        impl: ``"eager"`` runs torch functions; ``"fused"`` runs compiled kernels, and raises if a
+            tensor has none; ``"auto"`` runs kernels where possible.
 
     Raises:
-        ValueError: ``"fused"`` where numba is missing, or for a tensor that no kernel merges.
+        ValueError: ``impl`` is ``"fused"`` but kernels cannot run here, or a tensor has no kernel.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Engine:
         ):
             raise ValueError(
                 f"merge_models: impl='fused' expected a kernel for every tensor, got none for "
-                f"{without[0].name}; take impl='auto'"
+                f"{without[0].name}; use impl='auto'"
             )
         self._torch_threads: int | None = None
 
@@ -75,15 +75,15 @@ class Engine:
     ) -> None:
         self.stop()
         if self._torch_threads is not None:
-            # the setting is the whole process's: code after the merge gets its own back
+            # the setting applies to the whole process, so restore it for code after the merge
             torch.set_num_threads(self._torch_threads)
 
     def stop(self) -> None:
-        """Wait until nothing writes any more."""
+        """Cancel waiting blocks, and wait until running blocks are written."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _compiled(self, impl: str) -> FusedEngine | None:
-        """The engine of kernels, where it can run and there is something for it to do."""
+        """Return the kernel engine, or None if it cannot run or no tensor needs it."""
         # a merge that only copies must not wait for kernels to load
         wanted = any(t.has_kernel and not self._moves(t) for t in self.plan.tensors)
         if impl == "auto" and (self._device != "cpu" or not wanted):
@@ -96,14 +96,14 @@ class Engine:
         if why is not None:
             self.notes.append(f"merged by torch, which is slower than compiled kernels: {why}")
             return None
-        self._progress("loading kernels, which are compiled once on a machine")
+        self._progress("loading kernels, which are compiled once per machine")
         self._said = True
         executor = self._executor if self._threads > 1 else None
         return FusedEngine(self.plan, self._seed, executor)
 
     def _torch_engine(self) -> EagerEngine:
         if self._eager is None:
-            # this imports torch, which merges by kernels alone never do
+            # this imports torch, which a merge that runs only kernels does not need
             self._torch_threads = torch.get_num_threads()
             torch.set_num_threads(self._threads)
             self._eager = EagerEngine(self.plan, self._seed, self._device)
@@ -112,7 +112,7 @@ class Engine:
     def run_all(self, tensors: Sequence[TensorPlan], sink: Sink) -> Iterator[TensorPlan]:
         """Run tensors in order, and yield each when it is done.
 
-        The system reads the next one's inputs while one is computed.
+        While one tensor is computed, the system reads the inputs of the next.
         """
         for t, following in zip_longest(tensors, tensors[1:]):
             if following is not None:
@@ -126,8 +126,8 @@ class Engine:
                 self._said = False
 
     def run(self, t: TensorPlan, sink: Sink) -> None:
-        """Make one tensor and hand its blocks to ``sink(plan, start, values)``."""
-        # its entry in the header is all there is to write; methods need an element at least
+        """Compute one tensor and pass its blocks to ``sink(plan, start, values)``."""
+        # an empty tensor has only a header entry, and methods need at least one element
         if t.info.count == 0:
             return
         if self._moves(t):

@@ -1,18 +1,18 @@
 """The compiled kernels of file merges.
 
-One pass over a block of every input, in tiles that stay in cache.
+A kernel makes one pass over a block of every input, in tiles that stay in cache.
 
-They do what the torch functions in `mergekit_lite.methods` do, operation by operation and in the
-same order, with every product rounded before it is added, so that both write the same bytes. Sums
-over a whole tensor run in float64; their order differs from torch's.
+Kernels repeat the torch functions in `mergekit_lite.methods` operation by operation, in the same
+order, and round every product before it is added, so that both write the same bytes. Sums over a
+whole tensor run in float64; their order differs from torch's.
 
-A block is ``raw`` (rows, columns): one row an input, the base last where there is one. uint16 holds
-bfloat16 patterns, anything else comes as float32. A result goes to ``out``, uint16 (bfloat16) or
-float32; a kernel that writes one answers whether it met NaN or infinity. ``work`` is memory to work
-in, (K + 5, T) float32; each kernel names its rows at its beginning. `native` runs the kernels.
+A block is ``raw`` (rows, columns): one row per input, the base last if there is one. It is uint16
+for bfloat16 patterns, else float32. A result is written to ``out``, as uint16 (bfloat16) or
+float32, and the kernel returns whether the result has NaN or infinity. ``work`` is scratch memory,
+(K + 5, T) float32; each kernel names its rows at its beginning. `native` runs the kernels.
 
-Loops that must run in vectors stand in functions of one-dimensional arrays of one length: there the
-compiler sees that no index is negative and none is out of range.
+Loops that must be vectorized are functions of one-dimensional arrays of equal length: there the
+compiler sees that every index is in range.
 
 Shape letters: K models, n elements of the block, T elements of a tile.
 """
@@ -30,23 +30,23 @@ from numba.extending import overload
 from .tiles import CHOSEN, DRAW, EVERY, MIDDLE, TILE, TRIM, Kind
 
 _GROUP = 16  # elements that are compared in one vector
-_WORDS = TILE // 4  # random words of a tile: an element has 8 bits
+_WORDS = TILE // 4  # random words per tile: each element uses 8 bits
 _ZERO, _ONE = np.float32(0), np.float32(1)
-_MINUS_ZERO = np.float32(-0.0)  # to which any number can be added, -0 included, and be what it was
+_MINUS_ZERO = np.float32(-0.0)  # adding any number to it, even -0, returns that number
 # a sum of weights below the first counts as 0; sce divides by no less than the second
 _SMALL, _LEAST = np.float32(1e-8), np.float32(1e-6)
-# all of a pattern but its sign; and infinity's
+# the bits of a pattern without its sign, and the pattern of infinity
 _SIZE, _INFINITE = (np.uint32(0x7FFFFFFF), np.uint32(0x7F800000))
 
 
 def _kernel(function: Callable[..., object], **options: Any) -> Any:
     """Return a function that kernels may call; it is compiled with them."""
-    # a division that asks for 0 first does not run in vectors
+    # numba's default error model checks each divisor for 0, which prevents vectorization
     return njit(error_model="numpy", **options)(function)
 
 
 def _summing(function: Callable[..., object]) -> Callable[..., Any]:
-    """A kernel whose sums may be reordered, so that they run in vectors."""
+    """Return a kernel whose sums may be reordered, so that they are vectorized."""
     return _kernel(function, fastmath={"reassoc"})
 
 
@@ -82,18 +82,18 @@ def _store(row, out):
 
 @overload(_store)
 def _store_typed(row, out):
-    """Round to nearest even and write; True where a value is not finite."""
+    """Round to nearest even and write; return whether any value is not finite."""
     if out.dtype == types.uint16:
 
         def bfloat16(row, out):
             bits, worst = row.view(np.uint32), np.uint32(0)
             for i in range(bits.size):
                 word = bits[i]
-                # what is above one half carries; at one half an odd last bit makes it carry,
-                # so that ties go to even
+                # a rest above one half carries; a rest of one half carries only if the last bit is
+                # odd, so that ties go to even
                 odd = np.uint32(np.uint32(word >> np.uint32(16)) & np.uint32(1))
                 rounded = np.uint32(word + np.uint32(odd + np.uint32(0x7FFF)))
-                # NaN may round to anything, so its own pattern counts too.
+                # NaN may round to anything, so the pattern before rounding is checked, too
                 size = max(np.uint32(rounded & _INFINITE), np.uint32(word & _INFINITE))
                 worst = max(worst, size)
                 out[i] = np.uint16(rounded >> np.uint32(16))
@@ -206,12 +206,12 @@ def _above(row, threshold):
 
 @_kernel
 def _trim(row, threshold, budget):
-    """Set to 0 what is below the threshold, and values equal to it beyond the first ``budget``.
+    """Zero values below the threshold, and those equal to it after the first ``budget``.
 
     Returns:
-        What is left of the budget.
+        The rest of the budget.
     """
-    # the first two cases run in vectors; only a block that keeps some of the ties counts
+    # the first two cases are vectorized; only a block that keeps some of the ties has to count
     if budget == EVERY:
         _at_least(row, threshold)
     elif budget == 0:
@@ -235,7 +235,7 @@ def _middle(row, top):
 
 @_kernel
 def _hash(counter, first, second):
-    """`mergekit_lite.methods.noise`'s word of a counter."""
+    """Return the word of a counter, as in `mergekit_lite.methods.noise`."""
     # numba widens sums of uint32 to uint64, so each result is cut back to wrap at 32 bits
     x = np.uint32(counter + first)
     x = np.uint32(x ^ np.uint32(x >> np.uint32(16)))
@@ -259,12 +259,13 @@ def _keep_lanes(row, lanes, whole):
 
 @_kernel
 def _draw(row, place, words, keys, whole, limit):
-    """Keep each element with a probability.
+    """Keep each element with a probability; zero the others.
 
-    Its byte of a word is below ``whole``, or equal and a word of its own is below ``limit``
-    (negative: never). ``place``, a multiple of 4, is the first element's in the tensor.
+    An element is kept if its byte of a shared word is below ``whole``, or if the byte is equal to
+    ``whole`` and a word of the element's own is below ``limit`` (never if that is negative).
+    ``place`` is the index of the first element in the tensor, a multiple of 4.
     """
-    # a word serves four elements; its number is the first one's place over 4
+    # one word serves four elements; its number is the index of the first, divided by 4
     _draw_words(words[: (row.size + 3) // 4], np.uint32(place // 4), keys[0], keys[1])
     lanes = words.view(np.int8)[: row.size]
     if limit >= 0:
@@ -273,7 +274,7 @@ def _draw(row, place, words, keys, whole, limit):
                 word = np.uint32(_hash(np.uint32(place + i), keys[2], keys[3]) & _SIZE)
                 # in float32, as torch compares an int32 with a Python number
                 lanes[i] = -128 if np.float32(word) < limit else 127
-    # nothing lies below the first byte, so the mark for "kept" needs a step up
+    # no byte is below -128, so raise the limit by 1 for the mark of kept elements (-128)
     if limit >= 0 and whole == -128:
         whole += 1
     _keep_lanes(row, lanes, np.int8(whole))
@@ -330,13 +331,14 @@ def _count_above(bits, high):
 
 @_kernel
 def _collect(bits, low, high, patterns, count):
-    """Copy the patterns from ``low`` to below ``high`` behind the first ``count``.
+    """Append the patterns from ``low`` to below ``high`` after the first ``count``.
 
-    How many there are then.
+    Returns:
+        The new number of patterns.
     """
     # below `low` a difference wraps and is large, so one comparison tests both ends
     span, whole = np.uint32(high - low), bits.size // _GROUP * _GROUP
-    for start in range(0, whole, _GROUP):  # most groups have none, which a vector sees at once
+    for start in range(0, whole, _GROUP):  # most groups have none, as one vector operation shows
         inside = np.uint32(0)
         for i in range(start, start + _GROUP):
             inside += np.uint32(np.uint32(bits[i] - low) < span)
@@ -364,7 +366,7 @@ def _load_deltas(raw, start, stop, base, deltas):
 
 @_kernel
 def combine(raw, n, coefficients, work, out):
-    """Σ c_k x_k over all rows."""
+    """Write Σ c_k x_k over all rows to ``out``."""
     bad = False
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
@@ -382,7 +384,7 @@ def combine(raw, n, coefficients, work, out):
 
 @_kernel
 def gram(raw, n, rows, shifted, work, sums):
-    """Add dot products of the first rows, or of their distances from the last, to ``sums``."""
+    """Add dot products of the first rows, or of their differences from the last, to ``sums``."""
     base = work[0]
     values = work[1 : 1 + rows]
     for start in range(0, n, TILE):
@@ -405,10 +407,10 @@ def gram(raw, n, rows, shifted, work, sums):
 
 @_kernel
 def _keep(kept, deltas, count, start, place, second, words):
-    """Set to 0 what a method drops of every model's row of a tile.
+    """Zero the elements of each model's tile that the method drops.
 
-    ``kept`` is `passes.Kept.arguments`; ``start`` and ``place`` are those of the first element in
-    the block and in the tensor.
+    ``kept`` is the result of `passes.Kept.arguments`. ``start`` and ``place`` are the indices of
+    the first element in the block and in the tensor.
     """
     kind, cuts, budgets, keys, wholes, limits, mask = kept
     for k in range(deltas.shape[0]):
@@ -416,8 +418,8 @@ def _keep(kept, deltas, count, start, place, second, words):
         if kind == TRIM:
             budgets[k] = _trim(row, cuts[k], budgets[k])
         elif kind == MIDDLE:
-            # the threshold of a model's outliers stands behind those of all models; outliers are
-            # a part of what the lower threshold keeps, so the difference is exact: the value or 0
+            # the outlier thresholds follow the K lower thresholds; outliers are among the elements
+            # that the lower threshold keeps, so the difference is exact: the value or 0
             top, other = deltas.shape[0] + k, second[:count]
             _product(row, _ONE, other)
             budgets[k] = _trim(row, cuts[k], budgets[k])
@@ -448,10 +450,10 @@ def _count_equal(bits, pattern):
 
 @_kernel
 def _limits_of_bins(bits, largest, shift, limits, counts, surely, perhaps):
-    """Find between which limits the elements of each bin lie, by the ranks that the bin spans.
+    """Find the smallest and the largest limit in each bin, from the ranks that the bin spans.
 
-    A bin holds patterns that are alike but for their last ``shift`` bits. The last bin has the
-    largest, the first all that are too small for another.
+    A bin spans ``2**shift`` consecutive patterns. The last bin ends at the largest pattern; the
+    first also has all patterns that are too small for the others.
     """
     last = np.int64(counts.size - 1)
     for b in range(counts.size):
@@ -470,10 +472,11 @@ def _limits_of_bins(bits, largest, shift, limits, counts, surely, perhaps):
 
 @_kernel
 def _mark_by_rank(bits, words, largest, shift, limits, surely, perhaps, start, mask):
-    """Set the bits of ``mask`` where an element's random draw is below the limit of its rank.
+    """Set the bits in ``mask`` of elements whose random word is below the limit of their rank.
 
-    The rank is that among the row's magnitudes; equal ones rank by index. Most elements are decided
-    by the limits of their bin. Words become the magnitudes that are kept, and 0.
+    Elements are ranked by magnitude within the row, equal magnitudes by index. The limits of its
+    bin decide most elements. ``words`` is overwritten with the kept magnitudes, and 0 for dropped
+    elements.
     """
     last = np.int64(surely.size - 1)
     # a row may begin inside a byte, after the last bits of the previous row
@@ -482,9 +485,9 @@ def _mark_by_rank(bits, words, largest, shift, limits, surely, perhaps, start, m
         b = max(last - np.int64((largest - bits[i]) >> shift), 0)
         word = np.int32(words[i])
         keep = word < surely[b]
-        # a 0 stays one, whatever is decided
+        # a 0 stays 0, whatever is decided
         if keep != (word < perhaps[b]) and bits[i] != 0:
-            # counted anew for each: so few are undecided that sorting the row costs more
+            # counted for each element: so few are undecided that sorting the row would cost more
             rank = _count_below(bits, bits[i]) + _count_equal(bits[:i], bits[i])
             keep = word < limits[rank]
         words[i] = bits[i] * np.uint32(keep)
@@ -501,12 +504,13 @@ def _mark_by_rank(bits, words, largest, shift, limits, surely, perhaps, start, m
 
 @_kernel
 def choose(raw, n, columns, models, place, shift, keys, limits, keeps_all, row, bins, mask, sums):
-    """Choose at random what is kept of every model's rows, the largest with the best chance.
+    """Choose at random which elements of each model's rows to keep, larger ones more often.
 
-    ``limits`` (K, columns) has for each rank the number that a random word must be below;
-    ``keeps_all`` says which models are kept as they are. ``row`` (3, columns) and ``bins``
-    (3, number) are memory to work in. Fills the zeros of ``mask`` (K, bytes), a bit an element, and
-    adds each model's L1 norm, before and after, to ``sums`` (K, 2).
+    A random word must be below the limit of the element's rank, ``limits`` (K, columns).
+    ``keeps_all`` (K,) marks models that keep all elements. ``row`` (3, columns) and ``bins``
+    (3, number) are scratch memory. The kernel sets the bits of kept elements in ``mask``
+    (K, bytes), which must be zero before, and adds each model's L1 norm before and after dropping
+    to ``sums`` (K, 2).
     """
     base = row[0]
     delta = row[1]
@@ -538,7 +542,7 @@ def _mark_all(mask, start, count):
 
 @_kernel
 def _apply(row, mask, start):
-    """Set to 0, with their sign, the elements whose bit is not set."""
+    """Zero the elements whose bit is not set; zeros keep the sign."""
     for i in range(row.size):
         at = start + i
         row[i] = row[i] * np.float32((mask[at >> 3] >> np.uint8(at & 7)) & np.uint8(1))
@@ -546,7 +550,7 @@ def _apply(row, mask, start):
 
 @_kernel
 def norms(raw, n, models, place, kind, cuts, budgets, keys, wholes, limits, mask, work, sums):
-    """Add each model's L1 norm, before and after what is dropped, to ``sums`` (K, 2)."""
+    """Add each model's L1 norm before and after dropping to ``sums`` (K, 2)."""
     kept = (kind, cuts, budgets, keys, wholes, limits, mask)
     base = work[0]
     second = work[1]
@@ -607,11 +611,11 @@ def shift(
     work,
     out,
 ):
-    """B + a multiple of the weighted sum, or of the consensus, of what is kept of the task vectors.
+    """Write B plus a multiple of the weighted sum, or consensus, of the kept task vectors.
 
-    Each is first multiplied by its ``scales``, unless there are none. ``voting``: whether the sign
-    is elected; ``normalize``: whether the sum is then divided by the agreeing weights; ``scale``:
-    the multiple.
+    Each task vector is first multiplied by its entry of ``scales``, if there are any. ``voting``:
+    whether to elect signs (the consensus); ``normalize``: whether to divide the consensus by the
+    agreeing weights; ``scale``: the multiple.
     """
     kept = (kind, cuts, budgets, keys, wholes, limits, mask)
     base = work[0]
@@ -643,12 +647,12 @@ def shift(
 
 @_kernel
 def window(raw, n, models, lows, highs, top, patterns, above, inside, work):
-    """Count, of the magnitudes of every task vector, how many lie above a window.
+    """Count the magnitudes of each task vector above a window, and collect those inside it.
 
-    Count also which patterns lie inside it.
+    Window w belongs to model w modulo K. The patterns inside it go to ``patterns`` (windows, n).
 
-    Window w looks at model w modulo K. The patterns go to ``patterns`` (windows, n). Answers
-    whether one is NaN.
+    Returns:
+        Whether any magnitude is NaN.
     """
     base = work[0]
     deltas = work[1 : 1 + models]
@@ -663,13 +667,13 @@ def window(raw, n, models, lows, highs, top, patterns, above, inside, work):
             for w in range(k, lows.size, models):
                 above[w] += _count_above(bits, highs[w])
                 inside[w] = _collect(bits, lows[w], highs[w], patterns[w], inside[w])
-    # patterns of NaN lie above infinity's, so the largest one tells of any
+    # patterns of NaN lie above infinity's, so the largest pattern shows whether there is one
     return largest >= top
 
 
 @_kernel
 def _variance(deltas, mean, scores):
-    """The population variance of every column of a tile."""
+    """Compute the population variance of each column of a tile, into ``scores``."""
     count, number = scores.size, np.float32(deltas.shape[0])
     # times 1 is a copy
     _product(deltas[0, :count], _ONE, mean)
@@ -684,9 +688,9 @@ def _variance(deltas, mean, scores):
 
 @_kernel
 def variance_window(raw, n, models, low, high, top, patterns, counts, work):
-    """Apply `window` to the variances over models.
+    """Apply one `window` to the variances over models.
 
-    ``counts`` takes how many lie above, inside, and are not 0.
+    ``counts`` gets the numbers of variances above the window, inside it, and different from 0.
     """
     base = work[0]
     mean = work[1]
@@ -701,7 +705,7 @@ def variance_window(raw, n, models, low, high, top, patterns, counts, work):
         _variance(deltas, mean[:count], scores)
         bits = scores.view(np.uint32)
         largest = max(largest, _sizes(bits))
-        # from pattern 1 on a variance is not 0
+        # a variance with a pattern of 1 or more is not 0
         counts[2] += _count_above(bits, np.uint32(1))
         counts[0] += _count_above(bits, high)
         counts[1] = _collect(bits, low, high, patterns, counts[1])
@@ -710,10 +714,10 @@ def variance_window(raw, n, models, low, high, top, patterns, counts, work):
 
 @_kernel
 def _select(deltas, cut, budget, mean, scores):
-    """Set to 0, in every row, the columns whose variance is not among the largest.
+    """Zero the columns of all rows whose variance is not among the largest.
 
     Returns:
-        What is left of the budget: how many of the columns that equal the cut may still stay.
+        The rest of the budget: how many more columns with a variance equal to the cut to keep.
     """
     _variance(deltas, mean, scores)
     if budget == EVERY:
@@ -766,7 +770,7 @@ def _from_base_divided(row, base, share):
 
 @_kernel
 def erase_minority(raw, n, models, selecting, cut, budget, weights, work, out):
-    """B + the weighted mean of the selected changes that have the sign of their sum."""
+    """Write B plus the weighted mean of the selected changes that have the sign of their sum."""
     deltas = work[4 : 4 + models]
     bad = False
     for start in range(0, n, TILE):
@@ -793,15 +797,15 @@ def erase_minority(raw, n, models, selecting, cut, budget, weights, work, out):
 
 
 def compile_kernel(name: str, kinds: tuple[Kind, ...], machine: Any) -> tuple[str, bytes]:
-    """Compile a kernel for arguments of some kinds.
+    """Compile a kernel for arguments of the given kinds.
 
     Args:
         name: The kernel.
-        kinds: Its arguments.
+        kinds: The kinds of its arguments.
         machine: LLVM's target machine.
 
     Returns:
-        The name of the C function, which takes a pointer and sizes for an array, and its code.
+        The name of the C function, and its code. For an array it takes a pointer and the sizes.
     """
     names: list[str] = []
     arguments: list[str] = []

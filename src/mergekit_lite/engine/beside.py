@@ -1,6 +1,6 @@
-"""Write what lies beside the weights.
+"""Write the files of a merged model other than its weights.
 
-Config, tokenizer, chat template, model card, and the manifest of what went in.
+They are config, tokenizer, chat template, model card, and the manifest of the merge.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def foreign_code(plan: MergePlan) -> list[str]:
 
 
 def code_note(plan: MergePlan, trust_remote_code: bool) -> list[str]:
-    """Return a note about a donor that brings code of its own."""
+    """Return a note if the donor has code of its own, else an empty list."""
     files = foreign_code(plan)
     donor = plan.sources[plan.donor].label
     if not files and "auto_map" not in plan.config:
@@ -54,20 +54,20 @@ def code_note(plan: MergePlan, trust_remote_code: bool) -> list[str]:
     names = ", ".join(files) or "code on the hub"
     if trust_remote_code:
         return [
-            f"{donor} brings code of its own ({names}); it was copied and runs when the output is "
+            f"{donor} has code of its own ({names}); it was copied and runs when the output is "
             "loaded"
         ]
     return [
-        f"{donor} brings code of its own ({names}); it was left out; trust_remote_code=True copies "
-        "it"
+        f"{donor} has code of its own ({names}); it was left out. To copy it, set "
+        "trust_remote_code=True"
     ]
 
 
 def write_beside(plan: MergePlan, folder: Path, trust_remote_code: bool) -> None:
-    """Everything but weights, index and manifest."""
+    """Write every file but the weights, the index and the manifest."""
     config = dict(plan.config)
     if not trust_remote_code:
-        # it names classes of files that stay behind
+        # it names classes in files that are not copied
         config.pop("auto_map", None)
     if config:
         write_json(folder / "config.json", config)
@@ -102,29 +102,29 @@ def _write_tokenizer(plan: MergePlan, folder: Path, trust_remote_code: bool) -> 
 
 
 def _without(path: Path, key: str) -> None:
-    """Take a key out of a JSON file."""
+    """Remove a key from a JSON file."""
     data = read_json(path)
     if data.pop(key, None) is not None:
         write_json(path, data)
 
 
 def _template_of(folder: Path | None) -> str | None:
-    """Return the chat template of a model's tokenizer, which may stand in one of two files."""
+    """Return the chat template of a model's tokenizer, which may be in one of two files."""
     if folder is None:
         return None
-    # where a folder has both, transformers takes this one
+    # if a folder has both, transformers uses this one
     if (folder / "chat_template.jinja").exists():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8").strip()
     settings = folder / "tokenizer_config.json"
     if not settings.exists():
         return None
     template = read_json(settings).get("chat_template")
-    # some tokenizers have a list of named templates here, which is no text
+    # some tokenizers have a list of named templates here instead of text
     return template.strip() if isinstance(template, str) else None
 
 
 def chosen_template(plan: MergePlan) -> str | None:
-    """The chat template that the recipe asks for; None to leave what the tokenizer has."""
+    """Return the chat template that the recipe asks for, or None to keep the tokenizer's."""
     asked = plan.recipe.chat_template
     if asked is None:
         return None
@@ -141,12 +141,12 @@ def chosen_template(plan: MergePlan) -> str | None:
 
 
 def _id_of(source: Source) -> str | None:
-    """The id under which the hub knows a model, where the cache's folder or the recipe says it."""
+    """Return a model's hub id, from its folder in the cache or from its label, or None."""
     if source.folder is not None:
         cached = cached_commit(source.folder)
         if cached is not None:
             return cached[0]
-    # an adapter stands behind the + of a label; the id is its model's
+    # a label may be MODEL+ADAPTER; the id is that of the model
     return hub_id(source.label.partition("+")[0])
 
 
@@ -160,9 +160,9 @@ def _labels(recipe: MergeRecipe) -> list[str]:
 
 
 def _renamed(recipe: object, names: Callable[[str], str], key: str = "") -> object:
-    """Return a recipe as YAML holds it.
+    """Return a parsed YAML recipe with other model names.
 
-    Its models are called by other names and its chat template by its file's.
+    A chat template's path becomes the file's name.
     """
     if isinstance(recipe, dict):
         return {name: _renamed(value, names, name) for name, value in recipe.items()}
@@ -176,7 +176,7 @@ def _renamed(recipe: object, names: Callable[[str], str], key: str = "") -> obje
 
 
 def model_card(plan: MergePlan) -> str:
-    """A README for the merged checkpoint; it names no folder of this machine."""
+    """Return the README of the merged checkpoint, without paths of this machine."""
     ids_by_label = {source.label: _id_of(source) for source in plan.sources}
     documents = list(yaml.safe_load_all(plan.recipe.to_yaml()))
     stages = {document.get("name") for document in documents}
@@ -196,7 +196,7 @@ def model_card(plan: MergePlan) -> str:
     renamed = [_renamed(document, names) for document in documents]
     recipe = yaml.safe_dump_all(renamed, sort_keys=False, allow_unicode=True)
     listed = "".join(f"- {names(label)}\n" for label in _labels(plan.recipe))
-    # `card_of` leaves out what is no id of the hub
+    # `card_of` leaves out entries that are not hub ids
     bases = [ids_by_label[source.label] or str(source.folder or "") for source in plan.sources]
     parts = [f"Made by `mergekit_lite` from\n\n{listed}\nwith this recipe:\n\n```yaml\n{recipe}```"]
     title = f"{plan.recipe.merge_method} merge"
@@ -204,7 +204,7 @@ def model_card(plan: MergePlan) -> str:
 
 
 def manifest(plan: MergePlan, seed: int, hashes: Mapping[str, str]) -> dict[str, object]:
-    """Describe what was merged, how, and hashes of what came out; equal after a resume."""
+    """Return the manifest: inputs, recipe, seed, tensors and hashes; equal after a resume."""
     described: dict[str, object] = {**stamp(1), "recipe": plan.recipe.to_dict()}
     stages = [stage.to_dict() for stage in plan.recipe.stages()]
     if stages:
@@ -218,7 +218,7 @@ def manifest(plan: MergePlan, seed: int, hashes: Mapping[str, str]) -> dict[str,
 
 
 def _described(source: Source) -> dict[str, object]:
-    """Return a model as the manifest lists it, with the hub's commit or what it was merged from."""
+    """Return a model's manifest entry, with its hub commit and the inputs it was merged from."""
     entry: dict[str, object] = {"model": source.label}
     if source.folder is None:
         return entry
@@ -226,7 +226,7 @@ def _described(source: Source) -> dict[str, object]:
     if cached is not None:
         entry |= {"hub_id": cached[0], "commit": cached[1]}
     if (source.folder / MANIFEST).is_file():
-        # a damaged record beside an input is no reason to refuse the merge
+        # a damaged manifest of an input must not stop the merge
         with contextlib.suppress(CheckpointError):
             entry["merged_from"] = read_json(source.folder / MANIFEST).get("inputs")
     return entry

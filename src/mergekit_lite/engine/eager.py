@@ -1,6 +1,6 @@
-"""The engine that runs torch functions: for other devices and dtypes, and methods without kernels.
+"""The engine that runs torch functions: for GPUs, for float64, and for methods without kernels.
 
-A tensor is merged whole, or in stretches where the method goes element by element.
+A tensor is merged whole, or in stretches if the method works element by element.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .sink import NotFiniteError, Sink, not_finite
 
 
 class EagerEngine:
-    """Runs a plan's torch functions."""
+    """An engine that merges tensors with torch functions."""
 
     def __init__(self, plan: MergePlan, seed: int, device: str):
         self._sources = plan.sources
@@ -22,7 +22,7 @@ class EagerEngine:
         self._device = torch.device(device)
 
     def run(self, t: TensorPlan, sink: Sink) -> None:
-        """Compute one tensor and hand it, rounded, to ``sink(plan, start, values)``."""
+        """Compute one tensor and pass it, rounded, to ``sink(plan, start, values)``."""
         assert t.method is not None
         stretch = EAGER_STRETCH if t.method.is_cut else t.info.count
         for start in range(0, t.info.count, stretch):
@@ -31,10 +31,10 @@ class EagerEngine:
                 merged = self._merged(t, t.method, start, stop)
             except (NotFiniteError, CheckpointError):
                 raise
-            except ValueError as error:  # a method knows no names, so its message has none
+            except ValueError as error:  # a method's message does not name the tensor
                 raise ValueError(f"{t.name}: {error}") from error
             rounded = merged.detach().reshape(-1).to(to_torch(t.dtype))
-            # looked at after rounding: float16 ends at 65504, so a finite sum may overflow
+            # checked after rounding: float16 ends at 65504, so a finite sum may overflow
             if not bool(torch.isfinite(rounded).all()):
                 raise not_finite(t)
             sink(t, start, stored_of(rounded.contiguous().cpu()))
@@ -44,7 +44,7 @@ class EagerEngine:
 
         def read(i: Input) -> Tensor:
             stored = tensor_of(self._sources[i.source].read(i.name, start, stop))
-            # a copy, as a method of the user's own may change its inputs in place
+            # a copy, because a user's own method may change its inputs in place
             return stored.to(self._device, to_torch(t.work), copy=True).view(shape)
 
         base = None if t.base is None else read(t.base)

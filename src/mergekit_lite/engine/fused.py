@@ -14,7 +14,7 @@ from .sink import Sink, not_finite
 
 
 class FusedEngine:
-    """Runs a plan's tensors that have a kernel."""
+    """An engine that merges tensors with compiled kernels."""
 
     def __init__(self, plan: MergePlan, seed: int, executor: Executor | None):
         self._plan = plan
@@ -23,15 +23,15 @@ class FusedEngine:
         self._buffers = Buffers()
 
     def run(self, t: TensorPlan, sink: Sink) -> None:
-        """Compute one tensor and hand its blocks, rounded, to ``sink(plan, start, values)``."""
+        """Compute one tensor and pass its blocks, rounded, to ``sink(plan, start, values)``."""
         assert t.method is not None
         x = FusedTensor(t, self._plan.sources, self._seed, self._buffers, self._executor)
-        with np.errstate(all="ignore"):  # what is not finite is found in the result
+        with np.errstate(all="ignore"):  # the result is checked for NaN and infinity
             finish = PROGRAMS[t.method](x, **t.parameters)
         dtype = np.uint16 if t.dtype == BFLOAT16 else np.float32
 
         def work(raw: Array, count: int, place: int, block: int) -> None:
-            # asked for at full size, so that the last, shorter block takes the same buffer
+            # always of full size, so that the last, shorter block reuses the same buffer
             out = self._buffers.get("out", 1, max(BLOCK, count), dtype)[0, :count]
             if finish(raw, count, place, block, out):
                 raise not_finite(t)

@@ -1,4 +1,4 @@
-"""XXH64 of files that were written: it finds what went wrong, not what was forged."""
+"""XXH64 hashes of written files: they detect damage, not forgery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run compiled kernels from the user's cache; numba compiles one when it is first asked for.
+"""Run compiled kernels from the user's cache; numba compiles a kernel on first use.
 
 numba takes half a second to start, and most merges take little more. So compiled kernels are kept
 as object code, which LLVM loads in milliseconds.
@@ -27,14 +27,14 @@ from model_components._folders import OutputError, cache_folder, new_file
 from ..dtypes import Array
 from .tiles import Kind
 
-_SOURCES = ("_numba.py", "tiles.py")  # a change in either makes what is kept outdated
+_SOURCES = ("_numba.py", "tiles.py")  # a change in either invalidates cached kernels
 _NUMBERS: dict[type, tuple[str, Any]] = {
     bool: ("?", ctypes.c_bool),
     int: ("q", ctypes.c_int64),
     np.uint32: ("I", ctypes.c_uint32),
     np.float32: ("f", ctypes.c_float),
 }
-# names in the code of errors, which kernels never reach; the loader wants an address for each
+# symbols in error handling, which kernels never reach; the loader needs an address for each
 _NEVER_CALLED = (
     "NRT_Free",
     "NRT_MemInfo_call_dtor",
@@ -52,7 +52,7 @@ _engines: list[Any] = []  # they own the code, and live as long as the process
 def why_unavailable() -> str | None:
     """Return why no kernel can run on this machine, or None."""
     if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
-        return "numba is told not to compile (NUMBA_DISABLE_JIT)"
+        return "numba's compiler is disabled (NUMBA_DISABLE_JIT)"
     try:
         # looked for, not imported: numba takes half a second to start
         missing = [name for name in ("llvmlite", "numba") if importlib.util.find_spec(name) is None]
@@ -70,7 +70,7 @@ def run(name: str, *arguments: Array | float | np.generic) -> bool:
             `numpy.float32`.
 
     Returns:
-        The kernel's flag: of most, whether it met NaN or infinity.
+        The kernel's flag; for most kernels, whether the result has NaN or infinity.
     """
     kinds: list[Kind] = []
     values: list[object] = []
@@ -130,7 +130,7 @@ def _target_machine() -> Any:
 
 
 def _object_code(name: str, kinds: tuple[Kind, ...]) -> tuple[str, bytes]:
-    """Return the name of a kernel's function and its code, from the cache if it is whole there."""
+    """Return the name of a kernel's function and its code, from the cache if possible."""
     path = None
     try:
         path = cache_folder() / "merge" / f"{name}-{_identity(name, kinds)}.o"
@@ -148,7 +148,7 @@ def _object_code(name: str, kinds: tuple[Kind, ...]) -> tuple[str, bytes]:
     if path is None:
         return symbol, code
     try:
-        # two processes may compile a kernel at once; by the rename none reads half a file
+        # two processes may compile a kernel at once; the rename prevents reading half a file
         with new_file(path, "merge_models") as temporary:
             digest = hashlib.sha256(code).hexdigest()
             temporary.write_bytes(f"{symbol} {digest}\n".encode() + code)
@@ -170,7 +170,7 @@ def _build_environment() -> str:
     for source in _SOURCES:
         sources.update(Path(__file__).with_name(source).read_bytes())
     versions = [importlib.metadata.version(package) for package in ("numba", "llvmlite")]
-    # a home folder may be shared by machines with other processors
+    # machines with different processors may share a home folder
     processor = [binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()]
     parts = [sources.hexdigest(), *versions, binding.get_default_triple(), *processor]
     return " ".join(parts)

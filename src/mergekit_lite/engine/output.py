@@ -1,10 +1,10 @@
 """The output folder.
 
-Shards are written in a hidden folder beside the target, which is renamed when whole.
+Shards are written to a hidden folder next to the target, which is renamed when it is complete.
 
-`progress.json` beside the result lists the shards that are complete, by hash, under a fingerprint
-of the plan and its inputs. A later run of the same merge keeps the shards whose bytes still have
-that hash and redoes the rest.
+`progress.json`, next to the result, has a fingerprint of the plan and its inputs, and the hashes of
+complete shards. A later run of the same merge keeps the shards that still have their hash and
+redoes the rest.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from .hashing import hash_file
 
 
 def plan_fingerprint(plan: MergePlan, seed: int, version: str) -> str:
-    """Return a text that is equal for two runs that would write the same bytes.
+    """Return a text that is equal for runs that would write the same bytes.
 
-    Where a method is a user's own, it is unlike every other run's.
+    With a user's own method it is unique, because the function may have changed.
     """
     methods = "own"
     tensors = []
     for t in plan.tensors:
         module: str | None = "mergekit_lite."
         if t.method is not None:
-            module = t.method.function.__module__  # None: of code that `exec` ran
+            module = t.method.function.__module__  # None for code that `exec` ran
         if module is None or not module.startswith("mergekit_lite."):
             methods = os.urandom(16).hex()  # a user may have edited the function since
         parts = [info.name for info in t.parts]
@@ -67,8 +67,8 @@ class OutputFolder(NewFolder):
         self._plan = plan
         self._fingerprint = fingerprint
         self.finished: dict[str, str] = {}
-        """The hashes of the shards that are whole, by name."""
-        self._descriptor: int | None = None  # of the shard that is being written
+        """The hashes of complete shards, by name."""
+        self._descriptor: int | None = None  # the file of the shard that is being written
         self.members: list[list[TensorPlan]] = [[] for _ in plan.shards]
         for t in plan.tensors:
             self.members[t.shard].append(t)
@@ -82,7 +82,8 @@ class OutputFolder(NewFolder):
         """Open the hidden folder, and keep what an interrupted run of the same merge finished.
 
         Raises:
-            OutputError: Another run is writing it, it is not ours, or the disk is too small.
+            OutputError: Another run is writing to the folder, this library did not make it, or the
+                disk is too small.
         """
         self.open()
         try:
@@ -93,10 +94,10 @@ class OutputFolder(NewFolder):
             for name, members in zip(self._plan.shards, self.members, strict=True):
                 if name not in self.finished:
                     left += sum(t.nbytes for t in members)
-            # asked after the clearing, so that the space it freed counts
+            # after clearing, so that the freed space counts
             free = shutil.disk_usage(self.folder).free
             if left > free:
-                # finished shards wait for a larger disk; without any the folder is of no use
+                # keep finished shards for a run with more space; an empty folder is of no use
                 if not self.finished:
                     self.discard()
                 text = (
@@ -109,10 +110,7 @@ class OutputFolder(NewFolder):
             raise
 
     def _keep_finished(self) -> None:
-        """Find the shards that an earlier run of this merge recorded.
-
-        Only those that still have the recorded hash count.
-        """
+        """Find the shards of an earlier run of this merge that still have the recorded hash."""
         try:
             record = json.loads(self._progress.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
@@ -122,7 +120,7 @@ class OutputFolder(NewFolder):
         shards = record.get("shards")
         for name, digest in shards.items() if isinstance(shards, dict) else ():
             path = self.folder / name
-            # a record may have been edited: its names are paths only where the plan has them
+            # the record may have been edited, so use only names from the plan as paths
             if name in self._plan.shards and path.is_file() and digest == hash_file(path):
                 self.finished[name] = digest
 
@@ -130,7 +128,7 @@ class OutputFolder(NewFolder):
         write_json(self._progress, {"fingerprint": self._fingerprint, "shards": self.finished})
 
     def open_shard(self, shard: int) -> None:
-        """Make the shard's file with its header and full length, to write into."""
+        """Create the shard's file with its header and full length, and open it for writing."""
         members = self.members[shard]
         path = self.folder / self._plan.shards[shard]
         with path.open("wb") as file:
@@ -139,10 +137,7 @@ class OutputFolder(NewFolder):
         self._descriptor = os.open(path, os.O_WRONLY)
 
     def write(self, t: TensorPlan, start: int, values: Array) -> None:
-        """Put stored elements ``start`` onwards of a tensor in their place.
-
-        Safe from any thread.
-        """
+        """Write stored elements of a tensor, from index ``start`` on; safe from any thread."""
         assert self._descriptor is not None
         position = self._body[t.shard] + t.offset + start * t.dtype.itemsize
         data = byte_view(values)
@@ -152,25 +147,25 @@ class OutputFolder(NewFolder):
             done += os.pwrite(self._descriptor, data[done:], position + done)
 
     def close_shard(self) -> None:
-        """No more writes by this process to the shard that is open, if one is."""
+        """Close the file of the shard that is being written, if there is one."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def finish(self, name: str) -> None:
-        """Record a shard as whole."""
+        """Hash a complete shard and record it."""
         self.finished[name] = hash_file(self.folder / name)
         self._save_progress()
 
     def close(self) -> None:
-        """Let go of the lock and of open files, keeping what is written for a later run."""
+        """Release the lock and open files; written shards stay for a later run."""
         self.close_shard()
         super().close()
 
     def discard(self) -> None:
-        """Remove everything of this run.
+        """Remove everything that this run wrote.
 
-        Files that are open would stay on some network file systems.
+        The open file is closed first, because some network file systems would keep it.
         """
         self.close_shard()
         super().discard()
@@ -192,5 +187,5 @@ class OutputFolder(NewFolder):
         write_beside(plan, folder, trust_remote_code)
         hashes = {name: self.finished[name] for name in plan.shards}
         write_json(folder / MANIFEST, manifest(plan, seed, hashes))
-        # last of all, as from here on the folder counts as whole
+        # last, because a published folder counts as complete
         self.publish()

@@ -1,9 +1,9 @@
 """Passes over one tensor by compiled kernels.
 
-Its blocks are read into buffers that are used again and again.
+Blocks of the tensor are read into buffers that are reused.
 
-Memory is a few megabytes a thread, whatever the model's size. `FusedTensor.chosen` also keeps a bit
-for each element and model of the tensor.
+Each thread needs a few megabytes, whatever the model's size. `FusedTensor.chosen` also keeps one
+bit per element and model.
 """
 
 from __future__ import annotations
@@ -30,36 +30,37 @@ T = TypeVar("T")
 
 BLOCK = STRETCH
 
-# the sample that thresholds start from: so many stretches of so many elements
+# the sample that thresholds start from: this many stretches of this many elements
 _STRETCHES = 32
 _STRETCH = 2048
-_LINE = 64  # bytes of a line of the cache
+_LINE = 64  # bytes of a cache line
 _NO_MASK = np.empty((0, 0), np.uint8)
 _MANTISSA = 23  # bits of a float32
-_OCTAVES = 16  # that bins of magnitudes span below the largest; smaller ones share the first bin
-_MOST_BINS = 2048  # which with their limits stay in a core's nearest cache
-_FEWEST_BINS = 64  # four an octave, for short rows
-_WORK_ROWS = 5  # that kernels use beside one for each model; `shift` uses most
+_OCTAVES = 16  # octaves of magnitudes that bins span; smaller magnitudes share the first bin
+_MOST_BINS = 2048  # few enough that they stay in the L1 cache with their limits
+_FEWEST_BINS = 64  # four per octave, for short rows
+_WORK_ROWS = 5  # rows that kernels use in addition to one per model; `shift` uses the most
 
 Finish = Callable[[Array, int, int, int, Array], bool]
-"""Makes a block of the result: ``finish(raw, count, place, block, out)``; True where it is not
-finite."""
+"""A function that computes a block of the result: ``finish(raw, count, place, block, out)``.
+
+It returns whether the block has NaN or infinity."""
 
 
 def float32(values: Sequence[float] | Array) -> Array:
-    """An array of float32, which is what kernels compute in."""
+    """Return an array of float32, the dtype that kernels compute in."""
     return np.asarray(values, np.float32)
 
 
 class Buffers(threading.local):
-    """One thread's arrays, allocated when first asked for and used again."""
+    """The arrays of one thread, allocated on first use and then reused."""
 
     def __init__(self) -> None:
         # threading.local calls __init__ once in every thread, so each has a table of its own
         self._arrays: dict[tuple[str, str], Array] = {}
 
     def get(self, name: str, rows: int, columns: int, dtype: npt.DTypeLike) -> Array:
-        """The buffer of that name and dtype, of at least so many rows."""
+        """Return the first ``rows`` rows of the buffer of this name and dtype."""
         key = (name, np.dtype(dtype).str)
         array = self._arrays.get(key)
         if array is None or array.shape[0] < rows or array.shape[1] != columns:
@@ -68,7 +69,7 @@ class Buffers(threading.local):
 
 
 def _aligned(rows: int, columns: int, dtype: np.dtype[Any]) -> Array:
-    """Return an array whose first element begins a line of the cache, as vectors want it."""
+    """Return an array that begins at a cache line, which vector instructions need for speed."""
     size = rows * columns * dtype.itemsize
     room = np.empty(size + _LINE, np.uint8)
     first = -room.ctypes.data % _LINE
@@ -77,16 +78,16 @@ def _aligned(rows: int, columns: int, dtype: np.dtype[Any]) -> Array:
 
 @dataclass(frozen=True)
 class Kept:
-    """Choice of what a method keeps of the task vectors, as the kernels take it.
+    """The elements of the task vectors that a method keeps, in the form that kernels take.
 
     Args:
         kind: ``ALL``, ``TRIM``, ``MIDDLE``, ``DRAW`` or ``CHOSEN``.
-        cuts: Thresholds, of the top as well for ``MIDDLE``.
-        selectors: Know how many elements that equal a threshold a block keeps.
+        cuts: Each model's threshold; for ``MIDDLE``, the thresholds of outliers follow.
+        selectors: Selectors that know how many elements equal to a threshold each block keeps.
         keys: Keys of each model's random words, (K, 4).
-        wholes, limits: Of each model's probability, as `Noise.keep` divides it.
-        masks: For each block a bit for each model and element, (K, bytes); gone once it is taken.
-        norms: Each model's L1 norm before and after, (K, 2), if they are known already.
+        wholes, limits: The two parts of each model's probability, as in `Noise.keep`.
+        masks: For each block one bit per model and element, (K, bytes); `arguments` removes it.
+        norms: Each model's L1 norm before and after dropping, (K, 2), if they are known already.
     """
 
     kind: int = ALL
@@ -99,7 +100,7 @@ class Kept:
     norms: Array | None = None
 
     def arguments(self, block: int) -> tuple[Any, ...]:
-        """The kernels' tuple for one block."""
+        """Return the arguments of the kernels for one block."""
         budgets = np.array([selector.budget(block) for selector in self.selectors], np.int64)
         mask = self.masks.pop(block, _NO_MASK)
         return self.kind, self.cuts, budgets, self.keys, self.wholes, self.limits, mask
@@ -128,15 +129,15 @@ class FusedTensor:
             self._span = max(1, BLOCK // self._columns) * self._columns
         else:
             self._span = BLOCK
-        # Inputs that are all bfloat16 are read as they are, into patterns; of others only float32
-        # can be read into a buffer, and the rest is converted.
+        # If all inputs are bfloat16, their patterns are read directly. Otherwise float32 inputs are
+        # read directly, and the others are converted.
         empty = np.empty(0, np.uint8)
         dtypes = []
         direct = []
         for i in t.everything:
             source = sources[i.source]
             dtypes.append(source.tensors[i.name].dtype)
-            # this reads nothing; the answer tells whether the source can fill a buffer
+            # this reads nothing; it returns whether the source can fill a buffer
             direct.append(source.read_into(i.name, 0, empty))
         narrow = all(direct) and set(dtypes) == {BFLOAT16}
         self._dtype = np.uint16 if narrow else np.float32
@@ -145,11 +146,11 @@ class FusedTensor:
             self._readable.append(can and (narrow or dtype == FLOAT32))
 
     def work(self) -> Array:
-        """Return memory for a kernel to work in."""
+        """Return scratch memory for a kernel."""
         return self._buffers.get("work", self.models + _WORK_ROWS, TILE, np.float32)
 
     def _read(self, place: int, count: int, raw: Array) -> None:
-        """Fill the first ``count`` columns of a buffer, a row an input, the base last."""
+        """Fill the first ``count`` columns of a buffer with one row per input, the base last."""
         for row, i, readable in zip(raw, self.plan.everything, self._readable, strict=True):
             source = self._sources[i.source]
             if readable:
@@ -174,7 +175,7 @@ class FusedTensor:
         return list(self._executor.map(one, range(len(places))))
 
     def gram(self, *, shifted: bool) -> Array:
-        """Dot products of the models, the base the last of them; or of the task vectors."""
+        """Return the dot products of the inputs, the base last, or of the task vectors."""
         rows = self.models if shifted else len(self.plan.everything)
 
         def work(raw: Array, count: int, place: int, block: int) -> Array:
@@ -185,7 +186,7 @@ class FusedTensor:
         return summed(self.each(work))
 
     def norms(self, kept: Kept) -> Array:
-        """Return each model's L1 norm before and after what is dropped, (K, 2)."""
+        """Return each model's L1 norm before and after dropping, (K, 2)."""
 
         def work(raw: Array, count: int, place: int, block: int) -> Array:
             sums = np.zeros((self.models, 2))
@@ -196,7 +197,7 @@ class FusedTensor:
         return summed(self.each(work))
 
     def restoring(self, kept: Kept, rescale: bool) -> Array:
-        """The factors that give back the L1 norms; none where they are not wanted."""
+        """Return the factors that restore the L1 norms; an empty array if none are needed."""
         if not rescale or kept.kind == ALL:
             return np.empty(0, np.float32)
         return _factors(self.norms(kept) if kept.norms is None else kept.norms)
@@ -217,14 +218,14 @@ class FusedTensor:
     def trimmed(self, counts: Sequence[int]) -> Kept:
         """Return the thresholds that keep the k largest changes of each model.
 
-        With twice as many counts, the second half says how many of the largest to drop again.
+        With two counts per model, the second half is how many of the largest changes to drop.
         """
         sample = self._sample()
         selectors = []
         for place, k in enumerate(counts):
             change = sample[place % self.models] - sample[-1]
             selectors.append(Selector(k, self.size, np.abs(change).view(np.int32)))
-        self._search(selectors)  # once at least, which finds NaN
+        self._search(selectors)  # at least once, to find NaN
         while not all(selector.done for selector in selectors):
             self._search(selectors)
         kind = TRIM if len(selectors) == self.models else MIDDLE
@@ -253,7 +254,7 @@ class FusedTensor:
             selector.advance()
 
     def drawn(self, density: Sequence[float]) -> Kept:
-        """Random keep decisions, those of `methods.noise.Noise.keep`."""
+        """Return random keep decisions, the same as `methods.noise.Noise.keep` makes."""
         keys = []
         wholes = []
         limits = []
@@ -271,7 +272,7 @@ class FusedTensor:
         )
 
     def chosen(self, density: Sequence[float], epsilon: Sequence[float]) -> Kept:
-        """Choose elements at random, the larger with the better chance, as della does."""
+        """Choose elements at random, larger ones with a better chance, as della does."""
         stream = f"{self._seed}|{self.plan.name}"
         keys = [stream_keys(f"{stream}|{model}|each") for model in range(self.models)]
         # in float32, as `keep_probabilities` has them: both engines must draw alike
@@ -282,7 +283,7 @@ class FusedTensor:
         # random words are int32, so that a chance p is the limit p * 2**32 - 2**31
         exact = np.rint(np.array(chances, np.float64) * 2**32 - 2**31)
         limits = exact.clip(max=2**31 - 1).astype(np.int32)
-        # about two elements a bin; the largest power of two that is no more
+        # about two elements per bin, rounded down to a power of two
         most = min(_MOST_BINS, max(_FEWEST_BINS, self._columns // 2))
         bins = 1 << (most.bit_length() - 1)
         # the octaves have 2**23 patterns each, and a bin 2**shift of them
@@ -303,7 +304,7 @@ class FusedTensor:
         return Kept(CHOSEN, masks=masks, norms=norms)
 
     def combined(self, factors: Sequence[float] | Array) -> Finish:
-        """Finish as Σ c_k x_k over all inputs, the base last."""
+        """Return a `Finish` that computes Σ c_k x_k over all inputs, the base last."""
         c = float32(factors)
 
         def finish(raw: Array, count: int, place: int, block: int, out: Array) -> bool:
@@ -319,9 +320,9 @@ class FusedTensor:
         scales: Array | None = None,
         normalize: bool | None = None,
     ) -> Finish:
-        """Finish as B + ``scale`` Σ w_k D_k.
+        """Return a `Finish` that computes B + ``scale`` Σ w_k D_k.
 
-        Or, where ``normalize`` is said, B + ``scale`` times the consensus.
+        If ``normalize`` is given, it computes B + ``scale`` times the consensus instead.
         """
         kept = kept or Kept()
         scales = np.empty(0, np.float32) if scales is None else scales
@@ -335,16 +336,16 @@ class FusedTensor:
         return finish
 
     def selected(self, share: float) -> Selector:
-        """Return the selector of the columns of largest variance.
+        """Return the selector of the columns with the largest variance.
 
-        What is selected is a share of the variances that are above 0.
+        It selects a share of the columns whose variance is above 0.
         """
         if share >= 1:
             return Selector(self.size, self.size, np.empty(0, np.int32))
         sample = self._sample()
         deltas = sample[:-1] - sample[-1]
         bits = deltas.var(0, dtype=np.float32).view(np.int32)
-        # how many variances are above 0 is known after a pass; until then all count
+        # one pass counts the variances above 0; until then a share of all is assumed
         selector = Selector(max(1, int(share * self.size)), self.size, bits)
         varied = self._search_variance(selector)
         selector.expect(int(share * varied))
@@ -372,14 +373,14 @@ class FusedTensor:
 
 
 def _factors(norms: Array) -> Array:
-    """Return what gives each model's L1 norms back, from those before and after (K, 2)."""
+    """Return the factors that restore each model's L1 norm, from its norms before and after."""
     before, after = norms.T
     # np.where computes both branches; 1e-300 keeps 0 / 0 out of the one that is not taken
     return np.where(after > 0, before / np.maximum(after, 1e-300), 1.0).astype(np.float32)
 
 
 def summed(parts: Sequence[Array]) -> Array:
-    """The sum, in block order, so that threads cannot change the rounding."""
+    """Return the sum in block order, so that threads cannot change the rounding."""
     total = np.zeros_like(parts[0])
     for part in parts:
         total += part

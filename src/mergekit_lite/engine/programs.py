@@ -1,8 +1,8 @@
 """Every merge method that has kernels: its passes over a tensor, and how it finishes a block.
 
-Each function has its method's parameters. It may ask its tensor for dot products, thresholds or
-norms, each of which is a pass over all blocks, and answers how a block of the result is made. The
-formulas stand with the methods.
+Each function takes its method's parameters. It may compute dot products, thresholds or norms, each
+in one pass over all blocks, and returns the function that computes a block of the result. The
+formulas are in the methods' docstrings.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _linear(x: FusedTensor, weight: list[float], normalize: bool) -> Finish:
 
 
 def _passthrough(x: FusedTensor, scale: list[float | None]) -> Finish:
-    # without a scale only a change of dtype comes here, and times 1 leaves just the rounding
+    # without a scale only a change of dtype gets here, and a factor of 1 only rounds
     return x.combined([1.0 if scale[0] is None else scale[0]])
 
 
@@ -41,14 +41,14 @@ def _slerp(x: FusedTensor, t: float) -> Finish:
 
 
 def _along_angles(x: FusedTensor, factors: Callable[[Array], Array]) -> Finish:
-    """A combination of the models, or with a base of their task vectors."""
+    """Return a `Finish` that combines the models or, with a base, their task vectors."""
     based = x.plan.base is not None
     c = factors(x.gram(shifted=based))
     return x.shifted(c) if based else x.combined(c)
 
 
 def _nuslerp(x: FusedTensor, weight: list[float], **_: object) -> Finish:
-    # the parameters left out ask for angles by rows, which no kernel has
+    # the ignored parameters are about angles by row, for which there is no kernel
     return _along_angles(x, lambda g: coefficients.nuslerp(g, weight, np))
 
 
@@ -72,14 +72,14 @@ def _largest(x: FusedTensor, density: Sequence[float]) -> Kept:
 
 def _middling(x: FusedTensor, density: Sequence[float], gamma: Sequence[float]) -> Kept:
     pairs = [middle_counts(x.size, d, g) for d, g in zip(density, gamma, strict=True)]
-    # a top's cut stands K places after its model's, where the kernel looks for it
+    # the kernel expects a model's outlier threshold K entries after its lower threshold
     return x.trimmed([*(outer for outer, _ in pairs), *(inner for _, inner in pairs)])
 
 
 def _keeping(keep: Callable[..., Kept], *, vote: bool) -> Callable[..., Finish]:
-    """B + λ times the weighted sum of what is kept of the task vectors.
+    """Return a program that adds λ times the weighted sum of the kept task vectors to B.
 
-    With ``vote`` it is λ times its consensus.
+    With ``vote`` it adds λ times their consensus.
     """
 
     def program(
@@ -91,7 +91,7 @@ def _keeping(keep: Callable[..., Kept], *, vote: bool) -> Callable[..., Finish]:
         lambda_: float,
         **of_method: list[float],
     ) -> Finish:
-        # gamma of breadcrumbs, epsilon of della
+        # `of_method` is gamma for breadcrumbs, epsilon for della
         kept = Kept() if min(density) >= 1 else keep(x, density, **of_method)
         scales = x.restoring(kept, rescale)
         if vote:
@@ -114,7 +114,7 @@ def _sce(x: FusedTensor, select_topk: float) -> Finish:
 
     energy = summed(x.each(work))
     total = energy.sum()
-    # nothing differs from the base in what is selected; any weights give the base back
+    # if no selected element differs from the base, any weights return the base
     weights = np.full_like(energy, 1 / x.models)
     if total > 0:
         weights = energy / total

@@ -1,11 +1,11 @@
-"""Exactly the k largest of a stream of scores, in constant memory and without sorting.
+"""Select exactly the k largest of a stream of scores, in constant memory and without sorting.
 
-A float that is not negative orders as its bit pattern does, read as an integer. So the k-th largest
+Floats that are not negative sort like their bit patterns, read as integers. So the k-th largest
 score is found by narrowing a window of integers: a pass counts the scores above the window and
-those inside it. The first window comes from a sample, a few per cent wide, so that one pass usually
-holds everything inside it and ends the search; a window that is still too full is cut by a
-histogram of 2**16 bins. A missed window is replaced by the side that the rank lies on. Elements
-that equal the threshold are kept lowest index first, until k are kept.
+those inside it. The first window comes from a sample and is a few percent wide, so one pass can
+usually hold everything inside it and end the search. A window that is still too full is narrowed by
+a histogram of 2**16 bins. If the rank lies outside the window, the next window is the side on which
+it lies. Elements that equal the threshold are kept lowest index first, until k are kept.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from .tiles import EVERY
 
 _COLLECT = 1 << 20  # scores held at once; 4 MB
 _BINS = 1 << 16
-# half-width of the first window, as a share of all scores, beside 2 standard errors of the sample
+# half-width of the first window, as a share of all scores; 2 standard errors are added to it
 _MARGIN = 0.0015
 _TOP = int(np.float32(np.inf).view(np.int32)) + 1  # patterns from here on are NaN
 
 
 class Selector:
-    """Finds the k-th largest of all scores, pass by pass.
+    """A search for the k-th largest of all scores, pass by pass.
 
-    A pass counts, in every block once, the scores at or above ``high`` and takes the patterns from
-    ``low`` to below it.
+    For each block, a pass counts the scores at or above ``high`` and collects the patterns from
+    ``low`` to below ``high``.
 
     Args:
         k: The number of elements to keep.
-        total: Number of scores in all blocks together.
+        total: The number of scores in all blocks together.
         sample: Bit patterns of some of the scores, spread over the whole; may be empty.
     """
 
@@ -47,14 +47,14 @@ class Selector:
         self._open(*self._first_window(sample, total))
 
     def _first_window(self, sample: Array, total: int) -> tuple[int, int, bool]:
-        """Return the first window, and whether all patterns inside it may be held."""
+        """Return the first window, and whether memory can hold all patterns inside it."""
         size = sample.size
         if size == 0 or total == 0:
             return 0, _TOP, total <= _COLLECT
         rank = self._k / total
         # two standard errors of a share are at most size**-0.5
         margin = _MARGIN + size**-0.5
-        # places in the sample, from the smallest
+        # indices in the sorted sample
         high_at = size - 1 - int((rank - margin) * size)
         low_at = size - 2 - int((rank + margin) * size)
         places = [place for place in (low_at, high_at) if 0 <= place < size]
@@ -69,26 +69,26 @@ class Selector:
         return low, max(high, low + 1), share * total <= _COLLECT
 
     def _open(self, low: int, high: int, collect: bool) -> None:
-        """Begin a pass with a window: hold what is inside it, or count it by a histogram."""
+        """Begin a pass with a window: hold the patterns inside it, or count them in a histogram."""
         self.low = low
         self.high = high
         self._above = 0
         self._inside = 0
         self._blocks: dict[int, Array] = {}
         self._equal: dict[int, int] = {}
-        # a bin's number has 16 bits, as there are 2**16; lower bits of an offset are shifted out
+        # a bin's number has 16 bits, so lower bits of an offset are shifted out
         self._shift = max(0, (high - low - 1).bit_length() - 16)
         self._histogram = None
         if not collect and high - low > 1:
             self._histogram = np.zeros(_BINS, np.int64)
 
     def take(self, block: int, above: int, inside: Array) -> None:
-        """Take what a pass found in a block, in any order and from any thread.
+        """Add the result of a pass for one block; in any order and from any thread.
 
         Args:
-            block: Its number.
+            block: The block's number.
             above: The number of scores above the window.
-            inside: The bit patterns inside it.
+            inside: The bit patterns inside the window.
         """
         with self._lock:
             self._above += above
@@ -100,11 +100,11 @@ class Selector:
                 self._equal[block] = inside.size
             elif self._inside <= 4 * _COLLECT:
                 self._blocks[block] = inside
-            else:  # the sample misjudged the window; the pass goes on as a count
+            else:  # the sample misjudged the window; the rest of the pass only counts
                 self._blocks.clear()
 
     def expect(self, k: int) -> None:
-        """Change how many are to be kept, while a pass is under way."""
+        """Change the number of elements to keep, even during a pass."""
         self._k = k
         if k <= 0:
             self.done = True
@@ -138,19 +138,19 @@ class Selector:
             self._finish(value, self._k - self._above - int(np.count_nonzero(patterns > value)))
 
     def _finish(self, pattern: int, left: int) -> None:
-        """Take a pattern as the threshold, of which ``left`` are kept, the first ones first."""
+        """Use a pattern as the threshold; of the scores equal to it, keep the first ``left``."""
         self.threshold = float(np.int32(pattern).view(np.float32))
-        # else all of them are kept, and `budget` needs no table to say so
+        # otherwise all ties are kept, and `budget` needs no table
         if sum(self._equal.values()) > left:
             for block in sorted(self._equal):
-                # counting is slow, so only the block that the last one kept is in has to count
+                # counting is slow, so only the block with the last kept tie has to count
                 self._ties[block] = EVERY if self._equal[block] <= left else left
                 left -= min(left, self._equal[block])
         self._blocks = {}
         self.done = True
 
     def budget(self, block: int) -> int:
-        """Return how many scores that equal the threshold a block keeps, the first ones first."""
+        """Return how many scores equal to the threshold a block keeps, in index order."""
         if self._k <= 0:  # the threshold is infinity, which a score may equal
             return 0
         return self._ties.get(block, 0) if self._ties else EVERY

@@ -1,4 +1,4 @@
-"""The type that both engines hand a tensor's values to, and their refusal of NaN."""
+"""The callback that receives the values of merged tensors, and the error for NaN."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from ..dtypes import Array
 from ..planning import TensorPlan
 
 Sink = Callable[[TensorPlan, int, Array], None]
-"""Takes stored values of a tensor, from an element on; called from any thread."""
+"""A function of a tensor's plan, the index of the first element, and the stored values.
+
+Both engines call it, from any thread."""
 
 
 class NotFiniteError(ValueError):

@@ -1,4 +1,4 @@
-"""Checkpoints as they lie on disk or in memory: found, checked, and read in stretches."""
+"""Checkpoints on disk or in memory: find them, check them, and read them in stretches."""
 
 from .adapter import AdapterSource, LoraSource
 from .headers import CheckpointError, TensorInfo

@@ -28,7 +28,7 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 # initializations that subtract the adapter from the base
 _RESIDUAL = ("pissa", "olora", "corda", "loftq")
-# settings of LoRA by which a change is not s B A
+# LoRA settings with which a change is not s B A
 _NO_PRODUCT = (
     "alora_invocation_tokens",
     "arrow_config",
@@ -41,7 +41,7 @@ _NO_PRODUCT = (
     "use_dora",
     "use_qalora",
 )
-MOST = 1_000_000  # rank or alpha: far above every adapter, so more is a damaged file
+MOST = 1_000_000  # rank or alpha: far above any real adapter, so a larger one means a damaged file
 # families of transformers with Conv1D, which stores its weight as (in, out)
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 _CONV1D_LAYERS = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)$")
@@ -54,12 +54,12 @@ def _check_files(adapter: Path) -> None:
 
 
 def more_than_lora(adapter: Path) -> str | None:
-    """Return the setting by which an adapter is no plain LoRA, whose changes are products s B A.
+    """Return the setting that makes an adapter more than plain LoRA, or None if there is none.
 
-    Return None for a plain one.
+    The changes of a plain LoRA are products s B A.
     """
     if not (adapter / CONFIG).is_file():
-        return None  # `LoraSource` tells what is missing
+        return None  # `LoraSource` reports the missing file
     settings = read_json(adapter / CONFIG)
     kind = settings.get("peft_type", "LORA")
     if kind != "LORA":
@@ -69,7 +69,7 @@ def more_than_lora(adapter: Path) -> str | None:
 
 def refuse_residual(adapter: Path, settings: Mapping[str, object]) -> None:
     """Refuse an adapter whose initialization changed the base, too (PiSSA, OLoRA, CorDA, LoftQ)."""
-    # mostly true or false; of PiSSA it may say its steps, as in pissa_niter_16
+    # mostly true or false; for PiSSA it may include the steps, as in pissa_niter_16
     if str(settings.get("init_lora_weights", "")).lower().startswith(_RESIDUAL):
         raise CheckpointError(
             f"adapter {adapter}: was initialized by {settings['init_lora_weights']}, which also "
@@ -79,11 +79,11 @@ def refuse_residual(adapter: Path, settings: Mapping[str, object]) -> None:
 
 
 def read_adapter_config(adapter: Path) -> Json:
-    """The settings of a plain LoRA adapter.
+    """Read and check the settings of a plain LoRA adapter.
 
     Raises:
-        CheckpointError: A file is missing, or the adapter is of a kind that a sum W + s B A does
-            not describe.
+        CheckpointError: A file is missing, a setting is invalid, or the adapted weights are not
+            W + s B A.
     """
     _check_files(adapter)
     settings = read_json(adapter / CONFIG)
@@ -120,14 +120,14 @@ def read_adapter_config(adapter: Path) -> Json:
 
 
 def stores_transposed(config: Mapping[str, object], module: str, otherwise: bool = False) -> bool:
-    """Return whether a layer's weight is (in, out).
+    """Return whether a layer's weight is stored as (in, out).
 
-    A Conv1D of GPT-2's family is, whose heads are ordinary layers.
+    This is so for the Conv1D layers of GPT-2's family, but not for its heads.
 
     Args:
-        config: The model's.
+        config: The model's config.
         module: The layer's name.
-        otherwise: The message for layers of other families.
+        otherwise: The result for layers of other families.
     """
     if config.get("model_type") not in _CONV1D_MODELS:
         return otherwise
@@ -143,7 +143,7 @@ def _pattern(settings: Json, key: str, module: str, default: float) -> float:
 
 
 def scale_of(settings: Json, module: str) -> tuple[int, float]:
-    """Rank of a module's pair by an adapter's config, and the factor s of its product B A."""
+    """Return a module's rank by the adapter's config, and the factor s of its change s B A."""
     rank = _pattern(settings, "rank_pattern", module, settings["r"])
     alpha = _pattern(settings, "alpha_pattern", module, settings["lora_alpha"])
     if rank < 1:
@@ -170,12 +170,10 @@ class Pair:
 
 
 class Adapter:
-    """A peft LoRA adapter, read whole.
-
-    Its settings, every module's factors, and the tensors that it replaces.
+    """A peft LoRA adapter in memory: settings, factors, and the tensors that it replaces.
 
     Raises:
-        CheckpointError: Not a plain LoRA adapter, or its files are unsound.
+        CheckpointError: The folder is not a plain LoRA adapter, or its files are damaged.
     """
 
     def __init__(self, folder: Path):
@@ -192,7 +190,7 @@ class Adapter:
             value = stored.read(key, 0, info.count).reshape(info.shape)
             match = _LORA_KEY.match(key)
             if match is None:
-                # modules_to_save, biases that were trained, embeddings saved beside their adapters
+                # modules_to_save, trained biases, and embeddings saved along with their adapters
                 plain = key.removeprefix(PREFIX)
                 plain = plain.replace(".modules_to_save", "").replace(".base_layer", "")
                 self.replaced[plain] = info, value
@@ -206,7 +204,7 @@ class Adapter:
         patterns = []
         for key in ("rank_pattern", "alpha_pattern"):
             patterns += self.settings.get(key) or ()
-        # before any pattern is matched here: a hostile one may never end
+        # before any pattern is used here: a hostile pattern may never finish matching
         why = pattern_problem(patterns, factors)
         if why:
             raise CheckpointError(f"adapter {folder}: {why}")
@@ -231,7 +229,7 @@ class Adapter:
 
 
 class AdapterSource(View):
-    """Base of models with an adapter folded in while they are read.
+    """The base class of models with an adapter that is folded in while they are read.
 
     Args:
         base: The model.
@@ -251,7 +249,7 @@ class AdapterSource(View):
 
     @cached_property
     def changed(self) -> list[str]:
-        """The tensors that are not as the model's."""
+        """The names of the tensors that differ from the model's."""
         raise NotImplementedError
 
     def _replace(self, name: str, shape: tuple[int, ...], dtype: DType, value: Array) -> None:
@@ -274,15 +272,15 @@ class AdapterSource(View):
         return name not in self.changed and super().read_into(name, start, out)
 
     def fingerprint(self) -> object:
-        """Return the model's, and those of the adapter's two files."""
+        """Return the fingerprints of the model and of the adapter's two files."""
         files = [stat_of(self._adapter_folder / name) for name in (CONFIG, WEIGHTS)]
         return [super().fingerprint(), *files]
 
 
 class LoraSource(AdapterSource):
-    """A model with a plain LoRA folded in, stretch by stretch.
+    """A model with a plain LoRA folded in.
 
-    W + s B A, with no merged copy anywhere.
+    W + s B A is computed stretch by stretch, so there is no merged copy.
     """
 
     def __init__(self, base: Source, folder: Path):
@@ -296,15 +294,15 @@ class LoraSource(AdapterSource):
 
     @cached_property
     def changed(self) -> list[str]:
-        """The tensors that are not as the model's."""
+        """The names of the tensors that differ from the model's."""
         return [*self._pairs, *self._replaced]
 
     def pair(self, name: str) -> Pair | None:
-        """The factors of a tensor's change, which has the shape of the stored weight."""
+        """Return the factors of a tensor's change in the shape of the stored weight, or None."""
         return self._pairs.get(name)
 
     def _turned(self, name: str, pair: Pair) -> Pair:
-        """A pair whose product has the shape of the stored weight, which may be (in, out)."""
+        """Transpose a pair if needed, so that its product has the shape of the stored weight."""
         if name not in self.model.tensors:
             raise CheckpointError(
                 f"adapter {self._adapter_folder}: {name} is not a tensor of {self.model.label}"
@@ -325,9 +323,8 @@ class LoraSource(AdapterSource):
     def _is_transposed(self, name: str, product: tuple[int, int]) -> bool:
         """Return whether the stored weight is (in, out).
 
-        Its shape says so, and of a square one its family, else peft's flag.
-
-        The flag comes last because it is that of the last layer that peft saw.
+        The shape decides. For a square weight the model's family decides, or peft's flag if the
+        family is another. The flag comes last because peft sets it for the last layer it saw.
         """
         if product[0] != product[1]:
             return self.model.tensors[name].shape == product[::-1]
@@ -337,7 +334,7 @@ class LoraSource(AdapterSource):
     def read(self, name: str, start: int, stop: int) -> Array:
         """Return elements of the folded weight.
 
-        They are float32 where an adapter changes it, as stored elsewhere.
+        They are float32 if the adapter changes the weight, else as stored.
         """
         if name in self._replaced:
             stored = self._replaced[name][start:stop]
@@ -347,7 +344,7 @@ class LoraSource(AdapterSource):
             return stored
         pair = self._pairs[name]
         columns = pair.down.shape[1]
-        # the rows that the stretch lies in, the first and last of them in part
+        # the rows that the stretch covers, the first and the last perhaps in part
         first = start // columns
         last = -(-stop // columns)
         rows = (pair.up[first:last] @ pair.down).reshape(-1)

@@ -1,12 +1,11 @@
 """Mixtures of experts: one layout for merging, whatever the files have.
 
-A file holds the experts of a layer as one matrix each or as one stack. Methods that look at a whole
-tensor, such as `ties`, would give different results. So every model is seen with stacks, and the
-output has the first model's names and shapes again.
+Files hold the experts of a layer as separate matrices or as one stack. Methods that use whole
+tensors, such as `ties`, would give different results for the two. So every model is read as if it
+had stacks, and the output gets the first model's names and shapes.
 
-A stack lies in memory as its parts one after the other: gate and up of the first expert, those of
-the second, and so on. So a stretch of a stack is stretches of its parts, and nothing is copied
-that would not be read anyway.
+A stack is a sequence of parts: gate and up of the first expert, gate and up of the second, and so
+on. So a stretch of a stack consists of stretches of its parts, and nothing else is read.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ class Family:
     """Names of a family's experts in files.
 
     Attributes:
-        stacks: The stack's name by the names of an expert's matrices that it holds, in order.
-        renamed: Parts of names in files, and what they are with stacks.
+        stacks: The names of an expert's matrices that one stack holds, in order, and the name of
+            that stack.
+        renamed: Parts of names in files with separate matrices, and their names with stacks.
         model_types: The family's ``model_type`` in config.json.
     """
 
@@ -45,7 +45,7 @@ _GATED: Stacks = {("gate_proj", "up_proj"): "gate_up_proj", ("down_proj",): "dow
 _NUMBERED: Stacks = {("w1", "w3"): "gate_up_proj", ("w2",): "down_proj"}
 _MIXTRAL = (".block_sparse_moe.", ".mlp.")
 
-# As transformers 5 converts them; a test compares this table with its own
+# as transformers 5 converts them; a test compares this table with that of transformers
 FAMILIES = (
     Family(
         _GATED,
@@ -89,7 +89,7 @@ def family_of(source: Source) -> Family | None:
 
 
 def stacked(source: Source) -> Source:
-    """Return a model as it is merged: with stacks, or itself if its files have them."""
+    """Return a model with its experts in stacks; the model itself if there is nothing to stack."""
     family = family_of(source)
     if family is None:
         return source
@@ -100,12 +100,12 @@ def stacked(source: Source) -> Source:
 
 
 def _parts(source: Source, family: Family) -> dict[str, tuple[TensorInfo, ...]]:
-    """Return a model's tensors by the names that they are merged under, several for a stack."""
-    members_of: dict[str, tuple[str, ...]] = {}  # by matrix, those that share its stack, in order
+    """Return the stored tensors of each tensor in the merge, by name; several for a stack."""
+    members_of: dict[str, tuple[str, ...]] = {}  # for each matrix, all in its stack, in order
     for members in family.stacks:
         members_of |= dict.fromkeys(members, members)
     found: dict[str, tuple[TensorInfo, ...]] = {}
-    stacks: dict[str, tuple[str, ...]] = {}  # the matrices of each
+    stacks: dict[str, tuple[str, ...]] = {}  # the matrices of each stack
     experts: dict[str, dict[tuple[int, str], TensorInfo]] = {}  # by stack, number and matrix
     for name, info in source.tensors.items():
         match = _EXPERT.match(name)
@@ -115,7 +115,7 @@ def _parts(source: Source, family: Family) -> dict[str, tuple[TensorInfo, ...]]:
         members = members_of[match["matrix"]]
         stack = f"{_renamed(match['before'] + '.', family)}{family.stacks[members]}"
         stacks[stack] = members
-        found.setdefault(stack, ())  # in the place of its first part
+        found.setdefault(stack, ())  # at the position of its first part
         place = (int(match["number"]), match["matrix"])
         experts.setdefault(stack, {})[place] = info
     for stack, members in stacks.items():
@@ -126,7 +126,7 @@ def _parts(source: Source, family: Family) -> dict[str, tuple[TensorInfo, ...]]:
         if parts.keys() == set(places) and len(kinds) == 1:
             found[stack] = tuple(parts[place] for place in places)
             continue
-        # incomplete or uneven: what is missing is then told by the names in the files
+        # incomplete or uneven: keep the names in the files, so that messages show what is missing
         del found[stack]
         for info in parts.values():
             found[info.name] = (info,)
@@ -140,7 +140,7 @@ def _renamed(name: str, family: Family) -> str:
 
 
 class StackedSource(View):
-    """A model whose experts are seen as stacks.
+    """A view of a model with its experts in stacks.
 
     Args:
         model: The model.
@@ -152,7 +152,7 @@ class StackedSource(View):
         self.parts = parts
 
     def _stretches(self, name: str, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """Return the stretches of a tensor's parts that a stretch of it is."""
+        """Yield the stretches of parts that make up a stretch of a tensor."""
         first = 0
         for info in self.parts[name]:
             low = max(start, first)
@@ -162,7 +162,7 @@ class StackedSource(View):
             first += info.count
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Return elements ``start`` to ``stop``, in float32 if parts are stored in several ways."""
+        """Return elements ``start`` to ``stop``, in float32 if the parts' dtypes differ."""
         pieces = [self.model.read(*stretch) for stretch in self._stretches(name, start, stop)]
         if len(pieces) == 1:
             return pieces[0]
@@ -174,8 +174,8 @@ class StackedSource(View):
         return np.concatenate(pieces)
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
-        """Fill ``out`` from element ``start`` on, if all parts can."""
-        # all parts are asked first, with nothing to read: after False `out` is as it was
+        """Fill ``out`` from element ``start`` on; return False if a part does not support it."""
+        # test all parts first, with nothing to read: if one returns False, `out` is unchanged
         for info in self.parts[name]:
             if not self.model.read_into(info.name, 0, out[:0]):
                 return False

@@ -1,6 +1,6 @@
-"""Read what a checkpoint holds, by its headers, indexes and configs.
+"""Read the headers, indexes and configs of checkpoints.
 
-They are checked and not trusted.
+Their contents are not trusted, but checked.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 from ..dtypes import BY_CODE, DType
 
-_MAX_HEADER = 100_000_000  # bytes, as safetensors itself has it
+_MAX_HEADER = 100_000_000  # bytes; safetensors itself has the same limit
 STEMS = ("model", "diffusion_pytorch_model")
-"""How a folder's weight files begin: transformers' name, and diffusers'."""
+"""The beginnings of weight files' names, in transformers and in diffusers."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read as what it claims to be."""
+    """A checkpoint that is missing, damaged or not supported."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ Json = dict[str, Any]
 
 
 def read_json(path: Path) -> Json:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
-        CheckpointError: Not JSON, nested too deep, not text, or something other than an object;
-            with the file's name.
+        CheckpointError: The file cannot be read, is not JSON, is nested too deeply, or does not
+            hold an object. The message has the file's name.
     """
     with readable(path):
         text = path.read_bytes()
@@ -63,7 +63,7 @@ def read_json(path: Path) -> Json:
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn the system's errors of opening a file into a `CheckpointError`."""
+    """Turn an OSError on reading a file into a `CheckpointError`."""
     try:
         yield
     except OSError as error:
@@ -76,7 +76,7 @@ def parse_object(path: Path, text: bytes) -> dict[str, object]:
     def unique(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
         entries: dict[str, object] = {}
         for key, value in pairs:
-            # Python's json would keep the second and not tell
+            # Python's json would silently keep the second
             if key in entries:
                 raise CheckpointError(f"{path}: has {key!r} twice")
             entries[key] = value
@@ -99,7 +99,7 @@ def _described(path: Path, name: str, entry: Any) -> tuple[DType, tuple[int, ...
 
     def sizes(key: str) -> list[int]:
         value = entry.get(key)
-        # bool is an int in Python, and no size
+        # bool is an int in Python, but not a size
         sound = isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
         if not sound:
             raise CheckpointError(
@@ -127,17 +127,17 @@ def _described(path: Path, name: str, entry: Any) -> tuple[DType, tuple[int, ...
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of a safetensors file, from its header alone.
+    """Read the tensors of a safetensors file, without values, from its header alone.
 
     Raises:
-        CheckpointError: Truncated, overlapping or trailing data, holes, an unknown dtype, a wrong
-            size.
+        CheckpointError: The data are truncated, overlap, or have gaps or a rest, or a dtype or a
+            size is wrong.
     """
     with readable(path), path.open("rb") as file:
         size = path.stat().st_size
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
-        # judged before it is read: 8 bytes of noise would ask for more than any memory
+        # checked before reading: 8 random bytes could ask for more memory than there is
         if len(prefix) < 8 or length > min(_MAX_HEADER, size - 8):
             raise CheckpointError(f"{path}: not a safetensors file, or cut short ({size} bytes)")
         raw = file.read(length)
@@ -146,7 +146,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     texts = metadata.values() if isinstance(metadata, dict) else [None]
     if not all(isinstance(text, str) for text in texts):
         raise CheckpointError(
-            f"{path}: __metadata__ is {str(metadata)[:60]}, expected texts by name"
+            f"{path}: __metadata__ is {str(metadata)[:60]}, expected names with texts"
         )
     described = []
     for name, entry in entries.items():
@@ -155,7 +155,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     end = 0
     body = size - 8 - length
-    # in the order of bytes, for every byte must belong to exactly one tensor; by end, too, since an
+    # sorted by begin, because every byte must belong to exactly one tensor, then by end, because an
     # empty tensor begins where the next one does
     for start, stop, name, dtype, shape in sorted(described, key=lambda d: d[:2]):
         info = TensorInfo(name, shape, dtype, path, 8 + length + start)
@@ -182,9 +182,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 def header_bytes(tensors: Sequence[tuple[TensorInfo, int]]) -> bytes:
     """Return the header of a file that holds these tensors at these offsets.
 
-    The length prefix is included; it is padded to 8 bytes.
+    It includes the length prefix, and is padded to a multiple of 8 bytes.
     """
-    # transformers 4 refuses files that do not say their format
+    # transformers 4 rejects files without a format entry
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for info, offset in tensors:
         place = [offset, offset + info.nbytes]
@@ -194,13 +194,13 @@ def header_bytes(tensors: Sequence[tuple[TensorInfo, int]]) -> bytes:
             "data_offsets": place,
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
-    # as safetensors pads: tensors then begin at a multiple of 8, and may be mapped
+    # padded as by safetensors: tensors then begin at a multiple of 8, and can be memory-mapped
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def stem_of(folder: Path) -> str | None:
-    """Return how the weight files of a folder begin; None when it holds no safetensors model."""
+    """Return the beginning of weight files' names, or None if there is no safetensors model."""
     for stem in STEMS:
         for end in (".safetensors.index.json", ".safetensors"):
             if (folder / f"{stem}{end}").exists():
@@ -215,7 +215,7 @@ def read_folder(folder: Path) -> dict[str, TensorInfo] | None:
         return None
     index = folder / f"{stem}.safetensors.index.json"
     single = folder / f"{stem}.safetensors"
-    if single.exists():  # beside an index, too: transformers takes it then
+    if single.exists():  # even if there is an index: transformers prefers this file
         return read_header(single)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -223,8 +223,8 @@ def read_folder(folder: Path) -> dict[str, TensorInfo] | None:
     tensors: dict[str, TensorInfo] = {}
     by_file: dict[str, set[str]] = {}
     for name, file_name in weight_map.items():
-        # A hub cache links its files to a store outside the folder, so the name is judged and not
-        # where it leads.
+        # A hub cache links its files to a store outside the folder, so check the name, not the
+        # target of the link.
         plain = isinstance(file_name, str) and Path(file_name).name == file_name
         if not plain or file_name in ("", ".", ".."):
             raise CheckpointError(f"{index}: {file_name!r} is not a file of this folder")

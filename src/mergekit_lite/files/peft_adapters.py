@@ -1,7 +1,7 @@
-"""PeftSource: a model with any adapter of peft folded in while it is read.
+"""`PeftSource`: a model with an adapter of any of `KINDS`, folded in while it is read.
 
-A plain LoRA is a product that `LoraSource` adds stretch by stretch. All other kinds of adapters are
-merged by peft's own code, so that only one layer is in memory at a time.
+A plain LoRA is a product that `LoraSource` adds stretch by stretch. All other adapters are merged
+by peft's own code, one layer at a time, so that only one layer is in memory.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ KINDS = (
     "TRAINABLE_TOKENS",
     "VERA",
 )
-"""peft's kinds of adapters whose merges a test compares with peft's own.
+"""The types of peft adapters whose merges a test compares with peft's own.
 
-Others may compute parts from the base's weights, which have no values while peft makes its layers.
+Other types may compute parts from the base's weights, which have no values while peft creates its
+layers.
 """
 
-# what peft puts between the parts of a parameter's name
+# parts that peft inserts into a parameter's name
 _WRAPPERS = (".base_layer", ".token_adapter", ".original_module", ".modules_to_save.default")
 
 
@@ -65,7 +66,7 @@ class PeftSource(AdapterSource):
     """
 
     def __init__(self, base: Source, folder: Path):
-        # transformers 5 holds experts as stacks, and peft names what transformers holds
+        # transformers 5 holds experts as stacks, so peft uses the names of stacks
         base = stacked(base)
         super().__init__(base, folder)
         # several threads read stretches of one tensor: the first merges its layer for all
@@ -75,9 +76,9 @@ class PeftSource(AdapterSource):
         try:
             with reading(f"config.json of {base.label}", "merge"):
                 model = _skeleton(base)
-            # the model's own, of which every changed one must be in its files
+            # the model's own parameters; those that are changed must be in its files
             self._names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-            # peft warns that the base has no name, which is of our making
+            # peft warns that the base has no name, which is intended here
             with reading(f"adapter {folder}", "merge"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self._model = _adapted(model, base, folder)
@@ -92,11 +93,11 @@ class PeftSource(AdapterSource):
 
     @cached_property
     def changed(self) -> list[str]:
-        """The tensors that are not as the model's."""
+        """The names of the tensors that differ from the model's."""
         return list(dict.fromkeys([*self._layers, *self._replaced]))
 
     def _find_changes(self) -> None:
-        """Find what peft changes: parameters that it has values for, and the layers it wraps."""
+        """Find the changes: parameters that peft has values for, and layers that it wraps."""
         for name, value in self._model.named_parameters():
             dtype = from_torch(value.dtype)
             # all others are the adapter's own
@@ -117,7 +118,7 @@ class PeftSource(AdapterSource):
                 self._layers[self._stored(f"{_plain(name)}.{own}")] = (layer, own)
 
     def _stored(self, name: str) -> str:
-        """Return what the model's files call a parameter, which may add or leave out a prefix."""
+        """Return a parameter's name in the model's files, which may add or omit a prefix."""
         prefix = f"{self._model.base_model.model.base_model_prefix}."
         for known in (name, name.removeprefix(prefix), f"{prefix}{name}"):
             if known in self.model.tensors:
@@ -137,7 +138,7 @@ class PeftSource(AdapterSource):
         return tensor_of(values).float().view(info.shape)
 
     def _merged(self, name: str) -> Tensor:
-        """Return a tensor of a layer that peft merged; the layer merged last is kept."""
+        """Return a tensor of a layer that peft merged; the last merged layer is cached."""
         layer, own = self._layers[name]
         with self._lock:
             if self._last[0] is not layer:
@@ -146,9 +147,9 @@ class PeftSource(AdapterSource):
 
     @torch.no_grad()
     def _merge(self, layer: nn.Module) -> dict[str, Tensor]:
-        """Return the tensors of a layer as peft merges them, by their own names there."""
+        """Return the tensors of a layer as peft merges them, by their names within the layer."""
         names = {own: name for name, (of, own) in self._layers.items() if of is layer}
-        # peft merges in place, and the layer without values must stay for the next reading
+        # peft merges in place, but the layer without values must stay as it is for later reads
         placeholders = {id(p): p for p in layer.parameters() if _is_placeholder(p)}
         layer = copy.deepcopy(layer, placeholders).float()
         for own, name in names.items():
@@ -164,13 +165,13 @@ class PeftSource(AdapterSource):
                 f"adapter {self._adapter_folder}: peft cannot merge it into weights "
                 f"({type(error).__name__}: {error})"
             ) from error
-        merged = _innermost(layer)  # some kinds put another layer in its place
+        merged = _innermost(layer)  # some types replace the layer
         return {own: getattr(merged, own).detach() for own in names}
 
     def read(self, name: str, start: int, stop: int) -> Array:
         """Return elements of a tensor.
 
-        They are float32 where peft merges, and the adapter's own where it replaces the tensor.
+        They are float32 if peft merges the tensor, and the adapter's own if it replaces the tensor.
         """
         if name in self._layers and start < stop:
             return stored_of(self._merged(name).reshape(-1)[start:stop])
@@ -180,7 +181,7 @@ class PeftSource(AdapterSource):
 
 
 def _check_settings(folder: Path) -> None:
-    """Refuse adapters that were not compared with peft's own merge, or that change the layers."""
+    """Reject adapters whose type is not in `KINDS`, or whose settings do not allow a merge."""
     settings = read_json(folder / CONFIG)
     refuse_residual(folder, settings)
     kind = settings.get("peft_type", "LORA")
@@ -199,28 +200,28 @@ def _check_settings(folder: Path) -> None:
 
 
 def _skeleton(base: Source) -> Any:
-    """Return a model without values."""
+    """Return the model of a source with placeholders for its parameters."""
     config = AutoConfig.for_model(**base.config)
     names = config.architectures or [""]
     kind = getattr(transformers, names[0], None)
     with torch.device("meta"):
-        if kind is None:  # a class of remote code: the plain one has the same names or is refused
+        if kind is None:  # a class of remote code: a stock class must have the same names
             model = transformers.AutoModelForCausalLM.from_config(config)
         else:
             model = kind(config)
-    # off the meta device: a parameter on it after loading is missing in the adapter's file
+    # not on the meta device: a parameter that is there after loading is missing in the file
     for layer in model.modules():
         for own, parameter in layer.named_parameters(recurse=False):
             setattr(
                 layer, own, nn.Parameter(_PLACEHOLDER.expand(parameter.shape), requires_grad=False)
             )
-    # a tied weight has got two new parameters, which must be one again
+    # a tied weight is now two parameters: tie them again
     model.tie_weights()
     return model
 
 
 def _adapted(model: Any, base: Source, folder: Path) -> Any:
-    """Return peft's model of an adapter over a model without values."""
+    """Return a peft model: the adapter with its values, around a model without values."""
     settings = PeftConfig.from_pretrained(str(folder))
     model = get_peft_model(model, settings, low_cpu_mem_usage=True)
     # without a device peft would take a GPU, if there is one
@@ -246,14 +247,14 @@ def _is_placeholder(value: Tensor) -> bool:
 
 
 def _innermost(layer: nn.Module) -> Any:
-    """Return the layer of the model below all of peft's."""
+    """Return the model's layer inside all of peft's wrappers."""
     while isinstance(layer, BaseTunerLayer):
         layer = layer.get_submodule("base_layer")
     return layer
 
 
 def _plain(name: str) -> str:
-    """Return what the model calls a parameter or module.
+    """Return a parameter's or module's name in the model without peft.
 
     >>> _plain("base_model.model.lm_head.modules_to_save.default.weight")
     'lm_head.weight'

@@ -1,4 +1,4 @@
-"""open_source: whatever a user names a model by, as something tensors can be read from."""
+"""`open_source`: open a model for reading, however the user names it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | Non
         )
     state: dict[str, object] = {}
     for file in files:
-        is_zip = zipfile.is_zipfile(file)  # torch maps no file from before 1.6
+        is_zip = zipfile.is_zipfile(file)  # torch cannot memory-map files from before 1.6
         try:
             loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
         except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
@@ -68,7 +68,8 @@ def _from_state(
     for key, value in state.items():
         if not isinstance(key, str) or not isinstance(value, torch.Tensor):
             raise CheckpointError(
-                f"{label}: a state dict maps names to tensors; {key!r} is {type(value).__name__}"
+                f"{label}: expected a state dict that maps names to tensors, got {key!r} with "
+                f"{type(value).__name__}"
             )
     return DictSource(state, label, config)
 
@@ -76,28 +77,29 @@ def _from_state(
 def open_source(
     model: object, *, allow_pickle: str | None = None, label: str | None = None
 ) -> Source:
-    """Whatever a user names a model by, as a `Source`.
+    """Return a `Source` that reads a model.
 
     Args:
-        model: A folder, a ``.safetensors`` file, a hub id (``org/name``, ``name``, either with
-            ``@revision``), ``"model+adapter"``, an ``nn.Module``, a state dict, or a `Source` as it
-            is.
+        model: A folder, a ``.safetensors`` file, a hub id (``org/name`` or ``name``, also with
+            ``@revision``), ``"model+adapter"``, an ``nn.Module``, a state dict, or a `Source`,
+            which is returned.
         allow_pickle: ``"weights_only"`` admits pickled ``.bin`` files.
         label: Its name in messages.
 
     Raises:
-        CheckpointError: It is not there, is quantized or pickled, or its files are unsound.
+        CheckpointError: The model is missing, quantized or pickled, or its files are damaged.
     """
     if isinstance(model, Source):
         return model
     if isinstance(model, Mapping):
         return _from_state(model, label or "state dict")
-    # without torch imported nobody can have made a module, and naming it imports torch
+    # if torch is not imported, there are no modules, and `torch.nn` would import it
     if "torch" in sys.modules and isinstance(model, torch.nn.Module):
         return _from_module(model, label or type(model).__name__)
     if not isinstance(model, (str, os.PathLike)):
         raise CheckpointError(
-            f"a model is a path, a hub id, a module or a state dict, not {type(model).__name__}"
+            "expected a path, a hub id, a module or a state dict as a model, got "
+            f"{type(model).__name__}"
         )
     text = os.fspath(model)
     # a folder or file may have a + in its own name
@@ -140,7 +142,7 @@ def _with_adapter(base: Source, folder: Path) -> Source:
 
 
 def _split_adapter(text: str) -> tuple[str, str]:
-    """Split ``"model+adapter"`` at the last + after which a folder stands, else at the last."""
+    """Split ``"model+adapter"`` at the last + that a folder follows, else at the last +."""
     for place in range(len(text) - 1, -1, -1):
         if text[place] == "+" and _hub.user_path(text[place + 1 :]).is_dir():
             return text[:place], text[place + 1 :]
@@ -153,13 +155,13 @@ def _open_pickled(folder: Path, allow_pickle: str | None, text: str) -> Source:
     if (folder / CONFIG).exists():
         raise CheckpointError(f"{text}: is a LoRA adapter; name it as MODEL+{text}")
     if allow_pickle == "weights_only":
-        # of the hub's files, pickles come when nothing else is
+        # pickles are fetched from the hub only if there is nothing else
         folder = find_folder(text, (*_PATTERNS, _PICKLES))
     pickled = _pickled(folder, allow_pickle, text)
     if pickled is not None:
         return pickled
-    # of a hub id no pickles were fetched, so there may be some
-    where = ' (allow_pickle="weights_only" asks for more)'
+    # for a hub id no pickles were fetched, so the hub may have some
+    where = ' (allow_pickle="weights_only" also reads pickled weights)'
     if _hub.user_path(text).is_dir() or allow_pickle:
         where = ""
     names = " and no ".join(f"{stem}.safetensors" for stem in STEMS)
@@ -173,9 +175,9 @@ def _from_module(model: torch.nn.Module, label: str) -> DictSource:
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     state = model.state_dict()
     first_names: dict[tuple[int, torch.Size], str] = {}
-    # a tied tensor is one tensor, under the name a checkpoint has
+    # keep a tied tensor once, under the name that a checkpoint has
     for name, value in list(state.items()):
-        # these have no memory: the address of all is 0, and would make them one
+        # these have no memory: all have the address 0, and would count as one tensor
         if value.device.type == "meta" or not value.numel():
             continue
         # a view that begins where another tensor does has another shape
@@ -186,12 +188,12 @@ def _from_module(model: torch.nn.Module, label: str) -> DictSource:
 
 
 def find_folder(name: str, patterns: Sequence[str] = _PATTERNS) -> Path:
-    """Return the folder of that path, or of the snapshot of a hub id, with files of those patterns.
+    """Return the folder at a path, or the snapshot of a hub id with the files that match patterns.
 
     The id may have ``@revision``.
 
     Raises:
-        CheckpointError: There is none, and the hub did not give it.
+        CheckpointError: There is no such folder, and the hub did not provide it.
     """
     try:
         return _hub.find_folder(name, patterns=patterns)

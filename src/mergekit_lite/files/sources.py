@@ -1,8 +1,8 @@
 """Sources of tensors: safetensors folders read in stretches, and tensors in memory.
 
-Every source answers `read(name, start, stop)` with that stretch of the flattened tensor as an array
-of stored values (`mergekit_lite.dtypes`), and reads nothing else from disk. Sources of files import
-no torch, but for `peft_adapters.PeftSource`, which also imports transformers.
+A source's `read(name, start, stop)` returns that stretch of the flattened tensor as an array of
+stored values (`mergekit_lite.dtypes`), and reads nothing else from disk. Sources of files do not
+import torch, except `peft_adapters.PeftSource`, which also imports transformers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _AHEAD = 1 << 28  # bytes read ahead; more could evict cached data that is in us
 
 @runtime_checkable
 class Source(Protocol):
-    """One model to merge. A class that inherits may leave out `read_into` and `prefetch`."""
+    """One model to merge; subclasses may omit `read_into` and `prefetch`."""
 
     label: str
     tensors: dict[str, TensorInfo]
@@ -41,7 +41,7 @@ class Source(Protocol):
     def read_into(self, name: str, start: int, out: Array) -> bool:
         """Fill ``out``, of the stored dtype, from element ``start`` on.
 
-        Return False where `read` must be used.
+        Return False, without reading, if `read` must be used instead.
         """
         return False
 
@@ -50,14 +50,14 @@ class Source(Protocol):
         return
 
     def fingerprint(self) -> object:
-        """Something JSON can hold that changes when the stored values may have."""
+        """Return a JSON value that changes whenever the stored values may have changed."""
         ...
 
 
 def stat_of(path: Path) -> list[object]:
-    """Return what changes when a file does.
+    """Return properties of a file that change when its contents change.
 
-    Size, modification time, and change time, which tools cannot set back.
+    They are name, size, modification time, and change time, which tools cannot set back.
     """
     status = path.stat()
     return [path.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
@@ -72,7 +72,7 @@ class FolderSource(Source):
         tensors: The tensors in its headers.
 
     Raises:
-        CheckpointError: A config that is no JSON object.
+        CheckpointError: ``config.json`` is not a JSON object.
     """
 
     def __init__(self, folder: Path | None, label: str, tensors: dict[str, TensorInfo]):
@@ -96,7 +96,7 @@ class FolderSource(Source):
 
     def _descriptor(self, path: Path) -> int:
         if path not in self._descriptors:
-            # asked again inside: two threads must not open one file and lose a descriptor
+            # checked again with the lock: if two threads opened a file, a descriptor would be lost
             with self._lock:
                 if path not in self._descriptors:
                     self._descriptors[path] = os.open(path, os.O_RDONLY)
@@ -142,15 +142,15 @@ class FolderSource(Source):
 
 
 class View(Source):
-    """Wrap a model, and hand on all that a subclass does not change.
+    """A wrapper around a model that passes on everything a subclass does not change.
 
     Args:
         model: The model.
-        tensors: The tensors that are seen. One with fewer rows than the model's is its first rows,
-            as rows are stored one after another.
+        tensors: The tensors that the view has. A tensor with fewer rows than the model's has the
+            model's first rows, because rows are stored one after another.
 
     Attributes:
-        parts: The tensors in the model's files that a tensor is made of, where it is several.
+        parts: For tensors that are stored under other names or in pieces, the stored tensors.
     """
 
     def __init__(self, model: Source, tensors: dict[str, TensorInfo]):
@@ -159,7 +159,7 @@ class View(Source):
         self.folder = model.folder
         self.config = model.config
         self.tensors = tensors
-        # a user's own Source has only what the protocol names
+        # a user's own Source may have only the attributes of the protocol
         self.stem = getattr(model, "stem", "model")
         self.notes = getattr(model, "notes", [])
         self.parts = getattr(model, "parts", {})
@@ -174,21 +174,21 @@ class View(Source):
         return self.model.read_into(name, start, out)
 
     def prefetch(self, name: str) -> None:
-        """Let the system fetch the model's tensor, where it has one of this name."""
+        """Let the system fetch the model's tensor, if it has one of this name."""
         if name in self.model.tensors:
             self.model.prefetch(name)
 
     def fingerprint(self) -> object:
-        """Return the model's own."""
+        """Return the model's fingerprint."""
         return self.model.fingerprint()
 
 
 class DictSource(Source):
-    """Tensors that are in memory already: a state dict or a module's.
+    """Tensors that are in memory already, of a state dict or a module.
 
     Raises:
-        CheckpointError: A tensor that is sparse, has no storage (meta), or is of a dtype that no
-            file holds.
+        CheckpointError: A tensor is sparse, is on the meta device, or has a dtype that merges do
+            not support.
     """
 
     def __init__(self, state: Mapping[str, Tensor], label: str, config: Json | None = None):
@@ -208,16 +208,17 @@ class DictSource(Source):
                 raise CheckpointError(f"{label}: {name} is on the meta device and has no values")
             if dtype is None:
                 raise CheckpointError(
-                    f"{label}: {name} is {value.dtype}, which no merge reads; expected real numbers"
+                    f"{label}: {name} is {value.dtype}, which no merge reads; convert it, for "
+                    "example to float32"
                 )
-            # numpy takes no tensor that requires a gradient, such as a parameter
+            # numpy rejects tensors that require a gradient, such as parameters
             self._state[name] = value.detach()
             self.tensors[name] = TensorInfo(name, tuple(value.shape), dtype)
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Elements ``start`` to ``stop``.
+        """Return elements ``start`` to ``stop``.
 
-        A view, cheaper than `read_into`, where it is contiguous and on the CPU.
+        For a tensor on the CPU this is a view, which is cheaper than `read_into`.
         """
         value = self._state[name]
         if not value.is_contiguous():  # once, rather than a copy for every stretch
@@ -225,5 +226,5 @@ class DictSource(Source):
         return stored_of(value.view(-1)[start:stop].cpu())
 
     def fingerprint(self) -> object:
-        """Never equal to another run's: memory leaves no trace to compare."""
+        """Return a value that no other run has, because tensors in memory cannot be compared."""
         return ["memory", id(self), os.getpid()]

@@ -1,6 +1,6 @@
-"""Merges that look at what layers read, block by block.
+"""Merges that use the inputs of layers, block by block.
 
-So one block of each model need be resident.
+Only one block of each model is in memory at a time.
 """
 
 from .closed_forms import InputStatistics, merge_by_inputs

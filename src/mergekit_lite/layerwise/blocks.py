@@ -1,8 +1,8 @@
-"""A model run block by block, of which only one block has weights at a time.
+"""Run a model block by block; only one block has weights at a time.
 
-The skeleton is made on the meta device, with real buffers. What lies outside the blocks is loaded
-once for each model, runs once for each batch, and shows what every block is called with; then
-blocks are loaded one after the other.
+The skeleton is made on the meta device, with real buffers. The layers outside the blocks are loaded
+once for each model and run once for each batch, to record the arguments of every block. Then blocks
+are loaded one after the other.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ Weights = Source | Mapping[str, Tensor]
 
 
 _OTHER = object()
-"""In place of what a block returns after its hidden states, such as attention weights."""
+"""A placeholder for a block's outputs after the hidden states, such as attention weights."""
 
 
 class Skeleton:
     """A model without weights, and its blocks.
 
     Args:
-        source: Whose config says what it is.
+        source: The model whose config defines the architecture.
         auto_class: The transformers class that loads the models.
         dtype: The dtype to compute in.
         device: The device to compute on.
 
     Raises:
-        CheckpointError: The config is of no model with a list of blocks.
+        CheckpointError: The source is not a folder, or its model has no list of blocks.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class Skeleton:
         self.model.eval()
         self.dtype = dtype
         self.device = torch.device(device)
-        for module in self.model.modules():  # parameters have no values yet, which `to` refuses
+        for module in self.model.modules():  # parameters have no values yet, so `to` would fail
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.device))
-        # the blocks are in the list of most parameters
+        # the blocks are the ModuleList with the most parameters
         most = 0
         for name, module in self.model.named_modules():
             if isinstance(module, nn.ModuleList):
@@ -97,16 +97,16 @@ class Skeleton:
             )
 
     def prefix(self, number: int) -> str:
-        """Return what the names of a block's tensors begin with."""
+        """Return the prefix of the names of a block's tensors."""
         return f"{self.path}.{number}."
 
     def outside(self) -> list[str]:
-        """The parameters that are in no block; a tied one's first name."""
+        """Return the names of parameters outside the blocks; tied parameters once."""
         return [n for n, _ in self.model.named_parameters() if not n.startswith(f"{self.path}.")]
 
     def load_outside(self, weights: Weights) -> None:
-        """Load the weights of everything that is in no block."""
-        loaded: dict[int, nn.Parameter] = {}  # by what they replace, so that tied ones stay tied
+        """Load the weights of everything outside the blocks."""
+        loaded: dict[int, nn.Parameter] = {}  # by the replaced parameter, so that ties are kept
         for name, parameter in list(self.model.named_parameters(remove_duplicate=False)):
             if not name.startswith(f"{self.path}."):
                 if id(parameter) not in loaded:
@@ -119,7 +119,7 @@ class Skeleton:
                 self._fill(self.model.get_submodule(owner), own, weights, name)
 
     def block(self, number: int, weights: Weights) -> nn.Module:
-        """A block with weights of its own."""
+        """Return a copy of a block with weights."""
         # its parameters are on the meta device, so the copy takes next to no memory
         block = copy.deepcopy(self.blocks[number])
         for name, _ in list(block.named_parameters()):
@@ -135,13 +135,13 @@ class Skeleton:
         return block.eval()
 
     def stored_buffers(self) -> list[str]:
-        """The buffers that a checkpoint has."""
+        """Return the names of the buffers that a checkpoint has."""
         # state_dict leaves out buffers that are not persistent, such as rotary frequencies
         stored = self.model.state_dict().keys()
         return [name for name, _ in self.model.named_buffers() if name in stored]
 
     def _fill(self, module: nn.Module, own: str, weights: Weights, name: str) -> None:
-        """Give a buffer a source's value; merged weights have none."""
+        """Load a buffer from a source; a mapping of merged weights has no buffers."""
         if isinstance(weights, Mapping):
             return
         stored = self.stored_name(weights, name)
@@ -151,23 +151,23 @@ class Skeleton:
         module.register_buffer(own, value.view(buffer.shape).to(self.device, dtype))
 
     def stored_name(self, source: Source, name: str) -> str:
-        """Return what a source calls a parameter.
+        """Return a parameter's name in a source.
 
-        Some files leave out, or add, the prefix of the model below the head.
+        Some files omit, or add, the prefix of the model below the head.
 
         Raises:
-            CheckpointError: It does not have it.
+            CheckpointError: The source does not have the parameter.
         """
         prefix = f"{self.model.base_model_prefix}."
         for known in (name, name.removeprefix(prefix), f"{prefix}{name}"):
             if known in source.tensors:
                 return known
         raise CheckpointError(
-            f"{source.label}: has no tensor {name}, which transformers' model of its config has"
+            f"{source.label}: has no tensor {name}, which transformers expects by its config.json"
         )
 
     def parameter(self, weights: Weights, name: str) -> nn.Parameter:
-        """A parameter's value in the dtype to compute in."""
+        """Return a parameter with its value, in the dtype to compute in."""
         if isinstance(weights, Mapping):
             value = weights[name]
         else:
@@ -193,7 +193,7 @@ class Skeleton:
             block: The first block, with weights.
 
         Raises:
-            CheckpointError: A block runs more than once, or hands on more than hidden states.
+            CheckpointError: A block runs more than once, or passes on more than hidden states.
         """
         form = self._form(batches[0], block)
         calls: list[list[Call]] = [[] for _ in self.blocks]
@@ -207,9 +207,9 @@ class Skeleton:
                 batch: Batch = batch,
                 index: int = index,
             ) -> object:
-                # T5's blocks hand on position biases, which exist only once a block has run
+                # T5's blocks pass on position biases, which exist only after a block has run
                 if any(one is _OTHER for one in (*arguments, *named.values())):
-                    self._refuse("has blocks that hand on more than hidden states")
+                    self._refuse("has blocks that pass on more than hidden states")
                 hidden, call = split_arguments(arguments, named, not_padding(batch))
                 # ALBERT runs one block again for each of its layers
                 if len(calls[number]) > index:
@@ -217,7 +217,7 @@ class Skeleton:
                 if number == 0:
                     first.append(hidden)
                 calls[number].append(call)
-                # blocks are skipped: only what they are called with is wanted
+                # blocks are skipped: only their arguments are needed
                 return shaped_as(form, hidden, _OTHER)
 
             with forwards_replaced([*self.blocks], record):
@@ -228,7 +228,7 @@ class Skeleton:
     def after(
         self, batches: Sequence[Batch], hidden: Sequence[Tensor], block: nn.Module
     ) -> Iterator[Tensor]:
-        """Yield for each batch what the head reads, given the states after the last block."""
+        """Yield the head's input for each batch, given the states after the last block."""
         form = self._form(batches[0], block)
         for batch, states in zip(batches, hidden, strict=True):
             out = shaped_as(form, states)
@@ -255,7 +255,7 @@ class Skeleton:
 
 
 def linear_layers(block: nn.Module) -> dict[str, nn.Module]:
-    """The layers of a block that are one product, by name."""
+    """Return the linear layers of a block, by name."""
     layers = {}
     for name, module in block.named_modules():
         # a subclass with a forward of its own may do more than multiply

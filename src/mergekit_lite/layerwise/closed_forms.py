@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_RIDGE = 1e-6  # of the mean diagonal: where no model has any input, weights are averaged
+_RIDGE = 1e-6  # as a share of the mean diagonal; weights of features without input are averaged
 
 
 class InputStatistics:
@@ -33,7 +33,7 @@ class InputStatistics:
         self.count = 0
 
     def add(self, x: Tensor) -> None:  # (N, I)
-        """Add tokens."""
+        """Add the inputs of N tokens."""
         x = x.detach().to(self.products)
         self.count += len(x)
         self.total = self.total.to(x.device)
@@ -51,11 +51,11 @@ def merge_by_inputs(
     reduce: float,
     shares: Sequence[float],
 ) -> Tensor:  # (O, I) float64
-    """The merged weight.
+    """Return the merged weight.
 
     Args:
-        weights: The models'.
-        statistics: The statistics of the inputs of each.
+        weights: The weights of the models.
+        statistics: The input statistics of each model.
         reduce: The factor of entries off the diagonal.
         shares: The weight of each model.
     """

@@ -21,16 +21,16 @@ class CalibratedMerge:
     """Settings of a data-driven merge.
 
     Args:
-        method: ``"regmean"``, or ``"regmean++"``, whose inputs come through the blocks merged so
-            far.
+        method: ``"regmean"``, or ``"regmean++"``, which uses the inputs that layers get from the
+            blocks merged so far.
         weight: The weight of each model, or one number for all; default: equal weights.
         reduce: The factor of Gram matrices' entries off the diagonal.
         auto_class: The AutoModel class of transformers that builds the models.
-        batch_size: Examples that run at once.
-        max_length: Tokens of an example.
+        batch_size: Examples per batch.
+        max_length: Largest number of tokens of an example; more are cut off.
 
     Raises:
-        ValueError: Values outside what is said above.
+        ValueError: A value has a wrong type or is out of range.
     """
 
     method: str
@@ -69,6 +69,7 @@ class CalibratedMerge:
         in_range = all(0 <= weight < math.inf for weight in weights)
         if len(weights) != count or not in_range or not sum(weights):
             raise ValueError(
-                f"merge_models: weight is {self.weight}, expected {count} numbers from 0, not all 0"
+                f"merge_models: weight is {self.weight}, expected {count} numbers, 0 or more, not "
+                "all 0"
             )
         return [weight / sum(weights) for weight in weights]

@@ -21,16 +21,16 @@ from ..files import Source
 def calibration_batches(
     data: Any, source: Source, *, batch_size: int, max_length: int
 ) -> list[Batch]:
-    """Return padded batches of token ids, long examples beside long ones.
+    """Return padded batches of token ids, sorted by length.
 
     Args:
         data: A file or rows for `TextExamples`, or examples with ``input_ids``.
-        source: Whose data, and whose tokenizer text needs.
-        batch_size: Examples of a batch.
-        max_length: Tokens of an example; more are cut off.
+        source: The model that the data are for; text needs its tokenizer.
+        batch_size: Examples per batch.
+        max_length: Largest number of tokens of an example; more are cut off.
 
     Raises:
-        ValueError: None of these, or nothing in it; a token that the model does not have.
+        ValueError: The data have another form or are empty, or the model does not have a token.
     """
     examples: Any = data
     has_ids = False
@@ -39,7 +39,7 @@ def calibration_batches(
         has_ids = isinstance(examples[0], Mapping) and "input_ids" in examples[0]
     if not has_ids:
         tokenizer = AutoTokenizer.from_pretrained(source.folder)
-        # labels are not used; with all supervised no row is left out for a late answer
+        # labels are not used; if all tokens are supervised, rows with a late answer are kept
         texts = TextExamples(examples, tokenizer, max_length=max_length, train_on_inputs=True)
         examples = [texts[place] for place in range(len(texts))]
     # models of images and text keep the language model's settings under text_config
@@ -54,7 +54,7 @@ def calibration_batches(
                 f"below {size}"
             )
         ids.append(tokens)
-    # batches of like lengths need little padding; the shortest example is then ids[0]
+    # batches of similar lengths need little padding; ids[0] is then the shortest example
     ids.sort(key=len)
     if not len(ids[0]):
         raise ValueError(
@@ -64,7 +64,7 @@ def calibration_batches(
 
 
 def _rows_of(data: Any, source: Source) -> list[Any]:
-    """Return examples or rows as a list; refuse what is none of these."""
+    """Return examples or rows as a list; raise for anything else and for empty data."""
     if isinstance(data, Mapping):
         names = ", ".join(map(str, data))
         raise ValueError(f"calibration of {source.label} is a mapping of {names}; expected rows")

@@ -1,6 +1,6 @@
 """Data-driven merges of whole models, block by block.
 
-`merge_models(..., calibration=...)` ends here.
+This module does the work of `merge_models(..., calibration=...)`.
 """
 
 from __future__ import annotations
@@ -32,33 +32,32 @@ def merged_source(
     device: str | torch.device = "cpu",
     progress: bool,
 ) -> Source:
-    """The merged tensors, written block by block into an open stage folder.
+    """Merge block by block into an open stage folder; return the merged tensors as a source.
 
-    A merge can read it as a source.
-
-    Of the models one block is resident at a time, and the merged one, and hidden states of the
-    calibration data.
+    Memory holds one block of each model, the merged block, and the hidden states of the calibration
+    data.
 
     Args:
-        models: Models of one architecture, in any form that `open_source` takes.
-        calibration: For each model its data: a file or rows for `TextExamples`, or examples.
+        models: Models of one architecture: folders, hub ids or ``"model+adapter"``.
+        calibration: The data of each model: a file or rows for `TextExamples`, or examples.
         merge: The settings of the merge.
         stage: The folder of the result; an interrupted run of the same merge is continued there.
-        device: The device that blocks run on, and that weights are solved for on.
-        progress: Show a bar.
+        device: The device that runs blocks and solves for weights.
+        progress: Show a progress bar.
 
     Raises:
-        ValueError: Numbers of models and data that differ; models that do not fit each other; no
-            data.
+        ValueError: There are fewer than two models, not as many data, no examples, or the models do
+            not fit each other.
     """
     if isinstance(calibration, (str, Path)):
         raise ValueError(
-            f"merge_models: calibration is {str(calibration)!r}; expected a list, each model's data"
+            f"merge_models: calibration is {str(calibration)!r}; expected a list with the data of "
+            "each model"
         )
     if len(models) < 2 or len(calibration) != len(models):
         raise ValueError(
             f"merge_models: {len(models)} models, calibration for {len(calibration)}; expected two "
-            "or more, and for each its data"
+            "or more models, and data for each"
         )
     shares = merge.shares(len(models))
     sources = [open_source(model) for model in models]
@@ -72,7 +71,7 @@ def merged_source(
     run = BlockMerge(skeleton, sources, data, shares, merge, stage.folder)
     first = run.resumed()
     if not first:
-        # what lies there belongs to other models, settings or data, or is damaged
+        # the folder has parts of other models, settings or data, or damaged ones
         stage.clear()
         run.begin()
     count = len(skeleton.blocks)
@@ -106,8 +105,9 @@ def check_alike(sources: Sequence[Source]) -> None:
         if unlike:
             name, theirs, ours = unlike[0]
             raise CheckpointError(
-                f"{other.label} and {first.label}: {name} is {theirs} and {ours} ({len(unlike)} "
-                "such); data-driven merges need models of one architecture"
+                f"{other.label} and {first.label}: {name} is {theirs or 'missing'} and "
+                f"{ours or 'missing'} ({len(unlike)} tensors differ); data-driven merges need "
+                "models of one architecture"
             )
     check_computing(sources)
 
@@ -118,7 +118,7 @@ def _shape_of(source: Source, name: str) -> tuple[int, ...] | None:
 
 
 def check_computing(sources: Sequence[Source]) -> None:
-    """Refuse models whose configs differ in how they compute: all data run through the first's.
+    """Refuse models whose configs compute differently: the first model's code runs all data.
 
     Raises:
         CheckpointError: The models differ; the message has the first difference.
@@ -136,7 +136,7 @@ def check_computing(sources: Sequence[Source]) -> None:
             if ours.get(name) != settings.get(name):
                 raise CheckpointError(
                     f"{source.label}: expected {name} {ours.get(name)!r} as in {first.label}, got "
-                    f"{settings.get(name)!r}; merges by data need models that compute alike"
+                    f"{settings.get(name)!r}; data-driven merges need models that compute alike"
                 )
 
 
@@ -169,7 +169,7 @@ class _Joined(Source):
         return self._source(name).read_into(name, start, out)
 
     def prefetch(self, name: str) -> None:
-        """Prefetch as the part does."""
+        """Prefetch a tensor."""
         self._source(name).prefetch(name)
 
     def fingerprint(self) -> object:

@@ -21,7 +21,7 @@ from .states import run_fingerprint
 
 
 class BlockMerge:
-    """Hidden states of each model's data on their way through the blocks, and what was written."""
+    """The state of a merge: hidden states of each model's data, and the parts written so far."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class BlockMerge:
             self.data.append(placed)
         self.shares = shares
         self.merge = merge
-        self.calls: list[list[list[Call]]] = []  # of each model, block and batch
+        self.calls: list[list[list[Call]]] = []  # by model, block and batch
         self.hidden: list[list[Tensor]] = []
-        # whole Gram matrices are too near to singular for float32
+        # unreduced Gram matrices are too close to singular for float32
         self.products = torch.float64 if merge.reduce == 1 else torch.float32
-        # what was computed on another device is computed again
+        # results from another type of device are computed again
         settings = [merge.method, shares, merge.reduce, skeleton.device.type]
         settings += [type(skeleton.model).__name__, [len(batches) for batches in data]]
         self.stage = Stage(folder, run_fingerprint(sources, data, settings), "merge")
@@ -60,11 +60,11 @@ class BlockMerge:
             self.hidden.append(hidden)
 
     def _outsides(self) -> Sequence[Weights]:
-        """Return for each model the weights outside the blocks that its data run through.
+        """Return, for each model, the weights outside the blocks that its data run through.
 
-        They are its own, or averages.
+        They are the model's own or, for regmean++, averages.
         """
-        # regmean++ looks at what reaches a layer in the merged model, embeddings included
+        # regmean++ uses the inputs of layers in the merged model, embeddings included
         if self.merge.method != "regmean++":
             return self.sources
         average = {}
@@ -95,7 +95,7 @@ class BlockMerge:
         for name in blocks[0]:
             weights = [parameters[name] for parameters in blocks]
             owner = name.rpartition(".")[0]
-            # a layer's bias is averaged: the closed form is of the product alone
+            # a layer's bias is averaged: the closed form covers only the product
             was_called = all(owner in statistics for statistics in seen)
             if name.endswith("weight") and owner in layers and was_called:
                 inputs = [statistics[owner] for statistics in seen]
@@ -106,18 +106,18 @@ class BlockMerge:
             merged[full] = value.to(self._dtype(full))
         self._write(number, merged)
         if merged_inputs:
-            # the weights as they are written: the next block's inputs see their rounding, too
+            # use the weights as written, so that the next block's inputs include their rounding
             block = skeleton.block(number, merged)
             for k in range(len(self.sources)):
                 self.hidden[k] = outputs_of(block, self.calls[k][number], self.hidden[k])
 
     @torch.no_grad()
     def merge_outside(self) -> None:
-        """Write what is in no block: a head of its own by its inputs, all else averaged."""
+        """Merge and write tensors outside the blocks: an untied head by inputs, others averaged."""
         model = self.skeleton.model
         head = model.get_output_embeddings()
         solved = None
-        # a tied head is the embedding, which is no product
+        # a tied head is the embedding, which is not a linear layer
         if isinstance(head, nn.Linear) and head.weight is not model.get_input_embeddings().weight:
             solved = next(name for name, p in model.named_parameters() if p is head.weight)
         merged = {}
@@ -139,7 +139,7 @@ class BlockMerge:
             statistics = InputStatistics(hidden[0].shape[-1], self.products)
             # the first block only shows in which form blocks return their states
             read = self.skeleton.after(batches, hidden, self.skeleton.block(0, source))
-            # padding is the same in all blocks, so the first block's calls tell it
+            # padding is the same in all blocks, so use the first block's calls
             for call, states in zip(calls[0], read, strict=True):
                 statistics.add(tokens(states, call.keep))
             statistics_of_parts.append(statistics)
@@ -148,9 +148,9 @@ class BlockMerge:
     def _watched(
         self, block: nn.Module, k: int, number: int
     ) -> tuple[dict[str, InputStatistics], list[Tensor]]:
-        """Return what a model's linear layers read of its data, and what its block makes of it."""
+        """Return the input statistics of a block's linear layers, and the block's outputs."""
         statistics: dict[str, InputStatistics] = {}
-        owners: dict[str, str] = {}  # of layers that read one tensor, as q, k and v do, the first
+        owners: dict[str, str] = {}  # for layers with the same input, such as q, k and v, the first
         outputs = []
         for call, hidden in zip(self.calls[k][number], self.hidden[k], strict=True):
             read: dict[str, Tensor] = {}
@@ -188,26 +188,26 @@ class BlockMerge:
         return [self.skeleton.parameter(source, name) for source in self.sources]
 
     def _average(self, values: Sequence[Tensor]) -> Tensor:
-        """Return the mean by shares, in float64."""
+        """Return the mean of tensors, weighted by the models' shares, in float64."""
         mean = torch.zeros_like(values[0], dtype=torch.float64)
         for share, value in zip(self.shares, values, strict=True):
             mean += share * value.detach().double()
         return mean
 
     def _dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that the first model's files have a parameter in."""
+        """Return a parameter's dtype in the first model's files."""
         first = self.sources[0]
         return to_torch(first.tensors[self.skeleton.stored_name(first, name)].dtype)
 
     def _write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """A part, under the names that the first model's files have."""
+        """Write a part, under the names in the first model's files."""
         named = {}
         for name, value in tensors.items():
             named[self.skeleton.stored_name(self.sources[0], name)] = value.contiguous()
         self.stage.store(_part(number), named)
 
     def save(self, done: int) -> None:
-        """Save where an interrupted run goes on."""
+        """Save the hidden states, from which an interrupted run continues."""
         states = {}
         for model, batches in enumerate(self.hidden):
             for place, hidden in enumerate(batches):
@@ -216,9 +216,9 @@ class BlockMerge:
         self.stage.store("states", states, done)
 
     def resumed(self) -> int:
-        """Return how many blocks an earlier run of the same merge wrote, and take up its states.
+        """Load the states of an earlier run of this merge; return how many blocks it wrote.
 
-        It is 0 if one of them is not whole.
+        Return 0 if there are none, or if a block is incomplete.
         """
         stored = self.stage.load("states")
         if stored is None:
@@ -227,7 +227,7 @@ class BlockMerge:
         for number in range(done):
             if self.stage.load(_part(number)) is None:
                 return 0
-        # calls, with their masks and positions, are not stored: to record them again is cheap
+        # calls, with their masks and positions, are not stored: recording them again is cheap
         self.begin()
         for model, batches in enumerate(self.hidden):
             for place in range(len(batches)):
@@ -235,7 +235,7 @@ class BlockMerge:
         return done
 
     def parts(self) -> list[Path]:
-        """Return the files of all blocks, and of the tensors that are in none."""
+        """Return the files of all blocks, and of the tensors outside the blocks."""
         paths = [self.stage.path(_part(number)) for number in range(len(self.skeleton.blocks) + 1)]
         return [path for path in paths if path is not None]
 

@@ -1,4 +1,4 @@
-"""The key of a merge by data, by which its parts on disk are known."""
+"""The key that identifies the parts of a data-driven merge on disk."""
 
 from __future__ import annotations
 

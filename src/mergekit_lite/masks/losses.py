@@ -358,10 +358,11 @@ def _check_states(
                 f"masked_kl: heads are {sizes}, expected {len(teachers)} or more of one (V, "
                 f"{student.shape[1]})"
             )
+    if masks is not None and heads is None:
+        raise ValueError(f"masked_kl: masks are {list(masks.shape)}, expected heads beside them")
     if masks is not None and (masks.dim() != 3 or masks.shape[0] != count):
         raise ValueError(
-            f"masked_kl: masks are {list(masks.shape)}, expected heads and one mask for each, "
-            f"({count}, ., .)"
+            f"masked_kl: masks are {list(masks.shape)}, expected one for each head, ({count}, ., .)"
         )
 
 

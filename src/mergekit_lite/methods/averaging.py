@@ -1,4 +1,4 @@
-"""Methods that weigh models element by element: linear, task_arithmetic, nearswap, passthrough.
+"""Methods that weight models element by element: linear, task_arithmetic, nearswap, passthrough.
 
 Notation: W_i model i, B base, D_i = W_i - B its task vector, w_i its weight, λ the overall scale.
 """
@@ -15,7 +15,7 @@ from .registry import merge_method
 def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float] | Sequence[Tensor]) -> Tensor:
     """Return Σ w_i T_i, each product rounded before it is added.
 
-    A fused multiply-add is not to be had everywhere.
+    Not every device has a fused multiply-add, which would round differently.
     """
     total = tensors[0] * weights[0]
     for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
@@ -30,7 +30,7 @@ def sum_of_products(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> Ten
 
 
 def deltas(tensors: Sequence[Tensor], base: Tensor) -> list[Tensor]:
-    """The task vectors D_i = W_i - B."""
+    """Return the task vectors D_i = W_i - B."""
     return [tensor - base for tensor in tensors]
 
 
@@ -40,7 +40,7 @@ def rows_of(tensor: Tensor) -> Tensor:
 
 
 def refuse_zero_sum(parameters: dict) -> None:
-    """A normalized sum divides by Σ w_i, which must not be 0."""
+    """Refuse weights whose sum is 0 if a normalized sum would be divided by it."""
     weights = parameters["weight"]
     # above 0, so that weights that are all 0 are refused, too
     largest = max([1e-30, *(abs(weight) for weight in weights)])
@@ -54,7 +54,7 @@ def refuse_zero_sum(parameters: dict) -> None:
 def linear(
     tensors: list[Tensor], base: None, *, weight: PerModel, normalize: bool = True
 ) -> Tensor:
-    """Weighted average: Σ w_i W_i, divided by Σ w_i when ``normalize``.
+    """Return the weighted average Σ w_i W_i, divided by Σ w_i if ``normalize``.
 
     Source: Model soups (Wortsman et al., arXiv 2203.05482).
 
@@ -74,7 +74,7 @@ def normalized(weights: Sequence[float], normalize: bool) -> list[float]:
 
 @merge_method("passthrough", inputs=(1, 1), elementwise=True)
 def passthrough(tensors: list[Tensor], base: None, *, scale: PerModel = None) -> Tensor:
-    """One model's values, unchanged or times ``scale``; what frankenmerges stack layers with.
+    """Return one model's values, unchanged or times ``scale``, for example in frankenmerges.
 
     >>> passthrough([torch.tensor([1.0, 2.0])], scale=0.5)
     tensor([0.5000, 1.0000])
@@ -94,7 +94,7 @@ def task_arithmetic(
     lambda_: float = 1.0,
     normalize: bool = False,
 ) -> Tensor:
-    """B + λ Σ w_i D_i, the sum divided by Σ w_i when ``normalize`` (unless that is 0).
+    """Return B + λ Σ w_i D_i, the sum divided by Σ w_i if ``normalize`` (unless that is 0).
 
     Source: Editing models with task arithmetic (Ilharco et al., arXiv 2212.04089).
 
@@ -108,7 +108,7 @@ def task_arithmetic(
 
 
 def normalizer(weights: Sequence[float], normalize: bool) -> float:
-    """Σ w_i, or 1 when the sum is 0 or not wanted."""
+    """Return Σ w_i, or 1 if the sum is 0 or ``normalize`` is off."""
     total = sum(weights)
     # mergekit's bound
     if normalize and abs(total) >= 1e-8:
@@ -118,7 +118,7 @@ def normalizer(weights: Sequence[float], normalize: bool) -> float:
 
 @merge_method("nearswap", base="required", inputs=(1, 1), elementwise=True, ranges={"t": Range(0)})
 def nearswap(tensors: list[Tensor], base: Tensor, *, t: float) -> Tensor:
-    """B moves towards W where the two are near: share t / max(|B - W|, 1e-6), at most 1, of W.
+    """Move B towards W by the share t / max(|B - W|, 1e-6), at most 1: fully where they are close.
 
     Source: the definition published with the NearSwap models (alchemonaut).
 

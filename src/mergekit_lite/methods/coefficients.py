@@ -1,12 +1,12 @@
-"""From the dot products of the inputs to the coefficients of their combination.
+"""Compute the coefficients of a combination from the dot products of its inputs.
 
-Every method that follows angles needs it.
+All methods that follow angles use these functions.
 
 Each function takes ``xp``, the module that computes: torch, which keeps gradients, or numpy, for
 the compiled kernels.
 
 Notation: x_i inputs, G_ij = <x_i, x_j>, n_i = sqrt(G_ii), u_i = x_i / n_i.
-Shape letters: K inputs; ... is nothing where a tensor is taken whole, or its rows (R,).
+Shape letters: K inputs; ... is empty if a tensor is taken whole, or its rows (R,).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..dtypes import Array
 
 A = TypeVar("A", Tensor, Array)
 
-_COLINEAR = 1e-8  # on sin θ
-_CANCELLED = 1e-6  # a sum of unit vectors this short is what rounding leaves of nothing
+_COLINEAR = 1e-8  # a bound on sin θ
+_CANCELLED = 1e-6  # a sum of unit vectors this short is a rounding error
 # the least divisor; its inverse is still finite in float64
 _TINY = 1e-300
 
@@ -29,14 +29,14 @@ _TINY = 1e-300
 def great_circle(
     cosine: A,  # (...)
     t: float,
-    straight: Tensor | Array,  # (...), whether
+    straight: Tensor | Array,  # (...), boolean
     xp: ModuleType,
 ) -> A:  # (..., 2)
     """Return the coefficients of the point at ``t`` on the arc from input 0 to input 1.
 
-    On the line where ``straight``.
+    If ``straight``, the point is on the straight line instead.
     """
-    # kept off ±1, where the gradient is infinite
+    # without cosines of ±1, where the gradient is infinite
     angle = xp.arccos(xp.where(straight, 0.0, cosine))
     sine = xp.sin(angle)
     arc = xp.stack([xp.sin((1 - t) * angle) / sine, xp.sin(t * angle) / sine], -1)
@@ -45,12 +45,12 @@ def great_circle(
 
 
 def cosines(g: A, xp: ModuleType) -> A:
-    """Cosine between inputs 0 and 1 of (..., 2, 2).
+    """Return the cosine between inputs 0 and 1 from their dot products (..., 2, 2).
 
-    0, a right angle, where one of them is zero, as in mergekit.
+    It is 0 (a right angle) if one of them is zero, as in mergekit.
     """
     squared = g[..., 0, 0] * g[..., 1, 1]
-    # where computes both branches: a root of 0 in the other would make its gradient NaN
+    # `where` computes both branches: a root of 0 in the unused one would make the gradient NaN
     defined = squared > 0
     return xp.where(defined, g[..., 0, 1] / xp.sqrt(xp.where(defined, squared, 1.0)), 0.0)
 
@@ -64,7 +64,7 @@ def slerp(g: A, t: float, xp: ModuleType) -> A:
 
 def nuslerp(g: A, weight: Sequence[float], xp: ModuleType) -> A:
     """Return the coefficients of the two models, or of their task vectors."""
-    # mergekit's bound, and its answer where the weights cancel
+    # mergekit's bound, and its result if the weights cancel
     t = 0.5 if abs(sum(weight)) < 1e-6 else weight[1] / sum(weight)
     cosine = cosines(g, xp)
     # 1 - cos² is sin², so the bound is squared, too
@@ -86,9 +86,9 @@ def unit_gram(g: A, eps: float, xp: ModuleType) -> tuple[A, A]:
 def multislerp(
     g: A, weight: Sequence[float], normalize_weights: bool, eps: float, xp: ModuleType
 ) -> A:
-    """Direction of the weighted sum of unit inputs, at the weighted mean length.
+    """Return the coefficients of the mean direction, at the weighted mean length.
 
-    The plain sum where it vanishes.
+    If the directions cancel, they are the coefficients of the plain weighted sum.
     """
     units, norms = unit_gram(g, eps, xp)
     if normalize_weights:
@@ -104,9 +104,9 @@ def multislerp(
 
 
 def karcher(g: A, max_iter: int, tol: float, xp: ModuleType) -> A:
-    """Return coefficients by fixed-point iteration for the mean direction.
+    """Return the coefficients of the Karcher mean, found by fixed-point iteration.
 
-    It stays in the span of the inputs.
+    The mean stays in the span of the inputs.
     """
     units, norms = unit_gram(g, 0.0, xp)
     count = norms.shape[-1]
@@ -121,7 +121,7 @@ def karcher(g: A, max_iter: int, tol: float, xp: ModuleType) -> A:
         cosine = (units @ mean).clip(-1, 1)
         angle = xp.arccos(cosine)
         sine = xp.sin(angle)
-        # Towards an input, or away from its opposite, there is no direction to go in.
+        # If the mean equals an input or its opposite, there is no direction towards that input.
         pull = share * xp.where(sine > _CANCELLED, angle / sine.clip(min=_CANCELLED), 1.0)
         tangent = pull - (pull @ cosine) * mean
         length = xp.sqrt((tangent @ units @ tangent).clip(min=0))
@@ -129,14 +129,14 @@ def karcher(g: A, max_iter: int, tol: float, xp: ModuleType) -> A:
             break
         mean = xp.cos(length) * mean + xp.sin(length) / length * tangent
         size = xp.sqrt((mean @ units @ mean).clip(min=0))
-        if size < _CANCELLED:  # a direction and its opposite: no mean direction to go on from
+        if size < _CANCELLED:  # the directions cancel: there is no mean direction to continue from
             return plain
         mean = mean / size
     return mean * (norms.sum() / count) / norms.clip(min=_TINY) * present
 
 
 def model_stock(g: A, xp: ModuleType) -> A:  # (..., K)
-    """The coefficient t / K of every task vector, with t = K cos / (1 + (K - 1) cos)."""
+    """Return the coefficient t / K of every task vector, with t = K cos / (1 + (K - 1) cos)."""
     units, norms = unit_gram(g, 0.0, xp)
     count = norms.shape[-1]
     pairs = sum(units[..., i, j] for i in range(count) for j in range(i))

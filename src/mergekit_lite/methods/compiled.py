@@ -1,4 +1,4 @@
-"""The methods that compiled kernels can merge by, a stretch of a tensor at a time."""
+"""The methods that have compiled kernels, which merge a stretch of a tensor at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMPILED = (
     *BY_ROWS,
 )
 STRETCH = 1 << 18
-"""Elements of each input that a thread holds at a time, which bounds the rows that kernels take."""
+"""Elements of each input that a thread holds at a time, and the longest row of a kernel."""
 
 
 def has_kernel(method: MergeMethod, parameters: Bound, shape: tuple[int, ...]) -> bool:
@@ -38,13 +38,13 @@ def has_kernel(method: MergeMethod, parameters: Bound, shape: tuple[int, ...]) -
 
     Args:
         method: The method.
-        parameters: Its arguments for this tensor.
-        shape: The tensor's.
+        parameters: The method's arguments for this tensor.
+        shape: The tensor's shape.
     """
     if method not in COMPILED:
         return False
     if method in BY_ROWS:
-        # a slice, as a scalar has no last size; () is below any tuple
+        # a slice, because a scalar has no last size; () compares below any other tuple
         return shape[-1:] <= (STRETCH,)
     # angles by rows need a dot product for each row; kernels sum over whole tensors
     return parameters.get("nuslerp_flatten", True) and not parameters.get("filter_wise")

@@ -49,7 +49,7 @@ def dare_linear(
     rescale: bool = True,
     lambda_: float = 1.0,
 ) -> Tensor:
-    """Keep each change with probability ``density``, then task arithmetic.
+    """Keep each change with probability ``density``, then apply task arithmetic.
 
     ``rescale`` restores the L1 norm.
 
@@ -75,7 +75,7 @@ def dare_ties(
     rescale: bool = True,
     lambda_: float = 1.0,
 ) -> Tensor:
-    """`dare_linear`'s dropping followed by the sign election of `ties`.
+    """Drop changes as in `dare_linear`, then elect signs as in `ties`.
 
     Source: DARE (arXiv 2311.03099) and TIES-Merging (arXiv 2306.01708).
 
@@ -87,9 +87,9 @@ def dare_ties(
 
 
 def keep_probabilities(change: Tensor, density: float, epsilon: float) -> Tensor:
-    """Return each element's chance of staying.
+    """Return each element's chance of being kept.
 
-    From density - ε for the smallest of its row to density + ε for the largest.
+    It runs from density - ε for the smallest of a row to density + ε for the largest.
 
     Args:
         change: A task vector's rows (R, C); equal magnitudes rank by index.
@@ -159,7 +159,7 @@ def della(
     rescale: bool = True,
     lambda_: float = 1.0,
 ) -> Tensor:
-    """Keep changes with a chance that grows with their rank in the row, then elect signs as `ties`.
+    """Keep changes with a chance that grows with their rank in the row; elect signs as in `ties`.
 
     The chance runs from density - ε (smallest of the row) to density + ε (largest).
     Source: DELLA-Merging (Deep et al., arXiv 2406.11617).
@@ -184,7 +184,7 @@ def della_linear(
     rescale: bool = True,
     lambda_: float = 1.0,
 ) -> Tensor:
-    """`della`'s sampling followed by task arithmetic.
+    """Keep changes as in `della`, then apply task arithmetic.
 
     Source: DELLA-Merging (arXiv 2406.11617).
 

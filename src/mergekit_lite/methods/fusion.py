@@ -11,7 +11,7 @@ from .parameters import Range
 from .registry import merge_method
 from .trimming import order_statistics
 
-_STRETCH = 1 << 20  # elements looked at together, so that temporaries are small beside the tensor
+_STRETCH = 1 << 20  # elements processed at a time, so that temporaries are small
 
 
 @merge_method("arcee_fusion", base="required", inputs=(1, 1))
@@ -45,7 +45,7 @@ def arcee_fusion(tensors: list[Tensor], base: Tensor) -> Tensor:
 
 @merge_method("ram", base="required", elementwise=True, ranges={"epsilon": Range(0)})
 def ram(tensors: list[Tensor], base: Tensor, *, epsilon: float = 1e-5) -> Tensor:
-    """B plus, at each element, the mean change of the models that are active there.
+    """Add to B, at each element, the mean change of the models that are active there.
 
     Source: Reinforced agent merging (Yuan et al., arXiv 2601.13572).
 
@@ -71,11 +71,10 @@ def ramplus_tl(
     alpha: float = 0.2,
     epsilon: float = 1e-5,
 ) -> Tensor:
-    """`ram`, with a model's unique changes scaled by 1 + r clamp(shared / unique, 0, α).
+    """Merge as `ram`, with a model's unique changes times 1 + r clamp(shared / unique, 0, α).
 
-    Shared and unique changes are counted for each model over the whole tensor.
-
-    Shared: elements where the model and another are active; unique: where it alone is.
+    Shared and unique changes are counted for each model over the whole tensor. Shared: elements
+    where the model and another one are active; unique: elements where only the model is active.
     Source: Reinforced agent merging (arXiv 2601.13572), tensor-level RAM+.
 
     >>> ramplus_tl([torch.tensor([2.0, 2.0]), torch.tensor([4.0, 0.0])], torch.zeros(2))

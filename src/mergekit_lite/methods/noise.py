@@ -37,7 +37,7 @@ def _xor_shift_(x: Tensor, shift: int) -> None:
 
 
 def random_words(stream: str, places: Tensor) -> Tensor:
-    """Return the words of a stream at some places (int64, any shape), as int32.
+    """Return the words of a stream at the given indices (int64, any shape), as int32.
 
     >>> random_words("k", torch.tensor([1, 0])).equal(random_words("k", torch.arange(2)).flip(0))
     True
@@ -68,13 +68,13 @@ class Noise:
     def keep(self, model: int, like: Tensor, probability: float) -> Tensor:
         """Decide independently, with one probability, which elements to keep.
 
-        An element has 8 bits of a word that it shares with three neighbors. Where those equal the
-        probability's first 8 bits, once in 256 elements and never for multiples of 1/256, 31 bits
-        of a word of its own decide.
+        Each element uses 8 bits of a word that it shares with three neighbors. If these equal the
+        probability's first 8 bits, 31 bits of another word decide. This happens for one element in
+        256, and never if the probability is a multiple of 1/256.
 
         Args:
             model: Index of the model, which has a stream of its own.
-            like: The tensor (any shape); its shape, dtype and device are the result's.
+            like: A tensor (any shape) with the shape, dtype and device of the result.
             probability: Chance of keeping, exact to 2**-32.
 
         Returns:
@@ -96,7 +96,9 @@ class Noise:
         return decisions.view(like.shape).to(like.dtype)
 
     def keep_each(self, model: int, probabilities: Tensor) -> Tensor:
-        """Decide independently, each element with a probability of its own, exact to 2**-31.
+        """Decide independently which elements to keep, each with its own probability.
+
+        Probabilities are exact to 2**-31.
 
         Args:
             model: Index of the model, which has a stream of its own.

@@ -1,4 +1,4 @@
-"""Parameters of merge methods: names, types, ranges, and what a recipe may say for them."""
+"""Parameters of merge methods: names, types, ranges, and the values that recipes may have."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PerModel = Sequence[float]
 
 
 Value = bool | int | float | str | None
-"""What a method's argument may be, of one model."""
+"""The type of a method's argument for one model."""
 
 Bound = dict[str, Any]
 """A method's keyword arguments, checked and complete."""
@@ -55,9 +55,15 @@ class Range:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a method: public name, the Python argument's, type, default.
+    """One parameter of a method.
 
-    ``per_model``: Whether each model has a value of its own.
+    Args:
+        name: The public name.
+        argument: The name of the Python argument.
+        type: The type of its values.
+        default: The default; `inspect.Parameter.empty` if the parameter is required.
+        per_model: Whether each model has a value of its own.
+        range: The range of its values, or None.
     """
 
     name: str
@@ -84,18 +90,18 @@ class Parameter:
         return self._check_number(value, method)
 
     def _check_number(self, value: object, method: str) -> float:
-        """Return a value as a finite number, whole where the parameter is, within its range."""
+        """Return a value as a number; check that it is finite, in range, and whole for an int."""
         if isinstance(value, str):
             with contextlib.suppress(ValueError):
                 value = float(value)  # YAML reads 1e-5 as text
-        # a bool is an int in Python, but no weight; `not <` refuses NaN, too
+        # a bool is an int in Python, but not a weight; `not <` refuses NaN, too
         if (
             isinstance(value, bool)
             or not isinstance(value, (int, float, np.integer, np.floating))
             or not abs(value) < _LARGEST
         ):
             raise ValueError(
-                f"{method}: {self.name} is {value!r}, expected a finite number of float32"
+                f"{method}: {self.name} is {value!r}, expected a finite number in float32"
             )
         number = float(value)
         if self.type is int and number != int(number):
@@ -108,6 +114,6 @@ class Parameter:
 
 
 def value_type(hint: object) -> type:
-    """The type that an annotation names, without its None."""
+    """Return the type that an annotation names, without None."""
     options = [t for t in typing.get_args(hint) if t is not type(None)] or [hint]
     return options[0]

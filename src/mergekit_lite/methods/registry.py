@@ -26,21 +26,21 @@ from .noise import Noise
 from .parameters import Bound, Parameter, PerModel, Range, Value, value_type
 
 
-# equal to itself only, as methods are keys of tables
+# equal only to itself, because methods are keys of tables
 @dataclass(eq=False)
 class MergeMethod:
-    """A merge method: call it on tensors, or name it to `merge_models`.
+    """A merge method: call it on tensors, or pass its name to `merge_models`.
 
     Args:
         name: Its name in recipes.
         function: The function of tensors.
         parameters: Its schema, by public name.
         base: ``"required"``, ``"optional"`` or ``"unused"``.
-        inputs: Fewest and most models, the base not counted; None for no limit.
-        elementwise: Whether an element of the result depends only on the elements at its place in
-            the inputs, so that a tensor may be cut anywhere.
-        validate: Checks the parameters of one tensor together; raises ValueError.
-        noisy: It takes the random source; found from its signature.
+        inputs: The smallest and the largest number of models, without the base; None for no limit.
+        elementwise: Whether an element of the result depends only on the elements at the same
+            position in the inputs, so that a tensor may be cut anywhere.
+        validate: A function that checks the parameters of one tensor together; raises ValueError.
+        noisy: Whether the function takes the random source; found from its signature.
     """
 
     name: str
@@ -53,7 +53,7 @@ class MergeMethod:
     noisy: bool = False
 
     def __post_init__(self) -> None:
-        # help() and inspect.signature show what the function says
+        # help() and inspect.signature then show the function's docstring and signature
         functools.update_wrapper(self, self.function)
 
     def near(self, name: str) -> list[str]:
@@ -61,10 +61,10 @@ class MergeMethod:
         return difflib.get_close_matches(name, self.parameters, n=3)
 
     def parameter(self, name: str) -> Parameter:
-        """The parameter of that public name.
+        """Return the parameter with a public name.
 
         Raises:
-            ValueError: There is none; the nearest names are given.
+            ValueError: There is no such parameter; the message has the nearest names.
         """
         if name in self.parameters:
             return self.parameters[name]
@@ -86,13 +86,13 @@ class MergeMethod:
             The function's keyword arguments.
 
         Raises:
-            ValueError: An unknown name, a missing required one, a wrong type, number of values or
-                range.
+            ValueError: A name is unknown, a required value is missing, or a value has a wrong type,
+                count or range.
         """
         parameters: dict[str, object] = {}
         for argument, value in values.items():
             name = argument.rstrip("_")
-            self.parameter(name)  # refuses an unknown one
+            self.parameter(name)  # raises if it is unknown
             parameters[name] = value
         bound: Bound = {}
         for name, parameter in self.parameters.items():
@@ -133,11 +133,11 @@ class MergeMethod:
         return checked
 
     def check_inputs(self, number_of_models: int, has_base: bool) -> None:
-        """Refuse a wrong number of models or a base where it does not belong."""
+        """Check the number of models, and that a base is given if needed and only then."""
         if has_base and self.base == "unused":
             raise ValueError(f"{self.name}: a base model was given, but this method uses none")
         if not has_base and self.base == "required":
-            raise ValueError(f"{self.name}: needs a base model and none was given")
+            raise ValueError(f"{self.name}: expected a base model, got none")
         fewest, most = self.inputs
         if number_of_models < fewest or (most is not None and number_of_models > most):
             if most == fewest:
@@ -146,14 +146,15 @@ class MergeMethod:
                 need = f"at least {fewest}"
             else:
                 need = f"{fewest}-{most}"
-            beside = " beside the base model" if self.base == "required" else ""
+            beside = " in addition to the base model" if self.base == "required" else ""
             raise ValueError(f"{self.name}: got {number_of_models} models{beside}, expected {need}")
 
     @property
     def is_cut(self) -> bool:
-        """Return whether the engine of torch functions may cut a tensor.
+        """Return whether the engine of torch functions may cut a tensor into stretches.
 
-        Random words count from a tensor's first element, so a method that draws gets it whole.
+        A random method gets whole tensors, because random words are numbered from the first
+        element.
         """
         return self.elementwise and not self.noisy
 
@@ -163,7 +164,7 @@ class MergeMethod:
         """Call the function with checked parameters.
 
         Raises:
-            ValueError: It returns something else than a tensor of the inputs' shape.
+            ValueError: The function does not return a real tensor of the inputs' shape.
         """
         if self.noisy:
             merged = self.function(tensors, base, noise=noise, **bound)
@@ -188,17 +189,17 @@ class MergeMethod:
     ) -> Tensor:
         """Merge tensors of one shape, in float32 or better, rounded once to their promoted dtype.
 
-        Differentiable.
+        The result is differentiable.
 
         Args:
-            tensors: One a model, all of one shape.
+            tensors: One tensor per model, all of one shape.
             base: The base model's tensor, for methods that use one.
-            seed: Seed of methods that draw.
+            seed: The seed of random methods.
             name: The tensor's name, which random streams are keyed by.
-            **parameters: The method's own.
+            **parameters: The method's parameters.
 
         Raises:
-            ValueError: Shapes that differ, or whatever `bind` and `check_inputs` refuse.
+            ValueError: The shapes differ, or `bind` or `check_inputs` raises.
         """
         tensors = list(tensors)
         self.check_inputs(len(tensors), base is not None)
@@ -222,7 +223,7 @@ class MergeMethod:
 METHODS: dict[str, MergeMethod] = {}
 
 CALIBRATED = ("regmean", "regmean++")
-"""The methods that read calibration data of each model: `mergekit_lite.layerwise` has them."""
+"""The methods that read calibration data of each model; they are in `mergekit_lite.layerwise`."""
 
 
 def merge_method(
@@ -236,25 +237,27 @@ def merge_method(
 ) -> Callable[[Callable[..., object]], MergeMethod]:
     """Register a function ``(tensors, base, *, parameters) -> Tensor`` as a merge method.
 
-    Its keyword-only arguments are its parameters: annotated `PerModel`, one number for each model;
-    else one value for all. No default means required; a trailing underscore is dropped (``lambda_``
-    is ``lambda``); one called ``noise`` receives a `Noise`.
+    Its keyword-only arguments are the method's parameters. An argument annotated `PerModel` is one
+    number for each model; any other is one value for all. No default means required. A trailing
+    underscore is dropped (``lambda_`` is ``lambda``). An argument called ``noise`` receives a
+    `Noise`.
 
     Args:
         name: Its name in recipes.
         base: ``"required"``, ``"optional"`` or ``"unused"``.
-        inputs: Fewest and most models beside the base; None for no limit.
-        elementwise: An element of the result depends only on the elements at its place in the
-            inputs. Then a tensor may be merged in flat stretches, so that memory does not grow with
-            it. A method with ``noise`` always gets whole tensors.
+        inputs: The smallest and the largest number of models, without the base; None for no limit.
+        elementwise: Whether an element of the result depends only on the elements at the same
+            position in the inputs. Then a tensor may be merged in flat stretches, so that memory
+            does not grow with the tensor. A method with ``noise`` always gets whole tensors.
         ranges: `Range` of numeric parameters, by name.
-        validate: Checks the parameters of a tensor together; raises ValueError.
+        validate: A function that checks the parameters of a tensor together; raises ValueError.
 
     Returns:
-        A decorator, which gives the registered method.
+        A decorator that returns the registered method.
 
     Raises:
-        ValueError: The name is taken, or the function does not begin with (tensors, base).
+        ValueError: The name is taken, or the function's arguments do not begin with (tensors,
+            base).
 
     >>> @merge_method("largest_value", inputs=(2, None), elementwise=True)
     ... def largest_value(tensors, base, *, weight: PerModel = 1.0):
@@ -310,7 +313,7 @@ def merge_method(
 
 
 def get_method(name: str) -> MergeMethod:
-    """The method of that name.
+    """Return the merge method with a name.
 
     Args:
         name: Its name in recipes.
@@ -319,7 +322,7 @@ def get_method(name: str) -> MergeMethod:
         The method, which can be called on tensors.
 
     Raises:
-        ValueError: There is none; the nearest names are given.
+        ValueError: There is no such method; the message has the nearest names.
 
     >>> get_method("slerp").name
     'slerp'
@@ -331,7 +334,7 @@ def get_method(name: str) -> MergeMethod:
         return METHODS[name]
     if name in CALIBRATED:
         raise ValueError(
-            f"merge method {name!r} merges whole models by data of each; expected mergekit-lite "
+            f"merge method {name!r} needs calibration data for each model; run mergekit-lite "
             "merge RECIPE OUT --calibration with a file for each model, or in Python "
             f"merge_models([...], {name!r}, calibration=[...], out=...)"
         )

@@ -1,8 +1,7 @@
 """Methods that merge matrices by their singular vectors: tsv, iso_c.
 
-`tsv` holds the matrix and the factors of every model; `iso_c` decomposes only their sum. Tensors
-that are not matrices take the mean.
-Decompositions run in float64.
+`tsv` holds the matrix and the factors of every model; `iso_c` decomposes only their sum. For
+tensors that are not matrices, changes are averaged. Decompositions run in float64.
 
 Notation: D_i = W_i - B, K models; svd(M) = U S V with V of shape (rank, columns).
 """
@@ -16,7 +15,7 @@ from .registry import merge_method
 
 
 def svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Thin singular value decomposition in float64.
+    """Return the thin singular value decomposition in float64.
 
     Raises:
         ValueError: The matrix holds NaN or infinity.
@@ -37,7 +36,7 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 
 def weighted_changes(tensors: list[Tensor], base: Tensor, weight: PerModel) -> list[Tensor]:
-    """The task vectors times their weights."""
+    """Return the task vectors times their weights."""
     return [change * w for change, w in zip(deltas(tensors, base), weight, strict=True)]
 
 
@@ -45,9 +44,9 @@ def weighted_changes(tensors: list[Tensor], base: Tensor, weight: PerModel) -> l
 def tsv(
     tensors: list[Tensor], base: Tensor, *, weight: PerModel = 1.0, alpha: float = 1.0
 ) -> Tensor:
-    """B + α U S V of the top rank/K singular triples of every task matrix.
+    """Return B + α U S V of the top rank/K singular triples of every task matrix.
 
-    Their U and V are made orthogonal together.
+    The singular vectors of all models are made orthogonal to each other first.
 
     Source: Task singular vectors (Gargiulo et al., arXiv 2412.00081), TSV-Merge.
 
@@ -61,7 +60,7 @@ def tsv(
     changes = weighted_changes(tensors, base, weight)
     if base.dim() != 2:
         return base + alpha * sum(changes) / len(changes)
-    # no more than the rank in all, but one of each model where models are many
+    # no more than the rank in total, but at least one per model
     keep = max(1, min(base.shape) // len(changes))
     factors = [svd(change) for change in changes]
     u = orthogonalized(torch.cat([u[:, :keep] for u, _, _ in factors], 1))
@@ -74,7 +73,7 @@ def tsv(
 def iso_c(
     tensors: list[Tensor], base: Tensor, *, weight: PerModel = 1.0, alpha: float = 1.0
 ) -> Tensor:
-    """B + α U mean(S) V of the summed task matrix: every direction gets the same strength.
+    """Return B + α U mean(S) V of the summed task matrix: all directions are equally strong.
 
     Source: No task left behind (Marczak et al., arXiv 2502.04959), Iso-C.
 

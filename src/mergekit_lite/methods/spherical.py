@@ -48,7 +48,7 @@ def gram_of_rows(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def combine(tensors: Sequence[Tensor], factors: Tensor) -> Tensor:
-    """Σ c_i x_i for coefficients (K,) or, one set a row, (R, K)."""
+    """Return Σ c_i x_i for coefficients (K,), or (R, K) with one set per row."""
     columns = [c.to(t.dtype) for c, t in zip(factors.unbind(-1), tensors, strict=True)]
     if factors.dim() > 1:
         columns = [c.unsqueeze(-1) for c in columns]
@@ -59,10 +59,9 @@ def combine(tensors: Sequence[Tensor], factors: Tensor) -> Tensor:
 def slerp(tensors: list[Tensor], base: Tensor, *, t: float) -> Tensor:
     """Interpolate on the sphere from the base (t=0) to the model (t=1).
 
-    (sin((1-t)θ) B + sin(tθ) W) / sin θ.
-
-    θ is the angle between the flattened tensors; where |cos θ| > 0.9995 the line is taken instead
-    of the arc. Source: Animating rotation with quaternion curves (Shoemake, 1985).
+    The result is (sin((1-t)θ) B + sin(tθ) W) / sin θ, where θ is the angle between the flattened
+    tensors. If |cos θ| > 0.9995, the interpolation is linear instead.
+    Source: Animating rotation with quaternion curves (Shoemake, 1985).
 
     >>> slerp([torch.tensor([0.0, 1.0])], torch.tensor([1.0, 0.0]), t=0.5)
     tensor([0.7071, 0.7071])
@@ -80,9 +79,9 @@ def nuslerp(
     nuslerp_flatten: bool = True,
     nuslerp_row_wise: bool = False,
 ) -> Tensor:
-    """Spherical interpolation of two models at t = w_2 / (w_1 + w_2).
+    """Interpolate two models on the sphere at t = w_2 / (w_1 + w_2).
 
-    With a base, of their task vectors.
+    With a base, their task vectors are interpolated.
 
     The angle is taken over the whole tensor, or with ``nuslerp_flatten=False`` over each vector
     along the last dimension, or along the first with ``nuslerp_row_wise`` (mergekit's names and
@@ -127,9 +126,9 @@ def multislerp(
     normalize_weights: bool = True,
     eps: float = 1e-8,
 ) -> Tensor:
-    """Weighted mean direction of any number of models, at the weighted mean length.
+    """Return the weighted mean direction of any number of models, at the weighted mean length.
 
-    With a base, of task vectors.
+    With a base, the task vectors are merged this way and added to the base.
 
     m = normalized Σ w_i u_i; the tangent vectors w_i (u_i - <u_i, m> m) at m are averaged and
     mapped back to the sphere; the result is scaled by Σ w_i n_i. By the choice of m the tangent
@@ -148,9 +147,9 @@ def multislerp(
 
 @merge_method("karcher", ranges={"max_iter": Range(0), "tol": Range(0)})
 def karcher(tensors: list[Tensor], base: None, *, max_iter: int = 10, tol: float = 1e-5) -> Tensor:
-    """Riemannian (Karcher) mean of the models' directions on the sphere, at their mean length.
+    """Return the Riemannian (Karcher) mean of the models' directions, at their mean length.
 
-    Equal weights.
+    All models have equal weights.
 
     Fixed point: m ← cos|T| m + sin|T| T/|T| with T the mean of θ_i / sin θ_i (u_i - cos θ_i m),
     until |T| < ``tol`` or ``max_iter`` rounds. m lies in the span of the u_i, so the iteration runs
@@ -166,9 +165,8 @@ def karcher(tensors: list[Tensor], base: None, *, max_iter: int = 10, tol: float
 def model_stock(tensors: list[Tensor], base: Tensor, *, filter_wise: bool = False) -> Tensor:
     """Interpolate from base to mean: t mean(W) + (1 - t) B, with t = K cos / (1 + (K - 1) cos).
 
-    cos is the mean cosine between task vectors.
-    One t a tensor, or a row with ``filter_wise``. Where the denominator vanishes t is 0; a zero
-    task vector counts as cosine 0.
+    cos is the mean cosine between task vectors. There is one t per tensor, or per row with
+    ``filter_wise``. If the denominator vanishes, t is 0; a zero task vector has cosine 0.
     Source: Model Stock (Jang et al., arXiv 2403.19522).
 
     >>> model_stock([torch.tensor([2.0, 1.0]), torch.tensor([1.0, 2.0])], torch.tensor([0.0, 0.0]))

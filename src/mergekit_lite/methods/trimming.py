@@ -1,6 +1,4 @@
-"""Methods that keep the largest (or middling) changes, and sign consensus.
-
-They are ties, breadcrumbs, breadcrumbs_ties and sce.
+"""Methods that trim changes: ties, breadcrumbs, breadcrumbs_ties, sce; and sign consensus.
 
 Trimming keeps exactly k elements; equal magnitudes at the threshold are kept lowest index first.
 
@@ -23,7 +21,7 @@ UNIT = Range(0, 1, open_low=True)
 
 
 def order_statistics(scores: Tensor, places: Sequence[int]) -> list[float]:
-    """Return the values at some places, from 0, of the sorted scores.
+    """Return the values at some indices of the sorted scores.
 
     Raises:
         ValueError: A score is NaN.
@@ -31,14 +29,14 @@ def order_statistics(scores: Tensor, places: Sequence[int]) -> list[float]:
     flat = scores.detach().flatten()
     if bool(flat.isnan().any()):
         raise ValueError("selecting the largest elements: the tensor holds NaN")
-    if flat.device.type == "cpu":  # where numpy's selection takes half of torch's time
+    if flat.device.type == "cpu":  # numpy's selection takes half of torch's time
         ordered = np.partition(flat.numpy(), places)
         return [float(ordered[place]) for place in places]
     return [float(flat.kthvalue(place + 1).values) for place in places]
 
 
 def largest(scores: Tensor, k: int) -> Tensor:
-    """Return a mask of the k largest scores; of equal ones the first are taken.
+    """Return a mask of the k largest scores; among equal scores, the first are taken.
 
     >>> largest(torch.tensor([2.0, 1.0, 3.0, 2.0]), 2)
     tensor([ True, False,  True, False])
@@ -59,11 +57,10 @@ def trim(change: Tensor, k: int) -> Tensor:
 
 
 def consensus_mean(changes: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
-    """Weighted sum of the changes that agree with the sign of the weighted total.
+    """Return the weighted sum of the changes that agree with the sign of the weighted total.
 
-    Divided by the agreeing weights.
-
-    A total of 0 counts as positive. Where nothing agrees the result is 0.
+    If ``normalize``, the sum is divided by the agreeing weights. A total of 0 counts as positive.
+    Where no change agrees, the result is 0.
     Source: TIES-Merging (Yadav et al., arXiv 2306.01708), elect and disjoint mean.
 
     >>> consensus_mean(
@@ -88,17 +85,17 @@ def consensus_mean(changes: Sequence[Tensor], weights: Sequence[float], normaliz
     merged = merged * elected
     if not normalize:
         return merged
-    # nobody may agree, and weights of both signs may cancel
+    # perhaps no change agrees, or weights of both signs cancel
     return merged / torch.where(share.abs() < 1e-8, 1.0, share)
 
 
 def l1(x: Tensor) -> Tensor:
-    """The L1 norm, in float64."""
+    """Return the L1 norm, in float64."""
     return x.abs().sum(dtype=torch.float64)
 
 
 def rescaled(change: Tensor, kept: Tensor) -> Tensor:
-    """Return what is kept of a change, scaled to the L1 norm that the change had."""
+    """Return the kept elements of a change, scaled to the L1 norm of the whole change."""
     norm = l1(kept)
     # a change may be dropped whole; `where` computes both branches, and 0 / 0 in the branch that
     # is not taken would make the gradient NaN
@@ -114,7 +111,7 @@ def trimmed_count(n: int, density: float) -> int:
 def middle_counts(n: int, density: float, gamma: float) -> tuple[int, int]:
     """Return how many of ``n`` changes are left without the smallest, and how many are outliers.
 
-    Outliers are dropped, too.
+    Outliers are the largest changes, which are dropped, too.
     """
     kept = int(density * n)
     outer = min(n, kept + int(gamma * n))
@@ -132,11 +129,10 @@ def ties(
     rescale: bool = False,
     lambda_: float = 1.0,
 ) -> Tensor:
-    """Trim each task vector to its largest d·N changes, elect a sign, average what agrees.
+    """Trim each task vector to its k largest changes, elect a sign, average the agreeing changes.
 
-    B + λ mean.
-
-    k = max(1, ⌊d·N⌋). ``rescale`` restores each trimmed vector's L1 norm.
+    The result is B + λ times the average, with k = max(1, ⌊d·N⌋). ``rescale`` restores each trimmed
+    vector's L1 norm.
     Source: TIES-Merging (Yadav et al., arXiv 2306.01708).
 
     >>> ties(
@@ -195,11 +191,10 @@ def breadcrumbs(
     rescale: bool = False,
     lambda_: float = 1.0,
 ) -> Tensor:
-    """Task arithmetic after dropping each vector's largest and smallest changes.
+    """Drop each task vector's largest and smallest changes, then apply task arithmetic.
 
-    ⌊γN⌋ of the largest go; ⌊dN⌋ stay.
-
-    When d + γ > 1 fewer of the largest are dropped, so that density has its way.
+    The ⌊γN⌋ largest changes are dropped, then the smallest until ⌊dN⌋ are left. If d + γ > 1, fewer
+    of the largest are dropped, so that ⌊dN⌋ are left.
     Source: Model breadcrumbs (Davari and Belilovsky, arXiv 2312.06795).
 
     >>> w = torch.tensor([9.0, 1.0, 2.0, 0.1])
@@ -222,7 +217,7 @@ def breadcrumbs_ties(
     rescale: bool = False,
     lambda_: float = 1.0,
 ) -> Tensor:
-    """`breadcrumbs` trimming followed by the sign election of `ties`.
+    """Drop changes as in `breadcrumbs`, then elect signs as in `ties`.
 
     Source: Model breadcrumbs (arXiv 2312.06795) and TIES-Merging (arXiv 2306.01708).
 
@@ -236,11 +231,11 @@ def breadcrumbs_ties(
 
 @merge_method("sce", base="required", ranges={"select_topk": Range(0, 1)})
 def sce(tensors: list[Tensor], base: Tensor, *, select_topk: float = 1.0) -> Tensor:
-    """Select the positions of largest variance over models, weigh by energy, erase minority signs.
+    """Select the positions of largest variance over models, weight by energy, erase minority signs.
 
     Kept: the ⌊select_topk · m⌋ positions of largest population variance among the m where it is not
-    0. Model weights: mean D_i² over kept positions, normalized. Then a weighted mean over the
-    models whose sign agrees with that of Σ D_i.
+    0. Model weights: mean D_i² over kept positions, normalized. At each kept position, the weighted
+    mean of the D_i whose sign agrees with that of Σ D_i is added to B.
     Source: FuseChat (Wan et al., arXiv 2408.07990).
 
     >>> sce([torch.tensor([2.0, -1.0]), torch.tensor([4.0, 1.0])], torch.zeros(2))

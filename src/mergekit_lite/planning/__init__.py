@@ -1,4 +1,4 @@
-"""make_plan: checks a recipe against headers and configs, and lists every problem at once."""
+"""`make_plan`: check a recipe against headers and configs, and list every problem at once."""
 
 from __future__ import annotations
 
@@ -62,22 +62,22 @@ def make_plan(
 
     Args:
         recipe: The recipe of the merge.
-        max_shard_size: Bytes of tensors in a file.
+        max_shard_size: Largest number of bytes of tensors in a file.
         threads: The number of threads, for the estimate of memory.
         allow_pickle: ``"weights_only"`` admits pickled checkpoints.
         allow_incomplete: Whether tensors may be missing that a model's config promises, or that its
             other layers have.
         allow_mixed: Whether configs may name different architectures.
         truncate_embeddings: Whether embeddings and heads are cut to the fewest rows of any model,
-            where the recipe names no tokenizer.
-        stages: The results of the recipes that stand among the models, by their `id`; default: as
-            they are planned.
+            if the recipe names no tokenizer.
+        stages: The results of recipes that are listed as models, by the recipe's `id`; default:
+            their plans.
 
     Returns:
-        What will be read and written; it prints as a table.
+        The plan of what to read and write, which prints as a table.
 
     Raises:
-        PlanError: The recipe cannot be merged; the message has every problem found.
+        PlanError: The recipe cannot be merged; ``problems`` has every reason that was found.
     """
     if stages is None:
         allowed = {
@@ -97,7 +97,7 @@ def make_plan(
     models, unopened = open_models(recipe, stages, allow_pickle)
     if models is None:
         raise PlanError(problems + unopened)
-    # what is allowed is noted, and else refused
+    # differences are notes if they are allowed, else problems
     unlike, differing = compare_configs(models)
     (notes if allow_mixed else problems).extend(unlike)
     notes += differing
@@ -126,7 +126,7 @@ def make_plan(
     problems += tensor_problems(layout.slots, aligned, vocabulary is not None)
     _stop_if(problems)
     tensors = _plan_tensors(layout, recipe, method, aligned)
-    # the last check, as it alone reads values
+    # the last check, because only this one reads values
     _stop_if(check_copies(tensors, aligned))
     names = {t.name for t in tensors}
     for t in tensors:
@@ -137,7 +137,7 @@ def make_plan(
         first = piece.sources[0]
         assert first.layer_range is not None  # as `Slice` checks
         spans.append((models.of(first.model), *first.layer_range))
-    # the donor's, so that a folder of diffusers stays one
+    # the donor's stem, so that a diffusers folder stays one
     stem = getattr(models.sources[models.donor], "stem", "model")
     placed, shards = shard_layout(tensors, max_shard_size, stem)
     return MergePlan(
@@ -154,7 +154,7 @@ def make_plan(
 
 
 def _truncate(recipe: MergeRecipe, models: Models) -> tuple[Models, int | None, list[str]]:
-    """Cut vocabularies, and return the models, the rows that are left, and a note of it."""
+    """Cut vocabularies; return the models, the number of rows left, and notes."""
     if recipe.tokenizer is not None:
         return (
             models,
@@ -162,7 +162,7 @@ def _truncate(recipe: MergeRecipe, models: Models) -> tuple[Models, int | None, 
             ["truncate_embeddings has no effect, as the recipe names a tokenizer"],
         )
     cut, rows = truncate_vocabularies(models)
-    if rows is None:  # all have as many
+    if rows is None:  # all have the same number
         return cut, None, []
     note = (
         f"embeddings and heads are cut to {rows} rows, the fewest of any model; rows are matched "
@@ -172,7 +172,7 @@ def _truncate(recipe: MergeRecipe, models: Models) -> tuple[Models, int | None, 
 
 
 def _stage_notes(stages: Mapping[int, Source]) -> list[str]:
-    """Return what stages that are planned will read and write."""
+    """Return notes on what the planned stages will read and write."""
     notes = []
     for stage in stages.values():
         if isinstance(stage, PlannedSource):
@@ -185,7 +185,7 @@ def _stage_notes(stages: Mapping[int, Source]) -> list[str]:
 
 
 def _method_of(recipe: MergeRecipe) -> tuple[MergeMethod | None, list[str], list[str]]:
-    """Return a recipe's method, and problems and notes of it and its parameters."""
+    """Return a recipe's method, and the problems and notes on it and its parameters."""
     try:
         method = get_method(recipe.merge_method)
     except ValueError as error:
@@ -199,7 +199,7 @@ def _stop_if(problems: list[str]) -> None:
 
 
 def _align(recipe: MergeRecipe, models: Models) -> tuple[Vocabulary | None, Models]:
-    """The output's vocabulary, where one is asked for, and the models as seen through it."""
+    """Return the output's vocabulary, if the recipe asks for one, and the models aligned to it."""
     if recipe.tokenizer is None:
         return None, models
     base = None
@@ -214,7 +214,7 @@ def _align(recipe: MergeRecipe, models: Models) -> tuple[Vocabulary | None, Mode
 def _plan_tensors(
     layout: Layout, recipe: MergeRecipe, method: MergeMethod, models: Models
 ) -> list[TensorPlan]:
-    """Plan every tensor; raise with what is wrong with those that cannot be planned."""
+    """Plan every tensor; raise one error with the problems of all."""
     tensors = []
     problems = []
     for slot in layout.slots:
@@ -245,7 +245,7 @@ def _tensor(slot: Slot, recipe: MergeRecipe, method: MergeMethod, models: Models
     method.check_inputs(len(inputs), slot.base is not None)
     common = [recipe.parameters]
     if slot.piece is not None:
-        # the first place that has a value counts, and the slice is nearer than the recipe
+        # the first level with a value counts, and the slice comes before the recipe
         common.insert(0, slot.piece.parameters)
     by_model: list[tuple[Mapping[str, object], str]] = []
     for entry, i in slot.inputs:
@@ -268,7 +268,7 @@ def _tensor(slot: Slot, recipe: MergeRecipe, method: MergeMethod, models: Models
 def _parts(
     slot: Slot, first: Input, models: Models, shape: tuple[int, ...], dtype: DType
 ) -> tuple[TensorInfo, ...]:
-    """Return the first model's own tensors that an output tensor is written as."""
+    """Return the tensors to write for an output tensor, named as in the first model's files."""
     found = getattr(models.sources[first.source], "parts", {}).get(first.name, ())
     layer = layer_of(slot.name)
     parts = []
@@ -278,7 +278,7 @@ def _parts(
             name = with_layer(name, layer)
         # a tensor that is only renamed may have been cut or extended
         parts.append(TensorInfo(name, shape if len(found) == 1 else info.shape, dtype))
-    # no parts: the file has the tensor under this very name
+    # no parts: the file has the tensor under this name
     if [info.name for info in parts] == [slot.name]:
         return ()
     return tuple(parts)

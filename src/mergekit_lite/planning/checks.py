@@ -1,4 +1,4 @@
-"""Checks of what must agree between models, and notes on what need not.
+"""Check what must agree between models, and note other differences.
 
 Nothing but headers, configs and vocabularies is read, except integer and boolean buffers, which
 must be equal.
@@ -35,8 +35,8 @@ _NUMBERED_LAYER = re.compile(
     r"^(?P<before>(.*?\.)?(layers|layer|h|blocks|block)\.)(?P<number>\d+)\."
 )
 _SHOWN = 5  # missing layers or tensors that a message names
-_TORN = 2  # layers that lose tensors with one file
-# settings by which equal shapes mean another computation
+_TORN = 2  # layers that may lose tensors if one file is lost
+# settings that change the computation, even if all shapes are equal
 _MUST_AGREE = (
     "model_type",
     "hidden_size",
@@ -50,7 +50,7 @@ _MUST_AGREE = (
     "num_experts",
     "num_experts_per_tok",
 )
-# settings of which the output can have only one
+# settings that may differ, but the output can have only one value
 _MAY_DIFFER = (
     "rope_parameters",
     "rope_theta",
@@ -65,7 +65,7 @@ _MAY_DIFFER = (
 
 
 def _flat(config: Mapping[str, object]) -> dict[str, object]:
-    """A config with its parts' configs (``text_config``, …) as dotted keys."""
+    """Return a config with its nested configs (``text_config``, …) flattened to dotted keys."""
     flat = dict(config)
     for key, value in config.items():
         if key.endswith("_config") and isinstance(value, dict):
@@ -77,7 +77,7 @@ def _flat(config: Mapping[str, object]) -> dict[str, object]:
 def missing_tensors(source: Source) -> list[str]:
     """Return a message for each kind of tensor that a model should have and lacks."""
     config = source.config.get("text_config")
-    if not isinstance(config, dict):  # only models of texts and images have a part for texts
+    if not isinstance(config, dict):  # only multimodal models have a config for text
         config = source.config
     problems = []
     for problem in (
@@ -92,24 +92,24 @@ def missing_tensors(source: Source) -> list[str]:
 
 
 def _names_by_layer(source: Source) -> tuple[str, dict[int, set[str]]]:
-    """Return where a model's layers stand (``model.layers.``), and each layer's tensors there."""
+    """Return the prefix of a model's layers (``model.layers.``), and each layer's tensors."""
     stacks: dict[str, dict[int, set[str]]] = {}
     for name in source.tensors:
         match = _NUMBERED_LAYER.match(name)
         if match is not None:
             layers = stacks.setdefault(match["before"], {})
             layers.setdefault(int(match["number"]), set()).add(name[match.end() :])
-    # a model of several parts has a stack in each: the longest is the one that configs count
+    # a model with several parts has layers in each part; configs count the longest list
     return max(stacks.items(), key=lambda item: len(item[1]), default=("", {}))
 
 
 def _missing_in_layers(source: Source) -> str | None:
     """Name tensors that one or two layers lack and all others have.
 
-    Layers may differ by design. So a layer counts as incomplete only if it is not the first, which
-    has no norm in some models; if a later layer has all its tensors and more, since in some models
-    the last ones share the keys of others; and if no more than two layers lack what it lacks, as
-    one lost file cuts through two layers.
+    Layers may differ by design. So a layer counts as incomplete only under three conditions. It is
+    not the first layer, which has no norm in some models. A later layer has all its tensors and
+    more, because in some models the last layers share the keys of other layers. No more than two
+    layers lack the same tensor, because one lost file affects at most two layers.
     """
     before, layers = _names_by_layer(source)
     if len(layers) <= 2 * _TORN:  # too few to tell a rule from an exception
@@ -119,7 +119,7 @@ def _missing_in_layers(source: Source) -> str | None:
         holders.update(names)
     nearly_everywhere = set()
     for name, count in holders.items():
-        # what many layers lack is missing by design
+        # tensors that many layers lack are missing by design
         if 0 < len(layers) - count <= _TORN:
             nearly_everywhere.add(name)
     missing = []
@@ -133,7 +133,7 @@ def _missing_in_layers(source: Source) -> str | None:
 
 
 def _is_torn(number: int, layers: Mapping[int, set[str]], nearly_everywhere: set[str]) -> bool:
-    """Return whether a later layer has all tensors of this one, and more of the usual ones."""
+    """Return whether a later layer has all of this layer's tensors, and more that most have."""
     names = layers[number]
     for later, others in layers.items():
         if later > number and names < others and others - names <= nearly_everywhere:
@@ -148,7 +148,7 @@ def _first_of(names: Sequence[str]) -> str:
 
 
 def _missing_layers(source: Source, config: Mapping[str, object]) -> str | None:
-    """Name the layers that the config counts and no tensor has.
+    """Name the layers that the config counts, but that have no tensors.
 
     Layers are counted where names number them (``layers.3.``): a model that shares one layer's
     weights has no such names.
@@ -170,7 +170,7 @@ def _other_rows(source: Source, config: Mapping[str, object]) -> str | None:
     """Compare ``vocab_size`` with the rows of the token embedding, if there is one."""
     rows = embedding_rows(source)
     size = config.get("vocab_size")
-    # of several embeddings it is not known which one the config counts
+    # with several embeddings it is unclear which one the config counts
     if not isinstance(size, int) or len(rows) != 1 or size in rows:
         return None
     return (
@@ -180,7 +180,7 @@ def _other_rows(source: Source, config: Mapping[str, object]) -> str | None:
 
 
 def _missing_head(source: Source) -> str | None:
-    """Find a causal model whose head is not tied to the embedding and not there."""
+    """Return a message if a causal model's head is missing and not tied to the embedding."""
     config = source.config
     causal = any("ForCausalLM" in str(name) for name in config.get("architectures") or ())
     has_head = any(HEAD.search(name) for name in source.tensors)
@@ -220,9 +220,9 @@ def compare_configs(models: Models) -> tuple[list[str], list[str]]:
 
 
 def _known_tokens(source: Source) -> dict[str, int] | None:
-    """A model's vocabulary.
+    """Return a model's vocabulary, or None if it is unknown.
 
-    A model in memory has that of the folder it was loaded from, if it still knows it.
+    For a model in memory, use the folder it was loaded from, if the config has its path.
     """
     planned = stage_tokens(source)
     if planned is not None:
@@ -240,9 +240,9 @@ def _known_tokens(source: Source) -> dict[str, int] | None:
 
 
 def compare_tokenizers(models: Models) -> list[str]:
-    """Return notes on models whose rows mean other tokens.
+    """Return notes on models whose rows stand for other tokens than the first model's.
 
-    Rows are merged by number where no tokenizer is asked for.
+    Rows are merged by index if the recipe asks for no tokenizer.
     """
     notes: list[str] = []
     vocabularies = []
@@ -261,8 +261,8 @@ def compare_tokenizers(models: Models) -> list[str]:
         if moved:
             notes.append(
                 f"the tokenizers of {first_label} and {label} differ in {len(moved)} tokens "
-                f"({moved[0]!r} for one): their rows are merged by number all the same; "
-                "tokenizer_source: base or union matches them by token"
+                f"(for example {moved[0]!r}), but their rows are merged by index; to match rows by "
+                "token, set tokenizer_source: base or union"
             )
     return notes
 
@@ -270,7 +270,7 @@ def compare_tokenizers(models: Models) -> list[str]:
 def template_problems(recipe: MergeRecipe) -> list[str]:
     """Return what is wrong with the chat template that a recipe asks for."""
     asked = recipe.chat_template
-    # no Jinja template does without a brace
+    # every Jinja template has a brace
     if asked is None or asked in ("auto", *TEMPLATES) or "{" in asked or os.path.isfile(asked):
         return []
     names = ", ".join(["auto", *TEMPLATES])
@@ -300,7 +300,7 @@ def tensor_problems(slots: Sequence[Slot], models: Models, by_token: bool) -> li
 
 
 def _vocabulary_hint(name: str, infos: Sequence[TensorInfo]) -> str:
-    """Return what to do about shapes that differ, if only their rows of tokens do."""
+    """Return a hint for shapes that differ only in the rows of tokens, or an empty text."""
     columns = {info.shape[1:] for info in infos}
     if len(columns) > 1 or not is_vocabulary_tensor(name):
         return ""
@@ -311,7 +311,7 @@ def _vocabulary_hint(name: str, infos: Sequence[TensorInfo]) -> str:
 
 
 def check_copies(tensors: Sequence[TensorPlan], models: Models) -> list[str]:
-    """Integer and boolean buffers are copied when all models agree on them."""
+    """Return a problem for each integer or boolean buffer that differs between models."""
     problems = []
     for t in tensors:
         if t.method is not None:

@@ -1,4 +1,4 @@
-"""config.json of the output."""
+"""The config.json of the output."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def output_config(
     rows: int | None,
     spans: Sequence[tuple[int, int, int]],
 ) -> dict[str, object]:
-    """The donor's config with the dtype, tie flag, vocabulary size and layers of the output.
+    """Return the donor's config with the output's dtype, tie flag, vocabulary size and layers.
 
     Args:
         sources: All models.
-        donor: Index of the model whose config is taken.
-        tensors: The output's.
-        rows: The planned size of its vocabulary, or None.
-        spans: For each slice its first model, its first layer and the one after the last; empty for
-            whole models.
+        donor: The index of the model whose config is taken.
+        tensors: The tensors of the output.
+        rows: The number of rows of the output's embeddings, or None to keep the donor's.
+        spans: For each slice, the index of its first model, its first layer and the layer after its
+            last. Empty for whole models.
 
     Raises:
-        PlanError: A list with an entry for each layer has none for a layer of a slice.
+        PlanError: A list with one entry per layer is too short for a slice.
     """
     # deep, as text_config inside it is changed below
     config = copy.deepcopy(sources[donor].config)
@@ -47,7 +47,7 @@ def output_config(
     inner = _text_part(config)
     if rows is not None:
         inner["vocab_size"] = rows
-        # beside text_config some models repeat it at the top
+        # some models repeat it at the top level
         if "vocab_size" in config:
             config["vocab_size"] = rows
     if spans:
@@ -56,7 +56,7 @@ def output_config(
 
 
 def _text_part(config: Json) -> Json:
-    """Return the part that counts tokens and layers: of a model of texts and images, the texts'."""
+    """Return the config that counts tokens and layers: ``text_config`` for multimodal models."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
 
@@ -76,7 +76,7 @@ def _set_tie_word_embeddings(
 def _count_layers(
     config: Json, configs: Sequence[Json], spans: Sequence[tuple[int, int, int]]
 ) -> None:
-    """Set the number of layers, and take the entries of lists with one a layer from the slices."""
+    """Set the number of layers, and build lists with one entry per layer from the slices."""
     old = None
     for key in LAYER_KEYS:
         if key in config:
@@ -85,7 +85,7 @@ def _count_layers(
     for key, value in config.items():
         has_entry_per_layer = isinstance(value, list) and len(value) == old
         if not has_entry_per_layer or not ("layer" in key or key.endswith("types")):
-            continue  # layer_types and the like
+            continue  # only layer_types and the like have one entry per layer
         entries = []
         for place, begin, end in spans:
             own = configs[place].get(key)

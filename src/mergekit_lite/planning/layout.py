@@ -1,8 +1,9 @@
-"""Which tensors the output has, and which tensor of which model goes into each."""
+"""Lay out the output: its tensors, and the models' tensors that go into each."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ _COMPUTED = re.compile(
     r"(^|\.)(position_ids|token_type_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$"
 )
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
-_SHOWN = 20  # names in a list of problems; more hide what to do about them
+_SHOWN = 20  # names that a problem lists; a longer list would hide the rest of the message
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,8 @@ class Slot:
 
     Args:
         name: Its name.
-        depth: Its place among its slice's layers, 0 to 1; 0 outside the layers, as in mergekit.
-        inputs: Each model's entry in the recipe (None for a base that has none), and the tensor
-            that it gives.
+        depth: Its position in its slice's layers, 0 to 1; 0 outside the layers, as in mergekit.
+        inputs: Each model's entry in the recipe (None for a base that has none), and its tensor.
         base: The base's tensor, for methods that use one.
         piece: The slice that it belongs to.
     """
@@ -49,7 +49,7 @@ class Layout:
 
 
 def layer_of(name: str) -> int | None:
-    """The layer a tensor belongs to: the first number among the parts of its name.
+    """Return a tensor's layer, the first number among the parts of its name, or None.
 
     >>> layer_of("model.layers.12.mlp.experts.3.w1.weight"), layer_of("lm_head.weight")
     (12, None)
@@ -59,20 +59,20 @@ def layer_of(name: str) -> int | None:
 
 
 def with_layer(name: str, layer: int) -> str:
-    """The name of the same tensor in another layer."""
+    """Return the name of the same tensor in another layer."""
     match = _LAYER.search(name)
     assert match is not None
     return f"{name[: match.start(1)]}{layer}{name[match.end(1) :]}"
 
 
 def some(items: Sequence[str], limit: int = _SHOWN) -> str:
-    """The first of many, and how many more there are."""
+    """Return the first of many items as text, and how many more there are."""
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + more
 
 
 def _depth(layer: int | None, count: int) -> float:
-    """The place of a layer among ``count``: a layer that is alone is the last."""
+    """Return the position of a layer among ``count``, 0 to 1; a single layer is the last."""
     if layer is None:
         return 0.0
     # mergekit's rule; else one layer would divide by 0
@@ -85,10 +85,10 @@ def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout
     Args:
         recipe: A recipe with ``models``.
         models: The recipe's models, opened.
-        uses_base: Whether the method treats the base apart; else it is one more model.
+        uses_base: Whether the method uses a base; if not, the base is one more model.
     """
     layout = Layout([], [], [])
-    members: dict[int, ModelEntry | None] = {}  # by the model's place
+    members: dict[int, ModelEntry | None] = {}  # by the model's index
     for entry in recipe.models:
         members[models.of(entry.model)] = entry
     base = None
@@ -139,11 +139,9 @@ def _problem_of_missing(
 
 
 def stacked_slices(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout:
-    """Return the layers of every slice, one slice after the other.
+    """Lay out the layers of all slices, one slice after the other.
 
-    They are between the tensors that come before and after them.
-
-    Embeddings are the first slice's; norms and heads the last's.
+    Embeddings come first, from the first slice. Norms and heads come last, from the last slice.
     """
     problems: list[str] = []
     layers: list[Slot] = []
@@ -165,14 +163,14 @@ def stacked_slices(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layo
             if slot is not None:
                 (before if is_before else after).append(slot)
     slots = [*before, *layers, *after]
-    names = {slot.name for slot in slots}
-    if len(names) < len(slots):
-        problems.append("the slices give one tensor twice")
+    name, count = Counter(slot.name for slot in slots).most_common(1)[0]
+    if count > 1:
+        problems.append(f"the slices: expected different tensors, got {name} {count} times")
     return Layout(slots, problems, [])
 
 
 def _is_before_layers(name: str) -> bool:
-    """Return whether a tensor outside the layers is read before them, as embeddings are."""
+    """Return whether a tensor outside the layers belongs before them, as embeddings do."""
     if "embed_out" in name:  # GPT-NeoX's head
         return False
     return bool(EMBEDDING.search(name)) or "wpe" in name or "embed" in name
@@ -207,17 +205,17 @@ class _Piece:
                     f"slice: layer_range ends at {stop}, {models.label(member)} has {available} "
                     "layers"
                 )
-                self.length = 0  # lays out nothing of a slice that does not fit
+                self.length = 0  # lay out no layer of a slice that does not fit
 
     def outside(self) -> list[str]:
-        """The tensors that are in no layer."""
+        """Return the names of the tensors outside the layers."""
         names: dict[str, None] = {}
         for layers in self._by_layer:
             names |= dict.fromkeys(layers.get(None, ()))
         return list(names)
 
     def layers(self, first: int) -> list[Slot]:
-        """The slice's layers, the output's from ``first`` on."""
+        """Return the slots of the slice's layers, which are the output's from ``first`` on."""
         slots = []
         for step in range(self.length):
             numbers = [start + step for start, _ in self._ranges]
@@ -233,9 +231,9 @@ class _Piece:
         return slots
 
     def slot(self, name: str, names: Sequence[str], depth: float) -> Slot | None:
-        """Return the slot of one tensor from the name that it has in each source.
+        """Return the slot of one tensor, given its name in each source.
 
-        None, and a problem, where one lacks it.
+        If a source lacks the tensor, add a problem and return None.
         """
         inputs: list[tuple[ModelEntry | None, Input]] = []
         for entry, member, there in zip(self._piece.sources, self._members, names, strict=True):

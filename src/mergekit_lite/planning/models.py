@@ -1,7 +1,4 @@
-"""The models of a recipe, opened.
-
-Which is the base, and whose config and tokenizer the output takes.
-"""
+"""Open the models of a recipe, and choose whose config and tokenizer the output takes."""
 
 from __future__ import annotations
 
@@ -21,10 +18,10 @@ class Models:
     """Every model that a recipe names.
 
     Args:
-        sources: The sources in order of first mention, the base after the others unless it is among
-            them.
-        index: The place in ``sources`` of each model's key.
-        donor: The place of the model whose config and files the output takes.
+        sources: The sources in order of first mention. A base that is not also listed as a model
+            comes after the models.
+        index: The index in ``sources`` of each model's key.
+        donor: The index of the model whose config and files the output takes.
     """
 
     sources: Sequence[Source]
@@ -32,15 +29,15 @@ class Models:
     donor: int
 
     def of(self, model: object) -> int:
-        """The place of a model of the recipe."""
+        """Return the index of a model of the recipe."""
         return self.index[model_key(model)]
 
     def label(self, place: int) -> str:
-        """Return what messages call it."""
+        """Return a model's name for messages."""
         return self.sources[place].label
 
     def alias(self, place: int, name: str) -> str | None:
-        """The tensor of a model that stands for ``name``: itself, or a tied head's embedding."""
+        """Return a model's tensor for ``name``: the same name, or the embedding of a tied head."""
         return stored_name(self.sources[place], name)
 
 
@@ -48,7 +45,7 @@ def truncate_vocabularies(models: Models) -> tuple[Models, int | None]:
     """Cut embeddings and heads to the fewest rows of any model.
 
     Returns:
-        The models and the number of rows; the same models and None if all have as many.
+        The models and the number of rows; the same models and None if all sizes are equal.
     """
     sizes = set()
     for source in models.sources:
@@ -71,7 +68,7 @@ def truncate_vocabularies(models: Models) -> tuple[Models, int | None]:
 class PlannedSource(Source):
     """The result of a stage that is planned and not merged yet.
 
-    What it will hold is known, but no value.
+    Its tensors have names, shapes and dtypes, but no values.
     """
 
     def __init__(self, plan: MergePlan):
@@ -82,14 +79,14 @@ class PlannedSource(Source):
         self.tensors = {t.name: t.info for t in plan.tensors}
         self.tokens = plan.vocabulary.tokens if plan.vocabulary else None
         self.parts = {t.name: t.parts for t in plan.tensors}
-        # buffers of integers: the next stage must agree on their values before any merge
+        # integer buffers: their values are compared with other models' before any merge
         self.copied: dict[str, tuple[Source, str]] = {}
         for t in plan.tensors:
             if t.method is None:
                 self.copied[t.name] = (plan.sources[t.inputs[0].source], t.inputs[0].name)
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """The values of a tensor that is copied."""
+        """Return the values of a tensor that is copied."""
         source, there = self.copied[name]
         return source.read(there, start, stop)
 
@@ -103,12 +100,12 @@ def open_models(
     """Open every model once.
 
     Args:
-        recipe: Names them.
-        stages: The results of recipes that stand among the models, by their `id`.
+        recipe: The recipe that names the models.
+        stages: The results of recipes that are listed as models, by the recipe's `id`.
         allow_pickle: ``"weights_only"`` admits pickled checkpoints.
 
     Returns:
-        The models, or None where one could not be opened, and the reasons.
+        The models, or None if one could not be opened, and the reasons.
     """
     problems: list[str] = []
     index: dict[str | int, int] = {}
@@ -116,7 +113,7 @@ def open_models(
     for model in recipe.mentions():
         try:
             source = stages.get(id(model)) or open_source(model, allow_pickle=allow_pickle)
-            # every model, so that files with experts apart merge with files that have stacks
+            # all models, so that separate experts in one file can be merged with stacks in another
             sources.append(stacked(source))
         except (CheckpointError, OSError) as error:
             problems.append(str(error))
@@ -127,7 +124,7 @@ def open_models(
     donor = 0
     if recipe.base_model is not None:
         donor = index[model_key(recipe.base_model)]
-    # a state dict, say: then the first model that has a config is the donor
+    # for example a state dict: then the first model that has a config is the donor
     if not sources[donor].config:
         donor = next((i for i, source in enumerate(sources) if source.config), donor)
     return Models(sources, index, donor), []

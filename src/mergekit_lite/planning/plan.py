@@ -1,4 +1,4 @@
-"""MergePlan: every output tensor with its inputs, settings and place on disk."""
+"""`MergePlan`: every output tensor with its inputs, settings and position on disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHUNK = STRETCH
 EAGER_STRETCH = 1 << 22
 """Elements of a tensor that torch functions get at a time if it may be cut: 16 MB in float32."""
 
-_SHOWN = 20  # problems of a message
+_SHOWN = 20  # problems that a message lists
 
 
 class PlanError(ValueError):
@@ -54,9 +54,9 @@ class Input:
 class TensorPlan:
     """One output tensor.
 
-    ``method`` None copies the first input, which all others equal (integer buffers). ``parts`` are
-    the tensors that the file holds in its place, one after the other, if they are others: the
-    matrices of a stack of experts.
+    If ``method`` is None, the first input is copied; all others are equal to it (integer buffers).
+    ``parts`` are the tensors that the file holds instead, one after the other, such as the matrices
+    of a stack of experts.
     """
 
     name: str
@@ -104,16 +104,16 @@ class TensorPlan:
 
 @dataclass
 class MergePlan(Report):
-    """A merge that was found sound; printed by ``mergekit-lite plan``.
+    """A merge that passed all checks; printed by ``mergekit-lite plan``.
 
     Attributes:
         recipe: The recipe of the merge.
-        sources: The models, opened: headers, no weights.
-        tensors: One entry a tensor of the output.
+        sources: The opened models; only headers are read.
+        tensors: One entry per tensor of the output.
         shards: Names of the files.
         config: The output's ``config.json``.
-        donor: Which source gives tokenizer and other files.
-        vocabulary: The plan for joining the vocabularies; None: they are equal.
+        donor: The index of the source that provides config, tokenizer and other files.
+        vocabulary: The output's vocabulary; None if the recipe asks for no tokenizer.
         notes: Notes for the user.
         threads: The number of threads that will merge, for the estimate of memory.
     """
@@ -154,7 +154,7 @@ class MergePlan(Report):
         for t in self.tensors:
             inputs = len(t.everything)
             if t.method is None or t.has_kernel:
-                # a thread's stretch of each input, as stored and as numbers, and some to work in
+                # a thread's stretch of each input, as stored and as numbers, and scratch memory
                 block = min(t.info.count, CHUNK)
                 peak = max(peak, self.threads * block * t.work.itemsize * (2 * inputs + 6))
             else:
@@ -190,7 +190,7 @@ class MergePlan(Report):
         return Table(("models", models), list(rows.items()), sentences=True)
 
     def remarks(self) -> list[str]:
-        """The notes."""
+        """Return the notes."""
         return [f"note: {text}" for text in self.notes]
 
     def to_dict(self) -> dict[str, object]:
@@ -245,7 +245,7 @@ def shard_layout(
 
     Args:
         tensors: The tensors in order.
-        limit: Bytes.
+        limit: The largest size of a shard in bytes.
         stem: The beginning of the files' names.
     """
     placed = []
@@ -265,7 +265,7 @@ def shard_layout(
 
 
 def shard_header(tensors: Sequence[TensorPlan]) -> bytes:
-    """The header of a shard that holds these tensors."""
+    """Return the header of a shard that holds these tensors."""
     placed = []
     for t in tensors:
         offset = t.offset

@@ -2,9 +2,9 @@
 
 They come from a recipe's values, gradients over layers and filters by name.
 
-A value is looked up from the most specific place to the least: the slice's source or model, the
-slice, the recipe. A parameter that has one value for all models is not looked up at a model: as in
-mergekit, it has no effect there.
+A value is looked up from the most specific level to the least: the slice's source or model, the
+slice, the recipe. A parameter that has one value for all models is not looked up at a single model:
+as in mergekit, it has no effect there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..recipe import MergeRecipe, RecipeError, model_label
 from ..recipe.recipe import as_mapping, unknown_keys
 
 Check = Callable[[object], Any]
-"""From a plain value to the parameter's type."""
+"""A function that converts a plain value to the parameter's type."""
 
 _MISSING = object()
 _SCALARS = (bool, int, float, str)
@@ -32,17 +32,17 @@ def _as_it_is(value: object) -> object:
 def evaluate_setting(
     value: object, tensor_name: str, depth: float, check: Check = _as_it_is
 ) -> Any:
-    """A parameter's value for one tensor.
+    """Return a parameter's value for one tensor.
 
     Args:
         value: A plain value, a gradient, or filter entries.
         tensor_name: The name that filters match.
-        depth: The tensor's place in its slice, 0 (first layer) to 1 (last), for gradients; 0
+        depth: The tensor's position in its slice, 0 (first layer) to 1 (last), for gradients; 0
             outside the layers.
-        check: A function from a plain value to the parameter's type.
+        check: A function that converts a plain value to the parameter's type.
 
     Returns:
-        The value, or ``_MISSING`` where no filter matches.
+        The value, or ``_MISSING`` if no filter matches.
 
     >>> evaluate_setting([0.0, 1.0, 0.0], "model.layers.3.mlp.up_proj.weight", 0.25)
     0.5
@@ -59,7 +59,7 @@ def evaluate_setting(
         return _MISSING
     if isinstance(value[0], Mapping):
         for entry in value:
-            # for what it raises: a misspelled filter would match every tensor
+            # this raises if the key filter is misspelled, which would match every tensor
             unknown_keys("parameter", as_mapping("parameter", entry), ["filter", "value"])
             if "value" not in entry:
                 raise RecipeError(f"a parameter's filter entry {dict(entry)!r} has no value")
@@ -68,19 +68,19 @@ def evaluate_setting(
         return _MISSING
     if not all(isinstance(v, _SCALARS) for v in value):
         raise RecipeError(f"a parameter's gradient is {list(value)!r}, expected numbers")
-    # before steps are taken between them: YAML reads 1e-5 as text
+    # before interpolation, because YAML reads 1e-5 as text
     values = [check(v) for v in value]
     last = len(values) - 1
     place = depth * last
     left = int(place)
-    if any(isinstance(v, (bool, str)) for v in values):  # no steps between them
+    if any(isinstance(v, (bool, str)) for v in values):  # no interpolation
         return values[left]
     right = min(left + 1, last)
     return check(values[left] + (place - left) * (values[right] - values[left]))
 
 
 def matches(wanted: object, tensor_name: str) -> bool:
-    """Return whether a filter's text is in a tensor's name; none, and ``*``, match every name."""
+    """Return whether a filter's text is in a tensor's name; None and ``*`` match every name."""
     return wanted in (None, "*") or str(wanted) in tensor_name
 
 
@@ -95,7 +95,7 @@ def setting(
     for level in levels:
         if name in level:
             value = evaluate_setting(level[name], tensor_name, depth, check)
-            # null is as if it were not there: the next place is asked
+            # null counts as missing: the next level is looked up
             if value is not _MISSING and value is not None:
                 return value
     return None
@@ -108,12 +108,12 @@ def settings_for(
     models: Sequence[tuple[Mapping[str, object], str]],
     common: Sequence[Mapping[str, object]],
 ) -> dict[str, object]:
-    """The method's arguments for one tensor.
+    """Return a method's arguments for one tensor.
 
     Args:
         method: The method.
         name: The output tensor's name.
-        depth: Its place among the layers, 0 to 1.
+        depth: The tensor's position in the layers, 0 to 1.
         models: Each model's own parameters, and the name that the tensor has there.
         common: Parameters of the slice and of the recipe.
 
@@ -143,7 +143,7 @@ def settings_for(
 
 
 def _places(recipe: MergeRecipe) -> Iterator[tuple[str, Mapping[str, object], bool]]:
-    """Yield each place with parameters: its name, the parameters, and whether it is a model's."""
+    """Yield a name for each level with parameters, the parameters, and whether it is a model."""
     yield "parameters", recipe.parameters, False
     for entry in recipe.entries():
         yield f"parameters of {model_label(entry.model)}", entry.parameters, True
@@ -152,7 +152,7 @@ def _places(recipe: MergeRecipe) -> Iterator[tuple[str, Mapping[str, object], bo
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """The plain values in a setting: of gradients and filter entries, each."""
+    """Yield the plain values in a setting, also those in gradients and filter entries."""
     if isinstance(value, Mapping):
         yield from _leaves(value.get("value"))
     elif isinstance(value, (list, tuple)):
@@ -175,7 +175,7 @@ def check_parameters(recipe: MergeRecipe, method: MergeMethod) -> tuple[list[str
         elsewhere |= other.parameters.keys()
     for where, parameters, of_model in _places(recipe):
         for name, value in parameters.items():
-            # published recipes carry other methods' parameters along; only a near miss is an error
+            # published recipes contain other methods' parameters; only a near miss is an error
             if name not in method.parameters and (name in elsewhere or not method.near(name)):
                 notes.append(f"{where}: {name} has no effect on {method.name}")
                 continue
@@ -196,7 +196,7 @@ def check_parameters(recipe: MergeRecipe, method: MergeMethod) -> tuple[list[str
 
 
 def _has_it_elsewhere(recipe: MergeRecipe, name: str) -> bool:
-    """Return whether a parameter stands at the recipe or a slice, where it has an effect."""
+    """Return whether a parameter is set in the recipe or a slice, where it has an effect."""
     return any(name in parameters for _, parameters, of_model in _places(recipe) if not of_model)
 
 

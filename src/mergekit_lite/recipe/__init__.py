@@ -1,4 +1,4 @@
-"""Recipes: what a merge is to do, and the YAML dialect that says it."""
+"""Recipes, which define a merge, and their YAML dialect."""
 
 from .dialect import load_recipe, parse_recipe
 from .recipe import (

@@ -1,7 +1,7 @@
-"""load_recipe: the YAML that mergekit users have on disk, read as mergekit reads it.
+"""`load_recipe`: read the YAML recipes of mergekit users as mergekit reads them.
 
-What has no effect in mergekit has none here and is noted; what would change the result and is not
-supported is refused.
+Keys that have no effect in mergekit have none here, and are noted. Keys that would change the
+result and are not supported are refused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _RECIPE = [
     "name",
 ]
 _TEXTS = ("dtype", "out_dtype", "chat_template")  # keys without which a recipe can be planned
-_ALIKE = 0.8  # similarity of names from which one is taken for the other, misspelled
+_ALIKE = 0.8  # similarity from which a name counts as a misspelling of another
 _IDLE = {
     "random_seed": (
         "a recipe's random_seed has no effect; give the seed as merge_models(seed=...) or --seed"
@@ -54,7 +54,7 @@ _IDLE = {
 
 
 ModelOf = Callable[[str], object]
-"""From a model's name to what it stands for."""
+"""A function from a model's name to the model or stage that the name stands for."""
 
 
 def _load_yaml(text: str) -> list[object]:
@@ -65,19 +65,19 @@ def _load_yaml(text: str) -> list[object]:
 
 
 def load_recipe(path_or_text: str | os.PathLike[str]) -> MergeRecipe:
-    r"""A recipe from a YAML file, or from YAML text.
+    r"""Read a recipe from a YAML file, or from YAML text.
 
-    Several documents are stages: a named one is merged first, wherever a later one lists its name
-    as a model. The recipe is the document without a name, or else the last.
+    Several documents are stages: a document with a name is merged before the documents that list
+    the name as a model. The result is the document without a name, or else the last.
 
     Args:
         path_or_text: A file, or the text itself.
 
     Returns:
-        The recipe, checked; no model has been looked at.
+        The checked recipe; no model has been opened.
 
     Raises:
-        RecipeError: No such file, not YAML, or a recipe that `parse_recipe` refuses.
+        RecipeError: The file does not exist or is not YAML, or `parse_recipe` refuses the recipe.
 
     >>> load_recipe("merge_method: linear\nmodels: [a, b]\nparameters: {weight: 0.5}").merge_method
     'linear'
@@ -85,7 +85,7 @@ def load_recipe(path_or_text: str | os.PathLike[str]) -> MergeRecipe:
     text = path = os.fspath(path_or_text)
     # a path has one line; JSON on one line is a recipe, too, and begins with a brace
     if "\n" not in text and not text.lstrip().startswith("{"):
-        if not os.path.isfile(text):  # unlike Path's, it takes a text of any length
+        if not os.path.isfile(text):  # unlike Path.is_file, it takes a text of any length
             raise RecipeError(f"recipe {text}: there is no such file")
         try:
             text = Path(text).read_text(encoding="utf-8")
@@ -109,7 +109,7 @@ def _of_text(text: str) -> MergeRecipe:
 
 
 def _final_stage(documents: list[dict[str, object]]) -> MergeRecipe:
-    """The recipe that several documents make together."""
+    """Return the recipe that several documents define together."""
     if len(documents) == 1:
         return parse_recipe(documents[0])
     names = [data.get("name") for data in documents]
@@ -121,7 +121,8 @@ def _final_stage(documents: list[dict[str, object]]) -> MergeRecipe:
     def stage(name: object) -> MergeRecipe:
         if name in under_way:
             raise RecipeError(
-                f"recipe: the stages {', '.join(map(str, under_way))} need each other in a circle"
+                f"recipe: the stages {', '.join(map(str, under_way))} depend on each other in a "
+                "circle"
             )
         if name not in finished:
             under_way.append(name)
@@ -145,10 +146,10 @@ def _final_stage(documents: list[dict[str, object]]) -> MergeRecipe:
 
 
 def _check_names(names: Sequence[object]) -> None:
-    """Refuse documents' names unless all are plain, different, and one at most is missing."""
+    """Check that documents have plain and different names, and that at most one has none."""
     if names.count(None) > 1:
         raise RecipeError(
-            "recipe: of several documents each needs a name, but for the one that is the result"
+            "recipe: expected a name in every document except the one that defines the result"
         )
     for name in names:
         if name is None:
@@ -162,16 +163,15 @@ def _check_names(names: Sequence[object]) -> None:
 
 
 def parse_recipe(data: Mapping[str, object], model_of: ModelOf = str) -> MergeRecipe:
-    """A recipe from what its YAML holds.
+    """Build a recipe from parsed YAML.
 
     Args:
-        data: The mapping.
+        data: The mapping that the YAML holds.
         model_of: A function from a model's name to the model or stage that it stands for; default:
             the name.
 
     Raises:
-        RecipeError: Keys that are misplaced, or whose values are not what they should be: all of
-            them.
+        RecipeError: Keys are misplaced or have invalid values; the error lists all problems.
     """
     parser = _Parser(model_of)
     recipe = None
@@ -180,13 +180,13 @@ def parse_recipe(data: Mapping[str, object], model_of: ModelOf = str) -> MergeRe
     except RecipeError as error:
         parser.problems += error.problems
     if recipe is None or parser.problems:
-        # a second try may have told a problem again
+        # a second attempt may have found the same problem again
         raise RecipeError(*dict.fromkeys(parser.problems), partial=recipe)
     return recipe
 
 
 _LOST: Any = object()
-"""In place of a model that could not be read."""
+"""A placeholder for a model that could not be read."""
 
 
 class _Parser:
@@ -196,7 +196,7 @@ class _Parser:
         self.problems: list[str] = []
 
     def _read(self, read: Callable[..., Any], *arguments: object, otherwise: Any = _LOST) -> Any:
-        """Return what a function reads; keep its problems and return ``otherwise`` if it fails."""
+        """Call a reader; if it fails, keep its problems and return ``otherwise``."""
         try:
             return read(*arguments)
         except RecipeError as error:
@@ -211,7 +211,7 @@ class _Parser:
             return ()
         listed = self._read(as_list, where, values, otherwise=None)
         if listed is None:
-            # a placeholder: without an entry the recipe would also be told to list models
+            # a placeholder: without an entry the missing models would be a second problem
             return (_LOST,)
         return tuple(self._read(read, value) for value in listed)
 
@@ -230,7 +230,7 @@ class _Parser:
         alone = _is_alone(base, settings["models"], settings["merge_method"])
         if base is not None and not pieces and alone:
             self.notes.append(
-                "recipe: lists no model beside the base, so the result is a copy of it"
+                "recipe: lists no model except the base, so the result is a copy of it"
             )
             settings |= {"merge_method": "passthrough", "parameters": {}, "base_model": None}
             settings["models"] = (ModelEntry(model=base),)
@@ -245,7 +245,7 @@ class _Parser:
         return MergeRecipe(**settings)
 
     def _settings(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of the recipe, `_LOST` in place of models that cannot be read."""
+        """Return the fields of the recipe, with `_LOST` for models that cannot be read."""
         if "experts" in data or "gate_mode" in data:
             raise RecipeError(
                 "recipe: builds a mixture of experts, as mergekit-moe does, which is not "
@@ -259,7 +259,7 @@ class _Parser:
         data = {key: value for key, value in data.items() if key in _RECIPE}
         if data.get("merge_method") is None:
             raise RecipeError("recipe: has no merge_method")
-        # before the modules are opened, as theirs are put on top of these
+        # before the modules are opened, because their parameters override these
         data["parameters"] = self._parameters("parameters", data.get("parameters"))
         if data.get("modules") is not None:
             self._open_modules(data)
@@ -283,7 +283,7 @@ class _Parser:
         return settings
 
     def _open_modules(self, data: dict[str, Any]) -> None:
-        """Replace ``modules``, which must have one entry, by what that entry says, in place."""
+        """Replace ``modules``, which must have one entry, by the keys of that entry, in place."""
         modules = as_mapping("modules", data["modules"])
         if len(modules) != 1:
             raise RecipeError(
@@ -299,9 +299,9 @@ class _Parser:
         data["parameters"] = {**data["parameters"], **inner}
 
     def _model(self, where: str, value: object) -> object:
-        """A model's name.
+        """Return the model or stage that a name stands for.
 
-        Mergekit's mapping of path, revision and adapter becomes the text it stands for.
+        Mergekit's mapping of path, revision and adapter is first turned into text.
         """
         return self._model_of(_reference(where, value))
 
@@ -326,17 +326,17 @@ class _Parser:
         )
 
     def _take_misplaced(self, where: str, data: dict[str, object]) -> None:
-        """Take out the keys beside a model that are parameters, or are spelled much like one."""
+        """Remove keys that belong under ``parameters``, also misspelled ones, and report them."""
         parameters: set[str] = set()
         for method in METHODS.values():
             parameters |= method.parameters.keys()
-        for key in data.keys() - {"model", "parameters", "layer_range"}:
-            # mergekit ignores such a key, and merges with another value than was meant
+        for key in sorted(data.keys() - {"model", "parameters", "layer_range"}):
+            # mergekit ignores such a key, and merges with another value than intended
             near = difflib.get_close_matches(key, parameters, n=1, cutoff=_ALIKE)
             if near:
                 del data[key]
                 self.problems.append(
-                    f"{where}: {key} stands beside model, expected {near[0]} under parameters"
+                    f"{where}: {key} is next to model, expected {near[0]} under parameters"
                 )
 
     def _slice(self, value: object) -> Slice:
@@ -431,9 +431,9 @@ def _layers(where: str, value: object) -> tuple[Any, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """The whole number in ``"3"`` or ``3.0``.
+    """Return the whole number in ``"3"`` or ``3.0``.
 
-    Anything else as it is, for `ModelEntry` to refuse.
+    Any other value is returned unchanged, for `ModelEntry` to refuse.
     """
     try:
         # mergekit accepts "3" and 3.0; without the first test true would become layer 1
@@ -449,9 +449,9 @@ def _parameters(where: str, value: object) -> dict[str, object]:
 
 
 def _reference(where: str, value: object, *, plain: bool = False) -> str:
-    """The text that names a model: ``PATH``, ``PATH@REVISION``, either with ``+ADAPTER``.
+    """Return the text that names a model: ``PATH`` or ``PATH@REVISION``, also with ``+ADAPTER``.
 
-    A ``plain`` one has no adapter.
+    If ``plain``, an adapter is refused.
     """
     if isinstance(value, str) and value:
         return value

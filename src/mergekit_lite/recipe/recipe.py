@@ -1,6 +1,6 @@
 """`MergeRecipe`: what to merge and how, as data that checks itself.
 
-It survives the way to YAML and back.
+It can be written to YAML and read back.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class RecipeError(ValueError):
 
     Args:
         problems: Every problem that was found.
-        partial: The recipe without its invalid parts, if that is a recipe: planning it finds
-            further problems.
+        partial: The recipe without its invalid parts, if it can still be planned, to find further
+            problems.
     """
 
     def __init__(self, *problems: str, partial: MergeRecipe | None = None):
@@ -34,10 +34,10 @@ class RecipeError(ValueError):
 
 
 def unknown_keys(where: str, data: Mapping[str, object], known: Sequence[str]) -> list[str]:
-    """Return notes on keys that mean nothing.
+    """Return notes on unknown keys.
 
     Raises:
-        RecipeError: Keys that look like misspelled ones.
+        RecipeError: A key looks like a misspelling of a known key.
     """
     notes = []
     problems = []
@@ -49,24 +49,24 @@ def unknown_keys(where: str, data: Mapping[str, object], known: Sequence[str]) -
         if near:
             problems.append(f"{where}: unknown key {key!r}; did you mean {' or '.join(near)}?")
         else:
-            notes.append(f"{where}: the key {key!r} means nothing here and has no effect")
+            notes.append(f"{where}: the key {key!r} is unknown and has no effect")
     if problems:
         raise RecipeError(*problems)
     return notes
 
 
 def as_mapping(where: str, value: object) -> dict[str, object]:
-    """A mapping with text keys, as a dict."""
+    """Return a mapping with text keys as a dict; refuse anything else."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise RecipeError(
-            # shortened: a text file that is no recipe may come as one long value
+            # shortened: a text file that is not a recipe may be one long value
             f"{where}: is {reprlib.repr(value)}, expected a mapping of names to values"
         )
     return dict(value)
 
 
 def as_list(where: str, value: object) -> list[object]:
-    """A list with at least one entry."""
+    """Return a value as a list with at least one entry; refuse anything else."""
     if not isinstance(value, (list, tuple)) or not value:
         raise RecipeError(
             f"{where}: is {reprlib.repr(value)}, expected a list with at least one entry"
@@ -76,15 +76,15 @@ def as_list(where: str, value: object) -> list[object]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelEntry:
-    """One model: in ``models`` without a layer range, as a slice's source with one.
+    """One model: an entry of ``models`` or, with a layer range, a source of a slice.
 
     Args:
         model: A model in any form that `merge_models` takes.
-        layer_range: First layer, and the one after the last; None: the whole model.
-        parameters: The method's, for this model; numbers, gradients or filters.
+        layer_range: The first layer, and the layer after the last; None: the whole model.
+        parameters: The method's parameters for this model: numbers, gradients or filters.
 
     Raises:
-        RecipeError: A layer range that is not 0 <= start < end.
+        RecipeError: The layer range is not 0 <= start < end.
     """
 
     model: object
@@ -109,12 +109,12 @@ class Slice:
     It may have a base of its own.
 
     Args:
-        sources: One entry a model, with its layers.
-        base_model: Its base; None: the recipe's.
-        parameters: The method's, for these layers.
+        sources: One entry per model, with its layers.
+        base_model: The slice's base; None: the recipe's.
+        parameters: The method's parameters for these layers.
 
     Raises:
-        RecipeError: No sources, sources without layers, or of different lengths.
+        RecipeError: There are no sources, or they have no layer range or different lengths.
     """
 
     sources: tuple[ModelEntry, ...]
@@ -138,14 +138,14 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRule:
-    """Rule for where one token's row comes from.
+    """The rule for where one token's row comes from.
 
     Args:
-        model: The model that gives it; None where the rule names none.
-        token: The model's token to take it from, where that has another name there.
-        token_id: The model's row to take, in place of ``token``.
-        zero: A row of zeros.
-        force: Also for models that have the token.
+        model: The model that has the row; None if the rule names no model.
+        token: The model's token whose row to use, if its name differs there.
+        token_id: The index of the model's row to use, instead of ``token``.
+        zero: Whether to use a row of zeros.
+        force: Whether the rule also applies to models that have the token.
     """
 
     model: object = None
@@ -173,16 +173,18 @@ class TokenRule:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSpec:
-    """Source of the output's vocabulary, and rows that a user places by hand.
+    """The source of the output's vocabulary, and rules for the rows of some tokens.
 
     Args:
         source: ``"union"`` of all tokens, ``"base"`` for the base's, a model, or a stage among the
             models.
-        tokens: The source of each token's row, by token.
-        pad_to_multiple_of: Rows of the embeddings are filled up to a multiple of it; None: not.
+        tokens: The rule for each token's row, by token.
+        pad_to_multiple_of: Pad the rows of embeddings to a multiple of this number; None: no
+            padding.
 
     Raises:
-        RecipeError: A source that is no text, or a multiple that is no whole number above 0.
+        RecipeError: The source is neither text nor a recipe, or the multiple is not a whole number
+            above 0.
     """
 
     source: str | MergeRecipe = "union"
@@ -211,22 +213,21 @@ class MergeRecipe:
         merge_method: Name in the table of methods.
         models: Whole models; a recipe has either these or slices.
         slices: Runs of layers.
-        base_model: The base, for methods that use one; to others it is one more model.
+        base_model: The base, for methods that use one; for other methods it is one more model.
         parameters: Values for every model and layer that has none of its own.
-        dtype: Dtype of the output (and float64 computes in float64); values are never rounded to it
-            on the way.
-        out_dtype: Dtype of the output where it differs from ``dtype``.
-        tokenizer: Vocabulary of the output; None leaves embeddings and tokenizer as the models have
-            them.
-        chat_template: ``"auto"`` (the one most models have), a name, Jinja text, or a path to it.
+        dtype: Dtype of the output; float64 also computes in float64. Inputs and intermediate values
+            are never rounded to it.
+        out_dtype: Dtype of the output if it differs from ``dtype``.
+        tokenizer: Vocabulary of the output; None leaves embeddings and tokenizer unchanged.
+        chat_template: ``"auto"`` (the one most models have), a name, Jinja text, or its path.
         notes: Notes on keys that `load_recipe` read and that have no effect.
-        name: The name by which later stages list its result as a model.
+        name: The name by which other recipes list this one's result as a model.
 
     A model may be a `MergeRecipe` itself: a stage, which is merged first.
 
     Raises:
-        RecipeError: Neither models nor slices or both, a value of the wrong kind, names that are
-            not unique.
+        RecipeError: There are neither models nor slices, or both; a value has a wrong type; or a
+            name is not unique.
 
     >>> recipe = MergeRecipe(
     ...     merge_method="linear", models=[ModelEntry(model="a"), ModelEntry(model="b")]
@@ -244,12 +245,12 @@ class MergeRecipe:
     out_dtype: str | None = None
     tokenizer: TokenizerSpec | None = None
     chat_template: str | None = None
-    # a recipe that went to YAML and back has no notes, and is the same
+    # not compared: a recipe that was read back from YAML has no notes, but is the same
     notes: tuple[str, ...] = field(default=(), compare=False)
     name: str | None = None
 
     def __post_init__(self) -> None:
-        # callers give lists; the class is frozen, and lets no plain assignment pass
+        # callers may pass lists; plain assignment fails because the class is frozen
         object.__setattr__(self, "models", tuple(self.models))
         object.__setattr__(self, "slices", tuple(self.slices))
         problems = []
@@ -261,7 +262,7 @@ class MergeRecipe:
             problems.append("recipe: needs either models or slices, and not both")
         for key in ("dtype", "out_dtype"):
             value = getattr(self, key)
-            # the kind comes first, as a list cannot be looked up
+            # the type is checked first, because a list cannot be looked up
             if value is not None and (not isinstance(value, str) or value not in FLOATS):
                 problems.append(f"recipe {key}: is {value!r}, expected one of {', '.join(FLOATS)}")
         if self.chat_template is not None and not isinstance(self.chat_template, str):
@@ -271,7 +272,7 @@ class MergeRecipe:
             raise RecipeError(*problems)
 
     def _repeated_names(self) -> list[str]:
-        """Return a problem for each stage or model that is there twice."""
+        """Return a problem for each stage name or model that occurs twice."""
         problems = []
         # a stage is written into a folder of this name
         labels = [model_label(stage) for stage in self.stages()]
@@ -313,7 +314,7 @@ class MergeRecipe:
         return list(models.values())
 
     def stages(self) -> list[MergeRecipe]:
-        """The recipes whose results this one merges."""
+        """Return the recipes whose results this one merges."""
         return [model for model in self.mentions() if isinstance(model, MergeRecipe)]
 
     def to_dict(self) -> dict[str, object]:
@@ -322,7 +323,7 @@ class MergeRecipe:
         return first | _written(self)
 
     def to_yaml(self) -> str:
-        """The recipe as YAML text: one document for each stage, its own last."""
+        """Return the recipe as YAML text: one document per stage, then the recipe itself."""
         documents = [stage.to_yaml() for stage in self.stages()]
         documents.append(yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True))
         return "---\n".join(documents)
@@ -358,7 +359,7 @@ def _plain(value: object) -> object:
 
 
 def model_label(model: object) -> str:
-    """Return what to call a model in messages and recipes."""
+    """Return a model's name for messages and recipes."""
     if isinstance(model, (str, os.PathLike)):
         return os.fspath(model)
     if isinstance(model, MergeRecipe):
@@ -371,7 +372,7 @@ def model_key(model: object) -> str | int:
     if not isinstance(model, (str, os.PathLike)):
         # the object itself: state dicts cannot be compared by ==, nor hashed
         return id(model)
-    text = os.path.expanduser(os.fspath(model))  # as files are opened
+    text = os.path.expanduser(os.fspath(model))  # `~` is expanded when files are opened, too
     # a folder has many spellings; a hub id has one
     if os.path.isdir(text):
         return os.path.realpath(text)

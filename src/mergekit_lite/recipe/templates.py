@@ -40,7 +40,7 @@ _LLAMA3 = """\
 {%- endif -%}
 """
 
-# the format has no system turn: its text begins the next user's
+# the format has no system turn: the system text begins the next user turn
 _MISTRAL = """\
 {{- bos_token -}}
 {%- set system = namespace(text='') -%}

@@ -1,9 +1,9 @@
-"""Map each row of the output's vocabulary to a model and a row of it, and read models that way.
+"""Map each row of the output's vocabulary to a row of a model, and read models that way.
 
 A model that lacks a token of the output gets, for that token, the base model's row, or else the
 mean of the rows of the models that have it; a recipe's ``tokens`` entry can name the row to take.
-Rows past the last token (padding) are matched by position. Rows are gathered while the tensor
-streams; no embedding is ever built whole.
+Rows without a token (padding) are matched by index. Rows are gathered while a tensor is read, and
+no embedding is ever built whole.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def is_vocabulary_tensor(name: str) -> bool:
 
 
 def stored_name(source: Source, name: str) -> str | None:
-    """Return the name that a model stores a tensor under: its embedding's for a tied head.
+    """Return the name under which a model stores a tensor: the embedding's for a tied head.
 
-    None if the model has no such tensor.
+    Return None if the model has no such tensor.
     """
     if name in source.tensors:
         return name
-    # GPT-2's config.json is silent on it and its head is tied; a state dict has no config
+    # tied by default: GPT-2's config.json does not set it, and a state dict has no config
     if HEAD.search(name) and source.config.get("tie_word_embeddings", True):
         for other in source.tensors:
             if EMBEDDING.search(other):
@@ -53,7 +53,7 @@ def stored_name(source: Source, name: str) -> str | None:
 
 
 def embedding_rows(source: Source) -> set[int]:
-    """Return the sizes of a model's token embeddings."""
+    """Return the numbers of rows of a model's token embeddings."""
     rows = set()
     for name, info in source.tensors.items():
         if EMBEDDING.search(name) and info.shape:
@@ -62,7 +62,7 @@ def embedding_rows(source: Source) -> set[int]:
 
 
 def _rows(source: Source) -> int:
-    """Return the rows of a model's token embedding, of which there must be one."""
+    """Return the number of rows of a model's token embeddings; refuse several sizes and none."""
     rows = embedding_rows(source)
     if len(rows) != 1:
         raise CheckpointError(
@@ -72,12 +72,12 @@ def _rows(source: Source) -> int:
 
 
 ZERO = -2
-"""In `Vocabulary.row_of` a row of zeros."""
+"""A row of zeros, in `Vocabulary.row_of`."""
 MEAN = -1
-"""In `Vocabulary.row_of` the mean of the models that have the token."""
+"""The mean of the models that have the token, in `Vocabulary.row_of`."""
 AVERAGE = -3
-"""In `Vocabulary.row_of` the mean of all of the model's rows that are tokens: padding that no model
-has."""
+"""The mean of all of the model's rows that are tokens, in `Vocabulary.row_of`, for padding that no
+model has."""
 
 _AVERAGED = 1 << 18  # elements read at a time
 _SHOWN = 5  # tokens that a note names
@@ -85,16 +85,16 @@ _SHOWN = 5  # tokens that a note names
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The output's vocabulary, and where each model's row for each token is read.
+    """The output's vocabulary, and the source of each model's row for each token.
 
     Args:
         rows: Rows of the output's embeddings.
         tokens: Token to row.
-        has: For each model, the row of its own that holds each token, -1 where it lacks it.
-        model_of: For each model, the model that each row is read from.
-        row_of: For each model, the row of that model; or `ZERO`, `MEAN`, `AVERAGE`.
+        has: For each model and output row, the model's row for the same token; -1 if it has none.
+        model_of: For each model and output row, the index of the model to read the row from.
+        row_of: For each model and output row, the row in that model, or `ZERO`, `MEAN`, `AVERAGE`.
         folder: The folder of the tokenizer's files.
-        tokenizer_json: Its tokenizer.json, where tokens were added.
+        tokenizer_json: The extended tokenizer.json, if tokens were added.
         notes: Notes on assumptions.
     """
 
@@ -108,7 +108,7 @@ class Vocabulary:
     notes: Sequence[str] = ()
 
     def write_tokenizer(self, out: Path) -> None:
-        """Put the tokenizer's files into ``out``, tokens of the union added."""
+        """Write the tokenizer's files into ``out``, with added tokens."""
         if self.folder is None:
             return
         copy_tokenizer([self.folder], out)
@@ -126,7 +126,7 @@ def _add_new(tokens: dict[str, int], new: Sequence[str]) -> None:
 
 
 def _with_rows(vocabulary: Mapping[str, int], rows: int) -> dict[str, int]:
-    """Return the tokens that have a row in an embedding of so many."""
+    """Return the tokens that have a row in an embedding of ``rows`` rows."""
     return {token: row for token, row in vocabulary.items() if row < rows}
 
 
@@ -135,7 +135,7 @@ def _rowless_notes(
     vocabularies: Sequence[Mapping[str, int]],
     sources: Sequence[Source],
 ) -> list[str]:
-    """Return notes of tokens that a tokenizer has and no model has a row for."""
+    """Return notes on tokens that a tokenizer has, but that have no row in any model."""
     notes = []
     for vocabulary, source in zip(vocabularies, sources, strict=True):
         missing = [token for token in vocabulary if token not in tokens]
@@ -150,7 +150,7 @@ def _rowless_notes(
 
 
 def stage_tokens(source: Source) -> Mapping[str, int] | None:
-    """Return the vocabulary of a stage that is not in a folder, if a tokenizer was asked for."""
+    """Return the vocabulary of a stage that is not in a folder, or None if it has no own one."""
     return getattr(source, "tokens", None)
 
 
@@ -191,13 +191,13 @@ def plan_vocabulary(
     Args:
         sources: The models, base included.
         spec: The recipe's tokenizer entry.
-        donor: The model whose ids are kept where the source is base or union.
-        base: The recipe's base, whose row a model takes that lacks the token.
-        index: The place in ``sources`` of each model's key.
+        donor: The index of the model whose ids are kept if the source is base or union.
+        base: The index of the recipe's base, if any. Models that lack a token get the base's row.
+        index: The index in ``sources`` of each model's key.
 
     Raises:
-        CheckpointError: A tokenizer that is missing.
-        RecipeError: A token rule that names an unknown model, or a token that the model lacks.
+        CheckpointError: A tokenizer is missing or cannot be extended.
+        RecipeError: A token rule names an unknown model, or a token that the model lacks.
     """
     vocabularies, notes = _vocabularies(sources, donor)
     folder, tokens, rows = _source_of_tokens(sources, spec, donor, index)
@@ -208,7 +208,7 @@ def plan_vocabulary(
         tokens = dict(stored[donor])
         before = len(tokens)
         for vocabulary in stored:
-            # in the order of rows: that of a file says nothing
+            # in the order of rows, because the order in a file means nothing
             _add_new(tokens, sorted(vocabulary, key=vocabulary.__getitem__))
         notes += _rowless_notes(tokens, vocabularies, sources)
     # a rule may place a token that no model has
@@ -226,14 +226,14 @@ def plan_vocabulary(
         size = _rows(source)
         for token, row in tokens.items():
             rows_here[row] = vocabulary.get(token, -1)
-        # these keep their place, where the model has one
+        # padding keeps its index, if the model has this row
         rows_here[padding] = np.where(padding < size, padding, -1)
-        rows_here[rows_here >= size] = -1  # a tokenizer may have more tokens than the model rows
+        rows_here[rows_here >= size] = -1  # a tokenizer may have tokens beyond the model's rows
     model_of = np.repeat(np.arange(len(sources))[:, None], rows, 1)
     # -1, a token that the model lacks, is `MEAN` here
     row_of = has.copy()
     if base is not None:
-        # whoever lacks a token that the base has takes the base's row
+        # models that lack a token take the base's row, if there is one
         lacking = (row_of < 0) & (has[base] >= 0)
         model_of[lacking] = base
         row_of = np.where(lacking, has[base], row_of)
@@ -243,9 +243,9 @@ def plan_vocabulary(
         row = tokens[token]
         takers = np.ones(len(sources), bool) if rule.force else has[:, row] < 0
         place, theirs = _given_row(token, rule, index, sources, vocabularies)
-        # else the rule names no source, and what was planned stays
+        # otherwise the rule names no source, and the plan is unchanged
         if place is not None or theirs == ZERO:
-            model_of[takers, row] = place or 0  # a row of zeros is read of no model
+            model_of[takers, row] = place or 0  # a row of zeros is not read
             row_of[takers, row] = theirs
     return Vocabulary(rows, tokens, has, model_of, row_of, folder, extended, notes)
 
@@ -253,7 +253,7 @@ def plan_vocabulary(
 def _source_of_tokens(
     sources: Sequence[Source], spec: TokenizerSpec, donor: int, index: Mapping[str | int, int]
 ) -> tuple[Path | None, dict[str, int], int]:
-    """Return the folder whose tokenizer is taken, its tokens, and the rows that come with it."""
+    """Return the folder of the output's tokenizer, its tokens, and the rows of its model."""
     if spec.source in ("union", "base"):
         place: int | None = donor
     else:
@@ -291,7 +291,7 @@ def _given_row(
     sources: Sequence[Source],
     vocabularies: Sequence[Mapping[str, int]],
 ) -> tuple[int | None, int]:
-    """The model and the row that a rule names; None where it names none."""
+    """Return the model (None if there is none) and the row that a rule names."""
     where = f"tokenizer tokens {token!r}"
     if rule.zero:
         return None, ZERO
@@ -316,12 +316,12 @@ def _given_row(
 
 
 class AlignedSource(View):
-    """A model seen through the output's vocabulary; other tensors pass through.
+    """A view of a model with the rows of the output's vocabulary; other tensors are unchanged.
 
     Args:
         sources: All models.
-        index: Which of them this is.
-        vocabulary: The output's.
+        index: The index of the model in ``sources``.
+        vocabulary: The output's vocabulary.
     """
 
     def __init__(self, sources: Sequence[Source], index: int, vocabulary: Vocabulary):
@@ -334,7 +334,7 @@ class AlignedSource(View):
         self._averages: dict[str, Array] = {}
         named = dict(source.tensors)
         for other in sources:
-            for head in other.tensors:  # one that is untied there may be tied here
+            for head in other.tensors:  # a head that is untied there may be tied here
                 stored = stored_name(source, head) if HEAD.search(head) else None
                 if stored is not None:
                     named[head] = source.tensors[stored]
@@ -346,7 +346,7 @@ class AlignedSource(View):
     def read(self, name: str, start: int, stop: int) -> Array:
         """Return elements of the aligned tensor.
 
-        They are float32 or better where its rows come from several places.
+        They are as stored if all are read in one dtype, else float32 or better.
         """
         if not is_vocabulary_tensor(name) or start == stop:
             return super().read(name, start, stop)
@@ -356,9 +356,9 @@ class AlignedSource(View):
         last = -(-stop // width)
         model = self._model_of[first:last]
         row = self._row_of[first:last]
-        # where another run of rows begins that lie side by side in one model
+        # where a row does not follow the previous row in the same model
         apart = (np.diff(model) != 0) | (np.diff(row) != 1)
-        # a code such as `MEAN` (-1) is no neighbor of row 0
+        # a code such as `MEAN` (-1) is not followed by row 0
         breaks = np.flatnonzero(apart | (row[1:] < 0) | (row[:-1] < 0)) + 1
         pieces = []
         for left, right in pairwise([0, *breaks.tolist(), last - first]):
@@ -382,13 +382,13 @@ class AlignedSource(View):
         return self._sources[model].read(stored, first * width, (first + count) * width)
 
     def _average_row(self, name: str, width: int) -> Array:
-        """The mean of this model's rows for all tokens, in float64 until the end."""
+        """Return the mean of this model's rows for all tokens, summed in float64."""
         if name not in self._averages:
             # rows of tokens are never AVERAGE, so that `read` does not come back here
             rows = np.array(sorted(set(self._vocabulary.tokens.values())), np.int64)
             step = max(1, _AVERAGED // width)
             total = np.zeros(width)
-            # padding may lie between
+            # there may be padding between tokens
             for run in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
                 for begin in range(0, len(run), step):
                     first = int(run[begin])
@@ -399,7 +399,7 @@ class AlignedSource(View):
         return self._averages[name]
 
     def _mean_row(self, name: str, row: int, width: int) -> Array:
-        """The mean over the models that have a token."""
+        """Return the mean row of the models that have a token."""
         rows_of_models = []
         for model, rows in enumerate(self._vocabulary.has):
             if rows[row] >= 0 and stored_name(self._sources[model], name) is not None:
@@ -410,10 +410,10 @@ class AlignedSource(View):
         return np.zeros(width, np.float32)
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
-        """Read as the model does, where rows are no tokens."""
+        """Fill ``out`` as the model does; return False for tensors whose rows are tokens."""
         return not is_vocabulary_tensor(name) and super().read_into(name, start, out)
 
     def fingerprint(self) -> object:
-        """The model's own, and where its rows come from."""
+        """Return the model's fingerprint, and a hash of where its rows come from."""
         rows = hashlib.sha256(self._model_of.tobytes() + self._row_of.tobytes()).hexdigest()
         return [super().fingerprint(), rows]

@@ -1,4 +1,4 @@
-"""Tokenizers as files: which tokens they have, and how more are added without moving one."""
+"""Read tokenizer files, and add tokens without changing existing ids."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def has_tokenizer(folder: Path | None) -> bool:
 
 
 def copy_tokenizer(folders: Iterable[Path | None], out: Path) -> None:
-    """Copy the tokenizer's files of the first folder that has any; if none has, nothing."""
+    """Copy the tokenizer's files of the first folder that has any."""
     for folder in folders:
         if folder is None:
             continue
@@ -35,7 +35,7 @@ def copy_tokenizer(folders: Iterable[Path | None], out: Path) -> None:
 
 
 def read_vocabulary(folder: Path | None, label: str) -> dict[str, int]:
-    """Token string to id, from tokenizer.json, or vocab.json or vocab.txt where there is none.
+    """Return the id of each token, from tokenizer.json, or else from vocab.json or vocab.txt.
 
     Raises:
         CheckpointError: The model has no tokenizer that can be read.
@@ -56,11 +56,11 @@ def read_vocabulary(folder: Path | None, label: str) -> dict[str, int]:
 
 
 def _whole_numbers(path: Path, ids: dict[str, Any]) -> dict[str, int]:
-    """Return ids, all of which must be rows."""
+    """Return ids; refuse them unless all are whole numbers, 0 or more."""
     # `type`, as true and false are ints to isinstance
     if not all(type(row) is int and 0 <= row < 1 << 31 for row in ids.values()):
         raise CheckpointError(
-            f"{path}: expected rows of tokens that are whole numbers from 0, got others"
+            f"{path}: expected token ids that are whole numbers, 0 or more, got others"
         )
     return ids
 
@@ -69,7 +69,7 @@ def _fast_vocabulary(path: Path) -> dict[str, int]:
     data = read_json(path)
     try:
         vocab = data["model"]["vocab"]
-        if isinstance(vocab, list):  # of pieces with their scores
+        if isinstance(vocab, list):  # a list of pieces with scores
             ids = {piece[0]: row for row, piece in enumerate(vocab)}
         else:
             ids = dict(vocab)
@@ -93,18 +93,19 @@ def _makes_missing_token(
 
 
 def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Path]) -> str:
-    """Return a tokenizer.json with every one of ``tokens``.
+    """Return the text of a tokenizer.json that is extended to all of ``tokens``.
 
-    It has the BPE merges of ``others`` that build the new ones.
+    It also gets the BPE merges of ``others`` that build new tokens.
 
     Raises:
-        CheckpointError: The kind of tokenizer cannot be extended with its ids in place.
+        CheckpointError: This type of tokenizer cannot be extended without changing ids.
     """
     data = json.loads(path.read_text(encoding="utf-8"))
     model = data["model"]
     if not isinstance(model["vocab"], dict):
         raise CheckpointError(
-            f"{path}: a {model.get('type')} tokenizer cannot be extended; use base or a path"
+            f"{path}: a {model.get('type')} tokenizer cannot be extended; set "
+            "tokenizer_source to base or a path"
         )
     added = {}
     for token in data.get("added_tokens", []):
@@ -125,10 +126,10 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
         for merge in theirs["model"].get("merges", []):
             is_new = json.dumps(merge) not in merges
             if is_new and _makes_missing_token(merge, model["vocab"], tokens):
-                # at the end, of lowest rank: its own merges still come first
+                # at the end, with the lowest priority: the tokenizer's own merges still come first
                 model["merges"].append(merge)
                 merges.add(json.dumps(merge))
-    # the tokenizers library reads no added token that lacks one of these
+    # the tokenizers library rejects an added token that lacks one of these
     plain = {
         "single_word": False,
         "lstrip": False,
@@ -136,9 +137,9 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
         "normalized": False,
         "special": False,
     }
-    for token in tokens.keys() - known:  # a token of the recipe's own
+    for token in tokens.keys() - known:  # a token that only the recipe names
         added.setdefault(token, {"id": tokens[token], "content": token, **plain})
-    # Added tokens stand in the model's vocabulary too, or loading would number them after it.
+    # Added tokens are in the model's vocabulary, too: otherwise loading would give them new ids.
     model["vocab"] = dict(sorted(tokens.items(), key=lambda item: item[1]))
     data["added_tokens"] = sorted(added.values(), key=lambda t: t["id"])
     text = json.dumps(data, ensure_ascii=False)
@@ -147,17 +148,18 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
 
 
 def _check_loads(path: Path, text: str, tokens: Mapping[str, int]) -> None:
-    """Refuse an extended tokenizer that its library does not read, or reads with other ids."""
+    """Check that the tokenizers library reads an extended tokenizer with the right ids."""
     from tokenizers import Tokenizer
 
     try:
         loaded = Tokenizer.from_str(text).get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises no class of its own
         raise CheckpointError(
-            f"{path}: extended, the tokenizers library does not read it ({error})"
+            f"{path}: the tokenizers library cannot read the extended tokenizer ({error})"
         ) from error
     for token, row in tokens.items():
         if loaded.get(token) != row:
             raise CheckpointError(
-                f"{path}: extended, token {token!r} would lose its row; use base or a path"
+                f"{path}: token {token!r} would get another id in the extended tokenizer; set "
+                "tokenizer_source to base or a path"
             )

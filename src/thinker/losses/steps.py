@@ -5,6 +5,7 @@ Shapes: B batch, O answer length, S supervised steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -26,7 +27,8 @@ class LastAndRandom(StepLoss):
 
     def __init__(self, last: float = 0.7, random: float = 0.3):
         super().__init__()
-        if last <= 0 or random < 0:
+        # with not, as comparisons with nan are False
+        if not 0 < last < math.inf or not 0 <= random < math.inf:
             raise ValueError(
                 f"LastAndRandom: expected last above 0 and random of 0 or more, got last={last}, "
                 f"random={random}"

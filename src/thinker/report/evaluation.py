@@ -115,8 +115,7 @@ def evaluate_grid(
     """
     if isinstance(n_latents, int) or isinstance(n_steps, int):
         raise ValueError(
-            f"evaluate_grid: n_latents {n_latents}, n_steps {n_steps}; expected lists, such "
-            f"as [{n_latents}]"
+            f"evaluate_grid: n_latents {n_latents}, n_steps {n_steps}; expected lists, such as [8]"
         )
     if not n_latents or not n_steps or min(*n_latents, *n_steps, samples) < 1:
         raise ValueError(

@@ -10,7 +10,13 @@ from peft import LoraConfig, get_peft_model
 from tests.heads.pairwise.support import model_of, pairs_of
 from transformers import TrainingArguments
 
-from heads.pairwise import PairwiseTrainer, freeze_, pairwise_report, predict_pairs
+from heads.pairwise import (
+    PairwiseTrainer,
+    fit_uncertainty_,
+    freeze_,
+    pairwise_report,
+    predict_pairs,
+)
 from heads.pairwise.data import cache
 from heads.pairwise.data.template import Tokens
 
@@ -133,6 +139,8 @@ def test_features_of_an_encoder_with_one_other_number_are_refused(place):
     data.check_encoded("predict", model)
     with torch.no_grad():
         model.encoder.get_input_embeddings().weight.view(-1)[place] += 1
+    with pytest.raises(ValueError, match="fit_uncertainty_: .* features of another encoder"):
+        fit_uncertainty_(model, data, data)
     with pytest.raises(ValueError, match="features of another encoder"):
         data.check_encoded("predict", model)
 

@@ -25,6 +25,17 @@ def test_components_may_have_alike_many_supervised_tokens():
         TaskMixture([short, long], weights="examples")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("task", 0), ("label", 1), ("token_type_ids", [0]), ("teacher_hidden", torch.zeros(1, 2, 3))],
+)
+def test_examples_of_a_batch_have_the_same_fields(name, value):
+    plain = {"input_ids": [1]}
+    for examples in ([plain, plain | {name: value}], [plain | {name: value}, plain]):
+        with pytest.raises(ValueError, match=f"1 of 2 examples have {name}; expected all, or none"):
+            MaskCollator(pad_token_id=0)(examples)
+
+
 def test_examples_come_as_often_as_their_weights_say():
     parts = [numbered(4), [numbered(3, 10), numbered(2, 20)]]  # two data sets of one component
     plain = TaskMixture(parts)

@@ -233,15 +233,17 @@ class SweepReport(Report):
 
     def remarks(self) -> list[str]:
         """Return the best run, and the runs that failed."""
-        lines = [f"{name} failed: {why}" for name, why in self.failures.items()]
+        lines = []
         finite = [name for name, run in self.runs.items() if math.isfinite(run.loss)]
         if finite:
             best = min(finite, key=lambda name: self.runs[name].loss)
-            lines.insert(0, f"lowest held-out loss: {best}, {self.runs[best].loss:.4f}")
+            lines.append(f"lowest held-out loss: {best}, {self.runs[best].loss:.4f}")
         scores = {name: run.score for name, run in self.runs.items() if run.score is not None}
         if scores:
             best = max(scores, key=lambda name: scores[name])
-            lines.insert(1, f"highest score by the judge: {best}, {scores[best]:.2f}")
+            lines.append(f"highest score by the judge: {best}, {scores[best]:.2f}")
+        for name, why in self.failures.items():
+            lines.append(f"{name} failed: {why}")
         return lines
 
     def plot(self, ax: Axes | None = None) -> Figure:

@@ -343,7 +343,7 @@ def calibrate_(
     # undo the old temperature, or a second call would fit the ratio of both
     logits = log_probs.double() * old_temperature
     # pairs without a prompt do not share one
-    prompts = [str(pair.prompt or number) for number, pair in enumerate(data.pairs)]
+    prompts = [pair.prompt or number for number, pair in enumerate(data.pairs)]
     found = cautious_temperature(logits, labels, prompts)
     before = pairwise_metrics(log_probs, labels).log_loss
     after = pairwise_metrics((logits / found.value).log_softmax(-1), labels).log_loss

@@ -74,12 +74,13 @@ class MaskCollator:
         if not features:
             raise ValueError("MaskCollator: expected one or more examples, got none")
         examples = [self._example(feature) for feature in features]
-        tasks = sum("task" in example for example in examples)
-        if tasks not in (0, len(examples)):
-            raise ValueError(
-                f"MaskCollator: {tasks} of {len(examples)} examples have a task; expected all, or "
-                "none"
-            )
+        for name in ("task", "label", "token_type_ids", "teacher_hidden"):
+            count = sum(name in example for example in examples)
+            if count not in (0, len(examples)):
+                raise ValueError(
+                    f"MaskCollator: {count} of {len(examples)} examples have {name}; expected all, "
+                    "or none"
+                )
         rows = self._group_into_rows(examples)
         examples = []  # in the order of the rows from here on
         for row in rows:
@@ -92,7 +93,7 @@ class MaskCollator:
         batch = {}
         for key, value in padding.items():
             batch[key] = _concatenate_and_pad(rows, key, value)
-        if tasks:
+        if "task" in examples[0]:
             batch["task"] = self._tasks_of(rows, batch["input_ids"].shape[1])
         if "label" in examples[0]:  # a classifier's label, one for each example
             batch["labels"] = torch.tensor([example["label"] for example in examples])
@@ -125,7 +126,9 @@ class MaskCollator:
             return torch.as_tensor(values)[real][: self.max_length]
 
         ids = own(given_ids)
-        labels = feature.get("labels", feature.get("label"))
+        labels = feature.get("labels")
+        if labels is None:
+            labels = feature.get("label")
         example: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if feature.get("task") is not None:
             example["task"] = _component(feature["task"])

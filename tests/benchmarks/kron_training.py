@@ -33,7 +33,7 @@ STRATEGIES = {
     "one-by-one": "layer after layer changes over to its factors, with all at one rate",
     "labels": "all at one rate, no teacher",
 }
-EVERYWHERE = ("together", "factors-only", "factors-first", "in-turns")  # others: from prune alone
+EVERYWHERE = ("together", "factors-first")  # the others: from prune alone
 SEEDS = (0, 1, 2)
 STEPS = 200
 

@@ -163,9 +163,10 @@ def stacked_slices(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layo
             if slot is not None:
                 (before if is_before else after).append(slot)
     slots = [*before, *layers, *after]
-    name, count = Counter(slot.name for slot in slots).most_common(1)[0]
-    if count > 1:
-        problems.append(f"the slices: expected different tensors, got {name} {count} times")
+    for name, count in Counter(slot.name for slot in slots).items():
+        if count > 1:
+            problems.append(f"the slices: expected different tensors, got {name} {count} times")
+            break
     return Layout(slots, problems, [])
 
 

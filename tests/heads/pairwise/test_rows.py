@@ -294,7 +294,7 @@ def test_bad_files_are_refused(tmp_path):
         ("a.csv", b"\xff", "cannot be read"),
         ("a.jsonl.gz", b"no", "cannot be read"),
         ("a.txt", b"x", r"read_pairs: expected.*\.parquet.*got .*a\.txt"),
-        ("e.jsonl", b"", r"read_pairs:.*rows"),
+        ("e.jsonl", b"", r"read_pairs: expected at least 1 row, got none"),
     ):
         (tmp_path / name).write_bytes(held)
         with pytest.raises(ValueError, match=said):

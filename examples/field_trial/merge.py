@@ -71,7 +71,7 @@ def by_program(story: Story, command: list[str], method: str) -> dict[str, Any]:
         subprocess.run([*command, str(recipe), f"{folder}/merged"], check=True, capture_output=True)
         spent = cpu_seconds() - begin
         losses = story.losses(story.load_model(Path(folder, "merged")))
-    return {"loss": statistics.mean(losses), "seconds of the merge": round(spent, 1)}
+    return {"loss": statistics.mean(losses), "CPU s of the merge": round(spent, 1)}
 
 
 def beside_mergekit(story: Story) -> None:

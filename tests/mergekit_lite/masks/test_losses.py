@@ -356,7 +356,7 @@ BAD = {
     "direction is 'up'": {"direction": "up"},
     "of one shape (N, H)": {"teachers": [torch.zeros(3, 5), None]},
     "expected 2 or more of one (V, 4)": {"heads": [torch.zeros(6, 4)]},
-    "expected heads and one mask for each, (2": {"masks": torch.ones(3, 1, 4)},
+    "expected one for each head, (2": {"masks": torch.ones(3, 1, 4)},
     "coefficients are": {"coefficients": torch.ones(4)},
     "teacher 1 has coefficients": {"coefficients": torch.tensor([0.5, 0.5])},
     "expected labels of shape (N,) for cross_entropy": {"cross_entropy": 1.0},

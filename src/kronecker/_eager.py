@@ -189,7 +189,7 @@ class _BFirst(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None
-    ) -> Tensor:  # (N, I), factors
+    ) -> Tensor:  # (N, I) and factors to (N, O)
         ctx.save_for_backward(x, a, b, scales)
         b = scaled(b, scales)
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
@@ -251,7 +251,7 @@ class _AFirst(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None
-    ) -> Tensor:  # (N, I), factors
+    ) -> Tensor:  # (N, I) and factors to (N, O)
         (r, o1, i1), (_, o2, i2) = a.shape, b.shape
         n = x.shape[0]
         out = None
@@ -322,7 +322,7 @@ class _Rebuild(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None
-    ) -> Tensor:  # (N, I), factors
+    ) -> Tensor:  # (N, I) and factors to (N, O)
         ctx.save_for_backward(x, a, b, scales)
         return F.linear(x, build(a, scaled(b, scales)))
 
@@ -359,7 +359,7 @@ class Balanced(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context, x: Tensor, a: Tensor, b: Tensor, scales: Tensor | None
-    ) -> Tensor:  # (N, I), factors of one term
+    ) -> Tensor:  # (N, I) and factors of one term to (N, O)
         from . import _triton
 
         ctx.save_for_backward(x, a, b, scales)

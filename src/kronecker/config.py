@@ -216,7 +216,7 @@ class PruneConfig(CheckedConfig):
     init: ClassVar[str] = "sequential"  # always; the other configs have a field of this name
 
     def problems(self) -> Iterator[str]:
-        """Yield problems: multiple_of or allocate with blocks, keep together with size."""
+        """Yield messages about blocks with multiple_of or allocate, and about keep with size."""
         if self.multiple_of > 1 and self.method == "blocks":
             yield problem(self, "multiple_of", "1 for blocks")
         if self.allocate != "uniform" and self.method == "blocks":

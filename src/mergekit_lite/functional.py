@@ -334,8 +334,8 @@ def _calibrated_recipe(recipe: MergeRecipe) -> tuple[list[object], str, dict[str
         {name for entry in recipe.models for name in entry.parameters} - {"weight"}
     ):
         raise ValueError(
-            f"merge_models: expected only weight as a model's parameter in a recipe of "
-            f"{recipe.merge_method} with calibration, got {strange[0]}"
+            f"merge_models: {recipe.merge_method} with calibration supports only the parameter "
+            f"'weight' of a model, got {strange[0]!r}"
         )
     parameters = dict(recipe.parameters)
     if any(entry.parameters for entry in recipe.models):

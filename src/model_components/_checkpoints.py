@@ -1,4 +1,4 @@
-"""Find the complete checkpoints of a training."""
+"""Find the complete checkpoints of a training run."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ def _continue_hint(work: functools.partial[object]) -> str:
 
 
 def _has_checkpoints(out: Path) -> bool:
-    """Return whether a training left checkpoints in a folder or next to it."""
+    """Return whether a training run left checkpoints in a folder or next to it."""
     # the second is where `learn` trains, the others are the runs of a sweep
     places = [
         out / "checkpoints",

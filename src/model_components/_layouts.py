@@ -225,7 +225,7 @@ def _has_answer(message: Mapping[str, Any]) -> bool:
 
 
 def _render(tokenizer: Any, messages: Messages, tools: object, *, is_prompt: bool = False) -> str:
-    """Return messages as text, with the beginning of an answer if they are a prompt."""
+    """Return messages as text; a prompt ends with the chat template's generation prompt, if any."""
     if not tokenizer.chat_template:
         end = tokenizer.eos_token or "\n"
         return check_unicode(

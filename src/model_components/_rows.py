@@ -224,7 +224,7 @@ def _json_or_error(text: str) -> object:
 
 
 def _null(constant: str) -> None:
-    """Return None, as for a missing number."""
+    """Read NaN and infinities, which JSON does not have, as None."""
 
 
 def _dataset(operation: str, source: str) -> Iterable[object]:

@@ -1,6 +1,6 @@
 """Code shared by the trainers of all packages.
 
-It has typed options, losses that are means over a whole step, and checks that stop a training if
+It has typed options, losses that are means over a whole step, and checks that stop a run if
 numbers are not finite.
 """
 

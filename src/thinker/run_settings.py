@@ -105,7 +105,11 @@ class Run(CheckedConfig):
         return getattr(FlowPlan, self.plan)(memory=memory, static=static)
 
     def data(self) -> CurriculumDataset:
-        """Return the data. With latents at the tokens, length n has 1 to n + 6 steps."""
+        """Return the run's data set.
+
+        Without a preset, a row of length n gets 1 to n + 6 steps if there is a latent at each
+        token.
+        """
         task = self.bare_task()
         preset = self.settings()
         if preset is not None:

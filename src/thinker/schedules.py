@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(ABC):
-    """The base class of schedules: lengths up to ``max_length``.
+    """The base class of schedules, which draw the lengths of a batch's samples.
 
     Args:
         max_length: The largest length.

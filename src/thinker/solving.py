@@ -69,10 +69,10 @@ def solve(
 
     Args:
         model: A trained model.
-        task: The task of the training, wrapped in `AtTokens` or not.
+        task: The task that the model was trained on, wrapped in `AtTokens` or not.
         rows: One input for each row, of any lengths, as the task has them: token ids, or a text or
             symbols for a `RowsTask`; or a tensor or an array of shape (B, L).
-        max_steps: Most steps; default: 10 for each symbol of the longest row, unless the plan or a
+        max_steps: The most steps; default: 10 for each symbol of the longest row, unless the plan or a
             static memory limits them. If each step has its own answer, this is the step whose
             answer is returned, and it must be given.
         exit_rule: When a row stops; default: ``ExitRule()``.
@@ -82,8 +82,8 @@ def solve(
 
     Raises:
         ValueError: A row is empty, has an id outside of the vocabulary, is longer than the model's
-            longest input, or is not as long as the rows of a `TensorTask`; a model whose latents
-            are the last few tokens alone; no ``max_steps`` where each step has its own answer.
+            longest input, or is not as long as the rows of a `TensorTask`; the model's latents are
+            only its last few tokens; or each step has its own answer and ``max_steps`` is None.
 
     >>> import thinker as th
     >>> task = th.AtTokens(th.make_task("prefix_sum"))

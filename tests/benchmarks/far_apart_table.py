@@ -36,7 +36,7 @@ ABOUT = {
 def write_tables() -> None:
     """Write the tables: starts and students; other seeds with rivals; masks of all modules."""
     put(GUIDE, table(PAIRS, f"{STEPS} steps"), "far apart")
-    put(GUIDE, table(MORE, f"{STEPS} steps, or {LONG} where it says so,"), "far apart, more")
+    put(GUIDE, table(MORE, f"{STEPS} steps ({LONG} where the row says so)"), "far apart, more")
     put(GUIDE, settings_table(), "far apart, settings")
     put(LOST, modules_table(), "all modules")
 

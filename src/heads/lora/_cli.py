@@ -115,8 +115,8 @@ def read_grid(path: Path) -> Any:
     grids = grid if isinstance(grid, list) else [grid]
     if not grids or not all(isinstance(one, dict) for one in grids):
         raise ValueError(
-            f"sweep: expected a YAML mapping of flags or a list of them in {path}, got "
-            f"{type(grid).__name__}"
+            f"sweep: expected a YAML mapping of flags, or a list of such mappings, in {path}, got "
+            f"{grid!r:.80}"
         )
     named = [{str(k).replace("-", "_"): _numbers(v) for k, v in one.items()} for one in grids]
     if any(len(one) < len(given) for one, given in zip(named, grids, strict=True)):

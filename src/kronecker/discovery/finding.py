@@ -37,8 +37,8 @@ def _refuse_own_forward(name: str, module: nn.Module) -> None:
     if isinstance(module, (nn.Linear, nn.Embedding)) and not convertible(module):
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         raise ValueError(
-            f"convert_: {name} is a {kind}, quantized or with another forward; expected a plain "
-            "linear layer or embedding"
+            f"convert_: {name} is a {kind} that is quantized, has max_norm or overrides forward; "
+            "expected a plain linear layer or embedding"
         )
 
 

@@ -261,7 +261,7 @@ class Block:
         return torch.autocast(next(self.module.parameters()).device.type, enabled=False)
 
     def _in_own_dtype(self, states: Tensor) -> Tensor:
-        """Return hidden states in the block's dtype, which autocast may have changed."""
+        """Return hidden states in the block's dtype; autocast may have given them another."""
         return states.to(next(self.module.parameters()).dtype)
 
     def _stream(self, mlp: Mlp, x: Tensor, y: Tensor, out: Tensor, call: Call) -> Tensor:

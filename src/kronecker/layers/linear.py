@@ -156,7 +156,7 @@ def _checked_init(operation: str, init: str, known: Sequence[str], inputs: Tenso
 
 
 def _sizes_of(linear: nn.Module, operation: str) -> tuple[int, int]:
-    """Return (O, I) of a linear layer; refuse another layer."""
+    """Return (O, I) of a linear layer; refuse any other layer."""
     weight = getattr(linear, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not is_linear(linear):
         raise ValueError(f"{operation}: expected nn.Linear or Conv1D, got {type(linear).__name__}")

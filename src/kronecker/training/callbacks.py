@@ -125,7 +125,7 @@ class FadeIn(TrainerCallback):
     def __init__(self, *, every: int = 0, over: int = 0, order: str = "low_to_high"):
         if every < 0 or over < 0 or order not in ("low_to_high", "high_to_low"):
             raise ValueError(
-                "FadeIn: expected every and over of 0 or more and order 'low_to_high' or "
+                "FadeIn: expected every >= 0, over >= 0 and order='low_to_high' or "
                 f"'high_to_low', got every={every}, over={over}, order={order!r}"
             )
         self.every = every

@@ -572,7 +572,7 @@ def norms(raw, n, models, place, kind, cuts, budgets, keys, wholes, limits, mask
 def _consensus(deltas, weights, normalize, elected, merged, share):
     """Write the weighted mean or sum of changes into ``merged``.
 
-    Only changes that have the sign of the weighted total count.
+    Only changes whose sign is that of the weighted total are included.
     """
     count = merged.size
     _fill(elected, _ZERO)

@@ -76,7 +76,7 @@ class Surgeon:
         self._replacements: dict[int, MaskedLayer] = {}  # by the id of the module that was replaced
 
     def replace(self, module: nn.Module, others: Sequence[nn.Module], prefix: str = "") -> None:
-        """Replace the children of ``module``, whose counterparts are the children of ``others``."""
+        """Replace children of ``module`` by masked layers over them and those of ``others``."""
         # `named_children` would leave out the second name of a module that has two
         for name, child in list(module._modules.items()):
             if child is None:

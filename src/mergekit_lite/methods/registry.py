@@ -341,8 +341,8 @@ def get_method(name: str) -> MergeMethod:
     # 0.4 finds task_arithmetic for task, which the default of 0.6 does not
     known = sorted([*METHODS, *CALIBRATED])
     near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    hint = f"; did you mean {' or '.join(near)}?" if near else "."
     raise ValueError(
-        f"merge method {name!r} is unknown; {hint}All: {', '.join(known)}. A method of your own is "
-        "known only in Python, where it is registered"
+        f"merge method {name!r} is unknown{hint} All methods: {', '.join(known)}. A method of "
+        "your own exists only in the Python process that registered it"
     )

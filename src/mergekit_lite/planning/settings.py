@@ -201,7 +201,7 @@ def _has_it_elsewhere(recipe: MergeRecipe, name: str) -> bool:
 
 
 def idle_filters(recipe: MergeRecipe, names: Collection[str]) -> list[str]:
-    """Return notes on filters that are in no tensor's name, neither the output's nor a model's."""
+    """Return a note for each filter that matches no tensor, in the output or in any model."""
     notes = []
     for _, parameters, _ in _places(recipe):
         for key, value in parameters.items():

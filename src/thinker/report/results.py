@@ -24,7 +24,7 @@ class Accuracy(Report):
     sequence: float
 
     def summary(self) -> list[str]:
-        """Return a line with the totals."""
+        """Return one line: the shares of right symbols and of rows with every symbol right."""
         return [f"symbols {self.token:.3f}, rows {self.sequence:.3f}"]
 
 

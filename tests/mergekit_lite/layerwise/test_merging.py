@@ -385,7 +385,7 @@ def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
     recipe.write_text(recipe.read_text().replace("weight: 6}", "weight: 6, density: 0.5}"))
     assert main(["merge", str(recipe), str(tmp_path / "c"), "--calibration", *map(str, files)]) == 1
     assert (
-        "expected only weight as a model's parameter in a recipe of regmean"
+        "regmean with calibration supports only the parameter 'weight' of a model, got 'density'"
         in capsys.readouterr().err
     )
     recipe.write_text(recipe.read_text() + "tokenizer_source: base\n")

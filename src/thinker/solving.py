@@ -72,8 +72,8 @@ def solve(
         task: The task that the model was trained on, wrapped in `AtTokens` or not.
         rows: One input for each row, of any lengths, as the task has them: token ids, or a text or
             symbols for a `RowsTask`; or a tensor or an array of shape (B, L).
-        max_steps: The most steps; default: 10 for each symbol of the longest row, unless the plan or a
-            static memory limits them. If each step has its own answer, this is the step whose
+        max_steps: The most steps; default: 10 for each symbol of the longest row, unless the plan
+            or a static memory limits them. If each step has its own answer, this is the step whose
             answer is returned, and it must be given.
         exit_rule: When a row stops; default: ``ExitRule()``.
 

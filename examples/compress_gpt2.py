@@ -123,7 +123,7 @@ def ways(given: argparse.Namespace, strategy: str, layers: int) -> dict:
     if strategy == "in-turns":
         callbacks.append(FreezePretrained(max(1, given.steps // 6), repeat=True))
     if strategy == "one-by-one":
-        # the last layer has switched after half of the steps
+        # the last layer has switched after half of the steps; with few steps all switch at once
         every = given.steps // (2 * layers)
         callbacks.append(FadeIn(every=every, over=every))
     return {"pretrained_learning_rate": rate, "callbacks": callbacks}

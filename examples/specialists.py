@@ -64,17 +64,19 @@ class Trial:
             for path in sorted(self.given.data.glob("*.json"))
             for r in json.loads(path.read_text("utf-8"))
         ]
-        once = {(r["instruction"], r["input"]): r for r in rows if r.get("output")}.values()
-        own = [
-            r
-            for r in once
-            if r["instruction"].split()[0].lower().strip(",.:") in KINDS[kind].split()
-        ]
-        own = [r for r in own if kind == "edit" or not r["input"]]
+        unique = {}
+        for row in rows:
+            if row.get("output") and row["instruction"].strip():
+                unique[row["instruction"], row.get("input", "")] = row
+        own = []
+        for (instruction, extra), row in unique.items():
+            first = instruction.split()[0].lower().strip(",.:")
+            if first in KINDS[kind].split() and (kind == "edit" or not extra):
+                own.append(row)
         random.Random(0).shuffle(own)
         texts = []
         for row in own:
-            asked = "\n".join(filter(None, (row["instruction"], row["input"])))
+            asked = "\n".join(filter(None, (row["instruction"], row.get("input"))))
             prompt = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
             texts.append({"prompt": prompt, "completion": row["output"]})
         examples = TextExamples(texts, self.tokenizer, max_length=1 << 20).examples
@@ -104,7 +106,10 @@ class Trial:
                 "cpu_seconds": seconds,
                 "settings": self.settings,
             }
-            file.write_text(json.dumps(told) + "\n", encoding="utf-8")
+            # renamed once it is whole, since a killed run leaves it half written
+            partial = file.with_suffix(".partial")
+            partial.write_text(json.dumps(told) + "\n", encoding="utf-8")
+            partial.replace(file)
         told = json.loads(file.read_text(encoding="utf-8"))
         if told["settings"] != self.settings:
             sys.exit(

@@ -146,6 +146,10 @@ def one(
     """Convert with one initialization, train back with one strategy and fold; return results."""
     set_seed(given.seed)
     name = init if len(given.strategy) == 1 else f"{init}, {strategy}"
+    if given.rank > 1:
+        name += f", rank {given.rank}"
+    if given.seed:
+        name += f", seed {given.seed}"
     place, begin = given.out / name, time.perf_counter()
     model = AutoModelForCausalLM.from_config(teacher.config).eval()
     model.load_state_dict(teacher.state_dict())

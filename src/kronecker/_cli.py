@@ -258,7 +258,7 @@ def _tokenizer_or_note(source: str) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer of a folder or hub id; print a note if there is none."""
     found = load_tokenizer(source)
     if found is None:
-        print(f"kronecker: {source} has no tokenizer, so none is written")
+        print(f"kronecker: {source} has no tokenizer that can be read, so none is written")
     return found
 
 

@@ -202,9 +202,9 @@ def compare(
         raise ValueError(
             f"compare: {len(models)} models and {len(texts)} texts, expected one or more of each"
         )
-    if runs < 1 or new < 1:
-        raise ValueError(f"compare: runs is {runs} and new {new}, expected 1 or more")
     generates = _all_generate(models)
+    if runs < 1 or (generates and new < 1):
+        raise ValueError(f"compare: runs is {runs} and new {new}, expected 1 or more")
     positions = [p for p in map(positions_of, models.values()) if p]
     # all models generate the same number of tokens, so that their speeds can be compared
     new = min([new, *(p - _PROMPT for p in positions)])

@@ -325,6 +325,20 @@ def test_layers_come_in_one_at_a_time(order, tmp_path):
         FadeIn(order="middle")
 
 
+def test_originals_that_the_last_step_needed_are_asked_for(tmp_path):
+    fade = FadeIn(every=0, over=4)
+    more = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    train(student(init="prune", fade_in=True), tmp_path, callbacks=[fade], **more)
+    with pytest.raises(ValueError, match="FadeIn: no layer has its original"):
+        train(
+            student(init="prune"),
+            tmp_path,
+            callbacks=[fade],
+            resume=str(tmp_path / "checkpoint-4"),
+            **more,
+        )
+
+
 @pytest.mark.parametrize("steps", [4, 8])
 def test_a_run_resumed_at_its_end_is_the_model_that_it_left(steps, tmp_path):
     def run(resume=None):

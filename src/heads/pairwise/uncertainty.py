@@ -96,7 +96,8 @@ def fit_uncertainty_(
 
     Raises:
         ValueError: The link is not ``"antisymmetric"``, there are no pairs, the held-out pairs have
-            no labels, or the inputs of the last layers are wider than 4096.
+            no labels, their features are of another encoder, or the inputs of the last layers are
+            wider than 4096.
 
     Source: MacKay 1992, "The evidence framework applied to classification networks"; for last
     layers alone, Kristiadi et al., arXiv 2002.10118.

@@ -151,17 +151,20 @@ class FadeIn(TrainerCallback):
     ) -> None:
         """Refuse a model without the originals that it still needs; set the shares of a resume."""
         layers = [m for m in _model_in(kwargs).modules() if isinstance(m, SmallerLinear)]
+        # a run that is resumed at its end takes no step, and ends as the last step left it
+        step = state.global_step
+        if step == state.max_steps:
+            step -= 1
         # a run that resumes after the last layer came in needs no originals any more
-        over = all(self.share(i, state.global_step) == 1.0 for i in range(len(layers)))
+        over = all(self.share(i, step) == 1.0 for i in range(len(layers)))
         if not any(layer.original is not None for layer in layers) and (
             not state.global_step or not over
         ):
             raise ValueError(
                 "FadeIn: no layer has its original; convert with convert_(..., fade_in=True)"
             )
-        # a run that is resumed at its end takes no step, and ends as the last step left it
         if state.global_step:
-            self._set_shares(layers, state.global_step - 1)
+            self._set_shares(layers, step)
 
     def on_step_begin(
         self,

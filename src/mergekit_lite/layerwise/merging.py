@@ -105,16 +105,15 @@ def check_alike(sources: Sequence[Source]) -> None:
         if unlike:
             name, theirs, ours = unlike[0]
             raise CheckpointError(
-                f"{other.label} and {first.label}: {name} is {theirs or 'missing'} and "
-                f"{ours or 'missing'} ({len(unlike)} tensors differ); data-driven merges need "
-                "models of one architecture"
+                f"{other.label} and {first.label}: {name} is {theirs} and {ours} ({len(unlike)} "
+                "tensors differ); data-driven merges need models of one architecture"
             )
     check_computing(sources)
 
 
-def _shape_of(source: Source, name: str) -> tuple[int, ...] | None:
+def _shape_of(source: Source, name: str) -> tuple[int, ...] | str:
     info = source.tensors.get(name)
-    return None if info is None else info.shape
+    return "missing" if info is None else info.shape
 
 
 def check_computing(sources: Sequence[Source]) -> None:

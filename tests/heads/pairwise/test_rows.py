@@ -454,6 +454,8 @@ def test_verdicts_whose_meaning_is_unclear_are_refused():
         read_pairs(rows)
     pairs, _ = read_pairs(rows, columns={"preference": "label"})
     assert [pair.label for pair in pairs[:2]] == [0, 1]
+    # both columns name one verdict of a row
+    assert len(read_pairs([row | {"winner": row["label"]} for row in rows[:19]])[0]) == 19
     # of two labels the first answer may have lost both by chance
     few, _ = read_pairs([*rows[:2], *(row | {"label": None} for row in rows)])
     assert [pair.label for pair in few[:3]] == [1, 2, None]

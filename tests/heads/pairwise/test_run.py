@@ -5,11 +5,18 @@ import json
 import pytest
 import torch
 from tests.heads.pairwise.support import encoder_of, pairs_of, tokenizer_of
-from transformers import AlbertConfig, BertConfig, TrainerCallback
+from transformers import (
+    AlbertConfig,
+    AutoModel,
+    BertConfig,
+    CLIPConfig,
+    GPTNeoXJapaneseConfig,
+    TrainerCallback,
+)
 
 from heads.pairwise import Pair, PairwiseModel, train_judge
 from heads.pairwise.judge_config import JudgeConfig
-from heads.pairwise.training.run import PairwiseTrainer, _depth, _split
+from heads.pairwise.training.run import PairwiseTrainer, _model, _split
 from model_components._cli import main
 
 SHORT = {"epochs": 3, "batch_size": 16, "surface": ("length",), "progress": False}
@@ -55,20 +62,40 @@ def test_it_writes_a_judge_and_says_what_it_is_worth(encoder, tmp_path):
         train_judge(written(), encoder, out=out, **SHORT | {"epochs": 2})
 
 
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 2,
+}
+
+
 @pytest.mark.parametrize(
     ("config", "settings", "expected"),
     [
-        (BertConfig(num_hidden_layers=6), {}, 4),
-        (BertConfig(num_hidden_layers=1), {}, 1),
-        (BertConfig(num_hidden_layers=6), {"depth": 5}, 5),
-        (BertConfig(num_hidden_layers=6), {"freeze": "bottom:3"}, None),
+        (BertConfig(**SIZES), {}, 4),
+        (BertConfig(**SIZES | {"num_hidden_layers": 1}), {}, 1),
+        (BertConfig(**SIZES), {"depth": 5}, 5),
+        (BertConfig(**SIZES), {"freeze": "bottom:3"}, 6),
         # one layer that runs again and again
-        (AlbertConfig(num_hidden_layers=6), {}, None),
+        (AlbertConfig(**SIZES | {"embedding_size": 8}), {}, 6),
+        # its last layer differs from the others
+        (GPTNeoXJapaneseConfig(**SIZES | {"max_position_embeddings": 64}), {}, 6),
     ],
 )
 def test_a_frozen_encoder_is_read_at_two_thirds_of_its_layers(tmp_path, config, settings, expected):
-    config.save_pretrained(tmp_path)
-    assert _depth(tmp_path, JudgeConfig(**settings)) == expected
+    torch.manual_seed(0)
+    AutoModel.from_config(config).save_pretrained(tmp_path)
+    tokenizer_of().save_pretrained(tmp_path)
+    model = _model(tmp_path, written(4), JudgeConfig(max_tokens=32, **settings), "cpu")
+    assert model.config.encoder.num_hidden_layers == expected
+
+
+def test_what_is_no_encoder_of_text_is_refused_by_name(tmp_path):
+    CLIPConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="from_encoder"):
+        _model(tmp_path, written(4), JudgeConfig(), "cpu")
 
 
 class Stop(TrainerCallback):

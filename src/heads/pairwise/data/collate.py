@@ -142,7 +142,7 @@ class PairwiseDataset(Dataset):
         template = Template(tokenizer, config)
         # of A and B of the first pair, then of the second, and so on
         self._tokens: list[Tokens] = []
-        self._surface: list[np.ndarray] = []
+        surfaces: list[np.ndarray] = []
         self._features: np.ndarray | None = None
         self._features_of = ""
         self.lengths: list[int] = []
@@ -159,7 +159,8 @@ class PairwiseDataset(Dataset):
                 answers_cut += (a.of_answer > 0) + (b.of_answer > 0)
                 tokens_cut += a.of_prompt + a.of_answer + b.of_prompt + b.of_answer
             for prompt, answers in groups:
-                self._surface += _surfaces(prompt, answers, config)
+                surfaces += _surfaces(prompt, answers, config)
+        self._surface = np.array(surfaces)
         self.report = CutReport(
             len(self.pairs),
             count_labels(self.pairs),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -233,23 +232,24 @@ def _counts_from_one(rows: Sequence[object], columns: Mapping[str, str]) -> bool
         ValueError: The columns of the answers do not end in 1 and 2, but verdicts are 1 and 2 and
             never 0. Read as 0, 1 and 2, they would mean that the first answer is never better.
     """
-    counts: Counter[int | None] = Counter()
+    verdicts: set[int | None] = set()
+    labeled = 0
     has_numbered_answers = False
     for row in rows:
         if isinstance(row, Mapping):
             names = _names(row, columns)
             has_numbered_answers |= "output_1" in names
-            counts.update(_number(row.get(names.get(name))) for name in _NUMBERED)
-    del counts[None]
-    verdicts = set(counts)
+            numbers = {_number(row.get(names.get(name))) for name in _NUMBERED} - {None}
+            labeled += bool(numbers)
+            verdicts |= numbers
     if not verdicts or not verdicts <= {1, 2}:
         return False
     if has_numbered_answers:
         return True
     # in a few rows the first answer may never be better by chance
-    if len(verdicts) == 2 and counts.total() >= _ENOUGH:
+    if len(verdicts) == 2 and labeled >= _ENOUGH:
         raise ValueError(
-            f"read_pairs: expected verdicts 0 (A), 1 (B) and 2 (tie), got {len(rows)} rows with 1 "
+            f"read_pairs: expected verdicts 0 (A), 1 (B) and 2 (tie), got {labeled} rows with 1 "
             "and 2 and never 0; if 1 means the first answer, name the column preference: "
             'columns={"preference": "label"}'
         )

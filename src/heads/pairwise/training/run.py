@@ -15,7 +15,6 @@ import torch
 import xxhash
 from transformers import (
     AutoConfig,
-    AutoModel,
     EarlyStoppingCallback,
     PrinterCallback,
     TrainingArguments,
@@ -41,7 +40,7 @@ from ..report.evaluation import (
     calibrate_,
     pairwise_report,
 )
-from ..surgery import encoder_layers, freeze_
+from ..surgery import freeze_
 from ..uncertainty import WIDEST, fit_uncertainty_, width_of
 from .trainer import PairwiseTrainer, check_training_data
 
@@ -234,7 +233,12 @@ def train_judge(
     arguments = _arguments(out, config, device, progress)
     run = RunFolder(
         out,
-        {"encoder": str(encoder), **config.to_dict()},
+        # with the number of layers that the default has chosen
+        {
+            "encoder": str(encoder),
+            **config.to_dict(),
+            "depth": getattr(model.encoder.config, "num_hidden_layers", None),
+        },
         "judge train",
         contents={"pairs": xxhash.xxh3_128_hexdigest(repr(labeled).encode())},
         checkpoints="checkpoints",
@@ -334,18 +338,16 @@ def _dtype(config: JudgeConfig, device: str) -> torch.dtype:
     return torch.bfloat16 if takes_half else torch.float32
 
 
-def _depth(folder: Path, config: JudgeConfig) -> int | None:
-    """Return how many of the encoder's layers to use, from the lowest; None for all."""
-    if config.depth is not None or config.trains_encoder:
-        return config.depth
-    encoder_config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        encoder = AutoModel.from_config(encoder_config)
-    try:
-        _, layers = encoder_layers("train_judge", encoder, "depth")
-    except ValueError:  # layers that share parameters are all used
+def _lower_layers(folder: Path, config: JudgeConfig) -> int | None:
+    """Return how many of the encoder's layers to use by default, from the lowest; None for all."""
+    if config.trains_encoder:
         return None
-    return max(1, round(_FROZEN_SHARE * len(layers)))
+    try:
+        encoder_config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError):  # from_encoder gives the reason
+        return None
+    count = getattr(encoder_config.get_text_config(), "num_hidden_layers", None)
+    return max(1, round(_FROZEN_SHARE * count)) if isinstance(count, int) else None
 
 
 def _model(folder: Path, pairs: list[Pair], config: JudgeConfig, device: str) -> PairwiseModel:
@@ -353,18 +355,30 @@ def _model(folder: Path, pairs: list[Pair], config: JudgeConfig, device: str) ->
         pair.label[2:] > (0,) if isinstance(pair.label, tuple) else pair.label == 2
         for pair in pairs
     )
-    model: Any = PairwiseModel.from_encoder(
-        folder,
-        dtype=_dtype(config, device),
-        depth=_depth(folder, config),
-        link=config.link,
-        pooling=list(config.pooling),
-        surface=list(config.surface),
-        max_tokens=config.max_tokens,
-        hidden_features=config.hidden_features,
-        dropout=config.dropout,
-        ties=has_ties,
-    )
+
+    def made(depth: int | None) -> Any:
+        return PairwiseModel.from_encoder(
+            folder,
+            dtype=_dtype(config, device),
+            depth=depth,
+            link=config.link,
+            pooling=list(config.pooling),
+            surface=list(config.surface),
+            max_tokens=config.max_tokens,
+            hidden_features=config.hidden_features,
+            dropout=config.dropout,
+            ties=has_ties,
+        )
+
+    if config.depth is not None:
+        model = made(config.depth)
+    else:
+        try:
+            model = made(_lower_layers(folder, config))
+        except ValueError:
+            # some families cannot do without their upper layers, as where layers share parameters;
+            # any other fault raises again
+            model = made(None)
     freeze_(model, config.freeze)
     return model.to(device)
 

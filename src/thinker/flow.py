@@ -196,7 +196,7 @@ class FlowPlan:
 
     @property
     def uses_memory(self) -> bool:
-        """Whether a step looks up or writes the memory."""
+        """Return whether a step looks up or writes the memory."""
         return any(
             row.mem_lookup or row.mem_write for row in self.prologue + self.loop + self.epilogue
         )

@@ -101,7 +101,7 @@ AttentionMaskInterface.register(ATTENTION, _mask)
 
 @dataclass(frozen=True)
 class PackingReport(Report):
-    """Whether an encoder is packed, and if not, why it is padded.
+    """The result of `check_packing`: whether an encoder is packed, and if not, why.
 
     Attributes:
         encoder: The name of its class.

@@ -28,7 +28,7 @@ _ROWS = 8192  # rows in float64 at once
 
 @dataclass
 class TableUse:
-    """How calibration tokens use a table (V, H): sums over tokens, accumulated in float64."""
+    """Statistics of a table (V, H) on calibration tokens: sums, accumulated in float64."""
 
     counts: Tensor  # (V,), how often each row is looked up
     inputs: Tensor | None  # Σ x xᵀ, (H, H), of the inputs x of tied layers

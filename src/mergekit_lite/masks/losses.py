@@ -348,7 +348,7 @@ def _check_states(
             "masked_kl: expected student and teachers of one shape (N, H), got student "
             f"{list(student.shape)}, teachers {shapes}"
         )
-    count = None
+    count = 0
     if heads is not None:
         count = len(heads)
         sizes = [list(head.shape) for head in heads]
@@ -358,11 +358,10 @@ def _check_states(
                 f"masked_kl: heads are {sizes}, expected {len(teachers)} or more of one (V, "
                 f"{student.shape[1]})"
             )
-    if masks is not None and heads is None:
-        raise ValueError(f"masked_kl: masks are {list(masks.shape)}, expected heads beside them")
     if masks is not None and (masks.dim() != 3 or masks.shape[0] != count):
         raise ValueError(
-            f"masked_kl: masks are {list(masks.shape)}, expected one for each head, ({count}, ., .)"
+            f"masked_kl: masks are {list(masks.shape)} with {count} heads, expected heads and one "
+            "mask for each"
         )
 
 

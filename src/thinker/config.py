@@ -237,7 +237,7 @@ class ThinkerConfig(CheckedModelConfig):
 
     @property
     def at_tokens(self) -> bool:
-        """Return whether the latents are the input's tokens, so that their logits are the answer."""
+        """Return whether the latents are the input's tokens: their logits are then the answer."""
         return self.latent_init == "tokens"
 
     def latents_for(self, length: int) -> int:

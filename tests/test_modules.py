@@ -184,7 +184,7 @@ def test_peft_adapts_what_it_calls_or_says_why_not(name):
     model = make()
     if any(".components." in f".{inner}" for inner, _ in model.named_modules()):
         targets = ["0", "1"]
-        with pytest.raises(ValueError, match=r"never calls|not supported"):
+        with pytest.raises(ValueError, match=r"cannot be replaced|not supported"):
             inject_adapter_in_model(LoraConfig(target_modules=targets, r=2), model)
         return
     linear = {n.split(".")[-1] for n, m in model.named_modules() if n and type(m) is nn.Linear}

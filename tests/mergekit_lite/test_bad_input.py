@@ -85,7 +85,7 @@ def test_models_and_bases(paths, out):
     refused("at least 2", [paths[1]], "model_stock", base_model=paths[0], out=out)
     refused("no such folder", [paths[0], "./nowhere"], weight=1, out=out)
     refused("expected a list", paths[0], weight=1, out=out)
-    refused("not int", [paths[0], 3], weight=1, out=out)
+    refused("as a model, got int", [paths[0], 3], weight=1, out=out)
     refused("maps names to tensors", [paths[0], {"a": 1}], weight=1, out=out)
     refused("threads is 0", paths, weight=1, threads=0, out=out)
     refused(r"merge_models:.*cannot", paths, weight=1, device="nonsense", out=out)
@@ -333,7 +333,7 @@ def test_recipe_values_that_only_the_plan_can_judge(paths, out):
         plan(head + "parameters: {weight: 1}\nchat_template: chatlm")
     with pytest.raises(PlanError, match=r"no tokenizer\.json"):
         plan(head + "parameters: {weight: 1}\ntokenizer_source: union")
-    with pytest.raises(ValueError, match=r"merge_models: weight.*MergeRecipe"):
+    with pytest.raises(ValueError, match=r"merge_models: got weight together with a MergeRecipe"):
         merge_models(load_recipe(head + "parameters: {weight: 1}"), weight=2)
 
 

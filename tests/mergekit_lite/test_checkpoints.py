@@ -248,7 +248,7 @@ def test_code_of_a_model_is_copied_only_on_request(tmp_path):
     )
     report = merge_models([path], "passthrough", out=tmp_path / "plain", progress=False)
     assert any(
-        "modeling_x.py); it was left out; trust_remote_code=True copies it" in note
+        "modeling_x.py); it was left out. To copy it, set trust_remote_code=True" in note
         for note in report.notes
     )
     assert not list((tmp_path / "plain").glob("*.py"))
@@ -524,7 +524,7 @@ def test_a_hub_id_is_fetched_with_weights_and_texts_only(tmp_path, monkeypatch):
     (pickles / "model.safetensors").unlink()
     with pytest.raises(
         PlanError,
-        match=r'model.safetensors.*\(allow_pickle="weights_only".*more\)',
+        match=r'model.safetensors.*\(allow_pickle="weights_only" also reads pickled weights\)',
     ):
         merge_models(["someone/model"], "passthrough", progress=False)
     torch.save(model.state_dict(), pickles / "pytorch_model.bin")

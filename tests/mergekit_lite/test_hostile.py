@@ -141,7 +141,7 @@ def test_a_pickle_of_something_else(tmp_path, capsys):
         passthrough(tmp_path / "m"), tmp_path, capsys
     )
     torch.save({"w": torch.ones(2), "step": 3}, tmp_path / "m" / "pytorch_model.bin")
-    assert "maps names to tensors; 'step' is int" in told(
+    assert "maps names to tensors, got 'step' with int" in told(
         passthrough(tmp_path / "m"), tmp_path, capsys
     )
 

@@ -50,7 +50,8 @@ STRATEGIES = {
     "factors-only": "the factors alone",
     "factors-first": "the factors alone for a third of the steps, then all parameters",
     "in-turns": "the factors alone and all parameters, in turns of a sixth of the steps",
-    "one-by-one": "layers switch to their factors one after the other, from the first layer on",
+    "one-by-one": "layers switch to their factors one after the other, from the first layer on, "
+    "so that the loss before is the original's",
 }
 
 

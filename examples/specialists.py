@@ -23,7 +23,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from heads.lora import prepare_lora
 from mergekit_lite import merge_models
-from mergekit_lite.learning.run import held_out_losses
+from mergekit_lite.learning.tasks import held_out_losses
 from mergekit_lite.masks import MaskCollator, TextExamples
 
 KINDS = {

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from model_components._devices import on_device
 from model_components._report import Axes, Figure, Report, Table, axes_for
 
-from .data.batches import on_device, positions_of, without_labels
+from .data.batches import positions_of, without_labels
 from .discovery.finding import num_parameters
 
 _PROMPT = 8  # tokens that generation starts from

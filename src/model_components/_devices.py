@@ -8,8 +8,9 @@ import platform
 import re
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +79,17 @@ def warn_if_slow(operation: str, module: nn.Module) -> None:
             "instructions for; convert it to float32, which is many times as fast here",
             stacklevel=3,
         )
+
+
+def on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a batch with its tensors on a device."""
+    import torch
+
+    moved = dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            moved[name] = value.to(device)
+    return moved
 
 
 def reset_peak_memory() -> None:

@@ -184,7 +184,7 @@ def examples(task: str, *, search: bool) -> tuple[Any, Any]:
 
 def losses_of(model: Any, tasks: Sequence[str], *, search: bool = False) -> list[float]:
     """Return the held-out loss of each task."""
-    from mergekit_lite.learning.run import held_out_losses
+    from mergekit_lite.learning.tasks import held_out_losses
     from mergekit_lite.masks import MaskCollator
 
     tests = [examples(task, search=search)[1] for task in tasks]

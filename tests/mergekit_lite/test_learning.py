@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PhiConfig, PhiForC
 
 from mergekit_lite import LearnConfig, learn_merge, merge_models
 from mergekit_lite.learning import run as module
-from mergekit_lite.learning.run import _tasks, held_out_losses
 from mergekit_lite.learning.student import Student
+from mergekit_lite.learning.tasks import held_out_losses, read_tasks
 from mergekit_lite.masks import KLConfig, MaskCollator, Merger, cache_teachers
 from mergekit_lite.masks.training import DistillTrainer
 from model_components._cli import main
@@ -65,7 +65,7 @@ def learned(out="out", **settings):
 def held_out_rows(**settings):
     tokenizer = AutoTokenizer.from_pretrained("model0")
     config = LearnConfig(**{k: v for k, v in {**SHORT, **settings}.items() if k != "progress"})
-    return [task.test for task in _tasks(DATA, tokenizer, config)]
+    return [task.test for task in read_tasks(DATA, tokenizer, config)]
 
 
 def load(path):

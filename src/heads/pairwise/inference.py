@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from model_components._devices import warn_if_slow
+from model_components._devices import on_device, warn_if_slow
 from model_components._modes import evaluating
 
 from .choices import CLASSES
 from .data.collate import Answer, PairwiseCollator, PairwiseDataset, flat_batch
-from .data.template import on_device
 from .functional import log_probabilities, swapped
 from .judge import Judge
 

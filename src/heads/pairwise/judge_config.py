@@ -25,7 +25,7 @@ class JudgeConfig(CheckedConfig):
         freeze: Part of the encoder to freeze: all, none, embeddings, or bottom:N for the embeddings
             and the N lowest layers. A frozen encoder reads each answer once.
         depth: Number of the encoder's layers to use, from the lowest; default: two thirds of the
-            layers if the encoder is frozen, otherwise all.
+            layers if the encoder is frozen and can do without the others, otherwise all.
         dtype: Dtype of the encoder's weights. auto: bfloat16 if the encoder is frozen and the
             device is faster in it (on x86: with AMX), else float32.
         link: Function from features to logits; see PairwiseConfig.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from model_components._devices import on_device
 from model_components._walk import Batch
 
 _OF_TOKENS = (
@@ -49,15 +50,6 @@ def batches(
     if not checked:
         raise ValueError(f"{operation}: calibration is empty, expected batches of token ids")
     return checked
-
-
-def on_device(batch: Batch, device: torch.device) -> dict[str, Any]:
-    """Return a batch with its tensors on a device."""
-    moved = dict(batch)
-    for name, value in batch.items():
-        if isinstance(value, Tensor):
-            moved[name] = value.to(device)
-    return moved
 
 
 def _as_model_arguments(item: object, operation: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from model_components._devices import on_device
 from model_components._layers import is_conv1d
 from model_components._stages import Stage
 from model_components._walk import Batch, Call, outputs_of, tokens
@@ -38,7 +39,7 @@ class BlockMerge:
         for batches in data:
             placed: list[Batch] = []
             for batch in batches:
-                placed.append({name: ids.to(skeleton.device) for name, ids in batch.items()})
+                placed.append(on_device(batch, skeleton.device))
             self.data.append(placed)
         self.shares = shares
         self.merge = merge

@@ -10,6 +10,8 @@ from model_components._checks import CheckedConfig, Range, Whole
 
 from ..masks.config import Granularity
 
+OPERATION = "learn"  # begins the messages of `learn_merge` and its command
+
 RATES = {"masks": 3e-2, "lora": 2e-3, "all": 1e-4}
 """The default learning rate for each ``train``, from a search on SmolLM2-135M (docs/masks.md)."""
 

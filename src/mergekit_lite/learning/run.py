@@ -6,24 +6,21 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import xxhash
-from torch import Tensor
 from torch.utils.data import Subset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments, set_seed
 
 from model_components._checkpoints import newest_whole
-from model_components._examples import IGNORED, Example, TextExamples, split_examples
+from model_components._examples import Example
 from model_components._folders import NewFolder, check_new, remove, write_json
 from model_components._formats import reading
 from model_components._model_folders import card_of, complete_folder, shown_name
-from model_components._modes import evaluating
 from model_components._runs import RunFolder
 
 from ..files import open_source
@@ -35,13 +32,12 @@ from ..masks.merger import Merger
 from ..masks.storage import MASKS
 from ..masks.training import DistillTrainer, MaskTrainer
 from ..methods import CALIBRATED, METHODS, get_method
-from .config import RATES, LearnConfig
+from .config import OPERATION, RATES, LearnConfig
 from .report import LearnReport
 from .student import Student, StudentTrainer
+from .tasks import Task, held_out_losses, read_tasks, supervised_tokens
 
-OPERATION = "learn"
 _CALIBRATION = 256  # examples of a task
-_MOST_HELD_OUT = 200  # examples of a task
 _COMPARED = ("linear", "regmean")  # merges in the table, if a caller names none
 _SAVED = 0.1  # a checkpoint is written each time this fraction of the steps is done
 
@@ -89,7 +85,7 @@ def learn_merge(
     path = check_new(out, OPERATION)
     merges = _merges(config, components, data, base)
     tokenizer: Any = AutoTokenizer.from_pretrained(open_source(components[0]).folder)
-    tasks = _tasks(data, tokenizer, config)
+    tasks = read_tasks(data, tokenizer, config)
     teachers = Merger.from_pretrained(
         components, dtype=config.dtype, granularity=config.granularity
     ).to("cuda" if torch.cuda.is_available() else "cpu")
@@ -197,44 +193,6 @@ def _check_method(field: str, name: str, count: int, base: str | None) -> None:
         raise ValueError(f"{OPERATION}: {field} has {name}: {error}") from error
 
 
-@dataclass(frozen=True)
-class Task:
-    """One component's examples.
-
-    Attributes:
-        name: The task's name in the table.
-        first: The text of the first example, with the supervised text in brackets.
-        train: The examples to train on.
-        test: The held-out examples.
-        hash: A hash of all rows.
-    """
-
-    name: str
-    first: str
-    train: list[Example]
-    test: list[Example]
-    hash: str
-
-
-def _tasks(data: Sequence[Any], tokenizer: Any, config: LearnConfig) -> list[Task]:
-    tasks: list[Task] = []
-    for number, source in enumerate(data):
-        name = f"task {number}"
-        if isinstance(source, (str, Path)):
-            name = Path(source).name.partition(".")[0]
-        if name in [task.name for task in tasks]:
-            name = f"{name} {number}"
-        texts = TextExamples(source, tokenizer, max_length=config.max_length)
-        train, test = split_examples(texts, config.held_out, _MOST_HELD_OUT)
-        if not train:
-            raise ValueError(
-                f"{OPERATION}: {name} has {len(texts)} examples, expected 2 or more with different "
-                "prompts"
-            )
-        tasks.append(Task(name, texts.decoded(0), train, test, texts.digest))
-    return tasks
-
-
 @dataclass
 class _Run:
     """One call of `learn_merge`.
@@ -283,7 +241,7 @@ class _Run:
             student=name,
             start=config.start,
             tasks=tuple(task.name for task in self.tasks),
-            tokens=tuple(map(_supervised_tokens, self._tests())),
+            tokens=tuple(map(supervised_tokens, self._tests())),
             losses=losses,
             components=components,
             seconds=self.seconds,
@@ -502,50 +460,3 @@ def _component_names(labels: Sequence[str], config: LearnConfig) -> list[str]:
         ambiguous = names.count(name) > 1 or name in taken
         unique.append(f"component {number}" if ambiguous else name)
     return unique
-
-
-def _supervised_tokens(examples: Sequence[Mapping[str, Any]]) -> int:
-    count = 0
-    for example in examples:
-        # nothing predicts the first token
-        count += sum(label != IGNORED for label in example["labels"][1:])
-    return count
-
-
-@torch.no_grad()
-def held_out_losses(
-    model: Any,
-    tasks: Sequence[Sequence[Mapping[str, Any]]],
-    collator: MaskCollator,
-    *,
-    batch_size: int = 8,
-) -> tuple[float, ...]:
-    """Return the loss of each task's examples, in nats per supervised token.
-
-    Args:
-        model: A causal language model, or a `Merger`.
-        tasks: Examples of ``input_ids`` and ``labels``.
-        collator: The collator that pads the examples.
-        batch_size: Number of examples per forward pass.
-    """
-    means = []
-    with evaluating(model):
-        for examples in tasks:
-            total = 0.0
-            count = 0
-            ordered = sorted(examples, key=lambda example: len(example["input_ids"]))
-            for start in range(0, len(ordered), batch_size):
-                batch = collator(ordered[start : start + batch_size])
-                # logits at t predict token t + 1; with labels the model would compute a loss, too
-                labels = batch.pop("labels")[:, 1:]
-                inputs = {name: values.to(model.device) for name, values in batch.items()}
-                logits: Tensor = model(**inputs).logits[:, :-1]
-                chosen = labels != IGNORED
-                # a sum, since batches differ in their numbers of supervised tokens
-                loss = F.cross_entropy(
-                    logits[chosen].float(), labels[chosen].to(logits.device), reduction="sum"
-                )
-                total += float(loss)
-                count += int(chosen.sum())
-            means.append(total / max(1, count))
-    return tuple(means)

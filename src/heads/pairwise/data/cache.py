@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from model_components._devices import warn_if_slow
+from model_components._devices import on_device, warn_if_slow
 from model_components._modes import evaluating
 from model_components._stages import Stage, hash_of
 
 from ..judge import Judge
 from ..packing import config_text
-from .template import Tokens, on_device, sequence_batch
+from .template import Tokens, sequence_batch
 
 _TOKENS = 8192  # in a batch
 _BATCHES = 8  # in a file

@@ -6,7 +6,7 @@ Special tokens are those of the tokenizer, or those of its chat template.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -271,11 +271,6 @@ def sequence_batch(sequences: Sequence[Tokens]) -> dict[str, Tensor]:
         "lengths": torch.tensor([len(tokens.ids) for tokens in sequences]),
         "begins": torch.tensor([tokens.begin for tokens in sequences]),
     }
-
-
-def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Move a batch to a device."""
-    return {name: value.to(device) for name, value in batch.items()}
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

@@ -370,15 +370,15 @@ def _model(folder: Path, pairs: list[Pair], config: JudgeConfig, device: str) ->
             ties=has_ties,
         )
 
-    if config.depth is not None:
-        model = made(config.depth)
-    else:
-        try:
-            model = made(_lower_layers(folder, config))
-        except ValueError:
-            # some families cannot do without their upper layers, as where layers share parameters;
-            # any other fault raises again
-            model = made(None)
+    depth = config.depth or _lower_layers(folder, config)
+    try:
+        model = made(depth)
+    except ValueError:
+        if depth is None or config.depth is not None:
+            raise
+        # some families cannot do without their upper layers, for example if layers share
+        # parameters; any other fault raises again
+        model = made(None)
     freeze_(model, config.freeze)
     return model.to(device)
 

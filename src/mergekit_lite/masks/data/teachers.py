@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
+from model_components._devices import on_device
 from model_components._folders import new_file
 from model_components._modes import evaluating
 
@@ -149,9 +150,7 @@ def cache_teachers(
             states: list[Tensor] = []
             for start in range(0, len(examples), batch_size):
                 batch = plain(examples[start : start + batch_size])
-                states += _hidden(
-                    merger, {k: v.to(device) for k, v in batch.items()}, kl.coefficients == "task"
-                )
+                states += _hidden(merger, on_device(batch, device), kl.coefficients == "task")
             offsets = torch.tensor([0] + [len(h) for h in states]).cumsum(0)
             with new_file(path, "cache_teachers") as part:
                 save_file(

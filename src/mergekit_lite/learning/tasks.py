@@ -1,0 +1,108 @@
+"""The tasks of `learn_merge`: their examples, and a model's losses on those that are held out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model_components._devices import on_device
+from model_components._examples import IGNORED, Example, TextExamples, split_examples
+from model_components._modes import evaluating
+
+from ..masks.data import MaskCollator
+from .config import OPERATION, LearnConfig
+
+_MOST_HELD_OUT = 200  # examples of a task
+
+
+@dataclass(frozen=True)
+class Task:
+    """One component's examples.
+
+    Attributes:
+        name: The task's name in the table.
+        first: The text of the first example, with the supervised text in brackets.
+        train: The examples to train on.
+        test: The held-out examples.
+        hash: A hash of all rows.
+    """
+
+    name: str
+    first: str
+    train: list[Example]
+    test: list[Example]
+    hash: str
+
+
+def read_tasks(data: Sequence[Any], tokenizer: Any, config: LearnConfig) -> list[Task]:
+    """Read the rows of each component, and hold some examples of each out."""
+    tasks: list[Task] = []
+    for number, source in enumerate(data):
+        name = f"task {number}"
+        if isinstance(source, (str, Path)):
+            name = Path(source).name.partition(".")[0]
+        if name in [task.name for task in tasks]:
+            name = f"{name} {number}"
+        texts = TextExamples(source, tokenizer, max_length=config.max_length)
+        train, test = split_examples(texts, config.held_out, _MOST_HELD_OUT)
+        if not train:
+            raise ValueError(
+                f"{OPERATION}: {name} has {len(texts)} examples, expected 2 or more with different "
+                "prompts"
+            )
+        tasks.append(Task(name, texts.decoded(0), train, test, texts.digest))
+    return tasks
+
+
+def supervised_tokens(examples: Sequence[Mapping[str, Any]]) -> int:
+    """Count the tokens that losses are means over."""
+    count = 0
+    for example in examples:
+        # nothing predicts the first token
+        count += sum(label != IGNORED for label in example["labels"][1:])
+    return count
+
+
+@torch.no_grad()
+def held_out_losses(
+    model: Any,
+    tasks: Sequence[Sequence[Mapping[str, Any]]],
+    collator: MaskCollator,
+    *,
+    batch_size: int = 8,
+) -> tuple[float, ...]:
+    """Return the loss of each task's examples, in nats per supervised token.
+
+    Args:
+        model: A causal language model, or a `Merger`.
+        tasks: Examples of ``input_ids`` and ``labels``.
+        collator: The collator that pads the examples.
+        batch_size: Number of examples per forward pass.
+    """
+    means = []
+    with evaluating(model):
+        for examples in tasks:
+            total = 0.0
+            count = 0
+            ordered = sorted(examples, key=lambda example: len(example["input_ids"]))
+            for start in range(0, len(ordered), batch_size):
+                batch = collator(ordered[start : start + batch_size])
+                # logits at t predict token t + 1; with labels the model would compute a loss, too
+                labels = batch.pop("labels")[:, 1:]
+                inputs = on_device(batch, model.device)
+                logits: Tensor = model(**inputs).logits[:, :-1]
+                chosen = labels != IGNORED
+                # a sum, since batches differ in their numbers of supervised tokens
+                loss = F.cross_entropy(
+                    logits[chosen].float(), labels[chosen].to(logits.device), reduction="sum"
+                )
+                total += float(loss)
+                count += int(chosen.sum())
+            means.append(total / max(1, count))
+    return tuple(means)

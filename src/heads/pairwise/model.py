@@ -170,31 +170,18 @@ class PairwiseModel(SavedJudge):
             hub = {name: value for name, value in hub.items() if value is not None}
             encoder = _load_encoder(place, dtype, hub)
             if tokenizer is None:
-                with reading(place, "from_encoder"):
-                    tokenizer = AutoTokenizer.from_pretrained(place, **hub)
+                tokenizer = _load_tokenizer(place, hub)
         if isinstance(tokenizer, (str, Path)):
             name, at = split_revision(tokenizer)
-            with reading(name, "from_encoder"):
-                tokenizer = AutoTokenizer.from_pretrained(
-                    name, revision=at or "main", token=token, trust_remote_code=trust_remote_code
-                )
-        if not isinstance(encoder, PreTrainedModel):
-            raise ValueError(
-                f"from_encoder: encoder is a {type(encoder).__name__}; expected a transformers "
-                "model"
-            )
-        # a model with a head keeps its encoder under this name; a bare encoder lacks it
-        inner: Any = getattr(encoder, encoder.base_model_prefix, encoder)
-        inner = inner if dtype is None else inner.to(dtype)
-        if (
-            getattr(inner.config, "is_encoder_decoder", False)
-            or not hasattr(inner.config, "hidden_size")
-            or inner.main_input_name != "input_ids"  # the model takes images or audio
-        ):
-            raise ValueError(
-                "from_encoder: expected an encoder that gives hidden states of a text, got "
-                f"{type(inner).__name__}"
-            )
+            hub = {
+                "revision": at or "main",
+                "token": token,
+                "trust_remote_code": trust_remote_code,
+            }
+            tokenizer = _load_tokenizer(name, hub)
+        inner = _text_encoder(encoder)
+        if dtype is not None:
+            inner = inner.to(dtype)
         if depth is not None:
             keep_lowest_(inner, depth)
         # before the check, because some encoders do not run without their pooler
@@ -310,6 +297,32 @@ def _load_encoder(place: str, dtype: torch.dtype | None, hub: Mapping[str, Any])
     """Load a model from a folder or the hub; without ``dtype``, in its checkpoint's dtype."""
     with reading(place, "from_encoder"):
         return AutoModel.from_pretrained(place, dtype="auto" if dtype is None else dtype, **hub)
+
+
+def _load_tokenizer(place: str, hub: Mapping[str, Any]) -> Any:
+    """Load a tokenizer from a folder or the hub."""
+    with reading(place, "from_encoder"):
+        return AutoTokenizer.from_pretrained(place, **hub)
+
+
+def _text_encoder(model: object) -> Any:
+    """Return a model's encoder; raise if it gives no hidden states of a text."""
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"from_encoder: encoder is a {type(model).__name__}; expected a transformers model"
+        )
+    # a model with a head keeps its encoder under this name; a bare encoder lacks it
+    inner: Any = getattr(model, model.base_model_prefix, model)
+    if (
+        getattr(inner.config, "is_encoder_decoder", False)
+        or not hasattr(inner.config, "hidden_size")
+        or inner.main_input_name != "input_ids"  # the model takes images or audio
+    ):
+        raise ValueError(
+            "from_encoder: expected an encoder that gives hidden states of a text, got "
+            f"{type(inner).__name__}"
+        )
+    return inner
 
 
 AutoConfig.register(PairwiseConfig.model_type, PairwiseConfig, exist_ok=True)

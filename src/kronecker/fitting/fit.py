@@ -116,14 +116,9 @@ def fit_(
                 theirs = block.outputs(theirs)
             continue
         before = theirs
-        # before any of this block's layers changes
-        theirs = block.original(theirs, one_pass=one_pass)
         gone = list(takewhile(lambda b: b.name in dropped, blocks[index + 1 :]))
-        if gone:
-            now = theirs
-            for later in gone:
-                theirs = later.outputs(theirs)
-            block.look_ahead(now, theirs)
+        # before any of this block's layers changes
+        theirs = _run_originals(block, gone, theirs, one_pass)
         silent = [n for n in block.singles if n not in block.ran]
         if silent:
             raise ValueError(
@@ -141,6 +136,23 @@ def fit_(
         if not one_pass:
             ours = block.outputs(ours)
     return done
+
+
+def _run_originals(
+    block: Block, gone: Sequence[Block], states: Sequence[Tensor], one_pass: bool
+) -> list[Tensor]:
+    """Run the original block and the dropped blocks after it; store the targets of its parts.
+
+    Return the original's hidden states after these blocks, batch by batch.
+    """
+    outputs = block.original(states, one_pass=one_pass)
+    if not gone:
+        return outputs
+    later = outputs
+    for dropped in gone:
+        later = dropped.outputs(later)
+    block.look_ahead(outputs, later)
+    return later
 
 
 def _fitted_or_stored(

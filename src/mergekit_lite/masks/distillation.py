@@ -76,10 +76,7 @@ def distill(
     else:
         teachers = _cached(merger, kl, count, teacher_hidden)
     if kl.coefficients == "evidence" and shares is None:
-        # a classifier has one position per row, so each row is an example
-        examples = places[0]
-        if where.dim() > 1:
-            examples = _examples(ids, inputs.get("position_ids"))[places]
+        examples = _examples(places, ids, inputs.get("position_ids"))
         shares = _evidence(teachers, head_options or {}, answers, examples)
     student = _outputs(merger, head_options is not None, inputs)[places]
     loss = masked_kl(
@@ -90,7 +87,7 @@ def distill(
         temperature=kl.temperature,
         direction=kl.direction,
         labels=answers if kl.cross_entropy else None,
-        cross_entropy=kl.cross_entropy if answers is not None else 0.0,
+        cross_entropy=kl.cross_entropy,
         normalizer=normalizer,
         **(head_options or {}),
     )
@@ -134,9 +131,9 @@ def positions(
     if labels is None and type(merger.model).__name__.endswith("ForSequenceClassification"):
         return torch.ones(ids.shape[:1], dtype=torch.bool, device=ids.device), None
     if labels is None:  # an encoder, of which every token counts
-        return torch.ones_like(
-            ids, dtype=torch.bool
-        ) if attention is None else attention.bool(), None
+        if attention is None:
+            attention = torch.ones_like(ids)
+        return attention.bool(), None
     if labels.shape != ids.shape[: labels.dim()] or not labels.dim() or labels.is_floating_point():
         raise ValueError(
             f"Merger.distill: expected integer labels, one per token {list(ids.shape)} or one per "
@@ -213,18 +210,22 @@ def _shares(
     return nn.functional.one_hot(task_of_place[places].long(), count).float()
 
 
-def _examples(ids: Tensor, position_ids: Tensor | None) -> Tensor:  # (B, L)
-    """Return the number of each token's example.
+def _examples(
+    places: tuple[Tensor, ...], ids: Tensor, position_ids: Tensor | None
+) -> Tensor:  # (N,)
+    """Return the number of the example that each supervised position belongs to.
 
     An example is a row. In packed rows a new one begins wherever ``position_ids`` do not increase.
     """
+    if len(places) == 1:  # a classifier has one position per row
+        return places[0]
     starts = torch.zeros_like(ids)
     starts[:, 0] = 1
     if position_ids is not None:
         # every padding token has position 0, so each becomes an example by itself
         starts[:, 1:] = position_ids[:, 1:] <= position_ids[:, :-1]
     # numbers continue from row to row, because `evidence` needs them in ascending order
-    return (starts.flatten().cumsum(0) - 1).view_as(ids)
+    return (starts.flatten().cumsum(0) - 1).view_as(ids)[places]
 
 
 @torch.no_grad()

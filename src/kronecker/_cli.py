@@ -321,7 +321,7 @@ def compare(
 
     from . import report
     from .data.text import strided, text_batches, text_of
-    from .loading import context_of, encoder_of, find_model, load
+    from .loading import check_tokenizers, context_of, encoder_of, find_model, load
 
     where = find_device(device, "compare")
     if not models or not text:
@@ -336,6 +336,8 @@ def compare(
     texts = {file.stem: text_of(file) for file in text}
     found = {name: find_model(name) for name in models}
     encode = encoder_of(reading.tokenizer or models[0])
+    if reading.tokenizer is None:
+        check_tokenizers(models, encode, next(iter(texts.values())))
     loaded = {name: load(folder, where) for name, folder in found.items()}
     context = context_of([*loaded.values()], reading.context)
     columns: dict[str, Any] = {}

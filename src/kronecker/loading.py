@@ -17,6 +17,8 @@ from model_components._model_folders import load_tokenizer
 from .data.batches import positions_of
 from .storage.checkpoints import from_pretrained, is_compressed, model_class
 
+_COMPARED = 2_000  # characters of a text that tokenizers are compared on
+
 
 class ModelFolder(NamedTuple):
     """A model's folder and the name of its class.
@@ -108,6 +110,25 @@ def encoder_of(tokenizer: str) -> Callable[[str], list[int]]:
         raise ValueError(f"kronecker: {tokenizer} has no tokenizer, expected --tokenizer FOLDER")
     # verbose=False: a whole text is longer than the context, and the tokenizer would warn
     return lambda text: found(text, verbose=False)["input_ids"]
+
+
+def check_tokenizers(names: Sequence[str], encode: Callable[[str], list[int]], text: str) -> None:
+    """Refuse models whose own tokenizers split a text otherwise: their losses are per token.
+
+    Args:
+        names: Folders or hub ids of the models; those without a tokenizer pass.
+        encode: The function from text to token ids that all models are measured with.
+        text: The text.
+    """
+    start = text[:_COMPARED]
+    for name in names:
+        own: Any = load_tokenizer(name)
+        if own is not None and own(start)["input_ids"] != encode(start):
+            raise ValueError(
+                f"compare: expected models with one tokenizer, since losses are per token, but "
+                f"that of {name} splits the text into other tokens than {names[0]}'s; name the "
+                "tokenizer to use for all with --tokenizer"
+            )
 
 
 def calibration_of(rows: list[Tensor], model: PreTrainedModel) -> list[object]:

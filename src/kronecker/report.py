@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from model_components._devices import on_device
 from model_components._report import Axes, Figure, Report, Table, axes_for
 
-from .data.batches import positions_of, without_labels
+from .data.batches import check_vocabulary, positions_of, without_labels
 from .discovery.finding import num_parameters
 
 _PROMPT = 8  # tokens that generation starts from
@@ -119,7 +119,7 @@ def perplexity(model: nn.Module, batches: Batches) -> float:
         A number of at least 1; its logarithm is the loss in nats.
 
     Raises:
-        ValueError: There is no token to predict.
+        ValueError: There is no token to predict, or a token is not in the model's vocabulary.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1)).eval()
@@ -133,6 +133,7 @@ def perplexity(model: nn.Module, batches: Batches) -> float:
         ids, labels = (
             (batch["input_ids"], batch["labels"]) if isinstance(batch, Mapping) else (batch, batch)
         )
+        check_vocabulary("perplexity", ids, getattr(model, "config", None))
         # without labels: the model's own loss is a mean, and batches differ in size
         logits = model(input_ids=ids.to(device)).logits[:, :-1].float()
         labels = labels[:, 1:].reshape(-1).to(device)
@@ -216,6 +217,8 @@ def compare(
     named = texts if isinstance(texts, Mapping) else {"": texts}
     first = next(iter(models.values()))
     ids = _first_ids(next(iter(named.values()))).to(next(first.parameters()).device)
+    for model in models.values():
+        check_vocabulary("compare", ids, getattr(model, "config", None))
     times = _median_seconds(models, ids, new if generates else 0, runs)
     originals = {}
     if not generates:

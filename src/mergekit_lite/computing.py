@@ -31,6 +31,19 @@ def settings_of(config: Any) -> dict[str, object]:
     }
 
 
+def readable_tokens(config: Any, most: int) -> int:
+    """Return how many tokens of an example a model can read, up to ``most``.
+
+    Args:
+        config: The model's `PreTrainedConfig`.
+        most: The number that was asked for.
+    """
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not positions or is_of_any_length(config):
+        return most
+    return min(most, positions)
+
+
 def is_of_any_length(config: object) -> bool:
     """Return whether positions are rotary and do not depend on the maximum input length."""
     rope = getattr(config, "rope_parameters", None)

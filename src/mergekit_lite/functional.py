@@ -16,7 +16,7 @@ from model_components._folders import NewFolder, check_new
 
 from ._torch import Tensor
 from .methods import CALIBRATED, get_method
-from .recipe import MergeRecipe, ModelEntry, model_key
+from .recipe import MergeRecipe, ModelEntry, TokenizerSpec, model_key
 from .report import MergeReport
 from .running import Run, merge_in_memory, merge_to_folder
 
@@ -66,6 +66,12 @@ def build_recipe(
             the number of models.
     """
     chosen = get_method(method)
+    fields = MergeRecipe.__dataclass_fields__.keys() - {"parameters"}
+    if misplaced := [name for name in parameters if name in fields]:
+        raise ValueError(
+            f"{method}: expected the method's parameters, got {misplaced[0]}, a key of recipes; "
+            "pass a recipe instead: merge_models(load_recipe(...))"
+        )
     per_model = {name for name, p in chosen.parameters.items() if p.per_model}
     if base_model is not None and chosen.base == "unused":
         raise ValueError(
@@ -125,6 +131,7 @@ def merge_models(
     allow_mixed: bool = False,
     truncate_embeddings: bool = False,
     trust_remote_code: bool = False,
+    tokenizer_source: str | None = None,
     calibration: Sequence[object] | None = None,
     **parameters: object,
 ) -> MergeReport | dict[str, Tensor]:
@@ -137,7 +144,7 @@ def merge_models(
     Args:
         models: Folders, hub ids (``org/name@revision``), ``"model+adapter"``, modules or state
             dicts, in any mix; or a `MergeRecipe`, which replaces ``method``, ``base_model``,
-            ``dtype``, ``out_dtype`` and the method's parameters.
+            ``dtype``, ``out_dtype``, ``tokenizer_source`` and the method's parameters.
         method: A name from the table of methods; default: ``"linear"``.
         base_model: The common ancestor, for methods that use one. It may also be listed
             in ``models``.
@@ -167,6 +174,8 @@ def merge_models(
         trust_remote_code: Copy the Python files of the model whose config the output takes, and the
             ``auto_map`` entry that makes transformers run them. By default both are left out, with
             a note in the report.
+        tokenizer_source: ``"union"``, ``"base"`` or one of the models: match rows of embeddings by
+            token, and write that tokenizer. By default rows are matched by index.
         calibration: The data of each model, for the data-driven methods ``"regmean"`` and
             ``"regmean++"``: a text or JSON file, rows (`mergekit_lite.masks.TextExamples`), or
             examples of ``input_ids``. `mergekit_lite.layerwise.CalibratedMerge` lists the
@@ -199,6 +208,7 @@ def merge_models(
             "base_model": base_model,
             "out_dtype": out_dtype,
             "allow_pickle": allow_pickle,
+            "tokenizer_source": tokenizer_source,
         }
         _check_calibrated(models, method, calibration, out, unsupported)
     check_value("merge_models", "threads", threads, MaybeWhole)
@@ -231,9 +241,8 @@ def merge_models(
             dtype,
             run,
         )
-    recipe = _resolve_recipe(
-        models, method, base_model, parameters, {"dtype": dtype, "out_dtype": out_dtype}
-    )
+    settings = {"dtype": dtype, "out_dtype": out_dtype, "tokenizer_source": tokenizer_source}
+    recipe = _resolve_recipe(models, method, base_model, parameters, settings)
     if out is None:
         return merge_in_memory(recipe, run)[0]
     check_new(out, "merge")
@@ -258,16 +267,23 @@ def _resolve_recipe(
     method: str | None,
     base_model: object,
     parameters: Mapping[str, object],
-    dtypes: Mapping[str, object],
+    settings: Mapping[str, Any],
 ) -> MergeRecipe:
     """Return ``models`` if it is a recipe; otherwise build a recipe from the arguments."""
-    # torch.float16 becomes "float16" without an import of torch
-    named = {name: str(v).removeprefix("torch.") for name, v in dtypes.items() if v is not None}
-    if not isinstance(models, MergeRecipe):
-        _check_list(models)
-        return build_recipe(models, method or "linear", base_model, parameters, **named)
-    _check_alone({"method": method, "base_model": base_model, **dtypes}, parameters)
-    return models
+    if isinstance(models, MergeRecipe):
+        _check_alone({"method": method, "base_model": base_model, **settings}, parameters)
+        return models
+    _check_list(models)
+    fields: dict[str, object] = {}
+    for name, value in settings.items():
+        if value is None:
+            continue
+        if name == "tokenizer_source":
+            fields["tokenizer"] = TokenizerSpec(source=value)
+        else:
+            # torch.float16 becomes "float16" without an import of torch
+            fields[name] = str(value).removeprefix("torch.")
+    return build_recipe(models, method or "linear", base_model, parameters, **fields)
 
 
 def _check_alone(settings: Mapping[str, object], parameters: Mapping[str, object]) -> None:
@@ -363,8 +379,9 @@ def _merge_calibrated(
     started = time.perf_counter()
     cpu_started = time.process_time()
     path = check_new(out, "merge")
-    dtypes = {"dtype": dtype, "out_dtype": None}
-    _resolve_recipe(list(models[:1]), "passthrough", None, {}, dtypes)  # fail now on a wrong dtype
+    settings = {"dtype": dtype}
+    # fail now on a wrong dtype
+    _resolve_recipe(list(models[:1]), "passthrough", None, {}, settings)
     try:
         merge = CalibratedMerge(method=method, **parameters)
     except TypeError as error:
@@ -375,7 +392,7 @@ def _merge_calibrated(
         source = merged_source(
             models, calibration, merge, stage, device=run.device, progress=run.progress
         )
-        recipe = _resolve_recipe([source], "passthrough", None, {}, dtypes)
+        recipe = _resolve_recipe([source], "passthrough", None, {}, settings)
         report = merge_to_folder(recipe, path, run)
         # without this the parts would be published as a folder of their own
         stage.discard()

@@ -192,8 +192,17 @@ def copy_files(source: Path, folder: Path, names: Sequence[str]) -> None:
 
 
 def shown_name(name: str) -> str:
-    """Return the name that a card shows: the hub id, or the folder's name without its path."""
-    return hub_id(name) or Path(name).name or "a model made in memory"
+    """Return the name that a card shows: the hub id, or the folder's name without its path.
+
+    A run's folder is named, not the ``model`` or ``adapter`` in it.
+
+    >>> shown_name("./runs/math/model"), shown_name("./models/math"), shown_name("org/math")
+    ('math', 'math', 'org/math')
+    """
+    path = Path(name)
+    if path.name in ("model", "adapter"):
+        path = path.parent
+    return hub_id(name) or path.name or "a model made in memory"
 
 
 def push_to_hub(

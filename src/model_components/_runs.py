@@ -75,7 +75,7 @@ class RunFolder:
         self.fresh = bool(fresh)
         self._instead = "or name another folder"
         if fresh is not None:
-            self._instead = f"begin anew with --fresh, {self._instead}"
+            self._instead = f"begin anew with --fresh (fresh=True in Python), {self._instead}"
         self._to = f"{operation} to {folder}"
         self._operation = operation
         self._lock: PosixLock | WindowsLock | None = None

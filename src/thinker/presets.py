@@ -30,6 +30,11 @@ _MORE_STEPS = 6
 # the row would reach all latents in training.
 _MOST_EXCHANGES = 8
 
+# These positions have no parameters for each place, so a model can have inputs of any length. The
+# number is far beyond what the memory for training and the steps of thought allow.
+_WITHOUT_TABLE = ("rotary", "cyclic")
+_ANY_LENGTH = 10_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
@@ -98,11 +103,15 @@ class Preset:
 
         Args:
             data: The training data.
-            longest: Longest length that the model must support; default: that of the training.
+            longest: Longest length that the model must support; default: 10,000 for `scan` and
+                `exchange`, else that of the training.
             **fields: Further fields of `ThinkerConfig`.
         """
-        settings: dict[str, Any] = {**data.sizes(longest), **self.model}
-        return LatentThinker(ThinkerConfig(**settings | fields))
+        model = {**self.model, **fields}
+        if longest is None and model.get("positions") in _WITHOUT_TABLE and "from_end" not in model:
+            longest = max(_ANY_LENGTH, data.schedule.max_length)
+        sizes: dict[str, Any] = data.sizes(longest)
+        return LatentThinker(ThinkerConfig(**sizes | model))
 
     def step_loss(self) -> StepLoss | None:
         """Return the loss; None for the trainer's default."""
@@ -165,8 +174,8 @@ def scan(**fields: Any) -> Preset:
     >>> import thinker as th
     >>> preset = scan(hidden_size=16)
     >>> data = preset.data(th.make_task("prefix_sum"), max_length=5)
-    >>> preset.thinker(data, longest=100).config.max_input_length
-    101
+    >>> preset.thinker(data).config.max_input_length  # with the start token
+    10001
     """
     model = {"causal": True, "window": 2, "positions": "rotary", "hidden_size": 32, "num_heads": 2}
     return Preset(kind="scan", model=model | fields, learning_rate=4e-3)

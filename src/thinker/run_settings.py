@@ -138,7 +138,11 @@ class Run(CheckedConfig):
         preset = self.settings()
         if preset is None:
             return LatentThinker(self.config(data))
-        return preset.thinker(data, longest=max([self.length, *self.lengths]))
+        longest = None
+        # the other presets make models for any length
+        if preset.kind in ("pointer", "grid"):
+            longest = max([self.length, *self.lengths])
+        return preset.thinker(data, longest=longest)
 
     def config(self, data: CurriculumDataset) -> ThinkerConfig:
         """Return the model's configuration.
@@ -243,7 +247,10 @@ def _check_rows(rows: RowsTask, config: RunConfig, length: int) -> None:
     missing = sorted(set(config.lengths) - set(rows.lengths))
     if missing:
         numbers = ", ".join(map(str, missing))
-        print(f"think train: no rows have these --lengths, which are not evaluated: {numbers}")
+        print(
+            f"think train: the model gets inputs of these --lengths, but no rows have them to "
+            f"evaluate it at: {numbers}"
+        )
 
 
 def _check_preset(config: RunConfig) -> None:

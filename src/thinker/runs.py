@@ -185,15 +185,17 @@ def _trainer_of(
 
 
 def _card(result: dict[str, Any], run: Run) -> str:
-    values = {name: value for name, value in run.to_dict().items() if name != "plan"}
+    task = Path(run.task).name  # without the path of this machine
+    values = run.to_dict() | {"task": task}
+    del values["plan"]
     settings = "\n".join(f"- {name}: {value}" for name, value in values.items())
     return card_of(
-        f"A thinker for {run.task}",
+        f"A thinker for {task}",
         [
             "Load it with `thinker.LatentThinker.from_pretrained`.",
             f"Right on held-out samples of length {result['length']}: {result['token']:.4f} of "
             f"symbols, {result['sequence']:.4f} of rows.",
-            f"Made by `model-components think train {run.task}` with\n\n{settings}",
+            f"Made by `model-components think train {task}` with\n\n{settings}",
         ],
         bases=[],
         tags=["thinker"],
@@ -343,10 +345,11 @@ def evaluate(
     data = run.data()
     _check_rows(folder, run, without_layout(data.task))
     lengths = lengths or [n for n in _lengths_of(run, data) if n >= run.length] or [run.length]
-    if max(lengths) > max([run.length, *run.lengths]):
+    if data.task.input_length(max(lengths)) > model.config.max_input_length:
         raise ValueError(
-            f"think evaluate: lengths must be at most {max([run.length, *run.lengths])}, got "
-            f"{max(lengths)}; train with think train --lengths {max(lengths)}"
+            f"think evaluate: expected lengths whose inputs have at most "
+            f"{model.config.max_input_length} tokens, got {max(lengths)}; train with think train "
+            f"--lengths {max(lengths)}"
         )
     plan = run.flow_plan()
 

@@ -57,6 +57,22 @@ def test_convert_compare_and_fold(place, capsys):
     assert figures[0][1] == figures[2][1]  # and the original's parameters
 
 
+def test_models_of_other_tokenizers_are_not_compared(place, capsys):
+    """Losses are per token; a vocabulary that is too small would end in torch's IndexError."""
+    save(tiny("gpt2", 1), place / "other")
+    save_tokenizer(place / "other", WORDS[::-1])
+    save(tiny("gpt2", 1, vocab_size=50), place / "small")
+    files = ["--text", str(place / "text.txt"), *COMMON]
+    assert main(["compare", str(place / "model"), str(place / "other"), *files]) == 1
+    message = capsys.readouterr().err
+    assert "expected models with one tokenizer" in message
+    assert "other splits the text into other tokens than" in message
+    assert main(["compare", str(place / "model"), str(place / "small"), *files]) == 1
+    assert "expected 0 to 49" in capsys.readouterr().err
+    files += ["--tokenizer", str(place / "model")]
+    assert main(["compare", str(place / "model"), str(place / "other"), *files]) == 0
+
+
 def test_shapes_in_the_command(place, capsys):
     command = [
         "convert",

@@ -1,8 +1,10 @@
 """`learn_merge`: three students, what is delivered, how it continues, and what is refused."""
 
 import json
+import math
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -330,6 +332,17 @@ def test_a_merger_and_a_model_are_measured_alike():
     assert found == pytest.approx(plain_losses(load("model1")), rel=1e-5)
 
 
+def test_models_with_few_learned_positions_and_paths_are_learned_from(folder):
+    """Rows longer than the table of positions are cut, as `tune` does; paths are folders, too."""
+    paths = [Path(f"short{seed}") for seed in range(2)]
+    for seed, path in enumerate(paths):
+        save(tiny("gpt2", seed, n_positions=8), path)
+        AutoTokenizer.from_pretrained("model0").save_pretrained(path)
+    rows = [[{"text": " ".join(f"t{k % 9 + n}" for k in range(30))} for n in range(4)]] * 2
+    report = learn_merge(paths, rows, out="out", **{**SHORT, "start": "regmean"})
+    assert all(map(math.isfinite, report.losses["regmean"]))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -343,10 +356,14 @@ def test_a_merger_and_a_model_are_measured_alike():
         ({"max_steps": 0}, "max_steps is 0"),
         ({"held_out": 1.0}, r"held_out is 1\.0"),
         ({"components": MODELS[:1]}, "expected two or more components and one data set for each"),
-        ({"components": "model0"}, "expected two or more components"),
+        ({"components": "model0"}, "components is 'model0', expected a list"),
+        ({"data": "rows.jsonl"}, "data is 'rows.jsonl', expected a list"),
         ({"data": DATA[:1]}, "expected two or more components and one data set for each"),
         ({"data": ["nowhere.jsonl", DATA[1]]}, "there is no file nowhere.jsonl"),
-        ({"data": [[{"text": "t1 t2 t3"}], DATA[1]]}, "task 0 has 1 examples, expected 2 or more"),
+        (
+            {"data": [[{"text": "t1 t2 t3"}], DATA[1]]},
+            "task 0 has one prompt in 1 examples, expected 2 or more",
+        ),
         ({"rank": 0}, "rank is 0"),
     ],
 )

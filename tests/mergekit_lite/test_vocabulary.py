@@ -45,6 +45,25 @@ def row(folders, name, token, tensor="model.embed_tokens.weight"):
     return load_file(f"{folders[name]}/model.safetensors")[tensor][WORDS[name].index(token)]
 
 
+def test_the_tokenizers_source_is_an_argument_and_other_keys_of_recipes_are_not(folders, tmp_path):
+    text = "merge_method: linear\nparameters: {weight: 1}\ntokenizer_source: union\nmodels:\n"
+    text += "".join(f"- {{model: {folder}}}\n" for folder in folders.values())
+    merge_models(load_recipe(text), out=tmp_path / "recipe", progress=False)
+    merge_models(
+        list(folders.values()),
+        weight=1,
+        tokenizer_source="union",
+        out=tmp_path / "call",
+        progress=False,
+    )
+    for name in ("model.safetensors", "tokenizer.json"):
+        assert (tmp_path / "call" / name).read_bytes() == (tmp_path / "recipe" / name).read_bytes()
+    with pytest.raises(ValueError, match="got chat_template, a key of recipes"):
+        merge_models(list(folders.values()), chat_template="auto", out=tmp_path / "no")
+    with pytest.raises(ValueError, match="got tokenizer_source together with a MergeRecipe"):
+        merge_models(load_recipe(text), tokenizer_source="base", out=tmp_path / "no")
+
+
 @pytest.mark.parametrize("tensor", ["model.embed_tokens.weight", "lm_head.weight"])
 @pytest.mark.parametrize("chunk", [1 << 18, 24])
 def test_a_union_matches_rows_by_token(folders, tmp_path, tensor, chunk, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import product
 
 import pytest
 
@@ -128,6 +129,21 @@ def test_latents_at_the_tokens_are_asked_for_longer_inputs(tmp_path, capsys):
     assert (
         json.loads((tmp_path / "run" / "model" / "config.json").read_text())["num_latents"] is None
     )
+
+
+def test_a_preset_solves_inputs_longer_than_its_rows_and_its_card_names_no_path(tmp_path, capsys):
+    rows = [("".join(bits), "".join(bits)) for n in range(1, 6) for bits in product("01", repeat=n)]
+    lines = [json.dumps({"input": given, "answer": answer}) for given, answer in rows]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    file, out = str(tmp_path / "rows.jsonl"), str(tmp_path / "run")
+    options = ["--preset", "scan", "--length", "4", "--iterations", "20", "--no-progress"]
+    assert main(["think", "train", file, out, *options]) == 0
+    capsys.readouterr()
+    assert main(["think", "solve", out, "01" * 10, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["answers"][0]) == 20
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert "# A thinker for rows.jsonl" in card
+    assert str(tmp_path) not in card
 
 
 @pytest.mark.slow

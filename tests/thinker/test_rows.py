@@ -106,7 +106,7 @@ def test_a_trained_scan_solves_longer_texts():
     task = th.RowsTask(parity(range(1, 7)))
     preset = th.presets.scan()
     data = preset.data(task, max_length=5, seed=11)
-    model = preset.thinker(data, longest=40)
+    model = preset.thinker(data)
     trainer = preset.trainer(
         model, data, "unused", max_steps=300, seed=11, use_cpu=True, save_strategy="no"
     )
@@ -132,7 +132,7 @@ def test_longer_answers_have_tokens_of_their_own():
     assert laid_out.targets.tolist()[0] == [-100, 1, 0, 0]
     preset = th.presets.scan()
     data = preset.data(task, max_length=5, seed=11)
-    model = preset.thinker(data, longest=30)
+    model = preset.thinker(data)
     preset.trainer(
         model, data, "unused", max_steps=300, seed=11, use_cpu=True, save_strategy="no"
     ).train()
@@ -142,7 +142,7 @@ def test_longer_answers_have_tokens_of_their_own():
 def test_a_model_knows_the_symbols_of_its_rows(tmp_path):
     task, other = th.RowsTask(parity([3])), th.RowsTask([("ab", "ba"), ("abb", "bba")])
     preset = th.presets.scan()
-    model = preset.thinker(preset.data(task))
+    model = preset.thinker(preset.data(task), longest=3)
     model.save_pretrained(tmp_path)
     again = th.LatentThinker.from_pretrained(tmp_path)
     assert again.config.symbols == ["0", "1"]

@@ -390,8 +390,19 @@ def _save(model: Any, folder: Path, out: Path, config: TuneConfig, *, progress: 
     tokenizer = load_tokenizer(folder)
     if config.r:
         model.save_pretrained(out / "adapter")
-        if tokenizer is not None:
-            tokenizer.save_pretrained(out / "adapter")
+        card = card_of(
+            f"LoRA adapter of {shown_name(str(folder))}",
+            [
+                f"Rank {config.r}, trained by `heads.lora.tune`.",
+                "Load it with `peft.PeftModel.from_pretrained(base, folder)`.",
+            ],
+            bases=[str(folder)],
+            tags=["lora"],
+            relation="adapter",
+            library_name="peft",
+        )
+        # in place of peft's empty card
+        complete_folder(out / "adapter", card, tokenizer=tokenizer)
     if (out / "model").exists():  # an earlier call of this run wrote it, and was then stopped
         return []
     if not config.r:

@@ -175,9 +175,13 @@ def as_pairs(operation: str, pairs: Iterable[object], classes: int = 3) -> list[
         if isinstance(pair, Mapping) and {"prompt", "a", "b"} <= set(pair):
             pair = (pair["prompt"], pair["a"], pair["b"], pair.get("label"))
         if not isinstance(pair, (tuple, list)) or not 3 <= len(pair) <= len(Pair._fields):
+            hint = ""
+            # what `read_pairs` returns, as a whole
+            if isinstance(pair, list) and pair and isinstance(pair[0], Pair):
+                hint = "; pairs, report = read_pairs(...) gives both"
             raise ValueError(
                 f"{operation}: pair {number} is {pair!r:.60}; expected (prompt, a, b) or (prompt, "
-                "a, b, label)"
+                f"a, b, label){hint}"
             )
         try:
             words = [

@@ -217,16 +217,23 @@ def _check_ids(operation: str, ids: object, model: nn.Module) -> None:
         raise ValueError(
             f"{operation}: a batch has no token, {list(ids.shape)}; expected one or more"
         )
-    count = getattr(config.get_text_config(), "vocab_size", None)
+    check_vocabulary(operation, ids, config)
     positions = positions_of(model)
+    if positions is not None and positions < ids.shape[-1]:
+        raise ValueError(
+            f"{operation}: rows have {ids.shape[-1]} tokens, expected at most the model's "
+            f"{positions}"
+        )
+
+
+def check_vocabulary(operation: str, ids: Tensor, config: object) -> None:
+    """Check that all token ids are in the vocabulary of a model's config, if it names a size."""
+    if not isinstance(config, PretrainedConfig) or not ids.numel():
+        return
+    count = getattr(config.get_text_config(), "vocab_size", None)
     least = int(ids.min())
     most = int(ids.max())
     if isinstance(count, int) and not 0 <= least <= most < count:
         raise ValueError(
             f"{operation}: token ids go from {least} to {most}, expected 0 to {count - 1}"
-        )
-    if positions is not None and positions < ids.shape[-1]:
-        raise ValueError(
-            f"{operation}: rows have {ids.shape[-1]} tokens, expected at most the model's "
-            f"{positions}"
         )

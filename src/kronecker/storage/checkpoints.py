@@ -82,7 +82,8 @@ def is_compressed(folder: str | Path) -> bool:
 def save_pretrained(model: nn.Module, out: str | Path) -> None:
     """Write a compressed model: ``config.json``, ``kronecker.json`` and ``model.safetensors``.
 
-    The folder loads without the original model.
+    The folder loads without the original model. It also gets a card, and the tokenizer and the
+    generation config of the folder that the model was loaded from.
 
     Args:
         model: A transformers model with compressed layers.

@@ -27,7 +27,8 @@ class CalibratedMerge:
         reduce: The factor of Gram matrices' entries off the diagonal.
         auto_class: The AutoModel class of transformers that builds the models.
         batch_size: Examples per batch.
-        max_length: Largest number of tokens of an example; more are cut off.
+        max_length: Largest number of tokens of an example, at most the number of the model's
+            learned positions; more are cut off.
 
     Raises:
         ValueError: A value has a wrong type or is out of range.

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from model_components._folders import NewFolder
 from model_components._loading import read_config
 
-from ..computing import settings_of
+from ..computing import readable_tokens, settings_of
 from ..dtypes import Array
 from ..files import CheckpointError, Source, open_source
 from .blocks import Skeleton
@@ -64,10 +64,12 @@ def merged_source(
     check_alike(sources)
     # float32 whatever the files hold: merged weights are rounded once, when they are written
     skeleton = Skeleton(sources[0], merge.auto_class, torch.float32, device)
-    sizes = {"batch_size": merge.batch_size, "max_length": merge.max_length}
+    length = readable_tokens(skeleton.model.config, merge.max_length)
     data = []
     for given, source in zip(calibration, sources, strict=True):
-        data.append(calibration_batches(given, source, **sizes))
+        data.append(
+            calibration_batches(given, source, batch_size=merge.batch_size, max_length=length)
+        )
     run = BlockMerge(skeleton, sources, data, shares, merge, stage.folder)
     first = run.resumed()
     if not first:

@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from model_components._checkpoints import newest_whole
 from model_components._examples import Example
 from model_components._folders import NewFolder, check_new, remove, write_json
 from model_components._formats import reading
+from model_components._loading import read_config
 from model_components._model_folders import card_of, complete_folder, shown_name
 from model_components._runs import RunFolder
 
+from ..computing import readable_tokens
 from ..files import open_source
 from ..functional import merge_models
 from ..masks.config import KLConfig
@@ -43,11 +45,11 @@ _SAVED = 0.1  # a checkpoint is written each time this fraction of the steps is 
 
 
 def learn_merge(
-    components: Sequence[str],
+    components: Sequence[str | Path],
     data: Sequence[Any],
     *,
     out: str | Path,
-    base: str | None = None,
+    base: str | Path | None = None,
     fresh: bool = False,
     progress: bool = True,
     **settings: Any,
@@ -83,12 +85,18 @@ def learn_merge(
     config = LearnConfig.from_dict(settings)
     _check_devices()
     path = check_new(out, OPERATION)
-    merges = _merges(config, components, data, base)
-    tokenizer: Any = AutoTokenizer.from_pretrained(open_source(components[0]).folder)
+    _check_data(components, data)
+    names = [os.fspath(model) for model in components]
+    base = None if base is None else os.fspath(base)
+    merges = _merges(config, len(names), base)
+    first: Any = open_source(names[0]).folder
+    tokenizer: Any = AutoTokenizer.from_pretrained(first)
+    length = readable_tokens(read_config(first, OPERATION), config.max_length)
+    config = replace(config, max_length=length)
     tasks = read_tasks(data, tokenizer, config)
-    teachers = Merger.from_pretrained(
-        components, dtype=config.dtype, granularity=config.granularity
-    ).to("cuda" if torch.cuda.is_available() else "cpu")
+    teachers = Merger.from_pretrained(names, dtype=config.dtype, granularity=config.granularity).to(
+        "cuda" if torch.cuda.is_available() else "cpu"
+    )
     if config.train != "masks" and teachers.output_head() is None:
         raise ValueError(
             f"{OPERATION}: train is {config.train!r}, expected 'masks' for a "
@@ -96,12 +104,12 @@ def learn_merge(
             "the hidden states"
         )
     training = path.with_name(f"{path.name}.training")
-    facts = {"components": list(components), "base": base, **config.to_dict()}
+    facts = {"components": names, "base": base, **config.to_dict()}
     contents = {task.name: task.hash for task in tasks}
     starts = [config.start] if _is_folder(config.start) else []
-    files = [open_source(model).fingerprint() for model in [*components, *starts]]
+    files = [open_source(model).fingerprint() for model in [*names, *starts]]
     run = _Run(
-        components=components,
+        components=names,
         base=base,
         config=config,
         tasks=tasks,
@@ -141,15 +149,21 @@ def _check_devices() -> None:
         )
 
 
-def _merges(
-    config: LearnConfig, components: Sequence[str], data: Sequence[Any], base: str | None
-) -> list[str]:
-    """Return the methods of the closing table; refuse models, data and methods that do not fit."""
-    if isinstance(components, str) or len(components) < 2 or len(components) != len(data):
+def _check_data(components: Sequence[str | Path], data: Sequence[Any]) -> None:
+    """Refuse anything but a list of models and a list with the data of each."""
+    for name, given in (("components", components), ("data", data)):
+        # the letters of a text would be counted
+        if isinstance(given, (str, Path)):
+            raise ValueError(f"{OPERATION}: {name} is {str(given)!r}, expected a list")
+    if len(components) < 2 or len(components) != len(data):
         raise ValueError(
             f"{OPERATION}: expected two or more components and one data set for each, got "
-            f"{components!r} and {len(data)} data sets"
+            f"{len(components)} components and {len(data)} data sets"
         )
+
+
+def _merges(config: LearnConfig, count: int, base: str | None) -> list[str]:
+    """Return the methods of the closing table; refuse methods that ``count`` models do not fit."""
     compared = config.compare
     if compared is None:
         compared = _COMPARED if base is None else (*_COMPARED, "task_arithmetic")
@@ -158,7 +172,7 @@ def _merges(
         methods["start"] = [config.start]
     for field, names in methods.items():
         for name in names:
-            _check_method(field, name, len(components), base)
+            _check_method(field, name, count, base)
     # average is linear with equal weights: the table has it once
     start = "linear" if config.start == "average" else config.start
     return [name for name in compared if name != start]
@@ -232,7 +246,7 @@ class _Run:
         for name in self.merges:
             self._discard(name)
         student = self._train_masks() if config.train == "masks" else self._train_student()
-        name = f"{config.train} from {Path(config.start).name}"
+        name = f"{config.train} from {shown_name(config.start)}"
         losses[name] = held_out_losses(student, self._tests(), self.collator)
         merges = [merge for merge in losses if merge not in components]
         report = LearnReport(
@@ -251,8 +265,10 @@ class _Run:
             self._merge(report.delivered, self.out)
         elif config.train == "masks":
             student.unfold_().bake(self.out, progress=self.progress)
+            # in place of the card of a merge, whose recipe nobody could run
+            complete_folder(self.out, self._card(report))
         else:
-            self._save(student)
+            self._save(student, self._card(report))
         return report
 
     def _tests(self) -> list[list[Example]]:
@@ -417,20 +433,24 @@ class _Run:
         # round before measuring, so that the table describes the model that is saved
         return model.to(dtype).eval()
 
-    def _save(self, model: Any) -> None:
-        """Write the student as an ordinary checkpoint."""
+    def _card(self, report: LearnReport) -> str:
+        """Return the card of the student, with the losses of the closing table."""
         names = ", ".join(shown_name(name) for name in self.components)
         paragraphs = [
             f"A merge of {names}, trained on their data by `mergekit_lite.learn_merge`.",
-            f"Start: {Path(self.config.start).name}; trained: {self.config.train}.",
+            f"Start: {shown_name(self.config.start)}; trained: {self.config.train}.",
+            f"```\n{report}\n```",
         ]
-        card = card_of(
+        return card_of(
             "A learned merge",
             paragraphs,
-            bases=[str(name) for name in self.components],
+            bases=self.components,
             tags=["merge"],
             relation="merge",
         )
+
+    def _save(self, model: Any, card: str) -> None:
+        """Write the student as an ordinary checkpoint."""
         source = str(open_source(self.components[0]).folder)
         with NewFolder(self.out, OPERATION) as new:
             model.save_pretrained(new.folder)
@@ -452,7 +472,7 @@ def _fix_embedding_and_head(merger: Merger) -> None:
 
 def _component_names(labels: Sequence[str], config: LearnConfig) -> list[str]:
     """Return the components' names in the table: their folders' names, or numbers if ambiguous."""
-    names = [Path(label).name for label in labels]
+    names = [shown_name(label) for label in labels]
     # a component's folder may have the same name as a merge in the table, such as regmean
     taken = {config.start, *(config.compare or _COMPARED), "task_arithmetic"}
     unique = []

@@ -305,7 +305,7 @@ def _vocabulary_hint(name: str, infos: Sequence[TensorInfo]) -> str:
     if len(columns) > 1 or not is_vocabulary_tensor(name):
         return ""
     return (
-        " (vocabularies differ; tokenizer_source: base or union would match them by token, "
+        " (vocabularies differ; tokenizer_source base or union would match them by token, "
         "truncate_embeddings=True would cut them)"
     )
 

@@ -100,13 +100,10 @@ class TuneReport(Report):
         cost = f"{self.seconds:.0f} s without evaluations, {self.peak_mb:,.0f} MiB at most"
         kinds = ("adapter", "model", CURVES, "answers.json", REPORT)
         files = [name for name in kinds if (self.out / name).exists()]
-        return [
-            *self.curves.summary(),
-            *self.curves.remarks(),
-            cost,
-            *self.notes,
-            f"in {self.out}: {', '.join(files)}",
-        ]
+        written = f"in {self.out}: {', '.join(files)}"
+        if CURVES not in files:
+            written += f" (no {CURVES}: pip install 'model-components[plot]')"
+        return [*self.curves.summary(), *self.curves.remarks(), cost, *self.notes, written]
 
     def to_dict(self) -> dict[str, object]:
         """Return all fields, and the verdict."""

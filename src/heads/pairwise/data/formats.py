@@ -40,7 +40,10 @@ def pair_of(row: object) -> Pair:
             prompt, a, b = read(row, *names)
             return Pair(prompt, a, b, _verdict(row), _writers(row))
     known = "; ".join(", ".join(names) for names in _ANSWERS)
-    raise ValueError(f"expected columns of two answers ({known}), got {', '.join(map(str, row))}")
+    raise ValueError(
+        f"expected columns of two answers ({known}), got {', '.join(map(str, row))}; name others "
+        "with columns (--columns prompt=question a=first b=second label=better)"
+    )
 
 
 def _writers(row: Mapping[str, object]) -> tuple[str | None, str | None]:

@@ -1,6 +1,7 @@
 """The documentation says what the code does: every method, every parameter and default, every
 judged operation."""
 
+import ast
 import importlib
 import inspect
 import json
@@ -73,6 +74,30 @@ def test_the_reference_has_every_public_name(page):
         encoding="utf-8"
     )
     assert f"reference/{page.guide}.md\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+def literals(tree):
+    """Every text in a module; a formatted value within one is an ellipsis."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [n.value if isinstance(n, ast.Constant) else "..." for n in node.values]
+            yield "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_the_messages_on_the_page_of_questions_are_those_of_the_code():
+    page = (ROOT / "docs" / "questions.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, re.M)
+    assert len(quoted) == 9
+    said = "\n".join(
+        text
+        for path in (ROOT / "src").rglob("*.py")
+        for text in literals(ast.parse(path.read_text(encoding="utf-8")))
+    )
+    for message in quoted:
+        if message not in ("DeadRunError", "CUDA out of memory"):
+            assert all(part.strip() in said for part in message.split("...")), message
 
 
 def snippets_of(page):
@@ -314,7 +339,7 @@ def test_the_snippets_about_thinking_run(tmp_path, monkeypatch):
         if re.search(r"th\.|model\.", code)
         and not re.search("kronecker|mergekit_lite|from heads", code)
     ]
-    assert len(found) == 9
+    assert len(found) == 10
     namespace = {}
     try:
         for code in found:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from mergekit_lite import METHODS
+from tests.support.hub import fake_hub
 from tests.support.models import save, save_tokenizer, tiny
 from tests.support.notebooks import NAMES as NOTEBOOKS
 from tests.support.notebooks import cells as cells_of
@@ -35,8 +36,8 @@ HOWTO = sorted(path.stem for path in (ROOT / "docs" / "howto").glob("*.md"))
 
 
 @pytest.mark.parametrize("page", HOWTO)
-def test_a_how_to_page_runs_as_it_stands(page, users_files):  # noqa: F811, the fixture
-    """Its files, commands and Python, in order, with fewer steps."""
+def test_a_how_to_page_runs_as_it_stands(page, users_files, monkeypatch):  # noqa: F811, the fixture
+    """Its files, commands and Python, in order, with fewer steps, beside a hub of this machine."""
     text = (ROOT / "docs" / "howto" / f"{page}.md").read_text(encoding="utf-8")
     environment = {
         **os.environ,
@@ -52,7 +53,8 @@ def test_a_how_to_page_runs_as_it_stands(page, users_files):  # noqa: F811, the 
             if title:
                 Path(title).write_text(code)
             elif kind == "python":
-                exec(re.sub(r"max_steps=\d+", "max_steps=2", code), {})
+                with fake_hub(monkeypatch):
+                    exec(re.sub(r"max_steps=\d+", "max_steps=2", code), {})
             elif (
                 kind == "text"
             ):  # too long to run: scripts that are there, and flags that they have

@@ -98,6 +98,7 @@ PAGES = (
     ),
     Page("heads.pairwise", "Which answer is better", "pairwise"),
     Page("model_components.testing", "Testing your own layers", "testing"),
+    Page("model_components", "All packages", "commands"),
 )
 
 

@@ -1,8 +1,10 @@
-"""What the documentation site has beside the pages of docs/: reference, notebooks, rows, changelog,
-contributing."""
+"""What the documentation site has beside the pages of docs/: reference, notebooks, examples, rows,
+changelog, contributing."""
 
 from __future__ import annotations
 
+import ast
+import posixpath
 import re
 import sys
 from pathlib import Path
@@ -17,6 +19,35 @@ from tests.support.reference import PAGES, text  # noqa: E402
 
 ELSEWHERE = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 COLAB = "https://colab.research.google.com"
+EXAMPLES = sorted(p for p in (ROOT / "examples").rglob("*") if p.suffix in (".py", ".yml", ".yaml"))
+
+
+def page_of(example: Path) -> str:
+    """The page of an example's code."""
+    return f"{example.relative_to(ROOT).as_posix()}.md"
+
+
+def code_of(example: Path) -> str:
+    """An example's page: its code, to be copied."""
+    name = example.relative_to(ROOT).as_posix()
+    kind = "python" if example.suffix == ".py" else "yaml"
+    return f"# `{name}`\n\n````{kind}\n{example.read_text(encoding='utf-8')}````\n"
+
+
+def table_of_examples() -> str:
+    """A page that says what each script is for."""
+    lines = ["# Examples", "", "Scripts to read, copy and change. A test runs each with few steps."]
+    lines += ["", "| script | what it does |", "|---|---|"]
+    for path in EXAMPLES:
+        name = path.relative_to(ROOT).as_posix()
+        said = ""
+        if path.suffix == ".py":
+            said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        else:
+            said = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
+        said = " ".join(said.split("\n\n")[0].split()).replace("|", "\\|")
+        lines.append(f"| [`{name}`]({name.removeprefix('examples/')}.md) | {said} |")
+    return "\n".join(lines) + "\n"
 
 
 @event_priority(100)  # before the plugin that makes pages of notebooks
@@ -26,6 +57,9 @@ def on_files(files: Any, config: Any) -> Any:
         files.append(
             File.generated(config, name, content=(ROOT / held).read_text(encoding="utf-8"))
         )
+    files.append(File.generated(config, "examples/index.md", content=table_of_examples()))
+    for path in EXAMPLES:
+        files.append(File.generated(config, page_of(path), content=code_of(path)))
     for page in PAGES:
         files.append(File.generated(config, f"reference/{page.guide}.md", content=text(page)))
     for path in sorted((ROOT / "tests" / "benchmarks" / "results").glob("*.csv")):
@@ -40,6 +74,21 @@ def on_files(files: Any, config: Any) -> Any:
             )
         )
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Makes a link of every script and notebook that a page names."""
+    places = {path.relative_to(ROOT).as_posix(): page_of(path) for path in EXAMPLES}
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        places[f"notebooks/{path.name}"] = f"notebooks/{path.name}"
+    here = posixpath.dirname(page.file.src_uri)
+
+    def linked(match: re.Match[str]) -> str:
+        place = places.get(match[1])
+        return f"[{match[0]}]({posixpath.relpath(place, here or '.')})" if place else match[0]
+
+    # not within a link, nor in the heading of the script's own page
+    return re.sub(r"(?<!# )(?<!\[)`((?:examples|notebooks)/[\w/.]+)`(?!\])", linked, markdown)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:

@@ -16,6 +16,7 @@ import torch
 from transformers import pipeline
 
 from mergekit_lite import METHODS, load_recipe
+from mergekit_lite.methods import CALIBRATED
 from tests.heads.pairwise.support import DECODERS, PACKED, PADDED
 from tests.support.models import save_tokenizer, tiny
 from tests.support.notebooks import NAMES as NOTEBOOKS
@@ -47,6 +48,11 @@ def test_the_guide_has_each_method_with_its_parameters(name):
             name,
             parameter.name,
         )
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_the_guide_has_each_data_driven_method(name):
+    assert re.search(rf"^\| `{re.escape(name)}` \|", MERGING, re.M)
 
 
 @pytest.mark.parametrize("impl", ["eager", "stream"])

@@ -10,6 +10,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import heads.lora
+import heads.pairwise
+import kronecker
+import mergekit_lite
 from heads.lora import LoraLinear
 from heads.pairwise import PairwiseHead
 from kronecker import KroneckerLinear, LowRankEmbedding, LowRankLinear
@@ -163,6 +167,15 @@ def peft_layer():
 
 def logits_of(output):
     return getattr(output, "logits", output)
+
+
+def test_every_public_layer_is_here():
+    tested = {type(make()) for make, *_ in MODULES.values()}
+    for package in (heads.lora, heads.pairwise, kronecker, mergekit_lite):
+        for name in package.__all__:
+            kind = getattr(package, name)
+            if isinstance(kind, type) and hasattr(kind, "from_linear"):
+                assert kind in tested, kind
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -315,6 +315,7 @@ def compare(
             windows do not overlap.
         tokens: Number of tokens to read from each text.
         reading: Flags for turning text into tokens; default: the tokenizer of the first model.
+            Models whose own tokenizers split the text differently are then refused.
         device: Device that computes, such as cpu or cuda.
     """
     import torch

@@ -113,7 +113,7 @@ def encoder_of(tokenizer: str) -> Callable[[str], list[int]]:
 
 
 def check_tokenizers(names: Sequence[str], encode: Callable[[str], list[int]], text: str) -> None:
-    """Refuse models whose own tokenizers split a text otherwise: their losses are per token.
+    """Raise if a model's own tokenizer splits a text differently; losses are per token.
 
     Args:
         names: Folders or hub ids of the models; those without a tokenizer pass.

@@ -198,7 +198,8 @@ def compare(
 
     Raises:
         ValueError: No models or texts, language models together with other models, too few
-            positions to generate, or models that are neither language models nor text encoders.
+            positions to generate, tokens that are not in a model's vocabulary, or models that are
+            neither language models nor text encoders.
     """
     if not models or not texts:
         raise ValueError(

@@ -62,8 +62,8 @@ def build_recipe(
     """Build a recipe from `merge_models`' arguments; per-model lists are split between the models.
 
     Raises:
-        ValueError: The method is unknown or does not use a base, or the length of a list is not
-            the number of models.
+        ValueError: The method is unknown or does not use a base, a parameter is a key of recipes,
+            or the length of a list is not the number of models.
     """
     chosen = get_method(method)
     fields = MergeRecipe.__dataclass_fields__.keys() - {"parameters"}
@@ -174,8 +174,9 @@ def merge_models(
         trust_remote_code: Copy the Python files of the model whose config the output takes, and the
             ``auto_map`` entry that makes transformers run them. By default both are left out, with
             a note in the report.
-        tokenizer_source: ``"union"``, ``"base"`` or one of the models: match rows of embeddings by
-            token, and write that tokenizer. By default rows are matched by index.
+        tokenizer_source: ``"union"``, ``"base"``, or the folder or hub id of a tokenizer. Rows of
+            embeddings and heads are matched by token, and that tokenizer is written. By default
+            rows are matched by index. Not for the data-driven methods.
         calibration: The data of each model, for the data-driven methods ``"regmean"`` and
             ``"regmean++"``: a text or JSON file, rows (`mergekit_lite.masks.TextExamples`), or
             examples of ``input_ids``. `mergekit_lite.layerwise.CalibratedMerge` lists the
@@ -380,7 +381,7 @@ def _merge_calibrated(
     cpu_started = time.process_time()
     path = check_new(out, "merge")
     settings = {"dtype": dtype}
-    # fail now on a wrong dtype
+    # raises now if the dtype is wrong, not after the blocks are merged
     _resolve_recipe(list(models[:1]), "passthrough", None, {}, settings)
     try:
         merge = CalibratedMerge(method=method, **parameters)

@@ -194,7 +194,7 @@ def copy_files(source: Path, folder: Path, names: Sequence[str]) -> None:
 def shown_name(name: str) -> str:
     """Return the name that a card shows: the hub id, or the folder's name without its path.
 
-    A run's folder is named, not the ``model`` or ``adapter`` in it.
+    For the folder ``model`` or ``adapter`` of a run, it is the name of the run's folder.
 
     >>> shown_name("./runs/math/model"), shown_name("./models/math"), shown_name("org/math")
     ('math', 'math', 'org/math')

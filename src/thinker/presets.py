@@ -30,8 +30,8 @@ _MORE_STEPS = 6
 # the row would reach all latents in training.
 _MOST_EXCHANGES = 8
 
-# These positions have no parameters for each place, so a model can have inputs of any length. The
-# number is far beyond what the memory for training and the steps of thought allow.
+# These positions have no parameters per position, so they set no limit to the input's length.
+# _ANY_LENGTH is far more than memory and thinking steps allow in practice.
 _WITHOUT_TABLE = ("rotary", "cyclic")
 _ANY_LENGTH = 10_000
 
@@ -103,13 +103,16 @@ class Preset:
 
         Args:
             data: The training data.
-            longest: Longest length that the model must support; default: 10,000 for `scan` and
-                `exchange`, else that of the training.
+            longest: Longest length that the model must support; default: that of the training. With
+                rotary or cyclic positions, which `scan` and `exchange` have, a model supports at
+                least 10,000.
             **fields: Further fields of `ThinkerConfig`.
         """
         model = {**self.model, **fields}
-        if longest is None and model.get("positions") in _WITHOUT_TABLE and "from_end" not in model:
-            longest = max(_ANY_LENGTH, data.schedule.max_length)
+        if longest is None:
+            longest = data.schedule.max_length
+        if model.get("positions") in _WITHOUT_TABLE and not model.get("from_end"):
+            longest = max(longest, _ANY_LENGTH)
         sizes: dict[str, Any] = data.sizes(longest)
         return LatentThinker(ThinkerConfig(**sizes | model))
 

@@ -138,11 +138,7 @@ class Run(CheckedConfig):
         preset = self.settings()
         if preset is None:
             return LatentThinker(self.config(data))
-        longest = None
-        # the other presets make models for any length
-        if preset.kind in ("pointer", "grid"):
-            longest = max([self.length, *self.lengths])
-        return preset.thinker(data, longest=longest)
+        return preset.thinker(data, longest=max([self.length, *self.lengths]))
 
     def config(self, data: CurriculumDataset) -> ThinkerConfig:
         """Return the model's configuration.
@@ -248,8 +244,8 @@ def _check_rows(rows: RowsTask, config: RunConfig, length: int) -> None:
     if missing:
         numbers = ", ".join(map(str, missing))
         print(
-            f"think train: the model gets inputs of these --lengths, but no rows have them to "
-            f"evaluate it at: {numbers}"
+            f"think train: the model accepts inputs of these --lengths, but it is not evaluated at "
+            f"them, because no row has such a length: {numbers}"
         )
 
 

@@ -348,8 +348,9 @@ def evaluate(
     if data.task.input_length(max(lengths)) > model.config.max_input_length:
         raise ValueError(
             f"think evaluate: expected lengths whose inputs have at most "
-            f"{model.config.max_input_length} tokens, got {max(lengths)}; train with think train "
-            f"--lengths {max(lengths)}"
+            f"{model.config.max_input_length} tokens, got {max(lengths)} (an input of "
+            f"{data.task.input_length(max(lengths))} tokens); train with think train --lengths "
+            f"{max(lengths)}"
         )
     plan = run.flow_plan()
 

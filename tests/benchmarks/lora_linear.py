@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from tests.benchmarks.measure import interleave, saved_bytes
-from tests.benchmarks.results import README, RESULTS, ROOT, commit, hardware, put, today, versions
+from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today, versions
 
 FOUND = RESULTS / "lora_linear.json"
 GUIDE = ROOT / "docs" / "lora.md"
@@ -132,8 +132,7 @@ def measure(
 
 
 def write_table() -> None:
-    """The guide's and the README's tables: our time against peft's, the middle and the worst of
-    shapes and ranks."""
+    """The guide's table: our time against peft's, the middle and the worst of shapes and ranks."""
     if not FOUND.exists():
         return
     found = json.loads(FOUND.read_text(encoding="utf-8"))
@@ -167,13 +166,6 @@ def write_table() -> None:
         f"{found['date']} at {found['commit']}.",
     ]
     put(GUIDE, lines, "speed")
-    rows = [f"| {mode}" for mode in MODES]
-    few = ("| training | 32 |", "| training | 2048 |")
-    put(
-        README,
-        [line for line in lines if line.startswith(few) or not line.startswith(tuple(rows))],
-        "lora",
-    )
 
 
 def _line(same: list[dict[str, Any]], what: str, tokens: int, dtype: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 RESULTS = Path(os.environ.get("MODEL_COMPONENTS_RESULTS", Path(__file__).parent / "results"))
 ROOT = Path(__file__).parents[2]
-GUIDE, README = ROOT / "docs" / "masks.md", ROOT / "README.md"
+GUIDE, MERGING = ROOT / "docs" / "masks.md", ROOT / "docs" / "merging.md"
 KRONECKER_GUIDE = ROOT / "docs" / "kronecker.md"
 
 
@@ -190,8 +190,8 @@ def write_memory_account() -> None:
     put(GUIDE, lines)
 
 
-def write_readme_table() -> None:
-    """The README's table: file merges of the first size, ours with one thread beside the peer and
+def write_merge_table() -> None:
+    """The table of the guide to merging: file merges of the first size, ours with one thread beside the peer and
     the floors."""
     rows = [r for r in latest("merge_models.csv") if "CPU" in r["hardware"]]
     shape = next((r["shape"] for r in rows), None)
@@ -226,4 +226,4 @@ def write_readme_table() -> None:
         lines.append(
             f"| {op} | {cell(ours)} | {cell(peer)} | {cpu} | {memory} | {' | '.join(floors)} |"
         )
-    put(README, lines)
+    put(MERGING, lines)

@@ -45,7 +45,7 @@ from tests.benchmarks import (
     thinker_step,
 )
 from tests.benchmarks.page import write_page
-from tests.benchmarks.results import write_memory_account, write_readme_table
+from tests.benchmarks.results import write_memory_account, write_merge_table
 
 MASKS, KRONECKER, THINKER = "tests/mergekit_lite/masks", "tests/kronecker", "tests/thinker"
 LORA = "tests/heads/lora"
@@ -191,7 +191,7 @@ def main() -> None:
     ):
         script.write_table()
     far_apart_table.write_tables()
-    write_readme_table()
+    write_merge_table()
 
 
 if __name__ == "__main__":

@@ -23,11 +23,7 @@ from tests.benchmarks.examples import load_example, run_example
 from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
 
 FOUND = RESULTS / "thinker_lengths.json"
-GUIDE, README, PLOT = (
-    ROOT / "docs" / "thinker_measured.md",
-    ROOT / "README.md",
-    ROOT / "docs" / "thinker_lengths.svg",
-)
+GUIDE, PLOT = ROOT / "docs" / "thinker_measured.md", ROOT / "docs" / "thinker_lengths.svg"
 SEEDS, TIMES = (11, 12, 13, 14, 15), (2, 4, 10, 20)
 SCANS = ("parity", "sums", "depth", "add10")
 WORDS = {
@@ -100,7 +96,7 @@ def percent(share: float) -> str:
 
 
 def write_table() -> None:
-    """The guide's and the README's tables, from the committed results."""
+    """The guide's tables, from the committed results."""
     if not FOUND.exists():
         return
     found = json.loads(FOUND.read_text(encoding="utf-8"))
@@ -108,11 +104,6 @@ def write_table() -> None:
         "| task | trained to | 2 times as long | 4 | 10 | 20 | 20, thinking 10 steps a symbol | "
         "training, CPU s |",
         "|---|---|---|---|---|---|---|---|",
-    ]
-    short = [
-        "| trained on a few symbols, tested on 20 times as many | right symbols | right rows | "
-        "training, CPU s |",
-        "|---|---|---|---|",
     ]
     for task, row in found["tasks"].items():
         trained, runs = row["trained"], row["runs"]
@@ -125,9 +116,6 @@ def write_table() -> None:
         lines.append(
             f"| {WORDS[task]} | {trained} | {' | '.join(cells)} | {stays} | {seconds:.0f} |"
         )
-        symbols, rows = found_at[-1]
-        sizes = f"{WORDS[task]}, {trained} to {longest}"
-        short.append(f"| {sizes} | {symbols} % | {rows} % | {seconds:.0f} |")
     commits = ", ".join(dict.fromkeys(row["commit"] for row in found["tasks"].values()))
     place = f"{found['hardware']}, one thread; measured {found['date']} at {commits}."
     put(
@@ -135,11 +123,6 @@ def write_table() -> None:
         [*lines, "", f"Percent of symbols / of whole rows right, the worst of five seeds. {place}"],
         "longer",
     )
-    told = (
-        "The worst of five seeds. Reverse, sort, hops and pointers are trained on an answer for "
-        "every step."
-    )
-    put(README, [*short, "", told], "thinker")
     names = list(thinker_anchors.ANCHORS)
     lines = [
         f"| task, length | LatentThinker | {' | '.join(names)} |",

@@ -362,7 +362,7 @@ def test_models_with_few_learned_positions_and_paths_are_learned_from(folder):
         ({"data": ["nowhere.jsonl", DATA[1]]}, "there is no file nowhere.jsonl"),
         (
             {"data": [[{"text": "t1 t2 t3"}], DATA[1]]},
-            "task 0 has one prompt in 1 examples, expected 2 or more",
+            "task 0 has no examples to train on: all 1 are held out",
         ),
         ({"rank": 0}, "rank is 0"),
     ],

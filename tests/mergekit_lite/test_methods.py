@@ -13,7 +13,7 @@ import mergekit_lite.engine.fused
 import mergekit_lite.engine.passes
 import mergekit_lite.engine.selector
 import mergekit_lite.methods.compiled
-from mergekit_lite import METHODS, Noise, merge_method, merge_models
+from mergekit_lite import METHODS, Noise, merge_method, merge_models, methods
 from mergekit_lite.engine.programs import PROGRAMS
 from mergekit_lite.engine.selector import Selector
 from mergekit_lite.engine.tiles import EVERY
@@ -63,6 +63,10 @@ def has_kernel(case):
     method = get_method(case.method)
     bound = method.bind(case.models, case.parameters)
     return mergekit_lite.methods.compiled.has_kernel(method, bound, (3, 5))
+
+
+def test_every_method_is_exported_by_its_package():
+    assert {method.name for method in METHODS.values()} <= set(methods.__all__)
 
 
 def test_every_kernel_has_a_row():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,8 +83,8 @@ def judge(
 
 
 def write_numerics(path: Path) -> None:
-    """docs/numerics.md from the rows judged in this session: for each op, impl and dtype the worst
-    case."""
+    """docs/numerics.md with the rows judged in this session: for each op, impl and dtype the worst
+    case. Other rows of the page stay."""
     worst: dict[tuple[str, str, str], Row] = {}
     counts: dict[tuple[str, str, str], int] = {}
     for row in ROWS:
@@ -109,10 +110,15 @@ def write_numerics(path: Path) -> None:
         "| op | impl | dtype | cases | worst error ÷ budget | in | worst case |",
         "|---|---|---|---|---|---|---|",
     ]
-    for key in sorted(worst):
-        row = worst[key]
-        lines.append(
+    rows: dict[tuple[str, str, str], str] = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if found := re.match(r"\| `([^`]+)` \| ([^|]+) \| ([^|]+) \| ", line):
+                rows[found[1], found[2], found[3]] = line
+    for key, row in worst.items():
+        rows[key] = (
             f"| `{row.op}` | {row.impl} | {row.dtype} | {counts[key]} | {row.worst:.3f} | "
             f"{row.what} | {row.case} |"
         )
+    lines += [rows[key] for key in sorted(rows)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

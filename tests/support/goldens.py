@@ -29,6 +29,7 @@ import thinker
 from heads.pairwise import PairwiseTrainer
 from mergekit_lite import extract_lora, merge_adapters, merge_models
 from mergekit_lite.masks import KLConfig, MaskCollator, MaskConfig, MaskTrainer, Merger
+from mergekit_lite.masks.constraints import CONSTRAINTS
 from tests.heads.lora.test_accelerate import TARGETS, peft_model
 from tests.heads.lora.test_accelerate import run as lora_run
 from tests.heads.pairwise.support import model_of as judge_of
@@ -43,7 +44,6 @@ from tests.thinker.test_model import batch, model_of
 
 IDS = torch.randint(3, 90, (6, 12), generator=torch.Generator().manual_seed(0))
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-CONSTRAINTS = ("none", "sum_to_one", "unit_interval", "sigmoid")
 
 
 def digest(*values: object) -> str:

@@ -142,7 +142,7 @@ def test_longer_answers_have_tokens_of_their_own():
 def test_a_model_knows_the_symbols_of_its_rows(tmp_path):
     task, other = th.RowsTask(parity([3])), th.RowsTask([("ab", "ba"), ("abb", "bba")])
     preset = th.presets.scan()
-    model = preset.thinker(preset.data(task), longest=3)
+    model = preset.thinker(preset.data(task), max_input_length=4, max_output_length=4)
     model.save_pretrained(tmp_path)
     again = th.LatentThinker.from_pretrained(tmp_path)
     assert again.config.symbols == ["0", "1"]

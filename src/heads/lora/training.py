@@ -28,7 +28,7 @@ from model_components._devices import peak_memory, reset_peak_memory
 from model_components._examples import Example, split_examples
 from model_components._folders import NewFolder, OutputError
 from model_components._formats import reading
-from model_components._hub import find_folder
+from model_components._hub import find_folder, hub_id
 from model_components._model_folders import card_of, complete_folder, load_tokenizer, shown_name
 from model_components._runs import RunFolder
 from model_components._trainer import StepTrainer
@@ -389,6 +389,9 @@ def _save(model: Any, folder: Path, out: Path, config: TuneConfig, *, progress: 
     """Write the adapter and the checkpoint; return a remark if the merge was rejected."""
     tokenizer = load_tokenizer(folder)
     if config.r:
+        for adapter in model.peft_config.values():
+            # others have no folder of the hub's cache: they need the id
+            adapter.base_model_name_or_path = hub_id(folder) or adapter.base_model_name_or_path
         model.save_pretrained(out / "adapter")
         card = card_of(
             f"LoRA adapter of {shown_name(str(folder))}",
@@ -401,7 +404,7 @@ def _save(model: Any, folder: Path, out: Path, config: TuneConfig, *, progress: 
             relation="adapter",
             library_name="peft",
         )
-        # in place of peft's empty card
+        # replaces the card that peft wrote, which is an empty form
         complete_folder(out / "adapter", card, tokenizer=tokenizer)
     if (out / "model").exists():  # an earlier call of this run wrote it, and was then stopped
         return []

@@ -93,9 +93,7 @@ class PairwiseModel(SavedJudge):
         else:
             for module in inner.modules():
                 module._is_hf_initialized = True  # do not initialize its weights again
-        if getattr(inner, "pooler", None) is not None:
-            # `Pool` replaces it, and parameters without gradients stop DDP
-            inner.pooler = None
+        _drop_pooler_(inner)
         inner.config.use_cache = False  # keys and values are never used again
         self.encoder = inner
         self.pool = Pool(config.pooling)
@@ -184,9 +182,8 @@ class PairwiseModel(SavedJudge):
             inner = inner.to(dtype)
         if depth is not None:
             keep_lowest_(inner, depth)
-        # before the check, because some encoders do not run without their pooler
-        if getattr(inner, "pooler", None) is not None:
-            inner.pooler = None
+        # before the check, which runs the encoder
+        _drop_pooler_(inner)
         # check_packing would not raise: it reports that an encoder that fails must be padded
         check_encoder(inner)
         check_loadable(inner)
@@ -303,6 +300,15 @@ def _load_tokenizer(place: str, hub: Mapping[str, Any]) -> Any:
     """Load a tokenizer from a folder or the hub."""
     with reading(place, "from_encoder"):
         return AutoTokenizer.from_pretrained(place, **hub)
+
+
+def _drop_pooler_(encoder: Any) -> None:
+    """Take an encoder's pooler out, if it has one.
+
+    `Pool` replaces it, and parameters without gradients stop DDP.
+    """
+    if getattr(encoder, "pooler", None) is not None:
+        encoder.pooler = nn.Identity()  # not None, because SqueezeBERT always calls its pooler
 
 
 def _text_encoder(model: object) -> Any:

@@ -176,9 +176,9 @@ def as_pairs(operation: str, pairs: Iterable[object], classes: int = 3) -> list[
             pair = (pair["prompt"], pair["a"], pair["b"], pair.get("label"))
         if not isinstance(pair, (tuple, list)) or not 3 <= len(pair) <= len(Pair._fields):
             hint = ""
-            # what `read_pairs` returns, as a whole
+            # the caller passed all that `read_pairs` returned: pairs and report
             if isinstance(pair, list) and pair and isinstance(pair[0], Pair):
-                hint = "; pairs, report = read_pairs(...) gives both"
+                hint = "; read_pairs returns two values: pairs, report = read_pairs(...)"
             raise ValueError(
                 f"{operation}: pair {number} is {pair!r:.60}; expected (prompt, a, b) or (prompt, "
                 f"a, b, label){hint}"

@@ -11,7 +11,8 @@ Letters: K models, N tokens, O out_features, I in_features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,3 +77,22 @@ def merge_by_inputs(
         solution = torch.linalg.lstsq(right.cpu(), left.T.cpu(), driver="gelsd").solution
         return solution.T.to(left.device)
     return torch.cholesky_solve(left.T, factor).T
+
+
+class ClosedForm(NamedTuple):
+    """A data-driven method.
+
+    Attributes:
+        merge: The function from the models' weights and statistics to the merged weight.
+        merged_inputs: Whether data run through the blocks that are merged already.
+    """
+
+    merge: Callable[..., Tensor]
+    merged_inputs: bool = False
+
+
+CLOSED_FORMS = {
+    "regmean": ClosedForm(merge_by_inputs),
+    "regmean++": ClosedForm(merge_by_inputs, merged_inputs=True),
+}
+"""The data-driven methods by name, which `mergekit_lite.methods.CALIBRATED` lists, too."""

@@ -16,7 +16,7 @@ from model_components._walk import Batch, Call, outputs_of, tokens
 from ..dtypes import to_torch
 from ..files import Source
 from .blocks import Skeleton, Weights, inputs_seen, linear_layers
-from .closed_forms import InputStatistics, merge_by_inputs
+from .closed_forms import CLOSED_FORMS, InputStatistics
 from .config import CalibratedMerge
 from .states import run_fingerprint
 
@@ -45,6 +45,7 @@ class BlockMerge:
         self.merge = merge
         self.calls: list[list[list[Call]]] = []  # by model, block and batch
         self.hidden: list[list[Tensor]] = []
+        self.form = CLOSED_FORMS[merge.method]
         # unreduced Gram matrices are too close to singular for float32
         self.products = torch.float64 if merge.reduce == 1 else torch.float32
         # results from another type of device are computed again
@@ -63,10 +64,9 @@ class BlockMerge:
     def _outsides(self) -> Sequence[Weights]:
         """Return, for each model, the weights outside the blocks that its data run through.
 
-        They are the model's own or, for regmean++, averages.
+        They are the model's own or, for a form that uses inputs in the merged model, averages.
         """
-        # regmean++ uses the inputs of layers in the merged model, embeddings included
-        if self.merge.method != "regmean++":
+        if not self.form.merged_inputs:
             return self.sources
         average = {}
         for name in self.skeleton.outside():
@@ -77,10 +77,11 @@ class BlockMerge:
     def merge_block(self, number: int) -> None:
         """Merge and write one block, and compute the next block's inputs.
 
-        These come from the models' own blocks, or with ``regmean++`` from the merged block.
+        These come from the models' own blocks or, for a form that uses inputs in the merged model,
+        from the merged block.
         """
         skeleton = self.skeleton
-        merged_inputs = self.merge.method == "regmean++"
+        merged_inputs = self.form.merged_inputs
         blocks = []
         seen = []
         for k, source in enumerate(self.sources):
@@ -180,9 +181,9 @@ class BlockMerge:
         """Return the merged weight of a layer, as the layer stores it."""
         options = {"reduce": self.merge.reduce, "shares": self.shares}
         if is_conv1d(layer):  # which stores (in, out)
-            turned = merge_by_inputs([weight.T for weight in weights], seen, **options)
+            turned = self.form.merge([weight.T for weight in weights], seen, **options)
             return turned.T.contiguous()
-        return merge_by_inputs(weights, seen, **options).contiguous()
+        return self.form.merge(weights, seen, **options).contiguous()
 
     def _values(self, name: str) -> list[Tensor]:
         """Return a parameter of every model."""

@@ -163,7 +163,7 @@ def _check_data(components: Sequence[str | Path], data: Sequence[Any]) -> None:
 
 
 def _merges(config: LearnConfig, count: int, base: str | None) -> list[str]:
-    """Return the methods of the closing table; refuse methods that ``count`` models do not fit."""
+    """Return the methods of the closing table; raise if one cannot merge ``count`` models."""
     compared = config.compare
     if compared is None:
         compared = _COMPARED if base is None else (*_COMPARED, "task_arithmetic")
@@ -265,7 +265,7 @@ class _Run:
             self._merge(report.delivered, self.out)
         elif config.train == "masks":
             student.unfold_().bake(self.out, progress=self.progress)
-            # in place of the card of a merge, whose recipe nobody could run
+            # replaces the card that `bake` wrote, whose recipe nobody could run
             complete_folder(self.out, self._card(report))
         else:
             self._save(student, self._card(report))
@@ -434,12 +434,13 @@ class _Run:
         return model.to(dtype).eval()
 
     def _card(self, report: LearnReport) -> str:
-        """Return the card of the student, with the losses of the closing table."""
+        """Return the card of the student."""
         names = ", ".join(shown_name(name) for name in self.components)
         paragraphs = [
             f"A merge of {names}, trained on their data by `mergekit_lite.learn_merge`.",
             f"Start: {shown_name(self.config.start)}; trained: {self.config.train}.",
-            f"```\n{report}\n```",
+            "Mean held-out loss in nats per token: "
+            f"{report.mean(report.student):.4f}, of the start {report.mean(report.start):.4f}.",
         ]
         return card_of(
             "A learned merge",
@@ -471,7 +472,7 @@ def _fix_embedding_and_head(merger: Merger) -> None:
 
 
 def _component_names(labels: Sequence[str], config: LearnConfig) -> list[str]:
-    """Return the components' names in the table: their folders' names, or numbers if ambiguous."""
+    """Return the components' names in the table: hub ids or folder names; numbers if ambiguous."""
     names = [shown_name(label) for label in labels]
     # a component's folder may have the same name as a merge in the table, such as regmean
     taken = {config.start, *(config.compare or _COMPARED), "task_arithmetic"}

@@ -53,8 +53,9 @@ def read_tasks(data: Sequence[Any], tokenizer: Any, config: LearnConfig) -> list
         train, test = split_examples(texts, config.held_out, _MOST_HELD_OUT)
         if not train:
             raise ValueError(
-                f"{OPERATION}: {name} has one prompt in {len(texts)} examples, expected 2 or more "
-                "prompts, of which some can be held out"
+                f"{OPERATION}: {name} has no examples to train on: all {len(texts)} are held out, "
+                "or have the prompt of a held-out one; expected 2 or more prompts, or a smaller "
+                "held_out"
             )
         tasks.append(Task(name, texts.decoded(0), train, test, texts.digest))
     return tasks

@@ -5,12 +5,14 @@ Masks are small, so almost all of this is plain autograd.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from model_components._autograd import Context
+from model_components._checks import check_choice
 
 
 class _Clamp(torch.autograd.Function):
@@ -40,6 +42,54 @@ class _Clamp(torch.autograd.Function):
         return grad.masked_fill(outwards, 0)
 
 
+def _clamped(raw: Tensor) -> Tensor:
+    if torch.autograd.forward_ad._current_level >= 0:
+        return raw.clamp(0, 1)  # forward mode needs the true derivative, unlike _Clamp's
+    return _Clamp.apply(raw)
+
+
+def _with_first(raw: Tensor) -> Tensor:
+    return torch.cat([1 - raw.sum(0, keepdim=True), raw])
+
+
+def _without_first(masks: Tensor) -> Tensor:
+    sums = masks.sum(0)
+    # the sum of K float32 numbers such as 1 / 3 misses 1 by a few roundings
+    if bool(((sums - 1).abs() > 1e-4).any()):
+        raise ValueError(
+            f"MaskConfig: the initial masks have sums of {float(sums.min()):g} to "
+            f"{float(sums.max()):g}, but constraint 'sum_to_one' expects 1; change initial, "
+            "choose another constraint such as 'none', or use a base"
+        )
+    return masks[1:]
+
+
+def _logit(masks: Tensor) -> Tensor:
+    if not bool(((masks > 0) & (masks < 1)).all()):
+        raise ValueError(
+            f"MaskConfig: the initial masks are from {float(masks.min()):g} to "
+            f"{float(masks.max()):g}, but constraint 'sigmoid' expects values above 0 and "
+            "below 1, where it has a gradient"
+        )
+    return masks.logit()
+
+
+class _Rule(NamedTuple):
+    """A constraint: the masks (K, ...) from the trained values, and the inverse."""
+
+    masks: Callable[[Tensor], Tensor]
+    values: Callable[[Tensor], Tensor]
+
+
+CONSTRAINTS = {
+    "none": _Rule(lambda raw: raw, lambda masks: masks),
+    "sum_to_one": _Rule(_with_first, _without_first),
+    "unit_interval": _Rule(_clamped, lambda masks: masks.clamp(0, 1)),
+    "sigmoid": _Rule(torch.sigmoid, _logit),
+}
+"""The constraints by name."""
+
+
 def constrain(
     raw: Tensor,  # (K, ...); (K - 1, ...) for sum_to_one
     constraint: str,
@@ -67,20 +117,8 @@ def constrain(
     >>> constrain(torch.tensor([0.25]), "sum_to_one")
     tensor([0.7500, 0.2500])
     """
-    if constraint == "none":
-        return raw
-    if constraint == "unit_interval":
-        if torch.autograd.forward_ad._current_level >= 0:
-            return raw.clamp(0, 1)  # forward mode needs the true derivative, unlike _Clamp's
-        return _Clamp.apply(raw)
-    if constraint == "sigmoid":
-        return torch.sigmoid(raw)
-    if constraint == "sum_to_one":
-        return torch.cat([1 - raw.sum(0, keepdim=True), raw])
-    raise ValueError(
-        "constrain: expected none, sum_to_one, unit_interval or sigmoid as the constraint, got "
-        f"{constraint!r}"
-    )
+    check_choice("constrain", "constraint", constraint, tuple(CONSTRAINTS))
+    return CONSTRAINTS[constraint].masks(raw)
 
 
 def acting_masks(raw: Tensor, constraint: str, *, over_base: bool = False) -> Tensor:
@@ -108,33 +146,14 @@ def unconstrain(masks: Tensor, constraint: str) -> Tensor:
     For ``"unit_interval"``, masks outside 0..1 are clamped first.
 
     Raises:
-        ValueError: For ``"sum_to_one"``, masks do not sum to 1. For ``"sigmoid"``, a mask is not
-            above 0 and below 1.
+        ValueError: An unknown constraint. For ``"sum_to_one"``, masks do not sum to 1. For
+            ``"sigmoid"``, a mask is not above 0 and below 1.
 
     >>> constrain(unconstrain(torch.tensor([0.9, 0.1]), "sigmoid"), "sigmoid")
     tensor([0.9000, 0.1000])
     """
-    if constraint == "sum_to_one":
-        sums = masks.sum(0)
-        # the sum of K float32 numbers such as 1 / 3 misses 1 by a few roundings
-        if bool(((sums - 1).abs() > 1e-4).any()):
-            raise ValueError(
-                f"MaskConfig: the initial masks have sums of {float(sums.min()):g} to "
-                f"{float(sums.max()):g}, but constraint 'sum_to_one' expects 1; change initial, "
-                "choose another constraint such as 'none', or use a base"
-            )
-        return masks[1:]
-    if constraint == "unit_interval":
-        return masks.clamp(0, 1)
-    if constraint == "sigmoid":
-        if not bool(((masks > 0) & (masks < 1)).all()):
-            raise ValueError(
-                f"MaskConfig: the initial masks are from {float(masks.min()):g} to "
-                f"{float(masks.max()):g}, but constraint 'sigmoid' expects values above 0 and "
-                "below 1, where it has a gradient"
-            )
-        return masks.logit()
-    return masks
+    check_choice("unconstrain", "constraint", constraint, tuple(CONSTRAINTS))
+    return CONSTRAINTS[constraint].values(masks)
 
 
 def mask_shape(shape: Sequence[int], granularity: str, transposed: bool = False) -> tuple[int, ...]:

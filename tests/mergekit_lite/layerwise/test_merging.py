@@ -16,6 +16,8 @@ from mergekit_lite import merge_models
 from mergekit_lite.__main__ import main
 from mergekit_lite.layerwise import CalibratedMerge, InputStatistics, merge_by_inputs
 from mergekit_lite.layerwise.blocks import linear_layers
+from mergekit_lite.layerwise.closed_forms import CLOSED_FORMS
+from mergekit_lite.methods import CALIBRATED
 from tests.mergekit_lite.layerwise import reference
 from tests.support import equivalence
 from tests.support.models import auto_class, save, save_tokenizer, tiny
@@ -169,7 +171,11 @@ def dense(paths, kind, data, method, reduce=0.9):
     return merged
 
 
-@pytest.mark.parametrize("method", ["regmean", "regmean++"])
+def test_every_data_driven_method_is_here():
+    assert set(CLOSED_FORMS) == set(CALIBRATED)
+
+
+@pytest.mark.parametrize("method", CLOSED_FORMS)
 @pytest.mark.parametrize("kind", ["llama-tied", "llama", "gpt2", "gemma3", "qwen2", "bloom"])
 def test_block_by_block_is_the_dense_merge(kind, method, tmp_path, monkeypatch):
     paths = pair(kind, tmp_path)

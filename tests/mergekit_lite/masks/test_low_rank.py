@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from mergekit_lite import merge_models
 from mergekit_lite.masks import KLConfig, Merger, masked_kl
+from mergekit_lite.masks.constraints import CONSTRAINTS
 from mergekit_lite.masks.layers import MaskedLinear
 from mergekit_lite.masks.low_rank import LowRankLinear, LowRankMaskedLinear, has_factors
 from tests.mergekit_lite.masks import reference
@@ -213,7 +214,7 @@ def test_masks_over_a_base_and_over_weights_are_told_apart(tmp_path):
         Merger.from_pretrained([*paths, base], masks=path)
 
 
-@pytest.mark.parametrize("constraint", ["unit_interval", "sigmoid", "sum_to_one"])
+@pytest.mark.parametrize("constraint", [name for name in CONSTRAINTS if name != "none"])
 def test_a_constraint_is_on_the_components_masks(constraint, tmp_path):
     base, paths = adapters(tmp_path)
     merger = Merger.from_pretrained(paths, base=base, constraint=constraint)

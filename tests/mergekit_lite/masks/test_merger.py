@@ -2,6 +2,7 @@
 refused."""
 
 import json
+from typing import get_args
 
 import peft
 import pytest
@@ -18,7 +19,9 @@ from mergekit_lite.masks import (
     MaskedEmbedding,
     MaskedLayer,
     Merger,
+    config,
     constrain,
+    constraints,
     masked_linear,
 )
 from mergekit_lite.masks.constraints import unconstrain
@@ -375,6 +378,11 @@ CONSTRAINTS = {
     "sum_to_one": lambda m: torch.allclose(m.sum(0), torch.ones_like(m[0])),
     "sigmoid": lambda m: ((m > 0) & (m < 1)).all(),
 }
+
+
+def test_every_constraint_is_here():
+    assert {"none", *CONSTRAINTS} == set(constraints.CONSTRAINTS)
+    assert {"auto", *constraints.CONSTRAINTS} == set(get_args(config.Constraint))
 
 
 @pytest.mark.parametrize("constraint", CONSTRAINTS)

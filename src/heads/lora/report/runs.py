@@ -102,7 +102,7 @@ class TuneReport(Report):
         files = [name for name in kinds if (self.out / name).exists()]
         written = f"in {self.out}: {', '.join(files)}"
         if CURVES not in files:
-            written += f" (no {CURVES}: pip install 'model-components[plot]')"
+            written += f" ({CURVES} needs matplotlib: pip install 'model-components[plot]')"
         return [*self.curves.summary(), *self.curves.remarks(), cost, *self.notes, written]
 
     def to_dict(self) -> dict[str, object]:

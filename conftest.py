@@ -41,6 +41,11 @@ def pytest_configure(config):
                 )
 
 
+def pytest_collection_modifyitems(items):
+    # examples take longest: none of them should be the last that a core waits for
+    items.sort(key=lambda item: item.get_closest_marker("examples") is None)
+
+
 def pytest_sessionfinish(session, exitstatus):
     if session.config.getoption("--write-numerics") and exitstatus == 0:
         equivalence.write_numerics(Path(__file__).parent / "docs" / "numerics.md")

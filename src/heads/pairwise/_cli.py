@@ -116,8 +116,15 @@ def rank(
     where = _checked_device(out, run_flags.device, "judge rank")
     # all rows now, so that an unreadable file fails before a model is loaded
     rows = list(each_row(file, "judge rank"))
+    # the columns are wrong: one error is better than many
+    if not any(isinstance(row, Mapping) and {"prompt", "answers"} <= set(row) for _, row in rows):
+        came = f"{rows[0][1]!r:.80} in line {rows[0][0]}" if rows else "no row"
+        raise ValueError(
+            f"judge rank: expected the fields prompt and answers (a list) in each row of {file}, "
+            f"got {came}"
+        )
     judge = _load(model, where, "judge rank")
-    orders = _orders(judge, file, rows, batch_size, run_flags.progress)
+    orders = _orders(judge, rows, batch_size, run_flags.progress)
     return _write_or_return(orders, out, "judge rank")
 
 
@@ -271,7 +278,6 @@ def _answers_of(value: object) -> list[Any]:
 
 def _orders(
     model: PairwiseModel,
-    file: Path,
     rows: Sequence[tuple[int, Any]],
     batch_size: int,
     progress: bool,
@@ -279,8 +285,6 @@ def _orders(
     """Yield the order and the scores of each row's answers, or an error with the reason."""
     from tqdm.auto import tqdm
 
-    first_error = ""
-    ranked = False
     for line, row in tqdm(rows, "ranking", disable=not progress, leave=False, delay=1):
         try:
             if not isinstance(row, Mapping) or "prompt" not in row:
@@ -288,15 +292,7 @@ def _orders(
             answers = _answers_of(row.get("answers"))
             ranking = model.rank(row["prompt"], answers, batch_size=batch_size)
         except ValueError as error:
-            first_error = first_error or f" (line {line}: {error})"
             yield {"line": line, "error": str(error)}
             continue
-        ranked = True
         scores = [round(score, 4) for score in ranking.scores.tolist()]
         yield {"line": line, "order": list(ranking.order), "scores": scores}
-    # if no row is usable, the columns are wrong: one error is better than many
-    if not ranked:
-        raise ValueError(
-            f"judge rank: expected prompt and answers (a list) in each row, got no usable row in "
-            f"{file}{first_error}"
-        )

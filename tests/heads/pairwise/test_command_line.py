@@ -89,7 +89,7 @@ def test_answers_are_put_in_order(place, capsys):
         )
         == 1
     )
-    assert "(line 1: expected the fields prompt and answers (a list))" in capsys.readouterr().err
+    assert "got {'prompt': 'w1'} in line 1" in capsys.readouterr().err
     assert not (place / "none.jsonl").exists()
 
 
@@ -108,6 +108,14 @@ def test_rows_that_cannot_be_ranked_say_why_and_the_others_are(place, capsys):
     assert [row["line"] for row in told] == [1, 2, 3]
     assert ["error" in row for row in told] == [True, False, True]
     assert sorted(told[1]["order"]) == [0, 1]
+
+
+def test_a_file_without_lists_of_answers_is_one_error(place, capsys):
+    (place / "rows.csv").write_text("prompt,a,b\n" + "q,x,y\n" * 3)
+    assert main(["judge", "rank", str(place / "judge"), str(place / "rows.csv")]) == 1
+    told = capsys.readouterr()
+    assert not told.out
+    assert "expected the fields prompt and answers (a list) in each row of" in told.err
 
 
 def test_a_file_without_pairs_says_what_its_first_row_lacks(place, capsys):

@@ -98,6 +98,7 @@ bench-gpu: $(VENV)/.bench ## the same on a CUDA device
 	$(BIN)/python -m tests.benchmarks.run merging masked_linear masked_kl mask_step kron_linear kron_model thinker_step lora_linear lora_step pairwise_step --device cuda
 
 numerics: $(VENV)/.ready ## judge every operation and write docs/numerics.md
+	rm -f docs/numerics.md # a run keeps the rows that it does not judge
 	$(BIN)/python -m pytest tests --ignore tests/test_documentation.py --write-numerics
 
 $(VENV)/.docs: $(VENV)/.ready

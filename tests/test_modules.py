@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import heads.lora
 import heads.pairwise
 import kronecker
-import mergekit_lite
+import mergekit_lite.masks
 from heads.lora import LoraLinear
 from heads.pairwise import PairwiseHead
 from kronecker import KroneckerLinear, LowRankEmbedding, LowRankLinear
@@ -169,12 +169,21 @@ def logits_of(output):
     return getattr(output, "logits", output)
 
 
+MODELS = (heads.pairwise.PairwiseModel, mergekit_lite.masks.Merger)  # whole ones
+
+
 def test_every_public_layer_is_here():
     tested = {type(make()) for make, *_ in MODULES.values()}
-    for package in (heads.lora, heads.pairwise, kronecker, mergekit_lite):
+    for package in (
+        heads.lora,
+        heads.pairwise,
+        kronecker,
+        mergekit_lite,
+        mergekit_lite.masks,
+    ):
         for name in package.__all__:
             kind = getattr(package, name)
-            if isinstance(kind, type) and hasattr(kind, "from_linear"):
+            if isinstance(kind, type) and issubclass(kind, nn.Module) and kind not in MODELS:
                 assert kind in tested, kind
 
 

@@ -25,7 +25,7 @@ class Reading:
     """Flags for turning text into tokens.
 
     Args:
-        context: Length of each sequence, in tokens.
+        context: Length of each sequence, in tokens; at most as many as the model has positions.
         tokenizer: Folder or hub id of a tokenizer; default: the one in MODEL, or in the
             first of MODELS.
     """
@@ -337,8 +337,7 @@ def compare(
     texts = {file.stem: text_of(file) for file in text}
     found = {name: find_model(name) for name in models}
     encode = encoder_of(reading.tokenizer or models[0])
-    if reading.tokenizer is None:
-        check_tokenizers(models, encode, next(iter(texts.values())))
+    check_tokenizers(models, encode, texts.values())
     loaded = {name: load(folder, where) for name, folder in found.items()}
     context = context_of([*loaded.values()], reading.context)
     columns: dict[str, Any] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from model_components._model_folders import load_tokenizer
 from .data.batches import positions_of
 from .storage.checkpoints import from_pretrained, is_compressed, model_class
 
-_COMPARED = 2_000  # characters of a text that tokenizers are compared on
+_COMPARED = 20_000  # characters of a text that tokenizers are compared on
 
 
 class ModelFolder(NamedTuple):
@@ -112,22 +112,23 @@ def encoder_of(tokenizer: str) -> Callable[[str], list[int]]:
     return lambda text: found(text, verbose=False)["input_ids"]
 
 
-def check_tokenizers(names: Sequence[str], encode: Callable[[str], list[int]], text: str) -> None:
+def check_tokenizers(
+    names: Sequence[str], encode: Callable[[str], list[int]], texts: Iterable[str]
+) -> None:
     """Raise if a model's own tokenizer splits a text differently; losses are per token.
 
     Args:
         names: Folders or hub ids of the models; those without a tokenizer pass.
         encode: The function from text to token ids that all models are measured with.
-        text: The text.
+        texts: The texts.
     """
-    start = text[:_COMPARED]
+    starts = [text[:_COMPARED] for text in texts]
     for name in names:
         own: Any = load_tokenizer(name)
-        if own is not None and own(start)["input_ids"] != encode(start):
+        if own is not None and any(own(text)["input_ids"] != encode(text) for text in starts):
             raise ValueError(
-                f"compare: expected models with one tokenizer, since losses are per token, but "
-                f"that of {name} splits the text into other tokens than {names[0]}'s; name the "
-                "tokenizer to use for all with --tokenizer"
+                "compare: expected models with one tokenizer, since losses are per token, but that "
+                f"of {name} splits the text differently; compare it with models of its tokenizer"
             )
 
 

@@ -219,7 +219,8 @@ def compare(
     first = next(iter(models.values()))
     ids = _first_ids(next(iter(named.values()))).to(next(first.parameters()).device)
     for model in models.values():
-        check_vocabulary("compare", ids, getattr(model, "config", None))
+        for batches in named.values():
+            _check_vocabulary(model, batches)
     times = _median_seconds(models, ids, new if generates else 0, runs)
     originals = {}
     if not generates:
@@ -272,6 +273,14 @@ def _all_generate(models: Mapping[str, nn.Module]) -> bool:
             "language models or only encoders"
         )
     return not others
+
+
+def _check_vocabulary(model: nn.Module, batches: Batches) -> None:
+    """Raise if a model lacks a token; torch would raise an IndexError that names none."""
+    for batch in batches:
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
+        if isinstance(ids, Tensor):
+            check_vocabulary("compare", ids, getattr(model, "config", None))
 
 
 def _first_ids(batches: Sequence[object]) -> Tensor:

@@ -17,6 +17,7 @@ _COSMETIC = re.compile(
 )
 LENGTHS = ("max_position_embeddings", "max_seq_len_cached", "original_max_seq_len")
 """Fields that only limit the input length, unless the positions depend on them."""
+_FROM_PADDING = {"roberta", "xlm-roberta", "camembert", "mpnet", "xmod", "data2vec-text"}
 # rotary types that do not depend on max_position_embeddings, unlike dynamic, yarn and longrope
 _ANY_LENGTH = {"default", "linear", "llama3"}
 
@@ -32,15 +33,20 @@ def settings_of(config: Any) -> dict[str, object]:
 
 
 def readable_tokens(config: Any, most: int) -> int:
-    """Return how many tokens of an example a model can read, up to ``most``.
+    """Return how many tokens of an example a model has positions for, up to ``most``.
 
     Args:
         config: The model's `PreTrainedConfig`.
         most: The number that was asked for.
     """
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if not positions or is_of_any_length(config):
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    # XLNet has -1, since it has no limit
+    if not isinstance(positions, int) or positions < 1 or is_of_any_length(text):
         return most
+    # these count from the padding's index, which is below the first position
+    if text.model_type in _FROM_PADDING:
+        positions -= (text.pad_token_id or 0) + 1
     return min(most, positions)
 
 

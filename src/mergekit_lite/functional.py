@@ -16,7 +16,7 @@ from model_components._folders import NewFolder, check_new
 
 from ._torch import Tensor
 from .methods import CALIBRATED, get_method
-from .recipe import MergeRecipe, ModelEntry, TokenizerSpec, model_key
+from .recipe import RECIPE_KEYS, MergeRecipe, ModelEntry, TokenizerSpec, model_key
 from .report import MergeReport
 from .running import Run, merge_in_memory, merge_to_folder
 
@@ -66,12 +66,12 @@ def build_recipe(
             or the length of a list is not the number of models.
     """
     chosen = get_method(method)
-    fields = MergeRecipe.__dataclass_fields__.keys() - {"parameters"}
-    if misplaced := [name for name in parameters if name in fields]:
-        raise ValueError(
-            f"{method}: expected the method's parameters, got {misplaced[0]}, a key of recipes; "
-            "pass a recipe instead: merge_models(load_recipe(...))"
-        )
+    for name in parameters:
+        if name in RECIPE_KEYS and name not in chosen.parameters:
+            raise ValueError(
+                f"{method}: expected the method's parameters, got {name}, a key of recipes; pass a "
+                "recipe instead: merge_models(load_recipe(...))"
+            )
     per_model = {name for name, p in chosen.parameters.items() if p.per_model}
     if base_model is not None and chosen.base == "unused":
         raise ValueError(
@@ -131,7 +131,7 @@ def merge_models(
     allow_mixed: bool = False,
     truncate_embeddings: bool = False,
     trust_remote_code: bool = False,
-    tokenizer_source: str | None = None,
+    tokenizer_source: str | os.PathLike[str] | None = None,
     calibration: Sequence[object] | None = None,
     **parameters: object,
 ) -> MergeReport | dict[str, Tensor]:
@@ -280,7 +280,8 @@ def _resolve_recipe(
         if value is None:
             continue
         if name == "tokenizer_source":
-            fields["tokenizer"] = TokenizerSpec(source=value)
+            source = os.fspath(value) if isinstance(value, os.PathLike) else value
+            fields["tokenizer"] = TokenizerSpec(source=source)
         else:
             # torch.float16 becomes "float16" without an import of torch
             fields[name] = str(value).removeprefix("torch.")
@@ -325,8 +326,7 @@ def _check_calibrated(
     passed = [name for name, value in unsupported.items() if value]
     if passed:
         raise ValueError(
-            f"merge_models: {method or 'calibration'} does not support {passed[0]}; omit "
-            f"{', '.join(unsupported)}"
+            f"merge_models: {method or 'calibration'} does not support {', '.join(passed)}; omit it"
         )
 
 

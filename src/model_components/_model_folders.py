@@ -200,7 +200,7 @@ def shown_name(name: str) -> str:
     ('math', 'math', 'org/math')
     """
     path = Path(name)
-    if path.name in ("model", "adapter"):
+    if path.name in ("model", "adapter") and path.parent.name not in ("", "..", "~"):
         path = path.parent
     return hub_id(name) or path.name or "a model made in memory"
 

@@ -30,7 +30,8 @@ _MORE_STEPS = 6
 # the row would reach all latents in training.
 _MOST_EXCHANGES = 8
 
-# These positions have no parameters per position, so they set no limit to the input's length.
+# If the latents are the tokens, these positions have no parameters per position, so they set no
+# limit to the input's length.
 # _ANY_LENGTH is far more than memory and thinking steps allow in practice.
 _WITHOUT_TABLE = ("rotary", "cyclic")
 _ANY_LENGTH = 10_000
@@ -103,15 +104,15 @@ class Preset:
 
         Args:
             data: The training data.
-            longest: Longest length that the model must support; default: that of the training. With
-                rotary or cyclic positions, which `scan` and `exchange` have, a model supports at
-                least 10,000.
+            longest: Longest length that the model must support; default: that of the training.
+                Models of `scan` and `exchange` support at least 10,000, unless fields give them
+                parameters for each position.
             **fields: Further fields of `ThinkerConfig`.
         """
         model = {**self.model, **fields}
         if longest is None:
             longest = data.schedule.max_length
-        if model.get("positions") in _WITHOUT_TABLE and not model.get("from_end"):
+        if _takes_any_length(model):
             longest = max(longest, _ANY_LENGTH)
         sizes: dict[str, Any] = data.sizes(longest)
         return LatentThinker(ThinkerConfig(**sizes | model))
@@ -159,6 +160,13 @@ class Preset:
             step_loss=self.step_loss(),
             segments=self.segments,
         )
+
+
+def _takes_any_length(model: Mapping[str, Any]) -> bool:
+    """Return whether no parameter of a model depends on the lengths of its inputs and answers."""
+    at_tokens = model.get("latent_init") == "tokens" or bool(model.get("causal"))
+    by_length = bool(model.get("from_end")) or model.get("mixer") == "mlp"
+    return model.get("positions") in _WITHOUT_TABLE and at_tokens and not by_length
 
 
 def scan(**fields: Any) -> Preset:

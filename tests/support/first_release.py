@@ -120,8 +120,10 @@ def loaded(name: str) -> nn.Module:
 
 
 def hashes_of(model: nn.Module) -> dict[str, str]:
-    """Return a hash of each tensor of a model, a merger's masks included."""
+    """Return a hash of each tensor that a folder holds, a merger's masks included."""
     state = dict(model.state_dict())
+    if isinstance(model, PeftModel):  # whose base is not in the folder
+        state = {key: value for key, value in state.items() if "lora_" in key}
     if isinstance(model, Merger):
         state |= {f"mask of {key}": mask.detach() for key, mask in model.masks().items()}
     return {key: digest(value)[:16] for key, value in state.items()}

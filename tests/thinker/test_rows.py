@@ -118,6 +118,19 @@ def test_a_trained_scan_solves_longer_texts():
         th.solve(model, task, ["012"])
 
 
+def test_only_models_without_parameters_for_each_position_take_any_length():
+    data = th.presets.scan().data(th.make_task("copy"), max_length=5)
+    lengths = {
+        "scan": th.presets.scan().thinker(data).config.max_input_length,
+        "exchange": th.presets.exchange().thinker(data).config.max_input_length,
+        "mlp": th.presets.exchange(mixer="mlp", window=None).thinker(data).config.max_input_length,
+    }
+    assert lengths == {"scan": 10_001, "exchange": 10_001, "mlp": 6}
+    pointer = th.presets.pointer(positions="rotary")
+    looked_up = pointer.data(th.make_task("prefix_sum"), max_length=5)
+    assert pointer.thinker(looked_up).config.max_output_length == 5
+
+
 def test_longer_answers_have_tokens_of_their_own():
     """Binary numbers plus one, smallest digits first: a scan, though the answer is longer."""
     rows = []

@@ -28,7 +28,7 @@ from model_components._devices import peak_memory, reset_peak_memory
 from model_components._examples import Example, split_examples
 from model_components._folders import NewFolder, OutputError
 from model_components._formats import reading
-from model_components._hub import find_folder, hub_id
+from model_components._hub import cached_commit, find_folder
 from model_components._model_folders import card_of, complete_folder, load_tokenizer, shown_name
 from model_components._runs import RunFolder
 from model_components._trainer import StepTrainer
@@ -389,9 +389,10 @@ def _save(model: Any, folder: Path, out: Path, config: TuneConfig, *, progress: 
     """Write the adapter and the checkpoint; return a remark if the merge was rejected."""
     tokenizer = load_tokenizer(folder)
     if config.r:
-        for adapter in model.peft_config.values():
-            # others have no folder of the hub's cache: they need the id
-            adapter.base_model_name_or_path = hub_id(folder) or adapter.base_model_name_or_path
+        # others have no folder of this machine's cache: they need the id, and the same commit
+        if cached := cached_commit(folder):
+            for adapter in model.peft_config.values():
+                adapter.base_model_name_or_path, adapter.revision = cached
         model.save_pretrained(out / "adapter")
         card = card_of(
             f"LoRA adapter of {shown_name(str(folder))}",

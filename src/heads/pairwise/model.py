@@ -302,13 +302,20 @@ def _load_tokenizer(place: str, hub: Mapping[str, Any]) -> Any:
         return AutoTokenizer.from_pretrained(place, **hub)
 
 
+class _NoPooler(nn.Module):
+    """Returns the states that it gets, whatever else an encoder passes to its pooler."""
+
+    def forward(self, states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        return states
+
+
 def _drop_pooler_(encoder: Any) -> None:
     """Take an encoder's pooler out, if it has one.
 
     `Pool` replaces it, and parameters without gradients stop DDP.
     """
     if getattr(encoder, "pooler", None) is not None:
-        encoder.pooler = nn.Identity()  # not None, because SqueezeBERT always calls its pooler
+        encoder.pooler = _NoPooler()  # not None, because SqueezeBERT always calls its pooler
 
 
 def _text_encoder(model: object) -> Any:

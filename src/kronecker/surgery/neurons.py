@@ -97,7 +97,8 @@ def neurons_to_keep(
     if config.size < least:
         raise ValueError(
             f"prune_: size is {config.size}, expected {rounded_up(least)} to 1 for "
-            f"{type(model).__name__}"
+            f"{type(model).__name__}, of which {neurons / total:.0%} are neurons of MLPs; the rest "
+            "stays, but convert_ also takes LowRankConfig for embeddings"
         )
     # only hidden neurons are dropped, and every part keeps the same share of them
     share = 1 - (total - budget) / neurons

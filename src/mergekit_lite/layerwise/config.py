@@ -28,7 +28,7 @@ class CalibratedMerge:
         auto_class: The AutoModel class of transformers that builds the models.
         batch_size: Examples per batch.
         max_length: Largest number of tokens of an example, at most the number of the model's
-            learned positions; more are cut off.
+            positions; more are cut off.
 
     Raises:
         ValueError: A value has a wrong type or is out of range.

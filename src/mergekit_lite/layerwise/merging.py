@@ -108,7 +108,7 @@ def check_alike(sources: Sequence[Source]) -> None:
             name, theirs, ours = unlike[0]
             raise CheckpointError(
                 f"{other.label} and {first.label}: {name} is {theirs} and {ours} ({len(unlike)} "
-                "tensors differ); data-driven merges need models of one architecture"
+                "tensors differ); data-driven merges need models of one architecture and vocabulary"
             )
     check_computing(sources)
 

@@ -34,7 +34,7 @@ class LearnConfig(CheckedConfig):
         max_steps: Number of training steps.
         batch_size: Number of examples per device and step.
         max_length: Maximum number of tokens of an example, at most the number of the models'
-            learned positions; the rest is cut off.
+            positions; the rest is cut off.
         coefficients: The share of each component as a teacher. ``"task"``: only the component whose
             data the example comes from; ``"evidence"``: in proportion to the probability that a
             component gives the example; ``"confidence"``: larger for a component whose prediction

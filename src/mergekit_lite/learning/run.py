@@ -91,6 +91,7 @@ def learn_merge(
     merges = _merges(config, len(names), base)
     first: Any = open_source(names[0]).folder
     tokenizer: Any = AutoTokenizer.from_pretrained(first)
+    facts = {"components": names, "base": base, **config.to_dict()}
     length = readable_tokens(read_config(first, OPERATION), config.max_length)
     config = replace(config, max_length=length)
     tasks = read_tasks(data, tokenizer, config)
@@ -104,7 +105,6 @@ def learn_merge(
             "the hidden states"
         )
     training = path.with_name(f"{path.name}.training")
-    facts = {"components": names, "base": base, **config.to_dict()}
     contents = {task.name: task.hash for task in tasks}
     starts = [config.start] if _is_folder(config.start) else []
     files = [open_source(model).fingerprint() for model in [*names, *starts]]

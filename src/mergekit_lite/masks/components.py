@@ -135,8 +135,8 @@ def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str]) -> I
                 and parameter.shape[1:] == theirs[name].shape[1:]
             ):
                 hint = (
-                    "; align the vocabularies first: merge_models with a recipe whose tokenizer "
-                    "source is union"
+                    "; align the vocabularies first: merge_models([a, b], weight=[1, 0], "
+                    "tokenizer_source='union') writes a with the tokens of both"
                 )
             yield f"{name} has shapes {shapes}{hint}"
         elif parameter.dtype != theirs[name].dtype:

@@ -245,8 +245,8 @@ def _vocabularies(bases: Sequence[str | os.PathLike[str]], labels: Sequence[str]
         if moved is not None:
             differences.append(
                 f"their tokenizers differ: {moved!r} is {first_ids[moved]} ({first}) and "
-                f"{ids[moved]} ({label}); align the vocabularies first: merge_models with a recipe "
-                "whose tokenizer source is union"
+                f"{ids[moved]} ({label}); align the vocabularies first: merge_models([a, b], "
+                "weight=[1, 0], tokenizer_source='union') writes a with the tokens of both"
             )
         elif len(first_ids.keys() ^ ids.keys()) > 2 * _TOKENS * max(len(first_ids), len(ids)):
             # the factor 2: a renamed token is missing on both sides

@@ -1,6 +1,6 @@
 """Recipes, which define a merge, and their YAML dialect."""
 
-from .dialect import load_recipe, parse_recipe
+from .dialect import RECIPE_KEYS, load_recipe, parse_recipe
 from .recipe import (
     MergeRecipe,
     ModelEntry,
@@ -13,6 +13,7 @@ from .recipe import (
 )
 
 __all__ = [
+    "RECIPE_KEYS",
     "MergeRecipe",
     "ModelEntry",
     "RecipeError",

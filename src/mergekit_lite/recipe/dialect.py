@@ -30,7 +30,7 @@ from .recipe import (
 )
 
 # all keys of a recipe
-_RECIPE = [
+RECIPE_KEYS = [
     "merge_method",
     "models",
     "slices",
@@ -255,8 +255,8 @@ class _Parser:
             if key in data:
                 self.notes.append(note)
                 del data[key]
-        self._known("recipe", data, _RECIPE)
-        data = {key: value for key, value in data.items() if key in _RECIPE}
+        self._known("recipe", data, RECIPE_KEYS)
+        data = {key: value for key, value in data.items() if key in RECIPE_KEYS}
         if data.get("merge_method") is None:
             raise RecipeError("recipe: has no merge_method")
         # before the modules are opened, because their parameters override these

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 
 import pytest
 import torch
@@ -87,6 +88,18 @@ def test_a_run_writes_all_that_it_promises(base):
     assert (out / "curves.png").stat().st_size > 5_000
     for part in ("before", "after", "verdict: ", "in ", "answers.json", "learning rate 0.01"):
         assert part in str(report)
+
+
+def test_an_adapter_of_a_model_of_the_hub_names_its_id_and_commit(base):
+    """Not this machine's cache, whose newest commit may be another one."""
+    snapshot = base.parent / "hub" / "models--org--m" / "snapshots" / ("a" * 40)
+    shutil.copytree(base, snapshot)
+    tune(snapshot, ROWS, out=base.parent / "run", progress=False, **SHORT)
+    config = json.loads((base.parent / "run" / "adapter" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/m", "a" * 40)
+    card = (base.parent / "run" / "adapter" / "README.md").read_text()
+    assert "# LoRA adapter of org/m" in card
+    assert str(base.parent) not in card
 
 
 def test_a_finished_run_is_not_made_again(base, monkeypatch):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import mergekit_lite.layerwise
 from mergekit_lite import merge_models
 from mergekit_lite.__main__ import main
+from mergekit_lite.computing import readable_tokens
 from mergekit_lite.layerwise import CalibratedMerge, InputStatistics, merge_by_inputs
 from mergekit_lite.layerwise.blocks import linear_layers
 from mergekit_lite.layerwise.closed_forms import CLOSED_FORMS
@@ -169,6 +170,21 @@ def dense(paths, kind, data, method, reduce=0.9):
             [inputs(m, h, d) for m, h, d in zip(models, heads[1:], data, strict=True)],
         )
     return merged
+
+
+@pytest.mark.parametrize(
+    ("kind", "readable"),
+    [("gpt2", 64), ("roberta", 62), ("llama", 100), ("bert", 64)],
+)
+def test_rows_are_cut_to_the_positions_of_a_model(kind, readable):
+    config = tiny(kind).config
+    positions = {"gpt2": "n_positions", "roberta": "max_position_embeddings"}
+    setattr(config, positions.get(kind, "max_position_embeddings"), 64)
+    config.pad_token_id = {"roberta": 1}.get(kind)
+    assert readable_tokens(config, 100) == readable
+    assert readable_tokens(config, 10) == 10
+    config.max_position_embeddings = -1  # as XLNet's, which has no limit
+    assert readable_tokens(config, 100) == 100
 
 
 def test_every_data_driven_method_is_here():
@@ -434,7 +450,7 @@ def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
         ),
         (
             {"calibration": DATA, "out_dtype": "float16"},
-            r"merge_models:.*base_model.*out_dtype",
+            r"merge_models:.*does not support out_dtype",
         ),
     ],
 )

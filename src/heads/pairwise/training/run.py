@@ -110,6 +110,8 @@ class JudgeReport(Report):
             # the error is nan if all pairs have one prompt: then the judge is not called better
             if rival.gain > 2 * rival.error:
                 lines.append(f"{name}: better than {rival.name} by more than two standard errors")
+            elif rival.gain < -2 * rival.error:
+                lines.append(f"{name}: worse than {rival.name} by more than two standard errors")
             else:
                 lines.append(f"{name}: not better than {rival.name} by two standard errors")
         if self.away is None:

@@ -21,10 +21,10 @@ $(VENV)/.ready: constraints.txt pyproject.toml
 demo: $(VENV)/.ready ## train two small specialists, merge them by formulas and by learned masks, print what each can do (4 min)
 	$(BIN)/python examples/train_masks.py
 
-# One worker a core, one thread a worker, the examples' processes included. P=thinker: one package's tests and doctests. ARGUMENTS: pytest's.
+# One worker a core, one thread a worker, the examples' processes included. P=thinker: one package's tests and doctests.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 test: $(VENV)/.ready ## the suite, doctests included (6 min); P=thinker for one package
-	$(PYTEST) $(if $(P),tests/$(P) src/$(P)) $(ARGUMENTS)
+	$(PYTEST) $(if $(P),tests/$(P) src/$(P))
 
 test-examples: $(VENV)/.ready ## run examples, how-to pages and notebooks with few steps (4 min)
 	$(PYTEST) -m 'examples and not slow' tests/test_examples.py

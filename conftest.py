@@ -41,14 +41,6 @@ def pytest_configure(config):
                 )
 
 
-def pytest_collection_modifyitems(items):
-    # examples take longest, and two workers begin with a half each: both begin with examples
-    long = [item for item in items if item.get_closest_marker("examples")]
-    short = [item for item in items if not item.get_closest_marker("examples")]
-    half = len(short) // 2
-    items[:] = long[::2] + short[:half] + long[1::2] + short[half:]
-
-
 def pytest_sessionfinish(session, exitstatus):
     if session.config.getoption("--write-numerics") and exitstatus == 0:
         equivalence.write_numerics(Path(__file__).parent / "docs" / "numerics.md")

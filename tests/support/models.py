@@ -92,7 +92,6 @@ ENCODERS = (
     "modernbert",
     "mpnet",
     "deberta",
-    "squeezebert",
 )
 MAKERS = {
     "gpt2": _gpt2,
@@ -120,16 +119,6 @@ MAKERS = {
     "mpnet": _encoder("MPNet"),
     "deberta": _encoder(
         "DebertaV2", relative_attention=True, position_buckets=8, pos_att_type=["p2c", "c2p"]
-    ),
-    "squeezebert": _encoder(
-        "SqueezeBert",
-        embedding_size=16,
-        q_groups=1,
-        k_groups=1,
-        v_groups=1,
-        post_attention_groups=1,
-        intermediate_groups=1,
-        output_groups=1,
     ),
     "qwen2": _decoder("Qwen2"),
     "qwen3": _decoder("Qwen3"),

@@ -303,7 +303,7 @@ def _load_tokenizer(place: str, hub: Mapping[str, Any]) -> Any:
 
 
 class _NoPooler(nn.Module):
-    """Returns the states that it gets, whatever else an encoder passes to its pooler."""
+    """A pooler that returns its states, whatever else the encoder passes to it."""
 
     def forward(self, states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         return states

@@ -24,6 +24,8 @@ from transformers import (
     GPTNeoModel,
     RoFormerConfig,
     RoFormerModel,
+    SqueezeBertConfig,
+    SqueezeBertModel,
     T5Config,
     T5EncoderModel,
     T5Model,
@@ -110,7 +112,7 @@ def test_batches_do_not_matter(kind):
         torch.testing.assert_close(one, predicted(model).log_probabilities)
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert", "llama", "mpnet", "squeezebert"])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert", "llama", "mpnet"])
 def test_saved_and_loaded(kind, tmp_path):
     model = model_of(kind, link="davidson", pooling=["mean", "last"], hidden_features=4)
     model.head.temperature.fill_(1.7)
@@ -149,6 +151,26 @@ def test_weights_load_in_float32_unless_asked(tmp_path):
         PairwiseModel.from_pretrained(tmp_path / "half", dtype=torch.bfloat16).encoder.dtype
         == torch.bfloat16
     )
+
+
+def test_an_encoder_that_always_calls_its_pooler_carries_a_judge(tmp_path):
+    groups = ("q", "k", "v", "post_attention", "intermediate", "output")
+    encoder = SqueezeBertModel(
+        SqueezeBertConfig(
+            vocab_size=96,
+            hidden_size=16,
+            embedding_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=24,
+            **{f"{name}_groups": 1 for name in groups},
+        )
+    )
+    model = PairwiseModel.from_encoder(encoder, tokenizer_of()).eval()
+    model.save_pretrained(tmp_path / "judge")
+    again = PairwiseModel.from_pretrained(tmp_path / "judge")
+    first, second = (m.predict(["w8"], ["w9"], ["w7"], progress=False) for m in (model, again))
+    assert torch.equal(first.log_probabilities, second.log_probabilities)
 
 
 def test_a_head_on_a_model_with_another_head_takes_the_encoder_inside():

@@ -156,6 +156,9 @@ def embeddings(model: nn.Module, batches: Batches) -> Tensor:  # (rows, width)
             arguments = dict(batch)
         else:
             arguments = {"input_ids": batch}
+        if isinstance(ids := arguments.get("input_ids"), Tensor):
+            # torch would raise an IndexError that names no token
+            check_vocabulary("compare", ids, getattr(model, "config", None))
         arguments = on_device(without_labels(arguments), device)
         states = getattr(model(**arguments), "last_hidden_state", None)
         if states is None:
@@ -218,29 +221,54 @@ def compare(
     named = texts if isinstance(texts, Mapping) else {"": texts}
     first = next(iter(models.values()))
     ids = _first_ids(next(iter(named.values()))).to(next(first.parameters()).device)
-    for model in models.values():
-        for batches in named.values():
-            _check_vocabulary(model, batches)
+    # before the timing, because these refuse what a model cannot read
+    if generates:
+        perplexities = _perplexities(models, named)
+        cosines = {name: {} for name in models}
+    else:
+        perplexities = {name: {} for name in models}
+        cosines = _cosines(models, named)
     times = _median_seconds(models, ids, new if generates else 0, runs)
-    originals = {}
-    if not generates:
-        originals = {text: embeddings(first, batches) for text, batches in named.items()}
     rows = []
     for name, model in models.items():
         forward, generate = times[name]
-        perplexities = {}
-        if generates:
-            perplexities = {text: perplexity(model, batches) for text, batches in named.items()}
-        cosines = {
-            text: _cosine(embeddings(model, named[text]), o, name) for text, o in originals.items()
-        }
         speed = new / generate if generates else None
         rows.append(
             ModelFigures(
-                name, num_parameters(model), perplexities, cosines, ids.numel() / forward, speed
+                name,
+                num_parameters(model),
+                perplexities[name],
+                cosines[name],
+                ids.numel() / forward,
+                speed,
             )
         )
     return Comparison(tuple(rows))
+
+
+def _perplexities(
+    models: Mapping[str, Any], texts: Mapping[str, Batches]
+) -> dict[str, dict[str, float]]:
+    """Return the perplexity of each text under each model."""
+    found = {}
+    for name, model in models.items():
+        found[name] = {text: perplexity(model, batches) for text, batches in texts.items()}
+    return found
+
+
+def _cosines(
+    models: Mapping[str, Any], texts: Mapping[str, Batches]
+) -> dict[str, dict[str, float]]:
+    """Return, for each encoder and text, the mean cosine of its embeddings to the first's."""
+    first = next(iter(models.values()))
+    originals = {text: embeddings(first, batches) for text, batches in texts.items()}
+    found = {}
+    for name, model in models.items():
+        found[name] = {
+            text: _cosine(embeddings(model, texts[text]), original, name)
+            for text, original in originals.items()
+        }
+    return found
 
 
 def _median_seconds(
@@ -273,14 +301,6 @@ def _all_generate(models: Mapping[str, nn.Module]) -> bool:
             "language models or only encoders"
         )
     return not others
-
-
-def _check_vocabulary(model: nn.Module, batches: Batches) -> None:
-    """Raise if a model lacks a token; torch would raise an IndexError that names none."""
-    for batch in batches:
-        ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
-        if isinstance(ids, Tensor):
-            check_vocabulary("compare", ids, getattr(model, "config", None))
 
 
 def _first_ids(batches: Sequence[object]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -15,7 +15,7 @@ from model_components._devices import find_device
 from model_components._folders import NewFolder, check_new
 
 from ._torch import Tensor
-from .methods import CALIBRATED, get_method
+from .methods import CALIBRATED, MergeMethod, get_method
 from .recipe import RECIPE_KEYS, MergeRecipe, ModelEntry, TokenizerSpec, model_key
 from .report import MergeReport
 from .running import Run, merge_in_memory, merge_to_folder
@@ -66,12 +66,7 @@ def build_recipe(
             or the length of a list is not the number of models.
     """
     chosen = get_method(method)
-    for name in parameters:
-        if name in RECIPE_KEYS and name not in chosen.parameters:
-            raise ValueError(
-                f"{method}: expected the method's parameters, got {name}, a key of recipes; pass a "
-                "recipe instead: merge_models(load_recipe(...))"
-            )
+    _refuse_recipe_keys(chosen, parameters)
     per_model = {name for name, p in chosen.parameters.items() if p.per_model}
     if base_model is not None and chosen.base == "unused":
         raise ValueError(
@@ -109,6 +104,17 @@ def build_recipe(
         parameters=general,
         **rest,
     )
+
+
+def _refuse_recipe_keys(method: MergeMethod, parameters: Iterable[str]) -> None:
+    """Refuse keys of recipes, which would have no effect as parameters of a method."""
+    for key in parameters:
+        name = key.rstrip("_")
+        if name in RECIPE_KEYS and name not in method.parameters:
+            raise ValueError(
+                f"{method.name}: expected the method's parameters, got {key}, a key of recipes; "
+                "pass a recipe instead: merge_models(load_recipe(...))"
+            )
 
 
 def merge_models(

@@ -323,6 +323,14 @@ def test_comparing_encoders_says_how_near_their_embeddings_are():
         compare({"a": tiny("gpt2"), "b": model}, [ids])
 
 
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_a_token_that_a_model_lacks_is_named_in_any_text(kind):
+    models = {"whole": tiny(kind), "small": tiny(kind, vocab_size=50)}
+    texts = {"known": [torch.tensor([[5, 6, 7]])], "unknown": [torch.tensor([[5, 6, 70]])]}
+    with pytest.raises(ValueError, match="token ids go from 5 to 70, expected 0 to 49"):
+        compare(models, texts, runs=1, new=1)
+
+
 def test_comparing_refuses_what_it_cannot_measure():
     ids = torch.randint(3, 96, (1, 8))
     with pytest.raises(ValueError, match=r"compare:.*0.*models.*1"):

@@ -60,8 +60,9 @@ def test_the_tokenizers_source_is_an_argument_and_other_keys_of_recipes_are_not(
         assert (tmp_path / "call" / name).read_bytes() == (tmp_path / "recipe" / name).read_bytes()
     with pytest.raises(ValueError, match="got chat_template, a key of recipes"):
         merge_models(list(folders.values()), chat_template="auto", out=tmp_path / "no")
-    with pytest.raises(ValueError, match="got modules, a key of recipes"):
-        merge_models(list(folders.values()), modules={}, out=tmp_path / "no")
+    for misplaced in ("modules", "tokenizer_"):
+        with pytest.raises(ValueError, match=f"got {misplaced}, a key of recipes"):
+            merge_models(list(folders.values()), **{misplaced: {}}, out=tmp_path / "no")
     with pytest.raises(ValueError, match="got tokenizer_source together with a MergeRecipe"):
         merge_models(load_recipe(text), tokenizer_source="base", out=tmp_path / "no")
 

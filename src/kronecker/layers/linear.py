@@ -123,7 +123,7 @@ class SmallerLinear(SmallerWeight):
 
     def product(self, x: Tensor) -> Tensor:
         """Compute the output (*B, out_features) of x (*B, in_features) from the smaller weights."""
-        raise NotImplementedError
+        raise NotImplementedError  # each structure has its own
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the output (*B, out_features) of x (*B, in_features)."""

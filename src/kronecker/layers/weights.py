@@ -31,11 +31,11 @@ class SmallerWeight(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw new factors that keep the scale of activations, and set the bias to zero."""
-        raise NotImplementedError
+        raise NotImplementedError  # each structure has its own
 
     def dense_weight(self) -> Tensor:
         """Return the weight, (rows, columns), differentiable."""
-        raise NotImplementedError
+        raise NotImplementedError  # each structure has its own
 
     @property
     def weight(self) -> Tensor:
@@ -45,7 +45,7 @@ class SmallerWeight(nn.Module):
     @property
     def structure(self) -> str:
         """The number and shapes of the parts."""
-        raise NotImplementedError
+        raise NotImplementedError  # each structure has its own
 
     @property
     def compression(self) -> float:
@@ -57,7 +57,7 @@ class SmallerWeight(nn.Module):
         )
 
     def _sizes(self) -> tuple[int, int]:
-        raise NotImplementedError
+        raise NotImplementedError  # each structure has its own
 
     def extra_repr(self) -> str:
         """Return structure and compression, for printing."""

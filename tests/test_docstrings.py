@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import pkgutil
 import re
 import textwrap
 
@@ -35,7 +36,7 @@ PAPERS = {  # what has one, and words of it
     "thinker.ThinkerConfig": "Hawthorne",
     "thinker.ThinkerTrainer": "Wang et al. 2025",
     "heads.lora.lora_linear": "2312.03415",
-    "heads.pairwise.parameter_groups": "ULMFiT",
+    "heads.pairwise.training.parameters.parameter_groups": "ULMFiT",
 }
 NAMES = {
     f"{package}.{name}": getattr(module, name)
@@ -172,4 +173,4 @@ def test_every_merge_method_names_its_source(name):
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_what_a_paper_proposed_names_it(name):
-    assert PAPERS[name] in " ".join(NAMES[name].__doc__.split())
+    assert PAPERS[name] in " ".join(pkgutil.resolve_name(name).__doc__.split())

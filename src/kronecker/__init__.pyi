@@ -1,5 +1,5 @@
 from .config import KroneckerConfig, LowRankConfig, PruneConfig
-from .data.text import strided, text_batches, text_of
+from .data.text import text_batches, text_of
 from .discovery.finding import num_parameters
 from .functional import kron_linear
 from .layers.embedding import LowRankEmbedding
@@ -12,7 +12,6 @@ from .surgery.convert import convert_
 from .surgery.prune import prune_
 from .surgery.revert import revert_
 from .training.callbacks import FadeIn, FreezePretrained
-from .training.parameters import parameter_groups
 from .training.trainer import KroneckerTrainer
 
 __version__: str
@@ -35,12 +34,10 @@ __all__ = [
     "from_pretrained",
     "kron_linear",
     "num_parameters",
-    "parameter_groups",
     "perplexity",
     "prune_",
     "revert_",
     "save_pretrained",
-    "strided",
     "text_batches",
     "text_of",
 ]

@@ -3,12 +3,10 @@ from .engine import NotFiniteError
 from .engine.output import OutputError
 from .files import CheckpointError
 from .functional import merge_models
-from .learning.config import LearnConfig
 from .learning.run import learn_merge
 from .masks.layers import AccurateMaskedLinear, EfficientMaskedLinear
 from .methods import (
     METHODS,
-    MergeMethod,
     Noise,
     PerModel,
     Range,
@@ -18,11 +16,7 @@ from .methods import (
 from .planning import PlanError, make_plan
 from .recipe import (
     MergeRecipe,
-    ModelEntry,
     RecipeError,
-    Slice,
-    TokenizerSpec,
-    TokenRule,
     load_recipe,
 )
 
@@ -33,10 +27,7 @@ __all__ = [
     "AccurateMaskedLinear",
     "CheckpointError",
     "EfficientMaskedLinear",
-    "LearnConfig",
-    "MergeMethod",
     "MergeRecipe",
-    "ModelEntry",
     "Noise",
     "NotFiniteError",
     "OutputError",
@@ -44,9 +35,6 @@ __all__ = [
     "PlanError",
     "Range",
     "RecipeError",
-    "Slice",
-    "TokenRule",
-    "TokenizerSpec",
     "extract_lora",
     "get_method",
     "learn_merge",

@@ -9,7 +9,7 @@ from .report import evaluate_grid, evaluate_steps
 from .schedules import Frontier
 from .solving import solve
 from .tasks import TASKS, AtTokens, RowsTask, SequenceTask, Task, make_task, register_task
-from .training import RewindOnPeak, ThinkerTrainer, parameter_groups, thinker_arguments
+from .training import RewindOnPeak, ThinkerTrainer, thinker_arguments
 
 __version__: str
 
@@ -32,7 +32,6 @@ __all__ = [
     "evaluate_grid",
     "evaluate_steps",
     "make_task",
-    "parameter_groups",
     "presets",
     "register_task",
     "solve",

@@ -16,15 +16,18 @@ from tests.benchmarks.far_apart_pairs import (
     STEPS,
     read_found,
 )
+from tests.benchmarks.pictures import dot_plot
 from tests.benchmarks.results import ROOT, put
 
 GUIDE = ROOT / "docs" / "masks.md"
 LOST = ROOT / "docs" / "what_did_not_win.md"
+PLOT = ROOT / "docs" / "learned_merges.svg"
 TITLES = {
     "chain": "base and fine-tune",
     "siblings": "two fine-tunes",
     "adapters": "two LoRA adapters",
 }
+STARTS = ("average", "regmean")
 SETTINGS = ("granularity", "coefficients", "temperature")
 ABOUT = {
     "chain": "SmolLM2-135M-Instruct, and the same after training on German manual pages",
@@ -39,6 +42,7 @@ def write_tables() -> None:
     put(GUIDE, table(MORE, f"{STEPS} steps ({LONG} where the row says so)"), "far apart, more")
     put(GUIDE, settings_table(), "far apart, settings")
     put(LOST, modules_table(), "all modules")
+    draw()
 
 
 def in_table(row: dict[str, Any]) -> bool:
@@ -77,15 +81,16 @@ def recovered(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, float], float]:
     return {name: (average - sum(values)) / gap for name, values in losses.items()}, gap / 2
 
 
-def table(pairs: Sequence[str], steps: str) -> list[str]:
-    """Return a table's lines: a column for each kind of pair, with the spread of its seeds."""
+def shares_of(
+    pairs: Sequence[str],
+) -> tuple[dict[str, dict[str, list[float]]], list[str], list[dict[str, Any]]]:
+    """Return the shares of each kind of pair, by merge; what each kind is; and their rows."""
     rows = [row for row in read_found() if in_table(row) and row["pair"] in pairs]
     kinds: dict[str, list[list[dict[str, Any]]]] = {}
     for (pair, _), own in sorted(by_pair(rows).items(), key=lambda item: pairs.index(item[0][0])):
         # a pair that was begun may lack what shares are computed from
         if {"average", "first", "second"} <= {row["merge"] for row in own}:
             kinds.setdefault(pair.partition("-")[0], []).append(own)
-    rows = [row for members in kinds.values() for own in members for row in own]
     columns: dict[str, dict[str, list[float]]] = {}
     described: list[str] = []
     for kind, members in kinds.items():
@@ -97,6 +102,12 @@ def table(pairs: Sequence[str], steps: str) -> list[str]:
         for shares, _ in found:
             for name, share in shares.items():
                 columns[kind].setdefault(name, []).append(share)
+    return columns, described, [row for members in kinds.values() for own in members for row in own]
+
+
+def table(pairs: Sequence[str], steps: str) -> list[str]:
+    """Return a table's lines: a column for each kind of pair, with the spread of its seeds."""
+    columns, described, rows = shares_of(pairs)
     first = next(iter(columns.values()))
     lines = [
         f"| merge | {' | '.join(TITLES[kind] for kind in columns)} |",
@@ -105,7 +116,10 @@ def table(pairs: Sequence[str], steps: str) -> list[str]:
     names = dict.fromkeys(name for shares in columns.values() for name in shares)
     # merges without a value in the first column come last
     for name in sorted(names, key=lambda name: -statistics.mean(first.get(name, [-9]))):
-        cells = [_cell(columns[kind].get(name, []), len(kinds[kind])) for kind in columns]
+        cells = [
+            _cell(shares.get(name, []), max(map(len, shares.values())))
+            for shares in columns.values()
+        ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     made = dict.fromkeys(f"{row['date']} at {row['commit']}" for row in rows)
     searched = ", ".join(sorted({row["merge"] for row in rows if "strength" in row}))
@@ -118,6 +132,24 @@ def table(pairs: Sequence[str], steps: str) -> list[str]:
         f"were chosen on other rows. {'; '.join(hardware)}; {', '.join(made)}."
     )
     return [*lines, "", about]
+
+
+def draw() -> None:
+    """Draw the share of the gap that the starts and the students from them recover, by pair."""
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    columns, _, _ = shares_of(PAIRS)
+    for kind, shares in columns.items():
+        cells = panels.setdefault(f"{TITLES[kind]}: % of the gap", {})
+        for row, student in (("all weights", "all"), ("LoRA", "lora"), ("masks", "masks")):
+            cells[row] = {}
+            for start in STARTS:
+                found = shares.get(f"{student} from {start}")
+                if found:
+                    cells[row][f"from {start}"] = 100 * statistics.mean(found)
+        cells["without training"] = {
+            f"from {start}": 100 * statistics.mean(shares[start]) for start in STARTS
+        }
+    dot_plot(PLOT, panels, line=100)
 
 
 def modules_table() -> list[str]:

@@ -30,6 +30,7 @@ from heads.lora import (
     tuning_report,
 )
 from tests.benchmarks.ablations import settings
+from tests.benchmarks.pictures import save_picture
 from tests.benchmarks.results import RESULTS, ROOT, commit, put, today
 from tests.support import real
 
@@ -274,9 +275,6 @@ def write_table() -> None:
 
 def draw() -> None:
     """Held-out loss on the way, of both recipes, and of the old one with one thing mended."""
-    import matplotlib
-
-    matplotlib.rcParams["svg.hashsalt"] = "lora"
     from matplotlib.figure import Figure
 
     every = json.loads(CONFIG.read_text(encoding="utf-8"))["every"]
@@ -303,7 +301,7 @@ def draw() -> None:
         axes.title.set_fontsize(9)
         axes.legend(fontsize=7)
     panels[0].set_ylabel("loss of held-out answers")
-    figure.savefig(PLOT, metadata={"Date": None})
+    save_picture(figure, PLOT)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks import fused_paths
+from tests.benchmarks.pictures import save_picture
 from tests.benchmarks.results import ROOT, latest
 
 PAGE, PLOTS = ROOT / "docs" / "performance.md", ROOT / "docs" / "measured"
@@ -157,9 +158,6 @@ def summary(rows: Sequence[Mapping[str, str]], table: Table) -> list[str]:
 def draw(rows: Sequence[Mapping[str, str]], table: Table, path: Path) -> bool:
     """A dot for each row's ratio, a line of dots for each way; whether there is anything to
     compare."""
-    import matplotlib
-
-    matplotlib.rcParams["svg.hashsalt"] = "performance"
     from matplotlib.figure import Figure
 
     ratios = ratios_of(rows, table)
@@ -184,8 +182,7 @@ def draw(rows: Sequence[Mapping[str, str]], table: Table, path: Path) -> bool:
         yticks=range(len(ways)),
     )
     axes.set_yticklabels(list(reversed(ways)), fontsize=8)
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+    save_picture(figure, path)
     return True
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import math
 import random
 import statistics
 import tempfile
@@ -40,6 +41,7 @@ from heads.pairwise import (
 )
 from heads.pairwise.report.baselines import BASELINES
 from tests.benchmarks.pairwise_trial import EVERYWHERE, real_pairs, training_arguments
+from tests.benchmarks.pictures import dot_plot
 from tests.benchmarks.results import RESULTS, ROOT, commit, put, today
 from tests.support import real
 
@@ -48,6 +50,18 @@ GUIDE, FEATURES = ROOT / "docs" / "pairwise.md", Path(__file__).parent / "work" 
 SEEDS = (0, 1, 2)
 HELD_MODELS, HELD_PROMPTS, MOST = 2, 150, 800  # pairs of each foreign set
 WAYS = ("plain", "temperature", "fit_uncertainty_", "with trees")
+SHORT = {
+    "home": "prompts never seen",
+    "models": "models never seen",
+    "people": "hh-rlhf",
+    "polite": "rewrites",
+}
+DRAWN = {
+    "plain": "judge",
+    "temperature": "judge, calibrate_",
+    "fit_uncertainty_": "judge, fit_uncertainty_",
+}
+PLOT = ROOT / "docs" / "judges.svg"
 FEWER = 1200  # training pairs
 WORDS = {
     "home": "AlpacaEval, prompts never seen",
@@ -214,6 +228,20 @@ def write_table() -> None:
         f"{found['date']} at {found['commit']}."
     )
     put(GUIDE, [*lines, "", note], "away")
+    draw(found)
+
+
+def draw(found: dict[str, Any]) -> None:
+    """Draw the log-losses of the judge and of the trees on each test, of the most training pairs."""
+    part = found["sizes"][max(found["sizes"], key=int)]
+    cells: dict[str, dict[str, float]] = {}
+    for name in WORDS:
+        losses = {
+            label: statistics.median(one[way][name]["log_loss"] for one in part["runs"])
+            for way, label in DRAWN.items()
+        }
+        cells[SHORT[name]] = losses | {"trees on style and length": part["trees"][name]}
+    dot_plot(PLOT, {"log-loss (dotted: always saying one half)": cells}, line=math.log(2))
 
 
 def measured(pairs: dict[str, list[Pair]], *, smoke: bool) -> dict[str, Any]:

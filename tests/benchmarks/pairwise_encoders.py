@@ -35,7 +35,16 @@ from heads.pairwise import (
     freeze_,
 )
 from heads.pairwise.report.baselines import BASELINES
-from tests.benchmarks.pairwise_away import FEATURES, GUIDE, SEEDS, fewer, figures, sets, verdicts_of
+from tests.benchmarks.pairwise_away import (
+    FEATURES,
+    GUIDE,
+    SEEDS,
+    SHORT,
+    fewer,
+    figures,
+    sets,
+    verdicts_of,
+)
 from tests.benchmarks.pairwise_rivals import (
     CROSS,
     REWARD,
@@ -52,12 +61,6 @@ from tests.support import real
 FOUND = RESULTS / "pairwise_encoders.json"
 HEAD_RATE = 1e-3
 MAX_TOKENS, MOST = 256, 300  # tokens of an answer with its prompt, pairs of each test
-TESTS = {
-    "home": "prompts never seen",
-    "models": "models never seen",
-    "people": "hh-rlhf",
-    "polite": "rewrites",
-}
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ def row_of(
         "pairs": len(pairs["train"]),
         "seed": 0,
         **more,
-        "tests": {test: figures(verdicts(test), pairs[test]) for test in TESTS},
+        "tests": {test: figures(verdicts(test), pairs[test]) for test in SHORT},
         "date": today(),
         "commit": commit(),
     }
@@ -212,7 +215,7 @@ def trees(pairs: dict[str, list[Pair]]) -> dict[str, Any]:
     seen = [*pairs["train"], *pairs["epoch"], *pairs["temperature"]]
     begin = time.process_time()
     verdicts = {
-        name: baseline_verdicts(seen, pairs[name], classes=2)[BASELINES[-1]] for name in TESTS
+        name: baseline_verdicts(seen, pairs[name], classes=2)[BASELINES[-1]] for name in SHORT
     }
     seconds = round(time.process_time() - begin)
     return row_of(BASELINES[-1], pairs, verdicts.__getitem__, cpu_seconds=seconds)
@@ -277,7 +280,7 @@ def write_table() -> None:
     for row in rows:
         if row.get("rate") == best_rate(row["way"], row["pairs"]):
             groups.setdefault((row["pairs"], row["way"]), []).append(row)
-    header = ["encoder", "pairs", "rate", "accuracy", *TESTS.values(), "CPU s"]
+    header = ["encoder", "pairs", "rate", "accuracy", *SHORT.values(), "CPU s"]
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     order = [BASELINES[-1], VERDICT, *(way.name for way in WAYS), *RIVALS]
     for (count, name), found in sorted(
@@ -286,7 +289,7 @@ def write_table() -> None:
         cells = [name, f"{count:,}", f"{found[0]['rate']:g}" if "rate" in found[0] else ""]
         shares = [row["tests"]["home"]["accuracy"] for row in found]
         cells.append(f"{statistics.median(shares):.1%}")
-        for test in TESTS:
+        for test in SHORT:
             losses = [row["tests"][test]["log_loss"] for row in found]
             span = f" ({min(losses):.3f} to {max(losses):.3f})" if len(losses) > 1 else ""
             cells.append(f"{statistics.median(losses):.3f}{span}")
@@ -316,7 +319,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     every = sets()
     few = fewer(every)
-    for name in TESTS:
+    for name in SHORT:
         few[name] = few[name][:MOST]
     if options.smoke:
         some = {name: part[:40] for name, part in few.items()}

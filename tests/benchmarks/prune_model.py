@@ -23,6 +23,7 @@ from torch import Tensor
 from kronecker import PruneConfig, num_parameters, prune_
 from kronecker.data.text import text_batches
 from tests.benchmarks import pruning_rivals
+from tests.benchmarks.pictures import save_picture
 from tests.benchmarks.results import KRONECKER_GUIDE, RESULTS, ROOT, commit, hardware, put, today
 from tests.support import real
 
@@ -138,7 +139,6 @@ def draw(found: dict[str, Any]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "pruning"
     import matplotlib.pyplot as plt
 
     figure, (by_size, by_time) = plt.subplots(1, 2, figsize=(9.5, 3.8), layout="constrained")
@@ -163,7 +163,7 @@ def draw(found: dict[str, Any]) -> None:
     seconds = (50, 100, 200, 400)
     by_time.set_xticks(seconds, labels=map(str, seconds))
     by_size.legend(frameon=False, fontsize=7)
-    figure.savefig(PLOT, metadata={"Date": None})
+    save_picture(figure, PLOT)
     plt.close(figure)
 
 

@@ -13,9 +13,13 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
+from tests.benchmarks.pictures import Cells, dot_plot
+
 RESULTS = Path(os.environ.get("MODEL_COMPONENTS_RESULTS", Path(__file__).parent / "results"))
 ROOT = Path(__file__).parents[2]
 GUIDE, MERGING = ROOT / "docs" / "masks.md", ROOT / "docs" / "merging.md"
+OURS, MERGEKIT = "mergekit_lite", "mergekit 0.1.5"
+COPIES = ("1 in, 1 out", "2 in, 1 out", "3 in, 1 out")
 KRONECKER_GUIDE = ROOT / "docs" / "kronecker.md"
 
 
@@ -191,39 +195,43 @@ def write_memory_account() -> None:
 
 
 def write_merge_table() -> None:
-    """The table of the guide to merging: file merges of the first size, ours with one thread beside the peer and
-    the floors."""
+    """Write the table and the picture of the guide to merging: file merges of the first size with
+    one thread, beside mergekit and the floors."""
     rows = [r for r in latest("merge_models.csv") if "CPU" in r["hardware"]]
-    shape = next((r["shape"] for r in rows), None)
-    rows = [r for r in rows if r["shape"] == shape]
+    shape = rows[0]["shape"]
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for row in rows:
+        if row["shape"] == shape and row["mode"] in ("", "1 thread", *COPIES):
+            name = MERGEKIT if row["impl"].startswith("mergekit ") else row["impl"]
+            found.setdefault(row["op"], {})[name] = row
     lines = [
         f"Merging {shape} ({rows[0]['dtype']}; {rows[0]['hardware']}), whole process with imports, "
         "one thread:",
         "median CPU seconds / peak resident MB, written by `make bench`:",
         "",
-        "| method | mergekit_lite | mergekit 0.1.5 | CPU ratio | memory ratio "
+        f"| method | {OURS} | {MERGEKIT} | CPU ratio | memory ratio "
         "| file copy | `import numpy` | `import torch` |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for op in dict.fromkeys(r["op"] for r in rows):
-        found = {
-            r["impl"]: r
-            for r in rows
-            if r["op"] == op and "," not in r["mode"].replace(" in, 1 out", "")
-        }
-        found |= {r["impl"]: r for r in rows if r["op"] == op and r["mode"] == "1 thread"}
-        ours, peer = (
-            found["mergekit_lite"],
-            next((r for i, r in found.items() if i.startswith("mergekit ")), None),
-        )
 
-        def cell(r: dict[str, str] | None) -> str:
-            return f"{float(r['cpu_p50']):.1f} s / {int(r['peak_bytes']) / 1e6:.0f} MB" if r else ""
+    def cell(row: dict[str, str]) -> str:
+        return f"{float(row['cpu_p50']):.1f} s / {int(row['peak_bytes']) / 1e6:.0f} MB"
 
-        cpu = f"{float(peer['cpu_p50']) / float(ours['cpu_p50']):.1f}" if peer else ""
-        memory = f"{int(peer['peak_bytes']) / int(ours['peak_bytes']):.1f}" if peer else ""
-        floors = [cell(found.get(name)) for name in ("copy", "import numpy", "import torch")]
-        lines.append(
-            f"| {op} | {cell(ours)} | {cell(peer)} | {cpu} | {memory} | {' | '.join(floors)} |"
-        )
+    for op, ways in found.items():
+        ours, peer = ways[OURS], ways[MERGEKIT]
+        cpu = float(peer["cpu_p50"]) / float(ours["cpu_p50"])
+        memory = int(peer["peak_bytes"]) / int(ours["peak_bytes"])
+        cells = [op, cell(ours), cell(peer), f"{cpu:.1f}", f"{memory:.1f}"]
+        for floor in ("copy", "import numpy", "import torch"):
+            cells.append(cell(ways[floor]) if floor in ways else "")
+        lines.append(f"| {' | '.join(cells)} |")
     put(MERGING, lines)
+
+    def panel(column: str, unit: float) -> Cells:
+        return {
+            op: {name: float(ways[name][column]) / unit for name in (OURS, MERGEKIT)}
+            for op, ways in found.items()
+        }
+
+    panels = {"CPU seconds": panel("cpu_p50", 1), "peak memory, MB": panel("peak_bytes", 1e6)}
+    dot_plot(ROOT / "docs" / "merging.svg", panels, log=True)

@@ -49,6 +49,7 @@ from kronecker import (
 from kronecker.config import Config
 from kronecker.data.text import text_batches
 from kronecker.discovery.mlps import find_mlps
+from tests.benchmarks.pictures import save_picture
 from tests.benchmarks.results import RESULTS, ROOT, commit, put, today
 from tests.support import real
 
@@ -384,7 +385,6 @@ def draw(found: dict) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "kronecker"
     import matplotlib.pyplot as plt
 
     figure, every = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
@@ -415,7 +415,7 @@ def draw(found: dict) -> None:
         )
         axes.set_title(NAMES[name], fontsize=10)
         axes.legend(frameon=False)
-    figure.savefig(PLOT, metadata={"Date": None})
+    save_picture(figure, PLOT)
 
 
 def main(arguments: list[str] | None = None) -> None:

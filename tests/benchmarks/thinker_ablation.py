@@ -19,6 +19,7 @@ import thinker as th
 import thinker.losses
 import thinker.schedules
 from tests.benchmarks.ablations import settings
+from tests.benchmarks.pictures import save_picture
 from tests.benchmarks.results import RESULTS, ROOT, commit, put, today
 
 CONFIG, FOUND = Path(__file__).parent / "thinker_ablation.json", RESULTS / "thinker_ablation.json"
@@ -124,9 +125,6 @@ def label(row: dict[str, Any], base: dict[str, Any]) -> str:
 
 def draw(found: dict[str, Any]) -> None:
     """Accuracy by change, at both sizes."""
-    import matplotlib
-
-    matplotlib.rcParams["svg.hashsalt"] = "thinker"
     from matplotlib.figure import Figure
 
     base, sizes = found["config"]["base"], list(found["config"]["sizes"])
@@ -140,7 +138,7 @@ def draw(found: dict[str, Any]) -> None:
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set(xlabel="token accuracy, copying 20 held-out symbols", xlim=(0, 1.01))
     figure.legend(loc="outside upper center", ncols=2, fontsize=8)
-    figure.savefig(PLOT, metadata={"Date": None})
+    save_picture(figure, PLOT)
 
 
 def main(arguments: list[str] | None = None) -> None:

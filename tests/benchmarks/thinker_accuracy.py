@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.pictures import save_picture
 from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
 from thinker.report import Accuracy, Grid
 
@@ -87,9 +88,6 @@ def write_table() -> None:
 
 def draw(found: dict[str, Any]) -> None:
     """The heat map of the first run with latents from noise."""
-    import matplotlib
-
-    matplotlib.rcParams["svg.hashsalt"] = "thinker"
     row = next((r for r in found["rows"].values() if "noise" in r["arguments"]), None)
     if row is None:
         return
@@ -99,11 +97,7 @@ def draw(found: dict[str, Any]) -> None:
         cells.append(tuple(map(Accuracy, tokens, sequences)))
     figure = Grid(tuple(found["n_latents"]), tuple(found["n_steps"]), tuple(cells)).plot()
     figure.suptitle("copying 20 symbols; trained with 8 to 16 latents, 1 to 6 steps")
-    figure.savefig(PLOT)
-    text = PLOT.read_text(encoding="utf-8").split("\n")
-    PLOT.write_text(
-        "\n".join(line.rstrip() for line in text if "<dc:date>" not in line), encoding="utf-8"
-    )
+    save_picture(figure, PLOT)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -20,6 +20,7 @@ import thinker.report
 import thinker.schedules
 from tests.benchmarks import thinker_anchors
 from tests.benchmarks.examples import load_example, run_example
+from tests.benchmarks.pictures import save_picture
 from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
 
 FOUND = RESULTS / "thinker_lengths.json"
@@ -146,9 +147,6 @@ def write_table() -> None:
 
 def draw() -> None:
     """Right symbols against steps, a panel for each task that has curves: the first seed's."""
-    import matplotlib
-
-    matplotlib.rcParams["svg.hashsalt"] = "thinker"
     from matplotlib import pyplot
 
     found = json.loads(FOUND.read_text(encoding="utf-8"))["tasks"]
@@ -164,11 +162,7 @@ def draw() -> None:
             tuple(tuple(th.report.Accuracy(p["symbols"], p["rows"]) for p in ps) for ps in own),
         ).plot(ax)
         ax.set_title(f"{WORDS[task]}, trained to {found[task]['trained']}", fontsize=9)
-    figure.savefig(PLOT)
-    text = PLOT.read_text(encoding="utf-8").split("\n")
-    PLOT.write_text(
-        "\n".join(line.rstrip() for line in text if "<dc:date>" not in line), encoding="utf-8"
-    )
+    save_picture(figure, PLOT)
 
 
 def save(

@@ -28,6 +28,7 @@ import thinker as th
 import thinker.losses
 import thinker.schedules
 from tests.benchmarks.examples import load_example
+from tests.benchmarks.pictures import save_picture
 from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
 from tests.support.real import alpaca, smollm2
 from tests.support.real import data as data_file
@@ -487,9 +488,6 @@ def write_tables() -> None:
 
 def draw() -> None:
     """Heat maps of the question `raised`: shares of right symbols by latents and steps."""
-    import matplotlib
-
-    matplotlib.rcParams["svg.hashsalt"] = "thinker"
     from matplotlib.figure import Figure
 
     found = json.loads(FOUND.read_text(encoding="utf-8"))
@@ -513,7 +511,7 @@ def draw() -> None:
         axes.set_xticks(range(len(GRID_STEPS)), GRID_STEPS)
         axes.set_yticks(range(len(GRID_LATENTS)), GRID_LATENTS)
         axes.set(xlabel="steps", ylabel="latents", title=name)
-    figure.savefig(PLOT, metadata={"Date": None})
+    save_picture(figure, PLOT)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -21,11 +21,10 @@ from kronecker import (
     compare,
     convert_,
     from_pretrained,
-    parameter_groups,
     prune_,
 )
 from kronecker.report import perplexity
-from kronecker.training.parameters import factor_parameters
+from kronecker.training.parameters import factor_parameters, parameter_groups
 from tests.support.logs import logs_of
 from tests.support.models import tiny
 from tests.support.ranks import in_two_processes

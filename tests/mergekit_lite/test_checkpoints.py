@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 
 import mergekit_lite.engine.fused
 import mergekit_lite.engine.passes
-from mergekit_lite import MergeRecipe, ModelEntry, PlanError, load_recipe, make_plan, merge_models
+from mergekit_lite import MergeRecipe, PlanError, load_recipe, make_plan, merge_models
 from mergekit_lite.dtypes import BFLOAT16, numbers, stored_as
 from mergekit_lite.engine.hashing import hash_file
 from mergekit_lite.files import DictSource
 from mergekit_lite.methods import slerp
+from mergekit_lite.recipe import ModelEntry
 from tests.support.headers import llama_shapes, write_headers
 from tests.support.models import MAKERS, auto_class, save, save_tokenizer, tiny
 

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PhiConfig, PhiForCausalLM
 
-from mergekit_lite import LearnConfig, learn_merge, merge_models
+from mergekit_lite import learn_merge, merge_models
 from mergekit_lite.learning import run as module
+from mergekit_lite.learning.config import LearnConfig
 from mergekit_lite.learning.student import Student
 from mergekit_lite.learning.tasks import held_out_losses, read_tasks
 from mergekit_lite.masks import KLConfig, MaskCollator, Merger, cache_teachers

@@ -25,8 +25,14 @@ PAGES = (
         (
             "adapters.AdapterReport",
             "layerwise.CalibratedMerge",
+            "learning.config.LearnConfig",
             "learning.report.LearnReport",
+            "methods.MergeMethod",
             "planning.MergePlan",
+            "recipe.ModelEntry",
+            "recipe.Slice",
+            "recipe.TokenRule",
+            "recipe.TokenizerSpec",
             "report.MergeReport",
         ),
     ),
@@ -34,17 +40,20 @@ PAGES = (
         "mergekit_lite.masks",
         "Learned masks",
         "masks",
+        ("data.CachedTeachers", "losses.mask_penalty", "report.MaskReport", "report.MaskRow"),
     ),
     Page(
         "kronecker",
         "Smaller models",
         "kronecker",
         (
+            "data.text.strided",
             "init",
             "report.Comparison",
             "surgery.convert.ConversionReport",
             "surgery.convert.LayerReport",
             "surgery.prune.PruneReport",
+            "training.parameters.parameter_groups",
         ),
     ),
     Page(
@@ -77,6 +86,7 @@ PAGES = (
             "tasks.sudoku_shuffle",
             "training.CurriculumCallback",
             "training.ThinkerCallback",
+            "training.parameter_groups",
         ),
     ),
     Page(
@@ -84,6 +94,8 @@ PAGES = (
         "LoRA",
         "lora",
         (
+            "data.check_packed_examples",
+            "judging.Judge",
             "report.runs.SweepReport",
             "report.runs.TuneReport",
             "report.adapters.AdapterRow",
@@ -96,7 +108,12 @@ PAGES = (
             "surgery.inject.InjectionReport",
         ),
     ),
-    Page("heads.pairwise", "Which answer is better", "pairwise"),
+    Page(
+        "heads.pairwise",
+        "Which answer is better",
+        "pairwise",
+        ("training.parameters.parameter_groups",),
+    ),
     Page("model_components.testing", "Testing your own layers", "testing"),
     Page("model_components", "All packages", "commands"),
 )

@@ -28,7 +28,6 @@ from thinker import (
     evaluate_grid,
     evaluate_steps,
     make_task,
-    parameter_groups,
     solve,
     thinker_arguments,
 )
@@ -38,7 +37,7 @@ from thinker.losses import LearnedWeights
 from thinker.report import Accuracy, Curves
 from thinker.schedules import Fixed, Progressive
 from thinker.tasks import TensorTask
-from thinker.training import CurriculumCallback
+from thinker.training import CurriculumCallback, parameter_groups
 
 SIZES = {
     "vocab_size": 16,

@@ -1,7 +1,7 @@
 from .config import TuneConfig
-from .data import TextExamples, check_packed_examples
+from .data import TextExamples
 from .functional import lora_linear
-from .judging import Judge, LikelihoodGain, WinRate, judge_answers
+from .judging import LikelihoodGain, WinRate, judge_answers
 from .layers import LoraLinear
 from .losses import answer_loss, fuse_cross_entropy_
 from .report.adapters import lora_report
@@ -15,7 +15,6 @@ from .sweep import sweep
 from .training import tune
 
 __all__ = [
-    "Judge",
     "LikelihoodGain",
     "LoraLinear",
     "TextExamples",
@@ -23,7 +22,6 @@ __all__ = [
     "WinRate",
     "accelerate_lora_",
     "answer_loss",
-    "check_packed_examples",
     "fuse_cross_entropy_",
     "inject_lora_",
     "judge_answers",

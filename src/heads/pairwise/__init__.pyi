@@ -13,7 +13,6 @@ from .report.evaluation import calibrate_, pairwise_report
 from .report.metrics import pairwise_metrics
 from .surgery import freeze_
 from .training.guard import DeadRunGuard
-from .training.parameters import parameter_groups
 from .training.run import train_judge
 from .training.trainer import PairwiseTrainer
 from .uncertainty import fit_uncertainty_
@@ -38,7 +37,6 @@ __all__ = [
     "pairwise_loss",
     "pairwise_metrics",
     "pairwise_report",
-    "parameter_groups",
     "predict_pairs",
     "read_pairs",
     "split_pairs",

@@ -11,7 +11,8 @@ from peft.optimizers import create_loraplus_optimizer
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from heads.lora import answer_loss, check_packed_examples, prepare_lora, tuning_report
+from heads.lora import answer_loss, prepare_lora, tuning_report
+from heads.lora.data import check_packed_examples
 from tests.support.models import save_tokenizer, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")

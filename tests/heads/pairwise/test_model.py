@@ -45,13 +45,13 @@ from heads.pairwise import (
     calibrate_,
     freeze_,
     pairwise_report,
-    parameter_groups,
     predict_pairs,
 )
 from heads.pairwise.inference import _bradley_terry
 from heads.pairwise.packing import encode_padded
 from heads.pairwise.surface import NAMES, columns_of
 from heads.pairwise.surgery import encoder_parts
+from heads.pairwise.training.parameters import parameter_groups
 
 FAIR = ("davidson", "antisymmetric")
 PAIRS = [pair[:3] for pair in pairs_of(40, seed=5)]

@@ -5,9 +5,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mergekit_lite.masks import KLConfig, distillation, mask_penalty, masked_kl
+from mergekit_lite.masks import KLConfig, distillation, masked_kl
 from mergekit_lite.masks._eager.evidence import evidence
 from mergekit_lite.masks.constraints import mask_shape
+from mergekit_lite.masks.losses import mask_penalty
 from tests.mergekit_lite.masks import reference
 from tests.support.equivalence import judge, place
 

@@ -81,8 +81,8 @@ class KroneckerConfig(CheckedConfig):
         most = min(a[0] * a[1], b[0] * b[1])
         if self.rank > most:
             raise ValueError(
-                f"{operation}: expected a rank of at most {most}, which is exact for A {a} and B "
-                f"{b}, got {self.rank}"
+                f"{operation}: expected a rank of at most {most}, got {self.rank}; with A of shape "
+                f"{a} and B of shape {b}, rank {most} already represents any weight exactly"
             )
         return a, b
 
@@ -149,7 +149,7 @@ class LowRankConfig(CheckedConfig):
         return {"rank": self.share if self.rank is None else self.rank}
 
     def opposite(self) -> Self:
-        """Return the config for a layer of transposed shape, which is this one."""
+        """Return this config, which also applies to layers of transposed shape."""
         return self
 
     @property
@@ -238,7 +238,7 @@ class PruneConfig(CheckedConfig):
         return self.chosen_method != "fast" and self.epochs > 0
 
     def opposite(self) -> Self:
-        """Return the config for a layer of transposed shape, which is this one."""
+        """Return this config, which also applies to layers of transposed shape."""
         return self
 
     @property

@@ -45,7 +45,7 @@ class DistillConfig(CheckedConfig):
     hidden: Weight = 0.0
 
     def problems(self) -> Iterator[str]:
-        """Yield a problem if no loss has a weight."""
+        """Yield a problem if the weights of all losses are 0."""
         if not any((self.labels, self.logits, self.hidden)):
             yield "all weights are 0, expected one above 0"
 

@@ -77,7 +77,7 @@ def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which a tensor's card is the current one, as Triton requires."""
+    """Return a context manager that makes a tensor's GPU current, as Triton requires."""
     import torch
 
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

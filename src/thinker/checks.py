@@ -159,7 +159,8 @@ def check_grid(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None) -> No
     if not bool(whole.all()):
         wrong = int((~whole).nonzero()[0])
         raise ValueError(
-            f"LatentThinker: row {wrong} has {int(counts[wrong])} tokens; expected a square grid"
+            f"LatentThinker: row {wrong} has {int(counts[wrong])} tokens; expected a square "
+            'number, because positions is "rotary_2d"'
         )
 
 

@@ -107,7 +107,7 @@ class Band:
         return output.transpose(1, 2).flatten(2)
 
     def mask(self) -> Tensor:  # (B or 1, 1, n, n)
-        """Return the mask for `attention`, for as many keys as queries."""
+        """Return the band as a mask for `attention`, for equal numbers of keys and queries."""
         n = self.seen.shape[1]
         mask = torch.zeros(len(self.seen), n, n, dtype=torch.bool, device=self.seen.device)
         for shift, seen in enumerate(self.seen.unbind(2)):

@@ -43,7 +43,7 @@ class Memory(ABC):
 
     @abstractmethod
     def write(self, layers: Sequence[KeysValues]) -> Memory:
-        """Return the memory with another step's keys and values, by layer."""
+        """Return the memory with the keys and values of one more step, one pair per layer."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Memory:
         """Return the memory with ``change`` applied to every tensor.

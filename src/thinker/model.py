@@ -508,8 +508,8 @@ class LatentThinker(CompleteModel):
         length = config.max_output_length if out_len is None else out_len
         if not 1 <= length <= config.max_output_length:
             raise ValueError(
-                f"LatentThinker: out_len is {length}; expected 1 to max_output_length, "
-                f"{config.max_output_length}"
+                f"LatentThinker: out_len is {length}; expected 1 to {config.max_output_length} "
+                "(max_output_length)"
             )
         return self.readout(latents, self.positions.queries(length, places, latents.device))
 

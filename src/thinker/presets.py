@@ -177,7 +177,7 @@ def scan(**fields: Any) -> Preset:
     carries of an addition from its smallest digits, any finite automaton.
 
     Args:
-        **fields: Fields of `ThinkerConfig` that differ.
+        **fields: Fields of `ThinkerConfig`, in place of the preset's.
 
     Returns:
         The preset.

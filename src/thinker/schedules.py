@@ -120,17 +120,18 @@ class Frontier(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class Progressive(Schedule):
-    """A schedule whose frontier grows if its answers are right, and shrinks if they are not.
+    """A schedule that raises the longest length when answers are right, and lowers it when wrong.
 
-    Between the two thresholds it stays (hysteresis).
+    The longest length in use is called the frontier. It stays the same while the accuracy at that
+    length is between ``retreat`` and ``threshold``.
 
     Args:
-        start: First frontier; default ``min_length``.
-        threshold: Accuracy at the frontier from which it moves on.
-        retreat: Accuracy below which it moves back by one.
-        grow: The number of lengths by which it moves on.
-        share: The share of the rows at the frontier.
-        min_answers: The number of answers at the frontier before it moves.
+        start: The first frontier; default ``min_length``.
+        threshold: The accuracy from which the frontier rises by ``grow``.
+        retreat: The accuracy below which the frontier falls by one.
+        grow: The number of lengths by which the frontier rises.
+        share: The share of the rows that have the frontier's length.
+        min_answers: The number of answers needed at a frontier before it may change.
     """
 
     start: int | None = None

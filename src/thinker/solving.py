@@ -1,4 +1,6 @@
-"""`solve`: a trained thinker's answers to rows of any lengths; each row stops by the exit rule.
+"""`solve`: compute a trained thinker's answers to inputs of any length.
+
+An input takes no further steps once the exit rule is met.
 
 Shapes: B rows, L the longest input, O the longest answer.
 """

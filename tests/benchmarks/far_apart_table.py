@@ -122,14 +122,15 @@ def table(pairs: Sequence[str], steps: str) -> list[str]:
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     made = dict.fromkeys(f"{row['date']} at {row['commit']}" for row in rows)
-    searched = ", ".join(sorted({row["merge"] for row in rows if "strength" in row}))
+    searched = " and ".join(sorted({row["merge"] for row in rows if "strength" in row}))
     hardware = dict.fromkeys(f"{row['hardware']}, {row['versions']}" for row in rows)
     about = (
         "Share of the gap in mean held-out loss that a merge recovers. 0 %: the average of the two "
         "models. 100 %: each model on its own task. Above 100 %: better than that. Below 0 %: worse "
         f"than the average. Empty: not measured. {'; '.join(described)}. Students were trained for "
-        f"{steps} of 8 rows of at most {LENGTH} tokens. Their rates, and the strengths of {searched}, "
-        f"were chosen on other rows. {'; '.join(hardware)}; {', '.join(made)}."
+        f"{steps} of 8 rows of at most {LENGTH} tokens. Their learning rates, and the "
+        f"strengths of {searched}, were chosen on other rows. "
+        f"{'; '.join(hardware)}; {', '.join(made)}."
     )
     return [*lines, "", about]
 

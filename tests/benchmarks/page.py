@@ -77,7 +77,7 @@ TABLES = {
         ("dense", ""),
         "wall",
         "Wall seconds; in turn in one process. A training step is forward, backward and fused "
-        "AdamW; generation is greedy, with a cache. The sequential start is one run.",
+        "AdamW; generation is greedy, with a cache. The sequential start was timed once.",
     ),
     "lora_step": Table(
         "Whole models with LoRA",

@@ -220,7 +220,12 @@ def test_quantized_and_adapter_only_folders(paths, tmp_path, out):
         (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings | changes))
 
     configure()
-    refused("is a LoRA adapter; name it as", [tmp_path / "adapter"], "passthrough", out=out)
+    refused(
+        "expected a model, got a LoRA adapter; pass it with its base",
+        [tmp_path / "adapter"],
+        "passthrough",
+        out=out,
+    )
     refused("has no adapter_model", [f"{paths[0]}+{tmp_path / 'adapter'}"], "passthrough", out=out)
     save_file(
         {"base_model.model.nowhere.lora_A.weight": torch.zeros(1, 2)},

@@ -164,10 +164,10 @@ def report(
 
 
 def _columns(columns: Sequence[str]) -> dict[str, str]:
-    """Parse texts FIELD=COLUMN into a dictionary of columns by field.
+    """Parse strings of the form ``FIELD=COLUMN`` into a dictionary from fields to columns.
 
     Raises:
-        ValueError: A text has no equals sign.
+        ValueError: A string has no equals sign.
     """
     if wrong := [text for text in columns if "=" not in text]:
         raise ValueError(f"judge: --columns must be FIELD=COLUMN, got {wrong[0]!r}")

@@ -68,8 +68,8 @@ def check_loadable(encoder: PreTrainedModel) -> None:
             rebuilt = AutoModel.from_config(config, dtype=encoder.dtype)
     except Exception as error:  # whatever a config's own checks raise
         raise ValueError(
-            f"from_encoder: expected an encoder that can be loaded by its config, got {name}, for "
-            f"which AutoModel.from_config fails: {error}"
+            f"from_encoder: expected an encoder that AutoModel.from_config can build, got {name}, "
+            f"for which it fails: {error}"
         ) from error
     before, after = _shapes(encoder), _shapes(rebuilt)
     if before != after:

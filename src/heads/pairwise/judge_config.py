@@ -30,12 +30,12 @@ class JudgeConfig(CheckedConfig):
             device is faster in it (on x86: with AMX), else float32.
         link: Function from features to logits; see PairwiseConfig.
         pooling: Hidden states that stand for an answer; see PairwiseConfig.
-        surface: Surface features given to the head: length, style, overlap; none of them with
+        surface: Surface features given to the head: length, style, overlap. Must be empty with
             link=concat.
         max_tokens: Maximum number of tokens of prompt, answer and special tokens; default: the
             encoder's limit.
-        hidden_features: Hidden width of the head; 0 means 64 with antisymmetric, else a linear
-            head.
+        hidden_features: Hidden width of the head. 0 means a width of 64 with link=antisymmetric,
+            and a linear head with any other link.
         dropout: Dropout on the features and inside the head.
         epochs: Maximum number of epochs; default: 8, or 3 if the encoder trains.
         batch_size: Number of pairs per step.

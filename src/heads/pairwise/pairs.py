@@ -152,7 +152,8 @@ def check_words(name: str, value: object) -> Words:
             or not isinstance(turn[1], str)
         ):
             raise ValueError(
-                f"{name} is {value!r:.60}, expected text or turns with roles {', '.join(ROLES)}"
+                f"{name} is {value!r:.60}, expected a string or a list of messages with roles "
+                f"{', '.join(ROLES)}"
             )
         turns.append(Turn(turn[0], sound(name, turn[1])))
     if name != "prompt" and (not turns or turns[-1].role != "assistant"):

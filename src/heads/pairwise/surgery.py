@@ -131,7 +131,7 @@ def freeze_(model: Judge, what: str) -> FreezeReport:
     frozen: embeddings, encoder.layer.0 (4,664 parameters); 473 train
 
     Raises:
-        ValueError: ``what`` is none of these or names more layers than there are, layers share
+        ValueError: ``what`` has another value or asks for more layers than there are, layers share
             parameters, or the model has adapters.
     """
     # every peft layer has this attribute, whatever the kind of adapter

@@ -1,4 +1,4 @@
-"""Find where the residual stream that a block's MLP adds to can be read."""
+"""Find where to read the residual stream to which a block's MLP adds its output."""
 
 from __future__ import annotations
 

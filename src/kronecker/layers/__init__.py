@@ -8,7 +8,7 @@ from .linear import KroneckerLinear, LowRankLinear
 
 
 def empty_layer(module: nn.Module, config: KroneckerConfig | LowRankConfig) -> nn.Module:
-    """Return the smaller layer that replaces a stock one, with unset factors.
+    """Return the smaller layer, with uninitialized factors, that replaces a stock layer.
 
     A linear layer's bias is copied.
     """

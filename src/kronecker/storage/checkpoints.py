@@ -279,7 +279,7 @@ def _stock(
 
 
 def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedModel:
-    """Load a compressed model that `save_pretrained` wrote, in evaluation mode.
+    """Load a compressed model that `save_pretrained` wrote, and set it to evaluation mode.
 
     The original is not needed.
 
@@ -292,8 +292,8 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
         The model.
 
     Raises:
-        ValueError: No folder of a compressed model, a truncated file, or tensors that do not fit
-            the layers that the folder lists.
+        ValueError: The folder does not hold a compressed model, a file is truncated, or tensors do
+            not fit the layers that the folder lists.
 
     >>> from_pretrained("./nowhere")
     Traceback (most recent call last):

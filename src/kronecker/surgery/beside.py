@@ -1,4 +1,4 @@
-"""An original linear layer that runs along with its replacement while it fades out."""
+"""A copy of the original linear layer, which is faded out beside its replacement."""
 
 from __future__ import annotations
 

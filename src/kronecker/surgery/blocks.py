@@ -60,7 +60,10 @@ class Stack:
         return None
 
     def renamed(self, name: str, stay: Sequence[int]) -> str | None:
-        """Return a parameter's name if only these blocks stay, or None if it is dropped."""
+        """Return a parameter's name after all blocks but ``stay`` are dropped.
+
+        Return None if the parameter is in a dropped block.
+        """
         if (index := self.index(name)) is None:
             return name
         rest = name.removeprefix(f"{self.name}.{index}")

@@ -86,7 +86,7 @@ class ConversionReport(Report):
     notes: tuple[str, ...] = ()
 
     def summary(self) -> list[str]:
-        """Return the numbers of parameters before and after."""
+        """Return a line with the number of parameters before and after the conversion."""
         share = f"{self.after / self.before:.1%}"
         return [
             f"{self.before:,} to {self.after:,} parameters ({share}), {len(self.layers)} layers"
@@ -244,12 +244,12 @@ def _check_convertible(model: nn.Module) -> None:
 
 
 def _set_training(layer: nn.Module, training: bool, trains: Mapping[str, bool]) -> None:
-    """Give a new layer the original's mode, and train its factors if the weight was trained.
+    """Set a new layer's training mode and ``requires_grad`` as in the original layer.
 
     Args:
         layer: The new layer.
-        training: The original's mode: a user may have put single modules into eval().
-        trains: Whether each of the original's parameters was trained.
+        training: The original's mode: a user may have called eval() on individual modules.
+        trains: Whether each of the original's parameters requires a gradient, by name.
     """
     layer.train(training)
     for name, parameter in layer.named_parameters(recurse=False):

@@ -206,10 +206,10 @@ def _above(row, threshold):
 
 @_kernel
 def _trim(row, threshold, budget):
-    """Zero values below the threshold, and those equal to it after the first ``budget``.
+    """Set to zero values of magnitude below the threshold, and ties after the first ``budget``.
 
     Returns:
-        The rest of the budget.
+        The part of the budget that is left.
     """
     # the first two cases are vectorized; only a block that keeps some of the ties has to count
     if budget == EVERY:
@@ -235,7 +235,7 @@ def _middle(row, top):
 
 @_kernel
 def _hash(counter, first, second):
-    """Return the word of a counter, as in `mergekit_lite.methods.noise`."""
+    """Return the 32-bit hash of a counter, as in `mergekit_lite.methods.noise`."""
     # numba widens sums of uint32 to uint64, so each result is cut back to wrap at 32 bits
     x = np.uint32(counter + first)
     x = np.uint32(x ^ np.uint32(x >> np.uint32(16)))

@@ -192,7 +192,8 @@ def _check_settings(folder: Path) -> None:
         )
     if settings.get("layer_replication"):
         raise CheckpointError(
-            f"adapter {folder}: expected no layer_replication; merge it with peft"
+            f"adapter {folder}: expected no layer_replication, got "
+            f"{settings['layer_replication']!r}; merge the adapter with peft first"
         )
     rank = settings.get("r", 1)
     if isinstance(rank, int) and rank > MOST:

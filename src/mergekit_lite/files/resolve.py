@@ -153,7 +153,9 @@ def _split_adapter(text: str) -> tuple[str, str]:
 def _open_pickled(folder: Path, allow_pickle: str | None, text: str) -> Source:
     """Return the source of a folder without safetensors; refuse adapters and empty folders."""
     if (folder / CONFIG).exists():
-        raise CheckpointError(f"{text}: is a LoRA adapter; name it as MODEL+{text}")
+        raise CheckpointError(
+            f"{text}: expected a model, got a LoRA adapter; pass it with its base, as MODEL+{text}"
+        )
     if allow_pickle == "weights_only":
         # pickles are fetched from the hub only if there is nothing else
         folder = find_folder(text, (*_PATTERNS, _PICKLES))

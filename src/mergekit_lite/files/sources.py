@@ -39,7 +39,7 @@ class Source(Protocol):
         ...
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
-        """Fill ``out``, of the stored dtype, from element ``start`` on.
+        """Read a tensor from element ``start`` on into ``out``, which has the stored dtype.
 
         Return False, without reading, if `read` must be used instead.
         """

@@ -137,7 +137,7 @@ def check_computing(sources: Sequence[Source]) -> None:
             if ours.get(name) != settings.get(name):
                 raise CheckpointError(
                     f"{source.label}: expected {name} {ours.get(name)!r} as in {first.label}, got "
-                    f"{settings.get(name)!r}; data-driven merges need models that compute alike"
+                    f"{settings.get(name)!r}; data-driven merges need models with the same settings"
                 )
 
 

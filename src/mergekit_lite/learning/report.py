@@ -59,7 +59,7 @@ class LearnReport(Report):
         return Table(("model", *self.tasks, "mean"), rows)
 
     def remarks(self) -> list[str]:
-        """Return a remark if training made the start worse."""
+        """Return a remark if the loss is higher after training than before."""
         if self.mean(self.student) <= self.mean(self.start):
             return []
         return [

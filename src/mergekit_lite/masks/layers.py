@@ -229,7 +229,7 @@ class MaskedLayer(nn.Module):
         return self.components[-1 if self.over_base else 0]
 
     def frozen(self, name: str) -> list[Tensor]:
-        """Return the parameters of that name in all components, and last in the base."""
+        """Return the parameter of a name of every component, and last the base's, if any."""
         return [getattr(c, name) for c in self.components]
 
     def is_same(self, name: str) -> bool:
@@ -323,9 +323,10 @@ class MaskedLayer(nn.Module):
         return self.folded is not None and self._folded_at == self._versions()
 
     def _usable_fold(self) -> dict[str, Tensor] | None:
-        """Return the folded parameters in evaluation mode, or None.
+        """Return the folded parameters, or None if there are none or they may not be used.
 
-        They are dropped first if masks or components have changed since.
+        They are dropped first if masks or components have changed since `fold_`. They are not used
+        in training mode or under a transform of torch.func.
         """
         if not self.is_folded:
             self.folded = None
@@ -403,7 +404,7 @@ class MaskedLinear(MaskedLayer):
     mode: ClassVar[str] = "auto"
 
     def run(self, x: Tensor) -> Tensor:
-        """Return `masked_linear` in the layer's mode."""
+        """Return the output of `masked_linear` for ``x``, computed in the layer's mode."""
         rule = None
         if self.over_base or self.constraint != "none":
             rule = self._rule("weight")

@@ -118,14 +118,15 @@ def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
     loaded = load_file(path)
     if odd := sorted(loaded.keys() ^ masks.keys()):
         raise ValueError(
-            f"load_masks: expected the same masks in {path} and the merger, but {odd[0]} is in "
-            f"only one of them ({len(odd)} such masks)"
+            f"load_masks: expected the same masks in {path} and in the merger, but {odd[0]} is "
+            f"only in the {'file' if odd[0] in loaded else 'merger'} ({len(odd)} differences)"
         )
     for name, values in loaded.items():
         if values.shape != masks[name].shape or not values.is_floating_point():
             raise ValueError(
-                f"load_masks: {name} in {path} is {list(values.shape)} of {values.dtype}, expected "
-                f"{list(masks[name].shape)} of a floating dtype"
+                f"load_masks: {name} in {path} has shape {list(values.shape)} and dtype "
+                f"{values.dtype}, expected shape {list(masks[name].shape)} and a "
+                "floating-point dtype"
             )
         if not torch.isfinite(values).all():
             raise ValueError(f"load_masks: {name} in {path} has NaN or infinity")

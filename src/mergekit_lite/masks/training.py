@@ -171,7 +171,7 @@ class MaskTrainer(DistillTrainer):
 
     @property
     def merger(self) -> Merger:
-        """Return the merger without wrappers."""
+        """The merger, without the wrappers that training puts around it."""
         merger = self.unwrapped()
         assert isinstance(merger, Merger)
         return merger

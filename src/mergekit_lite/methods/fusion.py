@@ -71,10 +71,11 @@ def ramplus_tl(
     alpha: float = 0.2,
     epsilon: float = 1e-5,
 ) -> Tensor:
-    """Merge as `ram`, with a model's unique changes times 1 + r clamp(shared / unique, 0, α).
+    """Merge like `ram`, but enlarge each model's unique changes.
 
-    Shared and unique changes are counted for each model over the whole tensor. Shared: elements
-    where the model and another one are active; unique: elements where only the model is active.
+    A model's change of an element is shared if another model is active there, too; otherwise it is
+    unique. Unique changes are multiplied by 1 + r clamp(shared / unique, 0, α), where shared and
+    unique are the model's numbers of such changes in the whole tensor.
     Source: Reinforced agent merging (arXiv 2601.13572), tensor-level RAM+.
 
     >>> ramplus_tl([torch.tensor([2.0, 2.0]), torch.tensor([4.0, 0.0])], torch.zeros(2))

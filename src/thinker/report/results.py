@@ -49,7 +49,7 @@ class Grid(Report):
         return plain({"n_latents": self.n_latents, "n_steps": self.n_steps, **parts})
 
     def table(self) -> Table:
-        """Return the shares of right symbols."""
+        """Return the accuracy per symbol for each number of latents and steps."""
         rows = [
             [str(n), *(f"{c.token:.3f}" for c in row)]
             for n, row in zip(self.n_latents, self.cells, strict=True)

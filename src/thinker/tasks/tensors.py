@@ -87,7 +87,8 @@ class TensorTask(Task):
                 or self.mask.is_floating_point()
             ):
                 raise ValueError(
-                    f"TensorTask: mask is {_told(self.mask)}; expected {shape} of True and False"
+                    f"TensorTask: mask is {_told(self.mask)}; expected a bool or integer tensor of "
+                    f"shape {shape}"
                 )
             if not bool(self.mask.bool().any(1).all()):
                 raise ValueError(
@@ -191,7 +192,8 @@ class TensorTask(Task):
                 or after.dtype != before.dtype
             ):
                 raise ValueError(
-                    f"TensorTask: augment returned {name} {_told(after)}; expected {_told(before)}"
+                    f"TensorTask: augment returned {name} as {_told(after)}; expected "
+                    f"{_told(before)}"
                 )
             if int(after.min()) < least or int(after.max()) >= size:
                 raise ValueError(
@@ -205,5 +207,5 @@ class TensorTask(Task):
 def _told(value: object) -> str:
     """Describe a value: a tensor by its shape and type, anything else by its repr."""
     if isinstance(value, Tensor):
-        return f"{list(value.shape)} of {value.dtype}"
+        return f"a tensor of shape {list(value.shape)} and dtype {value.dtype}"
     return repr(value)

@@ -197,8 +197,11 @@ BAD = [
     (ARENA | {"winner_model_a": 1}, "two winners"),
     (ARENA | {"winner_model_b": 0}, "no winner"),
     (ARENA | {"winner_tie": "maybe"}, "winner_tie is 'maybe', expected 0 or 1"),
-    (ARENA | {"prompt": 7}, "prompt is a int, expected text or turns"),
-    (ARENA | {"response_a": ["x", 3]}, "response_a is a list, expected text or turns"),
+    (ARENA | {"prompt": 7}, "prompt has type int, expected a string or a list of messages"),
+    (
+        ARENA | {"response_a": ["x", 3]},
+        "response_a has type list, expected a string or a list of messages",
+    ),
     (
         {"prompt": "p", "response_a": "x"},
         r"expected columns of two answers \(.*response_a, response_b; .*\), got prompt, response_a",

@@ -507,7 +507,7 @@ def test_models_that_differ_are_refused(tmp_path):
         ({"rms_norm_eps": 1e-3}, {"hidden_act": "gelu"}, {"rope_parameters": rope})
     ):
         paths[1] = save(tiny("llama", 1, **changes), tmp_path / f"other{number}")
-        with pytest.raises(ValueError, match=f"expected {next(iter(changes))} .*compute alike"):
+        with pytest.raises(ValueError, match=f"expected {next(iter(changes))} .*the same settings"):
             merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
     paths[1] = save(tiny("llama", 1, attention_dropout=0.5), tmp_path / "alike")
     merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)

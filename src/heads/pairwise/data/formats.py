@@ -192,12 +192,14 @@ def _text(name: str, value: object) -> str:
     if isinstance(value, list) and _is_list_of(value, str, NoneType):
         value = "\n\n".join(filter(None, value))
     if not isinstance(value, str):
-        raise ValueError(f"{name} is a {type(value).__name__}, expected text or turns")
+        raise ValueError(
+            f"{name} has type {type(value).__name__}, expected a string or a list of messages"
+        )
     return sound(name, value)
 
 
 def _messages(name: str, value: object) -> tuple[Turn, ...]:
-    """Return messages of role and content, or of from and value, as turns."""
+    """Return messages with ``role`` and ``content``, or ``from`` and ``value``, as turns."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

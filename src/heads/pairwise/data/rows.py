@@ -249,8 +249,8 @@ def _counts_from_one(rows: Sequence[object], columns: Mapping[str, str]) -> bool
     # in a few rows the first answer may never be better by chance
     if len(verdicts) == 2 and labeled >= _ENOUGH:
         raise ValueError(
-            f"read_pairs: expected verdicts 0 (A), 1 (B) and 2 (tie), got {labeled} rows with 1 "
-            "and 2 and never 0; if 1 means the first answer, name the column preference: "
+            f"read_pairs: expected verdicts 0 (A), 1 (B) and 2 (tie), got only 1 and 2 in "
+            f"{labeled} rows; if 1 means the first answer, read the column as a preference: "
             'columns={"preference": "label"}'
         )
     return False

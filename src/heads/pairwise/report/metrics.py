@@ -139,8 +139,9 @@ def pairwise_metrics(
     wanted = shares_of(labels, classes)
     if not len(found) or wanted.shape != found.shape:
         raise ValueError(
-            f"pairwise_metrics: log-probabilities are {list(found.shape)} and labels "
-            f"{list(wanted.shape)}; expected (N, C) for both, with N at least 1"
+            "pairwise_metrics: expected log-probabilities of shape (N, C) with N at least 1, and "
+            "labels of shape (N,) or (N, C), got shapes "
+            f"{list(found.shape)} and {list(torch.as_tensor(labels).shape)}"
         )
     best = verdicts_of(found)
     right = at_verdict(wanted, found)

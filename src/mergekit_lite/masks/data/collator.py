@@ -68,8 +68,8 @@ class MaskCollator:
         """Return a batch of the examples.
 
         Raises:
-            ValueError: There are no examples; a task is not an index, or only some examples have a
-                task; or there are not as many labels as tokens.
+            ValueError: There are no examples, only some of them have a certain field, a task is not
+                the index of a component, or an example has more or fewer labels than tokens.
         """
         if not features:
             raise ValueError("MaskCollator: expected one or more examples, got none")

@@ -58,8 +58,8 @@ class TaskMixture(Dataset):
             raise ValueError(f"TaskMixture: weights are {weights!r}, expected numbers, or 'tokens'")
         if temperature is not None and (weights is not None or not temperature > 0):
             raise ValueError(
-                f"TaskMixture: temperature {temperature}, weights {weights}; expected one of "
-                "them, and a temperature above 0"
+                "TaskMixture: expected either weights or a temperature above 0, got "
+                f"weights={weights!r} and temperature={temperature!r}"
             )
         self.datasets = _of_components("TaskMixture", datasets)
         places = [_places(task, parts) for task, parts in enumerate(self.datasets)]

@@ -710,3 +710,81 @@ def test_a_file_of_torch_before_1_6_is_read(tmp_path):
 def test_nan_stays_nan_in_bfloat16():
     values = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], np.uint32).view(np.float32)
     assert np.isnan(numbers(stored_as(values, BFLOAT16))).all()
+
+
+def test_pickled_shards_are_those_of_the_index(tmp_path):
+    """A shard or a tensor that is missing is named; a single file comes before an index."""
+    first = tmp_path / "pytorch_model-00001-of-00002.bin"
+    second = tmp_path / "pytorch_model-00002-of-00002.bin"
+    index = tmp_path / "pytorch_model.bin.index.json"
+    torch.save({"a": torch.ones(2)}, first)
+
+    def merge():
+        return merge_models([tmp_path], "passthrough", allow_pickle="weights_only", progress=False)
+
+    with pytest.raises(PlanError, match=r"expected .*index.json, got neither"):
+        merge()
+    index.write_text(json.dumps({"weight_map": {"a": first.name, "b": second.name}}))
+    with pytest.raises(PlanError, match=f"names {second.name}, which is not there"):
+        merge()
+    torch.save({"c": torch.ones(2)}, second)
+    with pytest.raises(PlanError, match=f"{second.name}: expected b, which the index places"):
+        merge()
+    torch.save({"b": torch.zeros(2)}, second)
+    assert {name: value.tolist() for name, value in merge().items()} == {
+        "a": [1.0, 1.0],
+        "b": [0.0, 0.0],
+    }
+    torch.save({"d": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    assert list(merge()) == ["d"]
+
+
+def test_shards_without_an_index_are_named(tmp_path):
+    save_file({"w": torch.ones(2)}, tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(PlanError, match=r"expected model.safetensors.index.json beside it"):
+        merge_models([tmp_path], "passthrough", progress=False)
+
+
+def without(folder, out, *gone):
+    """A copy of a model in a folder, without tensors."""
+    state = load_file(folder / "model.safetensors")
+    for name in gone:
+        del state[name]
+    out.mkdir()
+    save_file(state, out / "model.safetensors")
+    (out / "config.json").write_bytes((folder / "config.json").read_bytes())
+    return out
+
+
+def test_tensors_outside_the_layers_and_of_the_last_layer_are_missed(tmp_path):
+    config = {"num_hidden_layers": 6, "tie_word_embeddings": True}
+    whole = tmp_path / "whole"
+    save(tiny("llama", 1, **config), whole)
+    for number, name in enumerate(
+        ("model.norm.weight", "model.embed_tokens.weight", "model.layers.5.self_attn.q_proj.weight")
+    ):
+        broken = without(whole, tmp_path / str(number), name)
+        with pytest.raises(PlanError, match=f"expected {name}"):
+            merge_models([broken], "passthrough", progress=False)
+        with pytest.warns(UserWarning, match=f"expected {name}"):
+            merge_models([broken], "passthrough", allow_incomplete=True, progress=False)
+
+
+def test_layers_beyond_the_config_are_noted(tmp_path):
+    folder = tmp_path / "model"
+    save(tiny("llama", 1), folder)
+    config = json.loads((folder / "config.json").read_text())
+    count = config["num_hidden_layers"]
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": count - 1}))
+    report = merge_models([folder], "passthrough", out=tmp_path / "out", progress=False)
+    assert f"config.json says {count - 1} layers" in str(report)
+
+
+def test_families_with_an_embedding_and_a_norm_have_them():
+    from mergekit_lite.planning.checks import WITH_ENDS
+
+    for model_type in WITH_ENDS:
+        config = transformers.CONFIG_MAPPING[model_type](num_hidden_layers=1)
+        with torch.device("meta"):
+            names = transformers.AutoModelForCausalLM.from_config(config).state_dict()
+        assert {"model.embed_tokens.weight", "model.norm.weight"} <= set(names), model_type

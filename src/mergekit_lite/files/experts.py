@@ -12,108 +12,82 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 
-from ..dtypes import Array, numbers
+from ..dtypes import Array, numbers, promote
 from .headers import TensorInfo
 from .sources import Source, View
 
-Stacks = Mapping[tuple[str, ...], str]
+STACKS: dict[tuple[str, ...], str] = {
+    ("gate_proj", "up_proj"): "gate_up_proj",
+    ("down_proj",): "down_proj",
+    # Mixtral's names: w1 is the gate, w3 up, w2 down
+    ("w1", "w3"): "gate_up_proj",
+    ("w2",): "down_proj",
+    # those of a vision encoder (dots3)
+    ("fc1", "fc3"): "gate_up_proj",
+    ("fc2",): "down_proj",
+}
+"""The names of an expert's matrices that one stack holds, in order, and the name of that stack."""
 
+UNGATED: dict[tuple[str, ...], str] = {("up_proj",): "up_proj", ("down_proj",): "down_proj"}
+"""The same for experts without a gate (Nemotron-H)."""
 
-@dataclass(frozen=True)
-class Family:
-    """Names of a family's experts in files.
-
-    Attributes:
-        stacks: The names of an expert's matrices that one stack holds, in order, and the name of
-            that stack.
-        renamed: Parts of names in files with separate matrices, and their names with stacks.
-        model_types: The family's ``model_type`` in config.json.
-    """
-
-    stacks: Stacks
-    renamed: tuple[tuple[str, str], ...]
-    model_types: tuple[str, ...]
-
-
-_GATED: Stacks = {("gate_proj", "up_proj"): "gate_up_proj", ("down_proj",): "down_proj"}
-# Mixtral's names: w1 is the gate, w3 up, w2 down
-_NUMBERED: Stacks = {("w1", "w3"): "gate_up_proj", ("w2",): "down_proj"}
+_BIAS = ("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias")
 _MIXTRAL = (".block_sparse_moe.", ".mlp.")
 
-# as transformers 5 converts them; a test compares this table with that of transformers
-FAMILIES = (
-    Family(
-        _GATED,
-        (),
-        (
-            "afmoe",
-            "deepseek_v2",
-            "deepseek_v3",
-            "dots1",
-            "flex_olmo",
-            "glm4_moe",
-            "glm4v_moe",
-            "hunyuan_v1_moe",
-            "jamba",
-            "longcat_flash",
-            "olmoe",
-            "qwen2_moe",
-            "qwen3_moe",
-            "qwen3_next",
-            "solar_open",
-        ),
+RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
+    "ernie4_5_moe": (("mlp.moe_statics.", "mlp.gate.moe_statics."),),
+    "exaone_moe": (_BIAS,),
+    "flint": (("self_attn.softmax_offset", "self_attn.sinks"),),
+    "laguna": (
+        ("mlp.experts.e_score_correction_bias", _BIAS[1]),
+        ("mlp.shared_expert.", "mlp.shared_experts."),
     ),
-    Family(_NUMBERED, (_MIXTRAL,), ("minimax", "mixtral")),
-    Family(_NUMBERED, (_MIXTRAL, (".gate.weight", ".router.weight")), ("phimoe",)),
-    Family(_NUMBERED, (), ("lfm2_moe",)),
-    Family(
-        {("up_proj",): "up_proj", ("down_proj",): "down_proj"},
-        (("backbone.", "model."),),
-        ("nemotron_h",),
-    ),
-)
+    "mimo_v2_flash": (("self_attn.attention_sink_bias", "self_attn.sinks"),),
+    "minimax": (_MIXTRAL,),
+    "minimax_m2": (_MIXTRAL,),
+    "mixtral": (_MIXTRAL,),
+    "nemotron_h": (("backbone.", "model."),),
+    "phimoe": (_MIXTRAL, (".gate.weight", ".router.weight")),
+}
+"""By ``model_type``: parts of names in files with separate matrices, and with stacks."""
+
 _EXPERT = re.compile(r"^(?P<before>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)\.weight$")
-
-
-def family_of(source: Source) -> Family | None:
-    """Return the family of a model with experts, or None."""
-    for family in FAMILIES:
-        if source.config.get("model_type") in family.model_types:
-            return family
-    return None
 
 
 def stacked(source: Source) -> Source:
     """Return a model with its experts in stacks; the model itself if there is nothing to stack."""
-    family = family_of(source)
-    if family is None:
-        return source
-    parts = _parts(source, family)
+    parts = _parts(source)
     if all(name == infos[0].name for name, infos in parts.items()):
         return source
     return StackedSource(source, parts)
 
 
-def _parts(source: Source, family: Family) -> dict[str, tuple[TensorInfo, ...]]:
+def _parts(source: Source) -> dict[str, tuple[TensorInfo, ...]]:
     """Return the stored tensors of each tensor in the merge, by name; several for a stack."""
-    members_of: dict[str, tuple[str, ...]] = {}  # for each matrix, all in its stack, in order
-    for members in family.stacks:
-        members_of |= dict.fromkeys(members, members)
+    renamed = RENAMED.get(str(source.config.get("model_type")), ())
+    matches = {name: _EXPERT.match(name) for name in source.tensors}
+    # experts with a gate, by the part of the name before their number
+    gated = set()
+    for match in matches.values():
+        if match is not None and match["matrix"] == "gate_proj":
+            gated.add(match["before"])
     found: dict[str, tuple[TensorInfo, ...]] = {}
     stacks: dict[str, tuple[str, ...]] = {}  # the matrices of each stack
     experts: dict[str, dict[tuple[int, str], TensorInfo]] = {}  # by stack, number and matrix
     for name, info in source.tensors.items():
-        match = _EXPERT.match(name)
-        if match is None or match["matrix"] not in members_of:
-            found[_renamed(name, family)] = (info,)
+        match = matches[name]
+        members = None
+        if match is not None:
+            members = _members(match["matrix"], match["before"] in gated)
+        if match is None or members is None:
+            found[with_new_name(name, renamed)] = (info,)
             continue
-        members = members_of[match["matrix"]]
-        stack = f"{_renamed(match['before'] + '.', family)}{family.stacks[members]}"
+        stack_name = (STACKS | UNGATED)[members]
+        stack = f"{with_new_name(match['before'] + '.', renamed)}{stack_name}"
         stacks[stack] = members
         found.setdefault(stack, ())  # at the position of its first part
         place = (int(match["number"]), match["matrix"])
@@ -122,8 +96,7 @@ def _parts(source: Source, family: Family) -> dict[str, tuple[TensorInfo, ...]]:
         parts = experts[stack]
         count = len({number for number, _ in parts})
         places = list(itertools.product(range(count), members))
-        kinds = {(info.shape, info.dtype) for info in parts.values()}
-        if parts.keys() == set(places) and len(kinds) == 1:
+        if parts.keys() == set(places) and len({info.shape for info in parts.values()}) == 1:
             found[stack] = tuple(parts[place] for place in places)
             continue
         # incomplete or uneven: keep the names in the files, so that messages show what is missing
@@ -133,8 +106,19 @@ def _parts(source: Source, family: Family) -> dict[str, tuple[TensorInfo, ...]]:
     return found
 
 
-def _renamed(name: str, family: Family) -> str:
-    for before, after in family.renamed:
+def _members(matrix: str, has_gate: bool) -> tuple[str, ...] | None:
+    """Return the matrices in the stack of an expert's matrix, or None if no stack holds it."""
+    if not has_gate and (matrix,) in UNGATED:
+        return (matrix,)
+    for members in STACKS:
+        if matrix in members:
+            return members
+    return None
+
+
+def with_new_name(name: str, renamed: tuple[tuple[str, str], ...]) -> str:
+    """Return a tensor's name in files with stacks."""
+    for before, after in renamed:
         name = name.replace(before, after)
     return name
 
@@ -175,6 +159,9 @@ class StackedSource(View):
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
         """Fill ``out`` from element ``start`` on; return False if a part does not support it."""
+        # parts of several dtypes are read as numbers
+        if len({info.dtype for info in self.parts[name]}) > 1:
+            return False
         # test all parts first, with nothing to read: if one returns False, `out` is unchanged
         for info in self.parts[name]:
             if not self.model.read_into(info.name, 0, out[:0]):
@@ -194,6 +181,9 @@ class StackedSource(View):
 def _whole(name: str, parts: tuple[TensorInfo, ...]) -> TensorInfo:
     """Return shape and dtype of a tensor; a stack is (experts, rows of its matrices, columns)."""
     first = parts[0]
+    dtype = first.dtype
+    if len({info.dtype for info in parts}) > 1:
+        dtype = promote(info.dtype for info in parts)
     if name.endswith(".weight") or not _EXPERT.match(first.name):  # no stack has this ending
         return TensorInfo(name, first.shape, first.dtype)
     rows, columns = first.shape
@@ -201,4 +191,4 @@ def _whole(name: str, parts: tuple[TensorInfo, ...]) -> TensorInfo:
     assert last is not None  # parts are in the order of experts
     experts = 1 + int(last["number"])
     # len(parts) / experts matrices lie below each other: 2 of gate and up, else 1
-    return TensorInfo(name, (experts, rows * len(parts) // experts, columns), first.dtype)
+    return TensorInfo(name, (experts, rows * len(parts) // experts, columns), dtype)

@@ -208,6 +208,25 @@ def stem_of(folder: Path) -> str | None:
     return None
 
 
+def read_index(index: Path) -> dict[str, set[str]]:
+    """Return the names of the tensors that an index places in each file; all files exist."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: has no weight_map")
+    by_file: dict[str, set[str]] = {}
+    for name, file_name in weight_map.items():
+        # A hub cache links its files to a store outside the folder, so check the name, not the
+        # target of the link.
+        plain = isinstance(file_name, str) and Path(file_name).name == file_name
+        if not plain or file_name in ("", ".", ".."):
+            raise CheckpointError(f"{index}: {file_name!r} is not a file of this folder")
+        by_file.setdefault(file_name, set()).add(name)
+    for file_name in by_file:
+        if not (index.parent / file_name).is_file():
+            raise CheckpointError(f"{index}: names {file_name}, which is not there")
+    return by_file
+
+
 def read_folder(folder: Path) -> dict[str, TensorInfo] | None:
     """Return all tensors of a safetensors folder, or None if it holds no safetensors model."""
     stem = stem_of(folder)
@@ -217,21 +236,8 @@ def read_folder(folder: Path) -> dict[str, TensorInfo] | None:
     single = folder / f"{stem}.safetensors"
     if single.exists():  # even if there is an index: transformers prefers this file
         return read_header(single)
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: has no weight_map")
     tensors: dict[str, TensorInfo] = {}
-    by_file: dict[str, set[str]] = {}
-    for name, file_name in weight_map.items():
-        # A hub cache links its files to a store outside the folder, so check the name, not the
-        # target of the link.
-        plain = isinstance(file_name, str) and Path(file_name).name == file_name
-        if not plain or file_name in ("", ".", ".."):
-            raise CheckpointError(f"{index}: {file_name!r} is not a file of this folder")
-        by_file.setdefault(file_name, set()).add(name)
-    for file_name, wanted in by_file.items():
-        if not (folder / file_name).is_file():
-            raise CheckpointError(f"{index}: names {file_name}, which is not there")
+    for file_name, wanted in read_index(index).items():
         header = read_header(folder / file_name)
         missing = sorted(wanted - header.keys())
         if missing:

@@ -14,7 +14,7 @@ from model_components import _hub
 
 from .._torch import torch
 from .adapter import CONFIG, LoraSource, more_than_lora
-from .headers import STEMS, CheckpointError, read_folder, read_header, read_json
+from .headers import STEMS, CheckpointError, read_folder, read_header, read_index, read_json
 from .sources import DictSource, FolderSource, Source
 
 _PICKLES = "pytorch_model*.bin"
@@ -42,7 +42,7 @@ def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | Non
             'safetensors, or pass allow_pickle="weights_only" to load tensors and nothing else'
         )
     state: dict[str, object] = {}
-    for file in files:
+    for file, wanted in _pickled_files(folder, files, label).items():
         is_zip = zipfile.is_zipfile(file)  # torch cannot memory-map files from before 1.6
         try:
             loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
@@ -53,11 +53,30 @@ def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | Non
             ) from error
         if not isinstance(loaded, Mapping):
             raise CheckpointError(f"{file}: holds a {type(loaded).__name__}, expected a state dict")
+        missing = sorted(wanted - loaded.keys())
+        if missing:
+            raise CheckpointError(
+                f"{file}: expected {missing[0]}, which the index places in this file, got no such "
+                "tensor"
+            )
         state |= loaded
     config = folder / "config.json"
     source = _from_state(state, label, read_json(config) if config.exists() else {})
     source.folder = folder
     return source
+
+
+def _pickled_files(folder: Path, found: Sequence[Path], label: str) -> dict[Path, set[str]]:
+    """Return the pickles that hold a model, and the tensors that an index places in each."""
+    single = folder / "pytorch_model.bin"
+    index = folder / "pytorch_model.bin.index.json"
+    if single.exists():  # even if there is an index, as in transformers
+        return {single: set()}
+    if not index.exists():
+        raise CheckpointError(
+            f"{label}: expected {single.name} or {index.name}, got neither beside {found[0].name}"
+        )
+    return {folder / name: wanted for name, wanted in read_index(index).items()}
 
 
 def _from_state(
@@ -166,6 +185,12 @@ def _open_pickled(folder: Path, allow_pickle: str | None, text: str) -> Source:
     where = ' (allow_pickle="weights_only" also reads pickled weights)'
     if _hub.user_path(text).is_dir() or allow_pickle:
         where = ""
+    shards = sorted(folder.glob("*-of-*.safetensors"))
+    if shards:
+        index = f"{shards[0].name.partition('-')[0]}.safetensors.index.json"
+        raise CheckpointError(
+            f"{text}: holds {shards[0].name}, expected {index} beside it, got none"
+        )
     names = " and no ".join(f"{stem}.safetensors" for stem in STEMS)
     raise CheckpointError(f"{text}: holds no {names}{where}")
 

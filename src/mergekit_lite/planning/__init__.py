@@ -14,6 +14,7 @@ from .checks import (
     check_copies,
     compare_configs,
     compare_tokenizers,
+    layers_beyond,
     missing_tensors,
     template_problems,
     tensor_problems,
@@ -103,6 +104,7 @@ def make_plan(
     notes += differing
     for source in models.sources:
         notes += getattr(source, "notes", [])
+        notes += layers_beyond(source)
         (notes if allow_incomplete else problems).extend(missing_tensors(source))
     rows: int | None = None
     if truncate_embeddings:

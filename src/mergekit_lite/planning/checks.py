@@ -25,16 +25,30 @@ from ..vocabulary import (
     read_vocabulary,
     stage_tokens,
 )
-from .configs import LAYER_KEYS
-from .layout import Slot
+from .configs import layer_count, text_config
+from .layout import Slot, is_usual_list, text_lists
 from .models import Models
 from .plan import CHUNK, Input, TensorPlan
 
-# h is GPT-2's, layer BERT's, block T5's
-_NUMBERED_LAYER = re.compile(
-    r"^(?P<before>(.*?\.)?(layers|layer|h|blocks|block)\.)(?P<number>\d+)\."
-)
 _SHOWN = 5  # missing layers or tensors that a message names
+# the keys and values of attention, which some models share between layers
+_SHARED = re.compile(r"(^|[._])(k|v|kv|key|value)([._]|$)")
+WITH_ENDS = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+)
+"""Families whose models have ``embed_tokens`` and ``norm`` beside their layers."""
 _TORN = 2  # layers that may lose tensors if one file is lost
 # settings that change the computation, even if all shapes are equal
 _MUST_AGREE = (
@@ -76,13 +90,12 @@ def _flat(config: Mapping[str, object]) -> dict[str, object]:
 
 def missing_tensors(source: Source) -> list[str]:
     """Return a message for each kind of tensor that a model should have and lacks."""
-    config = source.config.get("text_config")
-    if not isinstance(config, dict):  # only multimodal models have a config for text
-        config = source.config
+    config = text_config(source.config)
     problems = []
     for problem in (
         _missing_layers(source, config),
-        _missing_in_layers(source),
+        _missing_in_layers(source, config),
+        _missing_ends(source, config),
         _other_rows(source, config),
         _missing_head(source),
     ):
@@ -91,27 +104,48 @@ def missing_tensors(source: Source) -> list[str]:
     return problems
 
 
-def _names_by_layer(source: Source) -> tuple[str, dict[int, set[str]]]:
+def layers_beyond(source: Source) -> list[str]:
+    """Return a note if a model has more layers than its config says."""
+    config = text_config(source.config)
+    count = layer_count(config)
+    before, layers = _names_by_layer(source, config)
+    # layers that predict further tokens are stored behind the others
+    if count is None or config.get("num_nextn_predict_layers") or max(layers, default=-1) < count:
+        return []
+    return [
+        f"{source.label}: config.json says {count} layers, but there are tensors of "
+        f"{before}{max(layers)}; transformers does not load layers from {count} on"
+    ]
+
+
+def _names_by_layer(
+    source: Source, config: Mapping[str, object]
+) -> tuple[str, dict[int, set[str]]]:
     """Return the prefix of a model's layers (``model.layers.``), and each layer's tensors."""
-    stacks: dict[str, dict[int, set[str]]] = {}
+    # only lists with usual names: the longest of others may be of heads
+    lists = [before for before in text_lists(source.tensors, config) if is_usual_list(before)]
+    layers: dict[int, set[str]] = {}
+    if not lists:
+        return "", layers
+    before = lists[0]
     for name in source.tensors:
-        match = _NUMBERED_LAYER.match(name)
-        if match is not None:
-            layers = stacks.setdefault(match["before"], {})
-            layers.setdefault(int(match["number"]), set()).add(name[match.end() :])
-    # a model with several parts has layers in each part; configs count the longest list
-    return max(stacks.items(), key=lambda item: len(item[1]), default=("", {}))
+        if name.startswith(before):
+            number, _, rest = name.removeprefix(before).partition(".")
+            if number.isdigit():
+                layers.setdefault(int(number), set()).add(rest)
+    return before, layers
 
 
-def _missing_in_layers(source: Source) -> str | None:
+def _missing_in_layers(source: Source, config: Mapping[str, object]) -> str | None:
     """Name tensors that one or two layers lack and all others have.
 
     Layers may differ by design. So a layer counts as incomplete only under three conditions. It is
-    not the first layer, which has no norm in some models. A later layer has all its tensors and
-    more, because in some models the last layers share the keys of other layers. No more than two
-    layers lack the same tensor, because one lost file affects at most two layers.
+    not the first layer, which has no norm in some models. Another layer has all its tensors and
+    more; a later one if only keys and values are missing, because in some models the last layers
+    share those of other layers. No more than two layers lack the same tensor, because one lost file
+    affects at most two layers.
     """
-    before, layers = _names_by_layer(source)
+    before, layers = _names_by_layer(source, config)
     if len(layers) <= 2 * _TORN:  # too few to tell a rule from an exception
         return None
     holders: Counter[str] = Counter()
@@ -133,10 +167,13 @@ def _missing_in_layers(source: Source) -> str | None:
 
 
 def _is_torn(number: int, layers: Mapping[int, set[str]], nearly_everywhere: set[str]) -> bool:
-    """Return whether a later layer has all of this layer's tensors, and more that most have."""
+    """Return whether another layer has all of this layer's tensors, and more that most have."""
     names = layers[number]
-    for later, others in layers.items():
-        if later > number and names < others and others - names <= nearly_everywhere:
+    for other, others in layers.items():
+        lacking = others - names
+        if not (names < others and lacking <= nearly_everywhere):
+            continue
+        if other > number or not all(_SHARED.search(name) for name in lacking):
             return True
     return False
 
@@ -147,19 +184,29 @@ def _first_of(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
+def _missing_ends(source: Source, config: Mapping[str, object]) -> str | None:
+    """Return a message if the token embedding or the last norm of a known family is missing."""
+    lists = [before for before in text_lists(source.tensors, config) if is_usual_list(before)]
+    if config.get("model_type") not in WITH_ENDS or not lists:
+        return None
+    model = lists[0].removesuffix("layers.")
+    missing = []
+    for end in ("embed_tokens.weight", "norm.weight"):
+        if f"{model}{end}" not in source.tensors:
+            missing.append(f"{model}{end}")
+    if not missing:
+        return None
+    return f"expected {' and '.join(missing)}, got none"
+
+
 def _missing_layers(source: Source, config: Mapping[str, object]) -> str | None:
     """Name the layers that the config counts, but that have no tensors.
 
     Layers are counted where names number them (``layers.3.``): a model that shares one layer's
     weights has no such names.
     """
-    count = 0
-    for key in LAYER_KEYS:
-        value = config.get(key)
-        if isinstance(value, int):
-            count = value
-            break
-    before, present = _names_by_layer(source)
+    count = layer_count(config) or 0
+    before, present = _names_by_layer(source, config)
     missing = [f"{before}{number}" for number in range(count) if number not in present]
     if not present or not missing:
         return None
@@ -305,7 +352,7 @@ def _vocabulary_hint(name: str, infos: Sequence[TensorInfo]) -> str:
     if len(columns) > 1 or not is_vocabulary_tensor(name):
         return ""
     return (
-        " (vocabularies differ; tokenizer_source base or union would match them by token, "
+        " (vocabularies differ; tokenizer_source: base or union would match them by token, "
         "truncate_embeddings=True would cut them)"
     )
 

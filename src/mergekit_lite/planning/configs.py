@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..dtypes import promote
 from ..files import Source
@@ -44,21 +44,30 @@ def output_config(
         config.pop("torch_dtype", None)  # the name before transformers 5
         config["dtype"] = promote(floats).name
     _set_tie_word_embeddings(config, sources, any(HEAD.search(t.name) for t in tensors))
-    inner = _text_part(config)
+    inner = text_config(config)
     if rows is not None:
         inner["vocab_size"] = rows
         # some models repeat it at the top level
         if "vocab_size" in config:
             config["vocab_size"] = rows
     if spans:
-        _count_layers(inner, [_text_part(source.config) for source in sources], spans)
+        _count_layers(inner, [text_config(source.config) for source in sources], spans)
     return config
 
 
-def _text_part(config: Json) -> Json:
+def text_config(config: Json) -> Json:
     """Return the config that counts tokens and layers: ``text_config`` for multimodal models."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
+
+
+def layer_count(config: Mapping[str, object]) -> int | None:
+    """Return the number of layers in a config, or None if it has no such number."""
+    for key in LAYER_KEYS:
+        value = config.get(key)
+        if isinstance(value, int):
+            return value
+    return None
 
 
 def _set_tie_word_embeddings(
@@ -66,8 +75,13 @@ def _set_tie_word_embeddings(
 ) -> None:
     """Set ``tie_word_embeddings`` if the models disagree: False if the output has its own head."""
     flags = [source.config.get("tie_word_embeddings") for source in sources]
+    # the default differs between families: a model without the flag and with a head is untied
+    own_heads = []
+    for source, flag in zip(sources, flags, strict=True):
+        if flag is None and any(HEAD.search(name) for name in source.tensors):
+            own_heads.append(source)
     if has_head:
-        if False in flags:
+        if False in flags or (own_heads and config.get("tie_word_embeddings")):
             config["tie_word_embeddings"] = False
     elif config.get("tie_word_embeddings") is False and True in flags:
         config["tie_word_embeddings"] = True  # the head is the embedding of a tied model

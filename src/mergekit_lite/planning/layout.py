@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..recipe import MergeRecipe, ModelEntry, Slice, model_key
 from ..vocabulary import EMBEDDING
+from .configs import layer_count, text_config
 from .models import Models
 from .plan import Input
 
@@ -17,6 +18,10 @@ _COMPUTED = re.compile(
     r"(^|\.)(position_ids|token_type_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$"
 )
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+# h is GPT-2's, layer BERT's, block T5's
+_LISTS = ("layers", "layer", "h", "blocks", "block")
+# mtp: layers that predict further tokens, which a config does not count
+_TOWER = re.compile(r"vision|visual|image|audio|speech|mtp")
 _SHOWN = 20  # names that a problem lists; a longer list would hide the rest of the message
 
 
@@ -48,6 +53,44 @@ class Layout:
     notes: list[str]
 
 
+def is_usual_list(before: str) -> bool:
+    """Return whether a list of layers has a usual name, such as ``model.layers.``."""
+    return before.removesuffix(".").rpartition(".")[2] in _LISTS
+
+
+def layer_lists(names: Iterable[str]) -> dict[str, int]:
+    """Return the number of layers of each list of layers, by what precedes the number in names.
+
+    A list counts if it has a usual name or is the longest, because heads can be numbered, too.
+
+    >>> layer_lists(["model.layers.0.w", "model.layers.1.w", "score.0.w"])
+    {'model.layers.': 2}
+    """
+    counts: dict[str, int] = {}
+    for name in names:
+        match = _LAYER.search(name)
+        if match is not None:
+            before = name[: match.start(1)]
+            counts[before] = max(counts.get(before, 0), 1 + int(match[1]))
+    longest = max(counts, key=counts.__getitem__, default=None)
+    found = {}
+    for before, count in counts.items():
+        if is_usual_list(before) or before == longest:
+            found[before] = count
+    return found
+
+
+def text_lists(names: Iterable[str], config: Mapping[str, object]) -> list[str]:
+    """Return the lists of layers that are not in a tower for images or sound, as `layer_lists`.
+
+    The list whose length is in the config is the first, otherwise the longest one.
+    """
+    lists = layer_lists(names)
+    text = {before: n for before, n in lists.items() if not _TOWER.search(before)} or lists
+    count = layer_count(config)
+    return sorted(text, key=lambda before: (text[before] == count, text[before]), reverse=True)
+
+
 def layer_of(name: str) -> int | None:
     """Return a tensor's layer, the first number among the parts of its name, or None.
 
@@ -71,12 +114,18 @@ def some(items: Sequence[str], limit: int = _SHOWN) -> str:
     return ", ".join(items[:limit]) + more
 
 
-def _depth(layer: int | None, count: int) -> float:
+def _depth(layer: int, count: int) -> float:
     """Return the position of a layer among ``count``, 0 to 1; a single layer is the last."""
-    if layer is None:
-        return 0.0
     # mergekit's rule; else one layer would divide by 0
     return layer / (count - 1) if count > 1 else 1.0
+
+
+def _depth_in(lists: Mapping[str, int], name: str) -> float:
+    """Return a tensor's position among the layers of its own list; 0 outside the lists."""
+    match = _LAYER.search(name)
+    if match is None or name[: match.start(1)] not in lists:
+        return 0.0
+    return _depth(int(match[1]), lists[name[: match.start(1)]])
 
 
 def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout:
@@ -100,8 +149,7 @@ def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout
     names: dict[str, None] = {}  # in the donor's order
     for place in [models.donor, *members]:
         names |= dict.fromkeys(models.sources[place].tensors)
-    # counted in the names, as a state dict has no config
-    count = 1 + max((layer_of(name) or 0 for name in names), default=0)
+    lists = layer_lists(names)
     missing: dict[int, list[str]] = {}
     for name in names:
         inputs: list[tuple[ModelEntry | None, Input]] = []
@@ -116,7 +164,7 @@ def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout
             else:
                 inputs.append((entry, Input(place, alias)))
         if not lacking:
-            layout.slots.append(Slot(name, _depth(layer_of(name), count), tuple(inputs), of_base))
+            layout.slots.append(Slot(name, _depth_in(lists, name), tuple(inputs), of_base))
         elif _COMPUTED.search(name):
             layout.notes.append(f"{name} is computed, and not in every model: it is left out")
         else:
@@ -197,8 +245,17 @@ class _Piece:
         self._by_layer: list[dict[int | None, list[str]]] = []
         for member, (_, stop) in zip(self._members, self._ranges, strict=True):
             layers: dict[int | None, list[str]] = {}
-            for name in models.sources[member].tensors:
-                layers.setdefault(layer_of(name), []).append(name)
+            source = models.sources[member]
+            # towers for images or sound stay whole
+            lists = text_lists(source.tensors, text_config(source.config))
+            if len(lists) > 1:
+                problems.append(
+                    f"slices: expected one list of layers, {models.label(member)} has "
+                    f"{len(lists)}: {some(sorted(before + '*' for before in lists))}"
+                )
+            for name in source.tensors:
+                inside = name.startswith(tuple(lists[:1]))
+                layers.setdefault(layer_of(name) if inside else None, []).append(name)
             self._by_layer.append(layers)
             available = 1 + max((layer for layer in layers if layer is not None), default=-1)
             if stop > available:

@@ -19,6 +19,7 @@ import math
 import operator
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from numbers import Integral
 from types import GenericAlias, NoneType, UnionType
 from typing import (
     Annotated,
@@ -214,7 +215,8 @@ def refuse_unknown(owner: str, names: Iterable[str], known: Iterable[str]) -> No
 
 def is_whole(value: object, least: float = -math.inf) -> bool:
     """Return whether a value is a whole number of at least ``least``; booleans do not count."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    # numpy's integers are Integral, too
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 @functools.cache

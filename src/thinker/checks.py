@@ -41,14 +41,22 @@ def check_layout(operation: str, config: ThinkerConfig, task: Task) -> None:
         )
 
 
-def check_tokens(
-    config: ThinkerConfig, tokens: Tensor, mask: Tensor | None, *, values: bool
-) -> None:
-    """Check the shape and length of tokens, and with ``values`` the ids."""
+def check_kind(tokens: object, mask: object) -> None:
+    """Check that tokens are a tensor, and the mask is one or None."""
     if not isinstance(tokens, Tensor):
         raise ValueError(
             f"LatentThinker: tokens are {type(tokens).__name__}; expected a tensor of ids (B, L)"
         )
+    if not isinstance(mask, Tensor | None):
+        raise ValueError(
+            f"LatentThinker: the mask is {type(mask).__name__}; expected a tensor (B, L), or None"
+        )
+
+
+def check_tokens(
+    config: ThinkerConfig, tokens: Tensor, mask: Tensor | None, *, values: bool
+) -> None:
+    """Check the shape and length of tokens, and with ``values`` the ids."""
     if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64) or not tokens.shape[1]:
         raise ValueError(
             f"LatentThinker: tokens have shape {list(tokens.shape)} and dtype {tokens.dtype}; "
@@ -124,7 +132,7 @@ def check_numbers(
     ):
         if value is not None and not is_whole(value, least):
             refuse("LatentThinker", name, value, f"a whole number, {least} or more")
-    if noise is not None and not 0 <= noise < math.inf:
+    if noise is not None and not (isinstance(noise, int | float) and 0 <= noise < math.inf):
         raise ValueError(f"LatentThinker: step_noise is {noise!r}; expected 0 or more, and finite")
 
 

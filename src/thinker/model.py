@@ -21,6 +21,7 @@ from model_components._loading import CompleteModel
 from .checks import (
     check_embeds,
     check_grid,
+    check_kind,
     check_labels,
     check_latents,
     check_mask,
@@ -177,6 +178,7 @@ class LatentThinker(CompleteModel):
             tokens = torch.zeros(inputs_embeds.shape[:2], dtype=torch.long, device=self.device)
         if tokens is None:
             raise ValueError("LatentThinker: expected input_ids or inputs_embeds, got neither")
+        check_kind(tokens, mask)
         checked = self._checked(tokens)
         check_tokens(self.config, tokens, mask, values=checked)
         if mask is not None:

@@ -18,7 +18,7 @@ from .curriculum import CurriculumDataset
 from .losses import AllSteps, Reach, StepLoss
 from .model import LatentThinker
 from .schedules import Fixed, Frontier, Schedule
-from .tasks import AtTokens, Task
+from .tasks import AtTokens, RowsTask, Task
 from .training import ThinkerTrainer, thinker_arguments
 
 Kind = Literal["scan", "exchange", "pointer", "grid"]
@@ -73,6 +73,11 @@ class Preset:
         if not isinstance(task, Task):
             raise ValueError(
                 f"Preset.data: expected a Task, such as RowsTask({task!r:.80}), got {task!r:.80}"
+            )
+        if self.kind == "grid" and isinstance(task, RowsTask) and len(task.lengths) > 1:
+            raise ValueError(
+                f"Preset.data: expected rows of one length for a grid, got lengths "
+                f"{task.lengths[0]} to {task.lengths[-1]}"
             )
         longest = task.default_length if max_length is None else max_length
         steps: Any

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import set_seed
 
 from model_components._checkpoints import newest_whole
 from model_components._checks import Whole, check_value
-from model_components._folders import write_json
+from model_components._folders import new_file, write_json
 from model_components._formats import reading
 from model_components._model_folders import CARD, card_of, complete_folder
 from model_components._report import Report, Table
@@ -26,7 +27,7 @@ from .model import LatentThinker
 from .report import Grid, evaluate_grid, evaluate_steps
 from .run_settings import MORE_STEPS, Run
 from .solving import Solutions, solve
-from .tasks import RowsTask, Task
+from .tasks import TASKS, RowsTask
 from .tasks.at_tokens import without_layout
 from .training import RewindOnPeak, ThinkerTrainer, thinker_arguments
 
@@ -52,10 +53,10 @@ class TrainingReport(Report):
     def summary(self) -> Sequence[str]:
         """Return what was trained, and the accuracy at its longest length."""
         return (
-            f"{self.run.task}, length {self.run.length}: {self.run.iterations} iterations, "
+            f"{self.run.task}, length {self.run.length}: {self.result['iterations']} iterations, "
             f"{self.result['cpu_seconds']:.0f} CPU seconds",
-            f"held out: {self.result['token']:.4f} of symbols, {self.result['sequence']:.4f} of "
-            "rows",
+            f"held out: {self.result['token']:.2%} of symbols and {self.result['sequence']:.2%} of "
+            "rows are right",
             "",
         )
 
@@ -64,7 +65,7 @@ class TrainingReport(Report):
         rows = []
         for length, (symbols, whole) in self.result["by_length"].items():
             longer = "(longer)" if length > self.run.length else ""
-            rows.append((str(length), f"{symbols:.4f}", f"{whole:.4f}", longer))
+            rows.append((str(length), f"{symbols:.2%}", f"{whole:.2%}", longer))
         return Table(("length", "symbols", "rows", ""), rows)
 
 
@@ -103,7 +104,7 @@ def train(
         # a finished run may be trained further
         may_change=("iterations",),
         contents={"rows": repr(rows)} if isinstance(rows, RowsTask) else None,
-        results=("result.json", "model"),
+        results=("result.json", "model", _kept_rows(run.task)),
         fresh=fresh,
     )
     # before the folder gets this run's settings: a card is compared with the earlier ones
@@ -134,13 +135,23 @@ def _train(
     seconds = time.process_time() - begin
     model.save_pretrained(out / "model")
     result, grid = measure(model, data, run, samples)
+    trained = trainer.state.global_step
+    if trained < run.iterations:
+        print(
+            f"think train: stopped after {trained} of {run.iterations} iterations, because the "
+            "loss peaked again after every rewind; try another --seed"
+        )
     result |= {
-        "iterations": run.iterations,
+        "iterations": trained,
         "cpu_seconds": round(seconds, 1),
         "resumed": checkpoint is not None,
         "parameters": model.num_parameters(),
         "seed": run.seed,
     }
+    if run.task not in TASKS:
+        # so that the model can be used without the file of the training
+        with new_file(out / _kept_rows(run.task), "think train") as part:
+            shutil.copyfile(run.task, part)
     if not edited:
         complete_folder(out / "model", _card(result, run))
     # last, since it marks a finished run
@@ -307,16 +318,17 @@ def _run_in(folder: Path) -> Run:
         return Run.from_dict({name: value for name, value in values.items() if name in known})
 
 
-def _check_rows(folder: Path, run: Run, task: Task) -> None:
-    """Refuse a file of rows that is not the one of the training."""
-    if not isinstance(task, RowsTask):
-        return
-    trained = read_json(folder, "run.json").get("contents", {}).get("rows")
-    if trained != repr(task):
-        raise ValueError(
-            f"think: the rows in {run.task} are not those of the training: expected {trained}, got "
-            f"{task!r} (the last number is a checksum); restore the file, or train with --fresh"
-        )
+def _kept_rows(task: str) -> str:
+    """Return the name under which a run's folder keeps a copy of a file of rows."""
+    path = Path(task)
+    return "rows" + "".join(path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:])
+
+
+def _with_kept_rows(folder: Path, run: Run) -> Run:
+    """Return the run with the copy of its rows in the folder, if it was trained on a file."""
+    if run.task in TASKS:
+        return run
+    return replace(run, task=str(folder / _kept_rows(run.task)))
 
 
 def evaluate(
@@ -342,8 +354,7 @@ def evaluate(
     read_json(folder, "result.json")  # without it, the model may be an earlier run's
     model: Any = LatentThinker.from_pretrained(folder / "model")
     model.to(device)
-    data = run.data()
-    _check_rows(folder, run, without_layout(data.task))
+    data = _with_kept_rows(folder, run).data()
     lengths = lengths or [n for n in _lengths_of(run, data) if n >= run.length] or [run.length]
     if data.task.input_length(max(lengths)) > model.config.max_input_length:
         raise ValueError(
@@ -352,6 +363,8 @@ def evaluate(
             f"{data.task.input_length(max(lengths))} tokens); train with think train --lengths "
             f"{max(lengths)}"
         )
+    for number in n_steps:
+        check_value("think evaluate", "n_steps", number, Whole)
     plan = run.flow_plan()
 
     def steps(length: int) -> list[int]:
@@ -372,8 +385,8 @@ def solve_rows(folder: Path, inputs: Sequence[str]) -> Solutions:
         inputs: Texts for a task of rows; else token ids separated by spaces, such as "3 1 2".
     """
     run = _run_in(folder)
-    task = run.bare_task()
-    _check_rows(folder, run, task)
+    read_json(folder, "result.json")  # without it, the model may be an earlier run's
+    task = _with_kept_rows(folder, run).bare_task()
     model: Any = LatentThinker.from_pretrained(folder / "model")
     rows: list[Any] = list(inputs)
     if not isinstance(task, RowsTask):

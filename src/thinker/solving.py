@@ -101,12 +101,42 @@ def solve(
         task = AtTokens(inner)
     check_layout("solve", model.config, task)
     listed = []
-    for row in rows:
-        listed.append(inner.encode(row.tolist() if isinstance(row, Tensor | np.ndarray) else row))
+    for number, row in enumerate(rows):
+        symbols = row.tolist() if isinstance(row, Tensor | np.ndarray) else row
+        if not isinstance(symbols, Sequence):
+            raise ValueError(
+                f"solve: row {number} is {symbols!r:.80}; expected a list of rows, each a text or "
+                "a list of symbols"
+            )
+        listed.append(inner.encode(symbols))
     _check_rows(listed, inner)
     most = _most_steps(model, task, max(map(len, listed)), max_steps)
     rule = exit_rule or ExitRule()
-    sample = _sample(inner, listed)
+    config = model.config
+    if not config.decoder_self_attention and config.positions != "random":
+        return _solved(model, task, listed, most, rule)
+    # with these settings an answer depends on the longest row of its batch: one batch a length
+    solutions: dict[int, Solutions] = {}
+    for size in sorted({len(row) for row in listed}):
+        numbers = [number for number, row in enumerate(listed) if len(row) == size]
+        found = _solved(model, task, [listed[number] for number in numbers], most, rule)
+        for place, number in enumerate(numbers):
+            one = slice(place, place + 1)
+            solutions[number] = Solutions(found.answers[one], found.steps[one], found.settled[one])
+    ordered = [solutions[number] for number in range(len(listed))]
+    return Solutions(
+        tuple(one.answers[0] for one in ordered),
+        tuple(one.steps[0] for one in ordered),
+        tuple(one.settled[0] for one in ordered),
+    )
+
+
+def _solved(
+    model: LatentThinker, task: Task, rows: Sequence[Sequence[int]], most: int, rule: ExitRule
+) -> Solutions:
+    """Return the answers to rows of ids, computed in one batch."""
+    inner = without_layout(task)
+    sample = _sample(inner, rows)
     if isinstance(task, AtTokens):
         sample = task.laid_out(sample)
     if sample.tokens.shape[1] > model.config.max_input_length:
@@ -127,6 +157,11 @@ def solve(
             # with an answer for each step, the last step's is returned, so no row stops early
             exit_rule=None if task.by_step else rule,
         )
+    if not bool(out.logits.isfinite().all()):
+        raise ValueError(
+            "solve: expected finite logits, got NaN or infinity; the model's weights may not be "
+            "finite"
+        )
     said = out.logits.argmax(-1).cpu()
     known = sample.targets != IGNORED
     answers = [inner.decode(row[which].tolist()) for row, which in zip(said, known, strict=True)]
@@ -140,7 +175,9 @@ def _check_rows(rows: Sequence[Sequence[int]], task: Task) -> None:
     if not rows:
         raise ValueError("solve: expected rows, got none")
     for number, row in enumerate(rows):
-        if not row or not all(is_whole(token, 0) and token < task.vocab_size for token in row):
+        if not row:
+            raise ValueError(f"solve: row {number} is empty; expected one symbol or more")
+        if not all(is_whole(token, 0) and token < task.vocab_size for token in row):
             raise ValueError(
                 f"solve: row {number} is {row!r:.80}; expected ids from 0 to {task.vocab_size - 1}"
             )
@@ -149,6 +186,11 @@ def _check_rows(rows: Sequence[Sequence[int]], task: Task) -> None:
             raise ValueError(
                 f"solve: row {number} has {len(row)} ids; expected {task.input_length(1)}, as the "
                 "rows of the task"
+            )
+        if _answer_length(task, len(row)) < 1 or len(row) < task.input_length(task.min_length):
+            raise ValueError(
+                f"solve: row {number} has {len(row)} symbols; expected at least "
+                f"{task.input_length(task.min_length)}, as the shortest rows of the task"
             )
 
 

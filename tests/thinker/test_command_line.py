@@ -27,9 +27,10 @@ def test_train_resume_and_evaluate(tmp_path, capsys):
     assert main(["think", "train", "copy", str(out), *SHORT, "--lengths", "6"]) == 0
     printed = capsys.readouterr().out
     assert re.search(
-        r"copy, length 4: 20 iterations.*\nheld out: [\d.]+ of symbols, [\d.]+ of rows", printed
+        r"copy, length 4: 20 iterations.*\nheld out: [\d.]+% of symbols and [\d.]+% of rows are right",
+        printed,
     )
-    assert re.search(r"^6 +[\d.]+ +[\d.]+  \(longer\)", printed, re.M)
+    assert re.search(r"^6 +[\d.]+% +[\d.]+%  \(longer\)", printed, re.M)
     card = (out / "model" / "README.md").read_text()
     assert "# A thinker for copy" in card
     assert "- iterations: 20" in card

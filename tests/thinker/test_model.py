@@ -8,7 +8,16 @@ from transformers import AutoModel
 from tests.support import equivalence
 from tests.support.equivalence import judge, place
 from tests.thinker import reference as definition
-from thinker import ExitRule, FlowPlan, LatentThinker, ThinkerConfig
+from thinker import (
+    CurriculumDataset,
+    ExitRule,
+    FlowPlan,
+    Frontier,
+    LatentThinker,
+    ThinkerConfig,
+    evaluate_steps,
+    make_task,
+)
 from thinker.flow import FlowRow
 from thinker.frames import Frame
 from thinker.state import ThinkerState
@@ -893,7 +902,7 @@ TOKENS = torch.zeros(2, 5, dtype=torch.long)
         (
             {},
             lambda m: m(TOKENS, out_len=11),
-            r"LatentThinker:.*out_len.*11.*1.*max_output_length.*10",
+            r"LatentThinker:.*out_len is 11; expected 1 to 10 .max_output_length",
         ),
         (
             {},
@@ -1104,3 +1113,29 @@ def test_a_row_moves_as_much_as_the_latent_that_moves_most():
     real[1, 0] = 0
     residual = Frame(None, real=real).residual(before, after)
     torch.testing.assert_close(residual, torch.tensor([0.5, 0.0]))
+
+
+def test_numpy_integers_are_numbers_of_steps():
+    import numpy as np
+
+    model = LatentThinker(vocab_size=5, max_input_length=4, max_output_length=4).eval()
+    tokens = torch.zeros(1, 3, dtype=torch.long)
+    three = model(tokens, n_step=np.int64(3), output_steps=[np.int64(1), np.int64(3)])
+    assert torch.equal(three.logits, model(tokens, n_step=3).logits)
+    data = CurriculumDataset(make_task("copy", symbols=5), Frontier(max_length=4))
+    report = evaluate_steps(model, data, [np.int64(4)], n_steps=np.arange(1, 3), samples=8)
+    assert report.n_steps == ((1, 2),)
+    with pytest.raises(ValueError, match=r"n_step is 2\.5|n_step is np"):
+        model(tokens, n_step=np.float64(2.5))
+
+
+def test_lists_are_refused_as_tensors_are_asked_for():
+    model = LatentThinker(vocab_size=5, max_input_length=4, max_output_length=4)
+    with pytest.raises(ValueError, match="tokens are list; expected a tensor of ids"):
+        model([[1, 0]])
+    with pytest.raises(ValueError, match="the mask is list; expected a tensor"):
+        model(torch.zeros(1, 2, dtype=torch.long), [[1, 1]])
+    with pytest.raises(ValueError, match="step_noise is 'a'; expected 0 or more"):
+        model(torch.zeros(1, 2, dtype=torch.long), step_noise="a")
+    with pytest.raises(ValueError, match=r"symbols is 2\.5; expected a whole number"):
+        make_task("copy", symbols=2.5)

@@ -95,6 +95,10 @@ def test_a_resume_knows_other_rows():
         ([("a", 3)], "row 1 has 3; expected a text, or a list of texts or whole numbers"),
         ([([1.5], "a")], r"row 1 has \[1.5\]; expected a text"),
         ([("ab", ""), ("a", "a")], "row 1 has an empty input or answer"),
+        (
+            [*parity([2, 3, 4]), {"input": "01 1", "answer": "0 11"}],
+            r"got 2 of 58 texts with a space, such as '01 1'",
+        ),
     ],
 )
 def test_rows_that_are_no_pairs_are_refused(rows, message):
@@ -103,6 +107,7 @@ def test_rows_that_are_no_pairs_are_refused(rows, message):
 
 
 def test_a_trained_scan_solves_longer_texts():
+    torch.manual_seed(11)
     task = th.RowsTask(parity(range(1, 7)))
     preset = th.presets.scan()
     data = preset.data(task, max_length=5, seed=11)
@@ -116,6 +121,48 @@ def test_a_trained_scan_solves_longer_texts():
     assert "1010" in str(found)
     with pytest.raises(ValueError, match="got '2' in '012'"):
         th.solve(model, task, ["012"])
+
+
+def test_answers_have_the_form_of_the_answers_of_the_rows():
+    assert th.RowsTask([("ab", [10, 2])]).decode([1, 0]) == (10, 2)
+    assert th.RowsTask([([1, 2], "ab")]).decode([2, 3]) == "ab"
+    # inputs of one length with shorter answers: of a fixed size
+    assert th.RowsTask([("010101", "1"), ("111111", "0")]).output_length(7) == 1
+
+
+def solver(task, longest=8, **fields):
+    data = th.CurriculumDataset(task, Uniform(max_length=longest, min_length=task.min_length))
+    torch.manual_seed(0)
+    return th.LatentThinker(th.ThinkerConfig(**data.sizes(20), **fields)).eval()
+
+
+def test_solve_refuses_rows_that_have_no_answer():
+    texts = [("01101101" * 2)[k : k + n] for k in range(8) for n in range(3, 9)]
+    task = th.RowsTask([(text, text[2:]) for text in texts])
+    model = solver(task)
+    for rows, message in (
+        (["01"], "row 0 has 2 symbols; expected at least 3"),
+        (["0110", ""], "row 1 is empty"),
+        ([1, 0], "row 0 is 1; expected a list of rows"),
+    ):
+        with pytest.raises(ValueError, match=f"solve: {message}"):
+            th.solve(model, task, rows)
+    with torch.no_grad():
+        model.readout.head.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="solve: expected finite logits"):
+        th.solve(model, task, ["0110"], max_steps=2)
+
+
+@pytest.mark.parametrize("fields", [{"decoder_self_attention": True}, {"positions": "random"}])
+def test_an_answer_does_not_depend_on_the_other_rows(fields):
+    task = th.make_task("copy", symbols=6)
+    model = solver(task, **fields)
+    long = [5] * 20
+    rows = [[1, 2, 3], long, [3, 1], [2, 2, 2]]
+    together = th.solve(model, task, rows, max_steps=4)
+    alone = [th.solve(model, task, [row], max_steps=4) for row in rows]
+    assert together.answers == tuple(one.answers[0] for one in alone)
+    assert together.steps == tuple(one.steps[0] for one in alone)
 
 
 def test_only_models_without_parameters_for_each_position_take_any_length():
@@ -232,6 +279,13 @@ def test_the_command_trains_on_a_file_and_tests_longer_rows(tmp_path, capsys):
     assert re.search(r"length .* steps +6 +7 +18 +20 +24 +28", capsys.readouterr().out)
     assert main(["think", "solve", str(out), "0110", "111"]) == 0
     assert re.search(r"^0 +\d+ +[01]{4}$", capsys.readouterr().out, re.M)
+    # a run's folder has its rows, and the file may go
+    file.rename(tmp_path / "elsewhere.jsonl")
+    assert main(["think", "solve", str(out), "0110"]) == 0
+    assert main(["think", "evaluate", str(out), "--samples", "8"]) == 0
+    capsys.readouterr()
+    assert main(["think", "evaluate", str(out), "--n-steps", "0"]) == 1
+    assert "n_steps is 0, expected a whole number, 1 or more" in capsys.readouterr().err
     file.write_text("\n".join(map(json.dumps, parity([1, 2, 3, 4, 6, 7], repeats=2))))
     assert main([*words, *short, "--iterations", "16"]) == 1
     assert "rows" in capsys.readouterr().err

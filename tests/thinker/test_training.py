@@ -23,17 +23,19 @@ from thinker import (
     LatentThinker,
     Reach,
     RewindOnPeak,
+    RowsTask,
     ThinkerConfig,
     ThinkerTrainer,
     evaluate_grid,
     evaluate_steps,
     make_task,
+    presets,
     solve,
     thinker_arguments,
 )
 from thinker.counters import seed_of
 from thinker.flow import FlowRow
-from thinker.losses import LearnedWeights
+from thinker.losses import LastAndRandom, LearnedWeights
 from thinker.report import Accuracy, Curves
 from thinker.schedules import Fixed, Progressive
 from thinker.tasks import TensorTask
@@ -749,6 +751,9 @@ class Broken(AllSteps):
         super().__init__()
         self.bad, self.calls = bad, 0
 
+    def settings(self):  # a run may be continued with the loss that is not broken
+        return LastAndRandom().settings()
+
     def forward(self, *arguments):
         self.calls += 1
         loss = super().forward(*arguments)
@@ -1270,3 +1275,41 @@ def test_other_schedules_of_the_rate_train(kind, tmp_path):
     assert thinker_arguments(tmp_path, lr_scheduler_type=kind).lr_scheduler_kwargs in (None, {})
     usual = thinker_arguments(tmp_path, lr_scheduler_type="cosine_with_min_lr")
     assert usual.lr_scheduler_kwargs == {"min_lr_rate": 0.05}
+
+
+def test_a_run_is_not_resumed_with_another_loss_or_model(tmp_path):
+    trainer_of(tmp_path, max_steps=4, save_steps=2).train()
+    other = trainer_of(tmp_path, max_steps=8, save_steps=2, step_loss=LastAndRandom(random=0.5))
+    with pytest.raises(ValueError, match=r"the checkpoint has loss random 0.3; expected 0.5"):
+        other.train(resume_from_checkpoint=True)
+    other = trainer_of(tmp_path, max_steps=8, save_steps=2, step_loss=AllSteps())
+    with pytest.raises(ValueError, match="has loss class 'LastAndRandom'; expected 'AllSteps'"):
+        other.train(resume_from_checkpoint=True)
+    other = trainer_of(tmp_path, max_steps=8, save_steps=2)
+    other._settings["step_noise"] = 0.5
+    with pytest.raises(ValueError, match=r"the checkpoint has step_noise 0.1; expected 0.5"):
+        other.train(resume_from_checkpoint=True)
+
+
+def test_with_reach_a_first_batch_of_few_answers_is_no_bar(tmp_path):
+    """Its loss is near 0, and every later one would be a peak beside it."""
+    texts = [format(k, "08b") for k in range(256)]
+    # an answer of two symbols for each of the input: few of them are within reach of few steps
+    task = RowsTask([(text, text + text[::-1]) for text in texts])
+    preset = presets.scan()
+    data = preset.data(task, batch_size=16)
+    model = preset.thinker(data)
+    rewind = RewindOnPeak(every=5)
+    trainer = preset.trainer(model, data, tmp_path, max_steps=40, use_cpu=True)
+    trainer.add_callback(rewind)
+    first = data.batch(0)
+    assert first["n_step"] < 24
+    trainer.train()
+    assert rewind.count == 0
+
+
+def test_few_rows_are_said_and_give_no_advice():
+    few = Curves((6, 8), ((1, 2), (1, 2)), ((Accuracy(0.9, 0.5, 6), Accuracy(0.9, 0.34, 6)),) * 2)
+    assert few.remarks() == ["few held-out rows, so shares are rough: 6 at length 6, 6 at length 8"]
+    many = Curves((6,), ((1, 2),), ((Accuracy(0.9, 0.5, 512), Accuracy(0.9, 0.34, 512)),))
+    assert "Use n_step=1" in many.remarks()[0]

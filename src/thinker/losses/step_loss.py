@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +50,14 @@ class StepLoss(nn.Module, ABC):
     def counts_from_start(self) -> bool:
         """Return whether a step's weight depends on the steps since the input was read."""
         return False
+
+    def settings(self) -> dict[str, Any]:
+        """Return the loss's class and its numbers, which a resumed run must have."""
+        numbers = {}
+        for name, value in vars(self).items():
+            if name != "training" and isinstance(value, int | float):
+                numbers[name] = value
+        return {"class": type(self).__name__} | numbers
 
     def check(self, config: ThinkerConfig) -> None:
         """Refuse a model that this loss cannot train."""

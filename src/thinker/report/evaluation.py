@@ -59,6 +59,11 @@ def accuracies(
             logits_of_steps = [model(**inputs, n_step=n, plan=plan).logits for n in n_steps]
     found_accuracies = []
     for logits, answers in zip(logits_of_steps, labels_of_steps(labels, n_steps), strict=True):
+        if not bool(logits.isfinite().all()):
+            raise ValueError(
+                "accuracies: expected finite logits, got NaN or infinity; the model's weights may "
+                "not be finite"
+            )
         counts = answers != IGNORED
         right = (logits.argmax(-1) == answers) & counts
         asked = counts.any(1)
@@ -69,7 +74,11 @@ def accuracies(
         # a row without answers has no wrong one, but does not count as right
         whole = (right | ~counts).all(1) & asked
         found_accuracies.append(
-            Accuracy(float(right.sum() / counts.sum()), float(whole.sum() / asked.sum()))
+            Accuracy(
+                float(right.sum() / counts.sum()),
+                float(whole.sum() / asked.sum()),
+                int(asked.sum()),
+            )
         )
     return found_accuracies
 
@@ -171,7 +180,11 @@ def evaluate_steps(
         )
     if n_steps is None:
         n_steps = [chosen_plan(model.config, plan).num_steps(model.config.n_step)]
-    steps = {n: sorted(set(n_steps(n) if callable(n_steps) else n_steps)) for n in lengths}
+    steps: dict[int, list[int]] = {}
+    for length in lengths:
+        numbers = n_steps(length) if callable(n_steps) else n_steps
+        # numpy's integers as Python's, which seeds need
+        steps[int(length)] = sorted({int(number) for number in numbers})
     if not steps or not all(steps.values()) or min(map(min, steps.values())) < 1 or samples < 1:
         raise ValueError(
             f"evaluate_steps: lengths and steps {steps}, samples {samples}; expected 1 or more of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,10 +19,12 @@ class Accuracy(Report):
     Args:
         token: The share of right symbols.
         sequence: The share of rows with every symbol right.
+        rows: The number of rows; 0 if it is not known.
     """
 
     token: float
     sequence: float
+    rows: int = 0
 
     def summary(self) -> list[str]:
         """Return one line: the shares of right symbols and of rows with every symbol right."""
@@ -93,8 +96,16 @@ class Grid(Report):
 
 
 _FALL = 0.05
-"""The smallest drop in the share of right rows that `Curves.remarks` reports: above two standard
-errors (0.044) for the default of 512 samples."""
+"""The smallest drop in the share of right rows that `Curves.remarks` reports."""
+
+_FEW = 100
+"""Rows below which `Curves.remarks` gives their number: one of them is more than a percent."""
+
+
+def _fall(rows: int) -> float:
+    """Return the smallest drop of a share of rows that is beyond chance."""
+    # two standard errors of a share near one half, but no less than the floor
+    return max(_FALL, 1 / math.sqrt(rows)) if rows else _FALL
 
 
 @dataclass(frozen=True)
@@ -137,11 +148,18 @@ class Curves(Report):
         return ["% of right symbols / % of rows with every symbol right"]
 
     def remarks(self) -> list[str]:
-        """Return a line for each length at which the most steps are worse than fewer steps."""
+        """List lengths with few rows, and those at which the most steps are worse than fewer."""
         lines = []
+        few = {}
+        for length, cells in zip(self.lengths, self.cells, strict=True):
+            if 0 < cells[0].rows < _FEW:
+                few[length] = cells[0].rows
+        if few:
+            counts = ", ".join(f"{rows} at length {length}" for length, rows in few.items())
+            lines.append(f"few held-out rows, so shares are rough: {counts}")
         for length, steps, cells in zip(self.lengths, self.n_steps, self.cells, strict=True):
             best = max(range(len(cells)), key=lambda i: cells[i].sequence)
-            if cells[best].sequence - cells[-1].sequence > _FALL:
+            if cells[best].sequence - cells[-1].sequence > _fall(cells[best].rows):
                 lines.append(
                     f"length {length}: {cells[-1].sequence:.1%} of rows are right after "
                     f"{steps[-1]} steps, but {cells[best].sequence:.1%} after {steps[best]}. Use "

@@ -17,6 +17,9 @@ from .task import IGNORED, Sample, Task, integers, row_key, row_words
 
 Symbol = str | int
 
+_FEW_SPACED = 0.05
+"""A share of texts with spaces below this is taken for a mistake in these texts."""
+
 
 class RowsTask(Task):
     """Pairs of an input and its answer, of any lengths.
@@ -55,8 +58,8 @@ class RowsTask(Task):
         if not pairs:
             raise ValueError("RowsTask: expected rows, got none")
         texts = [part for pair in pairs for part in pair if isinstance(part, str)]
-        self._is_text = bool(texts)
-        self._has_spaces = any(any(map(str.isspace, text)) for text in texts)
+        self._is_text = all(isinstance(answer, str) for _, answer in pairs)
+        self._has_spaces = _have_spaces(texts)
         pairs = [(self._split(given), self._split(answer)) for given, answer in pairs]
         # by length, and otherwise in the order of the file
         pairs.sort(key=lambda pair: len(pair[0]))
@@ -89,11 +92,14 @@ class RowsTask(Task):
         ratio = max(-(-answer // given) for given, answer in sizes)
         self._ends = False
         self._pads = 0
-        if len({answer - given for given, answer in sizes}) == 1:
+        one_answer = len({answer for _, answer in sizes}) == 1
+        # inputs of one length with shorter answers: these may well be of a fixed size
+        shorter = len(sizes) == 1 and all(answer < given for given, answer in sizes)
+        if len({answer - given for given, answer in sizes}) == 1 and not shorter:
             self._times = 1
             self._more = next(answer - given for given, answer in sizes)
             self._pads = max(0, self._more)
-        elif len({answer for _, answer in sizes}) == 1:
+        elif one_answer:
             self._times = 0
             self._more = next(answer for _, answer in sizes)
         else:
@@ -212,7 +218,7 @@ class RowsTask(Task):
         return [*(self._ids[symbol] for symbol in symbols), *padding]
 
     def decode(self, ids: Sequence[int]) -> str | tuple[Symbol, ...]:
-        """Return an answer in the form of the rows, a text or symbols, without the end symbol."""
+        """Return an answer without the end symbol: a text if all answers of the rows are texts."""
         symbols = []
         for number in ids:
             if number == self._end:
@@ -221,6 +227,23 @@ class RowsTask(Task):
         if not self._is_text:
             return tuple(symbols)
         return (" " if self._has_spaces else "").join(map(str, symbols))
+
+
+def _have_spaces(texts: Sequence[str]) -> bool:
+    """Return whether texts are split at white space.
+
+    Raises:
+        ValueError: Hardly any of them has white space.
+    """
+    longer = [text for text in texts if len(text) > 1]
+    spaced = [text for text in longer if any(map(str.isspace, text))]
+    if spaced and len(spaced) < _FEW_SPACED * len(longer):
+        raise ValueError(
+            f"RowsTask: expected spaces between the symbols of all texts, or in none, got "
+            f"{len(spaced)} of {len(longer)} texts with a space, such as {spaced[0]!r:.80}; remove "
+            "the space, or give lists of symbols"
+        )
+    return bool(spaced)
 
 
 def _pair_of(number: int, row: object) -> tuple[Any, Any]:

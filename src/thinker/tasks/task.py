@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from model_components._checks import refuse_unknown
+from model_components._checks import is_whole, refuse_unknown
 
 from ..counters import mix, signed
 
@@ -201,6 +201,13 @@ def check_sample(task: Task, generator: torch.Generator, length: int) -> None:
     """Refuse a task whose samples do not have the shapes and ids that it states."""
     sample = task.sample(generator, 2, length)
     name = type(task).__name__
+    try:  # training asks for rows of several lengths
+        task.sample(generator, 2, torch.full((2,), length))
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"{name}.sample: expected to take the lengths of rows as a tensor (B,), got the error "
+            f"{error}; `self.checked(generator, batch, length)` returns them as a column"
+        ) from error
     if not isinstance(sample, Sample):
         raise ValueError(f"{name}.sample returned {type(sample).__name__}; expected a Sample")
     sizes = len(sample.tokens), sample.targets.shape[-1] if sample.targets.dim() else 0
@@ -259,7 +266,9 @@ def integers(generator: torch.Generator, high: int, *shape: int) -> Tensor:
 
 
 def at_least(what: str, **least: tuple[int, int]) -> None:
-    """Refuse options, given as (value, minimum), that are too small."""
+    """Refuse options, given as (value, minimum), that are no whole numbers or too small."""
     for name, (value, needed) in least.items():
-        if value < needed:
-            raise ValueError(f"{what}: {name} is {value}; expected {needed} or more")
+        if not is_whole(value, needed):
+            raise ValueError(
+                f"{what}: {name} is {value!r}; expected a whole number, {needed} or more"
+            )

@@ -11,6 +11,7 @@ from transformers.utils import logging
 from model_components._checks import Whole, check_value
 
 from ..curriculum import CurriculumDataset, StateDict
+from ..losses import StepLoss
 from ..model import LatentThinker
 from .tally import Counts, Tally, mean_loss
 
@@ -23,6 +24,7 @@ class ThinkerRun(Protocol):
     tally: Tally
     data: CurriculumDataset
     state: TrainerState
+    step_loss: StepLoss
 
     @property
     def thinker(self) -> LatentThinker:
@@ -132,11 +134,11 @@ class RewindOnPeak(ThinkerCallback):
     Training then continues with new batches at a lower rate.
 
     The mean loss of every ``every`` steps is compared with the best such mean and with the first
-    step's loss. The state at the start of the best ``every`` steps (weights, the loss's parameters,
-    optimizer and schedule) is kept in memory and in checkpoints. After ``limit`` rewinds, the next
-    peak stops the run. The best weights are restored if a run ends on a peak, or, after a rewind,
-    with a loss above the best at the same difficulty. Logs have ``rewinds``, ``peak`` and
-    ``rewound_to_step``.
+    step's loss (not with `Reach`: there, the first batch may have hardly any answer within reach).
+    The state at the start of the best ``every`` steps (weights, the loss's parameters, optimizer
+    and schedule) is kept in memory and in checkpoints. After ``limit`` rewinds, the next peak stops
+    the run. The best weights are restored if a run ends on a peak, or, after a rewind, with a loss
+    above the best at the same difficulty. Logs have ``rewinds``, ``peak`` and ``rewound_to_step``.
 
     Args:
         factor: A loss is a peak if it is above ``factor`` times the best mean, or the first loss if
@@ -200,6 +202,9 @@ class RewindOnPeak(ThinkerCallback):
     ) -> None:
         """Keep a good point, or go back to it after a peak."""
         assert self.before is not None
+        if math.isnan(self.first) and self.trainer.step_loss.counts_from_start:
+            # the loss of a batch with few steps has few answers: the first may be near 0
+            self.first = math.inf
         if math.isnan(self.first):
             # a copy, for `since` would move the beginning of the window
             self.first = mean_loss(self.trainer.tally.since(dict(self.before)))

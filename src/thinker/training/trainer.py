@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedConfig,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
-from model_components._checks import Whole, check_value
+from model_components._checks import Whole, check_value, declared_fields
 from model_components._folders import new_file
 from model_components._formats import check_format, reading, stamp
 from model_components._trainer import StepTrainer, TrainerOptions, bare_optimizer
 
+from ..config import ThinkerConfig
 from ..counters import seed_of
 from ..curriculum import Batch, CurriculumDataset, DetailedBatches, StateDict
 from ..flow import FlowPlan
@@ -97,6 +105,8 @@ class ThinkerTrainer(StepTrainer):
             )
         self.step_loss = step_loss or LastAndRandom()
         self.step_loss.check(model.config)
+        # before training, since a loss may count what it has seen
+        self._settings = self._settings_now(model)
         check_segments(segments, train_dataset, self.step_loss)
         check_reach(model, train_dataset, self.step_loss)
         window = model.config.window
@@ -367,6 +377,7 @@ class ThinkerTrainer(StepTrainer):
             "data": self.data.state_dict(self.batches),
             "counts": self.tally.counts,
             "logged": self._logged,
+            "settings": self._settings,
             "step_loss": self.step_loss.state_dict(),
             "callbacks": {name: c.state_dict() for name, c in self._thinker_callbacks().items()},
             "carry": pack_carry(self._carry),
@@ -390,8 +401,28 @@ class ThinkerTrainer(StepTrainer):
             check_format(state, 1, f"ThinkerTrainer: {folder}")
             self._restore_progress(state, with_carry=is_own)
 
+    def _settings_now(self, model: LatentThinker) -> dict[str, Any]:
+        """Return the settings of the loss and of the model that a resumed run must have."""
+        loss = {f"loss {name}": value for name, value in self.step_loss.settings().items()}
+        settings = json.loads(model.config.to_json_string(use_diff=False))
+        # without the fields that every config of transformers has
+        return loss | {
+            name: settings[name] for name in declared_fields(ThinkerConfig, PreTrainedConfig)
+        }
+
+    def _check_settings(self, before: Mapping[str, Any]) -> None:
+        """Refuse to resume with another loss, or with a model of other settings."""
+        now = self._settings
+        for name in dict.fromkeys([*before, *now]):
+            if before.get(name) != now.get(name):
+                raise ValueError(
+                    f"ThinkerTrainer: the checkpoint has {name} {before.get(name)!r}; expected "
+                    f"{now.get(name)!r}, as this trainer has"
+                )
+
     def _restore_progress(self, state: StateDict, *, with_carry: bool) -> None:
         carry = state["carry"] if with_carry else None  # rank 0's carry belongs to other rows
+        self._check_settings(state["settings"])
         self.data.load_state_dict(state["data"])
         self.step_loss.load_state_dict(state["step_loss"])
         self.tally.counts, self._logged = (

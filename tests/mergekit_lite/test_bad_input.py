@@ -75,7 +75,7 @@ def test_models_and_bases(paths, out):
     refused(r"linear:.*method", paths[1:], base_model=paths[0], weight=1, out=out)
     refused("listed twice", [paths[0], paths[0]], weight=1, out=out)
     refused(
-        r"2.*exactly.*1",
+        r"exactly 1, got 2",
         paths[1:],
         "slerp",
         base_model=paths[0],
@@ -138,11 +138,11 @@ def header(entries, body=b""):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "cut short"),
+        (b"", "truncated"),
         (b"\xff" * 20, "not a safetensors file"),
         (
             header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"1234"),
-            "cut short",
+            "the file is truncated, and a is incomplete",
         ),
         (
             header({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, b"12345678"),
@@ -164,12 +164,15 @@ def header(entries, body=b""):
         ),
         (
             header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}),
-            "expected a list of whole numbers",
+            "expected a list of non-negative integers",
         ),
         (header({"a": {"dtype": "F32"}}), "shape None, expected a list"),
-        (header([1]), "JSON list, expected an object"),
+        (header([1]), "expected a JSON object, got list"),
         ((9).to_bytes(8, "little") + b'{"a": 1, "', "not valid"),
-        ((18).to_bytes(8, "little") + b'{"a": {}, "a": {}}', "has .a. twice"),
+        (
+            (18).to_bytes(8, "little") + b'{"a": {}, "a": {}}',
+            "expected each key once, got .a. twice",
+        ),
     ],
 )
 def test_unsound_files(data, message, tmp_path, paths, out):
@@ -190,15 +193,18 @@ def test_unsound_indexes(tmp_path, out):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
     for weight_map, message in [
-        ({"a": "../outside.safetensors"}, "not a file of this folder"),
-        ({"a": str(tmp_path / "outside.safetensors")}, "not a file of this folder"),
-        ({"a": "y.safetensors"}, "which is not there"),
+        ({"a": "../outside.safetensors"}, "expected the name of a file in the same folder"),
+        (
+            {"a": str(tmp_path / "outside.safetensors")},
+            "expected the name of a file in the same folder",
+        ),
+        ({"a": "y.safetensors"}, "which does not exist"),
         (
             {"a": "x.safetensors", "b": "x.safetensors", "c": "x.safetensors"},
-            "c should be in x.safetensors",
+            "expected c in x.safetensors, which does not hold it",
         ),
         ({"a": "x.safetensors"}, "holds b, which the index does not place there"),
-        ({}, "no weight_map"),
+        ({}, "expected a weight_map with at least one tensor"),
     ]:
         index(weight_map)
         refused(message, [folder], "passthrough", out=out)

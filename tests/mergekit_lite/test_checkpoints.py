@@ -249,7 +249,7 @@ def test_code_of_a_model_is_copied_only_on_request(tmp_path):
     )
     report = merge_models([path], "passthrough", out=tmp_path / "plain", progress=False)
     assert any(
-        "modeling_x.py); it was left out. To copy it, set trust_remote_code=True" in note
+        "modeling_x.py), which was not copied; to copy it, set trust_remote_code=True" in note
         for note in report.notes
     )
     assert not list((tmp_path / "plain").glob("*.py"))
@@ -257,7 +257,9 @@ def test_code_of_a_model_is_copied_only_on_request(tmp_path):
         assert "auto_map" not in json.loads((tmp_path / "plain" / name).read_text())
     options = {"out": tmp_path / "with", "progress": False, "trust_remote_code": True}
     report = merge_models([path], "passthrough", **options)
-    assert any("it was copied and runs when the output is loaded" in note for note in report.notes)
+    assert any(
+        "which was copied and runs when the output is loaded" in note for note in report.notes
+    )
     assert (tmp_path / "with" / "modeling_x.py").exists()
     assert (
         json.loads((tmp_path / "with" / "config.json").read_text())["auto_map"]
@@ -725,7 +727,7 @@ def test_pickled_shards_are_those_of_the_index(tmp_path):
     with pytest.raises(PlanError, match=r"expected .*index.json, got neither"):
         merge()
     index.write_text(json.dumps({"weight_map": {"a": first.name, "b": second.name}}))
-    with pytest.raises(PlanError, match=f"names {second.name}, which is not there"):
+    with pytest.raises(PlanError, match=f"names {second.name}, which does not exist"):
         merge()
     torch.save({"c": torch.ones(2)}, second)
     with pytest.raises(PlanError, match=f"{second.name}: expected b, which the index places"):

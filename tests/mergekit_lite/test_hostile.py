@@ -59,27 +59,30 @@ def passthrough(*names, more=""):
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"config__json": "[1]"}, ["config.json", "JSON list"]),
+        ({"config__json": "[1]"}, ["config.json", "expected a JSON object, got list"]),
         ({"config__json": DEEP}, ["config.json", "not valid JSON"]),
         ({"config__json": b"\xff\xfe"}, ["config.json", "not valid JSON"]),
         ({"config__json": '{"a": 1, "a": 2}'}, ["config.json", "'a' twice"]),
         ({"config__json": '{"quantization_config": "gptq"}'}, ["not quantized, got gptq"]),
         ({"config__json": '{"quantization_config": ["gptq"]}'}, ["not quantized"]),
-        ({"model__safetensors__index__json": "[]"}, ["index.json", "JSON list"]),
-        ({"model__safetensors__index__json": '{"weight_map": []}'}, ["no weight_map"]),
+        (
+            {"model__safetensors__index__json": "[]"},
+            ["index.json", "expected a JSON object, got list"],
+        ),
+        ({"model__safetensors__index__json": '{"weight_map": []}'}, ["expected a weight_map"]),
         (
             {"model__safetensors__index__json": '{"weight_map": {"w": ["x"]}}'},
-            ["not a file of this folder"],
+            ["expected the name of a file in the same folder"],
         ),
         (
             {"model__safetensors__index__json": '{"weight_map": {"w": "a\\u0000b"}}'},
-            ["which is not there"],
+            ["which does not exist"],
         ),
         (
             {"model__safetensors__index__json": '{"weight_map": {"w": "' + "x" * 5000 + '"}}'},
             ["name too long"],
         ),
-        ({"model__safetensors": b""}, ["cut short"]),
+        ({"model__safetensors": b""}, ["truncated"]),
     ],
 )
 def test_a_model_folder(files, words, tmp_path, capsys):
@@ -118,7 +121,9 @@ def test_an_adapter_of_other_tensors(pair, tmp_path, capsys):
     (tmp_path / "a" / "adapter_config.json").write_text('{"r": 1, "lora_alpha": 1}')
     tensors = dict(zip(("w.lora_A.weight", "w.lora_B.weight"), pair, strict=True))
     save_file(tensors, tmp_path / "a" / "adapter_model.safetensors")
-    assert "not a matrix" in told(passthrough(f"{base}+{tmp_path / 'a'}"), tmp_path, capsys)
+    assert "expected a matrix of a floating-point dtype" in told(
+        passthrough(f"{base}+{tmp_path / 'a'}"), tmp_path, capsys
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,9 +142,7 @@ def test_a_pickle(content, tmp_path, capsys):
 def test_a_pickle_of_something_else(tmp_path, capsys):
     (tmp_path / "m").mkdir()
     torch.save([torch.ones(2)], tmp_path / "m" / "pytorch_model.bin")
-    assert "holds a list, expected a state dict" in told(
-        passthrough(tmp_path / "m"), tmp_path, capsys
-    )
+    assert "expected a state dict, got list" in told(passthrough(tmp_path / "m"), tmp_path, capsys)
     torch.save({"w": torch.ones(2), "step": 3}, tmp_path / "m" / "pytorch_model.bin")
     assert "maps names to tensors, got 'step' with int" in told(
         passthrough(tmp_path / "m"), tmp_path, capsys
@@ -149,10 +152,10 @@ def test_a_pickle_of_something_else(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("tensor", "reason"),
     [
-        (torch.ones(2, dtype=torch.complex64), "complex64, which no merge reads"),
+        (torch.ones(2, dtype=torch.complex64), "complex64, which merges do not support"),
         (torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
         (torch.ones(2, device="meta"), "meta device"),
-        (torch.ones(2).to(torch.float8_e5m2), "float8_e5m2, which no merge reads"),
+        (torch.ones(2).to(torch.float8_e5m2), "float8_e5m2, which merges do not support"),
     ],
 )
 def test_tensors_in_memory(tensor, reason):

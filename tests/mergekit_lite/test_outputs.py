@@ -152,7 +152,7 @@ def test_too_little_disk_is_seen_before(models, tmp_path, monkeypatch):
     monkeypatch.setattr(
         mergekit_lite.engine.output.shutil, "disk_usage", lambda path: usage(10**9, 10**9, 100)
     )
-    with pytest.raises(OutputError, match="of disk"):
+    with pytest.raises(OutputError, match="of free disk space"):
         merge(models, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -256,7 +256,7 @@ def test_a_small_disk_keeps_what_was_finished(models, tmp_path, monkeypatch):
         patched.setattr(
             mergekit_lite.engine.output.shutil, "disk_usage", lambda path: usage(10**9, 10**9, 100)
         )
-        with pytest.raises(OutputError, match="of disk"):
+        with pytest.raises(OutputError, match="of free disk space"):
             merge(models, tmp_path / "out")
     assert len(merge(models, tmp_path / "out").resumed) == 2  # and the lock was let go of
 

@@ -27,10 +27,10 @@ from ..vocabulary import copy_tokenizer
 from .report import AdapterModule, AdapterReport
 from .storage import module_of, truncated, with_bar, write_adapter
 
-_MUCH = 0.2  # a note is given if more than this share of a change is missed
+_MUCH = 0.2  # if more than this share of a change is missed, a note says so
 # methods that use the weights themselves, not only their changes
 _NEEDS_WEIGHTS = ("slerp", "arcee_fusion")
-# methods that strengthen every singular vector, even the arbitrary ones of a low-rank change
+# methods that strengthen every singular vector, even those of singular value 0
 _NEEDS_FULL_RANK = ("tsv", "iso_c")
 
 
@@ -47,14 +47,14 @@ def merge_adapters(
 ) -> AdapterReport:
     """Merge LoRA adapters of one base into one adapter.
 
-    A method works as in `merge_models`: the result is the adapter that is closest to the merge of
-    the adapted models. The base itself is not needed. ``"cat"`` concatenates the factors: the
+    Methods work as in `merge_models`, and the result is the adapter that is closest to the merge of
+    the adapted models. The base itself is not needed. ``"cat"`` concatenates the factors, so the
     result is exactly the weighted sum of the changes, and its rank is the sum of the ranks.
 
     Args:
         adapters: Folders or hub ids of plain LoRA adapters.
-        method: ``"cat"``, ``"linear"``, or a method with a base: ``"task_arithmetic"``, ``"ties"``,
-            ``"dare_ties"``, …
+        method: ``"cat"``, ``"linear"``, or a method that uses a base, such as
+            ``"task_arithmetic"``, ``"ties"`` or ``"dare_ties"``.
         out: Folder to write: a new path or an empty folder.
         rank: The largest rank of a module; default: the largest rank in the adapters. ``"cat"``
             ignores it.
@@ -65,8 +65,8 @@ def merge_adapters(
             parameter a list with one number for each adapter.
 
     Returns:
-        A report of each module's rank, and of the share of its change that this rank misses: merged
-        changes can have a higher rank than any of the adapters.
+        A report of each module's rank, and of the share of its change that is missed at this rank.
+        A merged change can have a higher rank than the adapters.
 
     Raises:
         PlanError: The adapters cannot be merged; ``problems`` has every reason that was found.
@@ -100,7 +100,7 @@ def merge_adapters(
         pairs = [adapter.pairs.get(name) for adapter in opened]
         if merged is None:
             factors[name] = _side_by_side(pairs, bound["weight"])
-            # the exact change, so the reported error is due to rounding alone
+            # this is the exact change, so the reported error is due to rounding alone
             change = factors[name][0] @ factors[name][1]
         else:
             # random streams are keyed by this name, so they are the same as in `merge_models`
@@ -130,8 +130,8 @@ def merge_adapters(
     missed = max(module.error for module in modules)
     if missed > _MUCH:
         notes.append(
-            f"up to {missed:.0%} of a change is missed at rank {rank or largest}; a higher rank "
-            "misses less"
+            f"at rank {rank or largest}, up to {missed:.0%} of a module's change is missed; a "
+            "higher rank misses less"
         )
     return AdapterReport(Path(out), modules, [], {}, nbytes, notes)
 
@@ -160,10 +160,14 @@ def _local_folder(base: str | None) -> Path | None:
 
 
 def _method(name: str) -> MergeMethod | None:
-    """Return the method, or None for "cat"; raise if it needs the base's weights."""
+    """Return the method, or None for "cat".
+
+    Raises:
+        ValueError: The method is unknown, or needs the base's weights or changes of full rank.
+    """
     if name == "cat":
         return None
-    # linear, too, does not need the base's weights if its own weights sum to 1
+    # linear does not need the base's weights either, if the models' weights sum to 1
     fitting = ["linear"]
     for method in METHODS.values():
         unfit = method.name in (*_NEEDS_WEIGHTS, *_NEEDS_FULL_RANK)
@@ -179,39 +183,43 @@ def _method(name: str) -> MergeMethod | None:
 
 
 def _bound(method: MergeMethod | None, count: int, parameters: Bound) -> Bound:
-    """Check a method's parameters and add its defaults; the method is None for "cat"."""
+    """Check a method's parameters, and add defaults; the method is None for "cat"."""
     if method is None:
         return _cat_weights(count, parameters)
     bound = method.bind(count, parameters)
     if method.base == "unused" and not bound["normalize"]:
         raise ValueError(
-            f"merge_adapters: {method.name} without normalize multiplies the base, too; expected "
-            "task_arithmetic"
+            f"merge_adapters: expected normalize=True for {method.name}, got False, which would "
+            "also multiply the base; use task_arithmetic"
         )
     return bound
 
 
 def _cat_weights(count: int, parameters: Bound) -> Bound:
-    """Return one weight for each adapter."""
+    """Check the parameters of "cat", and return one weight for each adapter."""
     unknown = sorted(parameters.keys() - {"weight"})
     if unknown:
-        raise ValueError(f"merge_adapters: cat has no parameter {unknown[0]!r}; it takes weight")
+        raise ValueError(
+            f"merge_adapters: expected weight as the only parameter of cat, got {unknown[0]!r}"
+        )
     weight = parameters.get("weight", 1.0)
     weights = list(weight) if isinstance(weight, (list, tuple)) else [weight] * count
     largest = float(np.finfo(np.float32).max)  # of the factors
     numbers = [w for w in weights if isinstance(w, (int, float)) and abs(w) <= largest]
     if len(weights) != count or len(numbers) != count:
         raise ValueError(
-            f"merge_adapters: weight is {weight!r}, expected a number, or one for each of {count} "
-            "adapters"
+            f"merge_adapters: weight is {weight!r}, expected a number, or a list with one number "
+            f"for each of {count} adapters"
         )
     return {"weight": weights}
 
 
 def _open(adapters: Sequence[str | os.PathLike[str]]) -> tuple[list[Adapter], list[str]]:
-    """Open and check the adapters; return them and notes.
+    """Return the opened adapters, and notes about them.
 
-    They must change matrices of equal shapes and replace no tensors.
+    Raises:
+        PlanError: An adapter cannot be read, replaces tensors or changes an embedding, or the
+            adapters do not fit the same base.
     """
     problems: list[str] = []
     opened: list[Adapter] = []
@@ -228,8 +236,8 @@ def _open(adapters: Sequence[str | os.PathLike[str]]) -> tuple[list[Adapter], li
             shape = pair.up.shape[0], pair.down.shape[1]
             if shapes.setdefault(name, shape) != shape:
                 problems.append(
-                    f"{name} is {list(shapes[name])} in one adapter, {list(shape)} in "
-                    f"{adapter.folder}"
+                    f"{name}: expected the same shape in all adapters, got {list(shapes[name])} "
+                    f"and, in {adapter.folder}, {list(shape)}"
                 )
     if problems:
         raise PlanError(problems)
@@ -239,7 +247,7 @@ def _open(adapters: Sequence[str | os.PathLike[str]]) -> tuple[list[Adapter], li
         return opened, []
     note = f"the adapters name different bases: {', '.join(sorted(bases))}"
     for adapter in opened[1:]:
-        # a base may have two names, for example after a copy: adapters with a common module pass
+        # the names may be of one base, for example of a copy: accept adapters with a common module
         if not adapter.pairs.keys() & opened[0].pairs.keys():
             folders = f"{opened[0].folder} and {adapter.folder}"
             raise PlanError([f"{note}, and {folders} have no module in common"])
@@ -253,12 +261,15 @@ def _problems_of(adapter: Adapter) -> list[str]:
         name = next(iter(adapter.replaced))
         problems.append(
             f"adapter {adapter.folder}: replaces {name}, which has no factors; merge the whole "
-            "models"
+            "models with merge_models"
         )
     if not adapter.pairs:
-        problems.append(f"adapter {adapter.folder}: changes no module")
+        problems.append(f"adapter {adapter.folder}: expected factors of a module, got none")
     if any(pair.embedding for pair in adapter.pairs.values()):
-        problems.append(f"adapter {adapter.folder}: changes an embedding; merge the whole models")
+        problems.append(
+            f"adapter {adapter.folder}: changes an embedding; merge the whole models with "
+            "merge_models"
+        )
     return problems
 
 
@@ -268,7 +279,7 @@ def _side_by_side(pairs: Sequence[Pair | None], weights: Sequence[float]) -> tup
     downs = []
     for pair, weight in zip(pairs, weights, strict=True):
         if pair is not None:
-            # scale and weight go into B, because the config that is written has alpha = r
+            # B includes scale and weight, because the written config has alpha = r
             ups.append(pair.up * np.float32(pair.scale * weight))
             downs.append(pair.down)
     return np.concatenate(ups, 1), np.concatenate(downs, 0)

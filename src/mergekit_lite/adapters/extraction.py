@@ -42,12 +42,12 @@ def extract_lora(
 ) -> AdapterReport:
     """Write the LoRA adapter that is closest to a tuned model.
 
-    Load it with peft, or name it as ``"base+adapter"`` in a merge.
+    Load the adapter with peft, or use it in a merge as ``"base+adapter"``.
 
-    The change of each linear layer's weight is truncated to its largest singular directions; no
+    The change of each linear layer's weight is truncated to its largest singular directions. No
     adapter of the same rank is closer (Eckart and Young, 1936). Embeddings, heads, norms and biases
-    are not approximated. They are left out, and the report shows how much they changed, or they are
-    saved whole with ``save_others``.
+    are not approximated. By default they are left out, and the report shows how much they changed.
+    With ``save_others``, most of them are saved at full size.
 
     Args:
         model: The tuned model, in any form that `merge_models` takes.
@@ -58,17 +58,17 @@ def extract_lora(
             smallest rank that keeps it, up to ``rank``.
         dtype: The dtype of the factors; default: the model's.
         save_others: Also save other changed weights, at full size, as peft's ``modules_to_save``.
-            Biases are never saved, nor are tied embeddings and heads, because peft would change
+            Biases are never saved. Neither are tied embeddings and heads, because peft would change
             only one of the two.
         progress: Show a progress bar.
-        allow_pickle: ``"weights_only"`` admits pickled checkpoints.
+        allow_pickle: ``"weights_only"`` also loads pickled checkpoints, but only tensors.
 
     Returns:
-        A report of each module's rank and error, and of changed tensors that were left out.
+        A report of each module's rank and error, and of the changed tensors that were left out.
 
     Raises:
-        PlanError: The models have different tensors, nothing to extract, or NaN or infinity;
-            ``problems`` has every reason that was found.
+        PlanError: The models have different tensors or hold NaN or infinity, or they do not differ
+            in any tensor that the adapter can hold. ``problems`` has every reason that was found.
         ValueError: An argument is invalid, or a factor does not fit in ``dtype``.
         OutputError: ``out`` is not empty or cannot be written.
 
@@ -94,7 +94,8 @@ def extract_lora(
         extraction.take(name)
     if not extraction.modules and not extraction.saved:
         problem = (
-            f"{tuned.label} and {base.label} differ in no linear layer: there is nothing to extract"
+            f"{tuned.label} and {base.label} differ in no linear layer, so there is nothing to "
+            "extract"
         )
         raise PlanError([problem], _WHAT)
     models = f"{shown_name(tuned.label)!r}, {shown_name(base.label)!r}"
@@ -119,7 +120,7 @@ def extract_lora(
 
 
 def _common_tensors(base: Source, tuned: Source) -> list[str]:
-    """Check that both models have the same tensor names and shapes; return the names."""
+    """Check that both models have tensors of the same names and shapes, and return the names."""
     problems = []
     for name, info in base.tensors.items():
         other = tuned.tensors.get(name)
@@ -129,8 +130,8 @@ def _common_tensors(base: Source, tuned: Source) -> list[str]:
             rows_alone = is_vocabulary_tensor(name) and other.shape[1:] == info.shape[1:]
             why = "the vocabularies differ" if rows_alone else "the shapes differ"
             problems.append(
-                f"{why}: {name} is {list(info.shape)} in {base.label}, {list(other.shape)} in "
-                f"{tuned.label}"
+                f"{why}: {name} has shape {list(info.shape)} in {base.label} and "
+                f"{list(other.shape)} in {tuned.label}"
             )
     for name in tuned.tensors:
         if name not in base.tensors:
@@ -152,7 +153,7 @@ class _Extraction:
         self._energy = energy
         self._dtype = FLOATS[dtype]
         self._save_others = save_others
-        # a state dict has no config; without a head among its tensors, the embedding is the head
+        # a state dict has no config: if it has no head, the embedding is taken to be the head
         self._tied = base.config.get(
             "tie_word_embeddings", not any(HEAD.search(n) for n in base.tensors)
         )
@@ -162,7 +163,7 @@ class _Extraction:
         self.left: dict[str, float] = {}
 
     def take(self, name: str) -> None:
-        """Add the change of one tensor to the adapter, or to what is left out."""
+        """Add the change of one tensor to the adapter, or to the tensors that are left out."""
         info = self._base.tensors[name]
         # integer buffers, such as position ids, are not tuned
         if not info.dtype.is_floating_point:
@@ -173,7 +174,10 @@ class _Extraction:
         if not change.any():
             return
         if not np.isfinite(change).all():
-            raise PlanError([f"{name}: one of the models holds NaN or infinity"], _WHAT)
+            raise PlanError(
+                [f"{name}: expected finite values, but one of the models holds NaN or infinity"],
+                _WHAT,
+            )
         if self._is_linear(name, info.shape):
             module = name.removesuffix(".weight")
             if stores_transposed(self._base.config, module):
@@ -187,11 +191,11 @@ class _Extraction:
         else:
             size = float(np.linalg.norm(before.astype(np.float64)))
             moved = float(np.linalg.norm(change.astype(np.float64)))
-            self.left[name] = moved / size if size else math.inf  # a bias may have been all zero
+            self.left[name] = moved / size if size else math.inf  # the base's bias may be all zero
 
     def _may_be_saved(self, name: str) -> bool:
         """Return whether a changed tensor is saved whole."""
-        is_tied = self._tied and is_vocabulary_tensor(name)  # peft would change only one
+        is_tied = self._tied and is_vocabulary_tensor(name)  # peft would change only one of the two
         return self._save_others and name.endswith(".weight") and not is_tied
 
     @staticmethod

@@ -15,11 +15,11 @@ class AdapterModule:
     """One module of an adapter that was written.
 
     Args:
-        name: The module.
-        shape: (out_features, in_features).
+        name: The module's name.
+        shape: The shape of its change, (out_features, in_features).
         rank: The rank of its factors.
-        error: Relative error: the norm of the difference between the change and the product of the
-            rounded factors, divided by the norm of the change.
+        error: The relative error, that is, the norm of the difference between the change and the
+            product of the rounded factors, divided by the norm of the change.
     """
 
     name: str
@@ -36,8 +36,8 @@ class AdapterReport(Report):
         out: The adapter's folder.
         modules: The modules that it changes.
         saved: Tensors that it replaces (peft's ``modules_to_save``).
-        left: Changed tensors that are not in the adapter: the name, and the norm of the change
-            divided by the norm of the base's tensor, or infinity if that is all zero.
+        left: The changed tensors that are not in the adapter, by name. The value is the norm of the
+            change divided by the norm of the base's tensor, or infinity if that tensor is all zero.
         nbytes: Size of the adapter's tensors in bytes.
         notes: Notes for the user.
     """

@@ -1,4 +1,4 @@
-"""Factorize changes, and write the factors as a peft adapter."""
+"""Factorize changes of weights, and write the factors as a peft adapter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOTHING = 1e-14  # relative to the largest eigenvalue: anything smaller is a ro
 
 
 def with_bar(names: Sequence[str], operation: str, unit: str, *, progress: bool) -> Iterable[str]:
-    """Return the names, with a progress bar if asked; tqdm is imported only for the bar."""
+    """Return the names, with a progress bar if ``progress``; only then is tqdm imported."""
     if not progress:
         return names
     from tqdm.auto import tqdm
@@ -37,7 +37,7 @@ def with_bar(names: Sequence[str], operation: str, unit: str, *, progress: bool)
 
 
 def task_of(config: Mapping[str, object]) -> str | None:
-    """Return peft's task type for a model with this config, or None if there is none."""
+    """Return peft's task type for a model with this config, or None if it is unknown."""
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         return None
@@ -52,7 +52,7 @@ def truncated(
     rank: int,
     energy: float = 1.0,
 ) -> tuple[Array, Array]:
-    """Return the best factors B (out, r) and A (r, in) of a change.
+    """Return factors B (out, r) and A (r, in) with the product closest to a change.
 
     Each factor is scaled by the square roots of the change's singular values. The factors are
     computed in float64 from the eigenvectors of the smaller of the two Gram matrices.
@@ -60,7 +60,8 @@ def truncated(
     Args:
         change: The matrix that B A should approximate.
         rank: The largest r.
-        energy: Share of the squared norm to keep; r is the smallest rank that keeps it.
+        energy: Share of the squared norm to keep; r is the smallest rank that keeps it, but at most
+            ``rank``.
     """
     wide = change.astype(np.float64)
     tall = wide.shape[0] > wide.shape[1]
@@ -71,10 +72,10 @@ def truncated(
     shares = np.cumsum(values) / max(values.sum(), 1e-300)
     # sums in different orders may differ in the last bit
     enough = 1 + int(np.searchsorted(shares, energy * (1 - 1e-12)))
-    # at least 1, as peft refuses rank 0: merged changes may cancel to zero
+    # at least 1, because peft rejects rank 0, but merged changes may cancel to zero
     r = max(1, min(rank, enough, int((values > values[0] * _NOTHING).sum())))
-    # fourth roots of eigenvalues are roots of singular values: B and A get equal norms,
-    # so that neither loses more to rounding
+    # fourth roots of eigenvalues are square roots of singular values: with them B and A have equal
+    # norms, so rounding affects both equally
     root = np.sqrt(np.sqrt(values[:r]))
     root = np.where(root > 0, root, 1.0)
     vectors = vectors[:, :r]
@@ -88,13 +89,13 @@ def truncated(
 
 
 def module_of(name: str, change: Array, up: Array, down: Array, dtype: DType) -> AdapterModule:
-    """Return the report on a module whose factors are rounded to a dtype.
+    """Return the report of a module, with the error after its factors are rounded to a dtype.
 
     Raises:
         ValueError: A factor has NaN or infinity in that dtype.
     """
     with np.errstate(over="ignore"):  # the error below names the module
-        # in float64 the square of a small float32 does not become 0
+        # in float64, in which the square of a small float32 does not become 0
         stored = [numbers(stored_as(factor, dtype)).astype(np.float64) for factor in (up, down)]
     if not all(np.isfinite(factor).all() for factor in stored):
         raise ValueError(f"{name}: the adapter's factors have NaN or infinity in {dtype.name}")
@@ -116,16 +117,16 @@ def write_adapter(
     saved: Mapping[str, Array] | None = None,
     fan_in_fan_out: bool = False,
 ) -> int:
-    """Write an adapter's weights, config and card; return the bytes of its tensors.
+    """Write an adapter's weights, config and model card; return the size of its tensors in bytes.
 
     Args:
         folder: The folder to write to.
         factors: B (out, r) and A (r, in) of every module; the change is their product.
         dtype: The dtype of the factors.
-        base_model: The base that the config names.
-        call: The call that made it, for the card.
+        base_model: The name or path of the base, for the config.
+        call: The Python call that made the adapter, for the model card.
         task_type: peft's task type of the base model.
-        saved: Tensors that replace the base's, as stored.
+        saved: Tensors, as stored, that replace the base's tensors of these names.
         fan_in_fan_out: Whether the base's linear layers store (in, out).
     """
     arrays: dict[str, Array] = {}
@@ -144,10 +145,10 @@ def write_adapter(
         for value in arrays.values():
             file.write(byte_view(np.ascontiguousarray(value)))
     ranks = {module: down.shape[0] for module, (_, down) in factors.items()}
-    # there may be only tensors that are saved whole, and peft rejects rank 0
+    # 1 if there are no factors, only saved tensors, because peft rejects rank 0
     largest = max(ranks.values(), default=1)
     smaller = {module: r for module, r in ranks.items() if r != largest}
-    # alpha is the rank in every module: peft then adds B A without a factor
+    # alpha equals the rank of every module, so that peft adds B A without a factor
     settings = {
         "peft_type": "LORA",
         "task_type": task_type,

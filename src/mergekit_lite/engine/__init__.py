@@ -1,4 +1,4 @@
-"""Execute a plan: compute its tensors in order, each with the engine that supports it."""
+"""Execute a merge plan: compute its tensors in order, each with an engine that supports it."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ __all__ = ["Engine", "NotFiniteError"]
 
 
 class Engine:
-    """A context manager that executes a plan.
+    """A context manager that executes a merge plan.
 
     Args:
         plan: The plan of the merge.
         seed: The seed of random methods.
         device: The device that torch functions run on.
-        threads: Number of blocks that kernels compute in parallel, and of torch threads.
-        progress: Called with a text while kernels are loaded.
-        impl: ``"eager"`` runs torch functions; ``"fused"`` runs compiled kernels, and raises if a
-            tensor has none; ``"auto"`` runs kernels where possible.
+        threads: The number of torch threads, and of blocks that kernels compute in parallel.
+        progress: A function that is called with a status message before kernels are loaded, and
+            with an empty string when they are loaded.
+        impl: ``"eager"`` runs torch functions. ``"fused"`` runs compiled kernels, which must exist
+            for every tensor. ``"auto"`` runs kernels where possible.
 
     Raises:
-        ValueError: ``impl`` is ``"fused"`` but kernels cannot run here, or a tensor has no kernel.
+        ValueError: ``impl`` is ``"fused"``, but kernels cannot run on this machine or device, or a
+            tensor has no kernel.
     """
 
     def __init__(
@@ -59,8 +61,8 @@ class Engine:
             without := [t for t in plan.tensors if t.method and not t.has_kernel]
         ):
             raise ValueError(
-                f"merge_models: impl='fused' expected a kernel for every tensor, got none for "
-                f"{without[0].name}; use impl='auto'"
+                "merge_models: expected a kernel for every tensor, as impl='fused' requires, got "
+                f"none for {without[0].name}; use impl='auto'"
             )
         self._torch_threads: int | None = None
 
@@ -79,17 +81,25 @@ class Engine:
             torch.set_num_threads(self._torch_threads)
 
     def stop(self) -> None:
-        """Cancel waiting blocks, and wait until running blocks are written."""
+        """Cancel pending blocks, and wait until the blocks in progress are written."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _compiled(self, impl: str) -> FusedEngine | None:
-        """Return the kernel engine, or None if it cannot run or no tensor needs it."""
+        """Return the engine of compiled kernels, or None if torch computes all tensors.
+
+        With ``impl="auto"``, torch is used if kernels cannot run or no tensor needs them.
+
+        Raises:
+            ValueError: ``impl`` is ``"fused"``, and kernels cannot run on this machine or device.
+        """
         # a merge that only copies must not wait for kernels to load
         wanted = any(t.has_kernel and not self._moves(t) for t in self.plan.tensors)
         if impl == "auto" and (self._device != "cpu" or not wanted):
             return None
         if self._device != "cpu":
-            raise ValueError(f"merge_models: impl='fused' runs on the CPU, not on {self._device}")
+            raise ValueError(
+                f"merge_models: expected device 'cpu' for impl='fused', got {self._device!r}"
+            )
         why = native.why_unavailable()
         if why is not None and impl == "fused":
             raise ValueError(f"merge_models: expected compiled kernels for impl='fused', but {why}")
@@ -110,9 +120,9 @@ class Engine:
         return self._eager
 
     def run_all(self, tensors: Sequence[TensorPlan], sink: Sink) -> Iterator[TensorPlan]:
-        """Run tensors in order, and yield each when it is done.
+        """Compute tensors in order, and yield the plan of each one when it is done.
 
-        While one tensor is computed, the system reads the inputs of the next.
+        While one tensor is computed, the operating system reads the inputs of the next tensor.
         """
         for t, following in zip_longest(tensors, tensors[1:]):
             if following is not None:
@@ -120,7 +130,7 @@ class Engine:
                     self.plan.sources[i.source].prefetch(i.name)
             self.run(t, sink)
             yield t
-            # the first tensor is done, so its kernels are loaded and the bar's text can go
+            # the first tensor is done, so kernels are loaded: clear the status message
             if self._said:
                 self._progress("")
                 self._said = False
@@ -138,7 +148,7 @@ class Engine:
             self._torch_engine().run(t, sink)
 
     def _moves(self, t: TensorPlan) -> bool:
-        """Return whether stored values are written as they are: copied, or passed through."""
+        """Return whether a tensor is copied, or passed through without a scale or a new dtype."""
         if t.method is None:
             return True
         if t.method.name != "passthrough" or t.parameters["scale"] != [None]:
@@ -147,11 +157,11 @@ class Engine:
         return self.plan.sources[first.source].tensors[first.name].dtype == t.dtype
 
     def _move(self, t: TensorPlan, sink: Sink) -> None:
-        """Write stored values as they are."""
+        """Write the first input's values without merging them."""
         source = self.plan.sources[t.inputs[0].source]
         for start in range(0, t.info.count, BLOCK):
             values = source.read(t.inputs[0].name, start, min(start + BLOCK, t.info.count))
-            if values.dtype != t.dtype.storage:  # an adapted tensor is read in float32
+            if values.dtype != t.dtype.storage:  # a tensor with an adapter is read in float32
                 values = stored_as(values, t.dtype)
             if t.dtype.is_floating_point and not all_finite(values):
                 raise not_finite(t)

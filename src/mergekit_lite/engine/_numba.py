@@ -7,12 +7,12 @@ order, and round every product before it is added, so that both write the same b
 whole tensor run in float64; their order differs from torch's.
 
 A block is ``raw`` (rows, columns): one row per input, the base last if there is one. It is uint16
-for bfloat16 patterns, else float32. A result is written to ``out``, as uint16 (bfloat16) or
+for bfloat16 bit patterns, else float32. A result is written to ``out``, as uint16 (bfloat16) or
 float32, and the kernel returns whether the result has NaN or infinity. ``work`` is scratch memory,
-(K + 5, T) float32; each kernel names its rows at its beginning. `native` runs the kernels.
+(K + 5, T) float32, whose rows each kernel names at its beginning. `native` runs the kernels.
 
-Loops that must be vectorized are functions of one-dimensional arrays of equal length: there the
-compiler sees that every index is in range.
+Loops that must be vectorized are functions of one-dimensional arrays of equal length, because there
+the compiler can see that every index is in range.
 
 Shape letters: K models, n elements of the block, T elements of a tile.
 """
@@ -29,24 +29,24 @@ from numba.extending import overload
 
 from .tiles import CHOSEN, DRAW, EVERY, MIDDLE, TILE, TRIM, Kind
 
-_GROUP = 16  # elements that are compared in one vector
+_GROUP = 16  # elements that one vector operation compares
 _WORDS = TILE // 4  # random words per tile: each element uses 8 bits
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _MINUS_ZERO = np.float32(-0.0)  # adding any number to it, even -0, returns that number
-# a sum of weights below the first counts as 0; sce divides by no less than the second
+# a sum of weights below _SMALL counts as 0; sce never divides by less than _LEAST
 _SMALL, _LEAST = np.float32(1e-8), np.float32(1e-6)
-# the bits of a pattern without its sign, and the pattern of infinity
+# the bits of a float32 without its sign, and the bit pattern of infinity
 _SIZE, _INFINITE = (np.uint32(0x7FFFFFFF), np.uint32(0x7F800000))
 
 
 def _kernel(function: Callable[..., object], **options: Any) -> Any:
-    """Return a function that kernels may call; it is compiled with them."""
+    """Return a function that numba compiles on first use: a kernel, or a helper of kernels."""
     # numba's default error model checks each divisor for 0, which prevents vectorization
     return njit(error_model="numpy", **options)(function)
 
 
 def _summing(function: Callable[..., object]) -> Callable[..., Any]:
-    """Return a kernel whose sums may be reordered, so that they are vectorized."""
+    """Return a helper of kernels in which sums may be reordered, so that loops are vectorized."""
     return _kernel(function, fastmath={"reassoc"})
 
 
@@ -82,18 +82,18 @@ def _store(row, out):
 
 @overload(_store)
 def _store_typed(row, out):
-    """Round to nearest even and write; return whether any value is not finite."""
+    """Implement `_store`: round to nearest even, write, and return whether any is not finite."""
     if out.dtype == types.uint16:
 
         def bfloat16(row, out):
             bits, worst = row.view(np.uint32), np.uint32(0)
             for i in range(bits.size):
                 word = bits[i]
-                # a rest above one half carries; a rest of one half carries only if the last bit is
-                # odd, so that ties go to even
+                # adding this rounds up if the lower half is above one half or, so that ties go to
+                # even, if it is one half and the last kept bit is 1
                 odd = np.uint32(np.uint32(word >> np.uint32(16)) & np.uint32(1))
                 rounded = np.uint32(word + np.uint32(odd + np.uint32(0x7FFF)))
-                # NaN may round to anything, so the pattern before rounding is checked, too
+                # NaN may round to any pattern, so the pattern before rounding is checked, too
                 size = max(np.uint32(rounded & _INFINITE), np.uint32(word & _INFINITE))
                 worst = max(worst, size)
                 out[i] = np.uint16(rounded >> np.uint32(16))
@@ -184,7 +184,7 @@ def _l1(row):
 
 @_kernel
 def _sizes(bits):
-    """Clear the signs of patterns in place, and return the largest."""
+    """Clear the sign bits of float32 bit patterns in place, and return the largest pattern."""
     largest = np.uint32(0)
     for i in range(bits.size):
         bits[i] = bits[i] & _SIZE
@@ -211,7 +211,7 @@ def _trim(row, threshold, budget):
     Returns:
         The part of the budget that is left.
     """
-    # the first two cases are vectorized; only a block that keeps some of the ties has to count
+    # the first two cases are vectorized; only a block that keeps some ties has to count them
     if budget == EVERY:
         _at_least(row, threshold)
     elif budget == 0:
@@ -259,22 +259,23 @@ def _keep_lanes(row, lanes, whole):
 
 @_kernel
 def _draw(row, place, words, keys, whole, limit):
-    """Keep each element with a probability; zero the others.
+    """Keep each element with the same probability, and set the others to zero.
 
-    An element is kept if its byte of a shared word is below ``whole``, or if the byte is equal to
-    ``whole`` and a word of the element's own is below ``limit`` (never if that is negative).
-    ``place`` is the index of the first element in the tensor, a multiple of 4.
+    Four elements share a 32-bit hash, and each uses one byte. An element is kept if its byte is
+    below ``whole``, or if its byte is equal to ``whole`` and a second hash, of this element alone,
+    is below ``limit``. A negative limit means never. ``place`` is the index of the first element in
+    the tensor, a multiple of 4.
     """
-    # one word serves four elements; its number is the index of the first, divided by 4
+    # the counter of a shared hash is the index of its first element, divided by 4
     _draw_words(words[: (row.size + 3) // 4], np.uint32(place // 4), keys[0], keys[1])
     lanes = words.view(np.int8)[: row.size]
     if limit >= 0:
         for i in range(row.size):
             if lanes[i] == whole:
                 word = np.uint32(_hash(np.uint32(place + i), keys[2], keys[3]) & _SIZE)
-                # in float32, as torch compares an int32 with a Python number
+                # compared in float32, as torch compares an int32 tensor with a Python float
                 lanes[i] = -128 if np.float32(word) < limit else 127
-    # no byte is below -128, so raise the limit by 1 for the mark of kept elements (-128)
+    # kept elements are marked with -128, and no byte is below -128, so raise the limit by 1
     if limit >= 0 and whole == -128:
         whole += 1
     _keep_lanes(row, lanes, np.int8(whole))
@@ -291,7 +292,7 @@ def _signs(total, share):
 def _add_agreeing(row, elected, weight, merged, share):
     for i in range(row.size):
         agreeing = elected[i] * row[i]
-        agreeing = _ZERO if agreeing <= _ZERO else agreeing  # which lets NaN through
+        agreeing = _ZERO if agreeing <= _ZERO else agreeing  # NaN stays NaN
         merged[i] = merged[i] + agreeing
         share[i] = share[i] + (weight if agreeing > _ZERO else _ZERO)
 
@@ -331,14 +332,16 @@ def _count_above(bits, high):
 
 @_kernel
 def _collect(bits, low, high, patterns, count):
-    """Append the patterns from ``low`` to below ``high`` after the first ``count``.
+    """Append the bit patterns from ``low`` to below ``high`` to ``patterns``.
+
+    The first ``count`` entries of ``patterns`` are already used.
 
     Returns:
         The new number of patterns.
     """
-    # below `low` a difference wraps and is large, so one comparison tests both ends
+    # the difference wraps and is large for values below `low`, so one comparison tests both ends
     span, whole = np.uint32(high - low), bits.size // _GROUP * _GROUP
-    for start in range(0, whole, _GROUP):  # most groups have none, as one vector operation shows
+    for start in range(0, whole, _GROUP):  # one vector operation skips most groups
         inside = np.uint32(0)
         for i in range(start, start + _GROUP):
             inside += np.uint32(np.uint32(bits[i] - low) < span)
@@ -354,7 +357,7 @@ def _collect(bits, low, high, patterns, count):
     return count
 
 
-# Kernels: tiles of a block
+# Kernels, which work on a block tile by tile
 
 
 @_kernel
@@ -384,7 +387,10 @@ def combine(raw, n, coefficients, work, out):
 
 @_kernel
 def gram(raw, n, rows, shifted, work, sums):
-    """Add dot products of the first rows, or of their differences from the last, to ``sums``."""
+    """Add the dot products of the first ``rows`` rows to ``sums``.
+
+    If ``shifted``, they are the dot products of the rows' differences from the base.
+    """
     base = work[0]
     values = work[1 : 1 + rows]
     for start in range(0, n, TILE):
@@ -398,7 +404,7 @@ def gram(raw, n, rows, shifted, work, sums):
         for i in range(rows):
             for j in range(i, rows):
                 sums[i, j] += _dot(values[i, :count], values[j, :count])
-    # only half of the products were summed, as each is the same both ways
+    # the matrix is symmetric and only one half was summed: copy it to the other half
     for i in range(rows):
         for j in range(i):
             sums[i, j] = sums[j, i]
@@ -407,7 +413,7 @@ def gram(raw, n, rows, shifted, work, sums):
 
 @_kernel
 def _keep(kept, deltas, count, start, place, second, words):
-    """Zero the elements of each model's tile that the method drops.
+    """Set to zero the elements of each model's tile that the method drops.
 
     ``kept`` is the result of `passes.Kept.arguments`. ``start`` and ``place`` are the indices of
     the first element in the block and in the tensor.
@@ -419,14 +425,14 @@ def _keep(kept, deltas, count, start, place, second, words):
             budgets[k] = _trim(row, cuts[k], budgets[k])
         elif kind == MIDDLE:
             # the outlier thresholds follow the K lower thresholds; outliers are among the elements
-            # that the lower threshold keeps, so the difference is exact: the value or 0
+            # that the lower threshold keeps, so the difference below is exactly the value or 0
             top, other = deltas.shape[0] + k, second[:count]
             _product(row, _ONE, other)
             budgets[k] = _trim(row, cuts[k], budgets[k])
             budgets[top] = _trim(other, cuts[top], budgets[top])
             _middle(row, other)
         elif kind == DRAW and wholes[k] < 128:
-            # a model with 128 keeps everything and draws nothing, as in `Noise.keep`
+            # a model with 128 keeps everything without random numbers, as in `Noise.keep`
             _draw(row, place, words, keys[k], wholes[k], limits[k])
         elif kind == CHOSEN:
             _apply(row, mask[k], start)
@@ -452,8 +458,9 @@ def _count_equal(bits, pattern):
 def _limits_of_bins(bits, largest, shift, limits, counts, surely, perhaps):
     """Find the smallest and the largest limit in each bin, from the ranks that the bin spans.
 
-    A bin spans ``2**shift`` consecutive patterns. The last bin ends at the largest pattern; the
-    first also has all patterns that are too small for the others.
+    They are written to ``surely`` and ``perhaps``. A bin spans ``2**shift`` consecutive bit
+    patterns. The last bin ends at the largest pattern. The first bin also has all patterns that are
+    too small for the other bins.
     """
     last = np.int64(counts.size - 1)
     for b in range(counts.size):
@@ -463,7 +470,7 @@ def _limits_of_bins(bits, largest, shift, limits, counts, surely, perhaps):
     first = np.int64(0)
     for b in range(counts.size):
         count = np.int64(counts[b])
-        # limits grow with the rank, so the first and the last bound all of a bin
+        # limits grow with the rank, so the first and the last limit of a bin bound the others
         if count:
             surely[b] = limits[first]
             perhaps[b] = limits[first + count - 1]
@@ -472,11 +479,11 @@ def _limits_of_bins(bits, largest, shift, limits, counts, surely, perhaps):
 
 @_kernel
 def _mark_by_rank(bits, words, largest, shift, limits, surely, perhaps, start, mask):
-    """Set the bits in ``mask`` of elements whose random word is below the limit of their rank.
+    """Set the bits in ``mask`` of elements whose random number is below the limit of their rank.
 
-    Elements are ranked by magnitude within the row, equal magnitudes by index. The limits of its
-    bin decide most elements. ``words`` is overwritten with the kept magnitudes, and 0 for dropped
-    elements.
+    Elements are ranked by magnitude within the row, and equal magnitudes by index. For most
+    elements the two limits of their bin decide, so that the rank is not needed. The random numbers
+    in ``words`` are overwritten with the kept magnitudes, and with 0 for dropped elements.
     """
     last = np.int64(surely.size - 1)
     # a row may begin inside a byte, after the last bits of the previous row
@@ -485,9 +492,9 @@ def _mark_by_rank(bits, words, largest, shift, limits, surely, perhaps, start, m
         b = max(last - np.int64((largest - bits[i]) >> shift), 0)
         word = np.int32(words[i])
         keep = word < surely[b]
-        # a 0 stays 0, whatever is decided
+        # a 0 stays 0 whether it is kept or not
         if keep != (word < perhaps[b]) and bits[i] != 0:
-            # counted for each element: so few are undecided that sorting the row would cost more
+            # so few elements are undecided that counting for each costs less than sorting the row
             rank = _count_below(bits, bits[i]) + _count_equal(bits[:i], bits[i])
             keep = word < limits[rank]
         words[i] = bits[i] * np.uint32(keep)
@@ -497,7 +504,7 @@ def _mark_by_rank(bits, words, largest, shift, limits, surely, perhaps, start, m
             mask[at >> 3] = byte
             byte = np.uint8(0)
     end = start + bits.size
-    # the row ends inside a byte; the next row reads it and goes on
+    # the row ends inside a byte, which the next row continues
     if end & 7:
         mask[end >> 3] = byte
 
@@ -506,9 +513,9 @@ def _mark_by_rank(bits, words, largest, shift, limits, surely, perhaps, start, m
 def choose(raw, n, columns, models, place, shift, keys, limits, keeps_all, row, bins, mask, sums):
     """Choose at random which elements of each model's rows to keep, larger ones more often.
 
-    A random word must be below the limit of the element's rank, ``limits`` (K, columns).
-    ``keeps_all`` (K,) marks models that keep all elements. ``row`` (3, columns) and ``bins``
-    (3, number) are scratch memory. The kernel sets the bits of kept elements in ``mask``
+    An element is kept if its random number is below the limit of its rank in ``limits``
+    (K, columns). ``keeps_all`` (K,) marks models that keep all elements. ``row`` (3, columns) and
+    ``bins`` (3, number) are scratch memory. The kernel sets the bits of kept elements in ``mask``
     (K, bytes), which must be zero before, and adds each model's L1 norm before and after dropping
     to ``sums`` (K, 2).
     """
@@ -530,7 +537,7 @@ def choose(raw, n, columns, models, place, shift, keys, limits, keeps_all, row, 
             _draw_words(words, np.uint32(place + start), keys[k, 0], keys[k, 1])
             _limits_of_bins(bits, largest, shift, limits[k], bins[0], bins[1], bins[2])
             _mark_by_rank(bits, words, largest, shift, limits[k], bins[1], bins[2], start, mask[k])
-            sums[k, 1] += _l1(row[2])  # the words are the kept magnitudes now
+            sums[k, 1] += _l1(row[2])  # which `_mark_by_rank` overwrote with the kept magnitudes
     return False
 
 
@@ -542,7 +549,7 @@ def _mark_all(mask, start, count):
 
 @_kernel
 def _apply(row, mask, start):
-    """Zero the elements whose bit is not set; zeros keep the sign."""
+    """Set elements whose bit is not set to zero, and keep their sign."""
     for i in range(row.size):
         at = start + i
         row[i] = row[i] * np.float32((mask[at >> 3] >> np.uint8(at & 7)) & np.uint8(1))
@@ -570,7 +577,7 @@ def norms(raw, n, models, place, kind, cuts, budgets, keys, wholes, limits, mask
 
 @_kernel
 def _consensus(deltas, weights, normalize, elected, merged, share):
-    """Write the weighted mean or sum of changes into ``merged``.
+    """Write the weighted sum of changes to ``merged``, or their weighted mean if ``normalize``.
 
     Only changes whose sign is that of the weighted total are included.
     """
@@ -611,11 +618,11 @@ def shift(
     work,
     out,
 ):
-    """Write B plus a multiple of the weighted sum, or consensus, of the kept task vectors.
+    """Write B plus ``scale`` times the weighted sum, or the consensus, of the kept task vectors.
 
-    Each task vector is first multiplied by its entry of ``scales``, if there are any. ``voting``:
-    whether to elect signs (the consensus); ``normalize``: whether to divide the consensus by the
-    agreeing weights; ``scale``: the multiple.
+    Each task vector is first multiplied by its entry in ``scales``, unless ``scales`` is empty. If
+    ``voting``, the consensus is used instead of the weighted sum. If ``normalize``, the consensus
+    is divided by the sum of the agreeing weights.
     """
     kept = (kind, cuts, budgets, keys, wholes, limits, mask)
     base = work[0]
@@ -649,7 +656,8 @@ def shift(
 def window(raw, n, models, lows, highs, top, patterns, above, inside, work):
     """Count the magnitudes of each task vector above a window, and collect those inside it.
 
-    Window w belongs to model w modulo K. The patterns inside it go to ``patterns`` (windows, n).
+    A model may have several windows: window w belongs to model w modulo K. The bit patterns inside
+    window w are written to row w of ``patterns`` (windows, n).
 
     Returns:
         Whether any magnitude is NaN.
@@ -667,15 +675,15 @@ def window(raw, n, models, lows, highs, top, patterns, above, inside, work):
             for w in range(k, lows.size, models):
                 above[w] += _count_above(bits, highs[w])
                 inside[w] = _collect(bits, lows[w], highs[w], patterns[w], inside[w])
-    # patterns of NaN lie above infinity's, so the largest pattern shows whether there is one
+    # NaN has larger patterns than infinity, so the largest pattern shows whether there is any NaN
     return largest >= top
 
 
 @_kernel
 def _variance(deltas, mean, scores):
-    """Compute the population variance of each column of a tile, into ``scores``."""
+    """Write the population variance over models, for each element of a tile, to ``scores``."""
     count, number = scores.size, np.float32(deltas.shape[0])
-    # times 1 is a copy
+    # a product with 1 is a copy
     _product(deltas[0, :count], _ONE, mean)
     for k in range(1, deltas.shape[0]):
         _add(deltas[k, :count], mean)
@@ -688,9 +696,12 @@ def _variance(deltas, mean, scores):
 
 @_kernel
 def variance_window(raw, n, models, low, high, top, patterns, counts, work):
-    """Apply one `window` to the variances over models.
+    """Count and collect variances over models, as `window` does with magnitudes.
 
     ``counts`` gets the numbers of variances above the window, inside it, and different from 0.
+
+    Returns:
+        Whether any variance is NaN.
     """
     base = work[0]
     mean = work[1]
@@ -705,7 +716,7 @@ def variance_window(raw, n, models, low, high, top, patterns, counts, work):
         _variance(deltas, mean[:count], scores)
         bits = scores.view(np.uint32)
         largest = max(largest, _sizes(bits))
-        # a variance with a pattern of 1 or more is not 0
+        # every variance other than 0 has a pattern of 1 or more
         counts[2] += _count_above(bits, np.uint32(1))
         counts[0] += _count_above(bits, high)
         counts[1] = _collect(bits, low, high, patterns, counts[1])
@@ -714,10 +725,11 @@ def variance_window(raw, n, models, low, high, top, patterns, counts, work):
 
 @_kernel
 def _select(deltas, cut, budget, mean, scores):
-    """Zero the columns of all rows whose variance is not among the largest.
+    """Set to zero, for every model, the elements whose variance is not among the largest.
 
     Returns:
-        The rest of the budget: how many more columns with a variance equal to the cut to keep.
+        The part of the budget that is left: how many more elements to keep if their variance equals
+        ``cut``.
     """
     _variance(deltas, mean, scores)
     if budget == EVERY:
@@ -738,7 +750,7 @@ def _select(deltas, cut, budget, mean, scores):
 
 @_kernel
 def energy(raw, n, models, selecting, cut, budget, work, sums):
-    """Add each model's sum of squares over the selected columns to ``sums`` (K,)."""
+    """Add each model's sum of squares over the selected elements to ``sums`` (K,)."""
     base = work[0]
     mean = work[1]
     scores = work[2]
@@ -782,7 +794,7 @@ def erase_minority(raw, n, models, selecting, cut, budget, weights, work, out):
         merged = work[3, :count]
         _load_deltas(raw, start, stop, origin, deltas)
         if selecting:
-            # mean and variance borrow two rows that are filled anew below
+            # mean and variance use two rows that are overwritten below
             budget = _select(deltas, cut, budget, elected, share)
         _fill(elected, _ZERO)
         _fill(merged, _MINUS_ZERO)
@@ -800,12 +812,13 @@ def compile_kernel(name: str, kinds: tuple[Kind, ...], machine: Any) -> tuple[st
     """Compile a kernel for arguments of the given kinds.
 
     Args:
-        name: The kernel.
-        kinds: The kinds of its arguments.
+        name: The kernel's name.
+        kinds: The dtype and the number of dimensions of each argument.
         machine: LLVM's target machine.
 
     Returns:
-        The name of the C function, and its code. For an array it takes a pointer and the sizes.
+        The name of the C function, and its object code. The function takes an array as a pointer
+        and the sizes.
     """
     names: list[str] = []
     arguments: list[str] = []
@@ -821,11 +834,11 @@ def compile_kernel(name: str, kinds: tuple[Kind, ...], machine: Any) -> tuple[st
         names += sizes
         signature += [types.CPointer(number), *[types.int64] * dimensions]
         arguments.append(f"carray(a{place}, ({', '.join(sizes)},))")
-    # numba takes no variable number of arguments here, so the function is written as text
+    # numba cannot compile a variable number of arguments here, so the source is generated
     text = f"def entry({', '.join(names)}):\n    return kernel({', '.join(arguments)})\n"
     space = {"carray": carray, "kernel": globals()[name]}
     exec(text, space)
-    # a C function is code that ctypes can call later without numba
+    # ctypes can call a C function later, without numba
     function = cfunc(types.boolean(*signature), error_model="numpy")(space["entry"])
     module = binding.parse_assembly(function.inspect_llvm())
     return function.native_name, machine.emit_object(module)

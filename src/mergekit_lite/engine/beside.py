@@ -1,6 +1,7 @@
 """Write the files of a merged model other than its weights.
 
-They are config, tokenizer, chat template, model card, and the manifest of the merge.
+They are the config, tokenizer, chat template, model card, and the manifest of the merge. The donor
+is the model whose config, tokenizer and other files the merged model gets.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from ..recipe.templates import TEMPLATES
 from ..vocabulary import copy_tokenizer
 
 MANIFEST = "merge_manifest.json"
-# files of a model's folder that describe it and run nothing
+# files in a model's folder that are always copied, because they contain no code
 _COPIED = ("generation_config.json", *PROCESSOR_FILES)
-# files of a model's folder that transformers may run
+# files in a model's folder that transformers may run
 _CODE = ("modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py")
 
 
@@ -36,7 +37,7 @@ def _donor_folder(plan: MergePlan) -> Path | None:
 
 
 def foreign_code(plan: MergePlan) -> list[str]:
-    """Return the donor's Python files that transformers may run as remote code."""
+    """Return the names of the donor's Python files that transformers may run as remote code."""
     folder = _donor_folder(plan)
     names: set[str] = set()
     if folder is not None:
@@ -46,7 +47,7 @@ def foreign_code(plan: MergePlan) -> list[str]:
 
 
 def code_note(plan: MergePlan, trust_remote_code: bool) -> list[str]:
-    """Return a note if the donor has code of its own, else an empty list."""
+    """Return a list with a note if the donor has custom code, else an empty list."""
     files = foreign_code(plan)
     donor = plan.sources[plan.donor].label
     if not files and "auto_map" not in plan.config:
@@ -54,11 +55,11 @@ def code_note(plan: MergePlan, trust_remote_code: bool) -> list[str]:
     names = ", ".join(files) or "code on the hub"
     if trust_remote_code:
         return [
-            f"{donor} has code of its own ({names}); it was copied and runs when the output is "
+            f"{donor} has custom code ({names}), which was copied and runs when the output is "
             "loaded"
         ]
     return [
-        f"{donor} has code of its own ({names}); it was left out. To copy it, set "
+        f"{donor} has custom code ({names}), which was not copied; to copy it, set "
         "trust_remote_code=True"
     ]
 
@@ -67,7 +68,7 @@ def write_beside(plan: MergePlan, folder: Path, trust_remote_code: bool) -> None
     """Write every file but the weights, the index and the manifest."""
     config = dict(plan.config)
     if not trust_remote_code:
-        # it names classes in files that are not copied
+        # auto_map names classes in files that are not copied
         config.pop("auto_map", None)
     if config:
         write_json(folder / "config.json", config)
@@ -76,7 +77,7 @@ def write_beside(plan: MergePlan, folder: Path, trust_remote_code: bool) -> None
     if donor is not None:
         for pattern in patterns:
             for path in donor.glob(pattern):
-                # a hub cache links its files; the output gets the files themselves
+                # files in a hub cache are links, so copy their contents
                 shutil.copyfile(path, folder / path.name)
     _write_tokenizer(plan, folder, trust_remote_code)
     (folder / "mergekit_config.yml").write_text(plan.recipe.to_yaml(), encoding="utf-8")
@@ -97,12 +98,12 @@ def _write_tokenizer(plan: MergePlan, folder: Path, trust_remote_code: bool) -> 
     if template is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
         if settings.exists():
-            # older versions of transformers look only here and would take the old template
+            # older versions of transformers look only in this file, and would use the old template
             _without(settings, "chat_template")
 
 
 def _without(path: Path, key: str) -> None:
-    """Remove a key from a JSON file."""
+    """Remove a key from a JSON file, if the file has it."""
     data = read_json(path)
     if data.pop(key, None) is not None:
         write_json(path, data)
@@ -112,14 +113,14 @@ def _template_of(folder: Path | None) -> str | None:
     """Return the chat template of a model's tokenizer, which may be in one of two files."""
     if folder is None:
         return None
-    # if a folder has both, transformers uses this one
+    # if a folder has both files, transformers uses this one
     if (folder / "chat_template.jinja").exists():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8").strip()
     settings = folder / "tokenizer_config.json"
     if not settings.exists():
         return None
     template = read_json(settings).get("chat_template")
-    # some tokenizers have a list of named templates here instead of text
+    # some tokenizers have a list of named templates here instead of a string
     return template.strip() if isinstance(template, str) else None
 
 
@@ -131,17 +132,20 @@ def chosen_template(plan: MergePlan) -> str | None:
     if asked == "auto":
         templates = [_template_of(source.folder) for source in plan.sources]
         there = [template for template in templates if template is not None]
-        # the most frequent one; of equally frequent ones max takes the first model's
+        # the most frequent template; of equally frequent ones, max returns the first
         return max(there, key=there.count, default=None)
     if asked in TEMPLATES:
         return TEMPLATES[asked]
-    if "{" in asked:  # Jinja text
+    if "{" in asked:  # a template as Jinja text
         return asked
     return Path(asked).read_text(encoding="utf-8")
 
 
 def _id_of(source: Source) -> str | None:
-    """Return a model's hub id, from its folder in the cache or from its label, or None."""
+    """Return a model's hub id, or None if it is unknown.
+
+    The id comes from the path of the model's folder in the hub cache, or else from its label.
+    """
     if source.folder is not None:
         cached = cached_commit(source.folder)
         if cached is not None:
@@ -151,7 +155,7 @@ def _id_of(source: Source) -> str | None:
 
 
 def _labels(recipe: MergeRecipe) -> list[str]:
-    """Return every model that a recipe and its stages name, once."""
+    """Return the labels of all models that a recipe and its stages name, without duplicates."""
     labels: dict[str, None] = {}
     for model in recipe.mentions():
         names = _labels(model) if isinstance(model, MergeRecipe) else [model_label(model)]
@@ -160,9 +164,9 @@ def _labels(recipe: MergeRecipe) -> list[str]:
 
 
 def _renamed(recipe: object, names: Callable[[str], str], key: str = "") -> object:
-    """Return a parsed YAML recipe with other model names.
+    """Return a parsed YAML recipe with every model name replaced by the result of ``names``.
 
-    A chat template's path becomes the file's name.
+    The path of a chat template is replaced by the name of its file.
     """
     if isinstance(recipe, dict):
         return {name: _renamed(value, names, name) for name, value in recipe.items()}
@@ -176,7 +180,7 @@ def _renamed(recipe: object, names: Callable[[str], str], key: str = "") -> obje
 
 
 def model_card(plan: MergePlan) -> str:
-    """Return the README of the merged checkpoint, without paths of this machine."""
+    """Return the README of the merged checkpoint, without local paths."""
     ids_by_label = {source.label: _id_of(source) for source in plan.sources}
     documents = list(yaml.safe_load_all(plan.recipe.to_yaml()))
     stages = {document.get("name") for document in documents}
@@ -204,7 +208,10 @@ def model_card(plan: MergePlan) -> str:
 
 
 def manifest(plan: MergePlan, seed: int, hashes: Mapping[str, str]) -> dict[str, object]:
-    """Return the manifest: inputs, recipe, seed, tensors and hashes; equal after a resume."""
+    """Return the manifest: inputs, recipe, seed, tensors and file hashes.
+
+    A resumed merge has the same manifest as one that was not interrupted.
+    """
     described: dict[str, object] = {**stamp(1), "recipe": plan.recipe.to_dict()}
     stages = [stage.to_dict() for stage in plan.recipe.stages()]
     if stages:
@@ -218,7 +225,10 @@ def manifest(plan: MergePlan, seed: int, hashes: Mapping[str, str]) -> dict[str,
 
 
 def _described(source: Source) -> dict[str, object]:
-    """Return a model's manifest entry, with its hub commit and the inputs it was merged from."""
+    """Return a model's entry in the manifest.
+
+    It includes the hub commit and, for a merged model, the models it was merged from, if known.
+    """
     entry: dict[str, object] = {"model": source.label}
     if source.folder is None:
         return entry

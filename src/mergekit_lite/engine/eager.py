@@ -1,6 +1,7 @@
 """The engine that runs torch functions: for GPUs, for float64, and for methods without kernels.
 
-A tensor is merged whole, or in stretches if the method works element by element.
+If the method works element by element and without random numbers, a tensor is merged in ranges of
+elements, otherwise as a whole.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class EagerEngine:
                 merged = self._merged(t, t.method, start, stop)
             except (NotFiniteError, CheckpointError):
                 raise
-            except ValueError as error:  # a method's message does not name the tensor
+            except ValueError as error:  # add the tensor's name, which a method does not know
                 raise ValueError(f"{t.name}: {error}") from error
             rounded = merged.detach().reshape(-1).to(to_torch(t.dtype))
-            # checked after rounding: float16 ends at 65504, so a finite sum may overflow
+            # checked after rounding: a finite sum may overflow in float16, which ends at 65504
             if not bool(torch.isfinite(rounded).all()):
                 raise not_finite(t)
             sink(t, start, stored_of(rounded.contiguous().cpu()))
@@ -44,7 +45,7 @@ class EagerEngine:
 
         def read(i: Input) -> Tensor:
             stored = tensor_of(self._sources[i.source].read(i.name, start, stop))
-            # a copy, because a user's own method may change its inputs in place
+            # a copy, because a custom method may change its inputs in place
             return stored.to(self._device, to_torch(t.work), copy=True).view(shape)
 
         base = None if t.base is None else read(t.base)

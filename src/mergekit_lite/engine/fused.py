@@ -1,4 +1,4 @@
-"""The engine of compiled kernels, which imports no torch."""
+"""The engine that runs compiled kernels; it does not import torch."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class FusedEngine:
         dtype = np.uint16 if t.dtype == BFLOAT16 else np.float32
 
         def work(raw: Array, count: int, place: int, block: int) -> None:
-            # always of full size, so that the last, shorter block reuses the same buffer
+            # always of full size, so that the last block, which is shorter, reuses the buffer
             out = self._buffers.get("out", 1, max(BLOCK, count), dtype)[0, :count]
             if finish(raw, count, place, block, out):
                 raise not_finite(t)
-            # kernels write float32 and bfloat16 only; numpy makes the other dtypes
+            # kernels write float32 and bfloat16 only; numpy converts to the other dtypes
             if dtype is np.float32 and t.dtype != FLOAT32:
                 with np.errstate(over="ignore"):
                     out = out.astype(t.dtype.storage)

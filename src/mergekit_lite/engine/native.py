@@ -1,10 +1,11 @@
 """Run compiled kernels from the user's cache; numba compiles a kernel on first use.
 
-numba takes half a second to start, and most merges take little more. So compiled kernels are kept
+numba takes half a second to start, and most merges take little more. So compiled kernels are cached
 as object code, which LLVM loads in milliseconds.
 
-A kernel is compiled for the kinds of its arguments: arrays become pointers and sizes, all others
-are numbers. Arrays must be C-contiguous. A kernel allocates nothing and never raises.
+A kernel is compiled for the dtypes and numbers of dimensions of its arguments. It receives an array
+as a pointer and sizes, and any other argument as a number. Arrays must be C-contiguous. A kernel
+allocates no memory and never raises.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _NUMBERS: dict[type, tuple[str, Any]] = {
     np.uint32: ("I", ctypes.c_uint32),
     np.float32: ("f", ctypes.c_float),
 }
-# symbols in error handling, which kernels never reach; the loader needs an address for each
+# symbols of error handling, which kernels never reach, but the loader needs their addresses
 _NEVER_CALLED = (
     "NRT_Free",
     "NRT_MemInfo_call_dtor",
@@ -46,15 +47,15 @@ _NEVER_CALLED = (
 )
 _lock = threading.Lock()
 _loaded: dict[tuple[str, tuple[Kind, ...]], Callable[..., bool]] = {}
-_engines: list[Any] = []  # they own the code, and live as long as the process
+_engines: list[Any] = []  # LLVM engines own loaded code, so they must not be deleted
 
 
 def why_unavailable() -> str | None:
-    """Return why no kernel can run on this machine, or None."""
+    """Return the reason why kernels cannot run on this machine, or None if they can."""
     if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
         return "numba's compiler is disabled (NUMBA_DISABLE_JIT)"
     try:
-        # looked for, not imported: numba takes half a second to start
+        # do not import the packages: numba takes half a second to start
         missing = [name for name in ("llvmlite", "numba") if importlib.util.find_spec(name) is None]
     except ImportError as error:
         return str(error)
@@ -65,12 +66,13 @@ def run(name: str, *arguments: Array | float | np.generic) -> bool:
     """Run a kernel of `_numba`.
 
     Args:
-        name: The kernel.
+        name: The kernel's name.
         *arguments: C-contiguous arrays, and numbers of the types bool, int, `numpy.uint32` and
             `numpy.float32`.
 
     Returns:
-        The kernel's flag; for most kernels, whether the result has NaN or infinity.
+        The kernel's result. Its docstring says what it means: for most kernels, whether the written
+        values include NaN or infinity.
     """
     kinds: list[Kind] = []
     values: list[object] = []
@@ -86,7 +88,7 @@ def run(name: str, *arguments: Array | float | np.generic) -> bool:
     function = _loaded.get(key)
     if function is None:
         with _lock:
-            # another thread may have loaded it while this one waited for the lock
+            # another thread may have loaded the kernel while this thread waited for the lock
             function = _loaded.get(key) or _load_kernel(*key)
             _loaded[key] = function
     return function(*values)
@@ -97,7 +99,7 @@ def _load_kernel(name: str, kinds: tuple[Kind, ...]) -> Callable[..., bool]:
     from llvmlite import binding
 
     symbol, code = _object_code(name, kinds)
-    # an engine needs a module to begin with; the code is added to it as an object
+    # an engine must start with a module, here an empty one; the object code is then added
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _target_machine())
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
@@ -130,7 +132,7 @@ def _target_machine() -> Any:
 
 
 def _object_code(name: str, kinds: tuple[Kind, ...]) -> tuple[str, bytes]:
-    """Return the name of a kernel's function and its code, from the cache if possible."""
+    """Return the name of a kernel's C function and its object code, from the cache if possible."""
     path = None
     try:
         path = cache_folder() / "merge" / f"{name}-{_identity(name, kinds)}.o"
@@ -139,21 +141,21 @@ def _object_code(name: str, kinds: tuple[Kind, ...]) -> tuple[str, bytes]:
         if hashlib.sha256(code).hexdigest() == digest:
             return symbol, code
     except (OSError, ValueError):
-        pass  # not there, or cut short
+        pass  # not cached yet, or damaged
     except RuntimeError:
-        pass  # the user has no home
+        pass  # the user has no home folder
     from ._numba import compile_kernel
 
     symbol, code = compile_kernel(name, kinds, _target_machine())
     if path is None:
         return symbol, code
     try:
-        # two processes may compile a kernel at once; the rename prevents reading half a file
+        # if two processes compile a kernel at once, the rename prevents reading half a file
         with new_file(path, "merge_models") as temporary:
             digest = hashlib.sha256(code).hexdigest()
             temporary.write_bytes(f"{symbol} {digest}\n".encode() + code)
     except OutputError:
-        pass  # the next process compiles again
+        pass  # not cached: the next process compiles the kernel again
     return symbol, code
 
 
@@ -163,7 +165,7 @@ def _identity(name: str, kinds: tuple[Kind, ...]) -> str:
 
 @functools.cache
 def _build_environment() -> str:
-    """Return what object code depends on besides its kernel: sources, compilers, processor."""
+    """Return a description of the sources, compilers and processor that object code depends on."""
     from llvmlite import binding
 
     sources = hashlib.sha256()

@@ -1,10 +1,11 @@
-"""The output folder.
+"""The output folder of a merge.
 
-Shards are written to a hidden folder next to the target, which is renamed when it is complete.
+Shards are written to a folder under a hidden name. When all files are written, the folder gets its
+final name.
 
-`progress.json`, next to the result, has a fingerprint of the plan and its inputs, and the hashes of
-complete shards. A later run of the same merge keeps the shards that still have their hash and
-redoes the rest.
+`progress.json`, next to the result in the hidden folder, holds a fingerprint of the plan and its
+inputs, and the hashes of complete shards. If the merge is interrupted, a later run of it keeps the
+shards whose hashes still match, and writes the other shards again.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from .hashing import hash_file
 
 
 def plan_fingerprint(plan: MergePlan, seed: int, version: str) -> str:
-    """Return a text that is equal for runs that would write the same bytes.
+    """Return a hash that is equal for runs that would write the same bytes.
 
-    With a user's own method it is unique, because the function may have changed.
+    With a custom method it differs in every run, because the method's function may have changed.
     """
     methods = "own"
     tensors = []
@@ -53,13 +54,13 @@ class OutputFolder(NewFolder):
     """The output folder of one merge, locked while the merge writes to it.
 
     Args:
-        out: The final name.
-        plan: The plan of the files to write.
+        out: The final path.
+        plan: The plan of the merge.
         fingerprint: The result of `plan_fingerprint`.
         fresh: Remove what an earlier run left.
 
     Raises:
-        OutputError: The final name is taken, or cannot be written.
+        OutputError: The final path is taken, or cannot be written.
     """
 
     def __init__(self, out: Path, plan: MergePlan, fingerprint: str, *, fresh: bool = False):
@@ -67,7 +68,7 @@ class OutputFolder(NewFolder):
         self._plan = plan
         self._fingerprint = fingerprint
         self.finished: dict[str, str] = {}
-        """The hashes of complete shards, by name."""
+        """The hashes of complete shards, by file name."""
         self._descriptor: int | None = None  # the file of the shard that is being written
         self.members: list[list[TensorPlan]] = [[] for _ in plan.shards]
         for t in plan.tensors:
@@ -79,11 +80,11 @@ class OutputFolder(NewFolder):
         return self.place / "progress.json"
 
     def prepare(self) -> None:
-        """Open the hidden folder, and keep what an interrupted run of the same merge finished.
+        """Open the hidden folder, and keep the shards that an interrupted run of this merge wrote.
 
         Raises:
-            OutputError: Another run is writing to the folder, this library did not make it, or the
-                disk is too small.
+            OutputError: Another run is writing to the folder, the folder was not made by this
+                library, or the disk has too little free space.
         """
         self.open()
         try:
@@ -97,12 +98,12 @@ class OutputFolder(NewFolder):
             # after clearing, so that the freed space counts
             free = shutil.disk_usage(self.folder).free
             if left > free:
-                # keep finished shards for a run with more space; an empty folder is of no use
+                # keep finished shards for a run with more space, but no empty folder
                 if not self.finished:
                     self.discard()
                 text = (
-                    f"needs {size_text(left)} of disk, {size_text(left - free)} more than the "
-                    f"{size_text(free)} free"
+                    f"expected {size_text(left)} of free disk space, got {size_text(free)}; free "
+                    f"{size_text(left - free)} more"
                 )
                 raise OutputError(f"merge to {self.out}: {text}")
         except BaseException:
@@ -120,7 +121,7 @@ class OutputFolder(NewFolder):
         shards = record.get("shards")
         for name, digest in shards.items() if isinstance(shards, dict) else ():
             path = self.folder / name
-            # the record may have been edited, so use only names from the plan as paths
+            # the record may have been edited: use only names from the plan as paths
             if name in self._plan.shards and path.is_file() and digest == hash_file(path):
                 self.finished[name] = digest
 
@@ -137,7 +138,10 @@ class OutputFolder(NewFolder):
         self._descriptor = os.open(path, os.O_WRONLY)
 
     def write(self, t: TensorPlan, start: int, values: Array) -> None:
-        """Write stored elements of a tensor, from index ``start`` on; safe from any thread."""
+        """Write values of a tensor, from index ``start`` on.
+
+        Several threads may call this at once.
+        """
         assert self._descriptor is not None
         position = self._body[t.shard] + t.offset + start * t.dtype.itemsize
         data = byte_view(values)
@@ -147,7 +151,7 @@ class OutputFolder(NewFolder):
             done += os.pwrite(self._descriptor, data[done:], position + done)
 
     def close_shard(self) -> None:
-        """Close the file of the shard that is being written, if there is one."""
+        """Close the file of the current shard, if it is open."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -158,20 +162,20 @@ class OutputFolder(NewFolder):
         self._save_progress()
 
     def close(self) -> None:
-        """Release the lock and open files; written shards stay for a later run."""
+        """Close the open file and release the lock, but keep written shards for a later run."""
         self.close_shard()
         super().close()
 
     def discard(self) -> None:
         """Remove everything that this run wrote.
 
-        The open file is closed first, because some network file systems would keep it.
+        The current shard is closed first, because some network file systems keep open files.
         """
         self.close_shard()
         super().discard()
 
     def complete(self, seed: int, trust_remote_code: bool) -> None:
-        """Write everything that is not a tensor, then give the folder its final name."""
+        """Write all files other than the shards, then give the folder its final name."""
         plan = self._plan
         folder = self.folder
         if len(plan.shards) > 1:
@@ -181,7 +185,7 @@ class OutputFolder(NewFolder):
                     weight_map[info.name] = plan.shards[t.shard]
             sizes = {"total_size": plan.bytes_written, "total_parameters": plan.parameters}
             index = {"metadata": sizes, "weight_map": weight_map}
-            # from STEM-00001-of-00002.safetensors, where the stem may have dashes of its own
+            # from STEM-00001-of-00002.safetensors, where the stem may contain dashes
             stem = plan.shards[0].rsplit("-", 3)[0]
             write_json(folder / f"{stem}.safetensors.index.json", index)
         write_beside(plan, folder, trust_remote_code)

@@ -1,9 +1,7 @@
-"""Passes over one tensor by compiled kernels.
+"""Passes of compiled kernels over the blocks of one tensor.
 
-Blocks of the tensor are read into buffers that are reused.
-
-Each thread needs a few megabytes, whatever the model's size. `FusedTensor.chosen` also keeps one
-bit per element and model.
+Blocks are read into buffers that are reused, so each thread needs a few megabytes, whatever the
+model's size. `FusedTensor.chosen` also keeps one bit per element and model.
 """
 
 from __future__ import annotations
@@ -30,37 +28,39 @@ T = TypeVar("T")
 
 BLOCK = STRETCH
 
-# the sample that thresholds start from: this many stretches of this many elements
+# the sample that gives the first estimate of thresholds: 32 ranges of 2048 elements
 _STRETCHES = 32
 _STRETCH = 2048
 _LINE = 64  # bytes of a cache line
 _NO_MASK = np.empty((0, 0), np.uint8)
 _MANTISSA = 23  # bits of a float32
-_OCTAVES = 16  # octaves of magnitudes that bins span; smaller magnitudes share the first bin
-_MOST_BINS = 2048  # few enough that they stay in the L1 cache with their limits
-_FEWEST_BINS = 64  # four per octave, for short rows
+_OCTAVES = 16  # powers of 2 that bins span; smaller magnitudes are counted in the first bin
+_MOST_BINS = 2048  # few enough that bins and their limits stay in the L1 cache
+_FEWEST_BINS = 64  # four per power of 2, for short rows
 _WORK_ROWS = 5  # rows that kernels use in addition to one per model; `shift` uses the most
 
 Finish = Callable[[Array, int, int, int, Array], bool]
 """A function that computes a block of the result: ``finish(raw, count, place, block, out)``.
 
-It returns whether the block has NaN or infinity."""
+``raw`` has ``count`` elements of every input, ``place`` is the index of the first one in the
+tensor, and ``block`` is the block's number. The result is written to ``out``. The function returns
+whether the result has NaN or infinity."""
 
 
 def float32(values: Sequence[float] | Array) -> Array:
-    """Return an array of float32, the dtype that kernels compute in."""
+    """Return an array of values in float32, the dtype in which kernels compute."""
     return np.asarray(values, np.float32)
 
 
 class Buffers(threading.local):
-    """The arrays of one thread, allocated on first use and then reused."""
+    """Arrays that each thread allocates for itself on first use, and then reuses."""
 
     def __init__(self) -> None:
-        # threading.local calls __init__ once in every thread, so each has a table of its own
+        # threading.local calls __init__ once in every thread, so each thread has its own table
         self._arrays: dict[tuple[str, str], Array] = {}
 
     def get(self, name: str, rows: int, columns: int, dtype: npt.DTypeLike) -> Array:
-        """Return the first ``rows`` rows of the buffer of this name and dtype."""
+        """Return the first ``rows`` rows of the buffer with a name and dtype."""
         key = (name, np.dtype(dtype).str)
         array = self._arrays.get(key)
         if array is None or array.shape[0] < rows or array.shape[1] != columns:
@@ -69,7 +69,7 @@ class Buffers(threading.local):
 
 
 def _aligned(rows: int, columns: int, dtype: np.dtype[Any]) -> Array:
-    """Return an array that begins at a cache line, which vector instructions need for speed."""
+    """Return an uninitialized array that begins at a cache line, for fast vector instructions."""
     size = rows * columns * dtype.itemsize
     room = np.empty(size + _LINE, np.uint8)
     first = -room.ctypes.data % _LINE
@@ -78,16 +78,17 @@ def _aligned(rows: int, columns: int, dtype: np.dtype[Any]) -> Array:
 
 @dataclass(frozen=True)
 class Kept:
-    """The elements of the task vectors that a method keeps, in the form that kernels take.
+    """A description for kernels of the elements of the task vectors that a method keeps.
 
     Args:
         kind: ``ALL``, ``TRIM``, ``MIDDLE``, ``DRAW`` or ``CHOSEN``.
-        cuts: Each model's threshold; for ``MIDDLE``, the thresholds of outliers follow.
-        selectors: Selectors that know how many elements equal to a threshold each block keeps.
-        keys: Keys of each model's random words, (K, 4).
+        cuts: Each model's threshold. For ``MIDDLE``, each model's threshold of outliers follows.
+        selectors: One selector per threshold, which has the number of ties that each block keeps.
+        keys: The keys of each model's random numbers, (K, 4).
         wholes, limits: The two parts of each model's probability, as in `Noise.keep`.
-        masks: For each block one bit per model and element, (K, bytes); `arguments` removes it.
-        norms: Each model's L1 norm before and after dropping, (K, 2), if they are known already.
+        masks: A mask (K, bytes) for each block, with one bit per element. `arguments` removes a
+            block's mask.
+        norms: Each model's L1 norm before and after dropping, (K, 2), if already known.
     """
 
     kind: int = ALL
@@ -100,7 +101,7 @@ class Kept:
     norms: Array | None = None
 
     def arguments(self, block: int) -> tuple[Any, ...]:
-        """Return the arguments of the kernels for one block."""
+        """Return the kernels' arguments for the kept elements of a block, and remove its mask."""
         budgets = np.array([selector.budget(block) for selector in self.selectors], np.int64)
         mask = self.masks.pop(block, _NO_MASK)
         return self.kind, self.cuts, budgets, self.keys, self.wholes, self.limits, mask
@@ -129,15 +130,15 @@ class FusedTensor:
             self._span = max(1, BLOCK // self._columns) * self._columns
         else:
             self._span = BLOCK
-        # If all inputs are bfloat16, their patterns are read directly. Otherwise float32 inputs are
-        # read directly, and the others are converted.
+        # If all inputs are bfloat16, their bit patterns are read directly. Otherwise float32 inputs
+        # are read directly, and other inputs are converted.
         empty = np.empty(0, np.uint8)
         dtypes = []
         direct = []
         for i in t.everything:
             source = sources[i.source]
             dtypes.append(source.tensors[i.name].dtype)
-            # this reads nothing; it returns whether the source can fill a buffer
+            # with an empty buffer this reads nothing, and returns whether the source supports it
             direct.append(source.read_into(i.name, 0, empty))
         narrow = all(direct) and set(dtypes) == {BFLOAT16}
         self._dtype = np.uint16 if narrow else np.float32
@@ -150,7 +151,7 @@ class FusedTensor:
         return self._buffers.get("work", self.models + _WORK_ROWS, TILE, np.float32)
 
     def _read(self, place: int, count: int, raw: Array) -> None:
-        """Fill the first ``count`` columns of a buffer with one row per input, the base last."""
+        """Read ``count`` elements of each input into a row of a buffer; the base comes last."""
         for row, i, readable in zip(raw, self.plan.everything, self._readable, strict=True):
             source = self._sources[i.source]
             if readable:
@@ -159,7 +160,10 @@ class FusedTensor:
                 row[:count] = numbers(source.read(i.name, place, place + count))
 
     def each(self, work: Callable[[Array, int, int, int], T]) -> list[T]:
-        """Call ``work(raw, count, place, block)`` for every block, in one pass over the tensor."""
+        """Call ``work(raw, count, place, block)`` for every block, and return the results in order.
+
+        The arguments are those of `Finish`, without ``out``.
+        """
         places = range(0, self.size, self._span)
         rows = len(self.plan.everything)
 
@@ -171,11 +175,14 @@ class FusedTensor:
 
         if self._executor is None or len(places) == 1:
             return [one(block) for block in range(len(places))]
-        # in block order, whichever is done first: `summed` relies on it
+        # in block order, whichever block is done first, because `summed` relies on that order
         return list(self._executor.map(one, range(len(places))))
 
     def gram(self, *, shifted: bool) -> Array:
-        """Return the dot products of the inputs, the base last, or of the task vectors."""
+        """Return the dot products of the inputs, in which the base comes last.
+
+        If ``shifted``, they are the dot products of the task vectors.
+        """
         rows = self.models if shifted else len(self.plan.everything)
 
         def work(raw: Array, count: int, place: int, block: int) -> Array:
@@ -197,14 +204,14 @@ class FusedTensor:
         return summed(self.each(work))
 
     def restoring(self, kept: Kept, rescale: bool) -> Array:
-        """Return the factors that restore the L1 norms; an empty array if none are needed."""
+        """Return the factors that restore the L1 norms, or an empty array if none are needed."""
         if not rescale or kept.kind == ALL:
             return np.empty(0, np.float32)
         return _factors(self.norms(kept) if kept.norms is None else kept.norms)
 
     def _sample(self) -> Array:
-        """Read parts of every input, spread over the tensor."""
-        # stretches never overlap: a small tensor is its own sample
+        """Return a sample of every input, from ranges that are spread over the tensor."""
+        # the ranges never overlap; a small tensor is sampled completely
         step = max(_STRETCH, self.size // _STRETCHES)
         places = range(0, self.size, step)
         parts = []
@@ -216,23 +223,24 @@ class FusedTensor:
         return numbers(np.concatenate(parts, 1))
 
     def trimmed(self, counts: Sequence[int]) -> Kept:
-        """Return the thresholds that keep the k largest changes of each model.
+        """Find the thresholds that keep the k largest changes of each model.
 
-        With two counts per model, the second half is how many of the largest changes to drop.
+        ``counts`` has each model's k. If it has two entries per model, the entries of the second
+        half are the numbers of largest changes to drop.
         """
         sample = self._sample()
         selectors = []
         for place, k in enumerate(counts):
             change = sample[place % self.models] - sample[-1]
             selectors.append(Selector(k, self.size, np.abs(change).view(np.int32)))
-        self._search(selectors)  # at least once, to find NaN
+        self._search(selectors)  # at least one pass, which detects NaN
         while not all(selector.done for selector in selectors):
             self._search(selectors)
         kind = TRIM if len(selectors) == self.models else MIDDLE
         return Kept(kind, float32([selector.threshold for selector in selectors]), selectors)
 
     def _search(self, selectors: Sequence[Selector]) -> None:
-        """Make one pass for all selectors."""
+        """Make one pass over the tensor for all selectors."""
         lows = np.array([selector.low for selector in selectors], np.uint32)
         highs = np.array([selector.high for selector in selectors], np.uint32)
         top = np.uint32(selectors[0].top)
@@ -246,7 +254,7 @@ class FusedTensor:
                 raise _nan(self.plan)
             for k, selector in enumerate(selectors):
                 if not selector.done:
-                    # astype copies, as the thread's next block writes over the buffer
+                    # astype makes a copy, because the thread's next block overwrites the buffer
                     selector.take(block, int(above[k]), patterns[k, : inside[k]].astype(np.int32))
 
         self.each(work)
@@ -254,7 +262,7 @@ class FusedTensor:
             selector.advance()
 
     def drawn(self, density: Sequence[float]) -> Kept:
-        """Return random keep decisions, the same as `methods.noise.Noise.keep` makes."""
+        """Return settings with which kernels make the same random choices as `noise.Noise.keep`."""
         keys = []
         wholes = []
         limits = []
@@ -262,7 +270,7 @@ class FusedTensor:
             stream = f"{self._seed}|{self.plan.name}|{model}"
             keys.append([*stream_keys(stream), *stream_keys(f"{stream}|own")])
             whole, rest = divmod(probability * (1 << 8) - (1 << 7), 1)
-            wholes.append(128 if probability >= 1 else int(whole))  # no int8 is 128: all are kept
+            wholes.append(128 if probability >= 1 else int(whole))  # above any int8: all are kept
             limits.append(rest * (1 << 31) if rest else -1.0)
         return Kept(
             DRAW,
@@ -272,21 +280,21 @@ class FusedTensor:
         )
 
     def chosen(self, density: Sequence[float], epsilon: Sequence[float]) -> Kept:
-        """Choose elements at random, larger ones with a better chance, as della does."""
+        """Choose elements at random, larger ones with a higher probability, as `della` does."""
         stream = f"{self._seed}|{self.plan.name}"
         keys = [stream_keys(f"{stream}|{model}|each") for model in range(self.models)]
-        # in float32, as `keep_probabilities` has them: both engines must draw alike
+        # in float32 as in `keep_probabilities`, so that both engines choose the same elements
         steps = np.arange(self._columns, dtype=np.float32) / np.float32(max(1, self._columns - 1))
-        chances = []  # of each model, by rank
+        chances = []  # each model's probabilities, by rank
         for d, e in zip(density, epsilon, strict=True):
             chances.append((d - e) + steps * (2 * e))
-        # random words are int32, so that a chance p is the limit p * 2**32 - 2**31
+        # random numbers are int32, so a probability p becomes the limit p * 2**32 - 2**31
         exact = np.rint(np.array(chances, np.float64) * 2**32 - 2**31)
         limits = exact.clip(max=2**31 - 1).astype(np.int32)
-        # about two elements per bin, rounded down to a power of two
+        # about one bin for every two elements, rounded down to a power of two
         most = min(_MOST_BINS, max(_FEWEST_BINS, self._columns // 2))
         bins = 1 << (most.bit_length() - 1)
-        # the octaves have 2**23 patterns each, and a bin 2**shift of them
+        # each power of 2 has 2**23 bit patterns, of which a bin spans 2**shift
         shift = np.uint32((_OCTAVES << _MANTISSA).bit_length() - bins.bit_length())
         settings = (shift, np.array(keys, np.uint32), limits, np.array(density) >= 1)
         masks: dict[int, Array] = {}
@@ -322,7 +330,8 @@ class FusedTensor:
     ) -> Finish:
         """Return a `Finish` that computes B + ``scale`` Σ w_k D_k.
 
-        If ``normalize`` is given, it computes B + ``scale`` times the consensus instead.
+        The D_k are the ``kept`` task vectors, multiplied by ``scales``. If ``normalize`` is not
+        None, the `Finish` computes B + ``scale`` times the consensus of the D_k instead.
         """
         kept = kept or Kept()
         scales = np.empty(0, np.float32) if scales is None else scales
@@ -336,16 +345,17 @@ class FusedTensor:
         return finish
 
     def selected(self, share: float) -> Selector:
-        """Return the selector of the columns with the largest variance.
+        """Return the selector of the positions at which the models' changes vary most.
 
-        It selects a share of the columns whose variance is above 0.
+        It selects ``share`` of the positions at which the variance over models is above 0. If
+        ``share`` is 1 or more, it selects all positions.
         """
         if share >= 1:
             return Selector(self.size, self.size, np.empty(0, np.int32))
         sample = self._sample()
         deltas = sample[:-1] - sample[-1]
         bits = deltas.var(0, dtype=np.float32).view(np.int32)
-        # one pass counts the variances above 0; until then a share of all is assumed
+        # the first pass counts the variances above 0; for the first window, assume that all are
         selector = Selector(max(1, int(share * self.size)), self.size, bits)
         varied = self._search_variance(selector)
         selector.expect(int(share * varied))
@@ -373,14 +383,14 @@ class FusedTensor:
 
 
 def _factors(norms: Array) -> Array:
-    """Return the factors that restore each model's L1 norm, from its norms before and after."""
+    """Return the factors that restore each model's L1 norm, from `FusedTensor.norms`."""
     before, after = norms.T
-    # np.where computes both branches; 1e-300 keeps 0 / 0 out of the one that is not taken
+    # np.where computes both branches; 1e-300 avoids 0 / 0 in the branch that is not used
     return np.where(after > 0, before / np.maximum(after, 1e-300), 1.0).astype(np.float32)
 
 
 def summed(parts: Sequence[Array]) -> Array:
-    """Return the sum in block order, so that threads cannot change the rounding."""
+    """Return the sum of the blocks' arrays, added in block order so that rounding is the same."""
     total = np.zeros_like(parts[0])
     for part in parts:
         total += part
@@ -388,4 +398,4 @@ def summed(parts: Sequence[Array]) -> Array:
 
 
 def _nan(t: TensorPlan) -> ValueError:
-    return ValueError(f"{t.name}: selecting the largest elements: the tensor holds NaN")
+    return ValueError(f"{t.name}: selecting the largest elements: expected numbers, got NaN")

@@ -1,8 +1,8 @@
-"""Every merge method that has kernels: its passes over a tensor, and how it finishes a block.
+"""The programs of the merge methods that have kernels.
 
-Each function takes its method's parameters. It may compute dot products, thresholds or norms, each
-in one pass over all blocks, and returns the function that computes a block of the result. The
-formulas are in the methods' docstrings.
+A program is a function of a tensor and its method's parameters. It may first compute dot products,
+thresholds or norms in passes over all blocks. It returns the function that computes a block of the
+result. The formulas are in the methods' docstrings.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _linear(x: FusedTensor, weight: list[float], normalize: bool) -> Finish:
 
 
 def _passthrough(x: FusedTensor, scale: list[float | None]) -> Finish:
-    # without a scale only a change of dtype gets here, and a factor of 1 only rounds
+    # without a scale, this runs only to change the dtype: a factor of 1 rounds the values
     return x.combined([1.0 if scale[0] is None else scale[0]])
 
 
@@ -36,19 +36,22 @@ def _task_arithmetic(
 
 
 def _slerp(x: FusedTensor, t: float) -> Finish:
-    g = x.gram(shifted=False)[::-1, ::-1]  # the base first
+    g = x.gram(shifted=False)[::-1, ::-1]  # `coefficients.slerp` expects the base first
     return x.combined(coefficients.slerp(g, t, np)[::-1])
 
 
 def _along_angles(x: FusedTensor, factors: Callable[[Array], Array]) -> Finish:
-    """Return a `Finish` that combines the models or, with a base, their task vectors."""
+    """Return a `Finish` that combines the models or, with a base, their task vectors.
+
+    ``factors`` computes the coefficients from the dot products.
+    """
     based = x.plan.base is not None
     c = factors(x.gram(shifted=based))
     return x.shifted(c) if based else x.combined(c)
 
 
 def _nuslerp(x: FusedTensor, weight: list[float], **_: object) -> Finish:
-    # the ignored parameters are about angles by row, for which there is no kernel
+    # the ignored parameters select an angle per row, for which there is no kernel
     return _along_angles(x, lambda g: coefficients.nuslerp(g, weight, np))
 
 
@@ -79,7 +82,7 @@ def _middling(x: FusedTensor, density: Sequence[float], gamma: Sequence[float]) 
 def _keeping(keep: Callable[..., Kept], *, vote: bool) -> Callable[..., Finish]:
     """Return a program that adds λ times the weighted sum of the kept task vectors to B.
 
-    With ``vote`` it adds λ times their consensus.
+    With ``vote``, it adds λ times the consensus of the kept task vectors instead.
     """
 
     def program(
@@ -91,7 +94,7 @@ def _keeping(keep: Callable[..., Kept], *, vote: bool) -> Callable[..., Finish]:
         lambda_: float,
         **of_method: list[float],
     ) -> Finish:
-        # `of_method` is gamma for breadcrumbs, epsilon for della
+        # `of_method` holds gamma for breadcrumbs, and epsilon for della
         kept = Kept() if min(density) >= 1 else keep(x, density, **of_method)
         scales = x.restoring(kept, rescale)
         if vote:
@@ -114,7 +117,7 @@ def _sce(x: FusedTensor, select_topk: float) -> Finish:
 
     energy = summed(x.each(work))
     total = energy.sum()
-    # if no selected element differs from the base, any weights return the base
+    # if no selected element differs from the base, the result is the base with any weights
     weights = np.full_like(energy, 1 / x.models)
     if total > 0:
         weights = energy / total
@@ -145,4 +148,4 @@ PROGRAMS: Mapping[MergeMethod, Callable[..., Finish]] = {
     methods.dare_linear: _keeping(FusedTensor.drawn, vote=False),
     methods.dare_ties: _keeping(FusedTensor.drawn, vote=True),
 }
-"""The methods that have a kernel."""
+"""The program of every method that has kernels."""

@@ -1,11 +1,12 @@
 """Select exactly the k largest of a stream of scores, in constant memory and without sorting.
 
 Floats that are not negative sort like their bit patterns, read as integers. So the k-th largest
-score is found by narrowing a window of integers: a pass counts the scores above the window and
-those inside it. The first window comes from a sample and is a few percent wide, so one pass can
-usually hold everything inside it and end the search. A window that is still too full is narrowed by
-a histogram of 2**16 bins. If the rank lies outside the window, the next window is the side on which
-it lies. Elements that equal the threshold are kept lowest index first, until k are kept.
+score is found by narrowing a window of integers: each pass over the scores counts those above the
+window and those inside it. The first window comes from a sample and covers a few percent of the
+scores, so usually memory can hold all scores inside it, and one pass is enough. A window with too
+many scores is narrowed by a histogram of 2**16 bins. If the k-th largest score is outside the
+window, the next window is the range above or below. Among elements equal to the threshold, those
+with the lowest indices are kept, until k elements are kept.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ import numpy as np
 from ..dtypes import Array
 from .tiles import EVERY
 
-_COLLECT = 1 << 20  # scores held at once; 4 MB
+_COLLECT = 1 << 20  # scores held in memory at once; 4 MB
 _BINS = 1 << 16
-# half-width of the first window, as a share of all scores; 2 standard errors are added to it
+# half-width of the first window, as a share of all scores, before 2 standard errors are added
 _MARGIN = 0.0015
-_TOP = int(np.float32(np.inf).view(np.int32)) + 1  # patterns from here on are NaN
+_TOP = int(np.float32(np.inf).view(np.int32)) + 1  # larger patterns, and this one, are NaN
 
 
 class Selector:
-    """A search for the k-th largest of all scores, pass by pass.
+    """A search for the k-th largest of all scores, in one or more passes over all blocks.
 
     For each block, a pass counts the scores at or above ``high`` and collects the patterns from
     ``low`` to below ``high``.
@@ -33,7 +34,7 @@ class Selector:
     Args:
         k: The number of elements to keep.
         total: The number of scores in all blocks together.
-        sample: Bit patterns of some of the scores, spread over the whole; may be empty.
+        sample: Bit patterns of some of the scores, spread over all blocks; may be empty.
     """
 
     top = _TOP
@@ -69,21 +70,26 @@ class Selector:
         return low, max(high, low + 1), share * total <= _COLLECT
 
     def _open(self, low: int, high: int, collect: bool) -> None:
-        """Begin a pass with a window: hold the patterns inside it, or count them in a histogram."""
+        """Begin a pass with a window from ``low`` to below ``high``.
+
+        If ``collect``, the patterns inside the window are held, otherwise counted in a histogram.
+        """
         self.low = low
         self.high = high
         self._above = 0
         self._inside = 0
         self._blocks: dict[int, Array] = {}
         self._equal: dict[int, int] = {}
-        # a bin's number has 16 bits, so lower bits of an offset are shifted out
+        # a bin's index has 16 bits, so the lower bits of an offset from `low` are shifted out
         self._shift = max(0, (high - low - 1).bit_length() - 16)
         self._histogram = None
         if not collect and high - low > 1:
             self._histogram = np.zeros(_BINS, np.int64)
 
     def take(self, block: int, above: int, inside: Array) -> None:
-        """Add the result of a pass for one block; in any order and from any thread.
+        """Add the result of a pass for one block.
+
+        Blocks may be added in any order and from any thread.
 
         Args:
             block: The block's number.
@@ -96,22 +102,22 @@ class Selector:
             if self._histogram is not None:
                 bins = (inside - self.low) >> self._shift
                 self._histogram += np.bincount(bins, minlength=_BINS)
-            elif self.high - self.low == 1:  # all are equal, so their number is enough
+            elif self.high - self.low == 1:  # all are equal, so their count is enough
                 self._equal[block] = inside.size
             elif self._inside <= 4 * _COLLECT:
                 self._blocks[block] = inside
-            else:  # the sample misjudged the window; the rest of the pass only counts
+            else:  # more than the sample suggested: only count from here on
                 self._blocks.clear()
 
     def expect(self, k: int) -> None:
-        """Change the number of elements to keep, even during a pass."""
+        """Change the number of elements to keep; this is allowed during a pass."""
         self._k = k
         if k <= 0:
             self.done = True
             self.threshold = float("inf")
 
     def advance(self) -> None:
-        """End a pass: finish, or open the next window."""
+        """End a pass: finish the search, or open the next window."""
         if self.done:
             return
         if self._above >= self._k:
@@ -120,7 +126,7 @@ class Selector:
             self._open(0, self.low, False)
         elif self._histogram is not None:
             from_top = np.cumsum(self._histogram[::-1])
-            # sums run from the top bin down, as k counts the largest
+            # sums run from the top bin down, because k counts from the largest score
             index = _BINS - 1 - int(np.searchsorted(from_top, self._k - self._above))
             low = self.low + (index << self._shift)
             high = min(self.high, low + (1 << self._shift))
@@ -138,19 +144,22 @@ class Selector:
             self._finish(value, self._k - self._above - int(np.count_nonzero(patterns > value)))
 
     def _finish(self, pattern: int, left: int) -> None:
-        """Use a pattern as the threshold; of the scores equal to it, keep the first ``left``."""
+        """Use a pattern as the threshold, and keep the first ``left`` scores equal to it."""
         self.threshold = float(np.int32(pattern).view(np.float32))
-        # otherwise all ties are kept, and `budget` needs no table
+        # if all ties are kept, `budget` needs no table
         if sum(self._equal.values()) > left:
             for block in sorted(self._equal):
-                # counting is slow, so only the block with the last kept tie has to count
+                # a count is slow for kernels, so only the block with the last kept tie gets one
                 self._ties[block] = EVERY if self._equal[block] <= left else left
                 left -= min(left, self._equal[block])
         self._blocks = {}
         self.done = True
 
     def budget(self, block: int) -> int:
-        """Return how many scores equal to the threshold a block keeps, in index order."""
+        """Return how many scores equal to the threshold a block keeps, lowest index first.
+
+        `EVERY` means all of them.
+        """
         if self._k <= 0:  # the threshold is infinity, which a score may equal
             return 0
         return self._ties.get(block, 0) if self._ties else EVERY

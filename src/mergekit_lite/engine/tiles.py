@@ -1,16 +1,16 @@
 """Constants that kernels and their callers share."""
 
 Kind = tuple[str, int]
-"""An argument's dtype as numpy's letter, and its number of dimensions (0 for a scalar)."""
+"""An argument's dtype, as numpy's character code, and number of dimensions (0 for a scalar)."""
 
 TILE = 2048
-"""Elements that a kernel works on at a time, few enough to stay in a core's nearest cache."""
+"""The number of elements that a kernel works on at a time, few enough to stay in cache."""
 
-# the elements of a task vector that are kept
+# which elements of a task vector are kept
 ALL = 0  # every element
 TRIM = 1  # magnitudes at or above one threshold
 MIDDLE = 2  # magnitudes between two thresholds
-DRAW = 3  # each element with one probability
+DRAW = 3  # each element with the same probability
 CHOSEN = 4  # elements whose bit in a mask is set
 
 EVERY = -1

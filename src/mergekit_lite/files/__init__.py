@@ -1,4 +1,4 @@
-"""Checkpoints on disk or in memory: find them, check them, and read them in stretches."""
+"""Find, check and read checkpoints on disk or in memory, one range of elements at a time."""
 
 from .adapter import AdapterSource, LoraSource
 from .headers import CheckpointError, TensorInfo

@@ -1,4 +1,4 @@
-"""LoraSource: a model with a peft LoRA adapter folded in while it is read."""
+"""`LoraSource`: a model with a peft LoRA adapter, which is merged into its weights on reading."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..dtypes import Array, DType, numbers
 from .headers import CheckpointError, Json, TensorInfo, read_header, read_json
 from .sources import FolderSource, Source, View, stat_of
 
-# an embedding's factors are parameters, not layers, and have no .weight in their names
+# an embedding's factors are parameters, not layers, so their names do not end with .weight
 _LORA_KEY = re.compile(
     r"^(?:base_model\.model\.)?(?P<module>.+?)"
     r"\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(?:\.weight)?$"
@@ -28,7 +28,7 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 # initializations that subtract the adapter from the base
 _RESIDUAL = ("pissa", "olora", "corda", "loftq")
-# LoRA settings with which a change is not s B A
+# LoRA settings with which the change of a weight is not s B A
 _NO_PRODUCT = (
     "alora_invocation_tokens",
     "arrow_config",
@@ -41,8 +41,8 @@ _NO_PRODUCT = (
     "use_dora",
     "use_qalora",
 )
-MOST = 1_000_000  # rank or alpha: far above any real adapter, so a larger one means a damaged file
-# families of transformers with Conv1D, which stores its weight as (in, out)
+MOST = 1_000_000  # no real adapter has so large a rank or alpha, so the file is damaged
+# transformers model types that use Conv1D, which stores its weight as (in, out)
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 _CONV1D_LAYERS = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)$")
 
@@ -54,7 +54,7 @@ def _check_files(adapter: Path) -> None:
 
 
 def more_than_lora(adapter: Path) -> str | None:
-    """Return the setting that makes an adapter more than plain LoRA, or None if there is none.
+    """Return the setting that makes an adapter more than a plain LoRA, or None for a plain LoRA.
 
     The changes of a plain LoRA are products s B A.
     """
@@ -68,13 +68,16 @@ def more_than_lora(adapter: Path) -> str | None:
 
 
 def refuse_residual(adapter: Path, settings: Mapping[str, object]) -> None:
-    """Refuse an adapter whose initialization changed the base, too (PiSSA, OLoRA, CorDA, LoftQ)."""
-    # mostly true or false; for PiSSA it may include the steps, as in pissa_niter_16
+    """Raise an error if an adapter's initialization also changed the base's weights.
+
+    PiSSA, OLoRA, CorDA and LoftQ do so.
+    """
+    # true, false or a name; PiSSA's name may include the number of steps, as in pissa_niter_16
     if str(settings.get("init_lora_weights", "")).lower().startswith(_RESIDUAL):
         raise CheckpointError(
             f"adapter {adapter}: was initialized by {settings['init_lora_weights']}, which also "
-            "changed the base weights; save it with path_initial_model_for_weight_conversion, "
-            "then fold it in"
+            "changed the base's weights; save the adapter again with peft's "
+            "path_initial_model_for_weight_conversion"
         )
 
 
@@ -89,32 +92,34 @@ def read_adapter_config(adapter: Path) -> Json:
     settings = read_json(adapter / CONFIG)
     setting = more_than_lora(adapter)
     if setting is not None:
-        raise CheckpointError(f"adapter {adapter}: expected a plain LoRA, got one with {setting}")
+        raise CheckpointError(
+            f"adapter {adapter}: expected a plain LoRA adapter, got one with {setting}"
+        )
     refuse_residual(adapter, settings)
     if missing := {"r", "lora_alpha"} - settings.keys():
         raise CheckpointError(
-            f"adapter {adapter}: its config has no {' and no '.join(sorted(missing))}"
+            f"adapter {adapter}: {CONFIG} has no {' and no '.join(sorted(missing))}"
         )
     for key in ("use_rslora", "fan_in_fan_out"):
         if not isinstance(settings.get(key, False), bool):
             raise CheckpointError(
-                f"adapter {adapter}: its {key} is {settings[key]!r}, expected true or false"
+                f"adapter {adapter}: {key} is {settings[key]!r}, expected true or false"
             )
     for key in ("rank_pattern", "alpha_pattern"):
         if not isinstance(settings.get(key) or {}, Mapping):
             raise CheckpointError(
-                f"adapter {adapter}: its {key} is {settings[key]!r}, expected numbers by module "
-                "name"
+                f"adapter {adapter}: {key} is {settings[key]!r}, expected an object that maps "
+                "module names to numbers"
             )
     values = [settings["r"], settings["lora_alpha"]]
     for key in ("rank_pattern", "alpha_pattern"):
         values += (settings.get(key) or {}).values()
     for value in values:
-        # `not <=` refuses NaN, which JSON may hold and `>` would let pass
+        # `not <=` is also true for NaN, which JSON may hold
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= MOST:
             raise CheckpointError(
-                f"adapter {adapter}: its config has {value!r} as a rank or alpha, expected a "
-                f"number up to {MOST:,}"
+                f"adapter {adapter}: expected ranks and alphas that are numbers up to {MOST:,}, "
+                f"got {value!r}"
             )
     return settings
 
@@ -122,12 +127,13 @@ def read_adapter_config(adapter: Path) -> Json:
 def stores_transposed(config: Mapping[str, object], module: str, otherwise: bool = False) -> bool:
     """Return whether a layer's weight is stored as (in, out).
 
-    This is so for the Conv1D layers of GPT-2's family, but not for its heads.
+    Conv1D layers, as in GPT-2, store their weights as (in, out), but the heads of such models do
+    not.
 
     Args:
         config: The model's config.
         module: The layer's name.
-        otherwise: The result for layers of other families.
+        otherwise: The result for models without Conv1D layers.
     """
     if config.get("model_type") not in _CONV1D_MODELS:
         return otherwise
@@ -135,7 +141,7 @@ def stores_transposed(config: Mapping[str, object], module: str, otherwise: bool
 
 
 def _pattern(settings: Json, key: str, module: str, default: float) -> float:
-    # peft's own expression: the first pattern that fits counts, not the longest
+    # the same expression as in peft: the first pattern that matches is used, not the longest
     for pattern, value in (settings.get(key) or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
@@ -143,11 +149,13 @@ def _pattern(settings: Json, key: str, module: str, default: float) -> float:
 
 
 def scale_of(settings: Json, module: str) -> tuple[int, float]:
-    """Return a module's rank by the adapter's config, and the factor s of its change s B A."""
+    """Return a module's rank in the adapter's config, and the factor s of its change s B A."""
     rank = _pattern(settings, "rank_pattern", module, settings["r"])
     alpha = _pattern(settings, "alpha_pattern", module, settings["lora_alpha"])
     if rank < 1:
-        raise CheckpointError(f"adapter: its config gives {module} rank {rank}, expected 1 or more")
+        raise CheckpointError(
+            f"adapter: {CONFIG} gives {module} the rank {rank}, expected 1 or more"
+        )
     return int(rank), alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
@@ -159,8 +167,8 @@ class Pair:
         down: A, (r, in_features).
         up: B, (out_features, r).
         scale: s.
-        embedding: Whether it belongs to a token embedding, whose weight is (tokens, features) and
-            takes the transpose of the change.
+        embedding: Whether the module is a token embedding. Its weight is (tokens, features), so
+            the transpose of the change is added to it.
     """
 
     down: Array
@@ -184,27 +192,28 @@ class Adapter:
         stored = FolderSource(folder, str(folder), read_header(folder / WEIGHTS))
         self.tensors = stored.tensors
         if not stored.tensors:
-            raise CheckpointError(f"adapter {folder}: {WEIGHTS} has no tensors")
+            raise CheckpointError(f"adapter {folder}: expected tensors in {WEIGHTS}, got none")
         factors: dict[str, dict[str, Array]] = {}
         for key, info in stored.tensors.items():
             value = stored.read(key, 0, info.count).reshape(info.shape)
             match = _LORA_KEY.match(key)
             if match is None:
-                # modules_to_save, trained biases, and embeddings saved along with their adapters
+                # modules_to_save, trained biases, and embeddings that were saved with the adapter
                 plain = key.removeprefix(PREFIX)
                 plain = plain.replace(".modules_to_save", "").replace(".base_layer", "")
                 self.replaced[plain] = info, value
                 continue
             if len(info.shape) != 2 or not info.dtype.is_floating_point:
                 raise CheckpointError(
-                    f"adapter {folder}: {key} is {info.dtype} {list(info.shape)}, not a matrix"
+                    f"adapter {folder}: {key} has shape {list(info.shape)} and dtype {info.dtype}, "
+                    "expected a matrix of a floating-point dtype"
                 )
             parts = factors.setdefault(match["module"], {})
             parts[match["part"]] = numbers(value).astype(np.float32)
         patterns = []
         for key in ("rank_pattern", "alpha_pattern"):
             patterns += self.settings.get(key) or ()
-        # before any pattern is used here: a hostile pattern may never finish matching
+        # checked before any pattern is used, because a malicious pattern may never finish matching
         why = pattern_problem(patterns, factors)
         if why:
             raise CheckpointError(f"adapter {folder}: {why}")
@@ -215,28 +224,29 @@ class Adapter:
         kinds = sorted(parts)
         if kinds not in _PAIRS:
             raise CheckpointError(
-                f"adapter {self.folder}: {module} has {kinds}, expected an A and a B"
+                f"adapter {self.folder}: {module} has the factors {', '.join(kinds)}, expected an "
+                "A and a B"
             )
         down = parts[kinds[0]]
         up = parts[kinds[1]]
         rank, scale = scale_of(self.settings, module)
         if {up.shape[1], down.shape[0]} != {rank}:
             raise CheckpointError(
-                f"adapter {self.folder}: {module} has A {list(down.shape)} and B {list(up.shape)}, "
-                f"expected rank {rank}"
+                f"adapter {self.folder}: {module} has A of shape {list(down.shape)} and B of shape "
+                f"{list(up.shape)}, expected rank {rank}, as in {CONFIG}"
             )
         return Pair(down, up, scale, kinds == _PAIRS[1])
 
 
 class AdapterSource(View):
-    """The base class of models with an adapter that is folded in while they are read.
+    """The base class of models with an adapter that is merged into their weights on reading.
 
     Args:
-        base: The model.
+        base: The model without the adapter.
         folder: The adapter's folder.
 
     Raises:
-        CheckpointError: The adapter's files are not there.
+        CheckpointError: A file of the adapter is missing.
     """
 
     def __init__(self, base: Source, folder: Path):
@@ -253,7 +263,7 @@ class AdapterSource(View):
         raise NotImplementedError
 
     def _replace(self, name: str, shape: tuple[int, ...], dtype: DType, value: Array) -> None:
-        """Put the adapter's own tensor in place of the model's."""
+        """Replace a tensor of the model with a tensor of the adapter."""
         if name not in self.model.tensors:
             raise CheckpointError(
                 f"adapter {self._adapter_folder}: {name} is not a tensor of {self.model.label}"
@@ -261,14 +271,17 @@ class AdapterSource(View):
         expected = self.model.tensors[name].shape
         if shape != expected:
             raise CheckpointError(
-                f"adapter {self._adapter_folder}: {name} has shape {list(shape)}, the model's is "
-                f"{list(expected)}"
+                f"adapter {self._adapter_folder}: {name} has shape {list(shape)}, expected "
+                f"{list(expected)}, as in {self.model.label}"
             )
         self._replaced[name] = value.reshape(-1)
         self.tensors[name] = TensorInfo(name, shape, dtype)
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
-        """Fill ``out`` from the model's files; return False if the adapter changes the tensor."""
+        """Read a tensor from element ``start`` on into ``out``, as the model does.
+
+        Return False, without reading, if the adapter changes the tensor.
+        """
         return name not in self.changed and super().read_into(name, start, out)
 
     def fingerprint(self) -> object:
@@ -278,9 +291,9 @@ class AdapterSource(View):
 
 
 class LoraSource(AdapterSource):
-    """A model with a plain LoRA folded in.
+    """A model with a plain LoRA adapter, merged into its weights on reading.
 
-    W + s B A is computed stretch by stretch, so there is no merged copy.
+    W + s B A is computed only for the elements that are read, so no merged copy is in memory.
     """
 
     def __init__(self, base: Source, folder: Path):
@@ -298,7 +311,7 @@ class LoraSource(AdapterSource):
         return [*self._pairs, *self._replaced]
 
     def pair(self, name: str) -> Pair | None:
-        """Return the factors of a tensor's change in the shape of the stored weight, or None."""
+        """Return the factors whose product has the stored weight's shape, or None if unchanged."""
         return self._pairs.get(name)
 
     def _turned(self, name: str, pair: Pair) -> Pair:
@@ -311,20 +324,21 @@ class LoraSource(AdapterSource):
         down = pair.down
         up = pair.up
         if pair.embedding or self._is_transposed(name, (up.shape[0], down.shape[1])):
-            # (B A)ᵀ = Aᵀ Bᵀ; copied once, as each stretch multiplies rows of the first factor
+            # (B A)ᵀ = Aᵀ Bᵀ; made contiguous once, because each read multiplies rows of the factors
             up, down = np.ascontiguousarray(down.T), np.ascontiguousarray(up.T)
         if (up.shape[0], down.shape[1]) != shape:
             raise CheckpointError(
-                f"adapter {self._adapter_folder}: {name} of shape {list(shape)} does not fit "
-                f"A {list(pair.down.shape)} and B {list(pair.up.shape)}"
+                f"adapter {self._adapter_folder}: {name} of shape {list(shape)} does not fit A of "
+                f"shape {list(pair.down.shape)} and B of shape {list(pair.up.shape)}"
             )
         return Pair(down, up, pair.scale)
 
     def _is_transposed(self, name: str, product: tuple[int, int]) -> bool:
         """Return whether the stored weight is (in, out).
 
-        The shape decides. For a square weight the model's family decides, or peft's flag if the
-        family is another. The flag comes last because peft sets it for the last layer it saw.
+        The shape decides. For a square weight, the model type decides if it uses Conv1D layers,
+        otherwise the adapter's ``fan_in_fan_out``. That flag is used last because peft sets it for
+        the last layer that it adapts.
         """
         if product[0] != product[1]:
             return self.model.tensors[name].shape == product[::-1]
@@ -332,9 +346,9 @@ class LoraSource(AdapterSource):
         return stores_transposed(self.config, name.removesuffix(".weight"), flag)
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Return elements of the folded weight.
+        """Return elements ``start`` to ``stop`` of the merged weight.
 
-        They are float32 if the adapter changes the weight, else as stored.
+        They are in float32 if the adapter adds a change to the weight, otherwise as stored.
         """
         if name in self._replaced:
             stored = self._replaced[name][start:stop]
@@ -344,7 +358,7 @@ class LoraSource(AdapterSource):
             return stored
         pair = self._pairs[name]
         columns = pair.down.shape[1]
-        # the rows that the stretch covers, the first and the last perhaps in part
+        # the rows that the range covers; it may begin and end inside a row
         first = start // columns
         last = -(-stop // columns)
         rows = (pair.up[first:last] @ pair.down).reshape(-1)

@@ -1,11 +1,12 @@
-"""Mixtures of experts: one layout for merging, whatever the files have.
+"""Mixtures of experts: one layout for merging, whatever the layout in the files.
 
-Files hold the experts of a layer as separate matrices or as one stack. Methods that use whole
-tensors, such as `ties`, would give different results for the two. So every model is read as if it
-had stacks, and the output gets the first model's names and shapes.
+Files hold the experts of a layer as separate matrices or as one stacked tensor. Methods that use
+whole tensors, such as `ties`, would give different results for the two layouts. So every model is
+read as if it had stacks, and the output gets the first model's names and shapes.
 
-A stack is a sequence of parts: gate and up of the first expert, gate and up of the second, and so
-on. So a stretch of a stack consists of stretches of its parts, and nothing else is read.
+A stack is a sequence of parts: the gate and up matrices of the first expert, those of the second
+expert, and so on. So a range of a stack's elements consists of ranges of its parts, and nothing
+else is read.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _EXPERT = re.compile(r"^(?P<before>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+
 
 
 def stacked(source: Source) -> Source:
-    """Return a model with its experts in stacks; the model itself if there is nothing to stack."""
+    """Return a view of a model with its experts in stacks, or the model if nothing changes."""
     parts = _parts(source)
     if all(name == infos[0].name for name, infos in parts.items()):
         return source
@@ -136,7 +137,7 @@ class StackedSource(View):
         self.parts = parts
 
     def _stretches(self, name: str, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """Yield the stretches of parts that make up a stretch of a tensor."""
+        """Yield name, start and stop of the ranges of parts that make up a range of a tensor."""
         first = 0
         for info in self.parts[name]:
             low = max(start, first)
@@ -152,17 +153,20 @@ class StackedSource(View):
             return pieces[0]
         if not pieces:
             return self.model.read(self.parts[name][0].name, 0, 0)
-        # a part that an adapter changed comes in float32, its neighbors as they are stored
+        # a part that an adapter changes is read in float32, the other parts as they are stored
         if len({piece.dtype for piece in pieces}) > 1:
             pieces = [numbers(piece) for piece in pieces]
         return np.concatenate(pieces)
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
-        """Fill ``out`` from element ``start`` on; return False if a part does not support it."""
+        """Read a tensor from element ``start`` on into ``out``.
+
+        Return False, without reading, if a part does not support this.
+        """
         # parts of several dtypes are read as numbers
         if len({info.dtype for info in self.parts[name]}) > 1:
             return False
-        # test all parts first, with nothing to read: if one returns False, `out` is unchanged
+        # test all parts first, with an empty buffer: if one returns False, `out` is unchanged
         for info in self.parts[name]:
             if not self.model.read_into(info.name, 0, out[:0]):
                 return False
@@ -173,13 +177,16 @@ class StackedSource(View):
         return True
 
     def prefetch(self, name: str) -> None:
-        """Let the system fetch all parts."""
+        """Ask the operating system to read all parts in the background."""
         for info in self.parts[name]:
             self.model.prefetch(info.name)
 
 
 def _whole(name: str, parts: tuple[TensorInfo, ...]) -> TensorInfo:
-    """Return shape and dtype of a tensor; a stack is (experts, rows of its matrices, columns)."""
+    """Return the name, shape and dtype of a tensor that is made of parts.
+
+    The shape of a stack is (experts, rows of one expert's matrices, columns).
+    """
     first = parts[0]
     dtype = first.dtype
     if len({info.dtype for info in parts}) > 1:
@@ -190,5 +197,5 @@ def _whole(name: str, parts: tuple[TensorInfo, ...]) -> TensorInfo:
     last = _EXPERT.match(parts[-1].name)
     assert last is not None  # parts are in the order of experts
     experts = 1 + int(last["number"])
-    # len(parts) / experts matrices lie below each other: 2 of gate and up, else 1
+    # an expert has len(parts) / experts matrices, one below the other: gate and up, or one
     return TensorInfo(name, (experts, rows * len(parts) // experts, columns), dtype)

@@ -1,6 +1,6 @@
 """Read the headers, indexes and configs of checkpoints.
 
-Their contents are not trusted, but checked.
+These files are not trusted, so their contents are checked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..dtypes import BY_CODE, DType
 
 _MAX_HEADER = 100_000_000  # bytes; safetensors itself has the same limit
 STEMS = ("model", "diffusion_pytorch_model")
-"""The beginnings of weight files' names, in transformers and in diffusers."""
+"""The first part of the names of weight files, in transformers and in diffusers."""
 
 
 class CheckpointError(ValueError):
@@ -26,7 +26,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor in a checkpoint: shape, dtype and, for files, the bytes that hold it."""
+    """A tensor in a checkpoint: name, shape, dtype and, for files, where its first byte is."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,15 +46,15 @@ class TensorInfo:
 
 
 Json = dict[str, Any]
-"""An object of a JSON file: a config, an index, settings."""
+"""A JSON object, such as a config, an index or the settings of an adapter."""
 
 
 def read_json(path: Path) -> Json:
-    """Read the object in a JSON file.
+    """Read a JSON file that holds an object.
 
     Raises:
-        CheckpointError: The file cannot be read, is not JSON, is nested too deeply, or does not
-            hold an object. The message has the file's name.
+        CheckpointError: The file cannot be read, is not JSON, is nested too deeply, repeats a key,
+            or does not hold an object. The message has the file's path.
     """
     with readable(path):
         text = path.read_bytes()
@@ -63,7 +63,7 @@ def read_json(path: Path) -> Json:
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn an OSError on reading a file into a `CheckpointError`."""
+    """Turn an OSError from reading a file into a `CheckpointError` that names the file."""
     try:
         yield
     except OSError as error:
@@ -71,31 +71,36 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def parse_object(path: Path, text: bytes) -> dict[str, object]:
-    """Parse a JSON object that was read from a file; a repeated key is an error, too."""
+    """Parse the contents of a JSON file that holds an object.
+
+    Raises:
+        CheckpointError: The text is not JSON, is nested too deeply, repeats a key, or does not hold
+            an object.
+    """
 
     def unique(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
         entries: dict[str, object] = {}
         for key, value in pairs:
-            # Python's json would silently keep the second
+            # Python's json module would silently keep the last value
             if key in entries:
-                raise CheckpointError(f"{path}: has {key!r} twice")
+                raise CheckpointError(f"{path}: expected each key once, got {key!r} twice")
             entries[key] = value
         return entries
 
     try:
         data = json.loads(text, object_pairs_hook=unique)
     except CheckpointError:
-        # the next branch would take it for bad JSON, as a CheckpointError is a ValueError
+        # a CheckpointError is a ValueError, so the next branch would report it as bad JSON
         raise
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(data, dict):
-        raise CheckpointError(f"{path}: holds a JSON {type(data).__name__}, expected an object")
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}")
     return data
 
 
 def _described(path: Path, name: str, entry: Any) -> tuple[DType, tuple[int, ...], int, int]:
-    """Return the dtype, shape, begin and end of a header's entry."""
+    """Check a tensor's entry in a header; return its dtype, shape, and begin and end offsets."""
 
     def sizes(key: str) -> list[int]:
         value = entry.get(key)
@@ -103,50 +108,51 @@ def _described(path: Path, name: str, entry: Any) -> tuple[DType, tuple[int, ...
         sound = isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
         if not sound:
             raise CheckpointError(
-                f"{path}: {name} has {key} {value!r}, expected a list of whole numbers from 0"
+                f"{path}: {name} has {key} {value!r}, expected a list of non-negative integers"
             )
         return value
 
     if not isinstance(entry, dict):
         raise CheckpointError(
-            f"{path}: {name} is described by {entry!r}, expected dtype, shape and data_offsets"
+            f"{path}: expected an object with dtype, shape and data_offsets for {name}, got "
+            f"{entry!r}"
         )
     code = entry.get("dtype")
     shape = sizes("shape")
     offsets = sizes("data_offsets")
     if not isinstance(code, str) or code not in BY_CODE:
         raise CheckpointError(
-            f"{path}: {name} has dtype {code}, expected one of {', '.join(BY_CODE)}; if the "
+            f"{path}: {name} has dtype {code!r}, expected one of {', '.join(BY_CODE)}; if the "
             "checkpoint is quantized, merge the unquantized models"
         )
     if len(offsets) != 2:
         raise CheckpointError(
-            f"{path}: {name} has data_offsets {offsets}, expected a begin and an end"
+            f"{path}: {name} has data_offsets {offsets}, expected a begin and an end offset"
         )
     return BY_CODE[code], tuple(shape), offsets[0], offsets[1]
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read the tensors of a safetensors file, without values, from its header alone.
+    """Return the tensors of a safetensors file from its header, without reading their values.
 
     Raises:
-        CheckpointError: The data are truncated, overlap, or have gaps or a rest, or a dtype or a
-            size is wrong.
+        CheckpointError: The file is truncated, its tensors overlap or do not cover all bytes, or a
+            dtype or a size is invalid.
     """
     with readable(path), path.open("rb") as file:
         size = path.stat().st_size
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
-        # checked before reading: 8 random bytes could ask for more memory than there is
+        # check the length before reading: 8 random bytes could ask for more memory than there is
         if len(prefix) < 8 or length > min(_MAX_HEADER, size - 8):
-            raise CheckpointError(f"{path}: not a safetensors file, or cut short ({size} bytes)")
+            raise CheckpointError(f"{path}: not a safetensors file, or truncated ({size} bytes)")
         raw = file.read(length)
     entries = parse_object(path, raw)
     metadata = entries.pop("__metadata__", {})
     texts = metadata.values() if isinstance(metadata, dict) else [None]
     if not all(isinstance(text, str) for text in texts):
         raise CheckpointError(
-            f"{path}: __metadata__ is {str(metadata)[:60]}, expected names with texts"
+            f"{path}: expected __metadata__ with string values only, got {str(metadata)[:60]}"
         )
     described = []
     for name, entry in entries.items():
@@ -155,8 +161,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     end = 0
     body = size - 8 - length
-    # sorted by begin, because every byte must belong to exactly one tensor, then by end, because an
-    # empty tensor begins where the next one does
+    # Every byte must belong to exactly one tensor, so tensors are checked in the order of their
+    # begin. An empty tensor begins where the next one does, so ties are sorted by end.
     for start, stop, name, dtype, shape in sorted(described, key=lambda d: d[:2]):
         info = TensorInfo(name, shape, dtype, path, 8 + length + start)
         if stop - start != info.nbytes:
@@ -170,19 +176,20 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             raise CheckpointError(f"{path}: {start - end} bytes before {name} belong to no tensor")
         if stop > body:
             raise CheckpointError(
-                f"{path}: {name} ends at byte {stop} of {body}: the file is cut short"
+                f"{path}: expected {stop} or more bytes of tensors, got {body}: the file is "
+                f"truncated, and {name} is incomplete"
             )
         end = stop
         tensors[name] = info
     if end < body:
-        raise CheckpointError(f"{path}: {body - end} bytes at its end belong to no tensor")
+        raise CheckpointError(f"{path}: the last {body - end} bytes belong to no tensor")
     return tensors
 
 
 def header_bytes(tensors: Sequence[tuple[TensorInfo, int]]) -> bytes:
-    """Return the header of a file that holds these tensors at these offsets.
+    """Return the header of a safetensors file that holds the given tensors at the given offsets.
 
-    It includes the length prefix, and is padded to a multiple of 8 bytes.
+    The header includes the length prefix, and is padded to a multiple of 8 bytes.
     """
     # transformers 4 rejects files without a format entry
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -194,13 +201,13 @@ def header_bytes(tensors: Sequence[tuple[TensorInfo, int]]) -> bytes:
             "data_offsets": place,
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
-    # padded as by safetensors: tensors then begin at a multiple of 8, and can be memory-mapped
+    # padded as in safetensors: tensors then begin at a multiple of 8, and can be memory-mapped
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def stem_of(folder: Path) -> str | None:
-    """Return the beginning of weight files' names, or None if there is no safetensors model."""
+    """Return the first part of weight files' names, or None if there is no safetensors model."""
     for stem in STEMS:
         for end in (".safetensors.index.json", ".safetensors"):
             if (folder / f"{stem}{end}").exists():
@@ -212,23 +219,31 @@ def read_index(index: Path) -> dict[str, set[str]]:
     """Return the names of the tensors that an index places in each file; all files exist."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: has no weight_map")
+        raise CheckpointError(
+            f"{index}: expected a weight_map with at least one tensor, got {weight_map!r:.60}"
+        )
     by_file: dict[str, set[str]] = {}
     for name, file_name in weight_map.items():
         # A hub cache links its files to a store outside the folder, so check the name, not the
         # target of the link.
         plain = isinstance(file_name, str) and Path(file_name).name == file_name
         if not plain or file_name in ("", ".", ".."):
-            raise CheckpointError(f"{index}: {file_name!r} is not a file of this folder")
+            raise CheckpointError(
+                f"{index}: expected the name of a file in the same folder, got {file_name!r}"
+            )
         by_file.setdefault(file_name, set()).add(name)
     for file_name in by_file:
         if not (index.parent / file_name).is_file():
-            raise CheckpointError(f"{index}: names {file_name}, which is not there")
+            raise CheckpointError(f"{index}: names {file_name}, which does not exist")
     return by_file
 
 
 def read_folder(folder: Path) -> dict[str, TensorInfo] | None:
-    """Return all tensors of a safetensors folder, or None if it holds no safetensors model."""
+    """Return all tensors of a safetensors folder, or None if it holds no safetensors model.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or the index does not fit the files.
+    """
     stem = stem_of(folder)
     if stem is None:
         return None
@@ -241,7 +256,9 @@ def read_folder(folder: Path) -> dict[str, TensorInfo] | None:
         header = read_header(folder / file_name)
         missing = sorted(wanted - header.keys())
         if missing:
-            raise CheckpointError(f"{index}: {missing[0]} should be in {file_name} and is not")
+            raise CheckpointError(
+                f"{index}: expected {missing[0]} in {file_name}, which does not hold it"
+            )
         extra = sorted(header.keys() - wanted)
         if extra:
             raise CheckpointError(

@@ -1,7 +1,7 @@
-"""`PeftSource`: a model with an adapter of any of `KINDS`, folded in while it is read.
+"""`PeftSource`: a model with an adapter of any type in `KINDS`, merged into its weights on reading.
 
-A plain LoRA is a product that `LoraSource` adds stretch by stretch. All other adapters are merged
-by peft's own code, one layer at a time, so that only one layer is in memory.
+The change of a plain LoRA is a product, which `LoraSource` adds to the elements that are read. All
+other adapters are merged by peft's code, one layer at a time, so that only one layer is in memory.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ KINDS = (
     "TRAINABLE_TOKENS",
     "VERA",
 )
-"""The types of peft adapters whose merges a test compares with peft's own.
+"""The supported types of peft adapters; tests compare their merges with those of peft.
 
-Other types may compute parts from the base's weights, which have no values while peft creates its
-layers.
+Adapters of other types may compute tensors from the base's weights, but these have no values when
+peft creates its layers.
 """
 
 # parts that peft inserts into a parameter's name
@@ -55,28 +55,29 @@ _WRAPPERS = (".base_layer", ".token_adapter", ".original_module", ".modules_to_s
 
 
 class PeftSource(AdapterSource):
-    """A model with an adapter of peft folded in, layer by layer.
+    """A model with a peft adapter that is merged into its weights layer by layer, on reading.
 
     Args:
-        base: The model.
+        base: The model without the adapter.
         folder: The adapter's folder.
 
     Raises:
-        CheckpointError: The adapter does not fit the model, or changes more than weights.
+        CheckpointError: The adapter's type is not supported, or it does not fit the model, changes
+            no weight, or cannot be merged into weights.
     """
 
     def __init__(self, base: Source, folder: Path):
         # transformers 5 holds experts as stacks, so peft uses the names of stacks
         base = stacked(base)
         super().__init__(base, folder)
-        # several threads read stretches of one tensor: the first merges its layer for all
+        # several threads may read one tensor: the first thread merges the layer for all of them
         self._lock = threading.Lock()
         self._last: tuple[nn.Module | None, dict[str, Tensor]] = (None, {})
         _check_settings(folder)
         try:
             with reading(f"config.json of {base.label}", "merge"):
                 model = _skeleton(base)
-            # the model's own parameters; those that are changed must be in its files
+            # the model's parameters; those that the adapter changes must be in the model's files
             self._names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
             # peft warns that the base has no name, which is intended here
             with reading(f"adapter {folder}", "merge"), warnings.catch_warnings():
@@ -88,7 +89,7 @@ class PeftSource(AdapterSource):
         self._find_changes()
         if not self.changed:
             raise CheckpointError(f"adapter {folder}: changes no weight of {base.label}")
-        if self._layers:  # a kind that cannot be merged is refused before any work
+        if self._layers:  # merge one layer, so that an error is raised before any other work
             self.read(next(iter(self._layers)), 0, 1)
 
     @cached_property
@@ -97,14 +98,14 @@ class PeftSource(AdapterSource):
         return list(dict.fromkeys([*self._layers, *self._replaced]))
 
     def _find_changes(self) -> None:
-        """Find the changes: parameters that peft has values for, and layers that it wraps."""
+        """Find what the adapter changes: replaced parameters, and layers that peft wraps."""
         for name, value in self._model.named_parameters():
             dtype = from_torch(value.dtype)
-            # all others are the adapter's own
+            # all other parameters belong to the adapter
             if _plain(name) in self._names and dtype is not None and not _is_placeholder(value):
                 values = stored_of(value.detach().contiguous())
                 self._replace(self._stored(_plain(name)), tuple(value.shape), dtype, values)
-        # a wrapper inside a layer that is wrapped is merged with it
+        # a wrapper inside a wrapped layer is merged together with that layer
         outermost = ""
         for name, layer in self._model.named_modules():
             inside = outermost and name.startswith(f"{outermost}.")
@@ -113,23 +114,23 @@ class PeftSource(AdapterSource):
             assert isinstance(layer, nn.Module)  # as all of its subclasses are
             outermost = name
             if getattr(layer, "tied_adapter", None) is not None:
-                continue  # a tied head, whose tensor is the embedding's
+                continue  # a tied head, whose weight is that of the embedding
             for own, _ in _innermost(layer).named_parameters(recurse=False):
                 self._layers[self._stored(f"{_plain(name)}.{own}")] = (layer, own)
 
     def _stored(self, name: str) -> str:
-        """Return a parameter's name in the model's files, which may add or omit a prefix."""
+        """Return a parameter's name in the model's files, which may have or lack a prefix."""
         prefix = f"{self._model.base_model.model.base_model_prefix}."
         for known in (name, name.removeprefix(prefix), f"{prefix}{name}"):
             if known in self.model.tensors:
                 return known
         raise CheckpointError(
-            f"adapter {self._adapter_folder}: changes {name}, which is not a tensor of "
-            f"{self.model.label}'s files"
+            f"adapter {self._adapter_folder}: changes {name}, which is not a tensor of the files "
+            f"of {self.model.label}"
         )
 
     def _before(self, name: str) -> Tensor:
-        """Return a tensor as it is before peft merges its layer."""
+        """Return a tensor in float32, as it is before peft merges its layer."""
         info = self.model.tensors[name]
         if name in self._replaced:
             values = self._replaced[name]
@@ -138,7 +139,7 @@ class PeftSource(AdapterSource):
         return tensor_of(values).float().view(info.shape)
 
     def _merged(self, name: str) -> Tensor:
-        """Return a tensor of a layer that peft merged; the last merged layer is cached."""
+        """Return a tensor after peft has merged its layer; the last merged layer is cached."""
         layer, own = self._layers[name]
         with self._lock:
             if self._last[0] is not layer:
@@ -147,9 +148,9 @@ class PeftSource(AdapterSource):
 
     @torch.no_grad()
     def _merge(self, layer: nn.Module) -> dict[str, Tensor]:
-        """Return the tensors of a layer as peft merges them, by their names within the layer."""
+        """Return a layer's tensors after peft has merged it, by their names within the layer."""
         names = {own: name for name, (of, own) in self._layers.items() if of is layer}
-        # peft merges in place, but the layer without values must stay as it is for later reads
+        # peft merges in place, so merge a copy: later reads need the layer without values
         placeholders = {id(p): p for p in layer.parameters() if _is_placeholder(p)}
         layer = copy.deepcopy(layer, placeholders).float()
         for own, name in names.items():
@@ -158,20 +159,21 @@ class PeftSource(AdapterSource):
         try:
             for wrapper in list(layer.modules()):
                 if isinstance(wrapper, BaseTunerLayer):
-                    # safe: peft raises where the result has NaN
+                    # safe_merge: peft raises an error if the result has NaN or infinity
                     wrapper.merge(safe_merge=True)
         except (NotImplementedError, RuntimeError, ValueError) as error:
             raise CheckpointError(
-                f"adapter {self._adapter_folder}: peft cannot merge it into weights "
+                f"adapter {self._adapter_folder}: peft cannot merge it into the weights "
                 f"({type(error).__name__}: {error})"
             ) from error
         merged = _innermost(layer)  # some types replace the layer
         return {own: getattr(merged, own).detach() for own in names}
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Return elements of a tensor.
+        """Return elements ``start`` to ``stop`` of a tensor.
 
-        They are float32 if peft merges the tensor, and the adapter's own if it replaces the tensor.
+        They are in float32 if peft merges the tensor. If the adapter replaces the tensor, they are
+        the adapter's values, as stored.
         """
         if name in self._layers and start < stop:
             return stored_of(self._merged(name).reshape(-1)[start:stop])
@@ -188,7 +190,7 @@ def _check_settings(folder: Path) -> None:
     if kind not in KINDS:
         raise CheckpointError(
             f"adapter {folder}: expected one of {', '.join(KINDS)}, got peft_type {kind!r}; merge "
-            "it with peft first"
+            "the adapter with peft first"
         )
     if settings.get("layer_replication"):
         raise CheckpointError(
@@ -201,31 +203,32 @@ def _check_settings(folder: Path) -> None:
 
 
 def _skeleton(base: Source) -> Any:
-    """Return the model of a source with placeholders for its parameters."""
+    """Return a source's model with placeholders instead of parameter values."""
     config = AutoConfig.for_model(**base.config)
     names = config.architectures or [""]
     kind = getattr(transformers, names[0], None)
     with torch.device("meta"):
-        if kind is None:  # a class of remote code: a stock class must have the same names
+        if kind is None:  # the model has custom code: a stock class must have the same names
             model = transformers.AutoModelForCausalLM.from_config(config)
         else:
             model = kind(config)
-    # not on the meta device: a parameter that is there after loading is missing in the file
+    # placeholders are not on the meta device, so a parameter that is there after the adapter is
+    # loaded must be missing from the adapter's file
     for layer in model.modules():
         for own, parameter in layer.named_parameters(recurse=False):
             setattr(
                 layer, own, nn.Parameter(_PLACEHOLDER.expand(parameter.shape), requires_grad=False)
             )
-    # a tied weight is now two parameters: tie them again
+    # tied weights are separate parameters now: tie them again
     model.tie_weights()
     return model
 
 
 def _adapted(model: Any, base: Source, folder: Path) -> Any:
-    """Return a peft model: the adapter with its values, around a model without values."""
+    """Return a peft model: the adapter with its values, around the model without values."""
     settings = PeftConfig.from_pretrained(str(folder))
     model = get_peft_model(model, settings, low_cpu_mem_usage=True)
-    # without a device peft would take a GPU, if there is one
+    # without a device, peft would use a GPU if there is one
     weights = load_peft_weights(str(folder), device="cpu")
     try:
         loaded = set_peft_model_state_dict(model, weights, low_cpu_mem_usage=True)
@@ -235,11 +238,12 @@ def _adapted(model: Any, base: Source, folder: Path) -> Any:
         raise CheckpointError(f"adapter {folder}: does not fit {base.label} ({reason})") from error
     if loaded.unexpected_keys:
         raise CheckpointError(
-            f"adapter {folder}: {loaded.unexpected_keys[0]} fits no parameter of {base.label}"
+            f"adapter {folder}: its tensor {loaded.unexpected_keys[0]} fits no parameter of "
+            f"{base.label}"
         )
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
-            raise CheckpointError(f"adapter {folder}: {WEIGHTS} has no {name}")
+            raise CheckpointError(f"adapter {folder}: {WEIGHTS} has no tensor for {name}")
     return model
 
 

@@ -1,4 +1,4 @@
-"""`open_source`: open a model for reading, however the user names it."""
+"""`open_source`: open a model for reading, in any of the forms that a user may pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PATTERNS = (
     "*.model",
     "*.txt",
     "*.jinja",
-    # a model's own code, which trust_remote_code=True copies
+    # a model's custom code, which is copied with trust_remote_code=True
     "*.py",
 )
 
@@ -37,22 +37,22 @@ def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | Non
         return None
     if allow_pickle != "weights_only":
         raise CheckpointError(
-            f"{label}: holds only pickled weights ({files[0].name}), which can run code when "
-            "loaded. Convert them to "
-            'safetensors, or pass allow_pickle="weights_only" to load tensors and nothing else'
+            f"{label}: expected safetensors files, got only pickled weights ({files[0].name}), "
+            "which can run code when they are loaded; convert them to safetensors, or pass "
+            'allow_pickle="weights_only" to load only tensors from them'
         )
     state: dict[str, object] = {}
     for file, wanted in _pickled_files(folder, files, label).items():
-        is_zip = zipfile.is_zipfile(file)  # torch cannot memory-map files from before 1.6
+        is_zip = zipfile.is_zipfile(file)  # torch cannot memory-map files from before torch 1.6
         try:
             loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
         except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
             reason = str(error).strip().split("\n")[0]
             raise CheckpointError(
-                f"{file}: cannot be loaded as tensors and nothing else ({reason})"
+                f"{file}: cannot be loaded by torch.load with weights_only=True ({reason})"
             ) from error
         if not isinstance(loaded, Mapping):
-            raise CheckpointError(f"{file}: holds a {type(loaded).__name__}, expected a state dict")
+            raise CheckpointError(f"{file}: expected a state dict, got {type(loaded).__name__}")
         missing = sorted(wanted - loaded.keys())
         if missing:
             raise CheckpointError(
@@ -101,18 +101,19 @@ def open_source(
     Args:
         model: A folder, a ``.safetensors`` file, a hub id (``org/name`` or ``name``, also with
             ``@revision``), ``"model+adapter"``, an ``nn.Module``, a state dict, or a `Source`,
-            which is returned.
-        allow_pickle: ``"weights_only"`` admits pickled ``.bin`` files.
-        label: Its name in messages.
+            which is returned unchanged.
+        allow_pickle: ``"weights_only"`` also loads pickled ``.bin`` files, but only tensors.
+        label: The model's name in messages; default: its path, hub id or type.
 
     Raises:
-        CheckpointError: The model is missing, quantized or pickled, or its files are damaged.
+        CheckpointError: The model is missing, quantized or pickled, has another form, or its files
+            are damaged.
     """
     if isinstance(model, Source):
         return model
     if isinstance(model, Mapping):
         return _from_state(model, label or "state dict")
-    # if torch is not imported, there are no modules, and `torch.nn` would import it
+    # if torch is not imported yet, there are no modules; `torch.nn` would import it needlessly
     if "torch" in sys.modules and isinstance(model, torch.nn.Module):
         return _from_module(model, label or type(model).__name__)
     if not isinstance(model, (str, os.PathLike)):
@@ -121,7 +122,7 @@ def open_source(
             f"{type(model).__name__}"
         )
     text = os.fspath(model)
-    # a folder or file may have a + in its own name
+    # the name of a folder or file may contain a +
     if "+" in text and not _hub.user_path(text).exists():
         base, adapter = _split_adapter(text)
         return _with_adapter(open_source(base, allow_pickle=allow_pickle), find_folder(adapter))
@@ -151,17 +152,17 @@ def _open_folder(text: str, allow_pickle: str | None, label: str) -> Source:
 
 
 def _with_adapter(base: Source, folder: Path) -> Source:
-    """Return a model with an adapter folded in, by peft's own code unless it is a plain LoRA."""
+    """Return a model with an adapter merged in, by peft's code unless it is a plain LoRA."""
     if more_than_lora(folder) is None:
         return LoraSource(base, folder)
-    # it imports torch, transformers and peft, which a plain LoRA does without
+    # this module imports torch, transformers and peft, which a plain LoRA does not need
     from .peft_adapters import PeftSource
 
     return PeftSource(base, folder)
 
 
 def _split_adapter(text: str) -> tuple[str, str]:
-    """Split ``"model+adapter"`` at the last + that a folder follows, else at the last +."""
+    """Split ``"model+adapter"`` at the last + before an existing folder, or else at the last +."""
     for place in range(len(text) - 1, -1, -1):
         if text[place] == "+" and _hub.user_path(text[place + 1 :]).is_dir():
             return text[:place], text[place + 1 :]
@@ -170,18 +171,18 @@ def _split_adapter(text: str) -> tuple[str, str]:
 
 
 def _open_pickled(folder: Path, allow_pickle: str | None, text: str) -> Source:
-    """Return the source of a folder without safetensors; refuse adapters and empty folders."""
+    """Return the source of a folder with pickled weights; raise an error if it has none."""
     if (folder / CONFIG).exists():
         raise CheckpointError(
             f"{text}: expected a model, got a LoRA adapter; pass it with its base, as MODEL+{text}"
         )
     if allow_pickle == "weights_only":
-        # pickles are fetched from the hub only if there is nothing else
+        # download pickled weights from the hub only if there is no safetensors file
         folder = find_folder(text, (*_PATTERNS, _PICKLES))
     pickled = _pickled(folder, allow_pickle, text)
     if pickled is not None:
         return pickled
-    # for a hub id no pickles were fetched, so the hub may have some
+    # without allow_pickle no pickled weights were downloaded, so the hub may have some
     where = ' (allow_pickle="weights_only" also reads pickled weights)'
     if _hub.user_path(text).is_dir() or allow_pickle:
         where = ""
@@ -192,11 +193,11 @@ def _open_pickled(folder: Path, allow_pickle: str | None, text: str) -> Source:
             f"{text}: holds {shards[0].name}, expected {index} beside it, got none"
         )
     names = " and no ".join(f"{stem}.safetensors" for stem in STEMS)
-    raise CheckpointError(f"{text}: holds no {names}{where}")
+    raise CheckpointError(f"{text}: has no {names}{where}")
 
 
 def _from_module(model: torch.nn.Module, label: str) -> DictSource:
-    """Return the source of a module: its state dict, and its config if it is transformers'."""
+    """Return the source of a module: its state dict and, for a transformers model, its config."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     config = to_dict() if callable(to_dict) else {}
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
@@ -204,10 +205,10 @@ def _from_module(model: torch.nn.Module, label: str) -> DictSource:
     first_names: dict[tuple[int, torch.Size], str] = {}
     # keep a tied tensor once, under the name that a checkpoint has
     for name, value in list(state.items()):
-        # these have no memory: all have the address 0, and would count as one tensor
+        # tensors without memory all have the address 0, so they would count as one tensor
         if value.device.type == "meta" or not value.numel():
             continue
-        # a view that begins where another tensor does has another shape
+        # the shape is compared, too: a view may begin where another tensor does
         first = first_names.setdefault((value.data_ptr(), value.shape), name)
         if first != name and (not tied or name in tied):
             del state[name]
@@ -215,12 +216,13 @@ def _from_module(model: torch.nn.Module, label: str) -> DictSource:
 
 
 def find_folder(name: str, patterns: Sequence[str] = _PATTERNS) -> Path:
-    """Return the folder at a path, or the snapshot of a hub id with the files that match patterns.
+    """Return the folder at a path, or the folder of a hub id in the local hub cache.
 
-    The id may have ``@revision``.
+    Of a hub repository, the files that match ``patterns`` are downloaded. The id may end with
+    ``@revision``.
 
     Raises:
-        CheckpointError: There is no such folder, and the hub did not provide it.
+        CheckpointError: There is no such folder, and the hub did not provide one.
     """
     try:
         return _hub.find_folder(name, patterns=patterns)

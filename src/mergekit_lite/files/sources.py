@@ -1,8 +1,8 @@
-"""Sources of tensors: safetensors folders read in stretches, and tensors in memory.
+"""Sources of tensors: safetensors folders, and tensors in memory.
 
-A source's `read(name, start, stop)` returns that stretch of the flattened tensor as an array of
-stored values (`mergekit_lite.dtypes`), and reads nothing else from disk. Sources of files do not
-import torch, except `peft_adapters.PeftSource`, which also imports transformers.
+A source's `read(name, start, stop)` returns elements ``start`` to ``stop`` of the flattened tensor
+as an array of stored values (`mergekit_lite.dtypes`), and reads nothing else from disk. Sources of
+files do not import torch, except `peft_adapters.PeftSource`, which also imports transformers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .._torch import Tensor
 from ..dtypes import Array, byte_view, from_torch, stored_of
 from .headers import CheckpointError, Json, TensorInfo, read_json, stem_of
 
-_AHEAD = 1 << 28  # bytes read ahead; more could evict cached data that is in use
+_AHEAD = 1 << 28  # bytes to read ahead; more could evict other data from the cache
 
 
 @runtime_checkable
 class Source(Protocol):
-    """One model to merge; subclasses may omit `read_into` and `prefetch`."""
+    """The protocol of a model to merge; subclasses may omit `read_into` and `prefetch`."""
 
     label: str
     tensors: dict[str, TensorInfo]
@@ -32,9 +32,9 @@ class Source(Protocol):
     folder: Path | None
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Return elements ``start`` to ``stop`` of the flattened tensor, as stored or wider.
+        """Return elements ``start`` to ``stop`` of the flattened tensor, of shape (stop - start,).
 
-        The shape is (stop - start,).
+        They have the stored dtype or a wider one.
         """
         ...
 
@@ -46,7 +46,7 @@ class Source(Protocol):
         return False
 
     def prefetch(self, name: str) -> None:
-        """Let the system fetch a tensor while something else is computed."""
+        """Ask the operating system to read a tensor in the background."""
         return
 
     def fingerprint(self) -> object:
@@ -57,19 +57,19 @@ class Source(Protocol):
 def stat_of(path: Path) -> list[object]:
     """Return properties of a file that change when its contents change.
 
-    They are name, size, modification time, and change time, which tools cannot set back.
+    They are the name, size, modification time, and change time, which tools cannot set back.
     """
     status = path.stat()
     return [path.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 class FolderSource(Source):
-    """A Hugging Face folder of safetensors files, or one such file alone.
+    """A Hugging Face folder of safetensors files, or a single such file.
 
     Args:
-        folder: The folder; None for a file alone, which has no config and no tokenizer.
-        label: Its name in messages.
-        tensors: The tensors in its headers.
+        folder: The folder; None for a single file, which has no config and no tokenizer.
+        label: The model's name in messages.
+        tensors: The tensors that the headers of the files list.
 
     Raises:
         CheckpointError: ``config.json`` is not a JSON object.
@@ -89,34 +89,37 @@ class FolderSource(Source):
             if (folder / single).exists():
                 self.notes.append(
                     f"{label} holds {single} and an index of several files; {single} is read, as "
-                    "by transformers"
+                    "in transformers"
                 )
         if folder is not None and (folder / "config.json").exists():
             self.config = read_json(folder / "config.json")
 
     def _descriptor(self, path: Path) -> int:
         if path not in self._descriptors:
-            # checked again with the lock: if two threads opened a file, a descriptor would be lost
+            # check again under the lock: if two threads opened a file, one descriptor would leak
             with self._lock:
                 if path not in self._descriptors:
                     self._descriptors[path] = os.open(path, os.O_RDONLY)
         return self._descriptors[path]
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Read elements ``start`` to ``stop`` into new memory."""
+        """Return elements ``start`` to ``stop`` in a new array."""
         out = np.empty(stop - start, self.tensors[name].dtype.storage)
         self.read_into(name, start, out)
         return out
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
-        """Fill ``out``, of the stored dtype, from element ``start`` on; safe from any thread."""
+        """Read a tensor from element ``start`` on into ``out``, which has the stored dtype.
+
+        Several threads may call this at once.
+        """
         info = self.tensors[name]
         assert info.file is not None
         view = byte_view(out)
         position = info.start + start * info.dtype.itemsize
         done = 0
         while done < len(view):
-            # one call reads 2 GiB at most on Linux; the position is given, so threads share a file
+            # on Linux a call reads at most 2 GiB; with a position, threads can share a descriptor
             count = os.preadv(self._descriptor(info.file), [view[done:]], position + done)
             if count == 0:
                 raise CheckpointError(f"{info.file}: became shorter while it was being read")
@@ -124,7 +127,7 @@ class FolderSource(Source):
         return True
 
     def prefetch(self, name: str) -> None:
-        """Ask the kernel to read ahead."""
+        """Ask the operating system to read a tensor in the background, if it supports that."""
         info = self.tensors[name]
         # macOS has no posix_fadvise
         if hasattr(os, "posix_fadvise") and info.file is not None:
@@ -132,7 +135,7 @@ class FolderSource(Source):
             os.posix_fadvise(self._descriptor(info.file), info.start, size, os.POSIX_FADV_WILLNEED)
 
     def fingerprint(self) -> object:
-        """Return the sizes and times of the files that hold tensors."""
+        """Return the names, sizes and times of the files that hold tensors."""
         files = {info.file for info in self.tensors.values() if info.file}
         return [stat_of(file) for file in sorted(files)]
 
@@ -142,15 +145,16 @@ class FolderSource(Source):
 
 
 class View(Source):
-    """A wrapper around a model that passes on everything a subclass does not change.
+    """A wrapper around a model, which forwards every call that a subclass does not override.
 
     Args:
-        model: The model.
-        tensors: The tensors that the view has. A tensor with fewer rows than the model's has the
-            model's first rows, because rows are stored one after another.
+        model: The wrapped model.
+        tensors: The tensors of the view. If a tensor has fewer rows than in the wrapped model, it
+            consists of the first rows, because rows are stored one after another.
 
     Attributes:
-        parts: For tensors that are stored under other names or in pieces, the stored tensors.
+        parts: The stored tensors that make up a tensor, by name, for tensors that are stored under
+            another name or in several parts.
     """
 
     def __init__(self, model: Source, tensors: dict[str, TensorInfo]):
@@ -159,32 +163,32 @@ class View(Source):
         self.folder = model.folder
         self.config = model.config
         self.tensors = tensors
-        # a user's own Source may have only the attributes of the protocol
+        # a custom Source may have only the attributes of the protocol
         self.stem = getattr(model, "stem", "model")
         self.notes = getattr(model, "notes", [])
         self.parts = getattr(model, "parts", {})
         self.tokens = getattr(model, "tokens", None)
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Read elements ``start`` to ``stop``, as the wrapped model does."""
+        """Return elements ``start`` to ``stop``, as the wrapped model does."""
         return self.model.read(name, start, stop)
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
-        """Read elements from ``start`` into ``out``, as the wrapped model does."""
+        """Read a tensor from element ``start`` on into ``out``, as the wrapped model does."""
         return self.model.read_into(name, start, out)
 
     def prefetch(self, name: str) -> None:
-        """Let the system fetch the model's tensor, if it has one of this name."""
+        """Prefetch the wrapped model's tensor of this name, if there is one."""
         if name in self.model.tensors:
             self.model.prefetch(name)
 
     def fingerprint(self) -> object:
-        """Return the model's fingerprint."""
+        """Return the wrapped model's fingerprint."""
         return self.model.fingerprint()
 
 
 class DictSource(Source):
-    """Tensors that are in memory already, of a state dict or a module.
+    """A model in memory: the tensors of a state dict or a module.
 
     Raises:
         CheckpointError: A tensor is sparse, is on the meta device, or has a dtype that merges do
@@ -202,14 +206,16 @@ class DictSource(Source):
             dtype = from_torch(value.dtype)
             if str(value.layout) != "torch.strided":
                 raise CheckpointError(
-                    f"{label}: {name} has layout {value.layout}, expected dense tensors"
+                    f"{label}: {name} has layout {value.layout}, expected a dense tensor"
                 )
             if value.device.type == "meta":
-                raise CheckpointError(f"{label}: {name} is on the meta device and has no values")
+                raise CheckpointError(
+                    f"{label}: {name} is on the meta device, expected a tensor with values"
+                )
             if dtype is None:
                 raise CheckpointError(
-                    f"{label}: {name} is {value.dtype}, which no merge reads; convert it, for "
-                    "example to float32"
+                    f"{label}: {name} has dtype {value.dtype}, which merges do not support; "
+                    "convert it, for example to float32"
                 )
             # numpy rejects tensors that require a gradient, such as parameters
             self._state[name] = value.detach()
@@ -218,13 +224,13 @@ class DictSource(Source):
     def read(self, name: str, start: int, stop: int) -> Array:
         """Return elements ``start`` to ``stop``.
 
-        For a tensor on the CPU this is a view, which is cheaper than `read_into`.
+        For a tensor on the CPU the result is a view, which is cheaper than a copy.
         """
         value = self._state[name]
-        if not value.is_contiguous():  # once, rather than a copy for every stretch
+        if not value.is_contiguous():  # copy once, not in every call
             value = self._state[name] = value.contiguous()
         return stored_of(value.view(-1)[start:stop].cpu())
 
     def fingerprint(self) -> object:
-        """Return a value that no other run has, because tensors in memory cannot be compared."""
+        """Return a value that differs in every run, because tensors in memory are not hashed."""
         return ["memory", id(self), os.getpid()]

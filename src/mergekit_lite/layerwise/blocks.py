@@ -1,8 +1,8 @@
 """Run a model block by block; only one block has weights at a time.
 
-The skeleton is made on the meta device, with real buffers. The layers outside the blocks are loaded
-once for each model and run once for each batch, to record the arguments of every block. Then blocks
-are loaded one after the other.
+The skeleton, a model without weights, is made on the meta device, but with real buffers. The layers
+outside the blocks are loaded once for each model, and run once for each batch to record the
+arguments of every block. Then blocks are loaded one after the other.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Skeleton:
 
     Args:
         source: The model whose config defines the architecture.
-        auto_class: The transformers class that loads the models.
+        auto_class: The AutoModel class of transformers that builds the model.
         dtype: The dtype to compute in.
         device: The device to compute on.
 
     Raises:
-        CheckpointError: The source is not a folder, or its model has no list of blocks.
+        CheckpointError: The source is not a folder, or its model has no `torch.nn.ModuleList`.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class Skeleton:
         if source.folder is None:
             raise CheckpointError(
                 f"{source.label}: expected a folder with config.json for a data-driven merge, got "
-                "another source"
+                "a file or a state dict"
             )
         config = read_config(source.folder, "merge")
         with (
             reading(f"config.json of {source.label}", "merge"),
-            # rotary frequencies are in no checkpoint: the constructor has to compute them
+            # checkpoints have no rotary frequencies: the constructor has to compute these buffers
             init_empty_weights(include_buffers=False),
         ):
             self.model: PreTrainedModel = auto_class.from_config(config)
-        # on the meta device every assignment made a new parameter, which broke the ties
+        # on the meta device every assignment makes a new parameter: tie weights again
         self.model.tie_weights()
         self.model.eval()
         self.dtype = dtype
@@ -101,12 +101,12 @@ class Skeleton:
         return f"{self.path}.{number}."
 
     def outside(self) -> list[str]:
-        """Return the names of parameters outside the blocks; tied parameters once."""
+        """Return the names of parameters outside the blocks, with one name for tied parameters."""
         return [n for n, _ in self.model.named_parameters() if not n.startswith(f"{self.path}.")]
 
     def load_outside(self, weights: Weights) -> None:
         """Load the weights of everything outside the blocks."""
-        loaded: dict[int, nn.Parameter] = {}  # by the replaced parameter, so that ties are kept
+        loaded: dict[int, nn.Parameter] = {}  # by the replaced parameter's id, to keep ties
         for name, parameter in list(self.model.named_parameters(remove_duplicate=False)):
             if not name.startswith(f"{self.path}."):
                 if id(parameter) not in loaded:
@@ -119,7 +119,7 @@ class Skeleton:
                 self._fill(self.model.get_submodule(owner), own, weights, name)
 
     def block(self, number: int, weights: Weights) -> nn.Module:
-        """Return a copy of a block with weights."""
+        """Return a copy of a block with its weights loaded."""
         # its parameters are on the meta device, so the copy takes next to no memory
         block = copy.deepcopy(self.blocks[number])
         for name, _ in list(block.named_parameters()):
@@ -141,7 +141,7 @@ class Skeleton:
         return [name for name, _ in self.model.named_buffers() if name in stored]
 
     def _fill(self, module: nn.Module, own: str, weights: Weights, name: str) -> None:
-        """Load a buffer from a source; a mapping of merged weights has no buffers."""
+        """Load a buffer from a source, or do nothing for a mapping, which has no buffers."""
         if isinstance(weights, Mapping):
             return
         stored = self.stored_name(weights, name)
@@ -151,23 +151,23 @@ class Skeleton:
         module.register_buffer(own, value.view(buffer.shape).to(self.device, dtype))
 
     def stored_name(self, source: Source, name: str) -> str:
-        """Return a parameter's name in a source.
+        """Return the name of a parameter or buffer in a source.
 
-        Some files omit, or add, the prefix of the model below the head.
+        Files may have or lack the name's prefix, which stands for the model without its head.
 
         Raises:
-            CheckpointError: The source does not have the parameter.
+            CheckpointError: The source has no tensor of that name.
         """
         prefix = f"{self.model.base_model_prefix}."
         for known in (name, name.removeprefix(prefix), f"{prefix}{name}"):
             if known in source.tensors:
                 return known
         raise CheckpointError(
-            f"{source.label}: has no tensor {name}, which transformers expects by its config.json"
+            f"{source.label}: has no tensor {name}, which its config.json requires"
         )
 
     def parameter(self, weights: Weights, name: str) -> nn.Parameter:
-        """Return a parameter with its value, in the dtype to compute in."""
+        """Return a parameter with its value, in the skeleton's dtype and on its device."""
         if isinstance(weights, Mapping):
             value = weights[name]
         else:
@@ -175,10 +175,13 @@ class Skeleton:
             value = tensor_of(weights.read(stored, 0, weights.tensors[stored].count))
             if not value.is_floating_point():
                 raise CheckpointError(
-                    f"{weights.label}: {stored} is {value.dtype}, expected a floating dtype"
+                    f"{weights.label}: {stored} has dtype {value.dtype}, expected a floating-point "
+                    "dtype"
                 )
             if not value.isfinite().all():
-                raise CheckpointError(f"{weights.label}: {stored} has NaN or infinity")
+                raise CheckpointError(
+                    f"{weights.label}: {stored} has NaN or infinity, expected finite values"
+                )
         shape = self.model.get_parameter(name).shape
         return nn.Parameter(value.to(self.device, self.dtype).view(shape), requires_grad=False)
 
@@ -186,7 +189,7 @@ class Skeleton:
     def calls(
         self, batches: Sequence[Batch], block: nn.Module
     ) -> tuple[list[list[Call]], list[Tensor]]:
-        """Return each block's calls by batch, and the states before the first block.
+        """Return the arguments of each block for each batch, and the states before the first block.
 
         Args:
             batches: The data.
@@ -207,17 +210,17 @@ class Skeleton:
                 batch: Batch = batch,
                 index: int = index,
             ) -> object:
-                # T5's blocks pass on position biases, which exist only after a block has run
+                # such as T5's position biases, which do not exist before a block has run
                 if any(one is _OTHER for one in (*arguments, *named.values())):
                     self._refuse("has blocks that pass on more than hidden states")
                 hidden, call = split_arguments(arguments, named, not_padding(batch))
-                # ALBERT runs one block again for each of its layers
+                # such as ALBERT, which runs one block for each of its layers
                 if len(calls[number]) > index:
-                    self._refuse("runs a block more than once, each time on other states")
+                    self._refuse("runs a block more than once, with different states")
                 if number == 0:
                     first.append(hidden)
                 calls[number].append(call)
-                # blocks are skipped: only their arguments are needed
+                # do not run the block: only its arguments are needed
                 return shaped_as(form, hidden, _OTHER)
 
             with forwards_replaced([*self.blocks], record):
@@ -232,12 +235,12 @@ class Skeleton:
         form = self._form(batches[0], block)
         for batch, states in zip(batches, hidden, strict=True):
             out = shaped_as(form, states)
-            # every block returns the last states, for the norm after the blocks to read
+            # every block returns the last states, which the layers after the blocks then read
             with forwards_replaced([*self.blocks], lambda *_, out=out: out):
                 yield self.model.base_model(**batch)[0]
 
     def _form(self, batch: Batch, block: nn.Module) -> object:
-        """Run the first block, and return its output, whose form all blocks share."""
+        """Run the first block and return its output, which has the form of every block's output."""
         outputs: list[object] = []
 
         def run(number: int, arguments: tuple, named: dict) -> object:
@@ -250,15 +253,16 @@ class Skeleton:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise CheckpointError(
-            f"{type(self.model).__name__} {reason}; data-driven merges expect a chain of blocks"
+            f"{type(self.model).__name__} {reason}; data-driven merges need a model that runs each "
+            "block once, and passes only hidden states between blocks"
         )
 
 
 def linear_layers(block: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers of a block, by name."""
+    """Return the linear layers of a block, including Conv1D layers, by name."""
     layers = {}
     for name, module in block.named_modules():
-        # a subclass with a forward of its own may do more than multiply
+        # a subclass with its own forward may do more than multiply
         if type(module).forward is nn.Linear.forward or is_conv1d(module):
             layers[name] = module
     return layers
@@ -268,9 +272,9 @@ def linear_layers(block: nn.Module) -> dict[str, nn.Module]:
 def inputs_seen(
     layers: Mapping[str, nn.Module], see: Callable[[str, Tensor], None]
 ) -> Iterator[None]:
-    """Call ``see(name, input)`` whenever one of the layers runs."""
+    """Within the context, call ``see(name, input)`` whenever one of the layers runs."""
 
-    # a function, so that each hook keeps its own name: a loop's lambdas share the last one
+    # a function, so that each hook has its own name: lambdas in a loop would share the last name
     def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         return lambda _, inputs: see(name, inputs[0])
 

@@ -1,7 +1,7 @@
 """The merged weight of a linear layer from its inputs: sums over tokens, then one solve.
 
-Products are float32 (float64 if ``reduce`` is 1), sums and the solve float64, all on the device of
-the inputs.
+Products are computed in float32, or in float64 if ``reduce`` is 1. Sums and the solution are
+computed in float64. Everything runs on the device of the inputs.
 
 RegMean (Jin et al., arXiv 2212.09849): W = (Σ_k W_k G_k)(Σ_k G_k)⁻¹ with G_k = X_kᵀ X_k / N_k,
 whose entries off the diagonal are multiplied by ``reduce``.
@@ -17,15 +17,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_RIDGE = 1e-6  # as a share of the mean diagonal; weights of features without input are averaged
+# relative to the mean diagonal; with it, weights of features that are always 0 are averaged
+_RIDGE = 1e-6
 
 
 class InputStatistics:
     """The mean of xᵀ x over the tokens that a layer has read.
 
     Args:
-        in_features: I.
-        products: Dtype of the products.
+        in_features: The number of input features, I.
+        products: The dtype of the products.
     """
 
     def __init__(self, in_features: int, products: torch.dtype = torch.float32):
@@ -52,27 +53,27 @@ def merge_by_inputs(
     reduce: float,
     shares: Sequence[float],
 ) -> Tensor:  # (O, I) float64
-    """Return the merged weight.
+    """Return the merged weight of a linear layer.
 
     Args:
         weights: The weights of the models.
         statistics: The input statistics of each model.
-        reduce: The factor of entries off the diagonal.
+        reduce: The factor of the Gram matrices' entries off the diagonal.
         shares: The weight of each model.
     """
     means = [share * s.mean() for share, s in zip(shares, statistics, strict=True)]
     size = sum(float(m.diagonal().mean()) for m in means)
-    ridge = _RIDGE * size / len(weights) or 1.0  # no input at all: the average
+    ridge = _RIDGE * size / len(weights) or 1.0  # if all inputs are 0, the result is the average
     right = torch.zeros_like(means[0])
     left = right.new_zeros(weights[0].shape)
     for w, gram in zip(weights, means, strict=True):
-        # the diagonal stays whole; the ridge enters both sums, so it pulls to the average
+        # the diagonal is not reduced; the ridge is in both sums, so it pulls toward the average
         gram = reduce * gram + torch.diag((1 - reduce) * gram.diagonal() + ridge)
         left.addmm_(w.double(), gram)
         right += gram
     # right is symmetric, so W right = left is solved as right Wᵀ = leftᵀ
     factor, failed = torch.linalg.cholesky_ex(right)
-    if int(failed):  # rounding made it indefinite
+    if int(failed):  # rounding made `right` indefinite
         # only the CPU has a solver (gelsd) for matrices without full rank
         solution = torch.linalg.lstsq(right.cpu(), left.T.cpu(), driver="gelsd").solution
         return solution.T.to(left.device)
@@ -83,8 +84,8 @@ class ClosedForm(NamedTuple):
     """A data-driven method.
 
     Attributes:
-        merge: The function from the models' weights and statistics to the merged weight.
-        merged_inputs: Whether data run through the blocks that are merged already.
+        merge: The function that computes the merged weight from the models' weights and statistics.
+        merged_inputs: Whether the data run through the merged blocks instead of each model's own.
     """
 
     merge: Callable[..., Tensor]

@@ -25,12 +25,13 @@ def calibration_batches(
 
     Args:
         data: A file or rows for `TextExamples`, or examples with ``input_ids``.
-        source: The model that the data are for; text needs its tokenizer.
+        source: The model that the data are for. Text is read with its tokenizer.
         batch_size: Examples per batch.
-        max_length: Largest number of tokens of an example; more are cut off.
+        max_length: Largest number of tokens of an example. Further tokens are cut off.
 
     Raises:
-        ValueError: The data have another form or are empty, or the model does not have a token.
+        ValueError: The data have another form or are empty, an example has no tokens, or a token is
+            not in the model's vocabulary.
     """
     examples: Any = data
     has_ids = False
@@ -39,10 +40,10 @@ def calibration_batches(
         has_ids = isinstance(examples[0], Mapping) and "input_ids" in examples[0]
     if not has_ids:
         tokenizer = AutoTokenizer.from_pretrained(source.folder)
-        # labels are not used; if all tokens are supervised, rows with a late answer are kept
+        # labels are not used, but a row whose labels are cut off is dropped: so label all tokens
         texts = TextExamples(examples, tokenizer, max_length=max_length, train_on_inputs=True)
         examples = [texts[place] for place in range(len(texts))]
-    # models of images and text keep the language model's settings under text_config
+    # models of images and text have the language model's settings under text_config
     size = (source.config.get("text_config") or source.config).get("vocab_size", math.inf)
     ids = []
     for example in examples:
@@ -50,8 +51,8 @@ def calibration_batches(
         strange = tokens[(tokens < 0) | (tokens >= size)]
         if strange.numel():
             raise ValueError(
-                f"calibration of {source.label}: a token is {int(strange[0])}; expected 0 or more, "
-                f"below {size}"
+                f"calibration of {source.label}: expected token ids of 0 or more and below {size}, "
+                f"got {int(strange[0])}"
             )
         ids.append(tokens)
     # batches of similar lengths need little padding; ids[0] is then the shortest example
@@ -64,28 +65,28 @@ def calibration_batches(
 
 
 def _rows_of(data: Any, source: Source) -> list[Any]:
-    """Return examples or rows as a list; raise for anything else and for empty data."""
+    """Return examples or rows as a list; raise an error for any other data and for empty data."""
     if isinstance(data, Mapping):
         names = ", ".join(map(str, data))
         raise ValueError(f"calibration of {source.label} is a mapping of {names}; expected rows")
     # torch's data sets have __getitem__ and no __iter__
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         raise ValueError(
-            f"calibration of {source.label}: is {data!r}; expected a file, rows or examples"
+            f"calibration of {source.label}: expected a file, rows or examples, got {data!r}"
         )
     rows = list(data)
     if not rows:
-        raise ValueError(f"calibration of {source.label}: the data are empty; expected examples")
+        raise ValueError(f"calibration of {source.label}: expected one or more examples, got none")
     return rows
 
 
 def _without_padding(example: Mapping[str, object], source: Source) -> Tensor:
-    """Return an example's tokens (L,) without those that its attention mask leaves out."""
+    """Return an example's tokens (L,) without those that its attention mask excludes."""
     ids = torch.as_tensor(example["input_ids"], dtype=torch.long)
     if ids.dim() != 1:
         raise ValueError(
-            f"calibration of {source.label}: input_ids are {list(ids.shape)}, expected one "
-            "example's (L,)"
+            f"calibration of {source.label}: expected input_ids of shape (L,) in each example, got "
+            f"shape {list(ids.shape)}"
         )
     mask = example.get("attention_mask")
     if mask is None:

@@ -32,7 +32,7 @@ def merged_source(
     device: str | torch.device = "cpu",
     progress: bool,
 ) -> Source:
-    """Merge block by block into an open stage folder; return the merged tensors as a source.
+    """Merge models block by block into an open folder, and return the result as a `Source`.
 
     Memory holds one block of each model, the merged block, and the hidden states of the calibration
     data.
@@ -41,13 +41,14 @@ def merged_source(
         models: Models of one architecture: folders, hub ids or ``"model+adapter"``.
         calibration: The data of each model: a file or rows for `TextExamples`, or examples.
         merge: The settings of the merge.
-        stage: The folder of the result; an interrupted run of the same merge is continued there.
+        stage: The folder of the merged blocks. If an interrupted run of the same merge left blocks
+            there, the merge continues after them.
         device: The device that runs blocks and solves for weights.
         progress: Show a progress bar.
 
     Raises:
-        ValueError: There are fewer than two models, not as many data, no examples, or the models do
-            not fit each other.
+        ValueError: There are fewer than two models, more or fewer data sets than models, a data set
+            is empty, or the models have different architectures or vocabularies.
     """
     if isinstance(calibration, (str, Path)):
         raise ValueError(
@@ -56,13 +57,13 @@ def merged_source(
         )
     if len(models) < 2 or len(calibration) != len(models):
         raise ValueError(
-            f"merge_models: {len(models)} models, calibration for {len(calibration)}; expected two "
-            "or more models, and data for each"
+            "merge_models: expected two or more models and calibration data for each, got "
+            f"{len(models)} models, calibration for {len(calibration)}"
         )
     shares = merge.shares(len(models))
     sources = [open_source(model) for model in models]
     check_alike(sources)
-    # float32 whatever the files hold: merged weights are rounded once, when they are written
+    # float32 whatever the files hold, so that merged weights are rounded only when they are written
     skeleton = Skeleton(sources[0], merge.auto_class, torch.float32, device)
     length = readable_tokens(skeleton.model.config, merge.max_length)
     data = []
@@ -73,7 +74,7 @@ def merged_source(
     run = BlockMerge(skeleton, sources, data, shares, merge, stage.folder)
     first = run.resumed()
     if not first:
-        # the folder has parts of other models, settings or data, or damaged ones
+        # remove damaged blocks, and blocks from other models, settings or data
         stage.clear()
         run.begin()
     count = len(skeleton.blocks)
@@ -92,10 +93,10 @@ def merged_source(
 
 
 def check_alike(sources: Sequence[Source]) -> None:
-    """Refuse models that differ in names or shapes of tensors.
+    """Check that models have tensors of the same names and shapes, and the same settings.
 
     Raises:
-        CheckpointError: The models differ; the message has the first difference.
+        CheckpointError: The models differ. The message describes the first difference.
     """
     first = sources[0]
     for other in sources[1:]:
@@ -107,8 +108,9 @@ def check_alike(sources: Sequence[Source]) -> None:
         if unlike:
             name, theirs, ours = unlike[0]
             raise CheckpointError(
-                f"{other.label} and {first.label}: {name} is {theirs} and {ours} ({len(unlike)} "
-                "tensors differ); data-driven merges need models of one architecture and vocabulary"
+                f"{other.label}: expected {name} to be {ours}, as in {first.label}, got {theirs} "
+                f"({len(unlike)} tensors differ); data-driven merges need models of one "
+                "architecture and vocabulary"
             )
     check_computing(sources)
 
@@ -119,10 +121,10 @@ def _shape_of(source: Source, name: str) -> tuple[int, ...] | str:
 
 
 def check_computing(sources: Sequence[Source]) -> None:
-    """Refuse models whose configs compute differently: the first model's code runs all data.
+    """Check that models have the same settings, because the first model's code runs all data.
 
     Raises:
-        CheckpointError: The models differ; the message has the first difference.
+        CheckpointError: The models differ. The message describes the first difference.
     """
     first, ours = None, {}
     for source in sources:
@@ -144,7 +146,7 @@ def check_computing(sources: Sequence[Source]) -> None:
 class _Joined(Source):
     """The merged parts as one source.
 
-    Config, tokenizer and tensors that no part has are the first model's.
+    The config, the tokenizer and tensors that no part has come from the first model.
     """
 
     def __init__(self, first: Source, parts: Iterable[Source]):
@@ -162,15 +164,15 @@ class _Joined(Source):
         return self._of.get(name, self._first)
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Read elements of a tensor."""
+        """Return elements ``start`` to ``stop`` of a tensor."""
         return self._source(name).read(name, start, stop)
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
-        """Read elements of a tensor into given memory."""
+        """Read a tensor from element ``start`` on into ``out``, if its source supports it."""
         return self._source(name).read_into(name, start, out)
 
     def prefetch(self, name: str) -> None:
-        """Prefetch a tensor."""
+        """Ask the operating system to read a tensor in the background."""
         self._source(name).prefetch(name)
 
     def fingerprint(self) -> object:

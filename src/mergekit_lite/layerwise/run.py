@@ -1,4 +1,4 @@
-"""`BlockMerge`: the state of a merge that goes block by block, and its steps."""
+"""`BlockMerge`: the state and the steps of a merge that goes block by block."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class BlockMerge:
         self.form = CLOSED_FORMS[merge.method]
         # unreduced Gram matrices are too close to singular for float32
         self.products = torch.float64 if merge.reduce == 1 else torch.float32
-        # results from another type of device are computed again
+        # results that another type of device computed are not reused
         settings = [merge.method, shares, merge.reduce, skeleton.device.type]
         settings += [type(skeleton.model).__name__, [len(batches) for batches in data]]
         self.stage = Stage(folder, run_fingerprint(sources, data, settings), "merge")
 
     def begin(self) -> None:
-        """Run every model's data up to the first block."""
+        """Run the data of every model up to the first block, and record the blocks' arguments."""
         for source, outside, batches in zip(self.sources, self._outsides(), self.data, strict=True):
             self.skeleton.load_outside(outside)
             calls, hidden = self.skeleton.calls(batches, self.skeleton.block(0, source))
@@ -62,9 +62,10 @@ class BlockMerge:
             self.hidden.append(hidden)
 
     def _outsides(self) -> Sequence[Weights]:
-        """Return, for each model, the weights outside the blocks that its data run through.
+        """Return, for each model, the weights that its data use outside the blocks.
 
-        They are the model's own or, for a form that uses inputs in the merged model, averages.
+        They are the model's own weights or, if the method uses inputs in the merged model, the
+        averages of all models' weights.
         """
         if not self.form.merged_inputs:
             return self.sources
@@ -77,8 +78,8 @@ class BlockMerge:
     def merge_block(self, number: int) -> None:
         """Merge and write one block, and compute the next block's inputs.
 
-        These come from the models' own blocks or, for a form that uses inputs in the merged model,
-        from the merged block.
+        These inputs come from the models' own blocks or, if the method uses inputs in the merged
+        model, from the merged block.
         """
         skeleton = self.skeleton
         merged_inputs = self.form.merged_inputs
@@ -91,13 +92,13 @@ class BlockMerge:
                 self.hidden[k] = outputs
             blocks.append(dict(block.named_parameters()))
             seen.append(statistics)
-        # names and kinds are enough here: the skeleton's block has them without weights
+        # only names and types of layers are needed, so a block without weights is enough
         layers = linear_layers(skeleton.blocks[number])
         merged: dict[str, Tensor] = {}
         for name in blocks[0]:
             weights = [parameters[name] for parameters in blocks]
             owner = name.rpartition(".")[0]
-            # a layer's bias is averaged: the closed form covers only the product
+            # a layer's bias is averaged, because the closed form covers only the weight
             was_called = all(owner in statistics for statistics in seen)
             if name.endswith("weight") and owner in layers and was_called:
                 inputs = [statistics[owner] for statistics in seen]
@@ -115,7 +116,10 @@ class BlockMerge:
 
     @torch.no_grad()
     def merge_outside(self) -> None:
-        """Merge and write tensors outside the blocks: an untied head by inputs, others averaged."""
+        """Merge and write the tensors outside the blocks.
+
+        An untied head is merged by its inputs, and all other tensors are averaged.
+        """
         model = self.skeleton.model
         head = model.get_output_embeddings()
         solved = None
@@ -132,14 +136,14 @@ class BlockMerge:
         self._write(len(self.skeleton.blocks), merged)
 
     def _of_head(self) -> list[InputStatistics]:
-        """Collect statistics of the inputs of each model's head."""
+        """Return the input statistics of each model's head."""
         statistics_of_parts = []
         for source, outside, batches, hidden, calls in zip(
             self.sources, self._outsides(), self.data, self.hidden, self.calls, strict=True
         ):
             self.skeleton.load_outside(outside)
             statistics = InputStatistics(hidden[0].shape[-1], self.products)
-            # the first block only shows in which form blocks return their states
+            # the first block is needed only to see in which form blocks return their states
             read = self.skeleton.after(batches, hidden, self.skeleton.block(0, source))
             # padding is the same in all blocks, so use the first block's calls
             for call, states in zip(calls[0], read, strict=True):
@@ -152,7 +156,7 @@ class BlockMerge:
     ) -> tuple[dict[str, InputStatistics], list[Tensor]]:
         """Return the input statistics of a block's linear layers, and the block's outputs."""
         statistics: dict[str, InputStatistics] = {}
-        owners: dict[str, str] = {}  # for layers with the same input, such as q, k and v, the first
+        owners: dict[str, str] = {}  # the first layer with the same input, as for q, k and v
         outputs = []
         for call, hidden in zip(self.calls[k][number], self.hidden[k], strict=True):
             read: dict[str, Tensor] = {}
@@ -178,15 +182,15 @@ class BlockMerge:
     def _solved(
         self, layer: nn.Module, weights: Sequence[Tensor], seen: Sequence[InputStatistics]
     ) -> Tensor:
-        """Return the merged weight of a layer, as the layer stores it."""
+        """Return the merged weight of a layer, in the layout that the layer stores."""
         options = {"reduce": self.merge.reduce, "shares": self.shares}
-        if is_conv1d(layer):  # which stores (in, out)
+        if is_conv1d(layer):  # a Conv1D stores (in, out)
             turned = self.form.merge([weight.T for weight in weights], seen, **options)
             return turned.T.contiguous()
         return self.form.merge(weights, seen, **options).contiguous()
 
     def _values(self, name: str) -> list[Tensor]:
-        """Return a parameter of every model."""
+        """Return the parameter of a name from every model."""
         return [self.skeleton.parameter(source, name) for source in self.sources]
 
     def _average(self, values: Sequence[Tensor]) -> Tensor:
@@ -202,7 +206,7 @@ class BlockMerge:
         return to_torch(first.tensors[self.skeleton.stored_name(first, name)].dtype)
 
     def _write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write a part, under the names in the first model's files."""
+        """Write tensors as one part, under the names in the first model's files."""
         named = {}
         for name, value in tensors.items():
             named[self.skeleton.stored_name(self.sources[0], name)] = value.contiguous()
@@ -214,13 +218,13 @@ class BlockMerge:
         for model, batches in enumerate(self.hidden):
             for place, hidden in enumerate(batches):
                 states[f"{model}.{place}"] = hidden
-        # after the block's part is written: a stop in between repeats that block
+        # the block's part is already written: after a stop in between, the block is merged again
         self.stage.store("states", states, done)
 
     def resumed(self) -> int:
         """Load the states of an earlier run of this merge; return how many blocks it wrote.
 
-        Return 0 if there are none, or if a block is incomplete.
+        Return 0 if there are no states, or if a block's file is missing or damaged.
         """
         stored = self.stage.load("states")
         if stored is None:
@@ -237,7 +241,7 @@ class BlockMerge:
         return done
 
     def parts(self) -> list[Path]:
-        """Return the files of all blocks, and of the tensors outside the blocks."""
+        """Return the paths of the written parts: all blocks, and the tensors outside the blocks."""
         paths = [self.stage.path(_part(number)) for number in range(len(self.skeleton.blocks) + 1)]
         return [path for path in paths if path is not None]
 

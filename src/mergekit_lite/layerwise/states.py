@@ -1,4 +1,4 @@
-"""The key that identifies the parts of a data-driven merge on disk."""
+"""The key that identifies the files of an unfinished data-driven merge."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..files import Source
 def run_fingerprint(
     sources: Sequence[Source], data: Sequence[Sequence[Batch]], settings: object
 ) -> str:
-    """Return a key of what a run depends on: the models' files, their data, its settings."""
+    """Return a hash of everything that a run depends on: the models' files, data and settings."""
     digest = hashlib.sha256()
     for batch in (b for batches in data for b in batches):
         digest.update(repr([(k, v.tolist()) for k, v in sorted(batch.items())]).encode())

@@ -1,6 +1,7 @@
 """Methods that weight models element by element: linear, task_arithmetic, nearswap, passthrough.
 
-Notation: W_i model i, B base, D_i = W_i - B its task vector, w_i its weight, λ the overall scale.
+Notation: W_i model i, B the base, D_i = W_i - B the task vector of model i, w_i its weight, λ the
+overall scale.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from .registry import merge_method
 
 
 def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float] | Sequence[Tensor]) -> Tensor:
-    """Return Σ w_i T_i, each product rounded before it is added.
+    """Return Σ w_i T_i, with each product rounded before it is added.
 
-    Not every device has a fused multiply-add, which would round differently.
+    A fused multiply-add would round differently, and not every device has it.
     """
     total = tensors[0] * weights[0]
     for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
@@ -35,18 +36,19 @@ def deltas(tensors: Sequence[Tensor], base: Tensor) -> list[Tensor]:
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    """Return a tensor as a matrix of its vectors along the last dimension."""
+    """Return a tensor as a matrix whose rows are its vectors along the last dimension."""
     return tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
 
 
 def refuse_zero_sum(parameters: dict) -> None:
-    """Refuse weights whose sum is 0 if a normalized sum would be divided by it."""
+    """Raise a ValueError if weights are to be normalized but sum to 0."""
     weights = parameters["weight"]
-    # above 0, so that weights that are all 0 are refused, too
+    # above 0, so that the test below also finds weights that are all 0
     largest = max([1e-30, *(abs(weight) for weight in weights)])
-    if parameters["normalize"] and abs(sum(weights)) < 1e-8 * largest:  # nothing but rounding
+    if parameters["normalize"] and abs(sum(weights)) < 1e-8 * largest:  # 0 up to rounding
         raise ValueError(
-            f"weights {weights} sum to 0 and normalize is on: every result would be NaN or infinite"
+            f"expected weights that can be normalized, got {weights}, which sum to 0: every result "
+            "would be NaN or infinite"
         )
 
 
@@ -65,7 +67,7 @@ def linear(
 
 
 def normalized(weights: Sequence[float], normalize: bool) -> list[float]:
-    """Return weights as they are, or divided by their sum."""
+    """Return weights, divided by their sum if ``normalize``."""
     scale = 1.0
     if normalize:
         scale = 1 / sum(weights)
@@ -74,7 +76,9 @@ def normalized(weights: Sequence[float], normalize: bool) -> list[float]:
 
 @merge_method("passthrough", inputs=(1, 1), elementwise=True)
 def passthrough(tensors: list[Tensor], base: None, *, scale: PerModel = None) -> Tensor:
-    """Return one model's values, unchanged or times ``scale``, for example in frankenmerges.
+    """Return the values of one model, unchanged or multiplied by ``scale``.
+
+    Frankenmerges, which take layers from several models, use this method.
 
     >>> passthrough([torch.tensor([1.0, 2.0])], scale=0.5)
     tensor([0.5000, 1.0000])
@@ -94,8 +98,9 @@ def task_arithmetic(
     lambda_: float = 1.0,
     normalize: bool = False,
 ) -> Tensor:
-    """Return B + λ Σ w_i D_i, the sum divided by Σ w_i if ``normalize`` (unless that is 0).
+    """Return B + λ Σ w_i D_i.
 
+    With ``normalize``, the sum is divided by Σ w_i, unless that is 0.
     Source: Editing models with task arithmetic (Ilharco et al., arXiv 2212.04089).
 
     >>> task_arithmetic(
@@ -110,7 +115,7 @@ def task_arithmetic(
 def normalizer(weights: Sequence[float], normalize: bool) -> float:
     """Return Σ w_i, or 1 if the sum is 0 or ``normalize`` is off."""
     total = sum(weights)
-    # mergekit's bound
+    # the same bound as in mergekit
     if normalize and abs(total) >= 1e-8:
         return total
     return 1.0
@@ -118,8 +123,9 @@ def normalizer(weights: Sequence[float], normalize: bool) -> float:
 
 @merge_method("nearswap", base="required", inputs=(1, 1), elementwise=True, ranges={"t": Range(0)})
 def nearswap(tensors: list[Tensor], base: Tensor, *, t: float) -> Tensor:
-    """Move B towards W by the share t / max(|B - W|, 1e-6), at most 1: fully where they are close.
+    """Return B + c (W - B) with c = t / max(|B - W|, 1e-6), but at most 1.
 
+    So B moves to W where the two are close, and by ±t elsewhere.
     Source: the definition published with the NearSwap models (alchemonaut).
 
     >>> nearswap([torch.tensor([1.1, 3.0])], torch.tensor([1.0, 1.0]), t=0.2)

@@ -1,12 +1,13 @@
 """Compute the coefficients of a combination from the dot products of its inputs.
 
-All methods that follow angles use these functions.
+All methods that interpolate along angles use these functions.
 
-Each function takes ``xp``, the module that computes: torch, which keeps gradients, or numpy, for
-the compiled kernels.
+Each function takes ``xp``, the module that computes: torch, which supports gradients, or numpy, for
+the engine of compiled kernels.
 
 Notation: x_i inputs, G_ij = <x_i, x_j>, n_i = sqrt(G_ii), u_i = x_i / n_i.
-Shape letters: K inputs; ... is empty if a tensor is taken whole, or its rows (R,).
+Shape letters: K inputs. The dimensions ... are the rows (R,), or none if there is one result for
+the whole tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..dtypes import Array
 
 A = TypeVar("A", Tensor, Array)
 
-_COLINEAR = 1e-8  # a bound on sin θ
+_COLINEAR = 1e-8  # at most this sin θ counts as colinear
 _CANCELLED = 1e-6  # a sum of unit vectors this short is a rounding error
 # the least divisor; its inverse is still finite in float64
 _TINY = 1e-300
@@ -34,9 +35,9 @@ def great_circle(
 ) -> A:  # (..., 2)
     """Return the coefficients of the point at ``t`` on the arc from input 0 to input 1.
 
-    If ``straight``, the point is on the straight line instead.
+    Where ``straight`` is true, the point is on the straight line instead.
     """
-    # without cosines of ±1, where the gradient is infinite
+    # `where` replaces cosines of ±1, at which the gradient is infinite
     angle = xp.arccos(xp.where(straight, 0.0, cosine))
     sine = xp.sin(angle)
     arc = xp.stack([xp.sin((1 - t) * angle) / sine, xp.sin(t * angle) / sine], -1)
@@ -47,7 +48,7 @@ def great_circle(
 def cosines(g: A, xp: ModuleType) -> A:
     """Return the cosine between inputs 0 and 1 from their dot products (..., 2, 2).
 
-    It is 0 (a right angle) if one of them is zero, as in mergekit.
+    If one of the inputs is zero, the cosine is 0 (a right angle), as in mergekit.
     """
     squared = g[..., 0, 0] * g[..., 1, 1]
     # `where` computes both branches: a root of 0 in the unused one would make the gradient NaN
@@ -56,15 +57,15 @@ def cosines(g: A, xp: ModuleType) -> A:
 
 
 def slerp(g: A, t: float, xp: ModuleType) -> A:
-    """Return the coefficients of the base and the model."""
+    """Return the coefficients of the base and the model at ``t`` on the arc between them."""
     cosine = cosines(g, xp)
-    # mergekit's bound: angles below 1.8 degrees count as straight
+    # the same bound as in mergekit: angles below 1.8 degrees count as straight
     return great_circle(cosine, t, abs(cosine) > 0.9995, xp)
 
 
 def nuslerp(g: A, weight: Sequence[float], xp: ModuleType) -> A:
-    """Return the coefficients of the two models, or of their task vectors."""
-    # mergekit's bound, and its result if the weights cancel
+    """Return the coefficients of two models, or of their task vectors."""
+    # the same bound as in mergekit, and the same result if the weights sum to 0
     t = 0.5 if abs(sum(weight)) < 1e-6 else weight[1] / sum(weight)
     cosine = cosines(g, xp)
     # 1 - cos² is sin², so the bound is squared, too
@@ -72,9 +73,9 @@ def nuslerp(g: A, weight: Sequence[float], xp: ModuleType) -> A:
 
 
 def unit_gram(g: A, eps: float, xp: ModuleType) -> tuple[A, A]:
-    """Return dot products of the inputs scaled to length 1, and their norms (..., K).
+    """Return the dot products of the inputs scaled to length 1, and the inputs' norms (..., K).
 
-    Zero inputs stay zero.
+    ``eps`` is added to the norms before the division. Zero inputs stay zero.
     """
     squared = xp.stack([g[..., i, i] for i in range(g.shape[-1])], -1)
     present = squared > 0
@@ -88,7 +89,7 @@ def multislerp(
 ) -> A:
     """Return the coefficients of the mean direction, at the weighted mean length.
 
-    If the directions cancel, they are the coefficients of the plain weighted sum.
+    If the directions cancel, return the coefficients of the weighted sum instead.
     """
     units, norms = unit_gram(g, eps, xp)
     if normalize_weights:
@@ -106,7 +107,7 @@ def multislerp(
 def karcher(g: A, max_iter: int, tol: float, xp: ModuleType) -> A:
     """Return the coefficients of the Karcher mean, found by fixed-point iteration.
 
-    The mean stays in the span of the inputs.
+    The mean always lies in the span of the inputs.
     """
     units, norms = unit_gram(g, 0.0, xp)
     count = norms.shape[-1]
@@ -114,14 +115,16 @@ def karcher(g: A, max_iter: int, tol: float, xp: ModuleType) -> A:
     plain = xp.full_like(norms, 1 / count)
     share = present / present.sum().clip(min=1)
     start = xp.sqrt((share @ units @ share).clip(min=0))
-    if start < _CANCELLED:  # all zero, or opposite directions: the mean direction is not defined
+    if (
+        start < _CANCELLED
+    ):  # all inputs are zero or their directions cancel: there is no mean direction
         return plain
     mean = share / start
     for _ in range(max_iter):
         cosine = (units @ mean).clip(-1, 1)
         angle = xp.arccos(cosine)
         sine = xp.sin(angle)
-        # If the mean equals an input or its opposite, there is no direction towards that input.
+        # if the mean equals an input or its opposite, there is no direction toward that input
         pull = share * xp.where(sine > _CANCELLED, angle / sine.clip(min=_CANCELLED), 1.0)
         tangent = pull - (pull @ cosine) * mean
         length = xp.sqrt((tangent @ units @ tangent).clip(min=0))
@@ -136,7 +139,10 @@ def karcher(g: A, max_iter: int, tol: float, xp: ModuleType) -> A:
 
 
 def model_stock(g: A, xp: ModuleType) -> A:  # (..., K)
-    """Return the coefficient t / K of every task vector, with t = K cos / (1 + (K - 1) cos)."""
+    """Return the coefficient t / K of every task vector, with t = K cos / (1 + (K - 1) cos).
+
+    cos is the mean cosine between two task vectors.
+    """
     units, norms = unit_gram(g, 0.0, xp)
     count = norms.shape[-1]
     pairs = sum(units[..., i, j] for i in range(count) for j in range(i))

@@ -1,4 +1,4 @@
-"""The methods that have compiled kernels, which merge a stretch of a tensor at a time."""
+"""The methods that have compiled kernels, and the tensors that kernels can merge."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .spherical import karcher, model_stock, multislerp, nuslerp, slerp
 from .trimming import breadcrumbs, breadcrumbs_ties, sce, ties
 
 BY_ROWS = (della, della_linear)
-"""Methods whose kernels take whole rows; every other kernel takes a tensor that is cut anywhere."""
+"""Methods whose kernels need whole rows; other kernels work on any range of elements."""
 
 COMPILED = (
     linear,
@@ -30,11 +30,13 @@ COMPILED = (
     *BY_ROWS,
 )
 STRETCH = 1 << 18
-"""Elements of each input that a thread holds at a time, and the longest row of a kernel."""
+"""The number of elements of each input that a thread holds at a time.
+
+It is also the length of the longest row that a kernel can merge."""
 
 
 def has_kernel(method: MergeMethod, parameters: Bound, shape: tuple[int, ...]) -> bool:
-    """Return whether a kernel merges a tensor in float32.
+    """Return whether a kernel can merge a tensor in float32.
 
     Args:
         method: The method.
@@ -44,7 +46,7 @@ def has_kernel(method: MergeMethod, parameters: Bound, shape: tuple[int, ...]) -
     if method not in COMPILED:
         return False
     if method in BY_ROWS:
-        # a slice, because a scalar has no last size; () compares below any other tuple
+        # a slice, because a scalar has no last dimension; () is less than any other tuple
         return shape[-1:] <= (STRETCH,)
-    # angles by rows need a dot product for each row; kernels sum over whole tensors
+    # an angle per row needs a dot product per row, but kernels sum over whole tensors
     return parameters.get("nuslerp_flatten", True) and not parameters.get("filter_wise")

@@ -1,10 +1,10 @@
 """Methods that drop changes at random: dare_linear, dare_ties, della, della_linear.
 
-Draws are counter-based (`methods.noise`): keyed by seed, tensor name and model index, so a result
-does not depend on order, threads, device or which other tensors are merged. ``density=1`` draws
-nothing and equals the deterministic method.
+Random numbers are hashes of counters (`methods.noise`), with a key of seed, tensor name and model
+index. So a result does not depend on the order of computation, threads, device or other tensors.
+``density=1`` keeps every change, without random numbers.
 
-Notation: D_i = W_i - B, p the chance of keeping an element, λ the overall scale.
+Notation: D_i = W_i - B, λ the overall scale.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def dare_linear(
 ) -> Tensor:
     """Keep each change with probability ``density``, then apply task arithmetic.
 
-    ``rescale`` restores the L1 norm.
+    ``rescale`` scales the kept changes to the L1 norm of all changes.
 
     Source: DARE (Yu et al., arXiv 2311.03099), with the L1 rescaling that mergekit made the
     default.
@@ -87,19 +87,19 @@ def dare_ties(
 
 
 def keep_probabilities(change: Tensor, density: float, epsilon: float) -> Tensor:
-    """Return each element's chance of being kept.
+    """Return the probability of keeping each element.
 
-    It runs from density - ε for the smallest of a row to density + ε for the largest.
+    It rises from density - ε for the smallest magnitude of a row to density + ε for the largest.
 
     Args:
-        change: A task vector's rows (R, C); equal magnitudes rank by index.
-        density: The mean chance.
-        epsilon: Half the spread.
+        change: The rows (R, C) of a task vector. Equal magnitudes are ranked by index.
+        density: The mean probability.
+        epsilon: Half the difference between the largest and the smallest probability.
     """
     columns = change.shape[-1]
     # with an unstable sort, ranks of equal magnitudes would depend on the device
     order = change.detach().abs().argsort(dim=-1, stable=True)
-    # a row of one element has no steps, and 0 / 0 would be NaN
+    # avoid 0 / 0 in rows of one element
     steps = torch.arange(columns, dtype=change.dtype, device=change.device) / max(1, columns - 1)
     ranks = torch.empty_like(change).scatter_(-1, order, steps.expand_as(change))
     return (density - epsilon) + ranks * (2 * epsilon)
@@ -113,14 +113,14 @@ def _sampled_by_magnitude(
     rescale: bool,
     noise: Noise,
 ) -> list[Tensor]:
-    """Return the task vectors with elements dropped at random, by their rank in their row."""
+    """Return the task vectors with elements dropped at random, by their rank in the row."""
     if min(density) >= 1:
         return deltas(tensors, base)
     remaining = []
     for i, tensor in enumerate(tensors):
         change = tensor - base
         kept = change
-        # with density 1 epsilon would still drop some of the smallest
+        # density 1 keeps all elements, but with epsilon some of the smallest would be dropped
         if density[i] < 1:
             chances = keep_probabilities(rows_of(change), density[i], epsilon[i])
             kept = change * noise.keep_each(i, chances).view(change.shape)
@@ -130,10 +130,10 @@ def _sampled_by_magnitude(
 
 def _check_spread(parameters: Bound) -> None:
     for density, epsilon in zip(parameters["density"], parameters["epsilon"], strict=True):
-        # mergekit's rule; density 1 keeps all, so epsilon does not matter
+        # the same rule as in mergekit; density 1 keeps all elements, so epsilon has no effect
         if density < 1 and not (density - epsilon > 0 and density + epsilon < 1):
             raise ValueError(
-                f"della: density {density:g} with epsilon {epsilon:g} gives chances from "
+                f"della: density {density:g} with epsilon {epsilon:g} gives probabilities from "
                 f"{density - epsilon:g} to {density + epsilon:g}, expected 0 < density - epsilon "
                 "and density + epsilon < 1"
             )
@@ -159,9 +159,10 @@ def della(
     rescale: bool = True,
     lambda_: float = 1.0,
 ) -> Tensor:
-    """Keep changes with a chance that grows with their rank in the row; elect signs as in `ties`.
+    """Drop changes at random, small ones more often, then elect signs as in `ties`.
 
-    The chance runs from density - ε (smallest of the row) to density + ε (largest).
+    The probability of keeping a change rises with its rank in the row, from density - ε for the
+    smallest magnitude to density + ε for the largest.
     Source: DELLA-Merging (Deep et al., arXiv 2406.11617).
 
     >>> della([torch.tensor([[3.0, 1.0]])], torch.zeros(1, 2), weight=1.0)
@@ -184,7 +185,7 @@ def della_linear(
     rescale: bool = True,
     lambda_: float = 1.0,
 ) -> Tensor:
-    """Keep changes as in `della`, then apply task arithmetic.
+    """Drop changes as in `della`, then apply task arithmetic.
 
     Source: DELLA-Merging (arXiv 2406.11617).
 

@@ -1,4 +1,4 @@
-"""Methods that decide element by element whose change counts: arcee_fusion, ram, ramplus_tl.
+"""Methods that select changes element by element: arcee_fusion, ram, ramplus_tl.
 
 Notation: D_i = W_i - B; a model is active where |D_i| > ε.
 """
@@ -16,11 +16,12 @@ _STRETCH = 1 << 20  # elements processed at a time, so that temporaries are smal
 
 @merge_method("arcee_fusion", base="required", inputs=(1, 1))
 def arcee_fusion(tensors: list[Tensor], base: Tensor) -> Tensor:
-    """Take the model's value where the change is important, the base's elsewhere.
+    """Use the model's value where the change is important, and the base's value elsewhere.
 
-    Importance: |W - B| times the Kullback-Leibler divergence of the row's softmax(W) from
-    softmax(B). Important: at or above median + 1.5 interquartile ranges, taken exactly over the
-    tensor (lower order statistics). Source: the Arcee Fusion note published with mergekit (2025).
+    The importance of an element is |W - B| times the Kullback-Leibler divergence of its row's
+    softmax(W) from softmax(B). A change is important if this is at least the median plus 1.5
+    interquartile ranges of the tensor's importances. The quartiles are lower order statistics,
+    without interpolation. Source: the Arcee Fusion note published with mergekit (2025).
 
     >>> w = torch.tensor([[1.0, 2.0, 3.0, 9.0]])
     >>> arcee_fusion([w], torch.tensor([[1.0, 2.1, 2.9, 4.0]]))
@@ -45,8 +46,9 @@ def arcee_fusion(tensors: list[Tensor], base: Tensor) -> Tensor:
 
 @merge_method("ram", base="required", elementwise=True, ranges={"epsilon": Range(0)})
 def ram(tensors: list[Tensor], base: Tensor, *, epsilon: float = 1e-5) -> Tensor:
-    """Add to B, at each element, the mean change of the models that are active there.
+    """Add to each element of B the mean change of the models that are active there.
 
+    A model is active where its change is larger than ``epsilon`` in magnitude.
     Source: Reinforced agent merging (Yuan et al., arXiv 2601.13572).
 
     >>> ram([torch.tensor([2.0, 2.0]), torch.tensor([4.0, 0.0])], torch.zeros(2))
@@ -85,7 +87,7 @@ def ramplus_tl(
     active = [(change.abs() > epsilon).to(base.dtype) for change in changes]
     count = sum(active[1:], active[0])
     shared = (count > 1).to(base.dtype)
-    # in float64, as float32 counts exactly only to 2**24
+    # in float64, because float32 counts exactly only up to 2**24
     together = torch.stack([(a * shared).sum(dtype=torch.float64) for a in active])
     alone = torch.stack([(a * (1 - shared)).sum(dtype=torch.float64) for a in active])
     # a model without unique changes has none to scale

@@ -1,10 +1,11 @@
-"""Random keep decisions that depend on nothing but the seed, the tensor and the model.
+"""Random choices of elements to keep, which depend only on the seed, the tensor and the model.
 
-A stream is named by (seed, tensor name, model index). Word number ``n`` of it is a hash of ``n``
-keyed by the name, so that no order, thread or device changes it. The hash is the
-multiply-and-xorshift finalizer "lowbias32" (Wellons, hash-prospector; public domain) with a second
-key xored in between its rounds, which keeps the streams of two names apart. It is written in int32
-tensor operations, which wrap identically on every device. A stream repeats after 2**32 words.
+A stream is a sequence of random 32-bit words, named by seed, tensor name and model index. Word
+number ``n`` is a hash of ``n``, with the stream's name as the key. So the order of computation,
+threads and the device do not change the words. The hash is the multiply-and-xorshift finalizer
+"lowbias32" (Wellons, hash-prospector; public domain) with a second key xored in between its rounds,
+which keeps the streams of two names apart. It is written in int32 tensor operations, which wrap
+identically on every device. A stream repeats after 2**32 words.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from .._torch import Tensor, torch
 def stream_keys(stream: str) -> tuple[int, int]:
     """Return the two 32-bit keys of a stream."""
     digest = hashlib.sha256(stream.encode()).digest()
-    # a fixed byte order, so that all machines draw alike
+    # a fixed byte order, so that the keys are the same on all machines
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
 
 
 def _signed(word: int) -> int:
-    """Return the int32 with the same bits."""
+    """Return the int32 with the same bits as an unsigned 32-bit number."""
     if word >= 1 << 31:
         return word - (1 << 32)
     return word
@@ -55,7 +56,7 @@ def random_words(stream: str, places: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Noise:
-    """The random source of a tensor; a method asks it which elements to keep.
+    """The random source of a tensor, which chooses the elements that a method keeps.
 
     Args:
         seed: The merge's seed.
@@ -66,19 +67,19 @@ class Noise:
     name: str = ""
 
     def keep(self, model: int, like: Tensor, probability: float) -> Tensor:
-        """Decide independently, with one probability, which elements to keep.
+        """Choose elements to keep, independently and with the same probability.
 
-        Each element uses 8 bits of a word that it shares with three neighbors. If these equal the
-        probability's first 8 bits, 31 bits of another word decide. This happens for one element in
-        256, and never if the probability is a multiple of 1/256.
+        Each element uses 8 bits of a word that it shares with three neighbors. If these bits equal
+        the probability's first 8 bits, 31 bits of another word decide. This happens for one element
+        in 256, and never if the probability is a multiple of 1/256.
 
         Args:
-            model: Index of the model, which has a stream of its own.
+            model: The index of the model. Each model has its own stream.
             like: A tensor (any shape) with the shape, dtype and device of the result.
-            probability: Chance of keeping, exact to 2**-32.
+            probability: The probability of keeping an element, exact to 2**-32.
 
         Returns:
-            A tensor of 0 and 1.
+            A tensor of 1 for kept elements and 0 for others.
         """
         if probability >= 1:
             return torch.ones_like(like)
@@ -86,7 +87,7 @@ class Noise:
         count = like.numel()
         words = random_words(stream, torch.arange((count + 3) // 4, device=like.device))
         lanes = words.view(torch.int8)[:count]
-        # bytes are int8, so that a probability p is the limit p * 2**8 - 2**7
+        # bytes are int8, so a probability p becomes the limit p * 2**8 - 2**7
         whole, rest = divmod(probability * (1 << 8) - (1 << 7), 1)
         decisions = lanes < whole
         if rest:
@@ -96,20 +97,19 @@ class Noise:
         return decisions.view(like.shape).to(like.dtype)
 
     def keep_each(self, model: int, probabilities: Tensor) -> Tensor:
-        """Decide independently which elements to keep, each with its own probability.
-
-        Probabilities are exact to 2**-31.
+        """Choose elements to keep, independently and each with its own probability.
 
         Args:
-            model: Index of the model, which has a stream of its own.
-            probabilities: Chances of keeping (any shape).
+            model: The index of the model. Each model has its own stream.
+            probabilities: The probability of keeping each element (any shape), exact to 2**-31.
 
         Returns:
-            A tensor of 0 and 1 in the shape and dtype of ``probabilities``.
+            A tensor of 1 for kept elements and 0 for others, with the shape and dtype of
+            ``probabilities``.
         """
         places = torch.arange(probabilities.numel(), device=probabilities.device)
         words = random_words(f"{self.seed}|{self.name}|{model}|each", places)
-        # words are int32, so that a chance p is the limit p * 2**32 - 2**31
+        # words are int32, so a probability p becomes the limit p * 2**32 - 2**31
         limits = (probabilities.double() * 2**32 - 2**31).round_().clamp_(max=2**31 - 1)
         kept = words.view(probabilities.shape) < limits.to(torch.int32)
         return kept.to(probabilities.dtype)

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-# YAML reads these words as truth values, unless a recipe has them in quotes
+# YAML reads these words as booleans, unless they are in quotes
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_LARGEST = 3.4028236e38  # of float32, in which methods compute
+_LARGEST = 3.4028236e38  # the largest float32, the dtype in which methods compute
 
 PerModel = Sequence[float]
-"""Annotation of a parameter that has one value for each model."""
+"""The annotation of a parameter that has one value for each model."""
 
 
 Value = bool | int | float | str | None
@@ -29,13 +29,13 @@ Bound = dict[str, Any]
 
 @dataclass(frozen=True)
 class Range:
-    """The interval a parameter must lie in; ends are included unless ``open_low`` / ``open_high``.
+    """The interval in which a parameter must lie.
 
     Args:
-        low: Least value.
-        high: Largest value.
-        open_low: Leave the least value out.
-        open_high: Leave the largest value out.
+        low: The lower end of the interval.
+        high: The upper end of the interval.
+        open_low: Whether the lower end is excluded.
+        open_high: Whether the upper end is excluded.
     """
 
     low: float = -math.inf
@@ -62,7 +62,7 @@ class Parameter:
         argument: The name of the Python argument.
         type: The type of its values.
         default: The default; `inspect.Parameter.empty` if the parameter is required.
-        per_model: Whether each model has a value of its own.
+        per_model: Whether the parameter has a separate value for each model.
         range: The range of its values, or None.
     """
 
@@ -75,11 +75,16 @@ class Parameter:
 
     @property
     def required(self) -> bool:
-        """Return whether the parameter has no default."""
+        """Whether the parameter has no default."""
         return self.default is inspect.Parameter.empty
 
     def check(self, value: object, method: str) -> Value:
-        """Return ``value`` in the parameter's type, or raise a ValueError."""
+        """Return ``value`` converted to the parameter's type.
+
+        Raises:
+            ValueError: The value does not have that type, or is out of range. The message begins
+                with ``method``.
+        """
         if value is None and self.default is None:
             return None
         if self.type is bool:
@@ -90,11 +95,11 @@ class Parameter:
         return self._check_number(value, method)
 
     def _check_number(self, value: object, method: str) -> float:
-        """Return a value as a number; check that it is finite, in range, and whole for an int."""
+        """Return a value as a number, if it is finite, in range and, for an int, whole."""
         if isinstance(value, str):
             with contextlib.suppress(ValueError):
-                value = float(value)  # YAML reads 1e-5 as text
-        # a bool is an int in Python, but not a weight; `not <` refuses NaN, too
+                value = float(value)  # YAML reads 1e-5 as a string
+        # a bool is an int in Python, but not a valid number here; `not <` is also true for NaN
         if (
             isinstance(value, bool)
             or not isinstance(value, (int, float, np.integer, np.floating))
@@ -114,6 +119,6 @@ class Parameter:
 
 
 def value_type(hint: object) -> type:
-    """Return the type that an annotation names, without None."""
+    """Return the first type in an annotation that is not None."""
     options = [t for t in typing.get_args(hint) if t is not type(None)] or [hint]
     return options[0]

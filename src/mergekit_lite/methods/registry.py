@@ -1,14 +1,15 @@
 """The table of merge methods, and the decorator that adds to it.
 
-A method is one pure function of tensors, and its signature is its schema:
+A method is a pure function of tensors, and its signature defines its parameters:
 
     @merge_method("my_average", inputs=(2, None))
     def my_average(tensors, base, *, weight: PerModel, sharpness: float = 1.0) -> Tensor:
         ...
 
-Keyword-only arguments are the parameters. `PerModel` marks one number for each model; a plain type
-is one value for all; no default means required. A trailing underscore is dropped from the public
-name (``lambda_``). An argument called ``noise`` receives the random source.
+The parameters are the keyword-only arguments. An argument annotated `PerModel` has one number for
+each model, and any other argument has one value for all models. An argument without a default is
+required. The public name of a parameter has no trailing underscore (``lambda_`` is ``lambda``). An
+argument called ``noise`` receives the random source.
 """
 
 from __future__ import annotations
@@ -26,21 +27,22 @@ from .noise import Noise
 from .parameters import Bound, Parameter, PerModel, Range, Value, value_type
 
 
-# equal only to itself, because methods are keys of tables
+# compared by identity, because methods are keys of dictionaries
 @dataclass(eq=False)
 class MergeMethod:
     """A merge method: call it on tensors, or pass its name to `merge_models`.
 
     Args:
-        name: Its name in recipes.
+        name: The method's name in recipes.
         function: The function of tensors.
-        parameters: Its schema, by public name.
+        parameters: The method's parameters, by public name.
         base: ``"required"``, ``"optional"`` or ``"unused"``.
         inputs: The smallest and the largest number of models, without the base; None for no limit.
         elementwise: Whether an element of the result depends only on the elements at the same
-            position in the inputs, so that a tensor may be cut anywhere.
-        validate: A function that checks the parameters of one tensor together; raises ValueError.
-        noisy: Whether the function takes the random source; found from its signature.
+            position in the inputs, so that any range of elements can be merged alone.
+        validate: A function that checks the parameters of one tensor in combination. It raises a
+            ValueError.
+        noisy: Whether the function has an argument ``noise``, which receives the random source.
     """
 
     name: str
@@ -53,41 +55,42 @@ class MergeMethod:
     noisy: bool = False
 
     def __post_init__(self) -> None:
-        # help() and inspect.signature then show the function's docstring and signature
+        # so that help() and inspect.signature show the function's docstring and signature
         functools.update_wrapper(self, self.function)
 
     def near(self, name: str) -> list[str]:
-        """Return the parameters that a misspelled name may mean."""
+        """Return the names of parameters that are similar to a misspelled name."""
         return difflib.get_close_matches(name, self.parameters, n=3)
 
     def parameter(self, name: str) -> Parameter:
         """Return the parameter with a public name.
 
         Raises:
-            ValueError: There is no such parameter; the message has the nearest names.
+            ValueError: There is no such parameter. The message suggests similar names.
         """
         if name in self.parameters:
             return self.parameters[name]
         near = self.near(name)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise ValueError(
-            f"{self.name}: unknown parameter {name!r}; it takes {', '.join(self.parameters)}{hint}"
+            f"{self.name}: unknown parameter {name!r}, expected one of "
+            f"{', '.join(self.parameters)}{hint}"
         )
 
     def bind(self, number_of_models: int, values: Mapping[str, object]) -> Bound:
-        """Check parameter values and complete them with defaults.
+        """Check the values of parameters, and add the defaults of the others.
 
         Args:
-            number_of_models: The number of values of each per-model parameter; a single number is
-                repeated.
+            number_of_models: The number of models, and so of the values of a per-model parameter. A
+                single value is used for all models.
             values: The values by public name (``lambda``) or argument name (``lambda_``).
 
         Returns:
             The function's keyword arguments.
 
         Raises:
-            ValueError: A name is unknown, a required value is missing, or a value has a wrong type,
-                count or range.
+            ValueError: A name is unknown, a required value is missing, a value has a wrong type or
+                is out of range, or a parameter has a wrong number of values.
         """
         parameters: dict[str, object] = {}
         for argument, value in values.items():
@@ -97,7 +100,7 @@ class MergeMethod:
         bound: Bound = {}
         for name, parameter in self.parameters.items():
             if name not in parameters and parameter.required:
-                raise ValueError(f"{self.name}: parameter {name!r} is required and was not given")
+                raise ValueError(f"{self.name}: parameter {name!r} is required, but was not given")
             value = parameters.get(name, parameter.default)
             if parameter.per_model:
                 bound[parameter.argument] = self._check_values_per_model(
@@ -112,7 +115,7 @@ class MergeMethod:
     def _check_values_per_model(
         self, parameter: Parameter, value: object, number_of_models: int
     ) -> list[Value]:
-        """Return a per-model parameter's checked value for each model."""
+        """Return the checked values of a per-model parameter, one for each model."""
         many = [value] * number_of_models
         if isinstance(value, (list, tuple)):
             many = list(value)
@@ -126,16 +129,23 @@ class MergeMethod:
             # a recipe may give a value for some models only
             if one is None and parameter.required:
                 raise ValueError(
-                    f"{self.name}: parameter {parameter.name!r} is required and model number "
-                    f"{number} has none"
+                    f"{self.name}: parameter {parameter.name!r} is required, but model number "
+                    f"{number} has no value"
                 )
             checked.append(parameter.check(parameter.default if one is None else one, self.name))
         return checked
 
     def check_inputs(self, number_of_models: int, has_base: bool) -> None:
-        """Check the number of models, and that a base is given if needed and only then."""
+        """Check the number of models, and whether a base is given if the method needs one.
+
+        Raises:
+            ValueError: The number of models is out of range, the base is missing, or the method
+                does not use the given base.
+        """
         if has_base and self.base == "unused":
-            raise ValueError(f"{self.name}: a base model was given, but this method uses none")
+            raise ValueError(
+                f"{self.name}: expected no base model, got one, which this method does not use"
+            )
         if not has_base and self.base == "required":
             raise ValueError(f"{self.name}: expected a base model, got none")
         fewest, most = self.inputs
@@ -147,14 +157,17 @@ class MergeMethod:
             else:
                 need = f"{fewest}-{most}"
             beside = " in addition to the base model" if self.base == "required" else ""
-            raise ValueError(f"{self.name}: got {number_of_models} models{beside}, expected {need}")
+            raise ValueError(
+                f"{self.name}: expected the number of models{beside} to be {need}, got "
+                f"{number_of_models}"
+            )
 
     @property
     def is_cut(self) -> bool:
-        """Return whether the engine of torch functions may cut a tensor into stretches.
+        """Whether the engine of torch functions may merge a tensor in ranges of elements.
 
-        A random method gets whole tensors, because random words are numbered from the first
-        element.
+        A random method gets whole tensors, because its random numbers belong to the elements'
+        positions in the whole tensor.
         """
         return self.elementwise and not self.noisy
 
@@ -174,7 +187,7 @@ class MergeMethod:
         if not isinstance(merged, torch.Tensor) or merged.is_complex() or merged.shape != expected:
             got = type(merged).__name__
             if isinstance(merged, torch.Tensor):
-                got = f"{merged.dtype} of shape {tuple(merged.shape)}"
+                got = f"a tensor of shape {tuple(merged.shape)} and dtype {merged.dtype}"
             raise ValueError(f"{self.name}: expected a real tensor of shape {expected}, got {got}")
         return merged
 
@@ -187,19 +200,20 @@ class MergeMethod:
         name: str = "",
         **parameters: object,
     ) -> Tensor:
-        """Merge tensors of one shape, in float32 or better, rounded once to their promoted dtype.
+        """Merge tensors of equal shape, with gradients.
 
-        The result is differentiable.
+        The result has the dtype to which torch promotes those of the tensors. It is computed in
+        float32, or in float64 if that is the result's dtype, and rounded once.
 
         Args:
-            tensors: One tensor per model, all of one shape.
+            tensors: One tensor per model, all of the same shape.
             base: The base model's tensor, for methods that use one.
             seed: The seed of random methods.
-            name: The tensor's name, which random streams are keyed by.
+            name: The tensor's name, on which random numbers depend.
             **parameters: The method's parameters.
 
         Raises:
-            ValueError: The shapes differ, or `bind` or `check_inputs` raises.
+            ValueError: The shapes differ, or `bind` or `check_inputs` raises an error.
         """
         tensors = list(tensors)
         self.check_inputs(len(tensors), base is not None)
@@ -207,12 +221,12 @@ class MergeMethod:
         shapes = {tuple(t.shape) for t in operands}
         if len(shapes) > 1:
             raise ValueError(
-                f"{self.name}: the tensors have shapes {sorted(shapes)}, expected one shape"
+                f"{self.name}: expected tensors of equal shape, got shapes {sorted(shapes)}"
             )
         bound = self.bind(len(tensors), parameters)
         dtype = functools.reduce(torch.promote_types, (t.dtype for t in operands))
         work = torch.float64 if dtype == torch.float64 else torch.float32
-        # order statistics of no elements would fail
+        # methods need at least one element, for example for order statistics
         if not tensors[0].numel():
             return torch.zeros_like(tensors[0], dtype=dtype)
         widened = [t.to(work) for t in tensors]
@@ -223,7 +237,7 @@ class MergeMethod:
 METHODS: dict[str, MergeMethod] = {}
 
 CALIBRATED = ("regmean", "regmean++")
-"""The methods that read calibration data of each model; they are in `mergekit_lite.layerwise`."""
+"""The methods that need calibration data of each model; see `mergekit_lite.layerwise`."""
 
 
 def merge_method(
@@ -237,20 +251,21 @@ def merge_method(
 ) -> Callable[[Callable[..., object]], MergeMethod]:
     """Register a function ``(tensors, base, *, parameters) -> Tensor`` as a merge method.
 
-    Its keyword-only arguments are the method's parameters. An argument annotated `PerModel` is one
-    number for each model; any other is one value for all. No default means required. A trailing
-    underscore is dropped (``lambda_`` is ``lambda``). An argument called ``noise`` receives a
-    `Noise`.
+    The function's keyword-only arguments are the method's parameters. An argument annotated
+    `PerModel` has one number for each model, and any other argument has one value for all models.
+    An argument without a default is required. The public name of a parameter has no trailing
+    underscore (``lambda_`` is ``lambda``). An argument called ``noise`` receives a `Noise`.
 
     Args:
-        name: Its name in recipes.
+        name: The method's name in recipes.
         base: ``"required"``, ``"optional"`` or ``"unused"``.
         inputs: The smallest and the largest number of models, without the base; None for no limit.
         elementwise: Whether an element of the result depends only on the elements at the same
-            position in the inputs. Then a tensor may be merged in flat stretches, so that memory
-            does not grow with the tensor. A method with ``noise`` always gets whole tensors.
-        ranges: `Range` of numeric parameters, by name.
-        validate: A function that checks the parameters of a tensor together; raises ValueError.
+            position in the inputs. Then the function may get ranges of flattened tensors, so that
+            memory does not grow with the tensor. A method with ``noise`` always gets whole tensors.
+        ranges: The `Range` of each numeric parameter that has limits, by public name.
+        validate: A function that checks the parameters of a tensor in combination. It raises a
+            ValueError.
 
     Returns:
         A decorator that returns the registered method.
@@ -270,7 +285,7 @@ def merge_method(
     def decorate(function: Callable[..., object]) -> MergeMethod:
         if name in METHODS:
             raise ValueError(f"merge_method: a method called {name!r} is registered already")
-        # under `from __future__ import annotations` a signature has texts in place of types
+        # with `from __future__ import annotations`, a signature has strings in place of types
         hints = typing.get_type_hints(function)
         signature = inspect.signature(function)
         try:
@@ -322,7 +337,8 @@ def get_method(name: str) -> MergeMethod:
         The method, which can be called on tensors.
 
     Raises:
-        ValueError: There is no such method; the message has the nearest names.
+        ValueError: There is no such method, or it needs calibration data. The message suggests what
+            to use instead.
 
     >>> get_method("slerp").name
     'slerp'

@@ -1,7 +1,8 @@
 """Methods that merge matrices by their singular vectors: tsv, iso_c.
 
-`tsv` holds the matrix and the factors of every model; `iso_c` decomposes only their sum. For
-tensors that are not matrices, changes are averaged. Decompositions run in float64.
+`tsv` decomposes the change of every model, and holds the factors of all models in memory. `iso_c`
+decomposes only the sum of the changes. For tensors that are not matrices, both methods average the
+changes. Decompositions run in float64.
 
 Notation: D_i = W_i - B, K models; svd(M) = U S V with V of shape (rank, columns).
 """
@@ -15,28 +16,30 @@ from .registry import merge_method
 
 
 def svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the thin singular value decomposition in float64.
+    """Return the reduced singular value decomposition of a matrix, in float64.
 
     Raises:
         ValueError: The matrix holds NaN or infinity.
     """
-    # torch raises another kind of error here; the engine adds the tensor's name to ValueErrors only
+    # torch's error is not a ValueError, and the engine adds the tensor's name only to ValueErrors
     if not bool(torch.isfinite(matrix).all()):
-        raise ValueError("singular values: the matrix holds NaN or infinity")
+        raise ValueError(
+            "singular value decomposition: expected finite values, got NaN or infinity"
+        )
     return torch.linalg.svd(matrix.double(), full_matrices=False)
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
     """Return the orthogonal matrix nearest to ``matrix`` (Procrustes).
 
-    It is U V of its singular value decomposition.
+    It is U V, where U S V is the singular value decomposition of ``matrix``.
     """
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
     return u @ v
 
 
 def weighted_changes(tensors: list[Tensor], base: Tensor, weight: PerModel) -> list[Tensor]:
-    """Return the task vectors times their weights."""
+    """Return the task vectors multiplied by their weights."""
     return [change * w for change, w in zip(deltas(tensors, base), weight, strict=True)]
 
 
@@ -44,9 +47,9 @@ def weighted_changes(tensors: list[Tensor], base: Tensor, weight: PerModel) -> l
 def tsv(
     tensors: list[Tensor], base: Tensor, *, weight: PerModel = 1.0, alpha: float = 1.0
 ) -> Tensor:
-    """Return B + α U S V of the top rank/K singular triples of every task matrix.
+    """Return B + α U S V, with the top rank/K singular triples of each matrix w_i D_i.
 
-    The singular vectors of all models are made orthogonal to each other first.
+    The singular vectors of all models are first made orthogonal to each other.
 
     Source: Task singular vectors (Gargiulo et al., arXiv 2412.00081), TSV-Merge.
 
@@ -73,8 +76,9 @@ def tsv(
 def iso_c(
     tensors: list[Tensor], base: Tensor, *, weight: PerModel = 1.0, alpha: float = 1.0
 ) -> Tensor:
-    """Return B + α U mean(S) V of the summed task matrix: all directions are equally strong.
+    """Return B + α mean(S) U V, where U S V is the decomposition of Σ w_i D_i.
 
+    So all directions of the summed change become equally strong.
     Source: No task left behind (Marczak et al., arXiv 2502.04959), Iso-C.
 
     >>> iso_c([torch.diag(torch.tensor([3.0, 1.0]))], torch.zeros(2, 2))

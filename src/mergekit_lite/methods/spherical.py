@@ -1,10 +1,10 @@
-"""Methods that follow angles: slerp, nuslerp, multislerp, karcher, model_stock.
+"""Methods that interpolate along angles: slerp, nuslerp, multislerp, karcher, model_stock.
 
-Every one of them returns a linear combination of its inputs whose coefficients depend only on the
-inputs' dot products, which are summed in float64.
+Each method returns a linear combination of its inputs. The coefficients depend only on the inputs'
+dot products, which are summed in float64.
 
 Notation: x_i inputs (models or task vectors), G_ij = <x_i, x_j>, n_i = sqrt(G_ii), u_i = x_i / n_i.
-Shape letters: K inputs, R rows (1 when a tensor is taken whole).
+Shape letters: K inputs, R rows.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _SLICE = 1 << 17  # elements whose float64 copies stay in cache
 
 
 def _gram(tensors: Sequence[Tensor], dot: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Return the dot products of all pairs of inputs as the last two dimensions."""
+    """Return the dot products of all pairs of inputs, in the last two dimensions of the result."""
     products: dict[tuple[int, int], Tensor] = {}
     for i, first in enumerate(tensors):
-        # a dot product is the same both ways, so half of the pairs are enough
+        # a dot product is symmetric, so half of the pairs are enough
         for j, second in enumerate(tensors[: i + 1]):
             products[i, j] = products[j, i] = dot(first, second)
     places = range(len(tensors))
@@ -33,7 +33,7 @@ def _gram(tensors: Sequence[Tensor], dot: Callable[[Tensor, Tensor], Tensor]) ->
 
 
 def gram(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the dot products of whole inputs, in float64 (K, K)."""
+    """Return the dot products (K, K) of whole inputs, in float64."""
 
     def dot(a: Tensor, b: Tensor) -> Tensor:
         slices = zip(a.flatten().split(_SLICE), b.flatten().split(_SLICE), strict=True)
@@ -43,12 +43,12 @@ def gram(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def gram_of_rows(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the dot products of the rows of matrices, in float64 (R, K, K)."""
+    """Return the dot products (R, K, K) of matrices, row by row, in float64."""
     return _gram(tensors, lambda a, b: (a.double() * b.double()).sum(-1))
 
 
 def combine(tensors: Sequence[Tensor], factors: Tensor) -> Tensor:
-    """Return Σ c_i x_i for coefficients (K,), or (R, K) with one set per row."""
+    """Return Σ c_i x_i for coefficients (K,), or for coefficients (R, K) with one set per row."""
     columns = [c.to(t.dtype) for c, t in zip(factors.unbind(-1), tensors, strict=True)]
     if factors.dim() > 1:
         columns = [c.unsqueeze(-1) for c in columns]
@@ -81,19 +81,19 @@ def nuslerp(
 ) -> Tensor:
     """Interpolate two models on the sphere at t = w_2 / (w_1 + w_2).
 
-    With a base, their task vectors are interpolated.
+    With a base, the models' task vectors are interpolated, and the base is added.
 
-    The angle is taken over the whole tensor, or with ``nuslerp_flatten=False`` over each vector
-    along the last dimension, or along the first with ``nuslerp_row_wise`` (mergekit's names and
-    meaning). Colinear inputs are interpolated along the line; a zero input counts as at a right
-    angle; weights that sum to 0 give t = 1/2. Source: Shoemake 1985 as for slerp; normalized
-    weights after mergekit's documentation.
+    There is one angle for the whole tensor. With ``nuslerp_flatten=False`` there is one for each
+    vector along the last dimension or, with ``nuslerp_row_wise``, along the first dimension (the
+    names and their meanings are mergekit's). Colinear inputs are interpolated on a straight line. A
+    zero input is treated as orthogonal to the other input. Weights that sum to 0 give t = 1/2.
+    Source: Shoemake 1985 as for slerp; normalized weights after mergekit's documentation.
 
     >>> nuslerp([torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])], weight=[1.0, 1.0])
     tensor([0.7071, 0.7071])
     """
     inputs = tensors if base is None else deltas(tensors, base)
-    # a scalar has no dimension to turn
+    # a scalar has no dimension to move
     along_first = nuslerp_row_wise and inputs[0].dim() > 0
     if nuslerp_flatten:
         merged = combine(inputs, coefficients.nuslerp(gram(inputs), weight, torch))
@@ -130,10 +130,10 @@ def multislerp(
 
     With a base, the task vectors are merged this way and added to the base.
 
-    m = normalized Σ w_i u_i; the tangent vectors w_i (u_i - <u_i, m> m) at m are averaged and
-    mapped back to the sphere; the result is scaled by Σ w_i n_i. By the choice of m the tangent
-    mean is Σ w_i u_i - |Σ w_i u_i| m = 0, so the result is m Σ w_i n_i, which is what is computed
-    here. Where the directions cancel, so that m is not defined, the weighted sum is returned.
+    The mean direction is m = Σ w_i u_i / |Σ w_i u_i|, and the result is m Σ w_i n_i. The original
+    definition also averages the tangent vectors w_i (u_i - <u_i, m> m) at m, and maps their mean
+    back to the sphere. But this mean is Σ w_i u_i - |Σ w_i u_i| m = 0, so the result is the same.
+    If the directions cancel, m is not defined, and the result is the weighted sum.
     Source: the Multi-SLERP note published with mergekit (2025).
 
     >>> multislerp([torch.tensor([2.0, 0.0]), torch.tensor([0.0, 4.0])], weight=[1.0, 1.0])
@@ -151,9 +151,10 @@ def karcher(tensors: list[Tensor], base: None, *, max_iter: int = 10, tol: float
 
     All models have equal weights.
 
-    Fixed point: m ← cos|T| m + sin|T| T/|T| with T the mean of θ_i / sin θ_i (u_i - cos θ_i m),
-    until |T| < ``tol`` or ``max_iter`` rounds. m lies in the span of the u_i, so the iteration runs
-    on its K coefficients. Source: Karcher 1977; Grove and Karcher 1973.
+    The mean m is found by the iteration m ← cos|T| m + sin|T| T/|T|, where T is the mean of
+    θ_i / sin θ_i (u_i - cos θ_i m). It ends when |T| < ``tol``, or after ``max_iter`` steps. As m
+    lies in the span of the u_i, only its K coefficients are computed.
+    Source: Karcher 1977; Grove and Karcher 1973.
 
     >>> karcher([torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])])
     tensor([0.7071, 0.7071])
@@ -163,10 +164,11 @@ def karcher(tensors: list[Tensor], base: None, *, max_iter: int = 10, tol: float
 
 @merge_method("model_stock", base="required", inputs=(2, None))
 def model_stock(tensors: list[Tensor], base: Tensor, *, filter_wise: bool = False) -> Tensor:
-    """Interpolate from base to mean: t mean(W) + (1 - t) B, with t = K cos / (1 + (K - 1) cos).
+    """Return t mean(W) + (1 - t) B, with t = K cos / (1 + (K - 1) cos).
 
-    cos is the mean cosine between task vectors. There is one t per tensor, or per row with
-    ``filter_wise``. If the denominator vanishes, t is 0; a zero task vector has cosine 0.
+    cos is the mean cosine between two task vectors. There is one t for the tensor, or with
+    ``filter_wise`` one for each row. If the denominator is 0, t is 0. The cosine between a zero
+    task vector and any other is 0.
     Source: Model Stock (Jang et al., arXiv 2403.19522).
 
     >>> model_stock([torch.tensor([2.0, 1.0]), torch.tensor([1.0, 2.0])], torch.tensor([0.0, 0.0]))

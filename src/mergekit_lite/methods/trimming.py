@@ -1,6 +1,7 @@
-"""Methods that trim changes: ties, breadcrumbs, breadcrumbs_ties, sce; and sign consensus.
+"""Methods that trim changes (ties, breadcrumbs, breadcrumbs_ties, sce), and sign consensus.
 
-Trimming keeps exactly k elements; equal magnitudes at the threshold are kept lowest index first.
+Trimming keeps exactly k elements. Among magnitudes equal to the threshold, those with the lowest
+indices are kept.
 
 Notation: D_i = W_i - B, d the density, N elements of a tensor, λ the overall scale.
 """
@@ -28,7 +29,7 @@ def order_statistics(scores: Tensor, places: Sequence[int]) -> list[float]:
     """
     flat = scores.detach().flatten()
     if bool(flat.isnan().any()):
-        raise ValueError("selecting the largest elements: the tensor holds NaN")
+        raise ValueError("selecting the largest elements: expected numbers, got NaN")
     if flat.device.type == "cpu":  # numpy's selection takes half of torch's time
         ordered = np.partition(flat.numpy(), places)
         return [float(ordered[place]) for place in places]
@@ -36,7 +37,7 @@ def order_statistics(scores: Tensor, places: Sequence[int]) -> list[float]:
 
 
 def largest(scores: Tensor, k: int) -> Tensor:
-    """Return a mask of the k largest scores; among equal scores, the first are taken.
+    """Return a mask of the k largest scores; among equal scores, the first are chosen.
 
     >>> largest(torch.tensor([2.0, 1.0, 3.0, 2.0]), 2)
     tensor([ True, False,  True, False])
@@ -59,8 +60,8 @@ def trim(change: Tensor, k: int) -> Tensor:
 def consensus_mean(changes: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
     """Return the weighted sum of the changes that agree with the sign of the weighted total.
 
-    If ``normalize``, the sum is divided by the agreeing weights. A total of 0 counts as positive.
-    Where no change agrees, the result is 0.
+    If ``normalize``, the sum is divided by the sum of the agreeing changes' weights. A total of 0
+    counts as positive. Where no change agrees, the result is 0.
     Source: TIES-Merging (Yadav et al., arXiv 2306.01708), elect and disjoint mean.
 
     >>> consensus_mean(
@@ -85,7 +86,7 @@ def consensus_mean(changes: Sequence[Tensor], weights: Sequence[float], normaliz
     merged = merged * elected
     if not normalize:
         return merged
-    # perhaps no change agrees, or weights of both signs cancel
+    # the divisor is 0 where no change agrees, or where weights of both signs cancel
     return merged / torch.where(share.abs() < 1e-8, 1.0, share)
 
 
@@ -97,8 +98,8 @@ def l1(x: Tensor) -> Tensor:
 def rescaled(change: Tensor, kept: Tensor) -> Tensor:
     """Return the kept elements of a change, scaled to the L1 norm of the whole change."""
     norm = l1(kept)
-    # a change may be dropped whole; `where` computes both branches, and 0 / 0 in the branch that
-    # is not taken would make the gradient NaN
+    # the norm is 0 if all elements were dropped; `where` computes both branches, and 0 / 0 in the
+    # branch that is not used would make the gradient NaN
     scale = torch.where(norm > 0, l1(change) / norm.clamp(min=1e-300), 1.0)
     return kept * scale.to(kept.dtype)
 
@@ -111,7 +112,7 @@ def trimmed_count(n: int, density: float) -> int:
 def middle_counts(n: int, density: float, gamma: float) -> tuple[int, int]:
     """Return how many of ``n`` changes are left without the smallest, and how many are outliers.
 
-    Outliers are the largest changes, which are dropped, too.
+    Outliers are the largest changes. They are included in the first number, but dropped later.
     """
     kept = int(density * n)
     outer = min(n, kept + int(gamma * n))
@@ -129,10 +130,10 @@ def ties(
     rescale: bool = False,
     lambda_: float = 1.0,
 ) -> Tensor:
-    """Trim each task vector to its k largest changes, elect a sign, average the agreeing changes.
+    """Trim each task vector to its k largest changes, elect signs, and average agreeing changes.
 
-    The result is B + λ times the average, with k = max(1, ⌊d·N⌋). ``rescale`` restores each trimmed
-    vector's L1 norm.
+    The result is B + λ times the average, with k = max(1, ⌊d·N⌋). ``rescale`` scales each trimmed
+    task vector to its L1 norm before the trimming.
     Source: TIES-Merging (Yadav et al., arXiv 2306.01708).
 
     >>> ties(
@@ -160,14 +161,14 @@ def _without_outliers(
     gamma: Sequence[float],
     rescale: bool,
 ) -> list[Tensor]:
-    """Drop the ⌊γN⌋ largest changes of each model and then the smallest until ⌊dN⌋ are left."""
+    """Return the task vectors without their largest and smallest changes, as in `breadcrumbs`."""
     if min(density) >= 1:
         return deltas(tensors, base)
     remaining = []
     for tensor, d, g in zip(tensors, density, gamma, strict=True):
         change = tensor - base
         outer, outliers = middle_counts(change.numel(), d, g)
-        # the outliers are among the outer ones, so the difference is exact: the value or 0
+        # all outliers are among the `outer` largest, so the difference is exactly the value or 0
         kept = trim(change, outer) - trim(change, outliers)
         remaining.append(rescaled(change, kept) if rescale else kept)
     return remaining
@@ -193,8 +194,8 @@ def breadcrumbs(
 ) -> Tensor:
     """Drop each task vector's largest and smallest changes, then apply task arithmetic.
 
-    The ⌊γN⌋ largest changes are dropped, then the smallest until ⌊dN⌋ are left. If d + γ > 1, fewer
-    of the largest are dropped, so that ⌊dN⌋ are left.
+    The ⌊γN⌋ largest changes are dropped, then the smallest ones until ⌊dN⌋ are left. If d + γ > 1,
+    fewer of the largest changes are dropped, so that ⌊dN⌋ are left.
     Source: Model breadcrumbs (Davari and Belilovsky, arXiv 2312.06795).
 
     >>> w = torch.tensor([9.0, 1.0, 2.0, 0.1])
@@ -231,11 +232,12 @@ def breadcrumbs_ties(
 
 @merge_method("sce", base="required", ranges={"select_topk": Range(0, 1)})
 def sce(tensors: list[Tensor], base: Tensor, *, select_topk: float = 1.0) -> Tensor:
-    """Select the positions of largest variance over models, weight by energy, erase minority signs.
+    """Select positions by variance, weight models by energy, and erase minority signs.
 
-    Kept: the ⌊select_topk · m⌋ positions of largest population variance among the m where it is not
-    0. Model weights: mean D_i² over kept positions, normalized. At each kept position, the weighted
-    mean of the D_i whose sign agrees with that of Σ D_i is added to B.
+    If ``select_topk`` is below 1, only the ⌊select_topk · m⌋ positions with the largest population
+    variance over models are kept, where m is the number of positions with a variance above 0. A
+    model's weight is its mean D_i² over kept positions, divided by the sum over models. At each
+    kept position, the weighted mean of the D_i whose sign agrees with that of Σ D_i is added to B.
     Source: FuseChat (Wan et al., arXiv 2408.07990).
 
     >>> sce([torch.tensor([2.0, -1.0]), torch.tensor([4.0, 1.0])], torch.zeros(2))
@@ -245,11 +247,11 @@ def sce(tensors: list[Tensor], base: Tensor, *, select_topk: float = 1.0) -> Ten
     if select_topk < 1:
         mean = sum(changes[1:], changes[0]) / len(changes)
         squares = [(change - mean).square() for change in changes]
-        # which positions are kept has no gradient
+        # the choice of positions is not differentiable
         variance = sum(squares[1:], squares[0]).detach() / len(changes)
         keep = largest(variance, int(select_topk * int(torch.count_nonzero(variance))))
         changes = [change * keep for change in changes]
-    # in float64, where squares of tiny changes do not underflow
+    # in float64, in which squares of tiny changes do not underflow
     energy = torch.stack([change.double().square().sum() for change in changes])
     total = energy.sum()
     if total > 0:

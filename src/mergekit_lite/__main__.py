@@ -1,6 +1,6 @@
 """The ``mergekit-lite`` command: ``merge RECIPE OUT`` and ``plan RECIPE``.
 
-Both also accept mergekit's flags.
+Both subcommands also accept mergekit's flags.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Commands: merge, plan, learn, lora extract.
+"""The functions behind the commands merge, plan, learn and lora extract of `model-components`.
 
-``mergekit-lite`` is the short form of merge and plan.
+``mergekit-lite`` is a shorter command for merge and plan.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Files:
     """Flags for reading and writing checkpoints.
 
     Args:
-        max_shard_size: Largest size of one weight file.
+        max_shard_size: Largest size of one weight file, such as 5GB.
         allow_pickle: weights_only also reads pickled .bin checkpoints.
-        allow_incomplete: Merge models that lack tensors that their config promises or that their
-            other layers have.
-        allow_mixed: Merge models whose configs name different architectures.
-        truncate_embeddings: Cut token embeddings and heads to the fewest rows of any model; no
-            effect if the recipe names a tokenizer.
+        allow_incomplete: Merge models even if they lack tensors that their config implies or that
+            their other layers have.
+        allow_mixed: Merge models even if their configs name different architectures.
+        truncate_embeddings: Cut token embeddings and heads to the smallest number of rows in any
+            model. This has no effect if the recipe names a tokenizer.
     """
 
     max_shard_size: str = "5GB"
@@ -42,7 +42,7 @@ class Files:
 
     @property
     def allowed(self) -> dict[str, Any]:
-        """Return the ``allow_*`` flags and ``truncate_embeddings`` as keyword arguments."""
+        """The ``allow_*`` flags and ``truncate_embeddings``, as keyword arguments."""
         return {
             "allow_pickle": self.allow_pickle,
             "allow_incomplete": self.allow_incomplete,
@@ -65,22 +65,22 @@ def merge(
     fresh: bool = False,
     run_flags: RunFlags,
 ) -> Report:
-    """Merge checkpoints by a YAML recipe.
+    """Merge checkpoints as a YAML recipe describes.
 
-    The recipe is checked first, and every problem is listed.
+    The recipe is checked before the merge, and one error lists every problem.
 
     Args:
         recipe: YAML file.
         out: Output folder: a new path, or an empty folder.
-        calibration: Files of text or rows for regmean and regmean++: one for each model, in the
-            recipe's order.
-        impl: fused: compiled kernels. eager: torch functions. auto: fused if there is a kernel.
-        seed: Random seed of methods that use random numbers.
-        threads: Number of blocks that kernels compute in parallel, and of torch threads; default:
-            one per core, at most 8.
+        calibration: Data files for regmean and regmean++, one per model in the recipe's order. A
+            file holds plain text, or examples as JSON, JSON lines, CSV, TSV or parquet.
+        impl: fused runs compiled kernels, eager runs torch functions, and auto runs a kernel where
+            there is one.
+        seed: Random seed for methods that use random numbers.
+        threads: Number of threads that kernels and torch use; default: one per core, at most 8.
         files: Flags for checkpoints.
         trust_remote_code: Also copy the model's own Python files.
-        fresh: Begin anew instead of continuing an interrupted run of the same merge.
+        fresh: Start over instead of continuing an interrupted run of the same merge.
         run_flags: The device, and whether to show progress.
     """
     # commands import what they need when they run, so that --help is fast
@@ -105,7 +105,7 @@ def merge(
 
 
 def plan(recipe: Path, /, *, files: Files) -> Report:
-    """Check a recipe, and print the files and the memory that its merge needs.
+    """Check a recipe, and print the files and the memory that the merge needs.
 
     Args:
         recipe: YAML file.
@@ -119,7 +119,10 @@ def plan(recipe: Path, /, *, files: Files) -> Report:
 
 
 def _read_recipe(path: Path, files: Files) -> MergeRecipe:
-    """Read a recipe. If it is invalid, also plan its valid part: one error lists all problems."""
+    """Read a recipe.
+
+    If the recipe is invalid, also plan its valid part, so that one error lists all problems.
+    """
     from .methods import CALIBRATED
     from .planning import PlanError, make_plan
     from .recipe import RecipeError, load_recipe
@@ -149,16 +152,16 @@ def learn(
     fresh: bool = False,
     progress: bool = ON_TERMINAL,
 ) -> Report:
-    """Train a merge of models on their data, compare it with other merges, and write the best.
+    """Train a merge of models, compare it with other merges, and write the best.
 
     Args:
         out: Output folder: a new path, or an empty folder.
         components: Folders, hub ids or MODEL+ADAPTER of two or more models.
         data: One data file per component: JSON, JSON lines, CSV, TSV, parquet or text.
         base: Folder or hub id of the model that the components were tuned from, for methods that
-            use one.
+            use a base.
         learn_config: Settings of the run.
-        fresh: Begin anew instead of continuing an interrupted run.
+        fresh: Start over instead of continuing an interrupted run.
         progress: Show progress bars and the first example of each task; default: only on a
             terminal.
     """
@@ -188,16 +191,16 @@ def extract(
     allow_pickle: Pickle | None = None,
     progress: bool = ON_TERMINAL,
 ) -> Report:
-    """Extract the LoRA adapter that is closest to the change from a base to its tuned model.
+    """Extract the LoRA adapter closest to the difference between a tuned model and its base.
 
     Args:
         model: Folder or hub id of the tuned model.
         base: Folder or hub id of the base model.
         out: Output folder: a new path, or an empty folder.
         rank: Largest rank of the adapter in any layer.
-        energy: Fraction of a change's squared norm to keep. Each layer gets the smallest rank that
-            keeps it, but at most --rank.
-        dtype: Dtype of the adapter's weights; default: the tuned model's.
+        energy: Fraction of the squared norm of each layer's change to keep. A layer gets the
+            smallest rank that keeps this fraction, but at most --rank.
+        dtype: Dtype of the adapter's weights; default: the dtype of the tuned model.
         save_others: Also save changed embeddings, heads and norms, at full size.
         allow_pickle: weights_only also reads pickled .bin checkpoints.
         progress: Show a progress bar; default: only on a terminal.

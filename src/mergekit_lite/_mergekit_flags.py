@@ -19,29 +19,29 @@ FLAGS = {
     "--random-seed": "--seed {}",
     "--unsafe-truncate-embeddings": "--truncate-embeddings",
 }
-"""The flags of `mergekit-lite` that replace a mergekit flag; {} stands for its value."""
+"""For each mergekit flag, the `mergekit-lite` flags that replace it; {} stands for its value."""
 
 IDLE = {
     "--async-write": "threads write the blocks that they compute",
-    "--clone-tensors": "a tensor may be used in several layers",
-    "--copy-tokenizer": "the tokenizer is copied",
+    "--clone-tensors": "a tensor can be used in several layers without it",
+    "--copy-tokenizer": "the tokenizer is always copied",
     "--gpu-rich": "--device cuda computes on the GPU",
-    "--lora-merge-cache": "adapters are added while they are read",
+    "--lora-merge-cache": "adapters are added to the weights as these are read",
     "--lora-merge-dtype": "adapters are added in float32",
     "--low-cpu-memory": "one tensor is merged at a time",
     "--multi-gpu": "a merge uses one GPU",
     "--read-to-gpu": "--device sets where tensors are merged",
-    "--safe-serialization": "weights are written as safetensors",
-    "--transformers-cache": "set the variable HF_HUB_CACHE",
+    "--safe-serialization": "weights are always written as safetensors",
+    "--transformers-cache": "set the environment variable HF_HUB_CACHE instead",
     "--verbose": "the report shows what was done",
     "-v": "the report shows what was done",
-    "--write-model-card": "the model card is written",
+    "--write-model-card": "the model card is always written",
     "--write-threads": "threads write the blocks that they compute",
-    "--no-copy-tokenizer": "the tokenizer is copied",
-    "--no-safe-serialization": "weights are written as safetensors",
-    "--no-write-model-card": "the model card is written",
+    "--no-copy-tokenizer": "the tokenizer is always copied",
+    "--no-safe-serialization": "weights are always written as safetensors",
+    "--no-write-model-card": "the model card is always written",
 }
-"""The reason why a mergekit flag has no effect here.
+"""For each mergekit flag that has no effect here, the reason.
 
 The ``--no-`` form of a flag that is off by default is not listed.
 """
@@ -54,15 +54,16 @@ _IDLE_WITH_VALUE = (
 )
 
 _PLANNED = ("--max-shard-size", "--allow-pickle", "--allow-mixed", "--truncate-embeddings")
-"""The flags of `mergekit-lite` that ``plan`` accepts, too."""
+"""The flags of ``mergekit-lite merge`` that ``mergekit-lite plan`` also accepts."""
 
 
 def translate(words: Sequence[str], *, plan: bool = False) -> tuple[list[str], list[str]]:
-    """Translate mergekit's flags; return the new words, and notes on flags without effect.
+    """Translate mergekit's flags; return the new arguments, and notes on flags without effect.
 
     Args:
-        words: The words of the command line, after the command's name.
-        plan: Whether to drop translated flags that ``plan`` does not accept, and all notes.
+        words: The command-line arguments after the subcommand.
+        plan: Whether to drop all notes, and the translated flags that the subcommand ``plan`` does
+            not accept.
 
     >>> translate(["r.yml", "out", "--cuda", "--random-seed=7", "--low-cpu-memory"])[0]
     ['r.yml', 'out', '--device', 'cuda', '--seed', '7']
@@ -75,7 +76,7 @@ def translate(words: Sequence[str], *, plan: bool = False) -> tuple[list[str], l
         short = _SHORT.fullmatch(word)
         if short is not None:
             name = short["flag"]
-            # -j2 has its value in the same word, as --num-threads=2 has
+            # -j2 and --num-threads=2 both hold the flag and its value in one argument
             value = equals = short["count"]
         positive = name.replace("--no-", "--", 1)
         is_known = name in FLAGS or name in IDLE
@@ -88,7 +89,7 @@ def translate(words: Sequence[str], *, plan: bool = False) -> tuple[list[str], l
         if not equals and ("{}" in made or name in _IDLE_WITH_VALUE):
             value = next(rest, "")
         if name == "--out-shard-size":
-            # mergekit's B is a billion, ours a byte
+            # in mergekit, B stands for a billion bytes; here it stands for one byte
             value = re.sub(r"(?<=\d)\s*[bB]$", "GB", value)
         # `plan` accepts few of these flags, and its parser would reject the rest
         if not plan or made.startswith(_PLANNED):

@@ -1,6 +1,6 @@
 """Import torch when one of its names is first used.
 
-A merge of files that runs only compiled kernels never imports it.
+A merge of files that runs only compiled kernels never imports torch.
 
 Modules of this package write ``from .._torch import Tensor, torch`` instead of importing both from
 torch. ``Tensor`` is for annotations only.

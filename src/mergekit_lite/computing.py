@@ -16,7 +16,7 @@ _COSMETIC = re.compile(
     r"|router_aux_loss_coef|router_jitter_noise|.*_version|pretraining_tp"
 )
 LENGTHS = ("max_position_embeddings", "max_seq_len_cached", "original_max_seq_len")
-"""Fields that only limit the input length, unless the positions depend on them."""
+"""Config fields that only limit the input length, unless the model's positions depend on them."""
 _FROM_PADDING = {"roberta", "xlm-roberta", "camembert", "mpnet", "xmod", "data2vec-text"}
 # rotary types that do not depend on max_position_embeddings, unlike dynamic, yarn and longrope
 _ANY_LENGTH = {"default", "linear", "llama3"}
@@ -33,25 +33,25 @@ def settings_of(config: Any) -> dict[str, object]:
 
 
 def readable_tokens(config: Any, most: int) -> int:
-    """Return how many tokens of an example a model has positions for, up to ``most``.
+    """Return the number of tokens that a model has positions for, but at most ``most``.
 
     Args:
         config: The model's `PreTrainedConfig`.
-        most: The number that was asked for.
+        most: The largest number to return.
     """
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     # XLNet has -1, since it has no limit
     if not isinstance(positions, int) or positions < 1 or is_of_any_length(text):
         return most
-    # these count from the padding's index, which is below the first position
+    # in these models, the first position is the padding index plus 1
     if text.model_type in _FROM_PADDING:
         positions -= (text.pad_token_id or 0) + 1
     return min(most, positions)
 
 
 def is_of_any_length(config: object) -> bool:
-    """Return whether positions are rotary and do not depend on the maximum input length."""
+    """Return whether a model's positions are rotary and independent of the maximum input length."""
     rope = getattr(config, "rope_parameters", None)
     # learned positions, such as GPT-2's, are a table with one row per position
     if not isinstance(rope, Mapping) or not rope:

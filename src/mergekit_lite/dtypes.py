@@ -1,7 +1,7 @@
 """Dtypes of tensors in files, and numpy arrays of their stored values, without torch.
 
-numpy has no bfloat16. So wherever this package passes stored values, a uint16 array holds bfloat16
-bit patterns. Every other dtype is numpy's own.
+numpy has no bfloat16. Arrays of stored values therefore hold the bit patterns of bfloat16 as
+uint16. For every other dtype, they have the numpy dtype of the same name.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _BY_NAME = {d.name: d for d in (*FLOATS.values(), *_WHOLE)}
 
 
 def promote(dtypes: Iterable[DType]) -> DType:
-    """Return the smallest float dtype that holds all of these, as ``torch.promote_types`` does.
+    """Return the smallest float dtype that holds all ``dtypes``, as ``torch.promote_types`` does.
 
     >>> promote([BFLOAT16, FLOAT16]).name
     'float32'
@@ -77,19 +77,19 @@ def promote(dtypes: Iterable[DType]) -> DType:
 
 
 def from_numpy(stored: Array) -> DType:
-    """Return the dtype of a stored array."""
+    """Return the `DType` of an array of stored values."""
     # uint16 can only be bfloat16, because no integer dtype here is stored as uint16
     return next(d for d in _BY_NAME.values() if np.dtype(d.storage) == stored.dtype)
 
 
 def from_torch(dtype: torch.dtype) -> DType | None:
-    """Return the `DType` of a torch dtype, or None if no merge reads it."""
+    """Return the `DType` of a torch dtype, or None if merges do not support the dtype."""
     return _BY_NAME.get(str(dtype).removeprefix("torch."))
 
 
 @cache
 def to_torch(dtype: DType) -> torch.dtype:
-    """Return torch's dtype of the same name."""
+    """Return the torch dtype of the same name."""
     return getattr(torch, dtype.name)
 
 
@@ -121,7 +121,7 @@ def all_finite(stored: Array) -> bool:
 
 
 def stored_as(values: Array, dtype: DType) -> Array:
-    """Round float32 numbers to a float dtype, to nearest even, and return the stored values.
+    """Round float32 values to a float dtype, with ties to even, and return the stored values.
 
     >>> numbers(stored_as(np.array([1.5, 1 + 2**-9], np.float32), BFLOAT16))
     array([1.5, 1. ], dtype=float32)

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from torch import device as Device
     from torch import dtype as TorchDType
 
-# memory grows with the number of threads: each thread holds a stretch of every input
+# memory grows with the number of threads: each thread holds a block of every input
 _MOST_THREADS = 8
 _IMPLS = ("auto", "eager", "fused")
 
 
 def parse_size(size: int | str) -> int:
-    """Return a number of bytes from a number or from text such as ``"5GB"`` (decimal units).
+    """Return a number of bytes, given as a number or as a string such as ``"5GB"`` (decimal units).
 
     >>> parse_size("1.5GB"), parse_size(100)
     (1500000000, 100)
@@ -42,13 +42,14 @@ def parse_size(size: int | str) -> int:
         count = int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
     if count < 1:
         raise ValueError(
-            f"max_shard_size is {size!r}, expected a number of bytes or text like '5GB'"
+            "max_shard_size: expected a number of bytes above 0, or a string such as '5GB', got "
+            f"{size!r}"
         )
     return count
 
 
 def _is_list_of_values(value: object) -> TypeGuard[Sequence[object]]:
-    """Return whether a value is a list with one value per model, and not a list of filters."""
+    """Return whether a value is a list with one value per model, rather than a list of filters."""
     return isinstance(value, (list, tuple)) and not any(isinstance(v, Mapping) for v in value)
 
 
@@ -59,18 +60,22 @@ def build_recipe(
     parameters: Mapping[str, object],
     **rest: Any,
 ) -> MergeRecipe:
-    """Build a recipe from `merge_models`' arguments; per-model lists are split between the models.
+    """Build a recipe from the arguments of `merge_models`.
+
+    A list of values for a per-model parameter is split: each model gets its own value.
 
     Raises:
-        ValueError: The method is unknown or does not use a base, a parameter is a key of recipes,
-            or the length of a list is not the number of models.
+        ValueError: The method is unknown, or a base is given and the method uses none; a parameter
+            is a recipe key or is given twice; or a list does not have one value for each model
+            except the base.
     """
     chosen = get_method(method)
     _refuse_recipe_keys(chosen, parameters)
     per_model = {name for name, p in chosen.parameters.items() if p.per_model}
     if base_model is not None and chosen.base == "unused":
         raise ValueError(
-            f"{method}: a base model was given, but this method uses none; list it among the models"
+            f"{method}: expected no base_model, because this method uses none; to merge that model "
+            "like the others, list it in models"
         )
     own_parameters: list[dict[str, object]] = [{} for _ in models]
     general: dict[str, object] = {}
@@ -78,7 +83,7 @@ def build_recipe(
         # lambda is a Python keyword, so callers must write lambda_
         name = key.rstrip("_")
         if name != key and name in parameters:
-            raise ValueError(f"{method}: expected {name} or {key}, got both")
+            raise ValueError(f"{method}: expected either {name} or {key}, got both")
         if name in per_model and _is_list_of_values(value):
             takers = [
                 o
@@ -87,8 +92,8 @@ def build_recipe(
             ]
             if len(value) != len(takers):
                 raise ValueError(
-                    f"{method}: {name} has {len(value)} values, expected one for each of "
-                    f"{len(takers)} models"
+                    f"{method}: expected {len(takers)} values in {name}, one for each model except "
+                    f"the base, got {len(value)}"
                 )
             for taker, v in zip(takers, value, strict=True):
                 taker[name] = v
@@ -107,13 +112,13 @@ def build_recipe(
 
 
 def _refuse_recipe_keys(method: MergeMethod, parameters: Iterable[str]) -> None:
-    """Refuse keys of recipes, which would have no effect as parameters of a method."""
+    """Raise an error for recipe keys, which would have no effect as parameters of a method."""
     for key in parameters:
         name = key.rstrip("_")
         if name in RECIPE_KEYS and name not in method.parameters:
             raise ValueError(
-                f"{method.name}: expected the method's parameters, got {key}, a key of recipes; "
-                "pass a recipe instead: merge_models(load_recipe(...))"
+                f"{method.name}: expected parameters of the method, got the recipe key {key}; pass "
+                "a recipe instead: merge_models(load_recipe(...))"
             )
 
 
@@ -143,63 +148,66 @@ def merge_models(
 ) -> MergeReport | dict[str, Tensor]:
     """Merge several models into one.
 
-    With ``out``, one tensor at a time is read, merged and written. Kernels hold blocks of the
-    tensor from every model; torch functions may hold it whole. Arithmetic runs in float32 or better
-    on the stored values, and the result is rounded once.
+    With ``out``, tensors are read, merged and written one at a time. Kernels hold only blocks of
+    each model's tensor; torch functions may hold whole tensors. Arithmetic on the stored values
+    runs in float32 or float64, and the result is rounded once.
 
     Args:
         models: Folders, hub ids (``org/name@revision``), ``"model+adapter"``, modules or state
-            dicts, in any mix; or a `MergeRecipe`, which replaces ``method``, ``base_model``,
-            ``dtype``, ``out_dtype``, ``tokenizer_source`` and the method's parameters.
-        method: A name from the table of methods; default: ``"linear"``.
-        base_model: The common ancestor, for methods that use one. It may also be listed
-            in ``models``.
-        out: Folder to write: a new path or an empty folder. None returns a state dict.
-        dtype: Dtype of the result; default: the inputs' promoted dtype. ``"float64"`` also computes
-            in float64.
+            dicts, in any combination; or a `MergeRecipe`, which replaces ``method``,
+            ``base_model``, ``dtype``, ``out_dtype``, ``tokenizer_source`` and the method's
+            parameters.
+        method: The name of a merge method; default: ``"linear"``, or ``"regmean"`` if
+            ``calibration`` is given.
+        base_model: The model from which the others were tuned, for methods that use a base. The
+            base may also be listed in ``models``.
+        out: Folder to write to: a new path or an empty folder. If None, a state dict is returned.
+        dtype: Dtype of the result; default: the dtype to which the inputs' dtypes promote. If
+            ``"float64"``, arithmetic runs in float64, too.
         out_dtype: Dtype of the result if it differs from ``dtype``.
         device: The device to compute on.
-        impl: ``"eager"`` runs torch functions. ``"fused"`` runs compiled kernels, which import
-            no torch if all models are files; it raises if a tensor has no kernel. ``"auto"`` runs
-            kernels where possible if a folder is written. Kernels and torch functions write the
-            same bytes.
-        max_shard_size: Largest size of a weight file, in bytes or as text such as ``"5GB"``.
-        seed: The seed of random methods.
-        threads: Number of blocks that kernels compute in parallel, and of torch threads; default:
-            one per core, at most 8. It does not change the results of kernels.
+        impl: ``"eager"`` runs torch functions. ``"fused"`` runs compiled kernels, and raises an
+            error if a tensor has no kernel; torch is not imported if all models are files.
+            ``"auto"`` runs kernels where possible if ``out`` is given, and torch functions
+            otherwise. Kernels and torch functions write the same bytes.
+        max_shard_size: Largest size of a weight file, in bytes or as a string such as ``"5GB"``.
+        seed: Random seed for methods that use random numbers.
+        threads: Number of threads that kernels and torch use; default: one per core, at most 8.
+            The results of kernels do not depend on it.
         progress: Show a progress bar.
         fresh: Start over instead of continuing an interrupted run of the same merge.
-        allow_pickle: ``"weights_only"`` admits pickled checkpoints.
-        allow_incomplete: Merge models that lack layers, rows of the embedding or a head that their
-            config promises, or whose layers lack tensors that their other layers have. By default
-            such models are rejected.
-        allow_mixed: Merge models whose configs have different architectures, such as different
-            activations or numbers of heads, if their tensors have the same shapes.
-        truncate_embeddings: Cut token embeddings and heads to the fewest rows of any model. Rows
-            are matched by index. It has no effect on a recipe that names a tokenizer.
-        trust_remote_code: Copy the Python files of the model whose config the output takes, and the
-            ``auto_map`` entry that makes transformers run them. By default both are left out, with
-            a note in the report.
-        tokenizer_source: ``"union"``, ``"base"``, or the folder or hub id of a tokenizer. Rows of
-            embeddings and heads are matched by token, and that tokenizer is written. By default
-            rows are matched by index. Not for the data-driven methods.
-        calibration: The data of each model, for the data-driven methods ``"regmean"`` and
-            ``"regmean++"``: a text or JSON file, rows (`mergekit_lite.masks.TextExamples`), or
-            examples of ``input_ids``. `mergekit_lite.layerwise.CalibratedMerge` lists the
-            parameters of these methods.
-        **parameters: The method's parameters: one number for all models, or for a per-model
-            parameter a list with one value for each of ``models`` except the base. Gradients and
-            filters work as in recipes.
+        allow_pickle: ``"weights_only"`` also reads pickled checkpoints.
+        allow_incomplete: Merge models even if they lack layers, embedding rows or a head that their
+            config implies, or if some layers lack tensors that the other layers have. By default
+            such models raise an error.
+        allow_mixed: Merge models even if their configs have different architectures, such as
+            different activations or numbers of heads. Their tensors must have the same shapes.
+        truncate_embeddings: Cut token embeddings and heads to the smallest number of rows in any
+            model. Rows are matched by index. This has no effect if ``tokenizer_source`` or the
+            recipe names a tokenizer.
+        trust_remote_code: Copy the Python files of the model that provides the output's config, and
+            keep the ``auto_map`` entry that makes transformers run them. By default both are left
+            out, with a note in the report.
+        tokenizer_source: The source of the output's tokenizer: ``"union"``, ``"base"``, or the
+            folder or hub id of a tokenizer. Rows of embeddings and heads are then matched by token;
+            by default they are matched by index. Data-driven methods do not support this argument.
+        calibration: One data set for each model, for the data-driven methods ``"regmean"`` and
+            ``"regmean++"``: a text or JSON file, rows of text as
+            `mergekit_lite.masks.TextExamples` takes them, or examples with ``input_ids``.
+            `mergekit_lite.layerwise.CalibratedMerge` lists the parameters of these methods.
+        **parameters: Parameters of the method. A parameter is one value for all models or, if it
+            is a per-model parameter, may be a list with one value for each of ``models`` except the
+            base. Gradients and filters work as in recipes.
 
     Returns:
-        A `MergeReport`, or without ``out`` the merged state dict. Notes of the report then become
-        warnings.
+        A `MergeReport` if ``out`` is given, otherwise the merged state dict. Without ``out``, the
+        notes that the report would hold are issued as warnings.
 
     Raises:
-        PlanError: The merge is impossible. ``problems`` has every reason that was found; nothing
-            was written.
-        ValueError: An argument is invalid, or (`NotFiniteError`) the result has NaN or infinity.
-        OutputError: ``out`` is not empty, is being written by another run, or the disk is full.
+        PlanError: The merge is impossible. The error's ``problems`` list every reason that was
+            found, and nothing was written.
+        ValueError: An argument is invalid, or the result has NaN or infinity (`NotFiniteError`).
+        OutputError: ``out`` is not empty or is being written by another run, or the disk is full.
 
     >>> a, b = {"w": torch.tensor([0.0, 2.0])}, {"w": torch.tensor([4.0, 4.0])}
     >>> merge_models([a, b], weight=[0.25, 0.75], progress=False)
@@ -236,10 +244,10 @@ def merge_models(
         trust_remote_code=trust_remote_code,
     )
     if calibrated:
-        assert calibration is not None  # `_check_calibrated` refuses None
+        assert calibration is not None  # `_check_calibrated` rejects None
         assert out is not None
         return _merge_calibrated(
-            # pyrefly: ignore[bad-argument-type]: _check_calibrated refuses recipes
+            # pyrefly: ignore[bad-argument-type]: _check_calibrated rejects recipes
             models,
             method or CALIBRATED[0],
             calibration,
@@ -257,15 +265,15 @@ def merge_models(
 
 
 def _check_list(models: object) -> None:
-    """Reject models that are not a list; for the path of a recipe, suggest `load_recipe`."""
+    """Raise an error unless ``models`` is a list; for a recipe's path, suggest `load_recipe`."""
     if isinstance(models, Sequence) and models and not isinstance(models, str):
         return
     hint = ""
     if isinstance(models, (str, os.PathLike)) and os.fspath(models).endswith((".yml", ".yaml")):
         hint = f", or load_recipe({os.fspath(models)!r})"
     raise ValueError(
-        f"merge_models: models is {type(models).__name__}, expected a list with at least one "
-        f"model{hint}"
+        f"merge_models: expected models as a list with at least one model{hint}, got "
+        f"{'an empty list' if isinstance(models, list) else type(models).__name__}"
     )
 
 
@@ -299,8 +307,8 @@ def _check_alone(settings: Mapping[str, object], parameters: Mapping[str, object
     extra = [*parameters, *(name for name, value in settings.items() if value is not None)]
     if extra:
         raise ValueError(
-            f"merge_models: got {extra[0]} together with a MergeRecipe; set it in the recipe "
-            "instead"
+            f"merge_models: expected no {extra[0]} together with a MergeRecipe; set it in the "
+            "recipe instead"
         )
 
 
@@ -311,35 +319,37 @@ def _check_calibrated(
     out: object,
     unsupported: Mapping[str, object],
 ) -> None:
-    """Check that a merge with calibration has every required and no unsupported argument."""
+    """Check that a merge with calibration has all required and no unsupported arguments."""
     if method is not None and method not in CALIBRATED:
         raise ValueError(
-            f"merge_models: expected a method with calibration ({', '.join(CALIBRATED)}), got "
-            f"{method!r}"
+            "merge_models: expected a method that uses calibration "
+            f"({', '.join(CALIBRATED)}), got {method!r}"
         )
     lost = None
     if isinstance(models, MergeRecipe):
-        lost = "models in a list"
+        lost = "a list of models"
     elif out is None:
         lost = "out="
     elif calibration is None:
         lost = "calibration="
     if lost is not None:
         raise ValueError(
-            f"merge_models: {method or 'calibration'} needs {lost}; pass the models in a list, "
+            f"merge_models: {method or 'calibration'} needs {lost}; pass a list of models, "
             "calibration= with a file or rows for each model, and out="
         )
     passed = [name for name, value in unsupported.items() if value]
     if passed:
         raise ValueError(
-            f"merge_models: {method or 'calibration'} does not support {', '.join(passed)}; omit it"
+            "merge_models: expected only arguments that "
+            f"{method or 'calibration'} supports, got {', '.join(passed)}"
         )
 
 
 def _calibrated_recipe(recipe: MergeRecipe) -> tuple[list[object], str, dict[str, object]]:
-    """Return models, method and parameters of a recipe for `_merge_calibrated`.
+    """Return the models, the method and the parameters of a recipe, for `_merge_calibrated`.
 
-    Raise a ValueError if the recipe has entries that such a merge does not support.
+    Raises:
+        ValueError: The recipe has entries that a merge with calibration does not support.
     """
     told = {
         "slices": recipe.slices,
@@ -350,15 +360,15 @@ def _calibrated_recipe(recipe: MergeRecipe) -> tuple[list[object], str, dict[str
     }
     if unsupported := [name for name, value in told.items() if value]:
         raise ValueError(
-            f"merge_models: a recipe of {recipe.merge_method} with calibration does not support "
-            f"{unsupported[0]}; remove it"
+            f"merge_models: {recipe.merge_method} with calibration does not support "
+            f"{unsupported[0]}; remove {unsupported[0]} from the recipe"
         )
     if strange := sorted(
         {name for entry in recipe.models for name in entry.parameters} - {"weight"}
     ):
         raise ValueError(
-            f"merge_models: {recipe.merge_method} with calibration supports only the parameter "
-            f"'weight' of a model, got {strange[0]!r}"
+            f"merge_models: {recipe.merge_method} with calibration: expected no parameter of a "
+            f"single model except 'weight', got {strange[0]!r}"
         )
     parameters = dict(recipe.parameters)
     if any(entry.parameters for entry in recipe.models):
@@ -376,9 +386,9 @@ def _merge_calibrated(
     dtype: object,
     run: Run,
 ) -> MergeReport:
-    """Merge block by block into parts in a folder next to ``out``.
+    """Merge block by block, and write each merged block into a folder next to ``out``.
 
-    A ``passthrough`` merge then turns the parts into a checkpoint.
+    A ``passthrough`` merge then turns the blocks into a checkpoint in ``out``.
     """
     # this imports transformers, which most merges do not need
     from .layerwise import CalibratedMerge, merged_source
@@ -387,12 +397,12 @@ def _merge_calibrated(
     cpu_started = time.process_time()
     path = check_new(out, "merge")
     settings = {"dtype": dtype}
-    # raises now if the dtype is wrong, not after the blocks are merged
+    # an invalid dtype raises an error here, not only after all blocks are merged
     _resolve_recipe(list(models[:1]), "passthrough", None, {}, settings)
     try:
         merge = CalibratedMerge(method=method, **parameters)
     except TypeError as error:
-        # the message begins with CalibratedMerge.__init__(), which no caller wrote
+        # the message begins with CalibratedMerge.__init__(), which the caller did not write
         raise ValueError(f"merge_models: {method}: {str(error).partition(' ')[2]}") from error
     blocks = path.with_name(f"{path.name}.blocks")
     with NewFolder(blocks, "merge", resumable=True, fresh=run.fresh) as stage:
@@ -401,9 +411,9 @@ def _merge_calibrated(
         )
         recipe = _resolve_recipe([source], "passthrough", None, {}, settings)
         report = merge_to_folder(recipe, path, run)
-        # without this the parts would be published as a folder of their own
+        # otherwise the blocks would be published as an output folder
         stage.discard()
-    # the report has the times of the passthrough merge alone
+    # so far the report has the times of the passthrough merge alone
     seconds = time.perf_counter() - started
     cpu_seconds = time.process_time() - cpu_started
     return replace(report, seconds=seconds, cpu_seconds=cpu_seconds)

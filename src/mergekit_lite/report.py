@@ -10,19 +10,20 @@ from model_components._report import Report
 
 @dataclass(frozen=True)
 class MergeReport(Report):
-    """Report of what a merge did.
+    """The report of a finished merge.
 
     Args:
         out: The output folder.
-        paths: Its weight files.
-        bytes_read: Size of the inputs in bytes; some methods read them twice or more.
+        paths: The weight files in the output folder.
+        bytes_read: Size in bytes of the inputs that this run read. Each counts once, although some
+            methods read inputs more than once.
         bytes_written: Size of the output's tensors in bytes.
         seconds: Wall time.
-        cpu_seconds: CPU time of this process, all threads.
-        peak_memory: Largest resident size of this process so far, in bytes, imports included.
+        cpu_seconds: CPU time of all threads of this process.
+        peak_memory: Peak resident memory of this process in bytes, with the imported libraries.
         resumed: Weight files that an earlier, interrupted run had finished.
-        tensors: For each tensor its name, shape, dtype, method and file.
-        notes: Notes for the user.
+        tensors: The name, shape, dtype, method and file of each output tensor.
+        notes: Notes on the merge, such as settings that had no effect.
     """
 
     out: Path
@@ -37,7 +38,7 @@ class MergeReport(Report):
     notes: list[str]
 
     def summary(self) -> list[str]:
-        """Return sizes, time and memory."""
+        """Return the size of the output, and the time and memory that the merge took."""
         files = f"{len(self.paths)} file{'s' if len(self.paths) > 1 else ''}"
         return [
             f"{len(self.tensors)} tensors, {self.bytes_written / 1e6:.1f} MB in {files} at "
@@ -47,7 +48,7 @@ class MergeReport(Report):
         ]
 
     def remarks(self) -> list[str]:
-        """List how many files an interrupted run had finished, and the notes."""
+        """Return the number of files kept from an interrupted run, and the notes."""
         resumed = (
             f"{len(self.resumed)} of {len(self.paths)} files were kept from an interrupted run"
         )

@@ -51,7 +51,7 @@ class Run:
 
     @property
     def allowed(self) -> dict[str, Any]:
-        """Return the ``allow_*`` settings and ``truncate_embeddings`` as keyword arguments."""
+        """The ``allow_*`` settings and ``truncate_embeddings``, as keyword arguments."""
         return {
             "allow_pickle": self.allow_pickle,
             "allow_incomplete": self.allow_incomplete,
@@ -61,7 +61,7 @@ class Run:
 
 
 class Bar:
-    """A progress bar of bytes written; tqdm is imported only if the bar is shown."""
+    """A progress bar that counts written bytes; tqdm is imported only if the bar is shown."""
 
     def __init__(self, plan: MergePlan, *, hidden: bool):
         self._bar: tqdm | None = None
@@ -91,7 +91,7 @@ class Bar:
 
 @contextlib.contextmanager
 def _running(plan: MergePlan, run: Run) -> Iterator[tuple[Engine, Bar]]:
-    """Open the engine and its progress bar."""
+    """Open the engine and a progress bar, and close both at the end."""
     with (
         Bar(plan, hidden=not run.progress) as bar,
         Engine(plan, run.seed, run.device, run.threads, bar.say, run.impl) as engine,
@@ -102,18 +102,20 @@ def _running(plan: MergePlan, run: Run) -> Iterator[tuple[Engine, Bar]]:
 def merge_in_memory(
     recipe: MergeRecipe, run: Run, *, depth: int = 0
 ) -> tuple[dict[str, Tensor], MergePlan]:
-    """Return the merged state dict and its plan; the plan's notes become warnings.
+    """Merge in memory, and return the merged state dict and the plan.
+
+    The plan's notes are issued as warnings.
 
     Args:
         recipe: The recipe of the merge.
         run: The settings of the run.
-        depth: How many recipes this one is nested in as a stage; 0 for the outermost.
+        depth: Number of recipes that ``recipe`` is nested in as a stage; 0 for the outermost.
     """
     stages: dict[int, Source] = {}
     for stage in recipe.stages():
         state, stage_plan = merge_in_memory(stage, run, depth=depth + 1)
         source = DictSource(state, model_label(stage), stage_plan.config)
-        # a state dict has no tokenizer: use that of the model that provided the stage's config
+        # a state dict has no tokenizer: use the one of the model that provided the stage's config
         source.folder = stage_plan.sources[stage_plan.donor].folder
         source.tokens = stage_plan.vocabulary.tokens if stage_plan.vocabulary else None
         stages[id(stage)] = source
@@ -126,7 +128,7 @@ def merge_in_memory(
     def sink(t: TensorPlan, start: int, values: Array) -> None:
         stored_of(merged[t.name].view(-1))[start : start + values.size] = values
 
-    # "auto" is eager in memory, so that nobody waits for a compiler
+    # in memory, "auto" means "eager", so that nobody waits for a compiler
     eager = replace(run, impl="eager" if run.impl == "auto" else run.impl)
     with _running(plan, eager) as (engine, bar):
         for t in engine.run_all(plan.tensors, sink):
@@ -135,7 +137,7 @@ def merge_in_memory(
 
 
 def _as_stored(merged: dict[str, Tensor], plan: MergePlan) -> dict[str, Tensor]:
-    """Return merged tensors under the names and with the shapes of the first model."""
+    """Return merged tensors with the names and shapes that the first model's files have."""
     state: dict[str, Tensor] = {}
     for t in plan.tensors:
         # experts that were merged as one stack become matrices again
@@ -147,7 +149,7 @@ def _as_stored(merged: dict[str, Tensor], plan: MergePlan) -> dict[str, Tensor]:
 
 
 def merge_to_folder(recipe: MergeRecipe, out: Path, run: Run) -> MergeReport:
-    """Merge into a folder that does not exist yet, or is empty."""
+    """Merge into a folder that does not exist yet or is empty."""
     started = time.perf_counter()
     cpu_started = time.process_time()
     with (
@@ -185,13 +187,14 @@ def merge_to_folder(recipe: MergeRecipe, out: Path, run: Run) -> MergeReport:
 def _stages_beside(
     recipe: MergeRecipe, out: Path, run: Run
 ) -> Iterator[tuple[dict[int, Source], list[str]]]:
-    """Merge the recipes that are listed as models into a hidden folder.
+    """Merge the stages (recipes that are listed as models) into a hidden folder next to ``out``.
 
-    The folder is removed when the merge is done. An interrupted run leaves finished stages in it,
-    and a later run reuses those whose fingerprint matches.
+    The folder is removed when the merge is done. An interrupted run leaves finished stages in the
+    folder, and a later run reuses those whose fingerprint matches.
 
     Yields:
-        The stages as sources, by the `id` of their recipes, and notes on those merged now.
+        The merged stages as sources, by the `id` of their recipes, and the notes on the stages that
+        this run merged.
     """
     if not recipe.stages():
         yield {}, []
@@ -212,7 +215,7 @@ def _stages_beside(
                 folder.clear(keep=[*merged, f".{name}.partial"])
                 report = merge_to_folder(replace(stage, name=name), place, run)
                 notes += [f"{name}: {note}" for note in report.notes]
-                # last: a stage without this file is merged again
+                # written last, because a stage without this file is merged again
                 write_json(place / _STAGE, {"fingerprint": _stage_mark(stage, run)})
             stages[id(stage)] = open_source(place, label=name)
         yield stages, notes
@@ -223,9 +226,9 @@ def _stages_beside(
 
 
 def _stage_mark(stage: MergeRecipe, run: Run) -> str | None:
-    """Return the fingerprint of a stage's plan.
+    """Return the fingerprint of a stage's plan, or None if the stage has stages of its own.
 
-    Return None if the stage has stages of its own; it is then always merged again.
+    A stage without a fingerprint is always merged again.
     """
     if stage.stages():
         return None
@@ -249,12 +252,12 @@ def _write(engine: Engine, out: Path, run: Run, bar: Bar) -> list[str]:
         The shards that an earlier run had finished.
     """
     plan = engine.plan
-    chosen_template(plan)  # if this fails, it fails before the merge
+    chosen_template(plan)  # an invalid template raises an error here, before the merge
     folder = OutputFolder(out, plan, plan_fingerprint(plan, run.seed, __version__), fresh=run.fresh)
     folder.prepare()
     resumed = sorted(folder.finished)
     try:
-        # one thread, as each finished file is recorded in the same progress.json
+        # one thread, because all finished files are recorded in the same progress.json
         with ThreadPoolExecutor(1) as hasher:
             _write_shards(engine, folder, bar, hasher)
         folder.complete(run.seed, run.trust_remote_code)
@@ -264,14 +267,14 @@ def _write(engine: Engine, out: Path, run: Run, bar: Bar) -> list[str]:
         failed_write = write_error(f"merge to {out}", error)
         if isinstance(error, OutputError):  # for example from `write_json`
             failed_write = error
-        # a continued run would meet the same NaN; a full disk gets its space back
+        # after a NaN, continuing would fail again; after a failed write, free the disk space
         if failed_write or isinstance(error, NotFiniteError):
             with contextlib.suppress(OSError):  # raise the merge's own error
                 folder.discard()
         folder.close()
         if failed_write:
-            # a result that could not get its name stays where the error says
-            removed = "" if folder.folder.exists() else "; what was written is removed"
+            # a finished folder that could not be renamed stays where the error says
+            removed = "" if folder.folder.exists() else "; the files written so far were removed"
             raise OutputError(f"{failed_write}{removed}") from error
         raise
     return resumed
@@ -280,7 +283,7 @@ def _write(engine: Engine, out: Path, run: Run, bar: Bar) -> list[str]:
 def _write_shards(
     engine: Engine, folder: OutputFolder, bar: Bar, hasher: ThreadPoolExecutor
 ) -> None:
-    """Write shard by shard; each is hashed while the next is computed."""
+    """Write one shard after the other, and hash each shard while the next one is computed."""
     hashing: Future[None] | None = None
     for shard, name in enumerate(engine.plan.shards):
         if name in folder.finished:

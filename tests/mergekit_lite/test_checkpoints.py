@@ -605,8 +605,8 @@ def test_a_config_that_its_tensors_contradict_is_refused(tmp_path):
     path = save(tiny("llama"), tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     changes = {
-        r"6 layers.*model\.layers\.4, model\.layers\.5, got none": {"num_hidden_layers": 6},
-        r"vocab_size 9, expected .*, got \d+": {"vocab_size": 9},
+        r"6 layers.*got no tensors of model\.layers\.4, model\.layers\.5": {"num_hidden_layers": 6},
+        r"expected .* 9 rows, the vocab_size .*, got \d+ rows": {"vocab_size": 9},
     }
     for words, change in changes.items():
         (tmp_path / "m" / "config.json").write_text(json.dumps(config | change))
@@ -779,7 +779,7 @@ def test_layers_beyond_the_config_are_noted(tmp_path):
     count = config["num_hidden_layers"]
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": count - 1}))
     report = merge_models([folder], "passthrough", out=tmp_path / "out", progress=False)
-    assert f"config.json says {count - 1} layers" in str(report)
+    assert f"expected {count - 1} layers, as in config.json" in str(report)
 
 
 def test_families_with_an_embedding_and_a_norm_have_them():

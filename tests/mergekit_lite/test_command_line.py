@@ -183,9 +183,9 @@ tokenizer: {sourc: base}
         printed = capsys.readouterr().err
         for word in (
             "did you mean ties",
-            "weight is next to model",
+            "got weight next to model",
             "'paramters'",
-            "models parameters: is [1]",
+            "models parameters: expected a mapping of names to values, got [1]",
             "/nowhere/a",
             "/nowhere/b",
             "recipe dtype",

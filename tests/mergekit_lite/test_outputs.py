@@ -167,7 +167,7 @@ def test_a_disk_that_fills_up(models, tmp_path, monkeypatch):
 
     monkeypatch.setattr(mergekit_lite.engine.output.os, "pwrite", filling)
     with pytest.raises(
-        OutputError, match=r"No space left on device\); what was written is removed"
+        OutputError, match=r"No space left on device\); the files written so far were removed"
     ):
         merge(models, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

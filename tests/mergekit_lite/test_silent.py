@@ -150,7 +150,7 @@ def test_every_reason_is_found_at_once(tmp_path):
     assert len(caught.value.problems) == 4
     said = " ".join(caught.value.problems)
     assert all(
-        word in said for word in ("n_head", "hidden_act", "lacks 1 tensors", "shapes differ: w")
+        word in said for word in ("n_head", "hidden_act", "got all but 1: v", "shapes differ: w")
     )
 
 

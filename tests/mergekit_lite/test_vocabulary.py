@@ -58,12 +58,14 @@ def test_the_tokenizers_source_is_an_argument_and_other_keys_of_recipes_are_not(
     )
     for name in ("model.safetensors", "tokenizer.json"):
         assert (tmp_path / "call" / name).read_bytes() == (tmp_path / "recipe" / name).read_bytes()
-    with pytest.raises(ValueError, match="got chat_template, a key of recipes"):
+    with pytest.raises(ValueError, match="got the recipe key chat_template"):
         merge_models(list(folders.values()), chat_template="auto", out=tmp_path / "no")
     for misplaced in ("modules", "tokenizer_"):
-        with pytest.raises(ValueError, match=f"got {misplaced}, a key of recipes"):
+        with pytest.raises(ValueError, match=f"got the recipe key {misplaced}"):
             merge_models(list(folders.values()), **{misplaced: {}}, out=tmp_path / "no")
-    with pytest.raises(ValueError, match="got tokenizer_source together with a MergeRecipe"):
+    with pytest.raises(
+        ValueError, match="expected no tokenizer_source together with a MergeRecipe"
+    ):
         merge_models(load_recipe(text), tokenizer_source="base", out=tmp_path / "no")
 
 
@@ -114,7 +116,7 @@ def test_padding_a_source_path_and_placed_tokens(folders, tmp_path):
 
 def test_bad_token_rules(folders, tmp_path):
     for spec, message in [
-        ("tokens: {w2: {force: true}}", "force needs a source"),
+        ("tokens: {w2: {force: true}}", "expected a source of the row, because of force, got none"),
         ("tokens: {w2: {source: elsewhere}}", "expected one of the recipe's models as source"),
         (f"tokens: {{only-x: {{source: {folders['y']}}}}}", "has no token 'only-x'"),
     ]:
@@ -283,7 +285,7 @@ def test_a_stage_is_the_tokenizer_s_source(folders, tmp_path, in_memory):
 
 def test_a_stage_that_is_no_model_is_no_tokenizer_s_source(folders):
     stages = f"name: First\n{FIRST}---\n{SECOND}".format(first="First", **folders)
-    with pytest.raises(PlanError, match="stage First, expected one of"):
+    with pytest.raises(PlanError, match="expected one of the recipe's models, got the stage First"):
         make_plan(load_recipe(stages.replace("models: [First, ", f"models: [{folders['x']}, ")))
 
 

@@ -1,4 +1,4 @@
-"""`make_plan`: check a recipe against headers and configs, and list every problem at once."""
+"""`make_plan`: check a recipe against its models' headers and configs, and list every problem."""
 
 from __future__ import annotations
 
@@ -59,26 +59,27 @@ def make_plan(
     truncate_embeddings: bool = False,
     stages: Mapping[int, Source] | None = None,
 ) -> MergePlan:
-    """Check a recipe against its models' headers and lay out the output.
+    """Check a recipe against its models' headers, and lay out the output.
 
     Args:
         recipe: The recipe of the merge.
-        max_shard_size: Largest number of bytes of tensors in a file.
-        threads: The number of threads, for the estimate of memory.
-        allow_pickle: ``"weights_only"`` admits pickled checkpoints.
-        allow_incomplete: Whether tensors may be missing that a model's config promises, or that its
-            other layers have.
+        max_shard_size: Largest total size of the tensors in one file, in bytes.
+        threads: Number of threads of the merge, for the estimate of its peak memory.
+        allow_pickle: ``"weights_only"`` also reads pickled checkpoints.
+        allow_incomplete: Whether a model may lack tensors that its config implies or that its other
+            layers have.
         allow_mixed: Whether configs may name different architectures.
-        truncate_embeddings: Whether embeddings and heads are cut to the fewest rows of any model,
-            if the recipe names no tokenizer.
-        stages: The results of recipes that are listed as models, by the recipe's `id`; default:
-            their plans.
+        truncate_embeddings: Whether to cut embeddings and heads to the smallest number of rows in
+            any model. This has no effect if the recipe names a tokenizer.
+        stages: The results of the recipes that are listed as models, by the `id` of the recipe;
+            default: these recipes are planned, too.
 
     Returns:
         The plan of what to read and write, which prints as a table.
 
     Raises:
-        PlanError: The recipe cannot be merged; ``problems`` has every reason that was found.
+        PlanError: The recipe cannot be merged. The error's ``problems`` list every reason that was
+            found.
     """
     if stages is None:
         allowed = {
@@ -89,7 +90,7 @@ def make_plan(
         }
         planned = {}
         for stage in recipe.stages():
-            # by id, since a recipe holds dicts and cannot be hashed
+            # by id, because a recipe holds dicts and cannot be hashed
             planned[id(stage)] = PlannedSource(make_plan(stage, **allowed))
         stages = planned
     method, problems, notes = _method_of(recipe)
@@ -119,7 +120,7 @@ def make_plan(
     else:
         notes += vocabulary.notes
         rows = vocabulary.rows
-    if method is None:  # without it no tensor can be planned
+    if method is None:  # without a method, no tensor can be planned
         raise PlanError(problems)
     layout_of = stacked_slices if recipe.slices else whole_models
     layout = layout_of(recipe, aligned, method.base != "unused")
@@ -128,7 +129,7 @@ def make_plan(
     problems += tensor_problems(layout.slots, aligned, vocabulary is not None)
     _stop_if(problems)
     tensors = _plan_tensors(layout, recipe, method, aligned)
-    # the last check, because only this one reads values
+    # the last check, because no other check reads values
     _stop_if(check_copies(tensors, aligned))
     names = {t.name for t in tensors}
     for t in tensors:
@@ -139,7 +140,7 @@ def make_plan(
         first = piece.sources[0]
         assert first.layer_range is not None  # as `Slice` checks
         spans.append((models.of(first.model), *first.layer_range))
-    # the donor's stem, so that a diffusers folder stays one
+    # the stem of the donor's file names, so that a diffusers folder keeps its names
     stem = getattr(models.sources[models.donor], "stem", "model")
     placed, shards = shard_layout(tensors, max_shard_size, stem)
     return MergePlan(
@@ -156,19 +157,19 @@ def make_plan(
 
 
 def _truncate(recipe: MergeRecipe, models: Models) -> tuple[Models, int | None, list[str]]:
-    """Cut vocabularies; return the models, the number of rows left, and notes."""
+    """Cut vocabularies; return the models, their number of rows (None if uncut), and notes."""
     if recipe.tokenizer is not None:
         return (
             models,
             None,
-            ["truncate_embeddings has no effect, as the recipe names a tokenizer"],
+            ["truncate_embeddings has no effect, because the recipe names a tokenizer"],
         )
     cut, rows = truncate_vocabularies(models)
-    if rows is None:  # all have the same number
+    if rows is None:  # all models have the same number of rows
         return cut, None, []
     note = (
-        f"embeddings and heads are cut to {rows} rows, the fewest of any model; rows are matched "
-        "by number, and the tokenizer may have more tokens"
+        f"embeddings and heads are cut to {rows} rows, the smallest number in any model; rows are "
+        "matched by index, and the tokenizer may have more tokens"
     )
     return cut, rows, [note]
 
@@ -180,14 +181,17 @@ def _stage_notes(stages: Mapping[int, Source]) -> list[str]:
         if isinstance(stage, PlannedSource):
             plan = stage.plan
             notes.append(
-                f"stage {stage.label}: reads {size_text(plan.bytes_read)}, and writes "
-                f"{size_text(plan.bytes_written)} that are removed at the end"
+                f"stage {stage.label}: reads {size_text(plan.bytes_read)} and writes "
+                f"{size_text(plan.bytes_written)}, which are removed at the end"
             )
     return notes
 
 
 def _method_of(recipe: MergeRecipe) -> tuple[MergeMethod | None, list[str], list[str]]:
-    """Return a recipe's method, and the problems and notes on it and its parameters."""
+    """Return a recipe's method, and problems and notes on the method and its parameters.
+
+    The method is None if it is unknown.
+    """
     try:
         method = get_method(recipe.merge_method)
     except ValueError as error:
@@ -201,7 +205,10 @@ def _stop_if(problems: list[str]) -> None:
 
 
 def _align(recipe: MergeRecipe, models: Models) -> tuple[Vocabulary | None, Models]:
-    """Return the output's vocabulary, if the recipe asks for one, and the models aligned to it."""
+    """Return the output's vocabulary (None if the recipe names none), and the models with its rows.
+
+    Without a vocabulary, the models are unchanged.
+    """
     if recipe.tokenizer is None:
         return None, models
     base = None
@@ -216,7 +223,7 @@ def _align(recipe: MergeRecipe, models: Models) -> tuple[Vocabulary | None, Mode
 def _plan_tensors(
     layout: Layout, recipe: MergeRecipe, method: MergeMethod, models: Models
 ) -> list[TensorPlan]:
-    """Plan every tensor; raise one error with the problems of all."""
+    """Plan every tensor; raise one `PlanError` with the problems of all tensors."""
     tensors = []
     problems = []
     for slot in layout.slots:
@@ -237,7 +244,7 @@ def _tensor(slot: Slot, recipe: MergeRecipe, method: MergeMethod, models: Models
     infos = [models.sources[i.source].tensors[i.name] for i in everything]
     shape = infos[0].shape
     kind = infos[0].dtype
-    if not kind.is_floating_point:  # copied, if all models agree on it
+    if not kind.is_floating_point:  # copied, if all models have the same values
         parts = _parts(slot, everything[0], models, shape, kind)
         return TensorPlan(slot.name, shape, kind, kind, everything, None, None, {}, parts=parts)
     stored = promote(info.dtype for info in infos)
@@ -247,7 +254,7 @@ def _tensor(slot: Slot, recipe: MergeRecipe, method: MergeMethod, models: Models
     method.check_inputs(len(inputs), slot.base is not None)
     common = [recipe.parameters]
     if slot.piece is not None:
-        # the first level with a value counts, and the slice comes before the recipe
+        # the first level with a value is used, so the slice comes before the recipe
         common.insert(0, slot.piece.parameters)
     by_model: list[tuple[Mapping[str, object], str]] = []
     for entry, i in slot.inputs:
@@ -270,7 +277,10 @@ def _tensor(slot: Slot, recipe: MergeRecipe, method: MergeMethod, models: Models
 def _parts(
     slot: Slot, first: Input, models: Models, shape: tuple[int, ...], dtype: DType
 ) -> tuple[TensorInfo, ...]:
-    """Return the tensors to write for an output tensor, named as in the first model's files."""
+    """Return the tensors to write for an output tensor, named as in the first model's files.
+
+    The result is empty if the file holds the output tensor under its own name.
+    """
     found = getattr(models.sources[first.source], "parts", {}).get(first.name, ())
     layer = layer_of(slot.name)
     parts = []
@@ -280,7 +290,7 @@ def _parts(
             name = with_layer(name, layer)
         # a tensor that is only renamed may have been cut or extended
         parts.append(TensorInfo(name, shape if len(found) == 1 else info.shape, dtype))
-    # no parts: the file has the tensor under this name
+    # no parts are needed: the file has the tensor under this name
     if [info.name for info in parts] == [slot.name]:
         return ()
     return tuple(parts)

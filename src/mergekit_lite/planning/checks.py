@@ -1,7 +1,7 @@
-"""Check what must agree between models, and note other differences.
+"""Check what must be the same in all models, and note other differences.
 
-Nothing but headers, configs and vocabularies is read, except integer and boolean buffers, which
-must be equal.
+The checks read only headers, configs and vocabularies, and the values of integer and boolean
+buffers, which must be equal in all models.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .models import Models
 from .plan import CHUNK, Input, TensorPlan
 
 _SHOWN = 5  # missing layers or tensors that a message names
-# the keys and values of attention, which some models share between layers
+# keys and values of attention, which some models share between layers
 _SHARED = re.compile(r"(^|[._])(k|v|kv|key|value)([._]|$)")
 WITH_ENDS = (
     "gemma",
@@ -48,8 +48,8 @@ WITH_ENDS = (
     "qwen3_moe",
     "smollm3",
 )
-"""Families whose models have ``embed_tokens`` and ``norm`` beside their layers."""
-_TORN = 2  # layers that may lose tensors if one file is lost
+"""Model types whose models store ``embed_tokens`` and ``norm`` next to the layers."""
+_TORN = 2  # the largest number of layers that lack tensors if one file is lost
 # settings that change the computation, even if all shapes are equal
 _MUST_AGREE = (
     "model_type",
@@ -64,7 +64,7 @@ _MUST_AGREE = (
     "num_experts",
     "num_experts_per_tok",
 )
-# settings that may differ, but the output can have only one value
+# settings that may differ, although the output can have only one value
 _MAY_DIFFER = (
     "rope_parameters",
     "rope_theta",
@@ -89,7 +89,7 @@ def _flat(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def missing_tensors(source: Source) -> list[str]:
-    """Return a message for each kind of tensor that a model should have and lacks."""
+    """Return a message for each kind of tensor that a model should have but lacks."""
     config = text_config(source.config)
     problems = []
     for problem in (
@@ -105,15 +105,15 @@ def missing_tensors(source: Source) -> list[str]:
 
 
 def layers_beyond(source: Source) -> list[str]:
-    """Return a note if a model has more layers than its config says."""
+    """Return a list with a note if a model has more layers than its config says, else empty."""
     config = text_config(source.config)
     count = layer_count(config)
     before, layers = _names_by_layer(source, config)
-    # layers that predict further tokens are stored behind the others
+    # layers that predict further tokens are numbered after the others
     if count is None or config.get("num_nextn_predict_layers") or max(layers, default=-1) < count:
         return []
     return [
-        f"{source.label}: config.json says {count} layers, but there are tensors of "
+        f"{source.label}: expected {count} layers, as in config.json, got tensors of "
         f"{before}{max(layers)}; transformers does not load layers from {count} on"
     ]
 
@@ -121,8 +121,8 @@ def layers_beyond(source: Source) -> list[str]:
 def _names_by_layer(
     source: Source, config: Mapping[str, object]
 ) -> tuple[str, dict[int, set[str]]]:
-    """Return the prefix of a model's layers (``model.layers.``), and each layer's tensors."""
-    # only lists with usual names: the longest of others may be of heads
+    """Return the prefix of a model's layers (``model.layers.``), and the tensors of each layer."""
+    # only lists with usual names, because other lists may be heads
     lists = [before for before in text_lists(source.tensors, config) if is_usual_list(before)]
     layers: dict[int, set[str]] = {}
     if not lists:
@@ -137,13 +137,14 @@ def _names_by_layer(
 
 
 def _missing_in_layers(source: Source, config: Mapping[str, object]) -> str | None:
-    """Name tensors that one or two layers lack and all others have.
+    """Return a message that names tensors that one or two layers lack and all others have, or None.
 
-    Layers may differ by design. So a layer counts as incomplete only under three conditions. It is
-    not the first layer, which has no norm in some models. Another layer has all its tensors and
-    more; a later one if only keys and values are missing, because in some models the last layers
-    share those of other layers. No more than two layers lack the same tensor, because one lost file
-    affects at most two layers.
+    Layers may differ by design, so a layer counts as incomplete only under three conditions:
+
+    - It is not the first layer, which has no norm in some models.
+    - Another layer has all of its tensors and more. If only keys and values are missing, this must
+      be a later layer: in some models the last layers share the keys and values of other layers.
+    - At most two layers lack the same tensor, because one lost file affects at most two layers.
     """
     before, layers = _names_by_layer(source, config)
     if len(layers) <= 2 * _TORN:  # too few to tell a rule from an exception
@@ -167,7 +168,10 @@ def _missing_in_layers(source: Source, config: Mapping[str, object]) -> str | No
 
 
 def _is_torn(number: int, layers: Mapping[int, set[str]], nearly_everywhere: set[str]) -> bool:
-    """Return whether another layer has all of this layer's tensors, and more that most have."""
+    """Return whether another layer has all of a layer's tensors, and more that most layers have.
+
+    If only keys and values are missing, the other layer must be a later one.
+    """
     names = layers[number]
     for other, others in layers.items():
         lacking = others - names
@@ -179,13 +183,13 @@ def _is_torn(number: int, layers: Mapping[int, set[str]], nearly_everywhere: set
 
 
 def _first_of(names: Sequence[str]) -> str:
-    """Return the first of many names, for a message."""
+    """Return the first of many names as text, for a message."""
     more = ", ..." if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
 
 def _missing_ends(source: Source, config: Mapping[str, object]) -> str | None:
-    """Return a message if the token embedding or the last norm of a known family is missing."""
+    """Return a message if a model of a type in `WITH_ENDS` lacks its embedding or last norm."""
     lists = [before for before in text_lists(source.tensors, config) if is_usual_list(before)]
     if config.get("model_type") not in WITH_ENDS or not lists:
         return None
@@ -200,29 +204,29 @@ def _missing_ends(source: Source, config: Mapping[str, object]) -> str | None:
 
 
 def _missing_layers(source: Source, config: Mapping[str, object]) -> str | None:
-    """Name the layers that the config counts, but that have no tensors.
+    """Return a message that names layers that the config counts but that have no tensors, or None.
 
-    Layers are counted where names number them (``layers.3.``): a model that shares one layer's
-    weights has no such names.
+    Layers are found by the numbers in tensor names (``layers.3.``). A model whose layers all share
+    one set of weights has no such numbers and is not checked.
     """
     count = layer_count(config) or 0
     before, present = _names_by_layer(source, config)
     missing = [f"{before}{number}" for number in range(count) if number not in present]
     if not present or not missing:
         return None
-    return f"config.json says {count} layers, expected tensors of {_first_of(missing)}, got none"
+    return f"expected {count} layers, as in config.json, got no tensors of {_first_of(missing)}"
 
 
 def _other_rows(source: Source, config: Mapping[str, object]) -> str | None:
-    """Compare ``vocab_size`` with the rows of the token embedding, if there is one."""
+    """Return a message if ``vocab_size`` is not the number of rows of the token embedding."""
     rows = embedding_rows(source)
     size = config.get("vocab_size")
-    # with several embeddings it is unclear which one the config counts
+    # with embeddings of several sizes it is unclear which one the config describes
     if not isinstance(size, int) or len(rows) != 1 or size in rows:
         return None
     return (
-        f"config.json says vocab_size {size}, expected an embedding of as many rows, got "
-        f"{max(rows)}"
+        f"expected a token embedding with {size} rows, the vocab_size in config.json, got "
+        f"{max(rows)} rows"
     )
 
 
@@ -236,13 +240,13 @@ def _missing_head(source: Source) -> str | None:
     if not causal or not untied or has_head or not embedding_rows(source):
         return None
     return (
-        "config.json says that the head is not tied to the embedding, expected a head such as "
-        "lm_head.weight, got none"
+        "expected a head such as lm_head.weight, because config.json does not tie the head to the "
+        "embedding, got none"
     )
 
 
 def compare_configs(models: Models) -> tuple[list[str], list[str]]:
-    """Return the differences that make a merge impossible, and those worth a note."""
+    """Return the differences between configs that prevent a merge, and those worth a note."""
     problems = []
     notes = []
     configured = [source for source in models.sources if source.config]
@@ -261,7 +265,8 @@ def compare_configs(models: Models) -> tuple[list[str], list[str]]:
                 problems.append(f"different architectures: {key} is {text}")
             elif name in _MAY_DIFFER:
                 notes.append(
-                    f"config {key}: {text}; the output keeps {models.label(models.donor)}'s"
+                    f"config {key}: {text}; the output has the value of "
+                    f"{models.label(models.donor)}"
                 )
     return problems, notes
 
@@ -269,7 +274,7 @@ def compare_configs(models: Models) -> tuple[list[str], list[str]]:
 def _known_tokens(source: Source) -> dict[str, int] | None:
     """Return a model's vocabulary, or None if it is unknown.
 
-    For a model in memory, use the folder it was loaded from, if the config has its path.
+    For a model in memory, use the folder from which it was loaded, if the config has the path.
     """
     planned = stage_tokens(source)
     if planned is not None:
@@ -287,9 +292,9 @@ def _known_tokens(source: Source) -> dict[str, int] | None:
 
 
 def compare_tokenizers(models: Models) -> list[str]:
-    """Return notes on models whose rows stand for other tokens than the first model's.
+    """Return notes on models whose embedding rows belong to other tokens than the first model's.
 
-    Rows are merged by index if the recipe asks for no tokenizer.
+    Rows are merged by index if the recipe names no tokenizer.
     """
     notes: list[str] = []
     vocabularies = []
@@ -308,24 +313,24 @@ def compare_tokenizers(models: Models) -> list[str]:
         if moved:
             notes.append(
                 f"the tokenizers of {first_label} and {label} differ in {len(moved)} tokens "
-                f"(for example {moved[0]!r}), but their rows are merged by index; to match rows by "
-                "token, set tokenizer_source: base or union"
+                f"(for example {moved[0]!r}), but embedding rows are merged by index; to match "
+                "rows by token, set tokenizer_source to base or union"
             )
     return notes
 
 
 def template_problems(recipe: MergeRecipe) -> list[str]:
-    """Return what is wrong with the chat template that a recipe asks for."""
+    """Return a problem if a recipe names an unknown chat template."""
     asked = recipe.chat_template
     # every Jinja template has a brace
     if asked is None or asked in ("auto", *TEMPLATES) or "{" in asked or os.path.isfile(asked):
         return []
     names = ", ".join(["auto", *TEMPLATES])
-    return [f"chat_template: is {asked!r}, expected one of {names}, Jinja text or a file"]
+    return [f"chat_template: expected one of {names}, Jinja text or a file, got {asked!r}"]
 
 
 def tensor_problems(slots: Sequence[Slot], models: Models, by_token: bool) -> list[str]:
-    """Return why the inputs of slots cannot be merged."""
+    """Return a problem for each slot whose inputs cannot be merged."""
     problems = []
     for slot in slots:
         inputs = [i for _, i in slot.inputs]
@@ -347,13 +352,13 @@ def tensor_problems(slots: Sequence[Slot], models: Models, by_token: bool) -> li
 
 
 def _vocabulary_hint(name: str, infos: Sequence[TensorInfo]) -> str:
-    """Return a hint for shapes that differ only in the rows of tokens, or an empty text."""
+    """Return a hint if shapes differ only in the number of token rows, else an empty string."""
     columns = {info.shape[1:] for info in infos}
     if len(columns) > 1 or not is_vocabulary_tensor(name):
         return ""
     return (
-        " (vocabularies differ; tokenizer_source: base or union would match them by token, "
-        "truncate_embeddings=True would cut them)"
+        " (the vocabularies differ; set tokenizer_source to base or union to match rows by token, "
+        "or truncate_embeddings=True to cut them)"
     )
 
 
@@ -366,7 +371,8 @@ def check_copies(tensors: Sequence[TensorPlan], models: Models) -> list[str]:
         for other in t.inputs[1:]:
             if not _equal(t, t.inputs[0], other, models):
                 problems.append(
-                    f"{t.name}: is {t.dtype} and differs between models; it cannot be merged"
+                    f"{t.name}: expected equal values in all models, because tensors of dtype "
+                    f"{t.dtype} cannot be merged, got different values"
                 )
     return problems
 
@@ -377,7 +383,7 @@ def _equal(t: TensorPlan, first: Input, other: Input, models: Models) -> bool:
     def read(i: Input, begin: int) -> Array:
         return models.sources[i.source].read(i.name, begin, min(begin + CHUNK, t.info.count))
 
-    # in stretches, as a causal mask among the buffers can be large
+    # in chunks, because a buffer such as a causal mask can be large
     for begin in range(0, t.info.count, CHUNK):
         if not np.array_equal(read(first, begin), read(other, begin)):
             return False

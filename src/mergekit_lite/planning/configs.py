@@ -12,7 +12,7 @@ from ..vocabulary import HEAD
 from .plan import PlanError, TensorPlan
 
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-"""Names of the number of layers in config.json."""
+"""The names that the number of layers has in config.json."""
 
 
 def output_config(
@@ -22,32 +22,35 @@ def output_config(
     rows: int | None,
     spans: Sequence[tuple[int, int, int]],
 ) -> dict[str, object]:
-    """Return the donor's config with the output's dtype, tie flag, vocabulary size and layers.
+    """Return the donor's config with the output's dtype, vocabulary size and layers.
+
+    ``tie_word_embeddings`` is set, too, if the models disagree on it.
 
     Args:
         sources: All models.
-        donor: The index of the model whose config is taken.
+        donor: The index of the model whose config is used.
         tensors: The tensors of the output.
-        rows: The number of rows of the output's embeddings, or None to keep the donor's.
-        spans: For each slice, the index of its first model, its first layer and the layer after its
-            last. Empty for whole models.
+        rows: The number of rows of the output's embeddings, or None to keep the donor's
+            ``vocab_size``.
+        spans: For each slice, the index of the first source's model, the first layer, and the layer
+            after the last. Empty for whole models.
 
     Raises:
-        PlanError: A list with one entry per layer is too short for a slice.
+        PlanError: A config's list with one entry per layer is too short for a slice.
     """
-    # deep, as text_config inside it is changed below
+    # a deep copy, because the text_config inside is changed below
     config = copy.deepcopy(sources[donor].config)
     if not config:
         return config
     floats = {t.dtype for t in tensors if t.dtype.is_floating_point}
     if floats:
-        config.pop("torch_dtype", None)  # the name before transformers 5
+        config.pop("torch_dtype", None)  # the key's name before transformers 5
         config["dtype"] = promote(floats).name
     _set_tie_word_embeddings(config, sources, any(HEAD.search(t.name) for t in tensors))
     inner = text_config(config)
     if rows is not None:
         inner["vocab_size"] = rows
-        # some models repeat it at the top level
+        # some multimodal configs repeat vocab_size at the top level
         if "vocab_size" in config:
             config["vocab_size"] = rows
     if spans:
@@ -56,13 +59,13 @@ def output_config(
 
 
 def text_config(config: Json) -> Json:
-    """Return the config that counts tokens and layers: ``text_config`` for multimodal models."""
+    """Return the config with the numbers of tokens and layers: a multimodal model's text_config."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
 
 
 def layer_count(config: Mapping[str, object]) -> int | None:
-    """Return the number of layers in a config, or None if it has no such number."""
+    """Return the number of layers in a config, or None if the config has no such number."""
     for key in LAYER_KEYS:
         value = config.get(key)
         if isinstance(value, int):
@@ -73,9 +76,12 @@ def layer_count(config: Mapping[str, object]) -> int | None:
 def _set_tie_word_embeddings(
     config: dict[str, object], sources: Sequence[Source], has_head: bool
 ) -> None:
-    """Set ``tie_word_embeddings`` if the models disagree: False if the output has its own head."""
+    """Set ``tie_word_embeddings`` to fit the output, if the models disagree.
+
+    The value becomes False if the output has its own head, and True if not.
+    """
     flags = [source.config.get("tie_word_embeddings") for source in sources]
-    # the default differs between families: a model without the flag and with a head is untied
+    # the default differs between model types: without the flag, a model with a head is untied
     own_heads = []
     for source, flag in zip(sources, flags, strict=True):
         if flag is None and any(HEAD.search(name) for name in source.tensors):
@@ -84,13 +90,13 @@ def _set_tie_word_embeddings(
         if False in flags or (own_heads and config.get("tie_word_embeddings")):
             config["tie_word_embeddings"] = False
     elif config.get("tie_word_embeddings") is False and True in flags:
-        config["tie_word_embeddings"] = True  # the head is the embedding of a tied model
+        config["tie_word_embeddings"] = True  # the output has no head, as in a tied model
 
 
 def _count_layers(
     config: Json, configs: Sequence[Json], spans: Sequence[tuple[int, int, int]]
 ) -> None:
-    """Set the number of layers, and build lists with one entry per layer from the slices."""
+    """Set the number of layers, and rebuild lists that have one entry per layer from the slices."""
     old = None
     for key in LAYER_KEYS:
         if key in config:
@@ -103,7 +109,7 @@ def _count_layers(
         entries = []
         for place, begin, end in spans:
             own = configs[place].get(key)
-            # a model that has no such list has the donor's kinds of layers
+            # a model without such a list is taken to have the donor's types of layers
             source = own if isinstance(own, list) else value
             if len(source) < end:
                 raise PlanError(

@@ -1,4 +1,4 @@
-"""Lay out the output: its tensors, and the models' tensors that go into each."""
+"""Lay out the output: its tensors, and the tensors of the models that each is merged from."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _COMPUTED = re.compile(
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 # h is GPT-2's, layer BERT's, block T5's
 _LISTS = ("layers", "layer", "h", "blocks", "block")
-# mtp: layers that predict further tokens, which a config does not count
+# mtp: layers that predict further tokens, which are not in a config's number of layers
 _TOWER = re.compile(r"vision|visual|image|audio|speech|mtp")
-_SHOWN = 20  # names that a problem lists; a longer list would hide the rest of the message
+_SHOWN = 20  # names that a message lists; a longer list would hide the rest of the message
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,13 @@ class Slot:
     """One tensor of the output, before its settings are known.
 
     Args:
-        name: Its name.
-        depth: Its position in its slice's layers, 0 to 1; 0 outside the layers, as in mergekit.
-        inputs: Each model's entry in the recipe (None for a base that has none), and its tensor.
-        base: The base's tensor, for methods that use one.
-        piece: The slice that it belongs to.
+        name: The tensor's name.
+        depth: The position of the tensor's layer in its slice or model, from 0 to 1; 0 for tensors
+            outside the layers, as in mergekit.
+        inputs: Each model's entry in the recipe (None for a base that is not listed as a model),
+            and the model's tensor.
+        base: The base's tensor, for methods that use a base.
+        piece: The slice that the tensor belongs to; None for whole models.
     """
 
     name: str
@@ -46,7 +48,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of the output, and why some could not be laid out."""
+    """The slots of the output, the problems that were found, and notes."""
 
     slots: list[Slot]
     problems: list[str]
@@ -59,9 +61,9 @@ def is_usual_list(before: str) -> bool:
 
 
 def layer_lists(names: Iterable[str]) -> dict[str, int]:
-    """Return the number of layers of each list of layers, by what precedes the number in names.
+    """Return the number of layers of each list of layers, by the prefix of the list's names.
 
-    A list counts if it has a usual name or is the longest, because heads can be numbered, too.
+    A list counts only if it has a usual name or is the longest, because heads can be numbered, too.
 
     >>> layer_lists(["model.layers.0.w", "model.layers.1.w", "score.0.w"])
     {'model.layers.': 2}
@@ -81,9 +83,9 @@ def layer_lists(names: Iterable[str]) -> dict[str, int]:
 
 
 def text_lists(names: Iterable[str], config: Mapping[str, object]) -> list[str]:
-    """Return the lists of layers that are not in a tower for images or sound, as `layer_lists`.
+    """Return the prefixes of the lists of layers that are not in an encoder of images or sound.
 
-    The list whose length is in the config is the first, otherwise the longest one.
+    First come lists with the number of layers in the config, then longer lists before shorter ones.
     """
     lists = layer_lists(names)
     text = {before: n for before, n in lists.items() if not _TOWER.search(before)} or lists
@@ -92,7 +94,7 @@ def text_lists(names: Iterable[str], config: Mapping[str, object]) -> list[str]:
 
 
 def layer_of(name: str) -> int | None:
-    """Return a tensor's layer, the first number among the parts of its name, or None.
+    """Return a tensor's layer, which is the first number among the parts of its name, or None.
 
     >>> layer_of("model.layers.12.mlp.experts.3.w1.weight"), layer_of("lm_head.weight")
     (12, None)
@@ -109,19 +111,19 @@ def with_layer(name: str, layer: int) -> str:
 
 
 def some(items: Sequence[str], limit: int = _SHOWN) -> str:
-    """Return the first of many items as text, and how many more there are."""
+    """Return the first items as text, with the number of items that are left out."""
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + more
 
 
 def _depth(layer: int, count: int) -> float:
-    """Return the position of a layer among ``count``, 0 to 1; a single layer is the last."""
-    # mergekit's rule; else one layer would divide by 0
+    """Return a layer's position among ``count`` layers, from 0 to 1; a single layer has 1."""
+    # 1 for a single layer, as in mergekit; the formula would divide by 0
     return layer / (count - 1) if count > 1 else 1.0
 
 
 def _depth_in(lists: Mapping[str, int], name: str) -> float:
-    """Return a tensor's position among the layers of its own list; 0 outside the lists."""
+    """Return the position of a tensor's layer in its list, from 0 to 1; 0 outside the lists."""
     match = _LAYER.search(name)
     if match is None or name[: match.start(1)] not in lists:
         return 0.0
@@ -129,12 +131,14 @@ def _depth_in(lists: Mapping[str, int], name: str) -> float:
 
 
 def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout:
-    """Lay out every tensor of the models, which must have the same ones; a base may have more.
+    """Lay out every tensor of the models, which must have the same tensors.
+
+    Buffers that transformers computes may be missing in some models, and are then left out.
 
     Args:
         recipe: A recipe with ``models``.
         models: The recipe's models, opened.
-        uses_base: Whether the method uses a base; if not, the base is one more model.
+        uses_base: Whether the method uses a base; if not, the base is merged as one more model.
     """
     layout = Layout([], [], [])
     members: dict[int, ModelEntry | None] = {}  # by the model's index
@@ -145,7 +149,7 @@ def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout
         base = models.of(recipe.base_model)
         members.setdefault(base, None)
     if not uses_base:
-        base = None  # one more model
+        base = None  # the base is merged as one more model
     names: dict[str, None] = {}  # in the donor's order
     for place in [models.donor, *members]:
         names |= dict.fromkeys(models.sources[place].tensors)
@@ -166,7 +170,9 @@ def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout
         if not lacking:
             layout.slots.append(Slot(name, _depth_in(lists, name), tuple(inputs), of_base))
         elif _COMPUTED.search(name):
-            layout.notes.append(f"{name} is computed, and not in every model: it is left out")
+            layout.notes.append(
+                f"{name} is left out, because not every model has it; transformers computes it"
+            )
         else:
             for place in lacking:
                 missing.setdefault(place, []).append(name)
@@ -178,11 +184,11 @@ def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout
 def _problem_of_missing(
     models: Models, members: Iterable[int], place: int, lacked: Sequence[str]
 ) -> str:
-    """Return the message on the tensors that one model lacks and others have."""
+    """Return the message about tensors that one model lacks and others have."""
     holders = [models.label(m) for m in members if lacked[0] in models.sources[m].tensors]
     return (
-        f"{models.label(place)} lacks {len(lacked)} tensors that {some(holders)} have: "
-        f"{some(lacked)}"
+        f"{models.label(place)}: expected the tensors of {some(holders)}, got all but "
+        f"{len(lacked)}: {some(lacked)}"
     )
 
 
@@ -213,7 +219,7 @@ def stacked_slices(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layo
     slots = [*before, *layers, *after]
     for name, count in Counter(slot.name for slot in slots).items():
         if count > 1:
-            problems.append(f"the slices: expected different tensors, got {name} {count} times")
+            problems.append(f"slices: expected each tensor once, got {name} {count} times")
             break
     return Layout(slots, problems, [])
 
@@ -226,7 +232,7 @@ def _is_before_layers(name: str) -> bool:
 
 
 class _Piece:
-    """One slice: its sources' tensors, found by layer."""
+    """The tensors of one slice's sources, grouped by layer."""
 
     def __init__(
         self, piece: Slice, base: object, models: Models, uses_base: bool, problems: list[str]
@@ -235,7 +241,7 @@ class _Piece:
         self._models = models
         self._problems = problems
         self._members = [models.of(source.model) for source in piece.sources]
-        # `Slice` has checked that none is missing and all are of one length
+        # `Slice` has checked that no range is missing and that all have the same length
         self._ranges = [source.layer_range or (0, 0) for source in piece.sources]
         self._base = None
         if uses_base and base is not None:
@@ -246,11 +252,11 @@ class _Piece:
         for member, (_, stop) in zip(self._members, self._ranges, strict=True):
             layers: dict[int | None, list[str]] = {}
             source = models.sources[member]
-            # towers for images or sound stay whole
+            # encoders of images or sound stay whole
             lists = text_lists(source.tensors, text_config(source.config))
             if len(lists) > 1:
                 problems.append(
-                    f"slices: expected one list of layers, {models.label(member)} has "
+                    f"slices: expected one list of layers in {models.label(member)}, got "
                     f"{len(lists)}: {some(sorted(before + '*' for before in lists))}"
                 )
             for name in source.tensors:
@@ -260,8 +266,8 @@ class _Piece:
             available = 1 + max((layer for layer in layers if layer is not None), default=-1)
             if stop > available:
                 problems.append(
-                    f"slice: layer_range ends at {stop}, {models.label(member)} has {available} "
-                    "layers"
+                    f"slice: expected layer_range of {models.label(member)} to end at {available} "
+                    f"or below, because the model has {available} layers, got {stop}"
                 )
                 self.length = 0  # lay out no layer of a slice that does not fit
 
@@ -273,11 +279,11 @@ class _Piece:
         return list(names)
 
     def layers(self, first: int) -> list[Slot]:
-        """Return the slots of the slice's layers, which are the output's from ``first`` on."""
+        """Return the slots of the slice's layers, which begin at the output's layer ``first``."""
         slots = []
         for step in range(self.length):
             numbers = [start + step for start, _ in self._ranges]
-            names: dict[str, None] = {}  # as in layer 0, so that sources can be compared
+            names: dict[str, None] = {}  # names in layer 0, so that sources can be compared
             for layers, number in zip(self._by_layer, numbers, strict=True):
                 for name in layers.get(number, ()):
                     names[with_layer(name, 0)] = None
@@ -297,24 +303,27 @@ class _Piece:
         for entry, member, there in zip(self._piece.sources, self._members, names, strict=True):
             alias = self._models.alias(member, there)
             if alias is None:
-                self._problems.append(f"{self._models.label(member)} has no {there}")
+                self._problems.append(
+                    f"{name}: expected {there} in {self._models.label(member)}, got none"
+                )
                 return None
             inputs.append((entry, Input(member, alias)))
         if self._base is None:
             return Slot(name, depth, tuple(inputs), None, self._piece)
-        # a base that is not among the sources gives the layers that the first source gives
+        # a base that is not a source provides the same layers as the first source
         alias = self._models.alias(self._base, names[0])
         base = None if alias is None else Input(self._base, alias)
         others = []
         for entry, i in inputs:
-            # a base among the sources gives the layers of its own slice
+            # a base that is a source provides the layers of its own layer_range
             if i.source == self._base:
                 base = i
             else:
                 others.append((entry, i))
         if base is None:
             self._problems.append(
-                f"{name}: the base model {self._models.label(self._base)} has no {names[0]}"
+                f"{name}: expected {names[0]} in the base model {self._models.label(self._base)}, "
+                "got none"
             )
             return None
         return Slot(name, depth, tuple(others), base, self._piece)

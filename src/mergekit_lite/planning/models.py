@@ -1,4 +1,4 @@
-"""Open the models of a recipe, and choose whose config and tokenizer the output takes."""
+"""Open the models of a recipe, and choose the model that provides the config and tokenizer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Models:
     Args:
         sources: The sources in order of first mention. A base that is not also listed as a model
             comes after the models.
-        index: The index in ``sources`` of each model's key.
-        donor: The index of the model whose config and files the output takes.
+        index: The index in ``sources`` of each model, by the model's key.
+        donor: The index of the model that provides the output's config and tokenizer files.
     """
 
     sources: Sequence[Source]
@@ -29,7 +29,7 @@ class Models:
     donor: int
 
     def of(self, model: object) -> int:
-        """Return the index of a model of the recipe."""
+        """Return the index in ``sources`` of a model of the recipe."""
         return self.index[model_key(model)]
 
     def label(self, place: int) -> str:
@@ -37,15 +37,19 @@ class Models:
         return self.sources[place].label
 
     def alias(self, place: int, name: str) -> str | None:
-        """Return a model's tensor for ``name``: the same name, or the embedding of a tied head."""
+        """Return the name under which a model stores a tensor, or None if the model lacks it.
+
+        A tied head is stored under the name of the embedding.
+        """
         return stored_name(self.sources[place], name)
 
 
 def truncate_vocabularies(models: Models) -> tuple[Models, int | None]:
-    """Cut embeddings and heads to the fewest rows of any model.
+    """Cut embeddings and heads to the smallest number of rows in any model.
 
     Returns:
-        The models and the number of rows; the same models and None if all sizes are equal.
+        The cut models and the number of rows, or the same models and None if no number of rows
+        differs.
     """
     sizes = set()
     for source in models.sources:
@@ -66,9 +70,10 @@ def truncate_vocabularies(models: Models) -> tuple[Models, int | None]:
 
 
 class PlannedSource(Source):
-    """The result of a stage that is planned and not merged yet.
+    """The result of a stage that is planned but not yet merged.
 
-    Its tensors have names, shapes and dtypes, but no values.
+    The tensors have names, shapes and dtypes. Only tensors that are copied, such as integer
+    buffers, have values.
     """
 
     def __init__(self, plan: MergePlan):
@@ -79,7 +84,7 @@ class PlannedSource(Source):
         self.tensors = {t.name: t.info for t in plan.tensors}
         self.tokens = plan.vocabulary.tokens if plan.vocabulary else None
         self.parts = {t.name: t.parts for t in plan.tensors}
-        # integer buffers: their values are compared with other models' before any merge
+        # integer buffers, whose values are compared with those of other models before any merge
         self.copied: dict[str, tuple[Source, str]] = {}
         for t in plan.tensors:
             if t.method is None:
@@ -91,7 +96,7 @@ class PlannedSource(Source):
         return source.read(there, start, stop)
 
     def fingerprint(self) -> object:
-        """Return None, since there are no values."""
+        """Return None, because merged values do not exist yet."""
 
 
 def open_models(
@@ -102,10 +107,10 @@ def open_models(
     Args:
         recipe: The recipe that names the models.
         stages: The results of recipes that are listed as models, by the recipe's `id`.
-        allow_pickle: ``"weights_only"`` admits pickled checkpoints.
+        allow_pickle: ``"weights_only"`` also reads pickled checkpoints.
 
     Returns:
-        The models, or None if one could not be opened, and the reasons.
+        The models and an empty list, or None and the reasons why models cannot be opened.
     """
     problems: list[str] = []
     index: dict[str | int, int] = {}
@@ -113,7 +118,7 @@ def open_models(
     for model in recipe.mentions():
         try:
             source = stages.get(id(model)) or open_source(model, allow_pickle=allow_pickle)
-            # all models, so that separate experts in one file can be merged with stacks in another
+            # stack the experts of all models: one may store them separately, another as a stack
             sources.append(stacked(source))
         except (CheckpointError, OSError) as error:
             problems.append(str(error))
@@ -124,7 +129,7 @@ def open_models(
     donor = 0
     if recipe.base_model is not None:
         donor = index[model_key(recipe.base_model)]
-    # for example a state dict: then the first model that has a config is the donor
+    # without a config, as in a state dict, the first model that has one is the donor instead
     if not sources[donor].config:
         donor = next((i for i, source in enumerate(sources) if source.config), donor)
     return Models(sources, index, donor), []

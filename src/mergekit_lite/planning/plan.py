@@ -16,20 +16,23 @@ from ..recipe import MergeRecipe, model_label
 from ..vocabulary import Vocabulary
 
 CHUNK = STRETCH
-"""Elements that one thread holds of each input at a time."""
+"""Number of elements of each input that one thread holds at a time."""
 
 EAGER_STRETCH = 1 << 22
-"""Elements of a tensor that torch functions get at a time if it may be cut: 16 MB in float32."""
+"""Number of elements that torch functions get at a time of a tensor that may be split.
+
+In float32, this is 16 MB.
+"""
 
 _SHOWN = 20  # problems that a message lists
 
 
 class PlanError(ValueError):
-    """A merge that cannot be done; the message lists the first 20 reasons.
+    """The error for a merge that cannot be done; the message lists the first 20 reasons.
 
     Args:
         problems: Every reason that was found.
-        what: The operation that is not possible, for the message.
+        what: The operation that cannot be done, for the message.
     """
 
     def __init__(self, problems: Sequence[str], what: str = "this merge"):
@@ -44,7 +47,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor of a source, by the source's index."""
+    """A tensor of a source, given by the index of the source and the name of the tensor."""
 
     source: int
     name: str
@@ -52,11 +55,11 @@ class Input:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One output tensor.
+    """The plan of one output tensor.
 
-    If ``method`` is None, the first input is copied; all others are equal to it (integer buffers).
-    ``parts`` are the tensors that the file holds instead, one after the other, such as the matrices
-    of a stack of experts.
+    If ``method`` is None, the tensor is a copy of the first input. This is for integer and boolean
+    buffers, which are equal in all models. If there are ``parts``, the file holds these tensors one
+    after the other instead of the output tensor, such as the matrices of a stack of experts.
     """
 
     name: str
@@ -73,7 +76,7 @@ class TensorPlan:
 
     @property
     def everything(self) -> tuple[Input, ...]:
-        """The inputs and the base."""
+        """The inputs, and the base if there is one."""
         if self.base is None:
             return self.inputs
         return (*self.inputs, self.base)
@@ -85,7 +88,7 @@ class TensorPlan:
 
     @property
     def stored(self) -> tuple[TensorInfo, ...]:
-        """The tensors that the file holds."""
+        """The tensors that the file holds: the parts, or the output tensor itself."""
         return self.parts or (self.info,)
 
     @property
@@ -95,8 +98,8 @@ class TensorPlan:
 
     @property
     def has_kernel(self) -> bool:
-        """Return whether a compiled kernel can merge it."""
-        # kernels compute in float32 alone
+        """Whether a compiled kernel can merge the tensor."""
+        # kernels compute only in float32
         if self.method is None or self.work != FLOAT32:
             return False
         return has_kernel(self.method, self.parameters, self.shape)
@@ -104,18 +107,18 @@ class TensorPlan:
 
 @dataclass
 class MergePlan(Report):
-    """A merge that passed all checks; printed by ``mergekit-lite plan``.
+    """The plan of a merge that passed all checks, as ``mergekit-lite plan`` prints it.
 
     Attributes:
         recipe: The recipe of the merge.
-        sources: The opened models; only headers are read.
+        sources: The opened models, of which only headers are read.
         tensors: One entry per tensor of the output.
-        shards: Names of the files.
+        shards: The names of the weight files.
         config: The output's ``config.json``.
         donor: The index of the source that provides config, tokenizer and other files.
-        vocabulary: The output's vocabulary; None if the recipe asks for no tokenizer.
-        notes: Notes for the user.
-        threads: The number of threads that will merge, for the estimate of memory.
+        vocabulary: The output's vocabulary; None if the recipe names no tokenizer.
+        notes: Notes on the merge, such as settings that have no effect.
+        threads: The number of threads of the merge, for the estimate of its peak memory.
     """
 
     recipe: MergeRecipe
@@ -130,7 +133,7 @@ class MergePlan(Report):
 
     @property
     def bytes_read(self) -> int:
-        """The bytes of all inputs; some methods read them twice or more."""
+        """The size of all inputs in bytes; some methods read inputs more than once."""
         return sum(self.input_bytes(t) for t in self.tensors)
 
     def input_bytes(self, t: TensorPlan) -> int:
@@ -139,7 +142,7 @@ class MergePlan(Report):
 
     @property
     def bytes_written(self) -> int:
-        """The bytes of tensors in the output."""
+        """The size of the output's tensors in bytes."""
         return sum(t.nbytes for t in self.tensors)
 
     @property
@@ -149,24 +152,24 @@ class MergePlan(Report):
 
     @property
     def peak_memory(self) -> int:
-        """The estimated peak memory in bytes, without that of imported libraries."""
+        """The estimated peak memory of the merge in bytes, without the imported libraries."""
         peak = 0
         for t in self.tensors:
             inputs = len(t.everything)
             if t.method is None or t.has_kernel:
-                # a thread's stretch of each input, as stored and as numbers, and scratch memory
+                # a thread's block of each input, as stored and as numbers, and scratch memory
                 block = min(t.info.count, CHUNK)
                 peak = max(peak, self.threads * block * t.work.itemsize * (2 * inputs + 6))
             else:
                 count = t.info.count
                 if t.method.is_cut:
                     count = min(count, EAGER_STRETCH)
-                # every input, and copies of them in the worst case in float64
+                # every input, and copies of the inputs, which are in float64 in the worst case
                 peak = max(peak, count * (t.work.itemsize * inputs + 8 * (inputs + 3)))
         return peak
 
     def table(self) -> Table:
-        """Tabulate what will be read, written and held."""
+        """Return a table of what the merge reads, writes and holds in memory."""
         plural = "s" if len(self.shards) > 1 else ""
         labels = dict.fromkeys(model_label(entry.model) for entry in self.recipe.entries())
         base = self.recipe.base_model
@@ -182,7 +185,7 @@ class MergePlan(Report):
             "inputs": size_text(self.bytes_read),
             "writes": f"{size_text(self.bytes_written)} in {len(self.shards)} shard{plural}",
             "peak memory": (
-                f"about {size_text(self.peak_memory)} beyond what is imported, threads: "
+                f"about {size_text(self.peak_memory)} plus imported libraries, threads: "
                 f"{self.threads}"
             ),
             "config from": self.sources[self.donor].label,
@@ -194,7 +197,7 @@ class MergePlan(Report):
         return [f"note: {text}" for text in self.notes]
 
     def to_dict(self) -> dict[str, object]:
-        """Return the recipe, sources, sizes and every tensor's shape, dtype, method and shard."""
+        """Return the recipe, sources, sizes and notes, and the description of every tensor."""
         return {
             "recipe": self.recipe.to_dict(),
             "sources": [s.label for s in self.sources],
@@ -208,7 +211,7 @@ class MergePlan(Report):
         }
 
     def described_tensors(self) -> list[dict[str, object]]:
-        """Return every tensor's shape, dtype, method and file."""
+        """Return the name, shape, dtype, method and file of every tensor."""
         return [
             {
                 "name": t.name,
@@ -239,12 +242,12 @@ def size_text(count: float) -> str:
 def shard_layout(
     tensors: Sequence[TensorPlan], limit: int, stem: str
 ) -> tuple[list[TensorPlan], list[str]]:
-    """Give each tensor a shard and an offset, in order.
+    """Assign a shard and an offset to each tensor, and return the tensors and the files' names.
 
-    No shard is above ``limit`` bytes unless one tensor is.
+    A shard is larger than ``limit`` bytes only if it holds a single tensor of that size.
 
     Args:
-        tensors: The tensors in order.
+        tensors: The tensors, in the order of the output.
         limit: The largest size of a shard in bytes.
         stem: The beginning of the files' names.
     """
@@ -252,7 +255,7 @@ def shard_layout(
     shard = 0
     offset = 0
     for t in tensors:
-        # offset 0 is an empty shard, which takes any tensor
+        # at offset 0 the shard is empty, and takes a tensor of any size
         if offset and offset + t.nbytes > limit:
             shard = shard + 1
             offset = 0
@@ -265,7 +268,7 @@ def shard_layout(
 
 
 def shard_header(tensors: Sequence[TensorPlan]) -> bytes:
-    """Return the header of a shard that holds these tensors."""
+    """Return the header of a shard that holds the given tensors."""
     placed = []
     for t in tensors:
         offset = t.offset

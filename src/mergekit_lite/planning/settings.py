@@ -1,10 +1,10 @@
-"""A method's arguments for one tensor.
+"""Evaluate a recipe's parameters for one tensor.
 
-They come from a recipe's values, gradients over layers and filters by name.
+A parameter is given as a plain value, a gradient over layers, or filters by tensor name.
 
-A value is looked up from the most specific level to the least: the slice's source or model, the
-slice, the recipe. A parameter that has one value for all models is not looked up at a single model:
-as in mergekit, it has no effect there.
+Its value is looked up from the most specific level to the least specific: the model or the slice's
+source, the slice, the recipe. A parameter with one value for all models is not looked up at a
+single model, where it has no effect, as in mergekit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Check = Callable[[object], Any]
 
 _MISSING = object()
 _SCALARS = (bool, int, float, str)
-# parameters that mergekit takes and that change no result
+# parameters that mergekit accepts and that do not change the result
 _IDLE = {"int8_mask"}
 
 
@@ -37,12 +37,12 @@ def evaluate_setting(
     Args:
         value: A plain value, a gradient, or filter entries.
         tensor_name: The name that filters match.
-        depth: The tensor's position in its slice, 0 (first layer) to 1 (last), for gradients; 0
-            outside the layers.
+        depth: The position of the tensor's layer, from 0 (first layer) to 1 (last layer), at which
+            gradients are evaluated; 0 outside the layers.
         check: A function that converts a plain value to the parameter's type.
 
     Returns:
-        The value, or ``_MISSING`` if no filter matches.
+        The value, or ``_MISSING`` if no filter matches or ``value`` is an empty list.
 
     >>> evaluate_setting([0.0, 1.0, 0.0], "model.layers.3.mlp.up_proj.weight", 0.25)
     0.5
@@ -59,16 +59,18 @@ def evaluate_setting(
         return _MISSING
     if isinstance(value[0], Mapping):
         for entry in value:
-            # this raises if the key filter is misspelled, which would match every tensor
+            # raises an error if the key filter is misspelled; without it, every tensor would match
             unknown_keys("parameter", as_mapping("parameter", entry), ["filter", "value"])
             if "value" not in entry:
-                raise RecipeError(f"a parameter's filter entry {dict(entry)!r} has no value")
+                raise RecipeError(
+                    f"parameter: expected a value in each filter entry, got {dict(entry)!r}"
+                )
             if matches(entry.get("filter"), tensor_name):
                 return evaluate_setting(entry["value"], tensor_name, depth, check)
         return _MISSING
     if not all(isinstance(v, _SCALARS) for v in value):
-        raise RecipeError(f"a parameter's gradient is {list(value)!r}, expected numbers")
-    # before interpolation, because YAML reads 1e-5 as text
+        raise RecipeError(f"parameter: expected a gradient of numbers, got {list(value)!r}")
+    # check before the interpolation, because YAML reads 1e-5 as a string
     values = [check(v) for v in value]
     last = len(values) - 1
     place = depth * last
@@ -80,7 +82,7 @@ def evaluate_setting(
 
 
 def matches(wanted: object, tensor_name: str) -> bool:
-    """Return whether a filter's text is in a tensor's name; None and ``*`` match every name."""
+    """Return whether a tensor's name contains a filter's text; None and ``*`` match every name."""
     return wanted in (None, "*") or str(wanted) in tensor_name
 
 
@@ -91,11 +93,11 @@ def setting(
     depth: float,
     check: Check = _as_it_is,
 ) -> object:
-    """Return parameter ``name`` at the first level that has one for this tensor, else None."""
+    """Return parameter ``name`` from the first level with a value for this tensor, or None."""
     for level in levels:
         if name in level:
             value = evaluate_setting(level[name], tensor_name, depth, check)
-            # null counts as missing: the next level is looked up
+            # null counts as missing, so the next level is looked up
             if value is not _MISSING and value is not None:
                 return value
     return None
@@ -113,12 +115,12 @@ def settings_for(
     Args:
         method: The method.
         name: The output tensor's name.
-        depth: The tensor's position in the layers, 0 to 1.
-        models: Each model's own parameters, and the name that the tensor has there.
-        common: Parameters of the slice and of the recipe.
+        depth: The position of the tensor's layer, from 0 to 1.
+        models: Each model's own parameters, and the name that the tensor has in that model.
+        common: The parameters of the slice, if any, and then those of the recipe.
 
     Raises:
-        ValueError: A required value is missing, or one is out of range.
+        ValueError: A required value is missing, or a value is invalid.
     """
     values: dict[str, object] = {}
     for key, parameter in method.parameters.items():
@@ -131,8 +133,8 @@ def settings_for(
             for level, tensor in models:
                 # filters match the tensor's name in its own model, since slices renumber layers
                 values_of_models.append(setting([level, *common], key, tensor, depth, check))
-            # a required parameter is passed without values, too, so that `bind` names the model;
-            # any other takes its default
+            # a required parameter is passed even without values, so that the error from `bind`
+            # names the model; any other parameter takes its default
             if parameter.required or values_of_models.count(None) < len(models):
                 values[key] = values_of_models
             continue
@@ -143,7 +145,7 @@ def settings_for(
 
 
 def _places(recipe: MergeRecipe) -> Iterator[tuple[str, Mapping[str, object], bool]]:
-    """Yield a name for each level with parameters, the parameters, and whether it is a model."""
+    """Yield the name and the parameters of each level, and whether the level is a model."""
     yield "parameters", recipe.parameters, False
     for entry in recipe.entries():
         yield f"parameters of {model_label(entry.model)}", entry.parameters, True
@@ -152,7 +154,7 @@ def _places(recipe: MergeRecipe) -> Iterator[tuple[str, Mapping[str, object], bo
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """Yield the plain values in a setting, also those in gradients and filter entries."""
+    """Yield the plain values in a setting, including those in gradients and filter entries."""
     if isinstance(value, Mapping):
         yield from _leaves(value.get("value"))
     elif isinstance(value, (list, tuple)):
@@ -163,10 +165,10 @@ def _leaves(value: object) -> Iterator[object]:
 
 
 def check_parameters(recipe: MergeRecipe, method: MergeMethod) -> tuple[list[str], list[str]]:
-    """Check the names of all parameters, and all their numbers, before any model is opened.
+    """Check the names and values of all parameters, before any model is opened.
 
     Returns:
-        Problems, and notes on what has no effect.
+        Problems, and notes on parameters that have no effect.
     """
     problems = []
     notes = []
@@ -175,7 +177,7 @@ def check_parameters(recipe: MergeRecipe, method: MergeMethod) -> tuple[list[str
         elsewhere |= other.parameters.keys()
     for where, parameters, of_model in _places(recipe):
         for name, value in parameters.items():
-            # published recipes contain other methods' parameters; only a near miss is an error
+            # published recipes contain other methods' parameters; only a misspelling is an error
             if name not in method.parameters and (name in elsewhere or not method.near(name)):
                 notes.append(f"{where}: {name} has no effect on {method.name}")
                 continue
@@ -189,8 +191,8 @@ def check_parameters(recipe: MergeRecipe, method: MergeMethod) -> tuple[list[str
             if of_model and not parameter.per_model:
                 lost = parameter.required and not _has_it_elsewhere(recipe, name)
                 (problems if lost else notes).append(
-                    f"{where}: {name} has no effect at a model; {method.name} takes one {name} for "
-                    "all"
+                    f"{where}: {name} has no effect on a single model; {method.name} takes one "
+                    f"{name} for all models"
                 )
     return problems, notes
 
@@ -210,5 +212,5 @@ def idle_filters(recipe: MergeRecipe, names: Collection[str]) -> list[str]:
                     continue
                 wanted = entry.get("filter")
                 if not any(matches(wanted, name) for name in names):
-                    notes.append(f"{key}: filter {wanted!r} is in no tensor's name")
+                    notes.append(f"{key}: filter {wanted!r} matches no tensor's name")
     return notes

@@ -1,4 +1,4 @@
-"""Recipes, which define a merge, and their YAML dialect."""
+"""Recipes, which define merges, and the YAML dialect in which they are written."""
 
 from .dialect import RECIPE_KEYS, load_recipe, parse_recipe
 from .recipe import (

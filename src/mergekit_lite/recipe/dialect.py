@@ -1,7 +1,7 @@
-"""`load_recipe`: read the YAML recipes of mergekit users as mergekit reads them.
+"""`load_recipe`: read YAML recipes as mergekit reads them.
 
-Keys that have no effect in mergekit have none here, and are noted. Keys that would change the
-result and are not supported are refused.
+Keys that have no effect in mergekit have none here either, and cause a note. Unsupported keys that
+would change the result raise an error.
 """
 
 from __future__ import annotations
@@ -45,52 +45,53 @@ RECIPE_KEYS = [
     "name",
 ]
 _TEXTS = ("dtype", "out_dtype", "chat_template")  # keys without which a recipe can be planned
-_ALIKE = 0.8  # similarity from which a name counts as a misspelling of another
+_ALIKE = 0.8  # lowest similarity at which a name counts as a misspelling of another
 _IDLE = {
     "random_seed": (
-        "a recipe's random_seed has no effect; give the seed as merge_models(seed=...) or --seed"
+        "recipe: random_seed has no effect; pass the seed as merge_models(seed=...) or --seed"
     ),
 }
 
 
 ModelOf = Callable[[str], object]
-"""A function from a model's name to the model or stage that the name stands for."""
+"""A function that maps a model's name to the model or stage that the name stands for."""
 
 
 def _load_yaml(text: str) -> list[object]:
     try:
         return read_yaml(text)
     except ValueError as error:
-        raise RecipeError(f"recipe: not valid YAML ({error})") from error
+        raise RecipeError(f"recipe: expected valid YAML, got an error: {error}") from error
 
 
 def load_recipe(path_or_text: str | os.PathLike[str]) -> MergeRecipe:
     r"""Read a recipe from a YAML file, or from YAML text.
 
-    Several documents are stages: a document with a name is merged before the documents that list
-    the name as a model. The result is the document without a name, or else the last.
+    If the YAML has several documents, each document is a stage. A document with a name is merged
+    before the documents that list this name as a model. The result of the merge is the document
+    without a name, or the last document if all have names.
 
     Args:
-        path_or_text: A file, or the text itself.
+        path_or_text: The path of a YAML file, or YAML text.
 
     Returns:
-        The checked recipe; no model has been opened.
+        The checked recipe. No model is opened for the checks.
 
     Raises:
-        RecipeError: The file does not exist or is not YAML, or `parse_recipe` refuses the recipe.
+        RecipeError: The file does not exist or is not YAML, or the recipe is invalid.
 
     >>> load_recipe("merge_method: linear\nmodels: [a, b]\nparameters: {weight: 0.5}").merge_method
     'linear'
     """
     text = path = os.fspath(path_or_text)
-    # a path has one line; JSON on one line is a recipe, too, and begins with a brace
+    # a path has one line; a recipe can also have one line if it is JSON, which begins with a brace
     if "\n" not in text and not text.lstrip().startswith("{"):
-        if not os.path.isfile(text):  # unlike Path.is_file, it takes a text of any length
-            raise RecipeError(f"recipe {text}: there is no such file")
+        if not os.path.isfile(text):  # unlike Path.is_file, it takes a string of any length
+            raise RecipeError(f"recipe {text}: expected a file, but there is no such file")
         try:
             text = Path(text).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise RecipeError(f"recipe {text}: is not text in UTF-8 ({error})") from error
+            raise RecipeError(f"recipe {text}: expected UTF-8 text, got {error}") from error
         try:
             return _of_text(text)
         except RecipeError as error:
@@ -104,12 +105,12 @@ def load_recipe(path_or_text: str | os.PathLike[str]) -> MergeRecipe:
 def _of_text(text: str) -> MergeRecipe:
     documents = [as_mapping("recipe", data) for data in _load_yaml(text)]
     if not documents:
-        raise RecipeError("recipe: is empty, expected a mapping of keys to values")
+        raise RecipeError("recipe: expected a mapping of keys to values, got an empty text")
     return _final_stage(documents)
 
 
 def _final_stage(documents: list[dict[str, object]]) -> MergeRecipe:
-    """Return the recipe that several documents define together."""
+    """Return the recipe that one or more documents define together."""
     if len(documents) == 1:
         return parse_recipe(documents[0])
     names = [data.get("name") for data in documents]
@@ -121,8 +122,8 @@ def _final_stage(documents: list[dict[str, object]]) -> MergeRecipe:
     def stage(name: object) -> MergeRecipe:
         if name in under_way:
             raise RecipeError(
-                f"recipe: the stages {', '.join(map(str, under_way))} depend on each other in a "
-                "circle"
+                "recipe: expected stages that do not depend on each other in a cycle, got the "
+                f"stages {', '.join(map(str, under_way))}"
             )
         if name not in finished:
             under_way.append(name)
@@ -131,7 +132,7 @@ def _final_stage(documents: list[dict[str, object]]) -> MergeRecipe:
                     by_name[name], lambda text: stage(text) if text in by_name else text
                 )
             finally:
-                # after an error, too: a second mention of the stage must not look like a circle
+                # after an error, too: a second mention of the stage must not look like a cycle
                 under_way.pop()
         return finished[name]
 
@@ -139,17 +140,18 @@ def _final_stage(documents: list[dict[str, object]]) -> MergeRecipe:
     idle = [name for name in by_name if name not in finished]
     if idle:
         raise RecipeError(
-            f"recipe: the result does not use the stage {idle[0]!r}; merge it in a recipe of its "
-            "own"
+            f"recipe: expected the result to use every stage, but it does not use {idle[0]!r}; "
+            "move this stage to a separate recipe"
         )
     return result
 
 
 def _check_names(names: Sequence[object]) -> None:
-    """Check that documents have plain and different names, and that at most one has none."""
+    """Check that the names of documents are plain and unique, and that at most one has no name."""
     if names.count(None) > 1:
         raise RecipeError(
-            "recipe: expected a name in every document except the one that defines the result"
+            "recipe: expected a name in every document except the one that defines the result, "
+            f"got {names.count(None)} documents without a name"
         )
     for name in names:
         if name is None:
@@ -157,9 +159,14 @@ def _check_names(names: Sequence[object]) -> None:
         # a stage is written into a folder of this name
         # no leading dot: Path("..").name is "..", and hidden folders hold unfinished work
         if not isinstance(name, str) or Path(name).name != name or name.startswith("."):
-            raise RecipeError(f"recipe: a stage cannot be called {name!r}; expected a plain name")
+            raise RecipeError(
+                "recipe: expected the name of a stage to be a file name without a folder or a "
+                f"leading dot, got {name!r}"
+            )
         if names.count(name) > 1:
-            raise RecipeError(f"recipe: two documents have the name {name!r}")
+            raise RecipeError(
+                f"recipe: expected documents with different names, got {name!r} more than once"
+            )
 
 
 def parse_recipe(data: Mapping[str, object], model_of: ModelOf = str) -> MergeRecipe:
@@ -167,8 +174,8 @@ def parse_recipe(data: Mapping[str, object], model_of: ModelOf = str) -> MergeRe
 
     Args:
         data: The mapping that the YAML holds.
-        model_of: A function from a model's name to the model or stage that it stands for; default:
-            the name.
+        model_of: A function that maps a model's name to the model or stage that the name stands
+            for; default: the name itself.
 
     Raises:
         RecipeError: Keys are misplaced or have invalid values; the error lists all problems.
@@ -180,7 +187,7 @@ def parse_recipe(data: Mapping[str, object], model_of: ModelOf = str) -> MergeRe
     except RecipeError as error:
         parser.problems += error.problems
     if recipe is None or parser.problems:
-        # a second attempt may have found the same problem again
+        # a problem may have been found twice
         raise RecipeError(*dict.fromkeys(parser.problems), partial=recipe)
     return recipe
 
@@ -196,7 +203,7 @@ class _Parser:
         self.problems: list[str] = []
 
     def _read(self, read: Callable[..., Any], *arguments: object, otherwise: Any = _LOST) -> Any:
-        """Call a reader; if it fails, keep its problems and return ``otherwise``."""
+        """Call ``read``; on a `RecipeError`, keep its problems and return ``otherwise``."""
         try:
             return read(*arguments)
         except RecipeError as error:
@@ -211,7 +218,7 @@ class _Parser:
             return ()
         listed = self._read(as_list, where, values, otherwise=None)
         if listed is None:
-            # a placeholder: without an entry the missing models would be a second problem
+            # a placeholder, because an empty list would be reported as a second problem
             return (_LOST,)
         return tuple(self._read(read, value) for value in listed)
 
@@ -226,11 +233,11 @@ class _Parser:
         base = settings["base_model"]
         pieces = settings["slices"]
         if _LOST in (*settings["models"], *pieces, base):
-            raise RecipeError()  # its problems are kept already
+            raise RecipeError()  # the problems are already in self.problems
         alone = _is_alone(base, settings["models"], settings["merge_method"])
         if base is not None and not pieces and alone:
             self.notes.append(
-                "recipe: lists no model except the base, so the result is a copy of it"
+                "recipe: no model is listed except the base, so the result is a copy of the base"
             )
             settings |= {"merge_method": "passthrough", "parameters": {}, "base_model": None}
             settings["models"] = (ModelEntry(model=base),)
@@ -239,7 +246,7 @@ class _Parser:
             return MergeRecipe(**settings)
         except RecipeError as error:
             self.problems += error.problems
-        # without these it may be a recipe that can be planned, which finds further problems
+        # without these keys the recipe may be valid, so that planning it finds further problems
         for key in _TEXTS:
             settings.pop(key, None)
         return MergeRecipe(**settings)
@@ -248,8 +255,8 @@ class _Parser:
         """Return the fields of the recipe, with `_LOST` for models that cannot be read."""
         if "experts" in data or "gate_mode" in data:
             raise RecipeError(
-                "recipe: builds a mixture of experts, as mergekit-moe does, which is not "
-                "supported; expected merge_method, and models or slices"
+                "recipe: expected merge_method, and models or slices, got a mixture of experts for "
+                "mergekit-moe, which is not supported"
             )
         for key, note in _IDLE.items():
             if key in data:
@@ -258,7 +265,7 @@ class _Parser:
         self._known("recipe", data, RECIPE_KEYS)
         data = {key: value for key, value in data.items() if key in RECIPE_KEYS}
         if data.get("merge_method") is None:
-            raise RecipeError("recipe: has no merge_method")
+            raise RecipeError("recipe: expected merge_method, got none")
         # before the modules are opened, because their parameters override these
         data["parameters"] = self._parameters("parameters", data.get("parameters"))
         if data.get("modules") is not None:
@@ -270,7 +277,7 @@ class _Parser:
             if isinstance(data.get(key), str):
                 # mergekit takes both spellings, bfloat16 and torch.bfloat16
                 data[key] = data[key].removeprefix("torch.")
-        # a key without a value is null in YAML: as if it were not there
+        # a key without a value is null in YAML, and counts as missing
         settings = {key: value for key, value in data.items() if value is not None}
         models = data.get("models")
         settings["models"] = self._read_all("models", models, lambda m: self._entry("models", m))
@@ -283,17 +290,18 @@ class _Parser:
         return settings
 
     def _open_modules(self, data: dict[str, Any]) -> None:
-        """Replace ``modules``, which must have one entry, by the keys of that entry, in place."""
+        """Replace ``modules``, which must have one entry, with the entry's keys, in place."""
         modules = as_mapping("modules", data["modules"])
         if len(modules) != 1:
             raise RecipeError(
-                "recipe: recipes of several modules are not supported; merge each module on its own"
+                f"recipe: expected one entry in modules, got {len(modules)}; merge each module "
+                "with a recipe of its own"
             )
         ((name, module),) = modules.items()
         module = as_mapping(f"modules {name}", module)
         self._known(f"modules {name}", module, ["models", "slices", "parameters"])
         if data.get("models") or data.get("slices"):
-            raise RecipeError("recipe: expected one of models, slices and modules, got several")
+            raise RecipeError("recipe: expected either models, slices or modules, got several")
         inner = self._parameters(f"modules {name} parameters", module.get("parameters"))
         data |= {"models": module.get("models"), "slices": module.get("slices")}
         data["parameters"] = {**data["parameters"], **inner}
@@ -301,7 +309,7 @@ class _Parser:
     def _model(self, where: str, value: object) -> object:
         """Return the model or stage that a name stands for.
 
-        Mergekit's mapping of path, revision and adapter is first turned into text.
+        A mapping of path, revision and adapter, as mergekit takes it, is first turned into a name.
         """
         return self._model_of(_reference(where, value))
 
@@ -315,7 +323,7 @@ class _Parser:
         self._take_misplaced(where, data)
         self._known(where, data, known)
         if "model" not in data:
-            raise RecipeError(f"{where}: an entry has no model")
+            raise RecipeError(f"{where}: expected a model in each entry, got an entry without one")
         layers = None
         if in_slice and data.get("layer_range") is not None:
             layers = _layers(where, data["layer_range"])
@@ -326,24 +334,24 @@ class _Parser:
         )
 
     def _take_misplaced(self, where: str, data: dict[str, object]) -> None:
-        """Remove keys that belong under ``parameters``, also misspelled ones, and report them."""
+        """Remove and report keys that belong under ``parameters``, even if they are misspelled."""
         parameters: set[str] = set()
         for method in METHODS.values():
             parameters |= method.parameters.keys()
         for key in sorted(data.keys() - {"model", "parameters", "layer_range"}):
-            # mergekit ignores such a key, and merges with another value than intended
+            # mergekit ignores such a key, and uses another value than intended
             near = difflib.get_close_matches(key, parameters, n=1, cutoff=_ALIKE)
             if near:
                 del data[key]
                 self.problems.append(
-                    f"{where}: {key} is next to model, expected {near[0]} under parameters"
+                    f"{where}: expected {near[0]} under parameters, got {key} next to model"
                 )
 
     def _slice(self, value: object) -> Slice:
         data = as_mapping("slices", value)
         self._known("slices", data, ["sources", "base_model", "parameters", "residual_weight"])
         if data.get("residual_weight") is not None:
-            # mergekit's schema has it too, and nothing in mergekit reads it
+            # mergekit's schema has this key, too, but mergekit never reads it
             self.notes.append("slices: residual_weight has no effect")
         base = data.get("base_model")
         if base is not None:
@@ -359,7 +367,7 @@ class _Parser:
 
     def _tokenizer(self, source: object, tokenizer: object) -> TokenizerSpec | None:
         if source is not None and tokenizer is not None:
-            raise RecipeError("recipe: give tokenizer or tokenizer_source, not both")
+            raise RecipeError("recipe: expected either tokenizer or tokenizer_source, got both")
         if source is not None:
             return TokenizerSpec(source=self._tokenizer_source("tokenizer_source", source))
         if tokenizer is None:
@@ -369,7 +377,7 @@ class _Parser:
         rules = {}
         for token, rule in as_mapping("tokenizer tokens", data.get("tokens") or {}).items():
             rules[token] = self._token_rule(f"tokenizer tokens {token!r}", rule)
-        multiple: Any = data.get("pad_to_multiple_of")  # which `TokenizerSpec` checks
+        multiple: Any = data.get("pad_to_multiple_of")  # `TokenizerSpec` checks the value
         return TokenizerSpec(
             source=self._tokenizer_source("tokenizer source", data.get("source") or "union"),
             tokens=rules,
@@ -395,18 +403,19 @@ class _Parser:
             return TokenRule(zero=True, force=force)
         if kind != "model_token":
             raise RecipeError(
-                f"{where}: source kind is {kind!r}, expected model_token, zero or a model's name"
+                f"{where}: expected a model's name, or a source of kind model_token or zero, got "
+                f"kind {kind!r}"
             )
         self._known(f"{where} source", source, ["kind", "model", "token", "token_id"])
         token = source.get("token")
         row = source.get("token_id")
         if (token is None) == (row is None) or "model" not in source:
             raise RecipeError(
-                f"{where}: expected a model, and either a token or a token_id, for a model_token, "
-                f"got {', '.join(map(str, source))}"
+                f"{where}: expected model, and either token or token_id, in a source of kind "
+                f"model_token, got {', '.join(map(str, source))}"
             )
         if row is not None and (type(row) is not int or row < 0):
-            raise RecipeError(f"{where}: token_id is {row!r}, expected a whole number from 0")
+            raise RecipeError(f"{where}: expected token_id as an integer of 0 or more, got {row!r}")
         return TokenRule(
             model=self._model(f"{where} model", source["model"]),
             token=token,
@@ -426,17 +435,17 @@ def _is_alone(base: object, entries: Sequence[ModelEntry], method: object) -> bo
 def _layers(where: str, value: object) -> tuple[Any, Any]:
     """Read a layer_range. `ModelEntry` checks that both values are whole numbers."""
     if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise RecipeError(f"{where}: layer_range is {value!r}, expected [start, end]")
+        raise RecipeError(f"{where}: expected layer_range as [start, end], got {value!r}")
     return _whole(value[0]), _whole(value[1])
 
 
 def _whole(value: Any) -> Any:
-    """Return the whole number in ``"3"`` or ``3.0``.
+    """Return the integer that a value such as ``"3"`` or ``3.0`` stands for.
 
-    Any other value is returned unchanged, for `ModelEntry` to refuse.
+    Any other value is returned unchanged; `ModelEntry` raises an error for it.
     """
     try:
-        # mergekit accepts "3" and 3.0; without the first test true would become layer 1
+        # mergekit accepts "3" and 3.0; the first test keeps true from becoming layer 1
         if not isinstance(value, bool) and float(value) == int(float(value)):
             return int(value)
         return value
@@ -449,9 +458,9 @@ def _parameters(where: str, value: object) -> dict[str, object]:
 
 
 def _reference(where: str, value: object, *, plain: bool = False) -> str:
-    """Return the text that names a model: ``PATH`` or ``PATH@REVISION``, also with ``+ADAPTER``.
+    """Return the string that names a model, such as ``PATH@REVISION`` or ``PATH+ADAPTER``.
 
-    If ``plain``, an adapter is refused.
+    If ``plain`` is True, a mapping with an adapter raises an error.
     """
     if isinstance(value, str) and value:
         return value
@@ -465,6 +474,6 @@ def _reference(where: str, value: object, *, plain: bool = False) -> str:
             return value["path"]
         return f"{value['path']}@{value['revision']}"
     raise RecipeError(
-        f"{where}: is {reprlib.repr(value)}, expected a path or hub id, or MODEL+ADAPTER, as one "
-        "text"
+        f"{where}: expected a path, a hub id or MODEL+ADAPTER, as one string, got "
+        f"{reprlib.repr(value)}"
     )

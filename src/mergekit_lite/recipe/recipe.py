@@ -1,6 +1,6 @@
-"""`MergeRecipe`: what to merge and how, as data that checks itself.
+"""`MergeRecipe`: which models to merge, and how.
 
-It can be written to YAML and read back.
+A recipe checks its own fields. It can be written to YAML and read back.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..dtypes import FLOATS
 
 
 class RecipeError(ValueError):
-    """An invalid recipe.
+    """The error for an invalid recipe.
 
     Args:
         problems: Every problem that was found.
-        partial: The recipe without its invalid parts, if it can still be planned, to find further
-            problems.
+        partial: The recipe without its invalid parts, if it can be planned to find further
+            problems; otherwise None.
     """
 
     def __init__(self, *problems: str, partial: MergeRecipe | None = None):
@@ -44,7 +44,7 @@ def unknown_keys(where: str, data: Mapping[str, object], known: Sequence[str]) -
     for key in data:
         if key in known:
             continue
-        # keys unlike all known ones are on purpose, such as x: &anchor, and are only noted
+        # a key that resembles no known key is likely intended, such as x: &anchor: only note it
         near = difflib.get_close_matches(str(key), known, n=3, cutoff=0.7)
         if near:
             problems.append(f"{where}: unknown key {key!r}; did you mean {' or '.join(near)}?")
@@ -56,20 +56,20 @@ def unknown_keys(where: str, data: Mapping[str, object], known: Sequence[str]) -
 
 
 def as_mapping(where: str, value: object) -> dict[str, object]:
-    """Return a mapping with text keys as a dict; refuse anything else."""
+    """Return a mapping with string keys as a dict; raise a `RecipeError` for anything else."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise RecipeError(
             # shortened: a text file that is not a recipe may be one long value
-            f"{where}: is {reprlib.repr(value)}, expected a mapping of names to values"
+            f"{where}: expected a mapping of names to values, got {reprlib.repr(value)}"
         )
     return dict(value)
 
 
 def as_list(where: str, value: object) -> list[object]:
-    """Return a value as a list with at least one entry; refuse anything else."""
+    """Return a list with at least one entry; raise a `RecipeError` for anything else."""
     if not isinstance(value, (list, tuple)) or not value:
         raise RecipeError(
-            f"{where}: is {reprlib.repr(value)}, expected a list with at least one entry"
+            f"{where}: expected a list with at least one entry, got {reprlib.repr(value)}"
         )
     return list(value)
 
@@ -80,11 +80,12 @@ class ModelEntry:
 
     Args:
         model: A model in any form that `merge_models` takes.
-        layer_range: The first layer, and the layer after the last; None: the whole model.
-        parameters: The method's parameters for this model: numbers, gradients or filters.
+        layer_range: The indices of the first layer and of the layer after the last; None for the
+            whole model.
+        parameters: The method's parameters for this model, as numbers, gradients or filters.
 
     Raises:
-        RecipeError: The layer range is not 0 <= start < end.
+        RecipeError: The layer range is not a pair of integers with 0 <= start < end.
     """
 
     model: object
@@ -94,27 +95,28 @@ class ModelEntry:
     def __post_init__(self) -> None:
         if self.layer_range is not None:
             first, last = self.layer_range
-            # `type`, as true is an int to isinstance, and would be layer 1
+            # `type`, because for isinstance true is an int, and would be layer 1
             if not (type(first) is int and type(last) is int and 0 <= first < last):
                 raise RecipeError(
-                    f"layer_range of {model_label(self.model)}: is {list(self.layer_range)}, "
-                    "expected 0 <= start < end"
+                    f"layer_range of {model_label(self.model)}: expected [start, end] with "
+                    f"integers 0 <= start < end, got {list(self.layer_range)}"
                 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """A run of layers of the output, merged from equally long runs of the sources.
+    """A range of the output's layers, merged from layer ranges of the same length in the sources.
 
-    It may have a base of its own.
+    A slice may have a base of its own.
 
     Args:
-        sources: One entry per model, with its layers.
-        base_model: The slice's base; None: the recipe's.
+        sources: One entry per model, with the layer range in that model.
+        base_model: The slice's base; None for the recipe's base.
         parameters: The method's parameters for these layers.
 
     Raises:
-        RecipeError: There are no sources, or they have no layer range or different lengths.
+        RecipeError: There are no sources, a source has no layer range, or the layer ranges have
+            different lengths.
     """
 
     sources: tuple[ModelEntry, ...]
@@ -123,27 +125,31 @@ class Slice:
 
     def __post_init__(self) -> None:
         if not self.sources:
-            raise RecipeError("slice: it has no sources, expected one or more")
+            raise RecipeError("slice: expected one or more sources, got none")
         lengths = set()
         for source in self.sources:
             if source.layer_range is None:
-                raise RecipeError("slice: every source needs a layer_range: [start, end]")
+                raise RecipeError(
+                    "slice: expected layer_range: [start, end] in every source, got none for "
+                    f"{model_label(source.model)}"
+                )
             first, end = source.layer_range
             lengths.add(end - first)
         if len(lengths) > 1:
             raise RecipeError(
-                f"slice: its sources span {sorted(lengths)} layers, expected one length"
+                "slice: expected the same number of layers in every source, got "
+                f"{' and '.join(map(str, sorted(lengths)))}"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRule:
-    """The rule for where one token's row comes from.
+    """A rule for the embedding row of one token of the output.
 
     Args:
-        model: The model that has the row; None if the rule names no model.
-        token: The model's token whose row to use, if its name differs there.
-        token_id: The index of the model's row to use, instead of ``token``.
+        model: The model to take the row from; None if the rule names no model.
+        token: The token in ``model`` whose row to take; None for the same token.
+        token_id: The index of the row in ``model`` to take, instead of a token's row.
         zero: Whether to use a row of zeros.
         force: Whether the rule also applies to models that have the token.
     """
@@ -155,7 +161,7 @@ class TokenRule:
     force: bool = False
 
     def to_dict(self) -> dict[str, object]:
-        """Return the source as a YAML recipe writes it."""
+        """Return the rule as a mapping, as in a YAML recipe."""
         data: dict[str, object] = {}
         if self.zero:
             data["source"] = {"kind": "zero"}
@@ -176,15 +182,15 @@ class TokenizerSpec:
     """The source of the output's vocabulary, and rules for the rows of some tokens.
 
     Args:
-        source: ``"union"`` of all tokens, ``"base"`` for the base's, a model, or a stage among the
-            models.
-        tokens: The rule for each token's row, by token.
-        pad_to_multiple_of: Pad the rows of embeddings to a multiple of this number; None: no
-            padding.
+        source: ``"union"`` for the tokens of all models, ``"base"`` for the tokens of the base, the
+            path or hub id of a model or tokenizer, or a stage among the models.
+        tokens: Rules for the embedding rows of tokens, by token.
+        pad_to_multiple_of: Pad the number of embedding rows to a multiple of this number; None for
+            no padding.
 
     Raises:
-        RecipeError: The source is neither text nor a recipe, or the multiple is not a whole number
-            above 0.
+        RecipeError: ``source`` is neither a string nor a recipe, or ``pad_to_multiple_of`` is not
+            an integer above 0.
     """
 
     source: str | MergeRecipe = "union"
@@ -194,12 +200,13 @@ class TokenizerSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.source, (str, MergeRecipe)):
             raise RecipeError(
-                f"tokenizer source: is {self.source!r}, expected base, union or a model's path"
+                "tokenizer source: expected base, union, or the path or hub id of a model, got "
+                f"{self.source!r}"
             )
         pad = self.pad_to_multiple_of
         if pad is not None and (type(pad) is not int or pad < 1):
             raise RecipeError(
-                f"tokenizer pad_to_multiple_of: is {pad!r}, expected a whole number above 0"
+                f"tokenizer pad_to_multiple_of: expected an integer above 0, got {pad!r}"
             )
 
 
@@ -207,27 +214,28 @@ class TokenizerSpec:
 class MergeRecipe:
     """Everything that defines a merge.
 
-    `load_recipe` makes one from YAML, `merge_models` from its arguments.
+    `load_recipe` builds a recipe from YAML, and `merge_models` builds one from its arguments.
 
     Args:
-        merge_method: Name in the table of methods.
-        models: Whole models; a recipe has either these or slices.
-        slices: Runs of layers.
-        base_model: The base, for methods that use one; for other methods it is one more model.
-        parameters: Values for every model and layer that has none of its own.
+        merge_method: The name of a merge method.
+        models: Whole models; a recipe has either ``models`` or ``slices``.
+        slices: Ranges of layers, in the order in which the output has them.
+        base_model: The base, for methods that use one. Other methods merge it as one more model.
+        parameters: The method's parameters for all models and layers that do not set their own.
         dtype: Dtype of the output; float64 also computes in float64. Inputs and intermediate values
             are never rounded to it.
         out_dtype: Dtype of the output if it differs from ``dtype``.
-        tokenizer: Vocabulary of the output; None leaves embeddings and tokenizer unchanged.
-        chat_template: ``"auto"`` (the one most models have), a name, Jinja text, or its path.
-        notes: Notes on keys that `load_recipe` read and that have no effect.
-        name: The name by which other recipes list this one's result as a model.
+        tokenizer: Vocabulary of the output; None to merge embedding rows by index.
+        chat_template: ``"auto"`` for the template that most models have, the name of a template,
+            Jinja text, or the path of a file with Jinja text.
+        notes: Notes on keys of the YAML that have no effect.
+        name: The name under which other recipes list the result of this recipe as a model.
 
     A model may be a `MergeRecipe` itself: a stage, which is merged first.
 
     Raises:
-        RecipeError: There are neither models nor slices, or both; a value has a wrong type; or a
-            name is not unique.
+        RecipeError: There are neither models nor slices, or both; a value is invalid; or a model
+            or the name of a stage occurs more than once.
 
     >>> recipe = MergeRecipe(
     ...     merge_method="linear", models=[ModelEntry(model="a"), ModelEntry(model="b")]
@@ -256,30 +264,33 @@ class MergeRecipe:
         problems = []
         if not isinstance(self.merge_method, str):
             problems.append(
-                f"recipe merge_method: is {self.merge_method!r}, expected a method's name"
+                f"recipe merge_method: expected the name of a method, got {self.merge_method!r}"
             )
         if bool(self.models) == bool(self.slices):
-            problems.append("recipe: needs either models or slices, and not both")
+            problems.append(
+                "recipe: expected either models or slices, got "
+                f"{'both' if self.models else 'neither'}"
+            )
         for key in ("dtype", "out_dtype"):
             value = getattr(self, key)
             # the type is checked first, because a list cannot be looked up
             if value is not None and (not isinstance(value, str) or value not in FLOATS):
-                problems.append(f"recipe {key}: is {value!r}, expected one of {', '.join(FLOATS)}")
+                problems.append(f"recipe {key}: expected one of {', '.join(FLOATS)}, got {value!r}")
         if self.chat_template is not None and not isinstance(self.chat_template, str):
-            problems.append(f"recipe chat_template: is {self.chat_template!r}, expected a text")
+            problems.append(f"recipe chat_template: expected a string, got {self.chat_template!r}")
         problems += self._repeated_names()
         if problems:
             raise RecipeError(*problems)
 
     def _repeated_names(self) -> list[str]:
-        """Return a problem for each stage name or model that occurs twice."""
+        """Return a problem for each stage name or model that occurs more than once."""
         problems = []
         # a stage is written into a folder of this name
         labels = [model_label(stage) for stage in self.stages()]
         for label in dict.fromkeys(labels):
             if labels.count(label) > 1:
                 problems.append(
-                    f"recipe: two stages are called {label!r}; give each a name of its own"
+                    f"recipe: expected stages with different names, got {label!r} more than once"
                 )
         for models in [self.models, *(piece.sources for piece in self.slices)]:
             seen: set[str | int] = set()
@@ -287,7 +298,7 @@ class MergeRecipe:
                 key = model_key(entry.model)
                 if key in seen:
                     problems.append(
-                        f"models: {model_label(entry.model)} is listed twice; give each model once"
+                        f"models: expected each model once, got {model_label(entry.model)} twice"
                     )
                 seen.add(key)
         return problems
@@ -300,9 +311,9 @@ class MergeRecipe:
         return entries
 
     def mentions(self) -> list[object]:
-        """Return every model that the recipe names, bases included, each once.
+        """Return every model that the recipe names, including bases, once.
 
-        They are in the order of first mention.
+        The models are in the order of first mention.
         """
         everyone = [entry.model for entry in self.entries()]
         everyone.append(self.base_model)
@@ -314,11 +325,11 @@ class MergeRecipe:
         return list(models.values())
 
     def stages(self) -> list[MergeRecipe]:
-        """Return the recipes whose results this one merges."""
+        """Return the stages: the recipes whose results this recipe merges."""
         return [model for model in self.mentions() if isinstance(model, MergeRecipe)]
 
     def to_dict(self) -> dict[str, object]:
-        """Return what its YAML would hold; models in memory, and stages, appear by label."""
+        """Return the recipe as a dict, as in YAML, with a label for models in memory and stages."""
         first = {} if self.name is None else {"name": self.name}
         return first | _written(self)
 
@@ -330,7 +341,7 @@ class MergeRecipe:
 
 
 def _written(part: ModelEntry | Slice | TokenizerSpec | MergeRecipe) -> dict[str, object]:
-    """Return the fields that are set, in the types that YAML has; models by label."""
+    """Return the fields that are set, in types that YAML supports, with a label for each model."""
     data: dict[str, object] = {}
     for one in fields(part):
         name = one.name
@@ -343,7 +354,7 @@ def _written(part: ModelEntry | Slice | TokenizerSpec | MergeRecipe) -> dict[str
 
 
 def _plain(value: object) -> object:
-    """Return a value in the types that YAML has."""
+    """Return a value in types that YAML supports."""
     if isinstance(value, TokenRule):
         return value.to_dict()
     if isinstance(value, (ModelEntry, Slice, TokenizerSpec)):

@@ -1,6 +1,6 @@
-"""Chat templates by the names that recipes give them.
+"""Chat templates, by the names that recipes use.
 
-Each is written from the format's published description.
+Each template follows the published description of its format.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LLAMA3 = """\
 {%- endif -%}
 """
 
-# the format has no system turn: the system text begins the next user turn
+# the format has no system message: the system text begins the next user message
 _MISTRAL = """\
 {{- bos_token -}}
 {%- set system = namespace(text='') -%}

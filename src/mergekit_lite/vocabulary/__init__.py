@@ -1,6 +1,6 @@
-"""One vocabulary for models that have several.
+"""One vocabulary for the merge of models whose vocabularies differ.
 
-Rows of embeddings and heads are matched by token string.
+Rows of embeddings and heads are matched by token.
 """
 
 from .alignment import (

@@ -1,9 +1,9 @@
-"""Map each row of the output's vocabulary to a row of a model, and read models that way.
+"""Map each row of the output's vocabulary to a row of a model, and read models by this mapping.
 
-A model that lacks a token of the output gets, for that token, the base model's row, or else the
-mean of the rows of the models that have it; a recipe's ``tokens`` entry can name the row to take.
-Rows without a token (padding) are matched by index. Rows are gathered while a tensor is read, and
-no embedding is ever built whole.
+If a model lacks a token of the output, the model gets the base's row for this token, or else the
+mean of the token's rows in the other models. A recipe's ``tokens`` entry can name another row.
+Rows without a token (padding) are matched by index. Rows are gathered while a tensor is read, so
+that memory never holds a whole aligned embedding.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def is_vocabulary_tensor(name: str) -> bool:
 
 
 def stored_name(source: Source, name: str) -> str | None:
-    """Return the name under which a model stores a tensor: the embedding's for a tied head.
+    """Return the name under which a model stores a tensor, or None if the model lacks it.
 
-    Return None if the model has no such tensor.
+    A tied head is stored under the name of the embedding.
     """
     if name in source.tensors:
         return name
-    # tied by default: GPT-2's config.json does not set it, and a state dict has no config
+    # tied by default: GPT-2's config.json does not set the key, and a state dict has no config
     if HEAD.search(name) and source.config.get("tie_word_embeddings", True):
         for other in source.tensors:
             if EMBEDDING.search(other):
@@ -53,7 +53,7 @@ def stored_name(source: Source, name: str) -> str | None:
 
 
 def embedding_rows(source: Source) -> set[int]:
-    """Return the numbers of rows of a model's token embeddings."""
+    """Return the numbers of rows of a model's token embeddings, each number once."""
     rows = set()
     for name, info in source.tensors.items():
         if EMBEDDING.search(name) and info.shape:
@@ -62,22 +62,29 @@ def embedding_rows(source: Source) -> set[int]:
 
 
 def _rows(source: Source) -> int:
-    """Return the number of rows of a model's token embeddings; refuse several sizes and none."""
+    """Return the number of rows of a model's token embeddings.
+
+    Raises:
+        CheckpointError: There is no token embedding, or the numbers of rows differ.
+    """
     rows = embedding_rows(source)
     if len(rows) != 1:
         raise CheckpointError(
-            f"{source.label}: found {len(rows)} sizes of token embedding, expected one"
+            f"{source.label}: expected token embeddings with the same number of rows, got "
+            f"{' and '.join(map(str, sorted(rows))) or 'no token embedding'}"
         )
     return rows.pop()
 
 
 ZERO = -2
-"""A row of zeros, in `Vocabulary.row_of`."""
+"""The value in `Vocabulary.row_of` for a row of zeros."""
 MEAN = -1
-"""The mean of the models that have the token, in `Vocabulary.row_of`."""
+"""The value in `Vocabulary.row_of` for the mean of a token's rows in all models that have it."""
 AVERAGE = -3
-"""The mean of all of the model's rows that are tokens, in `Vocabulary.row_of`, for padding that no
-model has."""
+"""The value in `Vocabulary.row_of` for the mean of the model's rows of all tokens.
+
+It is used for padding rows that no model has.
+"""
 
 _AVERAGED = 1 << 18  # elements read at a time
 _SHOWN = 5  # tokens that a note names
@@ -88,14 +95,15 @@ class Vocabulary:
     """The output's vocabulary, and the source of each model's row for each token.
 
     Args:
-        rows: Rows of the output's embeddings.
-        tokens: Token to row.
-        has: For each model and output row, the model's row for the same token; -1 if it has none.
+        rows: The number of rows of the output's embeddings.
+        tokens: The output row of each token.
+        has: For each model and output row, the model's row for the same token, or -1 for none.
         model_of: For each model and output row, the index of the model to read the row from.
-        row_of: For each model and output row, the row in that model, or `ZERO`, `MEAN`, `AVERAGE`.
-        folder: The folder of the tokenizer's files.
-        tokenizer_json: The extended tokenizer.json, if tokens were added.
-        notes: Notes on assumptions.
+        row_of: For each model and output row, the row to read from the model in ``model_of``; or
+            `ZERO`, `MEAN` or `AVERAGE`.
+        folder: The folder of the tokenizer's files; None if there are no files.
+        tokenizer_json: The text of the extended tokenizer.json; None if no tokens were added.
+        notes: Notes on assumptions about the models' tokens.
     """
 
     rows: int
@@ -108,7 +116,7 @@ class Vocabulary:
     notes: Sequence[str] = ()
 
     def write_tokenizer(self, out: Path) -> None:
-        """Write the tokenizer's files into ``out``, with added tokens."""
+        """Write the tokenizer's files, including added tokens, into ``out``."""
         if self.folder is None:
             return
         copy_tokenizer([self.folder], out)
@@ -117,7 +125,7 @@ class Vocabulary:
 
 
 def _add_new(tokens: dict[str, int], new: Sequence[str]) -> None:
-    """Give tokens that are new the rows after the last."""
+    """Add the tokens of ``new`` that ``tokens`` lacks, in place, with the rows after the last."""
     free = max(tokens.values(), default=-1) + 1
     for token in new:
         if token not in tokens:
@@ -135,7 +143,7 @@ def _rowless_notes(
     vocabularies: Sequence[Mapping[str, int]],
     sources: Sequence[Source],
 ) -> list[str]:
-    """Return notes on tokens that a tokenizer has, but that have no row in any model."""
+    """Return notes on tokens of tokenizers that have no row in any model."""
     notes = []
     for vocabulary, source in zip(vocabularies, sources, strict=True):
         missing = [token for token in vocabulary if token not in tokens]
@@ -143,14 +151,14 @@ def _rowless_notes(
             shown = ", ".join(missing[:_SHOWN])
             more = ", ..." if len(missing) > _SHOWN else ""
             notes.append(
-                f"{source.label}: {len(missing)} tokens of its tokenizer have no row in any model "
+                f"{source.label}: {len(missing)} tokens of the tokenizer have no row in any model "
                 f"and are left out: {shown}{more}"
             )
     return notes
 
 
 def stage_tokens(source: Source) -> Mapping[str, int] | None:
-    """Return the vocabulary of a stage that is not in a folder, or None if it has no own one."""
+    """Return the vocabulary of a stage that is not in a folder, or None for other sources."""
     return getattr(source, "tokens", None)
 
 
@@ -158,12 +166,15 @@ def _tokens_of(source: Source) -> dict[str, int]:
     tokens = stage_tokens(source)
     if tokens is None:
         return read_vocabulary(source.folder, source.label)
-    # a copy, to which new tokens are added: the stage keeps its own
+    # a copy, because new tokens are added to it
     return dict(tokens)
 
 
 def _vocabularies(sources: Sequence[Source], donor: int) -> tuple[list[dict[str, int]], list[str]]:
-    """Return each model's vocabulary; for a model without a tokenizer, the donor's."""
+    """Return each model's vocabulary, and notes.
+
+    A model without a tokenizer gets the vocabulary of the model at index ``donor``.
+    """
     donors = _tokens_of(sources[donor])
     notes = []
     vocabularies = []
@@ -172,8 +183,8 @@ def _vocabularies(sources: Sequence[Source], donor: int) -> tuple[list[dict[str,
             vocabularies.append(_tokens_of(source))
         else:
             notes.append(
-                f"{source.label} has no tokenizer; its rows are taken to be "
-                f"{sources[donor].label}'s tokens"
+                f"{source.label} has no tokenizer; its rows are assumed to belong to the tokens of "
+                f"{sources[donor].label}"
             )
             vocabularies.append(donors)
     return vocabularies, notes
@@ -186,14 +197,14 @@ def plan_vocabulary(
     base: int | None,
     index: Mapping[str | int, int],
 ) -> Vocabulary:
-    """Decide the output's tokens and where each model's rows for them come from.
+    """Choose the output's tokens, and the source of each model's row for each token.
 
     Args:
-        sources: The models, base included.
+        sources: The models, including the base.
         spec: The recipe's tokenizer entry.
-        donor: The index of the model whose ids are kept if the source is base or union.
+        donor: The index of the model whose token ids are kept if the source is base or union.
         base: The index of the recipe's base, if any. Models that lack a token get the base's row.
-        index: The index in ``sources`` of each model's key.
+        index: The index in ``sources`` of each model, by the model's key.
 
     Raises:
         CheckpointError: A tokenizer is missing or cannot be extended.
@@ -203,7 +214,7 @@ def plan_vocabulary(
     folder, tokens, rows = _source_of_tokens(sources, spec, donor, index)
     before = len(tokens)
     if spec.source == "union":
-        # a tokenizer may reserve tokens beyond the model's rows, and they would get a made-up row
+        # a tokenizer may reserve tokens beyond the model's rows, which would get a made-up row
         stored = [_with_rows(v, _rows(s)) for v, s in zip(vocabularies, sources, strict=True)]
         tokens = dict(stored[donor])
         before = len(tokens)
@@ -211,7 +222,7 @@ def plan_vocabulary(
             # in the order of rows, because the order in a file means nothing
             _add_new(tokens, sorted(vocabulary, key=vocabulary.__getitem__))
         notes += _rowless_notes(tokens, vocabularies, sources)
-    # a rule may place a token that no model has
+    # a rule may add a token that no model has
     _add_new(tokens, list(spec.tokens))
     extended = None
     if len(tokens) > before:
@@ -253,7 +264,7 @@ def plan_vocabulary(
 def _source_of_tokens(
     sources: Sequence[Source], spec: TokenizerSpec, donor: int, index: Mapping[str | int, int]
 ) -> tuple[Path | None, dict[str, int], int]:
-    """Return the folder of the output's tokenizer, its tokens, and the rows of its model."""
+    """Return the folder and the tokens of the output's tokenizer, and the rows of its model."""
     if spec.source in ("union", "base"):
         place: int | None = donor
     else:
@@ -263,11 +274,11 @@ def _source_of_tokens(
         return source.folder, _tokens_of(source), _rows(source)
     if isinstance(spec.source, MergeRecipe):
         raise RecipeError(
-            f"tokenizer source: is the stage {model_label(spec.source)}, expected one of the "
-            "recipe's models"
+            "tokenizer source: expected one of the recipe's models, got the stage "
+            f"{model_label(spec.source)}, which is not among the models"
         )
     folder = find_folder(spec.source)
-    # 0: a tokenizer alone brings no padding, so its tokens decide
+    # 0 rows: a tokenizer without a model has no padding, so only its tokens count
     return folder, read_vocabulary(folder, spec.source), 0
 
 
@@ -277,7 +288,8 @@ def _extend_tokenizer_of(
     """Return a tokenizer.json extended by ``tokens`` and the BPE merges of the other models."""
     if folder is None or not (folder / "tokenizer.json").exists():
         raise CheckpointError(
-            f"tokenizer: expected a tokenizer.json in {folder} to add tokens to, got none"
+            f"tokenizer: expected a tokenizer.json in {folder}, to which tokens can be added, got "
+            "none"
         )
     folders = [source.folder for source in sources if source.folder is not None]
     others = [other for other in folders if (other / "tokenizer.json").exists()]
@@ -291,13 +303,16 @@ def _given_row(
     sources: Sequence[Source],
     vocabularies: Sequence[Mapping[str, int]],
 ) -> tuple[int | None, int]:
-    """Return the model (None if there is none) and the row that a rule names."""
+    """Return the index of the model that a rule names, and the row.
+
+    The index is None, and the row is `ZERO` or `MEAN`, if the rule names no model.
+    """
     where = f"tokenizer tokens {token!r}"
     if rule.zero:
         return None, ZERO
     if rule.model is None:
         if rule.force:
-            raise RecipeError(f"{where}: force needs a source to take the row from")
+            raise RecipeError(f"{where}: expected a source of the row, because of force, got none")
         return None, MEAN
     if model_key(rule.model) not in index:
         raise RecipeError(
@@ -334,7 +349,7 @@ class AlignedSource(View):
         self._averages: dict[str, Array] = {}
         named = dict(source.tensors)
         for other in sources:
-            for head in other.tensors:  # a head that is untied there may be tied here
+            for head in other.tensors:  # a head that is untied in another model may be tied here
                 stored = stored_name(source, head) if HEAD.search(head) else None
                 if stored is not None:
                     named[head] = source.tensors[stored]
@@ -344,9 +359,10 @@ class AlignedSource(View):
             self.tensors[name] = info
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Return elements of the aligned tensor.
+        """Return the elements of an aligned tensor from ``start`` to ``stop``.
 
-        They are as stored if all are read in one dtype, else float32 or better.
+        The result has the stored dtype if all rows have that dtype. Otherwise bfloat16 and float16
+        become float32.
         """
         if not is_vocabulary_tensor(name) or start == stop:
             return super().read(name, start, stop)
@@ -399,7 +415,7 @@ class AlignedSource(View):
         return self._averages[name]
 
     def _mean_row(self, name: str, row: int, width: int) -> Array:
-        """Return the mean row of the models that have a token."""
+        """Return the mean of a token's rows in all models that have the token, or zeros."""
         rows_of_models = []
         for model, rows in enumerate(self._vocabulary.has):
             if rows[row] >= 0 and stored_name(self._sources[model], name) is not None:
@@ -410,10 +426,10 @@ class AlignedSource(View):
         return np.zeros(width, np.float32)
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
-        """Fill ``out`` as the model does; return False for tensors whose rows are tokens."""
+        """Read into ``out`` as the model does; return False for tensors whose rows are tokens."""
         return not is_vocabulary_tensor(name) and super().read_into(name, start, out)
 
     def fingerprint(self) -> object:
-        """Return the model's fingerprint, and a hash of where its rows come from."""
+        """Return the model's fingerprint, and a hash of the sources of the rows."""
         rows = hashlib.sha256(self._model_of.tobytes() + self._row_of.tobytes()).hexdigest()
         return [super().fingerprint(), rows]

@@ -23,7 +23,7 @@ def has_tokenizer(folder: Path | None) -> bool:
 
 
 def copy_tokenizer(folders: Iterable[Path | None], out: Path) -> None:
-    """Copy the tokenizer's files of the first folder that has any."""
+    """Copy the tokenizer files of the first folder that has any into ``out``."""
     for folder in folders:
         if folder is None:
             continue
@@ -42,7 +42,8 @@ def read_vocabulary(folder: Path | None, label: str) -> dict[str, int]:
     """
     if folder is None or not has_tokenizer(folder):
         raise CheckpointError(
-            f"{label}: has no tokenizer.json (or vocab.json, vocab.txt) to match its vocabulary by"
+            f"{label}: expected a tokenizer.json, vocab.json or vocab.txt, to match rows by token, "
+            "got none"
         )
     if (folder / "tokenizer.json").exists():
         return _fast_vocabulary(folder / "tokenizer.json")
@@ -56,11 +57,11 @@ def read_vocabulary(folder: Path | None, label: str) -> dict[str, int]:
 
 
 def _whole_numbers(path: Path, ids: dict[str, Any]) -> dict[str, int]:
-    """Return ids; refuse them unless all are whole numbers, 0 or more."""
-    # `type`, as true and false are ints to isinstance
+    """Return ``ids``; raise a `CheckpointError` unless all are integers from 0 to 2**31 - 1."""
+    # `type`, because for isinstance true and false are ints
     if not all(type(row) is int and 0 <= row < 1 << 31 for row in ids.values()):
         raise CheckpointError(
-            f"{path}: expected token ids that are whole numbers, 0 or more, got others"
+            f"{path}: expected token ids that are integers from 0 to 2**31 - 1, got other values"
         )
     return ids
 
@@ -77,7 +78,8 @@ def _fast_vocabulary(path: Path) -> dict[str, int]:
             ids[token["content"]] = token["id"]
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: is not a tokenizer as the tokenizers library writes it ({error!r})"
+            f"{path}: expected a tokenizer.json as the tokenizers library writes it, got another "
+            f"format ({error!r})"
         ) from error
     return _whole_numbers(path, ids)
 
@@ -85,8 +87,8 @@ def _fast_vocabulary(path: Path) -> dict[str, int]:
 def _makes_missing_token(
     merge: list[str] | str, vocabulary: Mapping[str, int], tokens: Mapping[str, int]
 ) -> bool:
-    """Return whether a BPE merge joins two known tokens into one that ``vocabulary`` lacks."""
-    # older tokenizer.json files write a merge as one text, "a b"
+    """Return whether a BPE merge joins two of ``tokens`` into one that ``vocabulary`` lacks."""
+    # older tokenizer.json files write a merge as one string, "a b"
     pair = merge if isinstance(merge, list) else merge.split(" ")
     built = "".join(pair)
     return built not in vocabulary and all(token in tokens for token in (*pair, built))
@@ -95,7 +97,7 @@ def _makes_missing_token(
 def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Path]) -> str:
     """Return the text of a tokenizer.json that is extended to all of ``tokens``.
 
-    It also gets the BPE merges of ``others`` that build new tokens.
+    BPE merges of ``others`` that build new tokens are added, too.
 
     Raises:
         CheckpointError: This type of tokenizer cannot be extended without changing ids.
@@ -104,14 +106,14 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
     model = data["model"]
     if not isinstance(model["vocab"], dict):
         raise CheckpointError(
-            f"{path}: a {model.get('type')} tokenizer cannot be extended; set "
-            "tokenizer_source to base or a path"
+            f"{path}: expected a tokenizer that can be extended, got a {model.get('type')} "
+            "tokenizer; set tokenizer_source to base or to the path of a model"
         )
     added = {}
     for token in data.get("added_tokens", []):
-        if token["content"] in tokens:  # else no model has a row for it
+        if token["content"] in tokens:  # otherwise no model has a row for the token
             added[token["content"]] = token
-    # a merge may be a list, which has no hash
+    # as JSON, because a merge may be a list, which cannot be hashed
     merges = {json.dumps(merge) for merge in model.get("merges", [])}
     known = set(model["vocab"]) | set(added)
     for other in others:
@@ -126,7 +128,7 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
         for merge in theirs["model"].get("merges", []):
             is_new = json.dumps(merge) not in merges
             if is_new and _makes_missing_token(merge, model["vocab"], tokens):
-                # at the end, with the lowest priority: the tokenizer's own merges still come first
+                # at the end, with the lowest priority, after the tokenizer's own merges
                 model["merges"].append(merge)
                 merges.add(json.dumps(merge))
     # the tokenizers library rejects an added token that lacks one of these
@@ -155,11 +157,12 @@ def _check_loads(path: Path, text: str, tokens: Mapping[str, int]) -> None:
         loaded = Tokenizer.from_str(text).get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises no class of its own
         raise CheckpointError(
-            f"{path}: the tokenizers library cannot read the extended tokenizer ({error})"
+            f"{path}: expected an extended tokenizer that the tokenizers library can read, got the "
+            f"error: {error}"
         ) from error
     for token, row in tokens.items():
         if loaded.get(token) != row:
             raise CheckpointError(
-                f"{path}: token {token!r} would get another id in the extended tokenizer; set "
-                "tokenizer_source to base or a path"
+                f"{path}: expected the id {row} for token {token!r} in the extended tokenizer, got "
+                f"{loaded.get(token)}; set tokenizer_source to base or to the path of a model"
             )

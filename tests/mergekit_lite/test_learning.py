@@ -218,7 +218,9 @@ def test_masks_of_components_that_differ_in_the_embedding_alone_are_refused():
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(2)
     save(model, "model1")
-    with pytest.raises(ValueError, match="differ from the start in embedding and head alone"):
+    with pytest.raises(
+        ValueError, match="differ from the starting merge in other weights than embedding and head"
+    ):
         learned(start="model0", compare=())
 
 

@@ -1,1 +1,1 @@
-"""Learn a merge on data: a start, a student that is trained on it, and a table of both."""
+"""Learn a merge from data: train a model that starts from a merge, and compare the two."""

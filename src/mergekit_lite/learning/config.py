@@ -10,10 +10,10 @@ from model_components._checks import CheckedConfig, Range, Whole
 
 from ..masks.config import Granularity
 
-OPERATION = "learn"  # begins the messages of `learn_merge` and its command
+OPERATION = "learn"  # the prefix of messages of `learn_merge` and of its command
 
 RATES = {"masks": 3e-2, "lora": 2e-3, "all": 1e-4}
-"""The default learning rate for each ``train``, from a search on SmolLM2-135M (docs/masks.md)."""
+"""The default learning rate by ``train``, from a search on SmolLM2-135M (docs/masks.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,27 +24,28 @@ class LearnConfig(CheckedConfig):
         start: The merge that training begins from: ``"average"``, ``"regmean"``, ``"regmean++"``,
             any other method of `merge_models` that needs no parameters, or a model's folder.
         train: What to train: ``"masks"`` (by default one number for each row of each component's
-            weights), ``"lora"`` (adapters on the start) or ``"all"`` (all weights of the start).
-            The embedding and the head always keep the weights of the start.
+            weights), ``"lora"`` (adapters on the merge in ``start``) or ``"all"`` (all its
+            weights). The embedding and the head are never trained.
         granularity: With ``train="masks"``, one mask value for each weight matrix (``"scalar"``),
             input column (``"input"``), output row (``"output"``) or element (``"element"``).
-        rank: Rank of the adapters of ``"lora"``.
+        rank: Rank of the adapters with ``train="lora"``.
         learning_rate: Peak learning rate; default: 0.03 for masks, 2e-3 for adapters, 1e-4 for all
             weights.
         max_steps: Number of training steps.
         batch_size: Number of examples per device and step.
-        max_length: Maximum number of tokens of an example, at most the number of the models'
-            positions; the rest is cut off.
+        max_length: Maximum number of tokens of an example; longer examples are truncated. It is at
+            most the number of positions that the models support.
         coefficients: The share of each component as a teacher. ``"task"``: only the component whose
-            data the example comes from; ``"evidence"``: in proportion to the probability that a
-            component gives the example; ``"confidence"``: larger for a component whose prediction
-            has a lower entropy.
+            data the example comes from is the teacher; ``"evidence"``: the share is proportional to
+            the probability that the component gives the example; ``"confidence"``: the share is
+            larger for a component whose prediction has a lower entropy.
         temperature: The number that the logits of student and teachers are divided by.
-        compare: Methods of `merge_models` to compare with in the closing table; default: linear,
+        compare: Methods of `merge_models` to compare with in the final table; default: linear,
             regmean and, with a base, task_arithmetic.
-        held_out: Fraction of each task's rows to hold out, at most 200 rows.
+        held_out: Fraction of each task's examples to hold out for the comparison, at most 200
+            examples per task.
         dtype: Dtype of the components; default: the dtype of their files.
-        seed: Seed of the training. Held-out examples do not depend on it.
+        seed: Seed for training. Held-out examples do not depend on the seed.
 
     Raises:
         ValueError: A value has the wrong type or is out of range.
@@ -66,6 +67,6 @@ class LearnConfig(CheckedConfig):
     seed: Annotated[int, Range(least=0)] = 0
 
     def problems(self) -> Iterator[str]:
-        """Yield a message if the start is empty."""
+        """Yield a message if ``start`` is empty."""
         if not self.start:
             yield "start is '', expected average, a method of merge_models or a folder"

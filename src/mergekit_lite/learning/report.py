@@ -14,16 +14,16 @@ class LearnReport(Report):
     """The result of `learn_merge`: losses of held-out examples, in nats per supervised token.
 
     Attributes:
-        out: The folder of the delivered model.
-        delivered: The name of the merge in ``out``: the one with the lowest mean loss.
+        out: The output folder.
+        delivered: The name of the merge in ``out``, which has the lowest mean loss.
         student: The name of the trained merge.
         start: The name of the merge that training began from.
         tasks: The names of the tasks, one for each component.
         tokens: The number of held-out supervised tokens of each task.
-        losses: The loss of each model on each task.
+        losses: The losses of each model by its name, one for each task.
         components: The names of the components among the models.
-        seconds: The duration of training in seconds, without merging, teachers and evaluation. If
-            the run was interrupted, only the time since it continued.
+        seconds: The training time in seconds, without merging, teachers and evaluation. If an
+            interrupted run was continued, only the time since then is counted.
     """
 
     out: Path
@@ -51,7 +51,7 @@ class LearnReport(Report):
         ]
 
     def table(self) -> Table:
-        """Return one line for each model, the components first."""
+        """Return a table with one row for each model, the components first."""
         rows = [
             (name, *(f"{loss:.4f}" for loss in losses), f"{self.mean(name):.4f}")
             for name, losses in self.losses.items()

@@ -1,4 +1,4 @@
-"""`learn_merge`: train a merge on data, compare it, and deliver the best."""
+"""`learn_merge`: train a merge on data, compare it with other merges, and write the best."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from .report import LearnReport
 from .student import Student, StudentTrainer
 from .tasks import Task, held_out_losses, read_tasks, supervised_tokens
 
-_CALIBRATION = 256  # examples of a task
-_COMPARED = ("linear", "regmean")  # merges in the table, if a caller names none
+_CALIBRATION = 256  # number of examples per task with which merges are calibrated
+_COMPARED = ("linear", "regmean")  # merges in the final table, if the caller names none
 _SAVED = 0.1  # a checkpoint is written each time this fraction of the steps is done
 
 
@@ -57,9 +57,9 @@ def learn_merge(
     """Train a merge of several models on their data, and write the best merge found.
 
     Training moves the merged model's distribution of the next token towards that of the component
-    whose data an example comes from. It begins from ``start``, a merge in closed form. The closing
-    table compares the trained merge with the start and other merges on held-out examples. The merge
-    with the lowest mean loss is written to ``out``, even if it is not the trained one.
+    whose data an example comes from. It begins from ``start``, a merge that needs no training. A
+    final table compares the trained merge with ``start`` and other merges on held-out examples. The
+    merge with the lowest mean loss is written to ``out``, even if it is not the trained one.
 
     Checkpoints, the cached teachers and the report are kept in ``OUT.training``. If a run was
     interrupted, the same call continues it.
@@ -70,16 +70,16 @@ def learn_merge(
         data: For each component, rows of its task or a file of rows; see `TextExamples`.
         out: Output folder: a new path, or an empty folder.
         base: The model that the components were tuned from, for methods that use one.
-        fresh: Begin anew instead of continuing the run in ``OUT.training``.
+        fresh: Start over instead of continuing the run in ``OUT.training``.
         progress: Show progress bars and the first example of each task.
         **settings: Fields of `LearnConfig`.
 
     Returns:
-        The losses of all models, and which merge was delivered.
+        A report with the losses of all models and the name of the merge that was written.
 
     Raises:
-        ValueError: A setting, a row or a component is invalid, ``OUT.training`` belongs to another
-            run, or there are several processes or GPUs.
+        ValueError: A setting, a row or a component is invalid. ``out`` exists and is not empty, or
+            ``OUT.training`` belongs to another run. There are several processes or GPUs.
         DeadRunError: A loss or gradient is not finite.
     """
     config = LearnConfig.from_dict(settings)
@@ -118,7 +118,7 @@ def learn_merge(
         training=training,
         # with fingerprints, because a model may be trained again in the same folder
         key=xxhash.xxh3_64(json.dumps([facts, contents, files]).encode()).hexdigest(),
-        # any token can pad: the mask hides it, and its label is ignored
+        # any token can serve as padding, because the mask hides it and its label is ignored
         collator=MaskCollator(
             pad_token_id=tokenizer.pad_token_id or 0, max_length=config.max_length
         ),
@@ -126,10 +126,10 @@ def learn_merge(
         teachers=teachers,
         device=teachers.device,
     )
-    del teachers  # the run must hold the only reference, so that it can free them
+    del teachers  # the run must hold the only reference, so that it can free the teachers
     results = (MASKS, "report.json")
     with RunFolder(training, facts, OPERATION, contents=contents, results=results, fresh=fresh):
-        check_new(path, OPERATION)  # another run may have ended while this one waited
+        check_new(path, OPERATION)  # another run may have written it while this one waited
         if progress:
             for task in tasks:
                 print(f"{task.name}, with the supervised text in brackets:\n{task.first}\n")
@@ -139,20 +139,21 @@ def learn_merge(
 
 
 def _check_devices() -> None:
-    """Refuse several processes, and GPUs that a Trainer would use together."""
+    """Raise an error if there are several processes, or several visible GPUs."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     gpus = torch.cuda.device_count()
     if processes > 1 or gpus > 1:
         raise ValueError(
-            f"{OPERATION}: expected one process and at most one visible GPU, got {processes} and "
-            f"{gpus}; set CUDA_VISIBLE_DEVICES=0, or train a Merger by MaskTrainer under torchrun"
+            f"{OPERATION}: expected one process and at most one visible GPU, got {processes} "
+            f"processes and {gpus} GPUs; set CUDA_VISIBLE_DEVICES=0, or train a Merger with "
+            "MaskTrainer under torchrun"
         )
 
 
 def _check_data(components: Sequence[str | Path], data: Sequence[Any]) -> None:
-    """Refuse anything but a list of models and a list with the data of each."""
+    """Raise an error unless there are a list of models and a list with the data of each."""
     for name, given in (("components", components), ("data", data)):
-        # the letters of a text would be counted
+        # len() of a text would count its characters
         if isinstance(given, (str, Path)):
             raise ValueError(f"{OPERATION}: {name} is {str(given)!r}, expected a list")
     if len(components) < 2 or len(components) != len(data):
@@ -163,7 +164,7 @@ def _check_data(components: Sequence[str | Path], data: Sequence[Any]) -> None:
 
 
 def _merges(config: LearnConfig, count: int, base: str | None) -> list[str]:
-    """Return the methods of the closing table; raise if one cannot merge ``count`` models."""
+    """Return the methods of the final table; raise an error if one cannot merge the models."""
     compared = config.compare
     if compared is None:
         compared = _COMPARED if base is None else (*_COMPARED, "task_arithmetic")
@@ -173,18 +174,18 @@ def _merges(config: LearnConfig, count: int, base: str | None) -> list[str]:
     for field, names in methods.items():
         for name in names:
             _check_method(field, name, count, base)
-    # average is linear with equal weights: the table has it once
+    # average is linear with equal weights, so the table has only one of them
     start = "linear" if config.start == "average" else config.start
     return [name for name in compared if name != start]
 
 
 def _is_folder(name: str) -> bool:
-    """Return whether a start is a model's folder, and not a method of that name."""
+    """Return whether ``start`` is a model's folder, and not the name of a method."""
     return name not in (*METHODS, *CALIBRATED, "average") and Path(name).is_dir()
 
 
 def _check_method(field: str, name: str, count: int, base: str | None) -> None:
-    """Refuse a method that could not run without more settings."""
+    """Raise an error if a method requires settings that `learn_merge` does not give it."""
     if name in CALIBRATED:
         return
     try:
@@ -192,14 +193,14 @@ def _check_method(field: str, name: str, count: int, base: str | None) -> None:
     except ValueError as error:
         raise ValueError(f"{OPERATION}: {field}: {error}") from error
     if method.base == "required" and base is None:
-        raise ValueError(f"{OPERATION}: {field} has {name}, expected a base, which it requires")
-    # weight may be required: `_merge` gives every model 1
+        raise ValueError(f"{OPERATION}: {field} has {name}, expected a base, got none")
+    # weight may be required, because `_merge` gives every model the weight 1
     required = [p.name for p in method.parameters.values() if p.required and p.name != "weight"]
     if required:
         raise ValueError(
             f"{OPERATION}: {field} has {name}, expected a method without required parameters, but "
             f"it requires {required[0]}; to train from such a merge, write it with merge_models "
-            "and give its folder as start"
+            "and pass its folder as start"
         )
     try:
         method.check_inputs(count, base is not None and method.base != "unused")
@@ -233,7 +234,7 @@ class _Run:
     seconds: float = 0.0
 
     def learn(self) -> LearnReport:
-        """Train, compare, and write the best."""
+        """Train a merge, compare it with others, and write the best."""
         config = self.config
         losses = {}
         for k, name in enumerate(_component_names(self.teachers.labels, config)):
@@ -241,7 +242,7 @@ class _Run:
                 losses[name] = self._measured(name, lambda: self.teachers)
         components = tuple(losses)
         for name in [config.start, *self.merges]:
-            # a function, so that a continued run does not repeat merges that are already measured
+            # passed as a function, so that a continued run does not repeat merges already measured
             losses[name] = self._measured(name, lambda name=name: self._load(self._merged(name)))
         for name in self.merges:
             self._discard(name)
@@ -261,11 +262,11 @@ class _Run:
             seconds=self.seconds,
         )
         if report.delivered != name:
-            # merge again, because the table's merges were removed after they were measured
+            # merge again, because merges were removed after their losses were measured
             self._merge(report.delivered, self.out)
         elif config.train == "masks":
             student.unfold_().bake(self.out, progress=self.progress)
-            # replaces the card that `bake` wrote, whose recipe nobody could run
+            # replace the model card that `bake` wrote, whose recipe cannot be run
             complete_folder(self.out, self._card(report))
         else:
             self._save(student, self._card(report))
@@ -275,7 +276,7 @@ class _Run:
         return [task.test for task in self.tasks]
 
     def _measured(self, name: str, model: Callable[[], Any]) -> tuple[float, ...]:
-        """Return a model's losses, from the file of an interrupted call if it has them."""
+        """Return a model's losses, from the file of an interrupted run if they are in it."""
         file = self.training / f"losses-{self.key}.json"
         known: dict[str, list[float]] = {}
         if file.is_file():
@@ -287,22 +288,22 @@ class _Run:
         return tuple(known[name])
 
     def _discard(self, name: str) -> None:
-        """Remove a merge that was made for the table alone."""
+        """Remove a merge that was made only for the table."""
         folder = self.training / f"{name}-{self.key}"
         if folder.exists():
             remove(folder)
 
     def _merged(self, name: str) -> Path:
-        """Return the folder of a merge, and write it unless an earlier call did."""
+        """Return the folder of a merge, which is written unless it exists."""
         if _is_folder(name):
             return Path(name)
         folder = self.training / f"{name}-{self.key}"
-        if not folder.exists():  # a folder appears only once it is complete
+        if not folder.exists():  # a folder that exists is complete
             self._merge(name, folder)
         return folder
 
     def _merge(self, name: str, out: Path) -> None:
-        """Write the merge of a method, or a copy of a model's folder."""
+        """Write the components' merge by a method, or a copy of a model's folder."""
         options: dict[str, Any] = {"out": out, "progress": self.progress}
         if self.config.dtype != "auto":
             options["dtype"] = self.config.dtype
@@ -312,7 +313,7 @@ class _Run:
             models = [name]
             method = "passthrough"
         elif method in CALIBRATED:
-            # training examples alone: held-out ones must stay unseen by every merge
+            # only training examples, because no merge may see held-out ones
             options["calibration"] = [task.train[:_CALIBRATION] for task in self.tasks]
             options["max_length"] = self.config.max_length
             options["device"] = self.device
@@ -331,7 +332,7 @@ class _Run:
         return KLConfig(coefficients=self.config.coefficients, temperature=self.config.temperature)
 
     def _train(self, kind: type[DistillTrainer], model: Any, cached: Any, **more: Any) -> None:
-        """Train a student, or go on from its newest checkpoint."""
+        """Train a student, or continue from its newest checkpoint."""
         config = self.config
         arguments = TrainingArguments(
             output_dir=str(self.training),
@@ -359,7 +360,7 @@ class _Run:
         )
         checkpoint = newest_whole(self.training, OPERATION, trainer.needed_files())
         if checkpoint is not None:
-            print(f"{OPERATION}: going on from {checkpoint}")
+            print(f"{OPERATION}: continuing from {checkpoint}")
         started = time.perf_counter()
         trainer.train(resume_from_checkpoint=checkpoint)
         self.seconds = time.perf_counter() - started
@@ -367,7 +368,7 @@ class _Run:
 
     def _cached(self) -> Any:
         """Return the examples, with the teachers' hidden states if these determine the logits."""
-        # the loss is a mean over tokens: without weights long answers would outweigh short ones
+        # weighted, because long answers would otherwise outweigh short ones in the mean over tokens
         mixture = TaskMixture([task.train for task in self.tasks], weights="tokens")
         if self.teachers.output_head() is None:
             return mixture
@@ -381,9 +382,9 @@ class _Run:
         )
 
     def _read_by_steps(self, mixture: TaskMixture) -> TaskMixture | Subset:
-        """Return a random subset of the examples that is as large as the steps can read.
+        """Return the examples, or a random subset if training reads only a part of them.
 
-        Teachers run on no other examples.
+        Teachers run only on this subset.
         """
         count = self.config.max_steps * self.config.batch_size
         if count >= len(mixture):
@@ -392,7 +393,7 @@ class _Run:
         return Subset(mixture, drawn)
 
     def _train_masks(self) -> Merger:
-        """Return a merger with trained masks, over the start unless the start is the average."""
+        """Return a merger with trained masks; its base is ``start``, unless that is the average."""
         cached = self._cached()
         if self.config.start == "average":
             merger = self.teachers
@@ -403,7 +404,7 @@ class _Run:
                 base=self._merged(self.config.start),
                 dtype=self.config.dtype,
                 granularity=self.config.granularity,
-                # masks of 0 take nothing from any component, so that training begins at the start
+                # masks of 0 take nothing from the components, so training begins at the base
                 initial=0.0,
             )
         _fix_embedding_and_head(merger)
@@ -412,7 +413,7 @@ class _Run:
         return merger.fold_()
 
     def _train_student(self) -> Any:
-        """Return the start with trained adapters merged into it, or with trained weights."""
+        """Return the starting merge with trained adapters merged in, or with trained weights."""
         cached = self._cached()
         head = self.teachers.output_head()
         heads = [weight.clone() for weight in head.frozen("weight")]
@@ -421,9 +422,9 @@ class _Run:
             biases = [bias.clone() for bias in head.frozen("bias")]
         dtype = self.teachers.dtype
         trains_all = self.config.train == "all"
-        # float32 if all weights are trained: bfloat16 would round small steps away
+        # float32 if all weights are trained, because bfloat16 would round small steps away
         start = self._load(self._merged(self.config.start), torch.float32 if trains_all else dtype)
-        self.teachers = None  # their hidden states are cached
+        self.teachers = None  # freed, because their hidden states are cached
         # peft initializes adapters at random, and a repeated call must get the same ones
         set_seed(self.config.seed)
         student = Student(start, heads, biases, None if trains_all else self.config.rank)
@@ -434,13 +435,13 @@ class _Run:
         return model.to(dtype).eval()
 
     def _card(self, report: LearnReport) -> str:
-        """Return the card of the student."""
+        """Return the model card of the student."""
         names = ", ".join(shown_name(name) for name in self.components)
         paragraphs = [
             f"A merge of {names}, trained on their data by `mergekit_lite.learn_merge`.",
             f"Start: {shown_name(self.config.start)}; trained: {self.config.train}.",
             "Mean held-out loss in nats per token: "
-            f"{report.mean(report.student):.4f}, of the start {report.mean(report.start):.4f}.",
+            f"{report.mean(report.student):.4f}; before training: {report.mean(report.start):.4f}.",
         ]
         return card_of(
             "A learned merge",
@@ -459,20 +460,20 @@ class _Run:
 
 
 def _fix_embedding_and_head(merger: Merger) -> None:
-    """Exclude masks of the embedding and the head from training: no student changes these two."""
+    """Exclude the masks of the embedding and the head from training, as for every student."""
     model = merger.model
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         if isinstance(layer, MaskedLayer):
             layer.masks.requires_grad_(False)
     if not merger.trained_masks():
         raise ValueError(
-            f"{OPERATION}: the components differ from the start in embedding and head alone, whose "
-            "masks are not trained; expected differences in other weights"
+            f"{OPERATION}: expected components that differ from the starting merge in other "
+            "weights than embedding and head, whose masks are not trained, got none that does"
         )
 
 
 def _component_names(labels: Sequence[str], config: LearnConfig) -> list[str]:
-    """Return the components' names in the table: hub ids or folder names; numbers if ambiguous."""
+    """Return the components' names in the table: hub ids, folder names or, if equal, numbers."""
     names = [shown_name(label) for label in labels]
     # a component's folder may have the same name as a merge in the table, such as regmean
     taken = {config.start, *(config.compare or _COMPARED), "task_arithmetic"}

@@ -1,4 +1,4 @@
-"""Students that train adapters on a merge, or the merge's own weights."""
+"""`Student`: a merge whose weights, or adapters on it, are trained."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Student(nn.Module):
     Args:
         model: The merge that training starts from. It is changed in place.
         heads: The teachers' output heads, (V, H) each.
-        biases: The biases of these heads, (V,) each; None if heads have no bias.
-        rank: Rank of adapters on all linear layers but the head; None: train all weights but
-            embeddings and head.
+        biases: The biases of these heads, (V,) each; None if the heads have no bias.
+        rank: Rank of the adapters on all linear layers except the head. None: train all weights
+            except the embeddings and the head.
     """
 
-    # the Trainer passes the number of positions in all micro-batches of a step
+    # makes the Trainer pass the number of positions in all micro-batches of a step
     accepts_loss_kwargs = True
 
     def __init__(
@@ -59,7 +59,7 @@ class Student(nn.Module):
             config = LoraConfig(
                 r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
             )
-            # peft puts its layers into `model` itself; the wrapper is kept to merge them at the end
+            # peft puts its layers into `model`; the wrapper is kept to merge adapters at the end
             self._adapted = get_peft_model(model, config)
         self.model = model
 
@@ -72,7 +72,7 @@ class Student(nn.Module):
         return self.model.base_model(**self.uncached(inputs))[0].to(self._heads[0].dtype)
 
     def uncached(self, inputs: Mapping[str, object]) -> dict[str, object]:
-        """Return the inputs, with the cache of keys and values turned off."""
+        """Return the inputs with ``use_cache=False``, so that keys and values are not cached."""
         return {**inputs, "use_cache": False}
 
     def head_options(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Student(nn.Module):
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def finished(self) -> Any:
-        """Return the model with its adapters merged into the weights."""
+        """Return the model; adapters, if there are any, are merged into its weights."""
         if self._adapted is None:
             return self.model
         return self._adapted.merge_and_unload()

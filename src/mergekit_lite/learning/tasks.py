@@ -1,4 +1,4 @@
-"""The tasks of `learn_merge`: their examples, and a model's losses on those that are held out."""
+"""The tasks of `learn_merge`: their examples, and a model's losses on held-out examples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from model_components._modes import evaluating
 from ..masks.data import MaskCollator
 from .config import OPERATION, LearnConfig
 
-_MOST_HELD_OUT = 200  # examples of a task
+_MOST_HELD_OUT = 200  # maximum number of held-out examples per task
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Task:
     """One component's examples.
 
     Attributes:
-        name: The task's name in the table.
+        name: The task's name in the final table.
         first: The text of the first example, with the supervised text in brackets.
         train: The examples to train on.
         test: The held-out examples.
-        hash: A hash of all rows.
+        hash: A hash of all rows of the data.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Task:
 
 
 def read_tasks(data: Sequence[Any], tokenizer: Any, config: LearnConfig) -> list[Task]:
-    """Read the rows of each component, and hold some examples of each out."""
+    """Read the examples of each component, and hold out some of them."""
     tasks: list[Task] = []
     for number, source in enumerate(data):
         name = f"task {number}"
@@ -54,18 +54,18 @@ def read_tasks(data: Sequence[Any], tokenizer: Any, config: LearnConfig) -> list
         if not train:
             raise ValueError(
                 f"{OPERATION}: {name} has no examples to train on: all {len(texts)} are held out, "
-                "or have the prompt of a held-out one; expected 2 or more prompts, or a smaller "
-                "held_out"
+                "or have the same prompt as one that is; expected two or more different prompts, "
+                "or a smaller held_out"
             )
         tasks.append(Task(name, texts.decoded(0), train, test, texts.digest))
     return tasks
 
 
 def supervised_tokens(examples: Sequence[Mapping[str, Any]]) -> int:
-    """Count the tokens that losses are means over."""
+    """Return the number of tokens over which the loss is averaged."""
     count = 0
     for example in examples:
-        # nothing predicts the first token
+        # no logit predicts the first token
         count += sum(label != IGNORED for label in example["labels"][1:])
     return count
 
@@ -82,7 +82,7 @@ def held_out_losses(
 
     Args:
         model: A causal language model, or a `Merger`.
-        tasks: Examples of ``input_ids`` and ``labels``.
+        tasks: The examples of each task, with ``input_ids`` and ``labels``.
         collator: The collator that pads the examples.
         batch_size: Number of examples per forward pass.
     """
@@ -94,12 +94,12 @@ def held_out_losses(
             ordered = sorted(examples, key=lambda example: len(example["input_ids"]))
             for start in range(0, len(ordered), batch_size):
                 batch = collator(ordered[start : start + batch_size])
-                # logits at t predict token t + 1; with labels the model would compute a loss, too
+                # logits at t predict token t + 1; with labels, the model would also compute a loss
                 labels = batch.pop("labels")[:, 1:]
                 inputs = on_device(batch, model.device)
                 logits: Tensor = model(**inputs).logits[:, :-1]
                 chosen = labels != IGNORED
-                # a sum, since batches differ in their numbers of supervised tokens
+                # a sum, because the number of supervised tokens differs between batches
                 loss = F.cross_entropy(
                     logits[chosen].float(), labels[chosen].to(logits.device), reduction="sum"
                 )

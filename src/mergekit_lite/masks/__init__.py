@@ -1,8 +1,9 @@
-"""Learned masks: train the coefficients of a merge, then write it as an ordinary checkpoint.
+"""Learned masks: train the coefficients of a merge, then write the merged model as a checkpoint.
 
-Every weight of the merged model is ``Σ_k mask_k * W_k``, and all models have one architecture. The
-components are frozen, and the masks are trained by KL divergence towards the components' own
-logits. A training step takes about as much memory as in a plain fine-tune.
+The models to merge, called components, have one architecture and are frozen. Every weight of the
+merged model is ``Σ_k mask_k * W_k``. The masks are trained to minimize the KL divergence between
+the merged model's predictions and those of the components. A training step takes about as much
+memory as one of a plain fine-tune.
 
 >>> from transformers import GPT2Config, GPT2LMHeadModel
 >>> from mergekit_lite.masks import KLConfig, Merger

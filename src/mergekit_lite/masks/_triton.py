@@ -3,8 +3,8 @@
 Each kernel reads every weight once and writes no temporary tensor. Both are limited by memory
 bandwidth: blending K weights of n elements with b bytes each moves (K + 1) n b bytes, and so does
 the reduction of the masks' gradient, whose partial sums are few. Products and sums of a blend are
-rounded one by one (no fused multiply-add), so a GPU gives the same bits as the CPU, and a baked
-checkpoint holds these bits.
+rounded one by one (no fused multiply-add), so a GPU gives the same bits as the CPU, and the
+checkpoint that `bake` writes holds these bits.
 
 This module is imported only when a fused path is chosen. With TRITON_INTERPRET=1 the kernels run on
 CPU tensors.
@@ -20,13 +20,13 @@ from triton import knobs
 
 from model_components._fused import on_device_of
 
-# a kernel has an argument for each weight, so their number is fixed
+# a kernel has one argument for each weight, so the number of weights is limited
 MOST = 4
-"""The maximum number of components of a kernel; the eager path takes any number."""
+"""The maximum number of components in a kernel; the eager path takes any number."""
 _ROWS, _COLUMNS = 4, 256  # a tile: 8 elements per thread; with 16, registers spill on sm_90
 # tiles that a program sums before it writes: partial sums are a 128th of the bytes read
 _STEPS = 32
-_INTERPRETED = knobs.runtime.interpret  # read on import, because kernels are created then
+_INTERPRETED = knobs.runtime.interpret  # read on import, because that is when kernels are created
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def blend_kernel(
 
     A mask's stride is 0 along a dimension in which the mask is broadcast.
     """
-    # programs that follow each other read neighboring columns
+    # consecutive programs read neighboring columns
     bands = tl.cdiv(columns, COLUMNS)
     r = tl.program_id(0) // bands
     c = tl.program_id(0) % bands
@@ -103,8 +103,8 @@ def reduce_kernel(
 
     A program adds up STEPS tiles along the summed dimension and writes one partial sum.
 
-    KIND 0 (element): no sum. 1 (input): down the rows. 2 (output): along the columns. 3 (scalar):
-    both.
+    KIND 0 (element masks): no sum. KIND 1 (input): sum over rows. KIND 2 (output): sum over
+    columns. KIND 3 (scalar): sum over both.
     """
     bands = tl.cdiv(columns, COLUMNS * STEPS if KIND == 2 else COLUMNS)
     r = tl.program_id(0) // bands
@@ -175,30 +175,30 @@ def unsupported(weights: list[Tensor]) -> str | None:
     """Return why the kernels cannot take these weights, or None if they can."""
     first = weights[0]
     if not first.is_cuda and not _INTERPRETED:
-        return f"the weights are on {first.device}, and it needs CUDA (or TRITON_INTERPRET=1)"
+        return f"expected weights on CUDA (or TRITON_INTERPRET=1), got weights on {first.device}"
     if first.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"the weights are {first.dtype}, and it takes float32, float16 and bfloat16"
+        return f"expected weights of dtype float32, float16 or bfloat16, got {first.dtype}"
     if len(weights) > MOST or first.dim() not in (1, 2):
         shape = list(first.shape)
         return (
-            f"there are {len(weights)} weights of shape {shape}, and it takes up to {MOST} vectors "
-            "or matrices"
+            f"got {len(weights)} weights of shape {shape}, expected up to {MOST} vectors or "
+            "matrices"
         )
     return None
 
 
 def _matrix(weight: Tensor) -> Tensor:
-    """Return a tensor as (rows, columns) with contiguous rows; copy it only if it has to be."""
+    """Return a tensor as (rows, columns) with contiguous rows; copy it only if necessary."""
     matrix = weight if weight.dim() == 2 else weight[None]
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
 def _four(weights: list[Tensor]) -> tuple[list[Tensor], int]:
     matrices = [_matrix(w) for w in weights]
-    # a kernel takes one row stride for all weights
+    # a kernel has one argument for the row stride of all weights
     if len({w.stride(0) for w in matrices}) > 1:
         matrices = [w.contiguous() for w in matrices]
-    # absent weights repeat the last one, and are never read
+    # missing weights are filled in by the last one, and are never read
     return [matrices[min(k, len(matrices) - 1)] for k in range(MOST)], matrices[0].stride(0)
 
 
@@ -208,7 +208,7 @@ def _shape(masks: list[int]) -> list[int]:
 
 
 def launch_blend(weights: list[Tensor], masks: Tensor) -> Tensor:
-    """Return Σ_k masks[k] * weights[k], made in one pass."""
+    """Return Σ_k masks[k] * weights[k], computed in one pass."""
     out = torch.empty_like(weights[0], memory_format=torch.contiguous_format)
     if not out.numel():
         return out
@@ -235,8 +235,8 @@ def launch_blend(weights: list[Tensor], masks: Tensor) -> Tensor:
     return out
 
 
-# An operator for torch.compile. Calling one costs more than the launch itself, so all
-# other code calls the launch directly.
+# an operator for torch.compile; calling an operator costs more than the launch itself, so all
+# other code launches the kernel directly
 blend = torch.library.custom_op("mergekit_lite::blend", launch_blend, mutates_args=())
 
 
@@ -256,9 +256,9 @@ def launch_reduce(grad: Tensor, weights: list[Tensor], shape: list[int]) -> Tens
     g = _matrix(grad)
     rows, columns = g.shape
     count, m_rows, m_columns = _shape(shape)
-    # whether masks are as high, and as wide, as the weight
+    # whether masks have as many rows, and as many columns, as the weight
     kind = {(1, 1): 0, (0, 1): 1, (1, 0): 2, (0, 0): 3}[m_rows == rows, m_columns == columns]
-    # a tile is 4 high but 256 wide: along columns 4 tiles sum 1,024 elements already
+    # a tile has 4 rows but 256 columns, so 4 tiles along the columns already sum 1,024 elements
     steps = {0: 1, 1: _STEPS, 2: _STEPS // 8, 3: _STEPS}[kind]
     down, along = (steps if kind in (1, 3) else 1), (steps if kind == 2 else 1)
     bands = triton.cdiv(rows, _ROWS * down), triton.cdiv(columns, _COLUMNS * along)

@@ -17,7 +17,7 @@ from ..dtypes import byte_view, stored_of
 
 Module = TypeVar("Module", bound=nn.Module)
 
-# attributes that do not affect what a module computes in evaluation
+# attributes that do not affect what a module computes in evaluation mode
 _IGNORED = (
     "training",
     "name_or_path",
@@ -25,22 +25,22 @@ _IGNORED = (
     "_is_hf_initialized",
     "gradient_checkpointing",
 )
-_HASHED = 1 << 22  # elements that are hashed at a time
+_HASHED = 1 << 22  # number of elements that are hashed at a time
 
 
 def share_frozen(models: Sequence[Module], *, over_base: bool = False) -> list[Module]:
-    """Return copies of the models' modules that share the models' weights, frozen.
+    """Return frozen copies of the models, which share the models' weights.
 
     No weight is copied, and the caller's models are not changed.
 
     Args:
         models: The components.
-        over_base: Whether the last model is the base. A parameter of another model that equals the
-            base's then shares the base's tensor.
+        over_base: Whether the last model is the base. If it is, a parameter of another model that
+            equals the base's parameter is replaced by the base's tensor.
     """
     memo: dict[int, object] = {}
     base = dict(models[-1].named_parameters()) if over_base else {}
-    # the base first, because the tensors that other models share must be in the memo
+    # the base first, because other models look up its tensors in the memo
     for model in reversed(models):
         for name, own in model.named_parameters():
             twin = base.get(name, own)
@@ -65,20 +65,20 @@ def without_adapter(model: nn.Module) -> PreTrainedModel:
 
 
 def _attributes(module: nn.Module) -> dict[str, object]:
-    """Return a module's settings: the plain values among its attributes."""
+    """Return a module's settings: its attributes that are None, bools, numbers or strings."""
     if isinstance(module, nn.Dropout):
-        # a fine-tune may have another rate, which evaluation does not use
+        # a fine-tune may have another dropout rate, which does not matter in evaluation mode
         return {}
     scalars = {
         k: v for k, v in vars(module).items() if v is None or isinstance(v, (bool, int, float, str))
     }
-    # rotary positions do not depend on the longest allowed input, so limits may differ
+    # rotary positions do not depend on the maximum input length, so this length may differ
     ignored = _IGNORED + LENGTHS * is_of_any_length(getattr(module, "config", None))
     return {k: v for k, v in scalars.items() if k not in ignored and "drop" not in k}
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
-    """Map the name of every parameter to the first name of the same tensor."""
+    """Return the first name of each parameter's tensor, by each of its names."""
     first: dict[int, str] = {}
     return {
         n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)
@@ -94,7 +94,7 @@ def _unequal(
 
 
 def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str]) -> Iterator[str]:
-    """Yield differences that masks cannot merge: in architecture, ties, shapes or dtypes."""
+    """Yield differences that masks cannot merge: architecture, tied weights, shapes, dtypes."""
     if type(one) is not type(other):
         yield (
             f"different architectures: {type(one).__name__} ({labels[0]}) and "
@@ -111,8 +111,8 @@ def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str]) -> I
         return
     if changed := [n for n in ties[0] if ties[0][n] != ties[1][n]]:
         yield (
-            f"{changed[0]} is tied to another tensor in one of {labels[0]} and {labels[1]}; untie "
-            "or tie it in both"
+            f"{changed[0]} is tied to another tensor in one of {labels[0]} and {labels[1]}; tie or "
+            "untie it in both"
         )
     own = dict(one.named_parameters())
     theirs = dict(other.named_parameters())
@@ -141,7 +141,7 @@ def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str]) -> I
             yield f"{name} has shapes {shapes}{hint}"
         elif parameter.dtype != theirs[name].dtype:
             yield (
-                f"{name} is {parameter.dtype} ({labels[0]}) and {theirs[name].dtype} "
+                f"{name} has dtypes {parameter.dtype} ({labels[0]}) and {theirs[name].dtype} "
                 f"({labels[1]}); load both in one dtype"
             )
 
@@ -149,7 +149,7 @@ def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str]) -> I
 def _different_settings(
     one: nn.Module, other: nn.Module, labels: tuple[str, str], values: bool
 ) -> Iterator[str]:
-    """Yield differences other than in parameters: classes of modules, config fields, buffers."""
+    """Yield differences in config fields, classes and settings of modules, and buffers."""
     if isinstance(one, PreTrainedModel) and isinstance(other, PreTrainedModel):
         ours, theirs = settings_of(one.config), settings_of(other.config)
         yield from _unequal("config", ours, theirs, labels)
@@ -169,7 +169,7 @@ def _different_settings(
             if name not in buffers or not torch.equal(buffer, buffers[name]):
                 yield (
                     f"the buffer {name} differs between {labels[0]} and {labels[1]}; masks merge "
-                    "parameters only"
+                    "only parameters"
                 )
 
 
@@ -181,17 +181,17 @@ def refuse_different(
     strict: bool = True,
     whose: str = "first component's",
 ) -> None:
-    """Refuse components that differ in architecture or in how they compute.
+    """Raise an error if components differ in architecture, parameters, settings or buffers.
 
     Args:
         models: The components.
-        labels: Their names in messages.
-        values: Whether to compare buffers, too. On the meta device they have no values.
-        strict: Whether to refuse different settings and buffers; otherwise warn.
+        labels: The components' names in messages.
+        values: Whether to compare buffers, too. On the meta device, buffers have no values.
+        strict: Whether different settings and buffers are an error; otherwise warn.
         whose: The model whose settings and buffers are used, as a possessive for the warning.
 
     Raises:
-        ValueError: The components differ; the message has the first 5 differences.
+        ValueError: The components differ. The message lists the first 5 differences.
     """
     if len(models) < 2:
         raise ValueError(f"Merger: expected at least two models, got {len(models)}")
@@ -200,7 +200,7 @@ def refuse_different(
         for other, label in zip(models[1:], labels[1:], strict=True)
     ]
     say_or_refuse([line for one, other, names in pairs for line in _differences(one, other, names)])
-    # without strict, only the call that also compares buffers warns: one warning, not two
+    # without strict, only the call that also compares buffers warns, so there is one warning
     if strict or values:
         lines = [
             line
@@ -211,14 +211,14 @@ def refuse_different(
 
 
 def refuse_not_finite(models: Sequence[nn.Module], labels: Sequence[str]) -> None:
-    """Refuse components that hold NaN or infinity.
+    """Raise an error if components hold NaN or infinity.
 
     Args:
         models: The components.
-        labels: Their names in messages.
+        labels: The components' names in messages.
 
     Raises:
-        ValueError: Parameters are not finite; the message has the first 5.
+        ValueError: Parameters are not finite. The message lists the first 5.
     """
     problems = []
     for model, label in zip(models, labels, strict=True):
@@ -235,7 +235,7 @@ def refuse_not_finite(models: Sequence[nn.Module], labels: Sequence[str]) -> Non
 def say_or_refuse(
     differences: Sequence[str], *, strict: bool = True, whose: str = "first component's"
 ) -> None:
-    """Raise an error that lists the differences, or without ``strict`` warn."""
+    """Raise an error that lists the differences, or only warn if not ``strict``."""
     if not differences:
         return
     if len(differences) > 5:
@@ -246,13 +246,13 @@ def say_or_refuse(
     if strict:
         raise ValueError(f"Merger: these models cannot be merged by masks:\n- {lines}")
     warnings.warn(
-        f"Merger: the components differ, and the {whose} versions are used:\n- {lines}",
+        f"Merger: the components differ; the {whose} versions are used:\n- {lines}",
         stacklevel=3,
     )
 
 
 def component_hashes(components: Iterable[Iterable[tuple[str, Tensor]]]) -> list[str]:
-    """Return a SHA-256 of each component.
+    """Return a SHA-256 hash of each component.
 
     A hash covers the names, shapes, dtypes and values of the component's tensors, in order.
     """

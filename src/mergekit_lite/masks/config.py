@@ -22,34 +22,36 @@ class MaskConfig(CheckedConfig):
     """Settings of the masks over the weights of a merged model.
 
     Args:
-        mode: ``"accurate"`` blends the weights, then multiplies once: ``x @ (Σ m_k W_k).T``;
-            ``"efficient"`` multiplies by every component: ``Σ (m_k * x) @ W_k.T``; ``"auto"`` is
-            efficient for very few tokens, for which it is faster, and accurate otherwise.
+        mode: ``"accurate"`` blends the weights, then multiplies once: ``x @ (Σ m_k W_k).T``.
+            ``"efficient"`` multiplies by every component's weights: ``Σ (m_k * x) @ W_k.T``.
+            ``"auto"`` uses the efficient mode for very few tokens, where it is faster, and the
+            accurate mode otherwise.
         granularity: One mask value for each weight matrix (``"scalar"``), input column
             (``"input"``), output row (``"output"``) or element (``"element"``). Vectors (biases,
             norms) have one value per element, except with ``"scalar"``. An embedding is treated
             like the output head that it may be tied to: ``"input"`` is one value for each hidden
             feature, ``"output"`` one for each token.
-        constraint: The condition on the K mask values of one weight element. ``"auto"`` is
-            ``"none"`` over a base, else ``"sum_to_one"``, since free masks over whole weights would
-            also scale what the components have in common. ``"unit_interval"`` clamps each value to
-            0..1; ``"sigmoid"`` is the sigmoid of the trained value. See `constrain`.
-        modules: Patterns of module names such as ``("model.layers.*.mlp.*",)``: only masks over
-            matching modules are trained, the others keep their initial value; default: all are
-            trained.
+        constraint: The condition on the K mask values of one weight element; see `constrain`.
+            ``"unit_interval"`` clamps each value to 0..1. ``"sigmoid"`` is the sigmoid of the
+            trained value. ``"auto"`` is ``"none"`` with a base and ``"sum_to_one"`` without, since
+            free masks of whole weights would also scale what the components have in common.
+        modules: Patterns of module names, such as ``("model.layers.*.mlp.*",)``. Only masks of
+            matching modules are trained, and the others keep their initial values. Default: all
+            masks are trained.
         initial: The initial masks: one number for all; ``"average"`` (1 / K); ``"component:1"``
             (only component 1, counted from 0); or ``"random"`` (uniform in 0..1, then divided by
-            the sum over components). If the base is a merge that training starts from, give 0.
-        seed: The seed of ``"random"``.
+            the sum over components). If the base is a merge that training starts from, use 0.
+        seed: The seed for ``"random"``.
 
     Raises:
-        ValueError: A value is not one of these, or is ``"element"`` with ``mode="efficient"``.
+        ValueError: A value is invalid, or ``granularity="element"`` is used with
+            ``mode="efficient"``.
 
     >>> MaskConfig.from_json(MaskConfig(granularity="input").to_json()).granularity
     'input'
     """
 
-    # the default, because a baked model gives the same bits
+    # the default, because the checkpoint that `bake` writes then gives the same logits exactly
     mode: Mode = "accurate"
     granularity: Granularity = "output"
     constraint: Constraint = "auto"
@@ -91,25 +93,26 @@ class KLConfig(CheckedConfig):
     whose weights are above 0.
 
     Args:
-        coefficients: The source of the teachers' shares c_k. ``"task"``: 1 for the component
-            whose index is the example's ``task``. ``"evidence"``, which needs no task: c_k is
+        coefficients: How the teachers' shares c_k are chosen. ``"task"``: 1 for the component
+            whose index is the example's ``task``, and 0 for the others. ``"evidence"``:
             proportional to the probability that component k gives the example, Π_t p_k(x_t) over
-            its supervised tokens. ``"confidence"``: per token, the softmax of minus the teachers'
-            entropies. ``"fixed"``: ``shares``.
+            its supervised tokens; no task is needed. ``"confidence"``: for each token, the softmax
+            of the teachers' negative entropies. ``"fixed"``: the numbers in ``shares``.
         shares: One number per component, for ``"fixed"``. They are divided by their sum.
         confidence_temperature: The temperature of the softmax of ``"confidence"``; at 0 the teacher
-            of lowest entropy gets the whole share.
+            with the lowest entropy gets the whole share.
         temperature: T: the logits of student and teachers are divided by it, and the loss is
             multiplied by T².
         direction: ``"forward"`` KL(teacher, merged) or ``"reverse"`` KL(merged, teacher).
         cross_entropy: Weight of the cross-entropy with the labels.
         l1: Weight of the mean absolute mask.
         l2: Weight of the mean squared mask.
-        similarity: Weight of the mean cosine similarity between the components' masks. It pulls
-            the masks apart.
+        similarity: Weight of the mean cosine similarity between the components' masks. This
+            penalty drives the masks apart.
 
     Raises:
-        ValueError: A value is invalid, or ``shares`` and ``"fixed"`` do not come together.
+        ValueError: A value is invalid, or only one of ``shares`` and ``coefficients="fixed"`` is
+            given.
 
     >>> KLConfig(coefficients="confidence", temperature=2.0).direction
     'forward'
@@ -127,12 +130,15 @@ class KLConfig(CheckedConfig):
 
     @property
     def penalizes(self) -> bool:
-        """Return whether a penalty on masks has a weight above 0."""
+        """Whether a penalty on masks has a weight above 0."""
         return any((self.l1, self.l2, self.similarity))
 
     def problems(self) -> Iterator[str]:
-        """Yield messages if ``shares`` and ``"fixed"`` do not come together, or shares sum to 0."""
+        """Yield messages if only one of ``shares`` and ``"fixed"`` is given, or shares sum to 0."""
         if (self.shares is None) == (self.coefficients == "fixed"):
-            yield "shares belong to coefficients='fixed'; expected both, or neither"
+            yield (
+                f"coefficients is {self.coefficients!r} and shares is {self.shares!r}; shares "
+                "belong to coefficients='fixed', expected both or neither"
+            )
         if self.shares is not None and not sum(self.shares) > 0:
             yield problem(self, "shares", "a sum above 0")

@@ -1,6 +1,6 @@
 """Constraints on the K mask values of one weight element, and the initial masks.
 
-Masks are small, so almost all of this is plain autograd.
+Masks are small, so almost all functions use plain autograd.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from model_components._checks import check_choice
 
 
 class _Clamp(torch.autograd.Function):
-    """A clamp to 0..1 whose gradient is cut only where a descent step would lead further outside.
+    """A clamp to 0..1 whose gradient is 0 only where a descent step would lead further outside.
 
-    So a mask that has left 0..1 can come back. The gradient of torch's clamp is 0 there.
+    Thus a mask outside 0..1 can return. The gradient of torch's clamp is always 0 outside.
     """
 
     # both methods are elementwise, so torch.func.vmap can batch them as they are
@@ -44,7 +44,8 @@ class _Clamp(torch.autograd.Function):
 
 def _clamped(raw: Tensor) -> Tensor:
     if torch.autograd.forward_ad._current_level >= 0:
-        return raw.clamp(0, 1)  # forward mode needs the true derivative, unlike _Clamp's
+        # forward-mode differentiation needs the true derivative, which _Clamp does not have
+        return raw.clamp(0, 1)
     return _Clamp.apply(raw)
 
 
@@ -57,9 +58,9 @@ def _without_first(masks: Tensor) -> Tensor:
     # the sum of K float32 numbers such as 1 / 3 misses 1 by a few roundings
     if bool(((sums - 1).abs() > 1e-4).any()):
         raise ValueError(
-            f"MaskConfig: the initial masks have sums of {float(sums.min()):g} to "
-            f"{float(sums.max()):g}, but constraint 'sum_to_one' expects 1; change initial, "
-            "choose another constraint such as 'none', or use a base"
+            f"MaskConfig: the components' initial masks have sums of {float(sums.min()):g} to "
+            f"{float(sums.max()):g}, but constraint 'sum_to_one' expects sums of 1; change "
+            "initial, choose another constraint such as 'none', or use a base"
         )
     return masks[1:]
 
@@ -69,13 +70,13 @@ def _logit(masks: Tensor) -> Tensor:
         raise ValueError(
             f"MaskConfig: the initial masks are from {float(masks.min()):g} to "
             f"{float(masks.max()):g}, but constraint 'sigmoid' expects values above 0 and "
-            "below 1, where it has a gradient"
+            "below 1, since a sigmoid never reaches 0 or 1"
         )
     return masks.logit()
 
 
 class _Rule(NamedTuple):
-    """A constraint: the masks (K, ...) from the trained values, and the inverse."""
+    """A constraint: a function from trained values to masks (K, ...), and its inverse."""
 
     masks: Callable[[Tensor], Tensor]
     values: Callable[[Tensor], Tensor]
@@ -99,9 +100,9 @@ def constrain(
     Args:
         raw: The trained values, (K, ...), or (K - 1, ...) for ``"sum_to_one"``; `unconstrain` is
             the inverse.
-        constraint: ``"none"``; ``"unit_interval"`` clamps to 0..1, with a gradient that still leads
-            back inside; ``"sigmoid"``; ``"sum_to_one"`` trains all masks but the first, which is 1
-            minus their sum.
+        constraint: ``"none"`` returns the values. ``"unit_interval"`` clamps them to 0..1, with a
+            gradient that can lead values outside back inside. ``"sigmoid"`` returns their sigmoid.
+            ``"sum_to_one"`` trains all masks but the first, which is 1 minus their sum.
 
     Source: learned coefficients as in Differentiable Adaptive Merging (arXiv 2410.08371), which
     does not constrain them.
@@ -110,7 +111,7 @@ def constrain(
         Masks (K, ...).
 
     Raises:
-        ValueError: An unknown constraint.
+        ValueError: The constraint is unknown.
 
     >>> constrain(torch.tensor([1.5, 0.2]), "unit_interval")
     tensor([1.0000, 0.2000])
@@ -122,14 +123,14 @@ def constrain(
 
 
 def acting_masks(raw: Tensor, constraint: str, *, over_base: bool = False) -> Tensor:
-    """Return the masks to multiply by: the components' and, over a base, the base's as the last.
+    """Return the masks that multiply weights: the components' and, with a base, the base's.
 
-    The base's mask is 1 minus the sum of the components' masks.
+    The base's mask is the last, and it is 1 minus the sum of the components' masks.
 
     Args:
         raw: The trained values, as for `constrain`.
         constraint: The constraint's name, as for `constrain`.
-        over_base: Whether masks lie over differences from a base.
+        over_base: Whether masks apply to differences from a base.
 
     >>> acting_masks(torch.tensor([0.5, 0.75]), "none", over_base=True)
     tensor([ 0.5000,  0.7500, -0.2500])
@@ -146,7 +147,7 @@ def unconstrain(masks: Tensor, constraint: str) -> Tensor:
     For ``"unit_interval"``, masks outside 0..1 are clamped first.
 
     Raises:
-        ValueError: An unknown constraint. For ``"sum_to_one"``, masks do not sum to 1. For
+        ValueError: The constraint is unknown. For ``"sum_to_one"``, the masks do not sum to 1. For
             ``"sigmoid"``, a mask is not above 0 and below 1.
 
     >>> constrain(unconstrain(torch.tensor([0.9, 0.1]), "sigmoid"), "sigmoid")
@@ -159,9 +160,9 @@ def unconstrain(masks: Tensor, constraint: str) -> Tensor:
 def mask_shape(shape: Sequence[int], granularity: str, transposed: bool = False) -> tuple[int, ...]:
     """Return the shape of one component's mask, which broadcasts over a weight of ``shape``.
 
-    A matrix is (O, I), or (I, O) when ``transposed``; leading dimensions (experts) have values of
-    their own. A convolution's kernel (4 or more dimensions) is (O, I, ...). Vectors have one value
-    per element, except with ``"scalar"``.
+    A matrix is (O, I), or (I, O) when ``transposed``. Three dimensions are a stack of matrices,
+    such as experts, and each matrix has its own mask values. Four or more dimensions are the kernel
+    of a convolution, (O, I, ...). Vectors have one value per element, except with ``"scalar"``.
 
     >>> (
     ...     mask_shape((8, 4), "input"),
@@ -208,22 +209,23 @@ def initial_masks(
     tensor([0., 1.])
     """
     if initial == "random":
-        # on the CPU, so that a seed means the same masks on every device
+        # on the CPU, so that a seed gives the same masks on every device
         drawn = torch.rand(count, *shape, generator=generator)
-        # all K draws of one element may be 0
+        # clamped to avoid a division by 0, because all K draws of an element may be 0
         return drawn / drawn.sum(0, keepdim=True).clamp_min(1e-6)
     if initial == "average":
         values = [1 / count] * count
     elif isinstance(initial, str):
         if not initial.removeprefix("component:").isdigit():
             raise ValueError(
-                f"masks: expected initial as a number, average, random or component:INDEX, got "
-                f"{initial!r}"
+                "MaskedLayer: expected initial to be a number, average, random or component:INDEX, "
+                f"got {initial!r}"
             )
         chosen = int(initial.removeprefix("component:"))
         if chosen >= count:
             raise ValueError(
-                f"MaskConfig: initial is {initial!r}, but there are {count} components"
+                f"MaskConfig: initial is {initial!r}, but there are only {count} components, "
+                "counted from 0"
             )
         values = [float(k == chosen) for k in range(count)]
     else:
@@ -233,7 +235,7 @@ def initial_masks(
             values = [float(v) for v in initial]
         if len(values) != count:
             raise ValueError(
-                f"masks: expected initial with {count} numbers, one per component, got "
+                f"MaskedLayer: expected initial with {count} numbers, one per component, got "
                 f"{len(values)}"
             )
     return torch.tensor(values).view(count, *[1] * len(shape)).expand(count, *shape).clone()

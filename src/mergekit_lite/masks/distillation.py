@@ -1,7 +1,7 @@
-"""The distillation loss of one batch.
+"""`distill`: the distillation loss of one batch.
 
-It selects the supervised positions, runs each teacher on the rows that need it, and compares the
-student with the teachers.
+`distill` selects the supervised positions, runs each teacher on the rows that need this teacher,
+and computes the student's divergence from the teachers.
 """
 
 from __future__ import annotations
@@ -37,36 +37,41 @@ def distill(
     Args:
         merger: The student with its teachers: a `Merger`, or a `Student` of `learn_merge`.
         kl: The settings of the loss.
-        labels: (B, L), or (B,) for classifiers; positions with -100 do not count. For decoders the
-            label at t + 1 belongs to the logits at t; for encoders labels are not shifted. Default:
-            every token that is not padding.
-        task: (B,) or (B, L): the component that each example, or token, follows.
-        teacher_hidden: (N, k, H) from `cache_teachers`: final hidden states at the N supervised
-            positions, so that no teacher runs.
+        labels: The labels, (B, L), or (B,) for classifiers. Positions with -100 are ignored. In
+            decoders, the logits at position t predict the label at t + 1. For encoders, labels are
+            not shifted. Default: all tokens except padding are supervised.
+        task: The index of the component that each example, (B,), or token, (B, L), learns from.
+        teacher_hidden: The teachers' final hidden states at the N supervised positions, as
+            `cache_teachers` stores them: (N, K, H), or (N, 1, H) with coefficients ``"task"``. If
+            they are given, no teacher runs.
         normalizer: The divisor of the sum over positions; default: N.
         **inputs: Inputs of the model: ``input_ids``, ``attention_mask``, ...
 
     Returns:
-        A scalar. A batch without a supervised position gives zero with a graph, and a warning.
+        A scalar. If the batch has no supervised position, it is 0 and can be differentiated, and a
+        warning is shown.
 
     Raises:
-        ValueError: The batch is empty; labels, tasks or cached states do not fit it; a task is not
-            the index of a component; or ``kl`` needs labels or tasks, and there are none.
+        ValueError: The batch is empty, or it is packed and the model cannot separate its examples.
+            Labels, tasks or cached states have the wrong shape. A task is not the index of a
+            component. ``kl`` requires labels or tasks, and there are none.
     """
     ids = _main_input(inputs)
     _refuse_leaks(merger, inputs)
     where, targets = positions(merger, ids, labels, inputs.get("attention_mask"))
-    # row by row, in the same order as the cached states of teachers
+    # row by row, in the order in which the teachers' states are cached
     places = where.nonzero(as_tuple=True)
     count = places[0].numel()
-    if count == 0:  # Python shows the same warning only once
+    if count == 0:  # by default, Python shows a repeated warning only once
         warnings.warn(
-            "Merger.distill: a batch has no supervised position; its loss is 0", stacklevel=2
+            "Merger.distill: expected a batch with supervised positions, got one without (for "
+            "example, with all labels -100); its loss is 0",
+            stacklevel=2,
         )
     if kl.cross_entropy and targets is None:
         raise ValueError(
-            "Merger.distill: expected labels in the batch, got none, while cross_entropy is "
-            f"{kl.cross_entropy:g}"
+            "Merger.distill: expected labels in the batch, which cross_entropy="
+            f"{kl.cross_entropy:g} requires, got none"
         )
     answers = None if targets is None else targets[places]
     head_options = merger.head_options()
@@ -106,8 +111,8 @@ def _main_input(inputs: Mapping[str, object]) -> Tensor:
             for name, v in inputs.items()
         }
         raise ValueError(
-            f"Merger.distill: the batch holds {came or 'no inputs'}; expected input_ids of shape "
-            "(B, L) with one token or more"
+            "Merger.distill: expected input_ids of shape (B, L) with at least one token, got "
+            f"{came or 'no inputs'}"
         )
     return tensors[0]
 
@@ -115,11 +120,15 @@ def _main_input(inputs: Mapping[str, object]) -> Tensor:
 def positions(
     merger: MaskedModel, ids: Tensor, labels: Tensor | None, attention: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a mask of the supervised outputs, and the label of each output."""
+    """Return a mask of the supervised outputs, and the label of each output.
+
+    There is one output for each token, or for each row in sequence classifiers. The labels are None
+    if none are given and the inputs cannot serve as labels.
+    """
     if getattr(merger.model.config, "is_encoder_decoder", False):
         raise ValueError(
-            "Merger.distill: encoder-decoder models are not supported; expected a decoder or an "
-            "encoder"
+            "Merger.distill: expected a decoder or an encoder, got an encoder-decoder model, which "
+            "is not supported"
         )
     causal = merger.model.can_generate()
     if labels is None and causal:
@@ -130,14 +139,14 @@ def positions(
     # sequence classifiers have one output per row, not one per token
     if labels is None and type(merger.model).__name__.endswith("ForSequenceClassification"):
         return torch.ones(ids.shape[:1], dtype=torch.bool, device=ids.device), None
-    if labels is None:  # an encoder, of which every token counts
+    if labels is None:  # for an encoder, every token is supervised
         if attention is None:
             attention = torch.ones_like(ids)
         return attention.bool(), None
     if labels.shape != ids.shape[: labels.dim()] or not labels.dim() or labels.is_floating_point():
         raise ValueError(
-            f"Merger.distill: expected integer labels, one per token {list(ids.shape)} or one per "
-            f"row, got {list(labels.shape)} {labels.dtype}"
+            f"Merger.distill: expected integer labels of shape {list(ids.shape)}, or one per row, "
+            f"got labels of shape {list(labels.shape)} and dtype {labels.dtype}"
         )
     if labels.dim() > 1 and causal:
         # the last position keeps -100, because the row does not hold the token that it predicts
@@ -148,9 +157,9 @@ def positions(
 
 
 def _refuse_leaks(merger: MaskedModel, inputs: Mapping[str, Any]) -> None:
-    """Refuse packed rows if attention would look across their examples.
+    """Raise an error for packed rows in which one example would attend to another.
 
-    Packed examples are kept apart by ``position_ids`` alone.
+    Packed examples are separated by ``position_ids`` alone.
     """
     position_ids = inputs.get("position_ids")
     if position_ids is None or not bool((position_ids[:, 1:] <= position_ids[:, :-1]).any()):
@@ -160,9 +169,9 @@ def _refuse_leaks(merger: MaskedModel, inputs: Mapping[str, Any]) -> None:
     # only in a batch of one row
     if not merger.model.can_generate() or ("flash" in attention and position_ids.shape[0] > 1):
         raise ValueError(
-            f"Merger.distill: got packed rows, in which {type(merger.model).__name__} with "
-            f"{attention or 'its'} attention would look across examples; expected a decoder (one "
-            "row per batch with flash attention), or MaskCollator(pack=False)"
+            f"Merger.distill: got packed rows, whose examples would attend to each other in "
+            f"{type(merger.model).__name__} with {attention or 'default'} attention; expected a "
+            "decoder (with flash attention, one row per batch), or MaskCollator(pack=False)"
         )
 
 
@@ -173,7 +182,7 @@ def _shares(
     where: Tensor,
     places: tuple[Tensor, ...],
 ) -> Tensor | None:
-    """Return the teachers' coefficients, (N, K), or None if they depend on teachers' outputs."""
+    """Return the teachers' coefficients, (N, K), or None if these depend on their outputs."""
     count = merger.count
     if not places[0].numel():  # no teacher runs
         return torch.zeros(0, count, device=where.device)
@@ -188,8 +197,8 @@ def _shares(
         return fixed.expand(places[0].numel(), -1)
     if task is None:
         raise ValueError(
-            "Merger.distill: expected a task for each example with coefficients 'task' (see "
-            "TaskMixture), got none; coefficients 'evidence' need no task"
+            "Merger.distill: expected a task for each example, which coefficients 'task' require, "
+            "got none; add tasks with TaskMixture, or use coefficients 'evidence'"
         )
     if (
         task.is_floating_point()
@@ -197,12 +206,12 @@ def _shares(
         or task.shape not in (where.shape[:1], where.shape)
     ):
         raise ValueError(
-            f"Merger.distill: task is {list(task.shape)} {task.dtype}; expected whole numbers of "
-            f"shape {list(where.shape[:1])} or {list(where.shape)}"
+            f"Merger.distill: task has shape {list(task.shape)} and dtype {task.dtype}; expected "
+            f"integers of shape {list(where.shape[:1])} or {list(where.shape)}"
         )
     if task.numel() and not (int(task.min()) >= 0 and int(task.max()) < count):
         span = f"{int(task.min())} to {int(task.max())}"
-        raise ValueError(f"Merger.distill: task labels span {span}, expected 0 to {count - 1}")
+        raise ValueError(f"Merger.distill: tasks are from {span}, expected 0 to {count - 1}")
     if task.dim() == 1:
         task_of_place = task.view(-1, *[1] * (where.dim() - 1)).expand(where.shape)
     else:
@@ -213,18 +222,19 @@ def _shares(
 def _examples(
     places: tuple[Tensor, ...], ids: Tensor, position_ids: Tensor | None
 ) -> Tensor:  # (N,)
-    """Return the number of the example that each supervised position belongs to.
+    """Return the index of the example that each supervised position belongs to.
 
-    An example is a row. In packed rows a new one begins wherever ``position_ids`` do not increase.
+    Without packing, each row is one example. In packed rows, a new example begins wherever
+    ``position_ids`` do not increase.
     """
     if len(places) == 1:  # a classifier has one position per row
         return places[0]
     starts = torch.zeros_like(ids)
     starts[:, 0] = 1
     if position_ids is not None:
-        # every padding token has position 0, so each becomes an example by itself
+        # every padding token has position 0, so each becomes an example of its own
         starts[:, 1:] = position_ids[:, 1:] <= position_ids[:, :-1]
-    # numbers continue from row to row, because `evidence` needs them in ascending order
+    # indices continue from row to row, because `evidence` needs them in ascending order
     return (starts.flatten().cumsum(0) - 1).view_as(ids)[places]
 
 
@@ -235,20 +245,21 @@ def _evidence(
     answers: Tensor | None,
     examples: Tensor,
 ) -> Tensor:  # (N, K)
-    """Return shares in proportion to the probability that each teacher gives an example."""
+    """Return shares of the teachers in proportion to the probability that each gives an example."""
     if answers is None:
         raise ValueError(
             "Merger.distill: expected labels for coefficients 'evidence', got none; this model's "
             "inputs cannot serve as labels"
         )
-    # without a plain head, the teachers' outputs are logits already
+    # without heads, the teachers' outputs are logits already
     heads = head_options.get("heads")
     first = next(t for t in teachers if t is not None)
     check_labels("Merger.distill", answers, first.shape[1] if heads is None else heads[0].shape[0])
     biases = head_options.get("teacher_biases") or [None] * len(teachers)
     distributions = Teachers(states=teachers, heads=heads, biases=biases)
     size = chunk_size(first, heads, len(teachers))
-    # an example's log probability sums hundreds of terms: half precision would be off by nats
+    # an example's log probability is a sum of hundreds of terms, in which half precision would
+    # make errors of whole nats
     with torch.autocast(first.device.type, enabled=False):
         log_probs = [
             label_log_probs(distributions, k, answers, size)
@@ -265,16 +276,16 @@ def _outputs(merger: MaskedModel, hidden: bool, inputs: Mapping[str, object]) ->
 
 
 def _cached(merger: MaskedModel, kl: KLConfig, count: int, cached: Tensor) -> list[Tensor | None]:
-    # with coefficients by task, the cache has the state of one teacher for each position
+    # with coefficients "task", the cache has the state of one teacher for each position
     needed = 1 if kl.coefficients == "task" else merger.count
     teachers = cached.shape[1] if cached.dim() == 3 else 0
     if cached.shape[0] != count or teachers not in (needed, merger.count):
         raise ValueError(
-            f"Merger.distill: teacher_hidden is {list(cached.shape)}, expected ({count}, {needed}, "
-            f"H) for this batch and coefficients {kl.coefficients!r}; the cache was made from "
-            "other batches or settings (its kl)"
+            f"Merger.distill: teacher_hidden has shape {list(cached.shape)}, expected ({count}, "
+            f"{needed}, H) for this batch and coefficients {kl.coefficients!r}; the cache was made "
+            "from other examples, or with other settings (kl)"
         )
-    # if there is one state, it belongs to the teacher with the share, whichever that is
+    # a single state belongs to the only teacher with a share; the others' states are not read
     return [cached[:, min(k, teachers - 1)] for k in range(merger.count)]
 
 
@@ -286,9 +297,9 @@ def _run_teachers(
     hidden: bool,
     inputs: Mapping[str, object],
 ) -> list[Tensor | None]:
-    """Return each component's outputs, (N, H) or (N, V), at the supervised positions.
+    """Return each component's hidden states (N, H), or logits (N, V), at supervised positions.
 
-    A component runs only on the rows in which it has a share.
+    A component runs only on the rows in which it has a share. Without a share, its result is None.
     """
     rows = places[0]
     device = places[0].device

@@ -1,4 +1,4 @@
-"""`blend`, `masked_linear` and `masked_embedding`: check arguments, choose a path and call it.
+"""`blend`, `masked_linear` and `masked_embedding`, each with an eager and a fused path.
 
 Letters: K components, O out_features, I in_features, V vocabulary, H hidden size, *B any leading
 shape.
@@ -23,15 +23,15 @@ from ._eager.linear import AccurateLinear, accurate_plain, efficient_linear
 BLEND = "masks.blend"
 LINEAR = "masks.masked_linear"
 IMPLS = ("eager", "fused", "auto")
-# a blend costs the same for any number of tokens, while the cost of K products grows with it
+# a blend costs the same for any number of tokens, while K products cost more for more tokens
 FEW_TOKENS = 16
 FEW_TOKENS_TRAINING = 128
-"""The largest numbers of tokens for which ``mode="auto"`` is efficient, without and with gradients
-(docs/performance.md)."""
+"""The largest numbers of tokens for which ``mode="auto"`` uses the efficient mode, without and with
+gradients (docs/performance.md)."""
 
 
 def _check_weights(operation: str, weights: Sequence[Tensor], impl: str) -> None:
-    """Refuse weights that differ in shape or dtype, or that are not frozen."""
+    """Raise an error if weights differ in shape or dtype, or are not frozen."""
     check_choice(operation, "impl", impl, IMPLS)
     shapes = {tuple(w.shape) for w in weights}
     dtypes = {w.dtype for w in weights}
@@ -49,21 +49,21 @@ def _check_weights(operation: str, weights: Sequence[Tensor], impl: str) -> None
 
 
 def _check_masks(operation: str, weights: Sequence[Tensor], masks: Tensor) -> None:
-    """Refuse masks that do not broadcast over the weights."""
+    """Raise an error if masks do not broadcast over the weights."""
     shape = tuple(weights[0].shape)
     fits = masks.dim() == len(shape) + 1 and all(
         m in (1, n) for m, n in zip(masks.shape[1:], shape, strict=True)
     )
     if not fits or masks.shape[0] != len(weights):
         raise ValueError(
-            f"{operation}: masks have shape {list(masks.shape)}, expected ({len(weights)}, then "
-            f"{len(shape)} sizes that are 1 or the weight's) for {len(weights)} weights of shape "
+            f"{operation}: masks have shape {list(masks.shape)}, expected {len(weights)} and then "
+            f"{len(shape)} sizes that are 1 or the weight's, for {len(weights)} weights of shape "
             f"{list(shape)}"
         )
 
 
 def _uses_fused(impl: str, weights: Sequence[Tensor], operation: str, path: str) -> bool:
-    """Return whether the Triton path runs; raise if an explicit choice cannot run."""
+    """Return whether to use the Triton path; raise an error if ``"fused"`` cannot run."""
 
     def unsupported() -> str | None:
         from . import _triton
@@ -76,20 +76,21 @@ def _uses_fused(impl: str, weights: Sequence[Tensor], operation: str, path: str)
 def blend(weights: Sequence[Tensor], masks: Tensor, *, impl: str = "auto") -> Tensor:
     """Return the merged weight Σ_k masks[k] * weights[k], summed in float32 and rounded once.
 
-    It is differentiable in the masks. Only references to the masks and the frozen weights are kept
-    for backward.
+    The result is differentiable with respect to the masks. For backward, only references to the
+    masks and the frozen weights are kept.
 
     Args:
         weights: K frozen tensors of one shape and dtype.
-        masks: (K, then sizes that broadcast over a weight).
-        impl: ``"eager"``, ``"fused"`` (Triton) or ``"auto"``: fused if
-            `model_components.measure_kernels` found it correct and faster, else eager.
+        masks: The masks, (K, then sizes that broadcast over a weight).
+        impl: ``"eager"``, ``"fused"`` (Triton) or ``"auto"``. ``"auto"`` is fused if
+            `model_components.measure_kernels` found the kernels correct and faster, else eager.
 
     Returns:
         A weight of the same shape and dtype.
 
     Raises:
-        ValueError: Shapes or dtypes do not fit, a weight requires grad, or ``"fused"`` cannot run.
+        ValueError: Shapes or dtypes do not match, a weight requires grad, or ``"fused"`` cannot
+            run.
 
     >>> blend([torch.ones(2, 2), torch.zeros(2, 2)], torch.tensor([[[0.25, 1.0]], [[0.5, 0.5]]]))
     tensor([[0.2500, 1.0000],
@@ -119,31 +120,32 @@ def masked_linear(
     transposed: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """Apply a linear layer whose weight sums masked frozen weights: ``x @ (Σ m_k W_k).T + b``.
+    """Apply a linear layer whose weight is a masked sum of weights: ``x @ (Σ m_k W_k).T + b``.
 
-    For backward it keeps x, the masks and references to the frozen weights. Plain autograd would
+    For backward, x, the masks and references to the frozen weights are kept. Plain autograd would
     keep the blended weight as well.
 
     Args:
         x: Input, (*B, I).
         weights: The components' frozen weights, (O, I) each; (I, O) when ``transposed``.
-        masks: (K, 1, 1) scalar, (K, 1, I) input, (K, O, 1) output or (K, O, I) element masks; the
-            last two sizes swapped when ``transposed``.
+        masks: (K, 1, 1) scalar, (K, 1, I) input, (K, O, 1) output or (K, O, I) element masks. The
+            last two sizes are swapped when ``transposed``.
         bias: The merged bias, (O,).
-        rule: A function from ``masks`` to the masks to multiply by, such as a constraint. It runs
-            again in backward, so that its result need not be kept.
-        mode: ``"accurate"``, ``"efficient"`` (``Σ (m_k x) @ W_k.T``) or ``"auto"``: efficient for
-            up to `FEW_TOKENS` tokens (`FEW_TOKENS_TRAINING` with gradients), where it is faster.
+        rule: A function, such as a constraint, from ``masks`` to the masks that multiply the
+            weights. The function runs again in backward, so that its result need not be kept.
+        mode: ``"accurate"``, ``"efficient"`` (``Σ (m_k x) @ W_k.T``) or ``"auto"``. ``"auto"`` uses
+            the efficient mode for up to `FEW_TOKENS` tokens (`FEW_TOKENS_TRAINING` with gradients),
+            where it is faster, and the accurate mode otherwise.
         transposed: Whether weights are stored as (I, O), as in GPT-2's `Conv1D`.
-        impl: ``"eager"``, ``"fused"`` (Triton) or ``"auto"``: fused if
-            `model_components.measure_kernels` found it correct and faster, else eager.
+        impl: ``"eager"``, ``"fused"`` (Triton) or ``"auto"``. ``"auto"`` is fused if
+            `model_components.measure_kernels` found the kernels correct and faster, else eager.
 
     Returns:
-        (*B, O), in x's dtype.
+        The output, (*B, O), in x's dtype, or in autocast's.
 
     Raises:
-        ValueError: Shapes or dtypes do not fit, element masks come with efficient mode, a weight
-            requires grad, or ``"fused"`` cannot run.
+        ValueError: Shapes or dtypes do not match, element masks are used in efficient mode, a
+            weight requires grad, or ``"fused"`` cannot run.
 
     >>> weights = [torch.eye(2), 2 * torch.eye(2)]
     >>> masked_linear(
@@ -166,9 +168,10 @@ def masked_linear(
         bias = bias.to(x.dtype)
     fused = _uses_fused(impl, weights, "masked_linear", LINEAR)
     if fused and rule is not None and torch.compiler.is_compiling():
-        masks = rule(masks)  # kept by the graph, which cannot run a rule again in backward
+        # the graph keeps the result, because it cannot run a rule again in backward
+        masks = rule(masks)
         rule = None
-    # x is cast already, and autocast must not cast inside the float32 sums
+    # x has been cast already, and autocast must not cast inside the float32 sums
     with nullcontext() if autocast is None else torch.autocast(x.device.type, enabled=False):
         if mode == "efficient":
             return efficient_linear(x, masks, bias, transposed, weights)
@@ -180,18 +183,19 @@ def masked_linear(
 
 
 def _in_working_dtype(x: Tensor, weight: Tensor, autocast: torch.dtype | None) -> Tensor:
-    """Return the input in autocast's dtype; without autocast, check that it has the weights'."""
+    """Return x in the dtype of autocast; without autocast, check that it has the weights' dtype."""
     if autocast is not None:
         return x.to(autocast)
     if x.dtype != weight.dtype:
         raise ValueError(
-            f"masked_linear: x is {x.dtype} and the weights are {weight.dtype}, expected one dtype"
+            f"masked_linear: x has dtype {x.dtype} and the weights have dtype {weight.dtype}, "
+            "expected one dtype"
         )
     return x
 
 
 def _check_linear(x: Tensor, weights: Sequence[Tensor], impl: str, transposed: bool) -> int:
-    """Check that weights are matrices and the input fits; return the number of input features."""
+    """Check the shapes of weights and input, and return the number of input features."""
     _check_weights("masked_linear", weights, impl)
     if weights[0].dim() != 2:
         raise ValueError(
@@ -200,14 +204,14 @@ def _check_linear(x: Tensor, weights: Sequence[Tensor], impl: str, transposed: b
     in_features = weights[0].shape[0 if transposed else 1]
     if not x.dim() or x.shape[-1] != in_features:
         raise ValueError(
-            f"masked_linear: last dim of x {list(x.shape)} must be {in_features}, the weights' "
-            "number of input features"
+            f"masked_linear: expected x with a last dimension of {in_features}, the weights' "
+            f"number of input features, got shape {list(x.shape)}"
         )
     return in_features
 
 
 def _linear_mode(mode: str, impl: str, x: Tensor, masks: Tensor, in_features: int) -> str:
-    """Resolve ``"auto"``; raise if the mode is unknown or does not support these masks."""
+    """Return the mode to use; raise an error if it is unknown or does not support the masks."""
     if impl == "fused" and mode == "efficient":
         raise ValueError(
             "masked_linear: impl 'fused' does not support mode 'efficient', which blends nothing; "
@@ -217,7 +221,7 @@ def _linear_mode(mode: str, impl: str, x: Tensor, masks: Tensor, in_features: in
         return "accurate"
     element = masks.shape[1] > 1 and masks.shape[2] > 1
     if mode == "auto":
-        # when traced, choose for any number of tokens, because the graph may serve all of them
+        # when traced, choose the mode for any number of tokens, because the graph may serve all
         if not element and not needs_plain(x) and _is_few(x, masks, in_features):
             return "efficient"
         return "accurate"
@@ -225,7 +229,8 @@ def _linear_mode(mode: str, impl: str, x: Tensor, masks: Tensor, in_features: in
         raise ValueError(f"masked_linear: mode is {mode!r}, expected accurate, efficient or auto")
     if mode == "efficient" and element:
         raise ValueError(
-            "masked_linear: mode 'efficient' cannot do element masks; expected mode 'accurate'"
+            "masked_linear: mode 'efficient' does not support element masks; expected mode "
+            "'accurate'"
         )
     return mode
 
@@ -246,7 +251,7 @@ def masked_embedding(
 ) -> Tensor:
     """Return rows of the merged embedding Σ m_k E_k, gathered before they are blended.
 
-    The merged (V, H) table is never made. The gathered rows are kept for backward.
+    The merged (V, H) table is never built. The gathered rows are kept for backward.
 
     Args:
         ids: Token ids, (*B,).
@@ -255,11 +260,11 @@ def masked_embedding(
         impl: The path, as in `blend`, which blends the gathered rows.
 
     Returns:
-        (*B, H), in the tables' dtype.
+        The embeddings, (*B, H), in the tables' dtype.
 
     Raises:
-        ValueError: Shapes or dtypes do not fit, ids are not int64 or int32, a weight requires grad,
-            or ``"fused"`` cannot run.
+        ValueError: Shapes or dtypes do not match, ids are not int64 or int32, a weight requires
+            grad, or ``"fused"`` cannot run.
 
     >>> tables = [torch.zeros(3, 2), torch.ones(3, 2)]
     >>> masked_embedding(torch.tensor([2, 0]), tables, torch.tensor([[[1.0, 1.0]], [[0.5, 0.25]]]))
@@ -270,14 +275,15 @@ def masked_embedding(
     _check_masks("masked_embedding", weights, masks)
     if ids.dtype not in (torch.int64, torch.int32) or masks.dim() != 3:
         raise ValueError(
-            f"masked_embedding: ids are {ids.dtype} and tables have shape "
-            f"{list(weights[0].shape)}; expected int64 or int32 ids, and matrices"
+            f"masked_embedding: ids have dtype {ids.dtype} and tables have shape "
+            f"{list(weights[0].shape)}; expected ids of dtype int64 or int32, and tables of shape "
+            "(V, H)"
         )
     flat = ids.reshape(-1)
     rows = [F.embedding(flat, weight) for weight in weights]
     if masks.shape[1] > 1:  # one row of masks per token
-        # in float32, so that backward adds up the gradients of a repeated token in float32
+        # in float32, so that backward sums the gradients of a repeated token in float32
         wide = masks.to(work_dtype(masks.dtype))
         masks = torch.stack([F.embedding(flat, mask) for mask in wide])
-    # without the checks of `blend`, which fail on the symbolic sizes of a graph for any batch
+    # without the checks of `blend`, which fail if a compiled graph has symbolic sizes
     return _blended("masked_embedding", rows, masks, impl).view(*ids.shape, rows[0].shape[1])

@@ -20,13 +20,13 @@ def paths() -> list[FusedPath]:
 
 
 def _problem(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the kernels cannot run, or None; they take matrices of every shape."""
+    """Return why the kernels cannot run, or None if they can run, for matrices of any shape."""
     return kernel_problem(device, dtype)
 
 
 def _weights(shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
     """Return two frozen weights on the CPU."""
-    # a shape always gives the same numbers; k makes the components differ
+    # random_tensor gives the same numbers for the same shape; adding k makes components differ
     return [(random_tensor(*shape) + k).to(dtype) for k in range(2)]
 
 

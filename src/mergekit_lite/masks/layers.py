@@ -1,7 +1,7 @@
-"""Masked layers: frozen layers of one kind, and masks that weight them in the merged layer.
+"""Masked layers: each merges several frozen layers of one kind by masks.
 
-A masked layer keeps the layers to merge as ``components`` and one mask tensor for each of their
-parameters in ``masks``. `Selection` sets whether the merged layer or one component runs.
+A masked layer keeps the layers to merge in ``components``, and one mask tensor for each of their
+parameters in ``masks``. Its `Selection` sets whether the merged layer or one component runs.
 """
 
 from __future__ import annotations
@@ -28,32 +28,36 @@ from .constraints import acting_masks, initial_masks, mask_shape, unconstrain
 from .functional import IMPLS, blend, masked_embedding, masked_linear
 
 Output = Any
-"""Result of a stock module: a tensor, a tuple, or an output of transformers."""
+"""The result of a stock module: a tensor, a tuple, or an output of transformers."""
 
 Initial = float | str | Sequence[float]
 
-# from this number of elements on, a parameter's blend is computed again in backward, not kept;
-# norms and biases are smaller: a second forward would cost more than the memory is worth
+# the blend of a parameter with at least this many elements is computed again in backward instead
+# of kept; for smaller ones (norms, biases) a second forward would cost more than it saves
 _WORTH_REPEATING = 1 << 16
 
 
 @dataclass
 class Selection:
-    """The component that runs, shared by the layers of a merger; None: the merged model runs."""
+    """The index of the component that runs, shared by all layers of a merger.
+
+    If ``component`` is None, the merged model runs.
+    """
 
     component: int | None = None
 
 
 class _Components(nn.ModuleList):
-    """A list of components, of which the merged layer uses only the original parameters.
+    """A list of components that cannot be replaced by layers with new parameters.
 
-    So a component cannot be replaced by a layer with further parameters, such as peft's: they would
-    have no effect on the merged layer. Wrappers and replicas, which add no parameters, are allowed.
+    The merged layer uses only the components' original parameters, so new ones, such as those of
+    peft's layers, would have no effect. Wrappers and replicas, which add no parameters, are
+    allowed.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; refuse a component with new parameters."""
-        # other names are the list's own attributes, such as training
+        """Set an attribute; raise an error for a component with new parameters."""
+        # names that are not numbers are the list's own attributes, such as training
         present = self._modules.get(name) if name.isdecimal() else None
         known = {id(p) for p in present.parameters()} if present is not None else set()
         if known and any(id(p) not in known for p in value.parameters()):
@@ -72,25 +76,26 @@ class MaskedLayer(nn.Module):
     Subclasses are more efficient for linear layers and embeddings.
 
     Args:
-        components: The layers to merge; their parameters are frozen in place.
+        components: The layers to merge: two or more, or with a base one or more. Their parameters
+            are frozen in place.
         granularity: One mask value for each weight (``"scalar"``), input column (``"input"``),
             output row (``"output"``) or element (``"element"``). Vectors have one value per
             element, except with ``"scalar"``.
-        constraint: Condition on the K mask values of one element, see `constrain`. ``"auto"`` is
+        constraint: Condition on the K mask values of one element; see `constrain`. ``"auto"`` is
             ``"sum_to_one"``, or ``"none"`` with a base.
-        initial: Start value of the masks: a number, one number per component, ``"average"``
+        initial: Initial value of the masks: a number, one number per component, ``"average"``
             (1 / K), ``"component:1"`` (only component 1, counted from 0), or ``"random"``.
-        base: Optional base layer. The layer then computes
+        base: Optional base layer. The merged parameters are then
             ``base + Σ mask_k * (component_k - base)``.
-        generator: Source of ``"random"``; default: torch's own.
-        impl: ``"eager"``, ``"fused"`` (Triton) or ``"auto"``, see `masked_linear`.
-        strict: Whether to refuse components whose class, settings or buffers differ; otherwise
-            those of the base, or of the first component, are used.
+        generator: The random generator for ``"random"``; default: torch's global generator.
+        impl: ``"eager"``, ``"fused"`` (Triton) or ``"auto"``; see `masked_linear`.
+        strict: Whether to raise an error if components differ in class, settings or buffers. If
+            False, use those of the base, or of the first component if there is no base.
 
     Raises:
-        ValueError: Fewer than two components; components that differ (see ``strict``) or have
-            parameters in layers inside; a parameter that differs in shape or dtype or is missing
-            in one of them.
+        ValueError: An option is invalid, or there are too few components. Components differ (see
+            ``strict``) or have parameters in inner layers. A parameter differs in shape or dtype
+            between components, or is missing in one of them.
 
     >>> MaskedLayer([nn.LayerNorm(4), nn.LayerNorm(4)])(torch.zeros(2, 4)).shape
     torch.Size([2, 4])
@@ -113,14 +118,14 @@ class MaskedLayer(nn.Module):
     ):
         super().__init__()
         name = type(self).__name__
-        # a Sequential can be iterated, so its layers would pass for components
+        # a Sequential can be iterated, so its layers would be taken for components
         if isinstance(components, nn.Module):
             raise ValueError(f"{name}: expected a list of layers, got {type(components).__name__}")
         check_choice(name, "impl", impl, self.impls)
         least = 2 if base is None else 1
         if len(components) < least:
             raise ValueError(
-                f"{name}: got {len(components)} components, expected at least 2, or a base and 1"
+                f"{name}: got {len(components)} components, expected at least 2, or 1 with a base"
             )
         check_choice(name, "granularity", granularity, get_args(Granularity))
         check_choice(name, "constraint", constraint, get_args(Constraint))
@@ -138,7 +143,7 @@ class MaskedLayer(nn.Module):
         self.selection = Selection()
         self.over_base = base is not None
         self.components = _Components([*components] if base is None else [*components, base])
-        # GPT-2's Conv1D and the experts of GPT-OSS store (in, out)
+        # GPT-2's Conv1D and the experts of GPT-OSS store weights as (in, out)
         self.transposed = is_conv1d(self.plain) or bool(getattr(self.plain, "is_transposed", False))
         self.folded: dict[str, Tensor] | None = None
         self._folded_at: list[tuple[int, int]] = []
@@ -150,12 +155,12 @@ class MaskedLayer(nn.Module):
         for parameter, value in self.plain.named_parameters(recurse=False):
             if self._freeze(parameter):
                 self._same.add(parameter)
-            # a copy, since safetensors saves no views
+            # a copy, because safetensors cannot save views
             raw = self._initial_masks(parameter, generator).to(value.device).clone()
             self.masks[parameter] = nn.Parameter(raw, requires_grad=parameter not in self._same)
 
     def _check_parameters(self) -> None:
-        """Refuse components whose parameters differ in name, shape or dtype."""
+        """Raise an error if components' parameters differ in name, shape or dtype."""
         names: dict[str, None] = {}
         for component in self.components:
             # factors of a low-rank component have no counterpart in the base
@@ -163,28 +168,31 @@ class MaskedLayer(nn.Module):
                 names |= dict.fromkeys(n for n, _ in component.named_parameters(recurse=False))
         for name in names:
             parameters = [getattr(component, name, None) for component in self.components]
-            kinds = [None if p is None else f"{list(p.shape)} {p.dtype}" for p in parameters]
+            kinds = [
+                None if p is None else f"shape {list(p.shape)} and dtype {p.dtype}"
+                for p in parameters
+            ]
             if len(set(kinds)) > 1:
                 raise ValueError(
-                    f"{type(self).__name__}: expected one shape and dtype of {name} in all "
-                    f"components, got {' and '.join(map(str, kinds))}"
+                    f"{type(self).__name__}: expected {name} to have one shape and dtype in all "
+                    f"components, got {'; '.join(map(str, kinds))}"
                 )
 
     def _check_settings(self) -> None:
-        """Refuse components that differ in class, settings or buffers, or that contain layers."""
+        """Raise an error if components differ in settings, or have parameters in inner layers."""
         name = type(self).__name__
         first = self.plain
         for component in self.components:
             if type(component) is not type(first) or component.extra_repr() != first.extra_repr():
                 raise ValueError(
-                    f"{name}: expected components with one class and one set of options, got "
+                    f"{name}: expected components of one class with the same options, got "
                     f"{first} and {component}"
                 )
             for (key, value), other in zip(first.named_buffers(), component.buffers(), strict=True):
                 if not value.is_meta and not torch.equal(value, other):
                     raise ValueError(
-                        f"{name}: expected one value of the buffer {key}, got different ones; "
-                        "masks merge parameters only"
+                        f"{name}: expected the buffer {key} to be the same in all components, got "
+                        "different values; masks merge only parameters"
                     )
             inside = [key for key, _ in component.named_parameters() if "." in key]
             if inside:
@@ -198,11 +206,11 @@ class MaskedLayer(nn.Module):
         parameters = self.frozen(name)
         for parameter in parameters:
             parameter.requires_grad_(False)
-        # share_frozen made equal parameters one tensor, so values need not be compared
+        # `share_frozen` made equal parameters one tensor, so values need not be compared
         return self.over_base and all(p is parameters[0] for p in parameters)
 
     def _initial_masks(self, name: str, generator: torch.Generator | None) -> Tensor:
-        """Return the initial trained values of a parameter's masks."""
+        """Return the initial values of a parameter's masks, before the constraint."""
         value = 0.0 if name in self._same else self.initial
         weight = self.plain.get_parameter(name)
         shape = mask_shape(weight.shape, self.granularity, self.transposed)
@@ -217,7 +225,7 @@ class MaskedLayer(nn.Module):
             mask.copy_(self._initial_masks(name, None))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Fold again after parameters have moved or changed their dtype."""
+        """Apply ``fn`` to all tensors, and fold again if the layer is folded."""
         super()._apply(fn, recurse)
         if self.folded is not None:
             self.fold_()
@@ -225,7 +233,7 @@ class MaskedLayer(nn.Module):
 
     @property
     def plain(self) -> nn.Module:
-        """Return the base, or the first component."""
+        """The base, or the first component if there is no base."""
         return self.components[-1 if self.over_base else 0]
 
     def frozen(self, name: str) -> list[Tensor]:
@@ -233,20 +241,20 @@ class MaskedLayer(nn.Module):
         return [getattr(c, name) for c in self.components]
 
     def is_same(self, name: str) -> bool:
-        """Return whether all components share the base's parameter, so that masks do nothing."""
+        """Return whether all components share the base's parameter, so masks have no effect."""
         return name in self._same
 
     def mask(self, name: str) -> Tensor:
-        """Return the constrained masks of a parameter, one for each of its `frozen` values.
+        """Return a parameter's masks after the constraint, one for each tensor of `frozen`.
 
-        Their shape is (as many, then sizes that broadcast over the parameter). A base's mask is
-        the last.
+        The first size is the number of these tensors, and the other sizes broadcast over the
+        parameter. If there is a base, its mask is the last.
         """
         return self._rule(name)(self.masks[name])
 
     def _constraint(self, name: str) -> str:
         if name in self._same:
-            # these masks are 0, which would break sum_to_one and is not the value of any sigmoid
+            # these masks are 0, which violates sum_to_one and is not the value of any sigmoid
             return "none"
         return self.constraint
 
@@ -255,16 +263,16 @@ class MaskedLayer(nn.Module):
         return partial(acting_masks, constraint=self._constraint(name), over_base=self.over_base)
 
     def merged(self, name: str) -> Tensor:
-        """Return the merged parameter, which is differentiable in its masks."""
+        """Return the merged parameter, which is differentiable with respect to its masks."""
         if name in self._same:
-            # the base's own tensor: a blend of equal values may round to other values
+            # the base's own tensor, because rounding may change a blend of equal values
             return getattr(self.plain, name)
         return blend(self.frozen(name), self.mask(name))
 
     def current(self, name: str) -> Tensor:
         """Return the parameter in use: the selected component's, the folded or the merged one.
 
-        The merged one is built anew.
+        The merged parameter is computed in every call.
         """
         if self.selection.component is not None:
             return getattr(self.components[self.selection.component], name)
@@ -275,12 +283,12 @@ class MaskedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return the weight in use, read-only, for modules that read their children's weights."""
+        """The weight in use, read-only, for modules that read the weights of their submodules."""
         return ReadOnlyWeight.of(self.current("weight"))
 
     @property
     def bias(self) -> Tensor | None:
-        """Return the bias in use, read-only, or None."""
+        """The bias in use, read-only, or None if there is no bias."""
         if "bias" in self.masks:
             return ReadOnlyWeight.of(self.current("bias"))
         return None
@@ -289,17 +297,17 @@ class MaskedLayer(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # `plain` itself reads these two, so looking them up there would never end
+            # `plain` itself reads these two, so looking them up in it would never end
             if name in ("components", "over_base"):
                 raise
-            return getattr(self.plain, name)  # in_features, padding_idx, ...
+            return getattr(self.plain, name)  # for example, in_features or padding_idx
 
     @torch.no_grad()
     def to_layer(self) -> nn.Module:
         """Return an ordinary layer of the components' kind with the merged parameters."""
         layer = copy.deepcopy(self.plain)
         for name in self.masks:
-            # cloned, because it is the base's own tensor if no component changes it
+            # cloned, because `merged` returns the base's own tensor if no component changes it
             layer.register_parameter(name, nn.Parameter(self.merged(name).clone()))
         return layer.train(self.training)
 
@@ -314,12 +322,12 @@ class MaskedLayer(nn.Module):
         self._folded_at = self._versions()
 
     def _versions(self) -> list[tuple[int, int]]:
-        """Return numbers that change when a mask or a component changes or is exchanged."""
+        """Return numbers that change when a mask or a component changes or is replaced."""
         return [(id(p), p._version) for p in self.parameters()]
 
     @property
     def is_folded(self) -> bool:
-        """Return whether merged parameters are stored and match the current masks and weights."""
+        """Whether merged parameters are stored and match the current masks and components."""
         return self.folded is not None and self._folded_at == self._versions()
 
     def _usable_fold(self) -> dict[str, Tensor] | None:
@@ -330,7 +338,7 @@ class MaskedLayer(nn.Module):
         """
         if not self.is_folded:
             self.folded = None
-        # a fold passes no gradient on to the masks
+        # folded parameters pass no gradient to the masks
         if self.training or transforming():
             return None
         return self.folded
@@ -350,8 +358,8 @@ class MaskedLayer(nn.Module):
         return self.run(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Output:
-        """Return the merged layer's output: the stock forward on blended parameters."""
-        # look up tensors now, because they may have been replaced when backward recomputes
+        """Return the merged layer's output: the components' forward with merged parameters."""
+        # look up tensors now, because they may be replaced before backward recomputes the output
         tensors = {name: (self.masks[name], self.frozen(name)) for name in self.masks}
         used = [
             tensor for tensor in tree_leaves((tensors, args, kwargs)) if torch.is_tensor(tensor)
@@ -370,7 +378,7 @@ class MaskedLayer(nn.Module):
         traced = any(needs_plain(mask) for mask in self.masks.values())
         if not large or traced or not torch.is_grad_enabled():
             return blended()
-        # autograd detects changes of tensors that it saves, but not of those in a closure
+        # autograd detects changes of tensors that it saves, but not of tensors in a closure
         versions = [tensor._version for tensor in used]
 
         def unchanged() -> Output:
@@ -385,7 +393,7 @@ class MaskedLayer(nn.Module):
         return checkpoint(unchanged, use_reentrant=False)
 
     def stock(self, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Output:
-        """Return the output of the layer's own forward with these parameters."""
+        """Return the output of the components' forward with the given parameters."""
         return functional_call(self.plain, dict(parameters), args, kwargs)
 
     def extra_repr(self) -> str:
@@ -397,8 +405,9 @@ class MaskedLayer(nn.Module):
 class MaskedLinear(MaskedLayer):
     """A masked linear layer that picks the faster path.
 
-    It computes ``x @ (Σ m_k W_k).T + Σ m_k b_k``: like `EfficientMaskedLinear` for few tokens, like
-    `AccurateMaskedLinear` otherwise.
+    It computes ``x @ (Σ m_k W_k).T + Σ m_k b_k``. For few tokens it works like
+    `EfficientMaskedLinear`, otherwise like `AccurateMaskedLinear`. See `MaskedLayer` for the
+    arguments.
     """
 
     mode: ClassVar[str] = "auto"
@@ -431,7 +440,7 @@ class MaskedLinear(MaskedLayer):
         return self.to_layer()
 
     def stock(self, parameters: Mapping[str, Tensor], *args: Any, **kwargs: object) -> Output:
-        """Return the stock layer's product with these parameters."""
+        """Return the output of a stock linear layer with the given parameters."""
         return linear(args[0], parameters["weight"], parameters.get("bias"), self.transposed)
 
 
@@ -469,16 +478,17 @@ class EfficientMaskedLinear(MaskedLinear):
 
 
 class MaskedEmbedding(MaskedLayer):
-    """K frozen `nn.Embedding` and masks: rows are gathered first, then blended.
+    """An embedding that gathers the tokens' rows from all components, then blends these rows.
 
-    If the components multiply rows by an ``embed_scale`` (Gemma), so does the masked embedding.
+    The components are K frozen `nn.Embedding`. If they multiply rows by an ``embed_scale``, as in
+    Gemma, so does the masked embedding. See `MaskedLayer` for the arguments.
 
     >>> MaskedEmbedding([nn.Embedding(9, 4), nn.Embedding(9, 4)])(torch.tensor([[1, 8]])).shape
     torch.Size([1, 2, 4])
     """
 
     def run(self, ids: Tensor) -> Tensor:
-        """Return the output of `masked_embedding`, scaled if the stock layer scales."""
+        """Return the output of `masked_embedding`, scaled if the components scale theirs."""
         rows = masked_embedding(ids, self.frozen("weight"), self.mask("weight"), impl=self.impl)
         return self._scaled(rows)
 
@@ -490,5 +500,5 @@ class MaskedEmbedding(MaskedLayer):
         scale = getattr(self.plain, "embed_scale", None)
         if scale is None:
             return rows
-        # as the stock layers do
+        # in the dtype in which the stock layers scale
         return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)

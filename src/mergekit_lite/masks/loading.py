@@ -1,6 +1,6 @@
-"""Load components from disk, and fold LoRA adapters in, as merges do.
+"""Load components from disk, and fold in LoRA adapters as `merge_models` does.
 
-Configs and tokenizers are compared first, then each model is loaded once.
+Configs and tokenizers are compared first. Then each model is loaded once.
 """
 
 from __future__ import annotations
@@ -46,21 +46,22 @@ def load_components(
             their base.
         auto_class: The transformers class that loads the models.
         dtype: ``"auto"`` or a dtype.
-        options: Arguments of ``auto_class.from_pretrained``; fields of the config override it.
+        options: Arguments of ``auto_class.from_pretrained``. Those that are fields of the config
+            replace its values.
         base: Path of the base, which is the last of the returned models.
-        low_rank: Whether adapters of the base's linear layers stay factors over its shared weights
-            and are not folded in.
-        strict: Whether to refuse settings that differ; otherwise warn.
+        low_rank: Whether adapters of the base's linear layers are kept as factors, which share the
+            base's weights, instead of being folded in.
+        strict: Whether different settings are an error; otherwise warn.
 
     Returns:
-        The models, and the name from which `merge_models` would load each of them.
+        The models, and the name by which `merge_models` would load each of them.
 
     Raises:
         ValueError: There are fewer than two models, or masks cannot merge them.
     """
     if isinstance(paths, (str, os.PathLike)) or len(paths) < (2 if base is None else 1):
         raise ValueError(
-            f"Merger: got {paths!r}, expected a list of at least two models, or of one and a base"
+            f"Merger: got {paths!r}, expected a list of at least two models, or of one with a base"
         )
     given = [os.fspath(path) for path in paths]
     if base is not None:
@@ -84,7 +85,7 @@ def load_components(
 
 
 def _making(dtype: object, options: Mapping[str, object]) -> dict[str, object]:
-    """Return the loading options that ``from_config`` takes, too."""
+    """Return the loading options that ``from_config`` also takes."""
     making: dict[str, object] = {}
     if dtype != "auto":
         making["dtype"] = dtype
@@ -96,8 +97,11 @@ def _making(dtype: object, options: Mapping[str, object]) -> dict[str, object]:
 def _adapted(
     name: _Checkpoint, base: _Checkpoint, model: PreTrainedModel
 ) -> PreTrainedModel | None:
-    """Return the base with an adapter as factors, or None if ``name`` is not such an adapter."""
-    # other adapters were not trained for a base that has an adapter folded in
+    """Return the base with an adapter's factors, or None if the adapter has to be folded in.
+
+    Return None, too, if ``name`` is not the base with an adapter.
+    """
+    # adapters were not trained for a base that has another adapter folded in
     if base.adapter is not None or name.adapter is None or not _are_one(name.path, base.path):
         return None
     folder = find_folder(name.adapter)
@@ -109,7 +113,7 @@ def _adapted(
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """A model to load: its path, its adapter's path, its config, and options for transformers."""
+    """A model to load: its path, its adapter's path, its config, and its loading options."""
 
     path: str
     adapter: str | None
@@ -121,13 +125,13 @@ class _Checkpoint:
         """Read the config of a model, and apply the options that are fields of it."""
         path, adapter = _with_base(given)
         config, rest = _config(path, options)
-        # reading the config uses these up, and loading the weights needs them again
+        # reading the config consumes these options, but loading the weights needs them, too
         where = {name: value for name, value in options.items() if name in _WHERE}
         return cls(path, adapter, config, where | rest)
 
     @property
     def label(self) -> str:
-        """Return the name for messages and merges."""
+        """The name of the model in messages and merges."""
         return self.path if self.adapter is None else f"{self.path}+{self.adapter}"
 
 
@@ -142,7 +146,7 @@ def _load_model(auto_class: Any, name: _Checkpoint, dtype: object) -> PreTrained
 def _load_complete_model(
     auto_class: Any, path: str, config: object, dtype: object, options: Mapping[str, object]
 ) -> PreTrainedModel:
-    """Load a model; raise if its checkpoint lacks weights."""
+    """Load a model; raise an error if its checkpoint lacks weights."""
     model, loading_info = auto_class.from_pretrained(
         path, config=config, dtype=dtype, output_loading_info=True, **options
     )
@@ -165,15 +169,15 @@ def refuse_unlike(
     *,
     strict: bool,
 ) -> None:
-    """Refuse models whose configs or tokenizers differ, before a weight is read.
+    """Raise an error if models' configs or tokenizers differ, before any weight is read.
 
     Args:
         configs: The models' configs.
-        folders: Their folders or hub ids.
-        labels: Their names in messages.
+        folders: The models' folders or hub ids.
+        labels: The models' names in messages.
         auto_class: The transformers class that loads the models.
         making: Further arguments of ``auto_class.from_config``.
-        strict: Whether to refuse settings and tokenizers that differ; otherwise warn.
+        strict: Whether different settings and tokenizers are an error; otherwise warn.
     """
     described = []
     for config, label in zip(configs, labels, strict=True):
@@ -184,47 +188,49 @@ def refuse_unlike(
 
 
 def _are_one(one: str, other: str) -> bool:
-    """Return whether two names lead to one folder."""
+    """Return whether two names refer to the same folder."""
     try:
-        # a relative path, or a hub id and its cached folder, may mean one model
+        # a relative and an absolute path, or a hub id and its cached folder, may be one model
         return one == other or find_folder(one).resolve() == find_folder(other).resolve()
     except CheckpointError:
         return False
 
 
 def _with_base(path: str) -> tuple[str, str | None]:
-    """Return the path of a model, and of the adapter to fold into it, or None."""
+    """Return the path of a model, and the path of its adapter or None."""
     folder = Path(path)
     if not folder.is_dir() and "+" in path:
         base, _, adapter = path.rpartition("+")
         return base, adapter
     settings = folder / "adapter_config.json"
-    # a folder with a complete model is that model, even if it has an adapter's config, too
+    # a folder with a complete model is loaded as this model, even if it has an adapter's config
     if not settings.is_file() or (folder / "config.json").is_file():
         return path, None
     with reading(settings, "Merger"):
         base = json.loads(settings.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not isinstance(base, str):
         raise ValueError(
-            f"Merger: {path} is a LoRA adapter whose config names no base; expected MODEL+{path}"
+            f"Merger: expected a model, got {path}, a LoRA adapter whose config names no base; "
+            f"pass it as MODEL+{path}"
         )
     return base, path
 
 
 def _config(path: str, options: Mapping[str, object]) -> tuple[object, dict[str, object]]:
-    """Return the config with the options that are fields of it, and the other options."""
+    """Return the config, with options that are its fields applied, and the other options."""
     try:
         # pyrefly: ignore[bad-return]: return_unused_kwargs gives a pair
         return AutoConfig.from_pretrained(path, return_unused_kwargs=True, **options)
     except OSError as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
-            f"Merger: {path}: no such folder, and the hub did not give it ({reason})"
+            f"Merger: expected a model's folder or hub id, got {path}, which is no folder and "
+            f"cannot be loaded from the hub ({reason})"
         ) from error
 
 
 def _vocabularies(bases: Sequence[str | os.PathLike[str]], labels: Sequence[str]) -> list[str]:
-    """Return messages about differences between the folders' tokenizers, if they have some."""
+    """Return messages about differences between the tokenizers in the folders that have one."""
     try:
         known = {}
         for base, label in zip(bases, labels, strict=True):
@@ -233,7 +239,7 @@ def _vocabularies(bases: Sequence[str | os.PathLike[str]], labels: Sequence[str]
                 # by folder, so that adapters of one base are read and compared once
                 known[folder.resolve()] = (label, read_vocabulary(folder, label))
     except CheckpointError:
-        # a folder is missing, or no merge reads its kind of tokenizer: sizes are compared anyway
+        # a folder is missing, or its kind of tokenizer is unsupported; sizes are compared elsewhere
         return []
     if len(known) < 2:
         return []
@@ -244,19 +250,19 @@ def _vocabularies(bases: Sequence[str | os.PathLike[str]], labels: Sequence[str]
         moved = next((token for token in both if first_ids[token] != ids[token]), None)
         if moved is not None:
             differences.append(
-                f"their tokenizers differ: {moved!r} is {first_ids[moved]} ({first}) and "
+                f"their tokenizers differ: the id of {moved!r} is {first_ids[moved]} ({first}) and "
                 f"{ids[moved]} ({label}); align the vocabularies first: merge_models([a, b], "
                 "weight=[1, 0], tokenizer_source='union') writes a with the tokens of both"
             )
         elif len(first_ids.keys() ^ ids.keys()) > 2 * _TOKENS * max(len(first_ids), len(ids)):
-            # the factor 2: a renamed token is missing on both sides
+            # factor 2, because a renamed token is missing on both sides
             differences.append(f"their tokenizers differ: {label} has other tokens than {first}")
     return differences
 
 
 @torch.no_grad()
 def _fold_in(model: PreTrainedModel, name: str) -> None:
-    """Copy into a model the weights that a merge would read for its base and adapter."""
+    """Copy into a model the weights that its adapter changes, as `merge_models` reads them."""
     source = open_source(name)
     assert isinstance(source, AdapterSource)
     state = model.state_dict()

@@ -34,7 +34,7 @@ def masked_kl(
     student: Tensor,  # (N, H), or (N, V) logits if there are no heads
     teachers: Sequence[Tensor | None],  # K of the same
     heads: Sequence[Tensor] | None = None,  # K or more of (V, H)
-    masks: Tensor | None = None,  # (as many, broadcasts over a head)
+    masks: Tensor | None = None,  # (number of heads, broadcasts over a head)
     *,
     head: Tensor | None = None,  # (V, H)
     coefficients: Tensor | str = "confidence",  # (N, K) or (K,)
@@ -51,26 +51,28 @@ def masked_kl(
 
     ``T² Σ_n D(Σ_k c_nk softmax(teacher_k / T), softmax(student / T)) / normalizer``.
 
-    With ``heads``, no (positions, vocabulary) tensor is built: logits exist for one chunk of
-    positions at a time (1/32 of all for two components, at least 16, at most 512; on a GPU 34
-    million logits or more). Element masks of the head build the merged head for each chunk; other
-    masks never build it. Until backward the gradients of ``student``, ``masks``, ``head`` and
-    ``bias`` are kept.
+    With ``heads``, logits exist for one chunk of positions at a time, so no tensor of shape
+    (positions, vocabulary) is built. For two components, a chunk has 1/32 of all positions, but at
+    least 16 and at most 512. On a GPU, a chunk has about 34 million logits or more. If the head has
+    element masks, the merged head is built for each chunk. With other masks, it is never built. The
+    gradients of ``student``, ``masks``, ``head`` and ``bias`` are computed in forward and kept
+    until backward.
 
     Args:
-        student: The merged model's final hidden states at supervised positions, (N, H); its logits
-            when ``heads`` is None.
+        student: The merged model's final hidden states at supervised positions, (N, H), or its
+            logits, (N, V), when ``heads`` is None.
         teachers: The components' final hidden states (or logits) at the same positions, (N, H)
-            each; None for one whose coefficients are all zero.
+            each; None for a teacher whose coefficients are all zero.
         heads: The components' frozen output heads, (V, H) each, in the order of the teachers.
-            Further heads, such as a base's, belong to the student alone.
-        masks: Masks of the head, (as many, then sizes that broadcast over a head).
-        head: The student's own head, (V, H), instead of masks; default without masks: the first of
-            ``heads``.
-        coefficients: Shares c of the teachers, (N, K) or (K,), of 0 or more, with rows that sum
-            to 1; or ``"confidence"``: at each position the softmax over k of -entropy_k /
-            ``confidence_temperature``.
-        confidence_temperature: See ``coefficients``; at 0 only the most confident teacher counts.
+            Further heads, such as a base's, are used for the student alone.
+        masks: Masks of the student's head, (number of heads, then sizes that broadcast over a
+            head).
+        head: The student's own head, (V, H), instead of masks. If neither is given, the student has
+            the first of ``heads``.
+        coefficients: Shares c of the teachers, (N, K) or (K,): numbers of 0 or more that sum to 1
+            over the teachers. Or ``"confidence"``: at each position, the softmax over k of
+            -entropy_k / ``confidence_temperature``.
+        confidence_temperature: See ``coefficients``. At 0, only the most confident teacher counts.
         temperature: T, above 0.
         direction: ``"forward"`` D = KL(target, student) or ``"reverse"`` D = KL(student, target).
         labels: Token ids for ``cross_entropy``, (N,).
@@ -80,13 +82,13 @@ def masked_kl(
         normalizer: The divisor of the sum, a scalar; default: N.
 
     Returns:
-        A scalar in float32 (float64 for float64 inputs), NaN if a logit is NaN. For N = 0 it is 0
-        and has a graph.
+        A scalar in float32, or in float64 for float64 inputs. It is NaN if a logit is NaN. For
+        N = 0 it is 0 and can be differentiated.
 
     Raises:
-        ValueError: Shapes do not fit, a head comes with masks or without heads, a teacher with a
-            share is missing, shares or temperatures are invalid, labels are outside the vocabulary,
-            or the direction is unknown.
+        ValueError: Shapes do not match. A head is given together with masks or without heads. A
+            teacher with a share is missing. Shares, temperatures or the direction are invalid.
+            Labels are missing or outside the vocabulary.
 
     Source: Hinton et al., arXiv 1503.02531; gradients computed in forward after Hsu et al., arXiv
     2410.10989.
@@ -113,7 +115,7 @@ def masked_kl(
         return _zero(student, masks, head, bias)
     if heads is not None:
         heads = [each.detach() for each in heads]  # the components are frozen
-        # under autocast hidden states have another dtype than the heads
+        # under autocast, hidden states have another dtype than the heads
         student = student.to(heads[0].dtype)
     fixed = Teachers(
         states=[None if t is None else t.detach().to(student.dtype) for t in teachers],
@@ -129,15 +131,15 @@ def masked_kl(
     leaves = [t for t in own if t is not None and t.requires_grad]
     logits_of = _student_head(student, heads, *own)
     size = chunk_size(student, heads, max(len(teachers), len(heads or ())))
-    # dtypes are chosen above, and autocast would cast once more
+    # dtypes were chosen above, and autocast would cast once more
     with torch.autocast(student.device.type, enabled=False):
         total = chunked_loss(student, logits_of, trained, loss_of, size, leaves)
-    # a normalizer may be of float64, or have one dimension
+    # a normalizer may have dtype float64, or one dimension
     return (total / (positions if normalizer is None else normalizer)).to(total.dtype).reshape(())
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    """Return a detached view of a tensor, to be differentiated on its own."""
+    """Return a detached view of a tensor, which requires grad if the tensor does."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -146,24 +148,24 @@ def chunk_size(states: Tensor, heads: Sequence[Tensor] | None, count: int) -> in
 
     Args:
         states: Hidden states, (N, H), or logits if there are no heads.
-        heads: (V, H) each.
+        heads: The output heads, (V, H) each, or None.
         count: The number of components, K.
     """
     size = min(_MOST, max(_FEWEST, len(states) // (_SHARE * max(2, count))))
     if states.device.type == "cpu":
         return size
-    # a GPU takes as long for a small chunk as for a larger one
+    # on a GPU, a small chunk takes as long as a larger one
     return max(size, chunk_rows(states.device, states.shape[1] if heads is None else len(heads[0])))
 
 
 @dataclass(frozen=True)
 class _ChunkLoss:
-    """The loss of a chunk, as `chunked_loss` calls it.
+    """The function that `chunked_loss` calls for the loss of a chunk.
 
     Args:
         teachers: The teachers' distributions.
         direction: ``"forward"`` or ``"reverse"``.
-        labels: (N,), for the cross-entropy.
+        labels: The labels for the cross-entropy, (N,).
         cross_entropy: The weight of the cross-entropy.
     """
 
@@ -175,14 +177,14 @@ class _ChunkLoss:
     def __call__(
         self, logits: Tensor, rows: slice, needs_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the loss, and the gradient of logits (n, V) if it is needed."""
+        """Return the loss, and the gradient of the logits, (n, V), or None if it is not needed."""
         divergence = forward_kl if self.direction == "forward" else reverse_kl
         temperature = self.teachers.temperature
         logs = logits / temperature if temperature != 1 else logits
         loss, gradient = divergence(self.teachers.mixture(rows), logs.log_softmax(-1))
         if temperature != 1:
             loss = temperature**2 * loss
-            # the loss has a factor T², the derivative of logits / T a factor 1 / T
+            # the factor T² of the loss times the derivative 1 / T of logits / T
             gradient *= temperature
         if self.cross_entropy:
             loss = loss + self._add_cross_entropy(logits, rows, gradient)
@@ -210,13 +212,13 @@ def _student_head(
 ) -> Callable[[Tensor], Tensor]:
     """Return the function from hidden states, (n, H), to the student's logits, (n, V)."""
     if heads is None:
-        # a copy: a loss may overwrite logits, which would be the caller's tensor
+        # a copy, because a loss may overwrite logits, and these are the caller's tensor
         return torch.clone
     if masks is None:
         weight = heads[0] if head is None else head
 
         def logits_of(states: Tensor) -> Tensor:
-            # cast here, so that the gradients have the parameters' own dtypes
+            # cast here, so that the gradients have the dtypes of the parameters
             own_bias = None if bias is None else bias.to(student.dtype)
             return F.linear(states, weight.to(student.dtype), own_bias)
 
@@ -229,17 +231,17 @@ def _student_head(
 def _masked_logits(
     states: Tensor,  # (n, H)
     heads: Sequence[Tensor],
-    masks: Tensor,  # (as many, 1 or V, 1 or H)
+    masks: Tensor,  # (number of heads, 1 or V, 1 or H)
     bias: Tensor | None,
 ) -> Tensor:  # (n, V)
     """Return the logits of a head whose masks multiply its inputs or its outputs.
 
-    For one chunk, several products take less time than a blend, and no merged head is built.
+    No merged head is built. For one chunk, several products take less time than a blend.
     """
     work = work_dtype(states.dtype)
     total: Tensor | None = None
     for head, mask in zip(heads, masks, strict=True):
-        # multiply masks and add products in float32: the dtype of the states would round them
+        # multiply by masks and add in float32, because rounding to the states' dtype loses digits
         wide = mask.to(work)
         if mask.shape[1] > 1:
             term = F.linear((states * wide).to(states.dtype), head).to(work)
@@ -251,10 +253,10 @@ def _masked_logits(
 
 
 def check_labels(operation: str, labels: Tensor, vocabulary: int) -> None:
-    """Refuse labels outside the vocabulary."""
+    """Raise an error if labels are outside the vocabulary."""
     if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < vocabulary:
         span = f"{int(labels.min())} to {int(labels.max())}"
-        raise ValueError(f"{operation}: labels are {span}, expected 0 to {vocabulary - 1}")
+        raise ValueError(f"{operation}: labels are from {span}, expected 0 to {vocabulary - 1}")
 
 
 def _check_cross_entropy_labels(
@@ -265,14 +267,14 @@ def _check_cross_entropy_labels(
         raise ValueError("masked_kl: expected labels of shape (N,) for cross_entropy, got None")
     if labels.shape != student.shape[:1]:
         raise ValueError(
-            f"masked_kl: labels are {list(labels.shape)}, expected {list(student.shape[:1])}"
+            f"masked_kl: labels have shape {list(labels.shape)}, expected {list(student.shape[:1])}"
         )
     # on a GPU, a label out of range would make all further CUDA calls of the process fail
     check_labels("masked_kl", labels, student.shape[1] if heads is None else heads[0].shape[0])
 
 
 def _zero(student: Tensor, *others: Tensor | None) -> Tensor:
-    """Return a loss of 0 for a batch without positions, connected to all trained tensors."""
+    """Return a loss of 0, which depends on all trained tensors, for a batch without positions."""
     total = student.float().sum()
     for other in others:
         if other is not None:
@@ -286,43 +288,44 @@ def _check_biases(
     bias: Tensor | None,
     teacher_biases: Sequence[Tensor | None] | None,
 ) -> None:
-    """Refuse a bias without heads, and fewer biases than teachers."""
+    """Raise an error for a bias without heads, and for fewer biases than teachers."""
     if heads is None and bias is not None:
         raise ValueError(
-            "masked_kl: expected heads with a bias, got None; without heads, add the bias to the "
-            "logits"
+            "masked_kl: expected heads, since bias is given, got None; without heads, add the bias "
+            "to the logits"
         )
-    # there may be one more: a base has a bias, too, but is no teacher
+    # there may be one more bias than teachers, because a base has a bias but is not a teacher
     if teacher_biases and len(teacher_biases) < len(teachers):
         raise ValueError(
-            f"masked_kl: {len(teacher_biases)} teacher_biases for {len(teachers)} teachers, "
+            f"masked_kl: got {len(teacher_biases)} teacher_biases for {len(teachers)} teachers, "
             "expected one each"
         )
 
 
 def _check_head(heads: Sequence[Tensor] | None, masks: Tensor | None, head: Tensor | None) -> None:
-    """Refuse a student's head that does not fit the teachers' heads, or that comes with masks."""
+    """Raise an error if the student's head does not match the heads, or masks are given, too."""
     if head is None:
         return
     if heads is None:
-        raise ValueError("masked_kl: expected the teachers' heads with a head, got None")
+        raise ValueError("masked_kl: expected heads, since head is given, got None")
     if masks is not None:
-        raise ValueError("masked_kl: expected a head or masks, got both")
+        raise ValueError("masked_kl: expected either head or masks, got both")
     if head.shape != heads[0].shape:
         raise ValueError(
-            f"masked_kl: head is {list(head.shape)}, expected the teachers' {list(heads[0].shape)}"
+            f"masked_kl: head has shape {list(head.shape)}, expected the shape of heads, "
+            f"{list(heads[0].shape)}"
         )
 
 
 def _checked_coefficients(
     coefficients: Tensor | str, student: Tensor, teachers: Sequence[Tensor | None]
 ) -> Tensor | str:
-    """Return shares as a tensor, or ``"confidence"``; refuse anything else."""
+    """Return the checked shares, or ``"confidence"``; raise an error for anything else."""
     if isinstance(coefficients, Tensor):
         return _checked_shares(coefficients, student, teachers)
     if coefficients != "confidence":
         raise ValueError(
-            f"masked_kl: coefficients must be shares or 'confidence', got {coefficients!r}"
+            f"masked_kl: expected coefficients to be a tensor or 'confidence', got {coefficients!r}"
         )
     absent = [k for k, teacher in enumerate(teachers) if teacher is None]
     if len(student) and absent:
@@ -339,14 +342,14 @@ def _check_states(
     heads: Sequence[Tensor] | None,
     masks: Tensor | None,
 ) -> None:
-    """Refuse hidden states, heads and masks whose shapes do not fit each other."""
+    """Raise an error if the shapes of hidden states, heads and masks do not match."""
     shapes = [list(teacher.shape) for teacher in teachers if teacher is not None]
     if not teachers:
         raise ValueError("masked_kl: expected one or more teachers, got none")
     if student.dim() != 2 or any(shape != list(student.shape) for shape in shapes):
         raise ValueError(
             "masked_kl: expected student and teachers of one shape (N, H), got student "
-            f"{list(student.shape)}, teachers {shapes}"
+            f"of shape {list(student.shape)} and teachers of shapes {shapes}"
         )
     count = 0
     if heads is not None:
@@ -355,13 +358,13 @@ def _check_states(
         alike = all(size == sizes[0] for size in sizes)
         if count < len(teachers) or not alike or sizes[0][1] != student.shape[1]:
             raise ValueError(
-                f"masked_kl: heads are {sizes}, expected {len(teachers)} or more of one (V, "
-                f"{student.shape[1]})"
+                f"masked_kl: heads have shapes {sizes}, expected {len(teachers)} or more heads of "
+                f"one shape (V, {student.shape[1]})"
             )
     if masks is not None and (masks.dim() != 3 or masks.shape[0] != count):
         raise ValueError(
-            f"masked_kl: masks are {list(masks.shape)} with {count} heads, expected heads and one "
-            "mask for each"
+            f"masked_kl: masks have shape {list(masks.shape)} with {count} heads, expected three "
+            "dimensions, the first of them the number of heads"
         )
 
 
@@ -369,7 +372,7 @@ def _check_numbers(direction: str, temperature: float, confidence_temperature: f
     check_choice("masked_kl", "direction", direction, get_args(Direction))
     if not 0 < temperature < float("inf"):
         raise ValueError(f"masked_kl: temperature is {temperature}, expected a number above 0")
-    # entropies are divided by it, and float32 ends at 3e38
+    # entropies are divided by this number, and float32 overflows above 3e38
     if confidence_temperature and not 1e-30 <= confidence_temperature < float("inf"):
         raise ValueError(
             f"masked_kl: confidence_temperature is {confidence_temperature}, expected 0 or at "
@@ -384,20 +387,20 @@ def _checked_shares(
     count = len(teachers)
     if coefficients.shape not in ((count,), (positions, count)):
         raise ValueError(
-            f"masked_kl: coefficients are {list(coefficients.shape)}, expected ({positions}, "
-            f"{count}) or ({count},)"
+            f"masked_kl: coefficients have shape {list(coefficients.shape)}, expected "
+            f"({positions}, {count}) or ({count},)"
         )
     coefficients = coefficients.to(work_dtype(student.dtype)).expand(positions, count)
     if not positions:
         return coefficients
     low = coefficients.amin()
     sums = coefficients.sum(1)
-    # negated, so that NaN is refused, too
+    # negated, so that NaN also raises the error
     if not (bool(low >= 0) and bool(((sums - 1).abs() <= 1e-2).all())):
         raise ValueError(
-            f"masked_kl: coefficients go down to {float(low):.3g}, rows sum to "
-            f"{float(sums.min()):.4g} to {float(sums.max()):.4g}; expected none below 0, and rows "
-            "that sum to 1"
+            f"masked_kl: the lowest of the coefficients is {float(low):.3g}, and their sums over "
+            f"teachers are {float(sums.min()):.4g} to {float(sums.max()):.4g}; expected 0 or more, "
+            "and sums of 1"
         )
     used = (coefficients > 0).any(0).tolist()
     if lost := [k for k in range(count) if used[k] and teachers[k] is None]:
@@ -410,7 +413,7 @@ def _checked_shares(
 def mask_penalty(masks: Sequence[Tensor], config: KLConfig) -> Tensor:
     """Return the penalty that `KLConfig`'s regularizers add to the loss.
 
-    The weight of each mask tensor is its number of elements.
+    Each mask tensor is weighted by its number of elements.
 
     Args:
         masks: The masks after the constraint, (K, ...) each.
@@ -427,20 +430,20 @@ def mask_penalty(masks: Sequence[Tensor], config: KLConfig) -> Tensor:
         return total
     count = masks[0].shape[0]
     places = sum(m[0].numel() for m in masks)
-    # sums over all tensors, so that they need not be concatenated
+    # sums over all tensors, so that the tensors need not be concatenated
     products = torch.stack([torch.mm(m.flatten(1), m.flatten(1).T) for m in masks]).sum(0)
     energy = products.diagonal()
     if config.l1:
         total = total + config.l1 * sum(m.abs().sum() for m in masks) / (count * places)
     if config.l2:
         total = total + config.l2 * energy.sum() / (count * places)
-    # above the diagonal: each pair once, and none of a component with itself
+    # above the diagonal: each pair of different components once
     pairs = torch.triu_indices(count, count, 1, device=energy.device)
     own = energy[pairs[0]]
     other = energy[pairs[1]]
     both = products[pairs[0], pairs[1]]
     if config.similarity and count > 1:
-        # clamp before the root, whose derivative at 0 is infinite: all masks may be 0
+        # clamp, because all masks may be 0, and the derivative of the root at 0 is infinite
         sizes = (own * other).clamp_min(1e-24).sqrt()
         total = total + config.similarity * (both / sizes).mean()
     return total

@@ -1,8 +1,8 @@
 """Masked layers over one base and K LoRA adapters.
 
-A component's linear layer shares the base's weight and adds two low-rank factors. A masked layer
-over such components computes the base's product and K low-rank products, forward and backward. All
-components together take about the memory of one model.
+A component's linear layer shares the base's weight and adds the product of two low-rank factors. A
+masked layer over such components computes the base's product and K low-rank products, forward and
+backward. All components together take about the memory of one model.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .layers import MaskedLayer
 
 
 class LowRankLinear(nn.Module):
-    """A layer ``x @ (W + scale * up @ down).T + bias`` with the base's W and two factors.
+    """A linear layer ``x @ (W + scale * up @ down).T + bias`` with the base's W and bias.
 
     Args:
         base: The layer whose weight and bias are shared.
-        down: (r, I).
-        up: (O, r).
-        scale: The number that the factors' product is multiplied by.
+        down: The factor that is applied first, (r, I).
+        up: The factor that is applied second, (O, r).
+        scale: The number by which the factors' product is multiplied.
 
     >>> layer = LowRankLinear(nn.Linear(4, 3), torch.ones(1, 4), torch.ones(3, 1), 0.5)
     >>> torch.equal(layer.weight, layer.base_weight + 0.5)
@@ -45,28 +45,29 @@ class LowRankLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return the full weight, built anew."""
+        """The full weight, which is computed on each access."""
         return (self.base_weight + self.weight_delta()).to(self.base_weight.dtype).detach()
 
     def weight_delta(self) -> Tensor:
-        """Return what the adapter adds to the base's weight, in float32 or better."""
+        """Return the change that the adapter adds to the base's weight, in float32 or better."""
         work = torch.promote_types(self.up.dtype, torch.float32)
         return (self.up.to(work) @ self.down.to(work)) * self.scale
 
     def change(self, x: Tensor) -> Tensor:  # (*B, I) → (*B, O)
-        """Return what the adapter adds to the base's product."""
+        """Return the change that the adapter adds to the base's output."""
         return F.linear(F.linear(x, self.down), self.up) * self.scale
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the component's layer."""
+        """Return the base's output plus the adapter's change."""
         return F.linear(x, self.base_weight, self.bias) + self.change(x)
 
 
 class LowRankMaskedLinear(MaskedLayer):
-    """A base `nn.Linear`, K `LowRankLinear` over it, and masks over their changes.
+    """A base `nn.Linear` plus the changes of K `LowRankLinear`, each multiplied by a mask.
 
     It computes ``x @ W.T + bias + Σ change_k(m_k x)``. Output masks multiply the output of a
-    change, all other masks its input. The result equals that of `MaskedLinear` but for rounding.
+    change, and all other masks its input. Except for rounding, the result equals that of
+    `MaskedLinear`.
 
     >>> base = nn.Linear(4, 3)
     >>> adapted = LowRankLinear(base, torch.ones(1, 4), torch.ones(3, 1), 0.5)
@@ -75,7 +76,7 @@ class LowRankMaskedLinear(MaskedLayer):
     """
 
     def _check_settings(self) -> None:
-        """Accept components of another class: each is the base's layer, with an adapter or not."""
+        """Skip this check, because components may have another class than the base."""
 
     def run(self, x: Tensor) -> Tensor:
         """Return the base's output plus the masked changes."""
@@ -83,7 +84,7 @@ class LowRankMaskedLinear(MaskedLayer):
         masks = self.mask("weight").to(x.dtype)
         for k, component in enumerate(self.components[:-1]):
             if not isinstance(component, LowRankLinear):
-                continue  # this adapter does not change the layer
+                continue  # this component does not change the layer
             mask = masks[k]
             if mask.shape[0] > 1:
                 total = total + component.change(x) * mask[:, 0]
@@ -92,9 +93,10 @@ class LowRankMaskedLinear(MaskedLayer):
         return total
 
     def merged(self, name: str) -> Tensor:
-        """Return the merged weight, summed before it is rounded.
+        """Return a merged parameter.
 
-        No component's full weight is built.
+        The weight is summed in float32 or better and rounded once. No component's full weight is
+        built.
         """
         if name != "weight":
             return super().merged(name)
@@ -102,7 +104,7 @@ class LowRankMaskedLinear(MaskedLayer):
         total = self.plain.get_parameter(name)
         rounded = total.dtype
         total = total.to(torch.promote_types(total.dtype, torch.float32))
-        # there is one mask more than components: the last is the base's
+        # the base is the last component, and its mask is not used
         for mask, component in zip(masks, self.components[:-1], strict=False):
             if isinstance(component, LowRankLinear):
                 total = total + mask * component.weight_delta()
@@ -110,11 +112,11 @@ class LowRankMaskedLinear(MaskedLayer):
 
 
 def are_thin(components: Sequence[nn.Module], base: nn.Module) -> bool:
-    """Return whether every component is the base's layer, at least one of them with an adapter.
+    """Return whether all components are the base's layer, one or more with an adapter's factors.
 
     Args:
-        components: The components' layers of one module name.
-        base: The base's layer of that name.
+        components: The components' layers under one module name.
+        base: The base's layer under the same name.
     """
     base_parameters = dict(base.named_parameters(recurse=False))
     unchanged = [
@@ -127,7 +129,7 @@ def are_thin(components: Sequence[nn.Module], base: nn.Module) -> bool:
 def adapted_layers(model: PreTrainedModel, adapter: Adapter) -> dict[str, Pair] | None:
     """Return an adapter's nonzero factors by module name, or None if it has to be folded in.
 
-    It is folded in if it changes anything but untied weights of `nn.Linear`.
+    The adapter has to be folded in if it changes anything but untied weights of `nn.Linear`.
 
     Args:
         model: The model that the adapter belongs to.
@@ -140,7 +142,7 @@ def adapted_layers(model: PreTrainedModel, adapter: Adapter) -> dict[str, Pair] 
         id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
     )
     for name, pair in adapter.pairs.items():
-        # peft's names have the prefix only if it wrapped the model with its head
+        # peft's names have the prefix only if peft wrapped the model including its head
         target = next(
             (n for n in (name, f"{prefix}{name}", name.removeprefix(prefix)) if n in modules), None
         )
@@ -154,7 +156,7 @@ def adapted_layers(model: PreTrainedModel, adapter: Adapter) -> dict[str, Pair] 
         ):
             return None
         if (pair.up.shape[0], pair.down.shape[1]) != tuple(layer.weight.shape):
-            return None  # folding it in raises an error that names the shapes
+            return None  # folding the adapter in raises an error that names the shapes
         # B is initialized to 0, so factors that were never trained leave the layer unchanged
         if pair.up.any() and pair.down.any():
             found[target] = pair
@@ -162,9 +164,9 @@ def adapted_layers(model: PreTrainedModel, adapter: Adapter) -> dict[str, Pair] 
 
 
 def with_adapter(base: PreTrainedModel, adapter: Adapter) -> PreTrainedModel | None:
-    """Return a model that shares the base's weights, with `LowRankLinear` as adapted layers.
+    """Return a model that shares the base's weights, with adapted layers as `LowRankLinear`.
 
-    Return None if `adapted_layers` does.
+    Return None if the adapter has to be folded in; see `adapted_layers`.
 
     Args:
         base: The base.

@@ -14,19 +14,20 @@ from ..files import Source, TensorInfo
 
 
 class MaskedSource(Source):
-    """A component times its mask, in float32 or better.
+    """A source of a component's tensors times their masks, in float32 or better.
 
-    It is one term of the sum that a linear merge computes.
+    Each source is one term of the sum that a linear merge computes.
 
     Args:
         inner: The component's tensors.
         k: The component's index.
-        masks: All masks by tensor name, (K, broadcasts over the tensor), on the CPU.
+        masks: The masks of all components by tensor name, on the CPU. The first size is K, and the
+            other sizes broadcast over the tensor.
         dtypes: The dtypes of the tensors that the merger holds, by tensor name. Other tensors are
             left out.
-        rounds: A function from a tensor's name to whether its values are first rounded to that
-            dtype, as they are if the merger holds full weights.
-        lone: Whether to return float tensors that have no mask unchanged, and not as zeros.
+        rounds: A function that returns, for a tensor's name, whether to round the values to the
+            dtype in ``dtypes`` first. If the merger holds full weights, their values are rounded.
+        lone: Whether to return floating-point tensors without a mask unchanged instead of as zeros.
             Exactly one source of a merge must do so.
     """
 
@@ -49,7 +50,7 @@ class MaskedSource(Source):
         self.config = inner.config
         self.folder = inner.folder
         self._dtypes = dtypes
-        # in the merger's dtypes, since the dtype of the result follows from these
+        # in the merger's dtypes, since the merge derives the dtype of its result from them
         self.tensors = {
             name: TensorInfo(name, info.shape, dtype, info.file, info.start)
             for name, info in inner.tensors.items()
@@ -57,9 +58,9 @@ class MaskedSource(Source):
         }
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Read elements ``start`` to ``stop`` of mask times weight, in float32 or better.
+        """Return elements ``start`` to ``stop`` of a tensor times its mask, in float32 or better.
 
-        Integers are returned unchanged.
+        Tensors of integers are returned unchanged.
         """
         stored = self._inner.read(name, start, stop)
         info = self.tensors[name]
@@ -74,12 +75,12 @@ class MaskedSource(Source):
         if name in self._masks:
             values = values * stretch(self._masks[name][self._k], info.shape, start, stop)
         elif not self._lone:
-            # only the plain model gives its buffers, because the merge adds up all sources
+            # only one source returns its buffers, because the merge adds up all sources
             values = torch.zeros_like(values)
         return stored_of(values.contiguous())
 
     def prefetch(self, name: str) -> None:
-        """Prefetch as the component does."""
+        """Prefetch a tensor of the component."""
         self._inner.prefetch(name)
 
     def fingerprint(self) -> object:
@@ -107,7 +108,7 @@ def stretch(mask: Tensor, shape: Sequence[int], start: int, stop: int) -> Tensor
     index = []
     rows = torch.arange(first, last)
     for size, own in zip(reversed(shape[:-1]), reversed(mask.shape[:-1]), strict=True):
-        # a row's number, taken apart like digits, is its index in the leading dimensions
+        # dividing a row's number by each size gives its index in the leading dimensions
         index.insert(0, rows % size if own > 1 else torch.zeros_like(rows))
         rows = rows // size
     mask_rows = (mask[tuple(index)] if index else mask[None]).expand(last - first, columns)

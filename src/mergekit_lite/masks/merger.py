@@ -1,4 +1,4 @@
-"""`Merger`: the masked model that users load, run, train, save and bake."""
+"""`Merger`: the masked model that users load, run, train, and write as a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,22 +27,24 @@ class Merger(MaskedModel):
     """Several frozen models and the masks that merge them.
 
     ``forward`` and ``generate`` run the merged model. Each of its weights is
-    ``Σ_k mask_k * W_k``, or over a base ``W + Σ_k mask_k * (W_k - W)``. Only the masks can be
+    ``Σ_k mask_k * W_k``, or with a base ``W + Σ_k mask_k * (W_k - W)``. Only the masks can be
     trained. Weights are shared with ``models``, not copied, and ``models`` are not changed.
 
     Args:
         models: Two or more models (with a base, one or more) of one architecture, dtype and
-            vocabulary. The adapter of a `PeftModel` is folded into a copy.
+            vocabulary. The adapter of a `PeftModel` is folded into a copy of its model.
         config: The settings of the masks.
         base: The model that the others were fine-tuned from. Masks then apply to their differences
-            from it. It is no teacher.
-        labels: The names of the models, the base last; default: where they were loaded from.
-        strict: Whether to refuse components whose settings or buffers differ; otherwise warn, and
-            use those of the base or else of the first component.
+            from the base. The base is not a teacher.
+        labels: The names of the models, the base's last; default: the paths or hub ids that they
+            were loaded from.
+        strict: Whether to raise an error if settings or buffers of the components differ. If False,
+            warn, and use those of the base, or of the first component if there is no base.
 
     Raises:
-        ValueError: Models that differ in architecture, shapes, dtypes, ties, settings or buffers,
-            or hold NaN.
+        ValueError: The models differ in architecture, shapes, dtypes, tied weights, settings or
+            buffers. A weight is NaN or infinite. The number of labels is wrong. No mask would be
+            trained.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> tiny = GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=1, n_head=1)
@@ -55,7 +57,7 @@ class Merger(MaskedModel):
     [0.5, 0.5]
     """
 
-    # the Trainer passes the number of items in all micro-batches of a step
+    # makes the Trainer pass the number of items in all micro-batches of a step
     accepts_loss_kwargs = True
 
     @classmethod
@@ -71,32 +73,34 @@ class Merger(MaskedModel):
         strict: bool = True,
         **config: Any,
     ) -> Self:
-        """Load each component once, and create masks for all of them.
+        """Load the components, and create masks over their weights.
 
         Args:
-            paths: Folders or hub ids, in the order of the masks; ``"model+adapter"`` and folders of
-                LoRA adapters too.
+            paths: The components, in the order of the masks: folders, hub ids,
+                ``"model+adapter"``, or folders of LoRA adapters whose config names their base.
             base: The model that the components were fine-tuned from. Masks then apply to
-                differences from it. Adapters of its linear layers stay factors, so all models take
-                about the memory of one (not with element masks, which need full weights).
-            masks: A file from `save_masks` to start from; it also sets the config.
+                differences from the base. LoRA adapters of the base's linear layers are kept as
+                low-rank factors, so that all models together take about the memory of one. Element
+                masks need full weights, so with them adapters are folded in.
+            masks: A file that `save_masks` wrote. Masks and config are read from this file.
             auto_class: The transformers class that loads the models, for example
                 ``AutoModelForSequenceClassification``.
-            dtype: The dtype of all components; ``"auto"``: as stored.
+            dtype: The dtype of all components; ``"auto"``: the dtype of their files.
             model_options: Further arguments of ``auto_class.from_pretrained``, such as
                 ``attn_implementation``, or fields of the config. They apply to all components.
-            strict: Whether to refuse components whose tokenizers, settings or buffers differ;
-                otherwise warn, and use the settings and buffers of the base or else of the first
-                component.
-            **config: Fields of `MaskConfig`.
+            strict: Whether to raise an error if tokenizers, settings or buffers of the components
+                differ. If False, warn, and use those of the base, or of the first component if
+                there is no base.
+            **config: Fields of `MaskConfig`, unless ``masks`` is given.
 
         Raises:
-            ValueError: Components that do not fit together; masks of other components.
+            ValueError: The components cannot be merged, a field is unknown or invalid, or ``masks``
+                belongs to other components.
         """
         if masks is not None and config:
             raise ValueError(
-                "Merger.from_pretrained: expected masks or fields of MaskConfig, got masks and "
-                f"{next(iter(config))}; the file of masks sets these fields"
+                "Merger.from_pretrained: expected either masks or fields of MaskConfig, got masks "
+                f"and {next(iter(config))}; the file of masks sets all fields"
             )
         # a dataclass's own TypeError would not list the fields
         known = [field.name for field in fields(MaskConfig)]
@@ -120,20 +124,20 @@ class Merger(MaskedModel):
         )
         base_model = None if base is None else models.pop()
         merger = cls(models, settings, base=base_model, labels=labels, strict=strict)
-        # only here, because models that were passed in memory may differ from every file
+        # set only here, because models that are passed in memory may differ from all files
         merger.sources = [stored_as(label) for label in labels]
         if masks is not None:
             merger.load_masks(masks)
         return merger
 
     def forward(self, *args: object, kl: KLConfig | None = None, **inputs: object) -> Output:
-        """Return the merged model's output, or with ``kl`` an output that holds only a loss.
+        """Return the output of the merged model, or of the selected component.
 
-        This loss is the result of `distill`.
+        With ``kl``, return an output that holds only a loss: the result of `distill`.
         """
         if kl is None:
             return super().forward(*args, **inputs)
-        # through forward, since DDP sees no other call
+        # called in forward, because DDP synchronizes the gradients of no other method
         return CausalLMOutput(loss=self.distill(kl, **inputs))
 
     def save_pretrained(self, *ignored: object, **named: object) -> None:
@@ -143,49 +147,56 @@ class Merger(MaskedModel):
             ValueError: Always.
         """
         raise ValueError(
-            "Merger.save_pretrained is not supported; bake(out) saves a merged model, and "
-            "save_masks(path) the masks"
+            "Merger.save_pretrained is not supported; use bake(out) to save the merged model, or "
+            "save_masks(path) to save the masks"
         )
 
     def save_masks(self, path: str | os.PathLike[str]) -> Path:
-        """Write the masks, their config and the components' hashes as safetensors."""
+        """Write the masks, their config and the components' hashes to a safetensors file."""
         return save_masks(self, Path(path))
 
     def load_masks(self, path: str | os.PathLike[str]) -> None:
-        """Read masks that `save_masks` wrote for these components.
+        """Load masks that `save_masks` wrote for the same components.
 
         Raises:
-            ValueError: They belong to other components, or were made with another config.
+            ValueError: The file is not a complete file of masks, or the masks belong to other
+                components or another config.
         """
         loaded = load_masks(self, Path(path))
         with torch.no_grad():
             for name, values in loaded.items():
-                # in place, since an optimizer and tied layers hold these very parameters
+                # in place, because optimizers and tied layers hold references to these parameters
                 self._raw[name].copy_(values)
         self.unfold_()
 
     def bake(self, out: str | os.PathLike[str], **options: object) -> MergeReport:
         """Write the merged model as an ordinary checkpoint.
 
-        The engine of `merge_models` streams it to disk. In accurate mode the checkpoint gives the
-        same logits as this merger in evaluation mode, bit for bit.
+        `merge_models` streams the checkpoint to disk. In accurate mode, the checkpoint gives the
+        same logits as this merger in evaluation mode, bit for bit. If adapters are kept as factors,
+        logits differ by rounding.
 
         Args:
             out: Folder to write: a new path, or an empty folder.
-            **options: ``max_shard_size``, ``progress``, ``threads``, ``fresh`` of `merge_models`,
-                and ``dtype``; a dtype other than the components' changes the logits by one
+            **options: ``max_shard_size``, ``progress``, ``threads``, ``fresh`` and ``dtype`` of
+                `merge_models`. If ``dtype`` is not the components' dtype, logits differ by
                 rounding.
 
+        Returns:
+            The report of `merge_models`.
+
         Raises:
-            ValueError: A mask is not finite, an option is unknown, or `merge_models` refuses.
+            ValueError: A mask is not finite, an option is unknown, a component's files have changed
+                since they were loaded, or `merge_models` raises an error.
         """
         return bake(self, Path(out), options)
 
     def report(self) -> MaskReport:
-        """Return a report of each weight's masks: means, spread, and which component's is largest.
+        """Return a report on the masks of each weight: means, spread, and which is the largest.
 
-        Print it, or call its ``plot``. Over a base it has the components' masks of each weight that
-        a component changes. The base's mask is 1 minus their sum.
+        The report can be printed, and its ``plot`` method draws a heat map. With a base, the report
+        covers only weights that a component changes. It leaves out the base's masks, which are 1
+        minus the sum of the components' masks.
         """
         chosen = [name for name, (layer, own) in self._layers.items() if not layer.is_same(own)]
         masks = self.effective_masks()

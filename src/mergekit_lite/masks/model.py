@@ -1,4 +1,4 @@
-"""`MaskedModel`: several frozen models of one architecture, which masks merge into one."""
+"""`MaskedModel`: several frozen models of one architecture, merged by masks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .layers import MaskedLayer, Output, Selection
 from .low_rank import LowRankLinear, has_factors
 from .surgery import Surgeon
 
-# config fields by which Gemma 2, Cohere, Granite and Falcon-H1 change logits after the head
+# config fields of Gemma 2, Cohere, Granite and Falcon-H1 that change logits after the head
 _HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 class StoredAs(NamedTuple):
-    """The name that a component was loaded from, and a fingerprint of its files.
+    """The path or hub id that a component was loaded from, and a fingerprint of its files.
 
-    The fingerprint consists of sizes and times. It is None for files that no merge can read.
+    The fingerprint changes when the files change. It is None if `merge_models` cannot read them.
     """
 
     name: str
@@ -40,7 +40,7 @@ class StoredAs(NamedTuple):
 
 
 def _labels_of(models: Sequence[PreTrainedModel], labels: Sequence[str] | None) -> list[str]:
-    """Return the models' names for messages: the labels, or where models were loaded from."""
+    """Return the labels, or by default the path or hub id that each model was loaded from."""
     if labels is None:
         return [m.config.name_or_path or f"model {place}" for place, m in enumerate(models)]
     if len(labels) != len(models):
@@ -52,10 +52,10 @@ def _labels_of(models: Sequence[PreTrainedModel], labels: Sequence[str] | None) 
 
 
 class MaskedModel(nn.Module):
-    """The part of `Merger` that distillation and storage use.
+    """The components and masks of a `Merger`, and the selection of the model that runs.
 
-    It holds the components and masks, and selects what runs: the merged model or a component. See
-    `Merger` for arguments and errors.
+    Either the merged model runs, or one component. Distillation and storage use only this part of
+    `Merger`. See `Merger` for the arguments and errors.
     """
 
     def __init__(
@@ -71,26 +71,26 @@ class MaskedModel(nn.Module):
         self.count = len(models)
         self.over_base = base is not None
         self.mask_config = (config or MaskConfig()).resolved(over_base=self.over_base)
-        # a PeftModel has another class and other names than the models it is compared with
+        # a PeftModel would differ from the other models in its class and parameter names
         models = [without_adapter(model) for model in models]
         if base is not None:
             models.append(without_adapter(base))
         self.labels = _labels_of(models, labels)
         self._refuse_different(models, strict=strict)
-        # 0 * NaN is NaN: no mask could keep such a weight out
+        # 0 * NaN is NaN, so no mask could exclude such a weight
         refuse_not_finite(models, self.labels)
         self.selection = Selection()
         shared = share_frozen(models, over_base=self.over_base)
-        # this one gets the masked layers; its settings and buffers are the merged model's
+        # masked layers are put into this model, so the merged model has its settings and buffers
         model = shared.pop(-1 if self.over_base else 0)
-        # only children are replaced, so a parameter of the root would stay unmerged
+        # only submodules are replaced, so a parameter of the root module would not be merged
         for name, _ in model.named_parameters(recurse=False):
             raise ValueError(
                 f"Merger: expected all parameters in submodules, but {type(model).__name__} itself "
-                f"owns {name}"
+                f"has the parameter {name}"
             )
         stored = model.state_dict()
-        # for bakes and hashes; rotary frequencies are buffers that no checkpoint stores
+        # checkpoints and hashes have only stored buffers, not rotary frequencies
         self._stored_buffers = {}
         for name, value in model.named_buffers():
             if name in stored:
@@ -104,12 +104,12 @@ class MaskedModel(nn.Module):
         self._raw = surgeon.raw
         self._hashes: list[str] | None = None
         self._plain_head: bool | None = None
-        # where the components are stored, if that is known for sure
+        # where each component is stored, or None if that is not known
         self.sources: list[StoredAs] | None = None
         self.eval()
 
     def _refuse_different(self, models: Sequence[PreTrainedModel], *, strict: bool) -> None:
-        """Refuse models that cannot be merged; skip models with factors, which copy the base."""
+        """Raise an error if models differ; skip copies of the base with adapter factors."""
         whole = []
         labels = []
         for model, label in zip(models, self.labels, strict=True):
@@ -122,40 +122,43 @@ class MaskedModel(nn.Module):
             refuse_different(whole, labels, strict=strict, whose=whose)
 
     def _no_mask_message(self, example: str) -> str:
-        """Return why no mask is trained, with the name of a module as an example."""
+        """Return the error message if no mask is trained; ``example`` is the name of a module."""
         modules = self.mask_config.modules
         if self.over_base:
             return (
-                "Merger: no mask is trained, since no component changes the base in the modules to "
-                f"train ({modules or 'any'}); expected patterns such as {example!r}, and "
-                "components that differ from the base"
+                "Merger: expected components that differ from the base in the modules to train "
+                f"({modules or 'all'}), got none that does; patterns are names such as {example!r}"
             )
-        return f"Merger: no module has a name like {modules}; expected patterns such as {example!r}"
+        return (
+            f"Merger: expected patterns of module names such as {example!r}, got {modules}, which "
+            "match no module"
+        )
 
     @property
     def config(self) -> Any:
-        """Return the config of the base, or of the first component."""
+        """The config of the base, or of the first component if there is no base."""
         return self.model.config
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the model."""
+        """The device of the model."""
         return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the components' dtype."""
+        """The components' dtype."""
         return self.model.dtype
 
     def gradient_checkpointing_enable(self, **options: object) -> None:
-        """Recompute blocks in backward, and keep only their inputs until then.
+        """Enable gradient checkpointing: backward recomputes each block from its input.
 
-        The options are those of transformers' models.
+        Args:
+            **options: Passed to the same method of the transformers model.
         """
         self.model.gradient_checkpointing_enable(**options)
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
-        """Call `gradient_checkpointing_enable`; newer versions of transformers use this name."""
+        """Enable gradient checkpointing, under the name that newer transformers versions use."""
         self.model.activation_checkpointing_enable(**options)
 
     def gradient_checkpointing_disable(self) -> None:
@@ -167,10 +170,10 @@ class MaskedModel(nn.Module):
         return self.model.can_generate()
 
     def generate(self, *args: object, **options: object) -> Output:
-        """Generate with the merged model, or the selected component.
+        """Generate tokens with the merged model, or with the selected component.
 
-        In evaluation mode weights are blended once for all tokens, and take the memory of one more
-        model meanwhile.
+        In evaluation mode, weights are blended once for all tokens. Until this method returns, the
+        merged weights take the memory of one more model.
 
         Args:
             *args: Passed to transformers' ``generate``.
@@ -189,7 +192,7 @@ class MaskedModel(nn.Module):
 
     @property
     def is_folded(self) -> bool:
-        """Return whether all layers keep merged weights that match the current masks."""
+        """Whether all layers hold merged weights that match the current masks and components."""
         return all(layer.is_folded for layer in self.layers().values())
 
     def forward(self, *args: object, **inputs: object) -> Output:
@@ -198,12 +201,13 @@ class MaskedModel(nn.Module):
 
     @contextlib.contextmanager
     def component(self, k: int) -> Iterator[Self]:
-        """Run component ``k``, with exactly its own weights, within this context.
+        """Run component ``k`` instead of the merged model within this context.
 
-        The base has the index after the last component.
+        The component runs with its own weights, unchanged. If there is a base, its index is the one
+        after the last component's.
 
         Raises:
-            ValueError: There is no such component.
+            ValueError: ``k`` is not the index of a component or of the base.
         """
         if not isinstance(k, int) or not 0 <= k < len(self.labels):
             raise ValueError(f"Merger.component: k is {k}, expected 0 to {len(self.labels) - 1}")
@@ -215,36 +219,37 @@ class MaskedModel(nn.Module):
             self.selection.component = before
 
     def train(self, mode: bool = True) -> Self:
-        """Set training or evaluation mode; training mode drops the weights that `fold_` keeps."""
+        """Set training or evaluation mode; training mode drops the weights that `fold_` stored."""
         if mode:
             self.unfold_()
         return super().train(mode)
 
     def fold_(self) -> Self:
-        """Store the merged weights for fast generation, in the memory of one more model.
+        """Store the merged weights, so that evaluation and generation do not blend them again.
 
-        `unfold_`, training mode and new masks drop them.
+        They take the memory of one more model. They are dropped by `unfold_`, by training mode, and
+        when masks or components change.
         """
         for layer in self.layers().values():
             layer.fold_()
         return self
 
     def unfold_(self) -> Self:
-        """Drop the merged weights that `fold_` keeps."""
+        """Drop the merged weights that `fold_` stored."""
         for layer in self.layers().values():
             layer.unfold_()
         return self
 
     def _apply(self, fn: object, recurse: bool = True) -> Self:
         before = self.model.dtype
-        # kept from before the cast: a mask that went through bfloat16 has lost digits
+        # saved before the cast, because a cast to bfloat16 and back loses digits
         masks = {name: mask.data for name, mask in self._raw.items()}
         super()._apply(fn, recurse)
-        # masks stay float32: half precision would round training steps away
+        # masks stay float32, because half precision would round small training steps away
         for name, mask in self._raw.items():
             if mask.dtype != masks[name].dtype:
                 mask.data = masks[name].to(mask.device)
-        # _apply folded the layers again with rounded masks; setting .data changes no version
+        # _apply folded the layers with rounded masks, and setting .data does not invalidate these
         self.unfold_()
         if self.model.dtype != before:
             self._hashes = None
@@ -259,25 +264,25 @@ class MaskedModel(nn.Module):
         }
 
     def masks(self) -> dict[str, nn.Parameter]:
-        """Return the mask parameters, before `constrain`, by weight name.
+        """Return the masks' parameters by weight name: the values before the constraint.
 
-        Tied weights share one mask, under the first of their names.
+        Tied weights share one mask, which has the first of their names.
         """
         return dict(self._raw)
 
     def effective_masks(self) -> dict[str, Tensor]:
-        """Return the constrained masks by weight name.
+        """Return the masks after the constraint, by weight name.
 
-        Over a base the last mask is the base's: 1 minus the sum of the components' masks.
+        If there is a base, its mask is the last: 1 minus the sum of the components' masks.
         """
         return {name: layer.mask(own) for name, (layer, own) in self._layers.items()}
 
     def places(self) -> dict[str, tuple[MaskedLayer, str]]:
-        """Map a weight's name to the masked layer that owns it, and to its name in that layer."""
+        """Return the masked layer that owns each weight, and the weight's name in that layer."""
         return dict(self._layers)
 
     def trained_masks(self) -> list[Tensor]:
-        """Return the constrained masks that are trained, without a base's masks."""
+        """Return the masks that are trained, after the constraint and without the base's masks."""
         trained = [place for name, place in self._layers.items() if self._raw[name].requires_grad]
         return [layer.mask(own)[: self.count] for layer, own in trained]
 
@@ -292,7 +297,8 @@ class MaskedModel(nn.Module):
     def task_vectors(self) -> list[dict[str, Tensor]]:
         """Return each component's difference from the base, by tensor name.
 
-        The differences are in the models' dtype, and all are in memory at once.
+        The differences are in the models' dtype, and all are in memory at once. Tensors that no
+        component changes are left out.
 
         Raises:
             ValueError: There is no base.
@@ -309,7 +315,10 @@ class MaskedModel(nn.Module):
         ]
 
     def hashes(self) -> list[str]:
-        """Return a SHA-256 of each component's weights, or of its factors in their place."""
+        """Return a SHA-256 hash of each component's weights and stored buffers.
+
+        Where an adapter is kept as factors, the factors are hashed instead of the weight.
+        """
         if self._hashes is None:
             self._hashes = component_hashes([self._hashed(k) for k in range(len(self.labels))])
         return self._hashes
@@ -328,7 +337,7 @@ class MaskedModel(nn.Module):
     def output_head(self) -> MaskedLayer | None:
         """Return the output head, or None if logits are not its exact product with hidden states.
 
-        A trial input shows whether they are.
+        Whether they are is determined from the config, and from the logits for a short input.
         """
         head = self.model.get_output_embeddings()
         if not isinstance(head, MaskedLayer) or "weight" not in head.masks:
@@ -349,7 +358,7 @@ class MaskedModel(nn.Module):
         if head.masks["weight"].requires_grad:
             options["masks"] = head.mask("weight")
         else:
-            # blended once per batch, instead of products with every component's head
+            # blended once per batch, instead of multiplying by the head of every component
             options["head"] = head.current("weight").detach()
         # Phi and GPT-J have a bias in the head
         if "bias" in head.masks:
@@ -361,13 +370,14 @@ class MaskedModel(nn.Module):
     def _is_plain(self, head: MaskedLayer) -> bool:
         """Return whether logits are exactly the head's product with the final hidden states.
 
-        A trial shows it: a soft cap, a scale or a transform in between would give other logits.
+        The model runs on a short input: with a soft cap, a scale or a transform, its logits would
+        differ from the head's product.
         """
         ids = torch.tensor([[0, 1]], device=self.model.device)
         with evaluating(self), self.component(0):
             logits = self.model(**self.uncached({"input_ids": ids})).logits
             logits_again = head(self.final_hidden(input_ids=ids))
-        # check the config as well: a soft cap may not change the trial's small logits at all
+        # check the config as well, because a soft cap may not change the small logits of this input
         changed = [
             key
             for key in _HEAD_SETTINGS
@@ -377,7 +387,8 @@ class MaskedModel(nn.Module):
         if not same:
             warnings.warn(
                 f"Merger: {type(self.model).__name__} does more to its logits than one product "
-                "with the head, so the loss needs full (tokens, vocabulary) tensors",
+                "with the head, so the loss takes more memory: it needs whole tensors of shape "
+                "(tokens, vocabulary)",
                 stacklevel=2,
             )
         return same
@@ -385,23 +396,23 @@ class MaskedModel(nn.Module):
     def final_hidden(self, **inputs: object) -> Tensor:
         """Return the final hidden states, (B, L, H), of the merged model.
 
-        Within `component` they are those of the selected component.
+        In the context of `component`, they are the selected component's.
         """
         return self.model.base_model(**self.uncached(inputs))[0]
 
     def uncached(self, inputs: Mapping[str, object]) -> dict[str, object]:
-        """Return a model's inputs, with the cache of keys and values turned off."""
-        # the forward of an encoder takes no use_cache
+        """Return a model's inputs, with the cache of keys and values turned off if it has one."""
+        # an encoder's forward has no argument use_cache
         if self.model.can_generate():
             return {**inputs, "use_cache": False}
         return dict(inputs)
 
 
 def _change(layer: MaskedLayer, k: int, name: str) -> Tensor:
-    """Return a component's difference from a parameter of the base, in the base's dtype."""
+    """Return a component's parameter minus the base's, in the base's dtype."""
     module = layer.components[k]
     base = getattr(layer.plain, name)
-    # a difference of rounded weights would lose small changes
+    # subtracting rounded weights would lose small changes
     if name == "weight" and isinstance(module, LowRankLinear):
         return module.weight_delta().to(base.dtype).detach()
     return (getattr(module, name) - base).detach()

@@ -1,9 +1,9 @@
 """Reference implementations: dense, slow and simple, in any float dtype.
 
-Tests and `model_components.measure_kernels` compare the fast paths with them.
+Tests and `model_components.measure_kernels` compare the fast paths with these functions.
 
 Letters: K components, O out_features, I in_features, *B any leading shape. A mask tensor has one
-more dimension than the weight it belongs to: K, then sizes that broadcast over the weight.
+more dimension than its weight: the first size is K, and the other sizes broadcast over the weight.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def masked_linear(
 ) -> Tensor:
     """Return ``x @ (Σ m_k W_k).T + b``.
 
-    Efficient mode adds each component's own product, with its input or output masked.
+    In efficient mode, sum the components' products, each with its input or its output masked.
     """
     if mode == "accurate":
-        # in the layout of the weights, as the stock layers multiply
+        # keep the layout of the weights, as the stock layers do
         merged = blend(weights, masks)
         total = x @ (merged if transposed else merged.T)
         return total if bias is None else total + bias
     if transposed:
         weights = [w.T for w in weights]
         masks = masks.transpose(1, 2)
-    if masks.shape[1] > 1:  # one value per output row
+    if masks.shape[1] > 1:  # one mask value per output feature
         terms = [(x @ w.T) * m[:, 0] for w, m in zip(weights, masks, strict=True)]
     else:
         terms = [(x * m[0]) @ w.T for w, m in zip(weights, masks, strict=True)]

@@ -1,4 +1,4 @@
-"""Reports of trained masks: a table and a heat map."""
+"""Reports on masks, as a table and as a heat map."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class MaskRow:
         shape: The shape of its masks, without the dimension of components.
         mean: The mean mask of each component.
         spread: The standard deviation of each component's mask.
-        wins: For each component, the fraction of positions, 0 to 1, at which its mask is largest.
+        wins: For each component, the fraction of positions, 0 to 1, at which its mask is the
+            largest. Ties are shared.
     """
 
     name: str
@@ -34,13 +35,13 @@ class MaskRow:
 
     @property
     def winner(self) -> int:
-        """Return the index of the component whose mask is the largest at most positions."""
+        """The index of the component whose mask is the largest at most positions."""
         return max(range(len(self.wins)), key=self.wins.__getitem__)
 
 
 @dataclass(frozen=True)
 class MaskReport(Report):
-    """Every weight's masks; `plot` draws their means as a heat map.
+    """Statistics of the masks of every weight; `plot` draws their means as a heat map.
 
     Attributes:
         labels: The components' names.
@@ -52,7 +53,7 @@ class MaskReport(Report):
 
     @classmethod
     def of(cls, masks: Mapping[str, Tensor], labels: Sequence[str]) -> Self:
-        """Make the report from masks (K, ...) by name.
+        """Return the report on masks, (K, ...) each, by name of their weight.
 
         >>> print(
         ...     MaskReport.of({"w": torch.tensor([[1.0, 0.0], [0.0, 1.0]])}, ["a", "b"])
@@ -64,7 +65,7 @@ class MaskReport(Report):
         rows = []
         for name, mask in masks.items():
             flat = mask.detach().float().flatten(1).cpu()
-            top = flat == flat.amax(0)  # a tie is shared
+            top = flat == flat.amax(0)  # components that tie share the position
             wins = (top / top.sum(0)).mean(1)
             # a mask of one value has spread 0; the usual correction would divide by 0
             spread = flat.std(1, correction=0)
@@ -73,7 +74,7 @@ class MaskReport(Report):
         return cls(tuple(labels), tuple(rows))
 
     def summary(self) -> list[str]:
-        """Return the components' indices and names."""
+        """Return a line with the index and name of each component."""
         return [f"component {k}: {label}" for k, label in enumerate(self.labels)]
 
     def table(self) -> Table:
@@ -90,12 +91,16 @@ class MaskReport(Report):
         return Table(("weight", "means", "spread", "wins"), rows)
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Plot the masks' means as heat maps, one per component, side by side (extra ``plot``).
+        """Plot the masks' means as heat maps, one for each component, side by side.
 
-        A row is a layer, and a column is a kind of weight.
+        Each row of a heat map is a layer, and each column is a kind of weight. Plots need
+        matplotlib, which the extra ``plot`` installs.
 
         Args:
             ax: The axes to plot on; default: a new figure.
+
+        Returns:
+            The figure.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -114,12 +119,12 @@ class MaskReport(Report):
         height = 2.4 + 0.26 * len(layers)
         figure, axes = axes_for(ax, "MaskReport.plot", width=width, height=height)
         even = 1 / count  # the mask of a plain average, in the middle of the scale
-        # at least 0.05, or masks that hardly moved would have the strongest colors
+        # at least 0.05, because otherwise masks that hardly changed would have the strongest colors
         reach = max(0.05, float((grid[~grid.isnan()] - even).abs().max()))
         image = axes.imshow(
             grid.numpy(), vmin=even - reach, vmax=even + reach, cmap="RdBu_r", aspect="auto"
         )
-        axes.set_facecolor("0.85")  # where a layer has no such weight
+        axes.set_facecolor("0.85")  # the color of cells whose layer has no such weight
         axes.set_ylabel("layer")
         places = [start + i for start in starts for i in range(len(kinds))]
         axes.set_xticks(
@@ -129,7 +134,7 @@ class MaskReport(Report):
         for start, label in zip(starts, self.labels, strict=True):
             axes.text(
                 start + (len(kinds) - 1) / 2,
-                # above the top row: its cells end at -0.5
+                # above the top row, whose cells end at -0.5
                 -0.7,
                 Path(label).name,
                 ha="center",
@@ -141,7 +146,7 @@ class MaskReport(Report):
 
 
 def _cell(name: str) -> tuple[str, str]:
-    """Return a weight's row and column in the heat map: its layer's number, and its other name.
+    """Return a weight's row and column in the heat map: the layer's number, and the other name.
 
     >>> _cell("model.layers.3.mlp.up_proj.weight"), _cell("lm_head.weight")
     (('3', 'mlp.up_proj'), ('other', 'lm_head'))

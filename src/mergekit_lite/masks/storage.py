@@ -1,6 +1,7 @@
-"""Save and load masks, which are bound to their components by hash, and bake merged models.
+"""Save and load masks, and write merged models as checkpoints (`bake`).
 
-Baking passes masked components to `merge_models`.
+A file of masks holds hashes of the components that the masks belong to. `bake` passes the masked
+components to `merge_models`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MASKS = "masks.safetensors"
 
 
 def save_masks(merger: MaskedModel, path: Path) -> Path:
-    """Save masks: write to a temporary name first, and rename the file when it is complete."""
+    """Write the masks to a temporary file, and rename the file when it is complete."""
     metadata = {
         "format": _FORMAT,
         **{key: str(value) for key, value in stamp(1).items()},
@@ -52,16 +53,18 @@ def save_masks(merger: MaskedModel, path: Path) -> Path:
 
 def _metadata(path: Path) -> dict[str, str]:
     if not path.is_file():
-        raise ValueError(f"load_masks: {path} is not there; expected a file from save_masks")
+        raise ValueError(f"load_masks: expected a file from save_masks, but {path} does not exist")
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
     except Exception as error:  # safetensors raises its own class for every malformed file
-        raise ValueError(f"load_masks: {path} is not a whole safetensors file ({error})") from error
+        raise ValueError(
+            f"load_masks: {path} is not a complete safetensors file ({error})"
+        ) from error
     if metadata.get("format") != _FORMAT:
         raise ValueError(
-            f"load_masks: {path} holds no masks (format {metadata.get('format')!r}, expected "
-            f"{_FORMAT!r})"
+            f"load_masks: {path} holds no masks: its format is {metadata.get('format')!r}, "
+            f"expected {_FORMAT!r}"
         )
     check_format(metadata, 1, f"load_masks: {path}")
     return metadata
@@ -74,28 +77,28 @@ def read_config(path: Path) -> MaskConfig:
 
 
 def _check_made_for(merger: MaskedModel, path: Path, metadata: Mapping[str, str]) -> None:
-    """Refuse masks of other components, or with another config."""
+    """Raise an error if masks belong to other components, or have another config."""
     dtype = str(merger.model.dtype)
     theirs = json.loads(metadata["sha256"])
     names = json.loads(metadata["components"])
     if json.loads(metadata["over_base"]) != merger.over_base or len(theirs) != len(merger.labels):
-        of = [" (no base)", ", the last a base (base=...)"]
+        of = [" without a base", ", of which the last is the base (base=...)"]
         raise ValueError(
             f"load_masks: {path} is for {len(theirs)} "
             f"models{of[json.loads(metadata['over_base'])]}; this merger has "
-            f"{len(merger.labels)}{of[merger.over_base]}"
+            f"{len(merger.labels)} models{of[merger.over_base]}"
         )
-    # checked before the hashes: they depend on the dtype, and reading every weight takes long
+    # checked before the hashes, which depend on the dtype and take long to compute
     if metadata["dtype"] != dtype:
         raise ValueError(
-            f"load_masks: {path} is for components in {metadata['dtype']}, here they are in "
-            f"{dtype}; load them in the same dtype"
+            f"load_masks: expected components of dtype {metadata['dtype']}, for which {path} was "
+            f"made, got components of dtype {dtype}; load them in the expected dtype"
         )
     for k, (own, other) in enumerate(zip(merger.hashes(), theirs, strict=True)):
         if own != other:
             raise ValueError(
-                f"load_masks: {path} was made for other components: number {k} was {names[k]} with "
-                f"sha256 {other[:12]}…, here it is {merger.labels[k]} with {own[:12]}…"
+                f"load_masks: {path} was made for other components: expected component {k} to be "
+                f"{names[k]} with SHA-256 {other[:12]}…, got {merger.labels[k]} with {own[:12]}…"
             )
     saved = MaskConfig.from_json(metadata["config"])
     config = merger.mask_config
@@ -108,9 +111,9 @@ def _check_made_for(merger: MaskedModel, path: Path, metadata: Mapping[str, str]
 
 
 def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
-    """Return the values in a file of masks.
+    """Return the masks that a file holds.
 
-    Check first that they belong to the merger's components and config.
+    Raise an error if they do not belong to the merger's components and config.
     """
     with reading(path, "load_masks"):
         _check_made_for(merger, path, _metadata(path))
@@ -129,15 +132,15 @@ def load_masks(merger: MaskedModel, path: Path) -> dict[str, Tensor]:
                 "floating-point dtype"
             )
         if not torch.isfinite(values).all():
-            raise ValueError(f"load_masks: {name} in {path} has NaN or infinity")
+            raise ValueError(f"load_masks: {name} in {path} contains NaN or infinity")
     return loaded
 
 
 def bake(merger: MaskedModel, out: Path, options: Mapping[str, Any]) -> MergeReport:
-    """Write the merged model, as `Merger.bake` describes.
+    """Write the merged model as a checkpoint; see `Merger.bake`.
 
-    Components are read from their files if the tensors there have the model's names, else from
-    memory.
+    If the files of all components hold tensors with the model's names and shapes, components are
+    read from these files, otherwise from memory.
     """
     if unknown := sorted(options.keys() - set(_OPTIONS)):
         raise ValueError(f"bake: unknown option {unknown[0]!r}; options are {', '.join(_OPTIONS)}")
@@ -153,13 +156,13 @@ def bake(merger: MaskedModel, out: Path, options: Mapping[str, Any]) -> MergeRep
     if len(sources) < count:
         sources = [_resident(merger, k) for k in range(count)]
     dtypes = {name: value.dtype for name, value in merger.state(0).items()}
-    # these layers add changes before they round, so the bake must not round first
+    # these layers sum changes before rounding, so the changes must not be rounded here, either
     factored = {
         name
         for name, (layer, _) in merger.places().items()
         if isinstance(layer, LowRankMaskedLinear)
     }
-    # the base, or the first component, whose config the result has
+    # the index of the model whose config the result has: the base, or the first component
     plain = count - 1 if merger.over_base else 0
     models = [
         MaskedSource(
@@ -167,9 +170,9 @@ def bake(merger: MaskedModel, out: Path, options: Mapping[str, Any]) -> MergeRep
         )
         for k, source in enumerate(sources)
     ]
-    # a merge takes its first model's config, and a base is last here
+    # `merge_models` takes the config of its first model, but the base is last here
     models[0].config = sources[plain].config
-    # every source is multiplied by its mask already, hence weights of 1
+    # the weights are 1, because every source is multiplied by its mask already
     report = merge_models(
         models, "linear", weight=[1.0] * len(models), normalize=False, out=out, **options
     )
@@ -178,7 +181,7 @@ def bake(merger: MaskedModel, out: Path, options: Mapping[str, Any]) -> MergeRep
 
 
 def stored_as(name: str) -> StoredAs:
-    """Return a component's name, with a fingerprint that changes if its files do."""
+    """Return a component's name, and a fingerprint that changes when its files change."""
     try:
         return StoredAs(name, open_source(name).fingerprint())
     except CheckpointError:  # for example, a pickled checkpoint
@@ -186,13 +189,16 @@ def stored_as(name: str) -> StoredAs:
 
 
 def _stored(merger: MaskedModel, k: int) -> Source | None:
-    """Return a component's files if they hold its tensors under the same names, else None.
+    """Return a component's files as a source, or None if its weights in memory must be used.
+
+    Files are used if they are known to be the component's, and if they hold all of its tensors with
+    the same names and shapes.
 
     Raises:
         ValueError: The files have changed since they were loaded.
     """
     if merger.sources is None or merger.sources[k].fingerprint is None:
-        return None  # models that were passed in memory may differ from every file
+        return None  # models that were passed in memory may differ from all files
     source = open_source(merger.sources[k].name)
     state = merger.state(k)
     if not all(
@@ -205,7 +211,7 @@ def _stored(merger: MaskedModel, k: int) -> Source | None:
             if not _is_stored(source, name, merger.places().get(name), k, value):
                 raise ValueError(
                     f"bake: {source.label} has changed since it was loaded ({name}); expected the "
-                    "files that the masks were trained over"
+                    "files with which the masks were trained"
                 )
     return source
 
@@ -213,7 +219,7 @@ def _stored(merger: MaskedModel, k: int) -> Source | None:
 def _is_stored(
     source: Source, name: str, place: tuple[MaskedLayer, str] | None, k: int, value: Tensor
 ) -> bool:
-    """Return whether a component's files still hold what was loaded: its factors, or its weight."""
+    """Return whether files still hold the loaded values of a tensor, or of a layer's factors."""
     module = None if place is None else place[0].components[k]
     if isinstance(module, LowRankLinear) and name.endswith("weight"):
         pair = source.pair(name) if isinstance(source, LoraSource) else None
@@ -235,7 +241,7 @@ def _is_stored(
 
 
 def _resident(merger: MaskedModel, k: int) -> Source:
-    """Return the component's weights in memory, as a source with its folder's tokenizer files."""
+    """Return a source of a component's weights in memory, with its folder's tokenizer files."""
     # a model that was created from a config has no ``architectures`` there
     config = {**merger.model.config.to_dict(), "architectures": [type(merger.model).__name__]}
     source = DictSource(merger.state(k), merger.labels[k], config)

@@ -1,4 +1,4 @@
-"""`Surgeon`: replaces every module that owns parameters by a masked layer."""
+"""`Surgeon`: replaces every module that owns parameters with a masked layer."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _LINEAR: dict[Mode, type[MaskedLinear]] = {
 
 
 def masked_class(module: nn.Module, mode: Mode = "accurate") -> type[MaskedLayer]:
-    """Return the class of masked layers for a stock layer that owns parameters."""
-    # compare the forward: a subclass with a forward of its own has to keep it
+    """Return the class of the masked layer that replaces a stock layer with parameters."""
+    # compare forward methods, because a subclass that overrides forward must keep its own
     if type(module).forward is nn.Linear.forward or is_conv1d(module):
         return _LINEAR[mode]
     if isinstance(module, nn.Embedding):
-        # OPT's positions add an offset in forward, so they need the stock one
+        # OPT's position embedding adds an offset in forward, so its forward must be kept
         plain = type(module).forward is nn.Embedding.forward or hasattr(module, "embed_scale")
-        # max_norm rewrites rows in forward, and a gather would leave that out
+        # with max_norm, forward also rewrites rows, which a gather would not do
         if plain and module.max_norm is None and not module.scale_grad_by_freq:
             return MaskedEmbedding
     if isinstance(module, nn.RNNBase):
@@ -48,13 +48,13 @@ def masked_class(module: nn.Module, mode: Mode = "accurate") -> type[MaskedLayer
 
 
 class Surgeon:
-    """Puts masked layers into a model, and records the layer and the mask of each weight.
+    """A tool that puts masked layers into a model and records each weight's layer and mask.
 
     Args:
         config: The settings of the masks.
         selection: The selection that all layers share.
-        over_base: Whether the model that is changed is the base. Masks then apply to differences
-            from it, and it is no component.
+        over_base: Whether the model that is changed is the base. Masks then apply to the other
+            models' differences from the base.
     """
 
     def __init__(
@@ -67,17 +67,20 @@ class Surgeon:
         self.config = config
         self.selection = selection
         self.over_base = over_base
-        # one for all layers, or layers of one shape would begin with the same masks
+        # one for all layers, because otherwise layers of one shape would get the same masks
         self.generator = torch.Generator().manual_seed(config.seed)
         self.layers: dict[str, tuple[MaskedLayer, str]] = {}
         self.raw: dict[str, nn.Parameter] = {}
-        # by the id of the frozen tensor: tied weights share a mask
+        # by the id of the frozen tensor, so that tied weights share a mask
         self._masks: dict[int, nn.Parameter] = {}
         self._replacements: dict[int, MaskedLayer] = {}  # by the id of the module that was replaced
 
     def replace(self, module: nn.Module, others: Sequence[nn.Module], prefix: str = "") -> None:
-        """Replace children of ``module`` by masked layers over them and those of ``others``."""
-        # `named_children` would leave out the second name of a module that has two
+        """Replace all submodules of ``module`` that own parameters with masked layers.
+
+        Each masked layer merges a submodule and its counterparts in ``others``.
+        """
+        # `named_children` would leave out the second name of a module with two names
         for name, child in list(module._modules.items()):
             if child is None:
                 continue
@@ -92,13 +95,13 @@ class Surgeon:
                 setattr(module, name, self._replacements[id(child)])
 
     def trains(self, module: str) -> bool:
-        """Return whether the masks over a module are trained."""
+        """Return whether the masks of a module are trained."""
         patterns = self.config.modules
         # fnmatch would ignore case on some systems
         return patterns is None or any(fnmatchcase(module, pattern) for pattern in patterns)
 
     def layer(self, first: nn.Module, others: Sequence[nn.Module], prefix: str) -> MaskedLayer:
-        """Return the masked layer over one module and its counterparts."""
+        """Return the masked layer that merges one module and its counterparts."""
         thin = are_thin(others, first)
         kind = LowRankMaskedLinear if thin else masked_class(first, self.config.mode)
         layer = kind(
@@ -108,7 +111,7 @@ class Surgeon:
             initial=self.config.initial,
             base=first if self.over_base else None,
             generator=self.generator,
-            strict=False,  # the merger has compared the models
+            strict=False,  # the merger has already compared the models
         )
         layer.selection = self.selection
         if not self.trains(prefix.removesuffix(".")):

@@ -1,6 +1,6 @@
-"""`MaskTrainer`: transformers' Trainer with the masks' loss and the masks' files.
+"""`MaskTrainer`: a transformers Trainer that trains and saves only masks.
 
-`shard_frozen_` shards frozen weights over ranks.
+`shard_frozen_` shards the frozen weights over ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .storage import MASKS
 
 
 class DistillTrainer(StepTrainer):
-    """A trainer whose model computes the distillation loss of a batch, given a `KLConfig`.
+    """A trainer for models that compute the distillation loss of a batch, given a `KLConfig`.
 
     Args:
         model: A module whose ``forward`` takes ``kl``, ``normalizer`` and a batch, and returns an
@@ -54,10 +54,13 @@ class DistillTrainer(StepTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Loss:
-        """Return the loss over the positions of all micro-batches and ranks of a step."""
+        """Return a batch's part of the loss, a mean over all positions of a training step.
+
+        These are the supervised positions of all micro-batches and ranks.
+        """
         loss = model(kl=self.kl, normalizer=num_items_in_batch, **inputs).loss
         if num_items_in_batch is not None:
-            # DDP takes the mean of gradients, and the normalizer counts all processes already
+            # DDP averages gradients over processes, but the normalizer already counts all processes
             loss = loss * self.processes_of_mean()
         return (loss, {}) if return_outputs else loss
 
@@ -68,7 +71,7 @@ class DistillTrainer(StepTrainer):
         prediction_loss_only: bool,
         ignore_keys: object = None,
     ) -> tuple[Tensor, None, None]:
-        """Return the loss, without logits and labels."""
+        """Return the loss of an evaluation batch, and None in place of logits and labels."""
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, self._prepare_inputs(inputs))
         assert isinstance(loss, Tensor)
@@ -76,12 +79,13 @@ class DistillTrainer(StepTrainer):
 
 
 class MaskTrainer(DistillTrainer):
-    """A `transformers.Trainer` for a `Merger`: only masks learn, and only masks are saved.
+    """A `transformers.Trainer` for a `Merger`: only masks are trained, and only masks are saved.
 
-    `TrainingArguments` set the learning rate, schedule, accumulation, mixed precision, gradient
-    checkpointing, logs, resume and DDP. A dict as ``eval_dataset`` is evaluated task by task
-    (``eval_NAME_loss``). Checkpoints hold ``masks.safetensors`` and the states of optimizer,
-    schedule and random generators.
+    All settings of `TrainingArguments` apply, such as learning rate, schedule, gradient
+    accumulation, mixed precision and gradient checkpointing. DDP and resuming work, too. If
+    ``eval_dataset`` is a dict, its entries are evaluated separately (``eval_NAME_loss``).
+    Checkpoints hold ``masks.safetensors`` and the states of optimizer, schedule and random
+    generators.
 
     Args:
         model: A `Merger`.
@@ -93,8 +97,8 @@ class MaskTrainer(DistillTrainer):
             ``eval_dataset``, ...
 
     Raises:
-        ValueError: ``model`` is not a `Merger`; there are more tasks than components, no collator
-            or no examples; or several GPUs are used without torchrun.
+        ValueError: ``model`` is not a `Merger`. There is no collator, there are no examples, or
+            there are more tasks than components. Several GPUs are used without torchrun.
 
     >>> import tempfile
     >>> from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
@@ -125,7 +129,7 @@ class MaskTrainer(DistillTrainer):
     ):
         if not isinstance(model, Merger):
             raise ValueError(f"MaskTrainer: model is {type(model).__name__}, expected a Merger")
-        # nn.DataParallel would copy all frozen components to each card in every step
+        # nn.DataParallel would copy all frozen components to each GPU in every step
         if args.n_gpu > 1:
             raise ValueError(
                 f"MaskTrainer: expected one GPU per process, got {args.n_gpu}; start one process "
@@ -133,21 +137,21 @@ class MaskTrainer(DistillTrainer):
             )
         if options.get("data_collator") is None:
             raise ValueError(
-                "MaskTrainer: data_collator is missing, expected a MaskCollator, which pads and "
-                "keeps the task"
+                "MaskTrainer: data_collator is missing, expected a MaskCollator, which pads "
+                "examples and keeps their tasks"
             )
         data = train_dataset
         if hasattr(data, "__len__") and not len(data):
-            raise ValueError("MaskTrainer: train_dataset is empty; expected examples")
+            raise ValueError("MaskTrainer: train_dataset is empty, expected at least one example")
         if isinstance(data, TaskMixture) and (kl or KLConfig()).coefficients == "task":
             _check_mixture(data, model)
-        # no loss reaches the masks of an encoder's pooler, so DDP has to look for them there
+        # masks of an encoder's pooler may be unused, so DDP must search for unused parameters there
         if args.ddp_find_unused_parameters is None and model.model.can_generate():
             args.ddp_find_unused_parameters = False  # every mask takes part in every step
         super().__init__(model, args, kl=kl, train_dataset=train_dataset, **options)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log the metrics, and during training the mean of each component's masks."""
+        """Log the metrics and, during training, the mean of each component's masks."""
         if "loss" in logs:
             with torch.no_grad():
                 masks = self.merger.trained_masks()
@@ -178,11 +182,11 @@ class MaskTrainer(DistillTrainer):
 
 
 def _check_mixture(data: TaskMixture, model: Merger) -> None:
-    """Raise if there are more tasks than components; warn of a component without examples."""
+    """Raise an error for more tasks than components; warn about one without examples."""
     if len(data.datasets) > model.count:
         raise ValueError(
             f"MaskTrainer: expected at most one task per component ({model.count}), got "
-            f"{len(data.datasets)}; coefficients='evidence' would ignore tasks"
+            f"{len(data.datasets)} tasks; coefficients='evidence' would ignore tasks"
         )
     followed = [any(len(d) for d in parts) for parts in data.datasets]
     for k, label in enumerate(model.labels[: model.count]):
@@ -192,11 +196,11 @@ def _check_mixture(data: TaskMixture, model: Merger) -> None:
 
 
 def shard_frozen_(merger: Merger, mesh: DeviceMesh | None = None) -> list[str]:
-    """Shard the blocks' frozen weights over the ranks (FSDP2), for models larger than one card.
+    """Shard the blocks' frozen weights over the ranks (FSDP2), for models larger than one GPU.
 
-    Each block is gathered when it runs, forward and backward, and freed afterwards. Masks,
-    embeddings and head stay whole on every rank. Call this function in every process, before the
-    trainer is created; DDP then reduces the masks' gradients as usual.
+    The weights of a block are gathered when it runs, forward and backward, and freed afterwards.
+    Masks, embeddings and head stay whole on every rank. Call this function in every process, before
+    the trainer is created. DDP then reduces the masks' gradients as usual.
 
     Args:
         merger: The merger, which is changed in place.
@@ -206,7 +210,7 @@ def shard_frozen_(merger: Merger, mesh: DeviceMesh | None = None) -> list[str]:
         The names of the sharded blocks.
 
     Raises:
-        ValueError: No process group, or a model without a list of blocks.
+        ValueError: There is no process group, or the model has no list of blocks.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> tiny = GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=1, n_head=1)
@@ -224,7 +228,7 @@ def shard_frozen_(merger: Merger, mesh: DeviceMesh | None = None) -> list[str]:
     blocks = {
         f"{name}.{i}": block
         for name, modules in lists.items()
-        # experts are a list inside a block, and are sharded with it
+        # experts are a list inside a block, and are sharded with the block
         if not any(name.startswith(f"{other}.") for other in lists)
         # a masked embedding or head holds a list, too: its components
         and not name.endswith("components")
@@ -235,11 +239,11 @@ def shard_frozen_(merger: Merger, mesh: DeviceMesh | None = None) -> list[str]:
             "shard_frozen_: expected a model with a list of blocks (nn.ModuleList), got "
             f"{type(merger.model).__name__}"
         )
-    merger.hashes()  # computed and kept while the weights are still whole
+    merger.hashes()  # computed now, while the weights are whole, and kept
     masks = set(merger.masks().values())
     for block in blocks.values():
         fully_shard(block, mesh=mesh, ignored_params=masks)
-    # DDP would broadcast the first rank's values at its start, but shards differ by rank
+    # DDP would first broadcast the values of rank 0, but every rank has another shard
     frozen = [n for n, p in merger.named_parameters() if not p.requires_grad]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(merger, frozen)
     return list(blocks)

@@ -85,13 +85,10 @@ def test_a_temperature_makes_sizes_more_alike():
         ),
         (lambda: TaskMixture([numbered(2)], weights=[0]), "not all 0"),
         (lambda: TaskMixture([numbered(2)], weights=[float("nan")]), r"weights are \[nan\]"),
-        (
-            lambda: TaskMixture([numbered(2)], temperature=0),
-            "a temperature above 0, got weights=None and temperature=0",
-        ),
+        (lambda: TaskMixture([numbered(2)], temperature=0), "got weights=None and temperature=0"),
         (
             lambda: TaskMixture([numbered(2)], temperature=1, weights=[1]),
-            r"TaskMixture: expected either weights or a temperature.*got weights=.1. and temperature=1",
+            r"TaskMixture:.*got weights=\[1\] and temperature=1",
         ),
         (lambda: TaskMixture([iter(numbered(2))]), r"TaskMixture:.*length"),
         (

@@ -270,10 +270,10 @@ def test_compiles_without_a_graph_break(impl):
 
 BAD = {
     "expected one of eager": {"impl": "quick"},
-    "last dim of x": {"x": torch.zeros(2, 5)},
+    "expected x with a last dimension of 4": {"x": torch.zeros(2, 5)},
     "expected one dtype": {"x": torch.zeros(2, 4).double()},
     "mode is 'quick'": {"mode": "quick"},
-    "cannot do element masks": {"mode": "efficient", "masks": torch.zeros(2, 6, 4)},
+    "does not support element masks": {"mode": "efficient", "masks": torch.zeros(2, 6, 4)},
     "masks have shape": {"masks": torch.zeros(2, 6)},
     "masks have shape [3": {"masks": torch.zeros(3, 1, 4)},
     "expected one shape and one dtype": {"weights": [torch.zeros(6, 4), torch.zeros(6, 5)]},

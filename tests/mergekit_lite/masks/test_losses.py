@@ -353,35 +353,46 @@ def test_nothing_is_kept_when_no_gradient_is_asked_for():
 
 BAD = {
     "expected one or more teachers, got none": {"teachers": []},
-    "labels are [2], expected [3]": {"cross_entropy": 1.0, "labels": torch.tensor([0, 1])},
+    "labels have shape [2], expected [3]": {"cross_entropy": 1.0, "labels": torch.tensor([0, 1])},
     "direction is 'up'": {"direction": "up"},
     "of one shape (N, H)": {"teachers": [torch.zeros(3, 5), None]},
-    "expected 2 or more of one (V, 4)": {"heads": [torch.zeros(6, 4)]},
-    "are [3, 1, 4] with 2 heads": {"masks": torch.ones(3, 1, 4)},
-    "are [2, 1, 4] with 0 heads": {"heads": None},
-    "coefficients are": {"coefficients": torch.ones(4)},
+    "expected 2 or more heads of one shape (V, 4)": {"heads": [torch.zeros(6, 4)]},
+    "have shape [3, 1, 4] with 2 heads": {"masks": torch.ones(3, 1, 4)},
+    "have shape [2, 1, 4] with 0 heads": {"heads": None},
+    "coefficients have shape [4]": {"coefficients": torch.ones(4)},
     "teacher 1 has coefficients": {"coefficients": torch.tensor([0.5, 0.5])},
     "expected labels of shape (N,) for cross_entropy": {"cross_entropy": 1.0},
-    "labels are 0 to 6, expected 0 to 5": {
+    "labels are from 0 to 6, expected 0 to 5": {
         "cross_entropy": 1.0,
         "labels": torch.tensor([0, 6, 1]),
     },
-    "go down to -0.5": {"coefficients": torch.tensor([1.5, -0.5])},
-    "rows sum to 0.5 to 0.5": {"coefficients": torch.tensor([0.5, 0.0])},
-    "rows sum to nan": {"coefficients": torch.tensor([float("nan"), 0.0])},
-    "coefficients must be shares or 'confidence', got 'task'": {"coefficients": "task"},
+    "lowest of the coefficients is -0.5": {"coefficients": torch.tensor([1.5, -0.5])},
+    "sums over teachers are 0.5 to 0.5": {"coefficients": torch.tensor([0.5, 0.0])},
+    "sums over teachers are nan": {"coefficients": torch.tensor([float("nan"), 0.0])},
+    "expected coefficients to be a tensor or 'confidence', got 'task'": {"coefficients": "task"},
     "expected every teacher with coefficients='confidence', got None for teacher 1": {
         "coefficients": "confidence"
     },
-    "head is [5, 4], expected the teachers' [6, 4]": {"masks": None, "head": torch.ones(5, 4)},
-    "expected a head or masks, got both": {"head": torch.ones(6, 4)},
-    "heads with a head, got None": {"heads": None, "masks": None, "head": torch.ones(6, 4)},
+    "head has shape [5, 4], expected the shape of heads, [6, 4]": {
+        "masks": None,
+        "head": torch.ones(5, 4),
+    },
+    "expected either head or masks, got both": {"head": torch.ones(6, 4)},
+    "expected heads, since head is given, got None": {
+        "heads": None,
+        "masks": None,
+        "head": torch.ones(6, 4),
+    },
     "1 teacher_biases for 2 teachers": {"teacher_biases": [None]},
-    "expected heads with a bias, got None": {"heads": None, "masks": None, "bias": torch.ones(4)},
+    "expected heads, since bias is given, got None": {
+        "heads": None,
+        "masks": None,
+        "bias": torch.ones(4),
+    },
     "temperature is 0, expected": {"temperature": 0},
     "temperature is -1, expected": {"temperature": -1},
     "confidence_temperature is -1": {"confidence_temperature": -1},
-    "expected 2 or more of one (V": {"heads": [torch.zeros(6, 4), torch.zeros(7, 4)]},
+    "expected 2 or more heads of one shape (V": {"heads": [torch.zeros(6, 4), torch.zeros(7, 4)]},
 }
 
 

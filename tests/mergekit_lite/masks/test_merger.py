@@ -214,7 +214,7 @@ def test_masks_of_other_components_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"load_masks:.*got 'output'"):
         open_merger(paths[:2], granularity="scalar").load_masks(path)
     held = load_file(path)
-    with pytest.raises(ValueError, match=r"load_masks:.*not there"):
+    with pytest.raises(ValueError, match=r"load_masks:.*does not exist"):
         other.load_masks(tmp_path / "none")
     save_file(held, tmp_path / "bare.safetensors")
     with pytest.raises(ValueError, match=r"load_masks:.*no masks"):
@@ -573,7 +573,7 @@ DIFFERENT = {
     "different architectures: model.layers": lambda: tiny("llama", num_hidden_layers=3),
     "has shapes [24, 16]": lambda: tiny("llama", intermediate_size=20),
     "align the vocabularies first": lambda: tiny("llama", vocab_size=100),
-    "is torch.float32 (a) and torch.bfloat16 (b)": lambda: tiny("llama").to(torch.bfloat16),
+    "has dtypes torch.float32 (a) and torch.bfloat16 (b)": lambda: tiny("llama").to(torch.bfloat16),
     "is tied to another tensor in one of": lambda: tiny("llama-tied"),
     "variance_epsilon is 1e-06 (a) and 0.001": lambda: tiny("llama", rms_norm_eps=1e-3),
     "config.hidden_act is 'silu' (a) and 'gelu' (b)": lambda: tiny("llama", hidden_act="gelu"),

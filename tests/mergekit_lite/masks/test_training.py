@@ -171,9 +171,9 @@ def test_a_batch_without_supervised_positions_warns_and_gives_zero(normalizer, c
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"task": torch.tensor([0, 1, 2, 0, 1])}, r"Merger\.distill:.*labels.*0.*2.*0.*1"),
+        ({"task": torch.tensor([0, 1, 2, 0, 1])}, r"Merger\.distill:.*tasks.*0.*2.*0.*1"),
         ({"task": None}, r"Merger\.distill:.*example"),
-        ({"teacher_hidden": torch.zeros(3, 1, 16)}, r"Merger\.distill:.*batches"),
+        ({"teacher_hidden": torch.zeros(3, 1, 16)}, r"Merger\.distill:.*other examples"),
         (
             {"task": torch.tensor([0.0, 1, 1, 0, 1])},
             r"Merger\.distill:.*\[5\].*torch.float32.*\[5\]",
@@ -186,7 +186,7 @@ def test_a_batch_without_supervised_positions_warns_and_gives_zero(normalizer, c
         ({"labels": torch.zeros(5, 9)}, r"Merger\.distill:.*torch.float32"),
         (
             {"input_ids": torch.zeros(0, 4).long()},
-            r"Merger\.distill:.*'input_ids'.*\[0.*4\].*.*input_ids",
+            r"Merger\.distill:.*input_ids.*'input_ids'.*\[0.*4\]",
         ),
         ({"input_ids": None, "attention_mask": None}, r"Merger\.distill:.*input_ids"),
     ],

@@ -1,1 +1,1 @@
-"""The paths in plain torch, without Triton."""
+"""The implementations in plain torch, without Triton."""

@@ -1,11 +1,10 @@
 """Blend masked frozen weights into one weight, and compute the gradient of the masks.
 
-Both process large weights in pieces that fit a cache. The gradient is dm_k = reduce(dW * W_k) for
-every granularity.
+Large weights are processed in pieces that fit a cache. For every granularity, the gradient is
+dm_k = reduce(dW * W_k), which sums over the dimensions in which masks broadcast.
 
-Sums over k are float32 (float64 for float64 weights), product by product, in the order of the
-components, and rounded once. A baked checkpoint is made by the same operations, so it holds the
-same bits.
+Products are added in float32 (float64 for float64 weights), in the order of the components, and the
+sum is rounded once. `bake` uses the same operations, so a checkpoint holds the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from model_components._autograd import (
     wants_graph,
 )
 
-# elements blended at a time: on a CPU what a cache holds, on a GPU enough for few launches
+# elements blended at a time: as many as a CPU cache holds, or enough for few GPU launches
 _STRETCH = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
@@ -51,7 +50,7 @@ def part_of(mask: Tensor, rows: slice, dim: int = 0) -> Tensor:
 
 
 def blend_plain(weights: Sequence[Tensor], masks: Tensor) -> Tensor:
-    """Return Σ_k masks[k] * weights[k] by plain operations, which can be traced and transformed.
+    """Return Σ_k masks[k] * weights[k] by plain operations, for tracing and torch.func.
 
     The result is in the dtype of the sums, not yet rounded.
     """
@@ -64,13 +63,13 @@ def blend_plain(weights: Sequence[Tensor], masks: Tensor) -> Tensor:
 
 def _blend_piece(weights: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
     work = work_dtype(weights[0].dtype)
-    # a product with a mask of this dtype has this dtype, without a converted copy of the weight;
-    # float8 does not support such products
+    # a product with a mask of the work dtype needs no converted copy of the weight, except for
+    # float8, which does not support such products
     if weights[0].dtype.itemsize == 1:
         weights = [weight.to(work) for weight in weights]
     total = torch.mul(weights[0], masks[0].to(work))
     for weight, mask in zip(weights[1:], masks[1:], strict=True):
-        # two roundings, no fused multiply-add: the same bits everywhere
+        # two roundings, without a fused multiply-add, so that all devices give the same bits
         total += torch.mul(weight, mask.to(work))
     return total
 
@@ -80,11 +79,11 @@ def blend_eager(weights: Sequence[Tensor], masks: Tensor) -> Tensor:
     first = weights[0]
     stretch = _STRETCH.get(first.device.type, 1 << 24)
     if first.numel() <= stretch:
-        # weights may be transposed views, but the merged weight is contiguous as in a stock layer
+        # weights may be transposed views, but the merged weight is contiguous, as in a stock layer
         return _blend_piece(weights, list(masks)).to(first.dtype).contiguous()
     out = torch.empty_like(first, memory_format=torch.contiguous_format)
     rows = first.shape[0]
-    # in whole rows; a single row may be longer than a stretch
+    # pieces are whole rows, and a single row may have more than _STRETCH elements
     step = max(1, stretch * rows // first.numel())
     for piece in pieces(rows, step):
         out[piece] = _blend_piece([w[piece] for w in weights], [part_of(m, piece) for m in masks])
@@ -94,7 +93,7 @@ def blend_eager(weights: Sequence[Tensor], masks: Tensor) -> Tensor:
 def reduce_eager(grad: Tensor, weights: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     """Return reduce(grad * W_k) for every k, the gradient of masks of ``shape`` (K, ...).
 
-    Large gradients are processed in parts that fit the cache.
+    Large gradients are processed in pieces that fit a cache.
     """
     work = work_dtype(grad.dtype)
     stretch = _STRETCH.get(grad.device.type, 1 << 24)
@@ -108,7 +107,7 @@ def reduce_eager(grad: Tensor, weights: Sequence[Tensor], shape: Sequence[int]) 
         g = grad[piece].to(work)
         for total, weight in zip(out, weights, strict=True):
             part = part_of(total, piece)
-            # part is a view: pieces add up in masks that broadcast over rows
+            # part is a view, in which pieces add up if masks broadcast over rows
             part += torch.mul(g, weight[piece]).sum_to_size(part.shape)
     return out
 
@@ -118,9 +117,9 @@ class _BlendContext(Context, Protocol):
 
 
 class Blend(torch.autograd.Function):
-    """Blend frozen weights by masks.
+    """The blend of frozen weights by masks, as an autograd function.
 
-    Masks and weights are saved for backward; they are in memory anyway.
+    Masks and weights are saved for backward, since they are in memory anyway.
     """
 
     @staticmethod
@@ -145,7 +144,7 @@ class Blend(torch.autograd.Function):
 
 
 def blend_any(weights: Sequence[Tensor], masks: Tensor, fused: bool) -> Tensor:
-    """Return the blend, by Triton if ``fused``, else by torch, without a gradient."""
+    """Return the blend without a gradient, computed with Triton if ``fused``, else with torch."""
     if fused:
         from .. import _triton
 
@@ -157,7 +156,7 @@ def blend_any(weights: Sequence[Tensor], masks: Tensor, fused: bool) -> Tensor:
 def reduce_any(
     grad: Tensor, weights: Sequence[Tensor], shape: Sequence[int], fused: bool
 ) -> Tensor:
-    """Return the masks' gradient, by Triton if ``fused``, else by torch."""
+    """Return the masks' gradient, computed with Triton if ``fused``, else with torch."""
     if fused:
         from .. import _triton
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .blend import pieces
 from .teachers import Teachers
 
-_LEAST = -1e6  # lowest log probability, so that an impossible token does not make shares NaN
+_LEAST = -1e6  # least log probability, so that an impossible token does not make shares NaN
 
 
 def label_log_probs(teachers: Teachers, k: int, labels: Tensor, size: int) -> Tensor:  # (N,)
@@ -29,7 +29,7 @@ def evidence(
 ) -> Tensor:  # (N, K)
     """Return the teachers' shares at each position.
 
-    They are c_k ∝ Π_t p_k(x_t), over the positions t of the same example.
+    The shares are c_k ∝ Π_t p_k(x_t), over the positions t of the same example.
     """
     # in float64: sums are over thousands of tokens, and a difference of a few nats decides
     log_probs = log_probs.double().clamp_min(_LEAST)

@@ -1,8 +1,8 @@
 """Linear layers whose weights are sums of masked frozen weights.
 
-They keep no blended weight until backward. With dW = Gᵀ X the masks' gradient is reduce(dW *
-W_k). Backward builds W and dW by blocks of input columns, so neither is ever in memory as a whole
-there.
+No blended weight is kept until backward. With dW = Gᵀ X, where G is the gradient of the output, the
+masks' gradient is reduce(dW * W_k). Backward builds W and dW in blocks of input columns, so neither
+is ever in memory as a whole there.
 
 Letters: K components, O out_features, I in_features, *B any leading shape.
 """
@@ -29,13 +29,13 @@ Rule = Callable[[Tensor], Tensor]
 # elements of a weight that a step of backward builds, 4 and 64 MiB of float32:
 # on a GPU, fewer launches matter more than memory
 _COLUMNS = {"cpu": 1 << 20, "cuda": 1 << 24}
-_NARROWEST = 128  # columns of a step; products of fewer are slow
+_NARROWEST = 128  # least number of columns per step; products with fewer are slow
 
 
 def _column_blocks(weights: Sequence[Tensor], transposed: bool) -> Iterator[slice]:
-    """Return ranges of input columns (rows of a transposed weight).
+    """Return ranges of input columns, which are the rows of a transposed weight.
 
-    Each range gives complete columns of dX, so nothing has to be summed.
+    Each range gives complete columns of dX, so results of ranges need not be summed.
     """
     out_features, in_features = weights[0].shape
     if transposed:
@@ -58,7 +58,7 @@ def accurate_plain(
     transposed: bool,
     weights: Sequence[Tensor],
 ) -> Tensor:
-    """Compute `AccurateLinear` by plain operations, which can be traced and transformed."""
+    """Compute `AccurateLinear` by plain torch operations, for tracing and torch.func."""
     if rule is not None:
         masks = rule(masks)
     weight = blend_plain(weights, masks).to(x.dtype)
@@ -72,9 +72,9 @@ def efficient_linear(
     transposed: bool,
     weights: Sequence[Tensor],
 ) -> Tensor:
-    """Add up the products of x with every component's weight; no weight is ever built.
+    """Return the sum of the masked products of x with all weights; no merged weight is built.
 
-    It uses plain operations, because an autograd function was no faster in training.
+    Plain torch operations are used, because an autograd function was no faster in training.
     """
     total: Tensor | None = None
     for weight, mask, output in _matrices(weights, masks, transposed):
@@ -110,13 +110,14 @@ class _CastProduct(torch.autograd.Function):
 
 
 class AccurateLinear(torch.autograd.Function):
-    """A product of x (T, I) with the blended weight; saves x and the trained masks.
+    """The product of x, (T, I), with the blended weight, as an autograd function.
 
-    It takes one product forward and two backward, for any number of components. The frozen weights
-    are saved, too: they are in memory anyway, and autograd then detects if one of them changes.
+    There is one product in forward and two in backward, for any number of components. For backward,
+    x, the masks before the constraint and the frozen weights are saved. The weights are in memory
+    anyway, and autograd can then detect changes of them.
 
-    The merged weight is built for the product and dropped, and built again in backward by blocks of
-    input columns. The constrained masks, which ``rule`` returns, are also computed again.
+    The merged weight is dropped after the product, and built again in backward in blocks of input
+    columns. The constrained masks, which ``rule`` returns, are also computed again.
     """
 
     @staticmethod
@@ -156,7 +157,7 @@ class AccurateLinear(torch.autograd.Function):
         leaf = trained
         masks = trained
         if ctx.rule is not None:
-            # backward runs without gradients, and the rule's derivative is needed
+            # gradients are disabled in backward, but the rule's derivative is needed
             with torch.enable_grad():
                 leaf = trained.detach().requires_grad_()
                 masks = ctx.rule(leaf)
@@ -172,7 +173,7 @@ class AccurateLinear(torch.autograd.Function):
 def _accurate_gradients(
     ctx: _WeightsContext, x: Tensor, masks: Tensor, weights: Sequence[Tensor], grad: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of x and of the constrained masks, by blocks of input columns."""
+    """Return the gradients of x and of the constrained masks, in blocks of input columns."""
     need_x, need_masks = ctx.needs_input_grad[:2]
     dx = None
     dm = None
@@ -180,12 +181,12 @@ def _accurate_gradients(
     for columns in _column_blocks(weights, ctx.transposed):
         index = (slice(None),) * dim + (columns,)
         parts = [weight[index] for weight in weights]
-        # + 1, because the first dimension of a mask is the components
+        # + 1, because the first dimension of masks is that of the components
         mask = part_of(masks, columns, dim + 1)
         if need_x:
             weight = blend_any(parts, mask, ctx.fused).to(grad.dtype)
             product = grad @ (weight.T if ctx.transposed else weight)
-            if product.shape == x.shape:  # one block is all: no copy
+            if product.shape == x.shape:  # a single block needs no copy
                 dx = product
             else:
                 dx = torch.empty_like(x) if dx is None else dx
@@ -198,7 +199,7 @@ def _accurate_gradients(
             part = reduce_any(dw, parts, mask.shape, ctx.fused)
             if dm is None:
                 dm = torch.zeros(masks.shape, dtype=part.dtype, device=part.device)
-            # a view: blocks add up in masks that broadcast over columns
+            # a view, in which blocks add up if masks broadcast over columns
             dm_part = part_of(dm, columns, dim + 1)
             dm_part += part
     return dx, dm
@@ -207,7 +208,7 @@ def _accurate_gradients(
 def _matrices(
     weights: Sequence[Tensor], masks: Tensor, transposed: bool
 ) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Yield each weight as (O, I), its mask as a row, and whether the row masks outputs."""
+    """Yield each weight as (O, I), its mask as one row, and whether the mask is for outputs."""
     for weight, mask in zip(weights, masks, strict=True):
         matrix, m = (weight.T, mask.T) if transposed else (weight, mask)
         yield matrix, m.reshape(1, -1), m.shape[0] > 1
@@ -222,5 +223,5 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> 
         output = flat @ weight
     else:
         output = torch.addmm(bias, flat, weight)
-    # without a view for two dimensions, because autograd would not let a view change in place
+    # no view for two dimensions, because autograd would not allow in-place changes of a view
     return output if x.dim() == 2 else output.view(*x.shape[:-1], weight.shape[1])

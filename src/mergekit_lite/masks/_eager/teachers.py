@@ -22,14 +22,15 @@ class Teachers:
     """The distributions of K teachers at N positions.
 
     Args:
-        states: Their final hidden states, (N, H) each, or logits; None for a teacher without a
-            share.
-        heads: Their output heads, (V, H) each; None: states are logits.
-        biases: The biases of the heads, (V,) each, or None.
-        shares: (N, K), at least one above 0 in each row; None: shares by confidence.
-        temperature: Logits are divided by it.
-        confidence_temperature: Entropies are divided by it; at 0 only the most confident teacher
-            counts.
+        states: The teachers' final hidden states, (N, H) each, or logits, (N, V) each; None for a
+            teacher without a share.
+        heads: The teachers' output heads, (V, H) each; None if ``states`` are logits.
+        biases: The biases of the heads, (V,) each, or None for a head without a bias.
+        shares: The teachers' shares, (N, K), with one or more above 0 in each row; None if shares
+            are chosen by confidence.
+        temperature: The number that logits are divided by.
+        confidence_temperature: The number that entropies are divided by; at 0 only the most
+            confident teacher counts.
     """
 
     states: Sequence[Tensor | None]
@@ -40,14 +41,14 @@ class Teachers:
     confidence_temperature: float = 1.0
 
     def log_probs(self, k: int, rows: slice | Tensor) -> Tensor:  # (n, V)
-        """Return the log probabilities of one teacher."""
+        """Return the log probabilities of one teacher at some positions."""
         states = self.states[k]
         assert states is not None
         logits = states[rows]
         if self.heads is not None:
             head = self.heads[k]
             bias = self.biases[k]
-            # states may be in autocast's dtype, and a bias in another dtype
+            # states may have autocast's dtype, and a bias another dtype than its head
             own_bias = None if bias is None else bias.to(head.dtype)
             logits = F.linear(logits.to(head.dtype), head, own_bias)
         logits = logits.to(work_dtype(logits.dtype))
@@ -57,7 +58,7 @@ class Teachers:
 
     @cached_property
     def has_share(self) -> Tensor:  # (N, K)
-        """Return a mask of the shares above 0, on the CPU, so that reading it waits for no GPU."""
+        """A mask of the shares above 0, on the CPU, so that reading it does not wait for a GPU."""
         assert self.shares is not None
         return (self.shares > 0).cpu()
 
@@ -90,12 +91,12 @@ class Teachers:
         logs = [self.log_probs(k, rows) for k in range(len(self.states))]
         entropies = torch.stack([_entropy(one) for one in logs])  # (K, n)
         if self.confidence_temperature:
-            # subtract the smallest entropy before dividing: a small temperature gives huge numbers,
-            # and rounding would lose their differences
+            # subtract the smallest entropy before dividing, because a small temperature gives huge
+            # numbers, whose differences rounding would lose
             scaled = (entropies.amin(0) - entropies) / self.confidence_temperature
             log_shares = scaled.log_softmax(0)
         else:
-            # argmin gives the index of a NaN if there is one, so that the loss shows it
+            # argmin gives the index of a NaN if there is one, so the loss becomes NaN, too
             others = F.one_hot(entropies.argmin(0), len(logs)).T == 0
             log_shares = torch.zeros_like(entropies).masked_fill_(others, -math.inf)
         mixture = logs[0].add_(log_shares[0, :, None])
@@ -107,15 +108,15 @@ class Teachers:
 def _entropy(logs: Tensor) -> Tensor:  # (n,)
     """Return the entropies of rows of log probabilities."""
     p = logs.exp()
-    # an impossible token has log -inf, and 0 * -inf is NaN
+    # an impossible token has the log probability -inf, and 0 * -inf is NaN
     return -torch.where(p == 0, 0, p * logs).sum(-1)
 
 
-# In both divergences a term of probability 0 is 0, and one of probability NaN is NaN.
+# in both divergences, a term of probability 0 is 0, and a term of probability NaN is NaN
 
 
 def forward_kl(target: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return KL(target, student), summed over rows, and its gradient for the student's logits.
+    """Return KL(target, student), summed over rows, and the gradient of the student's logits.
 
     Both arguments are log probabilities, (n, V), and are overwritten.
     """
@@ -126,7 +127,7 @@ def forward_kl(target: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reverse_kl(target: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return KL(student, target), summed over rows, and its gradient for the student's logits.
+    """Return KL(student, target), summed over rows, and the gradient of the student's logits.
 
     Both arguments are log probabilities, (n, V), and are overwritten.
     """

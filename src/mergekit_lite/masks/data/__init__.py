@@ -1,4 +1,4 @@
-"""Data that masks are trained on: mixtures of tasks, text, batches, and cached teachers."""
+"""Data for training masks: texts, mixtures of tasks, batches, and cached teachers."""
 
 from model_components._examples import TextExamples
 

@@ -18,7 +18,7 @@ or lists of numbers."""
 
 
 class Examples(Protocol):
-    """Examples by index: a list, or a data set of torch or `datasets`."""
+    """Examples that can be indexed: a list, or a data set of torch or `datasets`."""
 
     def __len__(self) -> int: ...
 
@@ -27,24 +27,25 @@ class Examples(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskCollator:
-    """Collates examples of several tasks into a batch.
+    """A data collator that makes a batch from examples of several tasks.
 
-    A padded batch holds ``input_ids``, ``attention_mask``, ``labels`` (B, L) and ``task`` (B,). In
-    a packed batch, all examples of one task share a row, ``position_ids`` start again at each
-    example, and ``task`` is (rows, L). Packing is for decoders: by the positions, transformers
-    keeps their attention from looking across examples.
+    A padded batch holds ``input_ids``, ``attention_mask`` and ``labels``, (B, L) each, and
+    ``task``, (B,). In a packed batch, all examples of one task share a row, ``position_ids``
+    replace the ``attention_mask`` and start again at each example, and ``task`` is (rows, L).
+    Packing is for decoders, in which transformers uses the positions to keep examples from
+    attending to each other.
 
-    The first label of an example is set to -100, since nothing predicts it. Labels default to the
+    The first label of an example is set to -100, since no logit predicts it. Labels default to the
     tokens. Either all examples of a batch have a task, or none has one. Coefficients such as
     ``"evidence"`` need no task.
 
-    Padding that a tokenizer added is cut off by the ``attention_mask``. ``token_type_ids`` are
-    kept.
+    Padding that a tokenizer added is removed, as marked by the ``attention_mask``.
+    ``token_type_ids`` are kept.
 
     Args:
-        pad_token_id: The token that fills up rows. Its positions never count.
+        pad_token_id: The token that rows are padded with. Padding never affects the loss.
         pack: Whether to put all examples of one task into one row.
-        max_length: Maximum number of tokens of an example; longer examples lose their end.
+        max_length: Maximum number of tokens of an example; longer examples are truncated.
 
     Raises:
         ValueError: ``max_length`` is below 1, or ``pad_token_id`` is not a whole number.
@@ -110,7 +111,7 @@ class MaskCollator:
         return tasks
 
     def _group_into_rows(self, examples: Sequence[Example]) -> list[list[Example]]:
-        """Group examples into rows: one per row, or all of one task if rows are packed."""
+        """Group examples into rows: one example each, or all of one task if rows are packed."""
         if not self.pack:
             return [[example] for example in examples]
         by_task: dict[int, list[Example]] = {}
@@ -162,15 +163,15 @@ def _concatenate_and_pad(rows: Sequence[Sequence[Example]], key: str, empty: int
 
 
 def _component(task: SupportsIndex) -> int:
-    """Return a task as a component's index, from whole numbers of any type."""
+    """Return a task, an integer of any type, as the index of a component."""
     try:
-        # accepts the integers of numpy and torch, but not 1.0; True would become 1
+        # operator.index accepts integers of numpy and torch, but not 1.0; it would turn True into 1
         index = -1 if isinstance(task, bool) else operator.index(task)
     except (TypeError, ValueError):
         index = -1
     if index < 0:
         raise ValueError(
-            f"MaskCollator: an example's task is {task!r}, expected a component's index; see "
-            "TaskMixture"
+            f"MaskCollator: an example's task is {task!r}, expected a component's index, which "
+            "TaskMixture adds"
         )
     return index

@@ -1,4 +1,4 @@
-"""The examples of several components: `TaskMixture`."""
+"""`TaskMixture`: the examples of several components in one data set."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from torch.utils.data import Dataset
 
 from .collator import Examples
 
-_Place = tuple[int, int, int]  # indices: of a component, of its data set, of an example in that set
+_Place = tuple[int, int, int]  # indices of a component, of a data set, and of an example in it
 
 
 class TaskMixture(Dataset):
-    """The examples of several data sets, each with its ``task``.
+    """A data set of the examples of several components, each with its ``task``.
 
-    A task is the index of its component.
+    The task is the index of the component that an example belongs to.
 
     Args:
-        datasets: For each component, in the merger's order, a data set, or a list of several;
-            examples are dicts with ``input_ids`` and perhaps ``labels``.
+        datasets: One data set, or a list of data sets, for each component, in the order of the
+            merger's components. Examples are dicts with ``input_ids`` and optionally ``labels``.
         weights: The relative number of examples of each component; default: each example once. With
-            weights, the mixture is still as long as all data sets together: a component with too
-            few examples repeats some, and one with too many leaves some out. ``"tokens"`` gives all
-            components about the same number of supervised tokens: the loss is a mean over tokens,
-            in which long answers would otherwise outweigh short ones (reads all examples once).
-        temperature: Instead of ``weights``, weight each component by its size to the power of
-            1 / ``temperature``: 1 keeps the proportions, and a large number makes all components
-            equal (Raffel et al., arXiv 1910.10683).
-        seed: The seed of the choice of examples that are repeated or left out.
+            weights, the mixture is as long as all data sets together, so examples of one component
+            may be repeated, and examples of another left out. ``"tokens"`` gives all components
+            about the same number of supervised tokens, since long answers would otherwise outweigh
+            short ones in the loss, a mean over tokens. This reads all examples once.
+        temperature: Instead of ``weights``, weight each component by its number of examples
+            to the power of 1 / ``temperature``. 1 keeps the proportions, and a large number makes
+            all components equally frequent (Raffel et al., arXiv 1910.10683).
+        seed: The seed for the choice of examples that are repeated or left out.
 
     Raises:
-        ValueError: ``datasets`` is a mapping; a data set has no length; or weights are invalid, or
-            above 0 for a component without examples.
+        ValueError: ``datasets`` is a mapping. A data set is a path or has no length. Weights or
+            temperature are invalid. A component without examples has a weight above 0.
 
     >>> mixture = TaskMixture([[{"input_ids": [1]}], [{"input_ids": [2]}, {"input_ids": [3]}]])
     >>> len(mixture), mixture[1]
@@ -55,7 +55,7 @@ class TaskMixture(Dataset):
         seed: int = 0,
     ):
         if isinstance(weights, str) and weights != "tokens":
-            raise ValueError(f"TaskMixture: weights are {weights!r}, expected numbers, or 'tokens'")
+            raise ValueError(f"TaskMixture: weights is {weights!r}, expected numbers or 'tokens'")
         if temperature is not None and (weights is not None or not temperature > 0):
             raise ValueError(
                 "TaskMixture: expected either weights or a temperature above 0, got "
@@ -83,17 +83,17 @@ class TaskMixture(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, object]:
         task, dataset, place = self._places[index]
-        # last, so that it replaces a task that the example brings
+        # last, so that it replaces a task that the example may have
         return {**self.datasets[task][dataset][place], "task": task}
 
 
 def _places(task: int, parts: Sequence[Any]) -> list[_Place]:
-    """Return the place of every example of a component, in order."""
+    """Return the indices (component, data set, example) of all examples of a component."""
     places: list[_Place] = []
     for number, part in enumerate(parts):
         if not hasattr(part, "__len__"):
             raise ValueError(
-                "TaskMixture: expected data sets that have a length, got one that is streamed"
+                "TaskMixture: expected data sets with a length, got one without, such as a stream"
             )
         places += [(task, number, place) for place in range(len(part))]
     return places
@@ -121,7 +121,7 @@ def _of_components(operation: str, datasets: Sequence[object]) -> list[list[Any]
 
 
 def _by_tokens(parts: Sequence[Examples]) -> float:
-    """Return 1 / (mean number of supervised tokens per example), or 0 without such tokens."""
+    """Return the number of examples per supervised token, or 0 if no token is supervised."""
     count = 0
     tokens = 0
     for part in parts:
@@ -151,10 +151,10 @@ def _check_weights(operation: str, weights: Sequence[float], sizes: Sequence[int
 
 
 def _shares(total: int, weights: Sequence[float]) -> list[int]:
-    """Return whole numbers that add up to ``total``, as proportional to the weights as possible."""
+    """Return integers that sum to ``total``, as nearly in proportion to weights as possible."""
     exact = [total * weight / sum(weights) for weight in weights]
     counts = [int(share) for share in exact]
-    # the remainder goes to the numbers that rounding reduced most
+    # the remainder goes to the numbers that rounding down reduced most
     by_loss = sorted(range(len(exact)), key=lambda place: counts[place] - exact[place])
     for place in by_loss[: total - sum(counts)]:
         counts[place] += 1
@@ -162,6 +162,6 @@ def _shares(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def _drawn(rng: random.Random, places: list[_Place], count: int) -> list[_Place]:
-    """Draw ``count`` of the places, each as often as any other or once more."""
+    """Draw ``count`` places, so that their frequencies differ by at most one."""
     whole, rest = divmod(count, len(places)) if places else (0, 0)
     return places * whole + rng.sample(places, rest)

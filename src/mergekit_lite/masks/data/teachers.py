@@ -24,14 +24,14 @@ from ..distillation import positions
 from ..merger import Merger
 from .collator import Examples, MaskCollator
 
-# examples in a file: at most so many are in memory at once, or lost by an interruption
+# examples per file: at most this many are in memory at once, or lost by an interruption
 _SHARD = 512
-# keys that the collator reads
+# keys of an example that the collator reads
 _SEEN = ("input_ids", "attention_mask", "token_type_ids", "labels", "label", "task")
 
 
 class CachedTeachers(Dataset):
-    """Examples with their teachers' final hidden states, which are read from disk on access.
+    """A data set of examples with teachers' final hidden states, which are read on access.
 
     Args:
         dataset: The examples that were passed to `cache_teachers`.
@@ -41,10 +41,10 @@ class CachedTeachers(Dataset):
     def __init__(self, dataset: Examples, folder: str | os.PathLike[str]):
         self._dataset = dataset
         self._paths = sorted(Path(folder).glob("hidden-*.safetensors"))
-        self._open: dict[int, safe_open] = {}  # each process of a loader opens its own
+        self._open: dict[int, safe_open] = {}  # each worker of a DataLoader opens its own
 
     def __getstate__(self) -> dict[str, object]:
-        # open files cannot be pickled for the processes of a loader
+        # open files cannot be pickled for the workers of a DataLoader
         return {**self.__dict__, "_open": {}}
 
     def __len__(self) -> int:
@@ -52,7 +52,7 @@ class CachedTeachers(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, object]:
         if not 0 <= index < len(self):
-            raise IndexError(index)  # which ends a loop over the examples
+            raise IndexError(index)  # ends a loop over the examples
         shard, place = divmod(index, _SHARD)
         if shard not in self._open:
             self._open[shard] = safe_open(self._paths[shard], "pt")
@@ -74,20 +74,21 @@ def cache_teachers(
     batch_size: int = 8,
     progress: bool = True,
 ) -> CachedTeachers:
-    """Run the teachers once and keep their final hidden states at supervised positions.
+    """Run the teachers once and store their final hidden states at supervised positions.
 
-    Training then runs no teacher, and gives the same loss as with teachers. A hidden state has H
-    values, and logits have V, some 40 times as many. Files are memory-mapped, and an interrupted
-    run continues where it stopped. Under torchrun, let one process write the cache before the
+    Training on the result runs no teacher, and gives the same loss. A hidden state has H values,
+    and logits have V, some 40 times as many. Files are memory-mapped. After an interruption, the
+    same call continues where it stopped. Under torchrun, let one process write the cache before the
     others start.
 
     Args:
         merger: The merger, whose components are the teachers.
-        dataset: The examples that training will use, with a ``task``.
-        collator: The collator of training. It truncates examples here, too.
-        folder: The folder to write to, or that an earlier call wrote.
-        kl: The settings that training will use: with ``coefficients="task"`` only each example's
-            own teacher is kept, else all.
+        dataset: The examples to train on. With ``coefficients="task"`` they must have a ``task``.
+        collator: The collator of the training. The cache truncates examples in the same way.
+        folder: The folder to write. It may hold the cache of an earlier call with the same
+            arguments.
+        kl: The settings of the training. With ``coefficients="task"``, only the hidden states of
+            each example's own teacher are stored, otherwise those of all teachers.
         batch_size: Number of examples per forward pass.
         progress: Whether to show a progress bar.
 
@@ -95,8 +96,9 @@ def cache_teachers(
         The data set to train on. Its examples have ``teacher_hidden``.
 
     Raises:
-        ValueError: The model's head is not one plain product, so hidden states do not determine
-            logits; or the folder holds a cache of other components, examples or settings.
+        ValueError: The model's logits are not the head's product with the hidden states. The folder
+            holds a cache of other components, examples or settings. ``kl`` requires tasks, and an
+            example has none, or one that is not the index of a component.
 
     >>> import tempfile
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -115,10 +117,10 @@ def cache_teachers(
     folder = Path(folder)
     if merger.output_head() is None:
         raise ValueError(
-            "cache_teachers: expected logits that are the head's product with the hidden states, "
-            "but this model's logits are not; train it without a cache"
+            "cache_teachers: expected a model whose logits are the head's product with the hidden "
+            f"states, got {type(merger.model).__name__}; train without a cache"
         )
-    # pad, because the states of each example are needed, however training packs examples
+    # do not pack, because the states of each example are stored separately
     plain = MaskCollator(**{**asdict(collator), "pack": False})
     settings = {
         "components": merger.hashes(),
@@ -127,7 +129,9 @@ def cache_teachers(
         "examples": len(dataset),
     }
     device = merger.model.device
-    bar = tqdm(range(0, len(dataset), _SHARD), desc="teachers", disable=not progress, unit="shard")
+    bar = tqdm(
+        range(0, len(dataset), _SHARD), desc="caching teachers", disable=not progress, unit="shard"
+    )
     with evaluating(merger):
         for number, first in enumerate(bar):
             path = folder / f"hidden-{number:05d}.safetensors"
@@ -136,7 +140,7 @@ def cache_teachers(
             for example in examples:
                 seen = [k for k in _SEEN if k in example]
                 described.update(
-                    # as lists: a tensor of the same numbers is the same example
+                    # as lists, because tensors and lists of the same numbers are the same example
                     repr([(k, torch.as_tensor(example[k]).tolist()) for k in seen]).encode()
                 )
             if path.exists():
@@ -145,7 +149,7 @@ def cache_teachers(
                         continue
                 raise ValueError(
                     f"cache_teachers: {path} was made from other components, examples or settings; "
-                    "delete the folder or name a new one"
+                    "delete the folder, or pass a new one"
                 )
             states: list[Tensor] = []
             for start in range(0, len(examples), batch_size):
@@ -167,11 +171,11 @@ def _hidden(merger: Merger, batch: dict[str, Tensor], by_task: bool) -> list[Ten
     task = batch.pop("task", None)
     if task is None and by_task:
         raise ValueError(
-            "cache_teachers: expected examples with a task, from which coefficients 'task' choose "
-            "the teacher, got examples without"
+            "cache_teachers: expected examples with a task, which coefficients 'task' require, got "
+            "examples without"
         )
     if task is None:
-        # every teacher runs on every row then, so any task will do
+        # every teacher then runs on every row, whatever its task
         task = torch.zeros(len(labels), dtype=torch.long, device=labels.device)
     if by_task and int(task.max()) >= merger.count:
         raise ValueError(

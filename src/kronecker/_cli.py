@@ -1,4 +1,4 @@
-"""Commands: prune, convert, fold, compare."""
+"""The commands prune, convert, fold and compare."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Reading:
     """Flags for turning text into tokens.
 
     Args:
-        context: Length of each sequence, in tokens; at most as many as the model has positions.
+        context: Length of each sequence, in tokens. It is reduced to the number of positions that
+            the model has.
         tokenizer: Folder or hub id of a tokenizer; default: the one in MODEL, or in the
             first of MODELS.
     """
@@ -39,9 +40,11 @@ class Conversion:
     """Flags that choose a compression: a preset, a shape or a share.
 
     Args:
-        preset: A configuration for GPT-2 124M, such as gpt2-82m. An unknown name prints the list.
-        b_shape: Rows and columns of B in the Kronecker product A x B that replaces a weight.
-        low_rank: Fraction of each weight's parameters to keep, as a product of two matrices.
+        preset: A configuration for GPT-2 124M, such as gpt2-82m. An unknown name prints the list of
+            presets.
+        b_shape: Rows and columns of B in the Kronecker product of A and B that replaces a weight.
+        low_rank: Fraction of each weight's parameters to keep. Each weight becomes a product of two
+            matrices.
         layers: Name patterns of layers to compress instead of the MLPs, such as '*embed_tokens'.
         rank: Number of Kronecker products whose sum replaces one weight.
         init: Method that computes the initial factors. sequential needs --calibration.
@@ -58,8 +61,8 @@ class Conversion:
         """Return the config, or the map of configs, for `convert_`.
 
         Raises:
-            ValueError: Not exactly one of --preset, --b-shape and --low-rank, or a flag that does
-                not apply to it.
+            ValueError: Not exactly one of --preset, --b-shape and --low-rank is given, the preset
+                is unknown, or another flag does not apply to the given one.
         """
         kinds = {
             "--preset": self.preset,
@@ -69,11 +72,14 @@ class Conversion:
         given = [flag for flag, value in kinds.items() if value is not None]
         if len(given) != 1:
             raise ValueError(
-                f"convert: expected one of {', '.join(kinds)}, got {' and '.join(given) or 'none'}"
+                f"convert: expected exactly one of {', '.join(kinds)}, got "
+                f"{' and '.join(given) or 'none'}"
             )
-        # otherwise they would be ignored silently
+        # otherwise --rank and --init would be ignored silently
         if self.b_shape is None and (self.rank != 1 or self.init != "sequential"):
-            raise ValueError(f"convert: --rank and --init belong to --b-shape, got {given[0]}")
+            raise ValueError(
+                f"convert: expected --rank and --init only with --b-shape, got them with {given[0]}"
+            )
         if self.preset is not None:
             return self._preset(self.preset)
         config: Config
@@ -91,10 +97,13 @@ class Conversion:
 
     def _preset(self, name: str) -> Config | Mapping[str, Config]:
         if name not in PRESETS:
-            raise ValueError(f"convert: --preset must be one of {', '.join(PRESETS)}, got {name}")
+            raise ValueError(
+                f"convert: expected --preset to be one of {', '.join(PRESETS)}, got {name}"
+            )
         if self.layers:
             raise ValueError(
-                "convert: expected --preset without --layers (it names its layers), got both"
+                "convert: expected --preset without --layers, got both; a preset already names its "
+                "layers"
             )
         return PRESETS[name]
 
@@ -118,16 +127,16 @@ def prune(
     Args:
         model: Folder or hub id of a transformers model.
         out: Output folder: a new path, or an empty folder.
-        config: The neurons or blocks to drop, and how the others are fitted.
+        config: How many neurons or blocks to drop, and how to fit the others.
         calibration: Calibration set: a text, JSON, JSON lines, CSV or TSV file, which may be
             gzipped, or a parquet file.
-        tokens: Number of tokens to read from the text; default: 12,000 for the fast method, 50,000
-            for the others.
+        tokens: Number of tokens to read from the calibration set; default: 12,000 with the method
+            fast, 50,000 with the other methods.
         reading: Flags for turning text into tokens.
-        fresh: Begin anew instead of continuing an interrupted run.
+        fresh: Start over instead of continuing an interrupted run.
         run_flags: The device, and whether to show progress.
     """
-    # here, so that --help loads no torch
+    # imported here, so that --help does not load torch
     import torch
 
     from .data.text import text_batches, text_of
@@ -156,11 +165,11 @@ def prune(
             loaded,
             config,
             calibration=calibration_of(rows, loaded),
-            # kept between runs: a repeated command continues from the parts in it
+            # kept after an interruption: a repeated command continues from the parts stored there
             cache=new.place / "fitted",
             progress=run_flags.progress,
         )
-        # an interrupted run may have left half of its result there
+        # an interrupted run may have left an incomplete result in the folder
         new.clear()
         loaded.save_pretrained(new.folder)
         call = f"prune_(model, {config}, calibration=batches)"
@@ -206,16 +215,16 @@ def convert(
         calibration: Calibration set: a text, JSON, JSON lines, CSV or TSV file, which may be
             gzipped, or a parquet file. Required with --low-rank, and with --b-shape if --init is
             sequential.
-        tokens: Number of tokens to read from the text.
+        tokens: Number of tokens to read from the calibration set.
         reading: Flags for turning text into tokens.
-        fresh: Begin anew instead of continuing an interrupted run.
+        fresh: Start over instead of continuing an interrupted run.
         run_flags: The device, and whether to show progress.
     """
     config = conversion.config()
     if calibration is None and conversion.reads_data(config):
         raise ValueError(
-            "convert: expected --calibration FILE, since init is sequential, got none; or "
-            "use --b-shape with another --init"
+            "convert: expected --calibration FILE, which the sequential init needs, got none; give "
+            "a file, or use --b-shape with another --init"
         )
     import torch
 
@@ -255,26 +264,26 @@ def convert(
 
 
 def _tokenizer_or_note(source: str) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of a folder or hub id; print a note if there is none."""
+    """Return the tokenizer of a folder or hub id, or print a note and return None."""
     found = load_tokenizer(source)
     if found is None:
-        print(f"kronecker: {source} has no tokenizer that can be read, so none is written")
+        print(f"kronecker: no tokenizer could be read from {source}, so none is written")
     return found
 
 
 @dataclass(frozen=True)
 class FoldReport(Report):
-    """A folded model, and the number of parameters before and after."""
+    """The folder of a folded model, and the number of parameters before and after."""
 
     out: str
     compressed_parameters: int
     parameters: int
 
     def summary(self) -> Sequence[str]:
-        """Return both numbers in words."""
+        """Return a line with both numbers of parameters."""
         return (
             f"{self.out} loads with transformers alone and has {self.parameters:,} parameters; "
-            f"the compressed model has {self.compressed_parameters:,}",
+            f"the compressed model has {self.compressed_parameters:,} parameters",
         )
 
 
@@ -282,7 +291,7 @@ def fold(model: str, out: Path, /) -> Report:
     """Turn a compressed model into the smallest ordinary transformers checkpoint.
 
     Args:
-        model: Folder that convert, or prune with --allocate influence, wrote.
+        model: Folder of a model that convert wrote, or prune with --allocate influence.
         out: Output folder: a new path, or an empty folder.
     """
     from .discovery.finding import num_parameters
@@ -310,13 +319,14 @@ def compare(
 
     Args:
         models: Folders or hub ids of models, compressed or not.
-        text: Held-out texts, in the formats of prune's --calibration. Each file becomes a column.
-        stride: Tokens between the starts of overlapping windows, fewer than --context; default:
-            windows do not overlap.
+        text: Held-out texts, in the formats of prune's --calibration. The losses on each file get
+            their own columns.
+        stride: Number of tokens from the start of one window to the start of the next. It must be
+            below --context, so that windows overlap; default: windows do not overlap.
         tokens: Number of tokens to read from each text.
-        reading: Flags for turning text into tokens; default: the tokenizer of the first model.
-            Models whose own tokenizers split the text differently are then refused.
-        device: Device that computes, such as cpu or cuda.
+        reading: Flags for turning text into tokens. The default is the tokenizer of the first
+            model. Models whose own tokenizers split the text differently cause an error.
+        device: Device to run on, such as cpu or cuda.
     """
     import torch
 
@@ -327,12 +337,14 @@ def compare(
     where = find_device(device, "compare")
     if not models or not text:
         raise ValueError(
-            f"compare: expected models and --text, got {len(models)} models, {len(text)} texts"
+            f"compare: expected one or more models and --text files, got {len(models)} models and "
+            f"{len(text)} texts"
         )
     names = [file.stem for file in text]
     if len(set(names)) < len(names):
         raise ValueError(
-            f"compare: expected text files whose names differ, got {', '.join(map(str, text))}"
+            f"compare: expected --text files with different names (extensions aside), got "
+            f"{', '.join(map(str, text))}"
         )
     texts = {file.stem: text_of(file) for file in text}
     found = {name: find_model(name) for name in models}

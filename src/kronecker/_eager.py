@@ -1,16 +1,16 @@
 """The eager arithmetic of `kron_linear`: two products with the factors, or one with the weight.
 
-Everything is made of three sums over the small factor and one large product:
+All paths use three sums over the small factor B and one large product with A:
 
 - `inward`: (n, u, v), (r, q, v) → (q, n, r, u), the sum over v
 - `outward`: (q, n, r, u), (r, q, v) → (n, u, v), the sum over q and r: the adjoint of `inward`
 - `gram`: (q, n, r, u), (n, u, v) → (r, q, v), the sum over n and u: the small factor's gradient
 
-"B first" is `inward`, then one product with A that also sums over r; "A first" is a product with A,
-then `outward`. The large product costs r O1 I1 multiply-adds a token, times O2 for B first and
+"B first" is `inward`, then one product with A that also sums over r. "A first" is a product with A,
+then `outward`. Per token, the large product costs r O1 I1 multiply-adds, times O2 for B first and
 times I2 for A first.
 
-Letters: n tokens; p, u index A's rows and columns, q, v those of B.
+Letters: n tokens; p and u index A's rows and columns; q and v index B's rows and columns.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from model_components._autograd import (
 )
 
 ORDERS = ("b_first", "a_first", "rebuild")
-_WORTH = 1.3  # two products have overheads; below this gain the weight is rebuilt instead
+# two products have overheads, so they must be cheaper than rebuilding the weight by this factor
+_WORTH = 1.3
 # building one term's weight costs about as much as the dense product of this many tokens
 _REBUILD_TOKENS = 24
-# up to this many elements, B's gradient and inputs are summed in the next higher precision
+# products with an input or a result of up to this many elements run in the next higher precision
 _SMALL = 256
-_FEW = 8  # up to this many rows, A is fastest as it is, without a packed copy
-_BLOCK = 256  # tokens at a time on a CPU, so that intermediate results stay in its cache
+_FEW = 8  # up to this many rows, products with A are fastest without a packed copy of A
+_BLOCK = 256  # tokens at a time on a CPU, so that intermediate results stay in the CPU's cache
 
 
 def order_of(a_shape: tuple[int, int], b_shape: tuple[int, int], rank: int, tokens: int) -> str:
@@ -52,7 +53,7 @@ def order_of(a_shape: tuple[int, int], b_shape: tuple[int, int], rank: int, toke
         "b_first": rank * (i1 * i2 * o2 + i1 * o1 * o2),
         "a_first": rank * (i1 * i2 * o1 + i2 * o1 * o2),
     }
-    # on a tie B first: it keeps less for backward
+    # on a tie, B first, which saves less for the backward pass
     if costs["b_first"] <= costs["a_first"]:
         order = "b_first"
     else:
@@ -64,7 +65,7 @@ def order_of(a_shape: tuple[int, int], b_shape: tuple[int, int], rank: int, toke
 
 
 def build(a: Tensor, b: Tensor) -> Tensor:
-    """Build the dense weight Σ_r A_r ⊗ B_r, (O, I), with one product of rank r and one copy."""
+    """Build the dense weight Σ_r A_r ⊗ B_r, (O, I), from one matrix product and one copy."""
     (r, o1, i1), (_, o2, i2) = a.shape, b.shape
     flat = torch.mm(b.reshape(r, -1).T, a.reshape(r, -1))
     # row p O2 + q and column u I2 + v of the weight, as torch.kron orders them
@@ -84,7 +85,7 @@ def outward(t: Tensor, b: Tensor) -> Tensor:
     """Compute Σ_{q, r} b[r, q, v] t[q, n, r, u], as (n, u, v)."""
     q, n, r, u = t.shape
     v = b.shape[2]
-    # half precisions are faster as a product
+    # a loop over columns is faster than a product, except in half precision
     if q * r == 1 and t.dtype in (torch.float32, torch.float64):
         out = t.new_empty(n, u, v)
         rows = t.reshape(n, u)
@@ -106,7 +107,7 @@ def gram(t: Tensor, x: Tensor) -> Tensor:
 
 
 def _long_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right, where each element is a sum of very many terms.
+    """Return left @ right, where each element of the result is a sum of very many terms.
 
     A small result is computed in the next higher precision, which costs little.
     """
@@ -117,7 +118,7 @@ def _long_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def scaled(b: Tensor, scales: Tensor | None) -> Tensor:
-    """Return the small factors times their scales."""
+    """Return the small factors B times their scales, or B itself without scales."""
     if scales is None:
         return b
     return b * scales.view(-1, 1, 1)
@@ -126,11 +127,11 @@ def scaled(b: Tensor, scales: Tensor | None) -> Tensor:
 def small_gradients(db: Tensor, b: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of b and of the scales, from the gradient of their product.
 
-    Both are contiguous, as fused optimizers expect.
+    Both gradients are contiguous, as fused optimizers expect.
     """
     if scales is None:
         return db.to(b.dtype).contiguous(), None
-    # the scales' gradients are sums over whole factors, so they are made in float64
+    # the scales' gradients are sums over whole factors, so they are computed in float64
     db = db.double()
     d_scales = (db * b).sum((1, 2)).to(scales.dtype)
     return (db * scales.view(-1, 1, 1)).to(b.dtype).contiguous(), d_scales
@@ -149,15 +150,15 @@ def _work(dtype: torch.dtype) -> torch.dtype:
 
 
 def _packed(a: Tensor) -> Tensor:
-    """Return A as (O1, r I1); a view if r is 1."""
+    """Return A reshaped to (O1, r I1), as a view if r is 1."""
     r, o1, i1 = a.shape
     return a.transpose(0, 1).reshape(o1, r * i1)
 
 
 def _few(a: Tensor, rows: Tensor) -> Tensor:
-    """Return Σ_r A_r rows_rᵀ, (O1, m), for rows (r, m, I1).
+    """Return Σ_r A_r rows_rᵀ, (O1, m), for a few rows (r, m, I1).
 
-    With so few rows it is fastest to use A as it is, as the left operand.
+    With few rows, it is fastest to use A as the left operand, without a packed copy.
     """
     return torch.bmm(a, rows.transpose(1, 2)).sum(0, dtype=_work(rows.dtype)).to(rows.dtype)
 
@@ -169,7 +170,8 @@ def _plus(total: Tensor | None, part: Tensor) -> Tensor:
 def _blocks(x: Tensor, alone: int) -> Iterator[slice]:
     """Yield slices of at most `_BLOCK` tokens on a CPU.
 
-    On a GPU, or if B's side ``alone`` is 1, yield a single slice.
+    On other devices, or if ``alone``, the side of B in the intermediate result, is 1, yield a
+    single slice.
     """
     tokens = x.shape[0]
     if x.device.type == "cpu" and alone > 1:
@@ -181,9 +183,9 @@ def _blocks(x: Tensor, alone: int) -> Iterator[slice]:
 
 
 class _BFirst(torch.autograd.Function):
-    """Contract with B, then multiply by A. Save x and the factors.
+    """The product with B first, then with A.
 
-    The backward pass recomputes the intermediate result.
+    The forward pass saves x and the factors. The backward pass recomputes the intermediate result.
     """
 
     @staticmethod
@@ -243,9 +245,10 @@ class _BFirst(torch.autograd.Function):
 
 
 class _AFirst(torch.autograd.Function):
-    """Multiply by A, then contract with B.
+    """The product with A first, then with B.
 
-    Save x, the factors and, if B or the scales need gradients, x Aᵀ, which is costly to recompute.
+    The forward pass saves x, the factors and, if B or the scales need gradients, x Aᵀ, which is
+    costly to recompute.
     """
 
     @staticmethod
@@ -257,7 +260,7 @@ class _AFirst(torch.autograd.Function):
         out = None
         saved = None
         learns = _needs(ctx)[2]
-        # with few elements, rounding errors do not average out in the gradients of B and its scales
+        # with few elements, rounding errors in the gradients of B and the scales do not average out
         if learns and x.numel() <= _SMALL:
             dtype = _better(x.dtype)
         else:
@@ -306,7 +309,7 @@ class _AFirst(torch.autograd.Function):
                 if da is not None:
                     _add_product(da, ds.T, _split(x[block], i1, i2))
             if need_b:
-                # the forward pass may have saved them in the next higher precision
+                # the forward pass may have saved x Aᵀ in the next higher precision
                 db = _plus(db, gram(kept[block].transpose(0, 1), g.to(kept.dtype)).transpose(1, 2))
         da = None if da is None else da.view(r, o1, i1).to(a.dtype)
         dx = _whole(dx, *x.shape) if need_x else None
@@ -314,9 +317,9 @@ class _AFirst(torch.autograd.Function):
 
 
 class _Rebuild(torch.autograd.Function):
-    """Build the weight for one dense product, drop it, and build it again in backward.
+    """The product with the dense weight, which is built in the forward and the backward pass.
 
-    Save x and the factors.
+    The forward pass saves x and the factors, not the weight.
     """
 
     @staticmethod
@@ -339,7 +342,8 @@ class _Rebuild(torch.autograd.Function):
         da = None
         db = (None, None)
         if need_a or need_b:
-            # R(dW), (O2 I2, O1 I1): the gradient in the layout where terms are outer products
+            # the gradient of the weight, (O2 I2, O1 I1), in the layout where terms are outer
+            # products
             dw = (
                 torch.mm(grad.T, x)
                 .view(o1, o2, i1, i2)
@@ -354,7 +358,10 @@ class _Rebuild(torch.autograd.Function):
 
 
 class Balanced(torch.autograd.Function):
-    """Multiply by a single Kronecker term in one kernel (`_triton`). Save x and the factors."""
+    """The product with a single Kronecker term in one kernel (`_triton`).
+
+    The forward pass saves x and the factors.
+    """
 
     @staticmethod
     def forward(
@@ -388,7 +395,7 @@ def plain(
 ) -> Tensor:  # (N, I) to (N, O)
     """Compute `kron_linear` in plain torch operations, which torch can trace and transform.
 
-    The operations do not depend on the number of tokens.
+    Which operations run does not depend on the number of tokens.
     """
     b = scaled(b, scales)
     (r, o1, i1), (_, o2, i2) = a.shape, b.shape
@@ -414,20 +421,20 @@ def _differentiable(ctx: Context, grad: Tensor, order: str) -> tuple[Tensor | No
 
 
 def _needs(ctx: Context) -> tuple[bool, bool, bool]:
-    """Return whether x, A, and B or its scales need gradients."""
+    """Return whether x needs a gradient, whether A does, and whether B or the scales do."""
     x, a, b, scales = ctx.needs_input_grad
     return x, a, b or scales
 
 
 def _put(out: Tensor | None, block: slice, rows: Tensor, n: int) -> Tensor:
-    """Write a block's rows into a result of ``n`` rows.
+    """Write a block's rows into a result of ``n`` rows, and return the result.
 
-    A block that is the whole result is returned as it is.
+    If the block is the whole result, return its rows without a copy.
     """
     if out is None:
         if len(rows) == n:
             return rows
-        # every block fills its own rows, so the memory needs no initial values
+        # the blocks together fill all rows, so the memory needs no initial values
         out = rows.new_empty(n, *rows.shape[1:])
     out[block] = rows
     return out
@@ -439,12 +446,12 @@ def _whole(out: Tensor | None, rows: int, columns: int) -> Tensor:
 
 
 def _split(x: Tensor, i1: int, i2: int) -> Tensor:
-    """Reshape (n, I) to (v n, u)."""
+    """Return x (n, I) as rows of A's inputs, (v n, u)."""
     return x.view(len(x), i1, i2).permute(2, 0, 1).reshape(-1, i1)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to ``total``; the sums of the product are at least float32."""
+    """Add left @ right to ``total``, in place and in the dtype of ``total``."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:

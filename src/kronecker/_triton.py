@@ -1,9 +1,9 @@
 """The fused path of `kron_linear` for one term with balanced factors.
 
 A token is a matrix X (I1, I2), and its output is A X Bᵀ. Both factors stay on chip while a program
-goes through its tokens, so that x is read once and y is written once: N (I + O) b bytes for N
-tokens of b bytes an element. The backward pass reads x and the output's gradient, and writes dx.
-The intermediate results between two products stay in registers.
+processes its tokens, so that x is read once and y is written once. This moves N (I + O) b bytes for
+N tokens with b bytes per element. The backward pass reads x and the output's gradient, and writes
+dx. The intermediate results between two products stay in registers.
 
 The module is imported only when this path is chosen. With TRITON_INTERPRET=1 the kernels run on
 CPU tensors.
@@ -21,22 +21,22 @@ from model_components._fused import on_device_of
 
 _LEAST = 16  # `tl.dot` needs sides of at least 16
 _MOST = 128
-# largest size of a factor with its sides rounded up to powers of 2: two larger factors and their
+# most elements of a factor whose sides are rounded up to powers of 2: two larger factors and their
 # sums do not fit into the shared memory of a B200
 _ELEMENTS = 8192
-# Tokens per forward program, and programs per backward pass: three for each of an H100's 132
-# multiprocessors. On an H100, 16,384 tokens ran fastest with these values and with the stages of
-# the loops below.
+# The number of tokens per forward program, and of programs per backward pass: three for each of an
+# H100's 132 multiprocessors. On an H100, a batch of 16,384 tokens was fastest with these values and
+# with the values of num_stages below.
 _TOKENS = 8
 _PROGRAMS = 396
-_FOUR_WARPS_UP_TO = 4096  # elements of the largest product; above it 8 warps
-# Triton reads TRITON_INTERPRET when it decorates kernels, so it is read once, here
+_FOUR_WARPS_UP_TO = 4096  # elements of the largest product; larger ones get 8 warps
+# Triton reads TRITON_INTERPRET when it decorates kernels, so the setting is read once, here
 _INTERPRETED = knobs.runtime.interpret
 
 
 @triton.jit
 def _load(pointer, rows: tl.constexpr, columns: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Load a row-major (rows, columns) matrix as a tile (R, C) of powers of 2, zero-padded."""
+    """Load a row-major matrix (rows, columns), padded with zeros to a tile (R, C)."""
     i = tl.arange(0, R)[:, None]
     j = tl.arange(0, C)[None, :]
     if rows == R and columns == C:
@@ -76,10 +76,10 @@ def forward_kernel(
     TOKENS: tl.constexpr,
 ):
     """Compute A X Bᵀ for up to TOKENS tokens. P and U are O and I rounded up to powers of 2."""
-    # zeros outside the factors add nothing to any product
+    # the padding of the factors adds nothing to any product
     large = _load(a, O1, I1, P1, U1)
     small = tl.trans(_load(b, O2, I2, P2, U2))
-    # int64: 131,072 tokens of width 16,384 are 2³¹ elements
+    # int64, since 131,072 tokens of width 16,384 have 2³¹ elements
     first = tl.program_id(0).to(tl.int64) * TOKENS
     for k in tl.range(0, tl.minimum(TOKENS, tokens - first), num_stages=3):
         n = first + k
@@ -114,7 +114,7 @@ def backward_kernel(
     """
     large = _load(a, O1, I1, P1, U1)
     small = _load(b, O2, I2, P2, U2)
-    # in float32: a half-precision sum over many tokens would stop growing
+    # in float32, since a half-precision sum over many tokens would stop growing
     total_a = tl.zeros((P1, U1), tl.float32)
     total_b = tl.zeros((P2, U2), tl.float32)
     program = tl.program_id(0).to(tl.int64)
@@ -142,21 +142,21 @@ def backward_kernel(
 def unsupported(
     rank: int, sides: tuple[int, ...], device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """Return why the kernels cannot take factors, or None if they can.
+    """Return why the kernels do not support these factors, or None if they do.
 
     Args:
         rank: Number of terms.
-        sides: (O1, I1, O2, I2).
+        sides: The sides of the factors, (O1, I1, O2, I2).
         device: The device of the factors.
-        dtype: Dtype of the factors.
+        dtype: The dtype of the factors.
     """
     if device.type != "cuda" and not _INTERPRETED:
         return f"expected factors on a CUDA device (or TRITON_INTERPRET=1), got {device}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        return f"expected a card of compute capability 8.0 or more, got {capability}"
+        return f"expected a GPU of compute capability 8.0 or higher, got {capability}"
     if dtype not in (torch.float16, torch.bfloat16):
-        return f"expected factors in float16 or bfloat16, got {dtype}"
+        return f"expected factors of dtype float16 or bfloat16, got {dtype}"
     tiles = [triton.next_power_of_2(side) for side in sides]
     fits = max(tiles[0] * tiles[1], tiles[2] * tiles[3]) <= _ELEMENTS
     if rank == 1 and fits and min(sides) >= _LEAST and max(sides) <= _MOST:
@@ -169,12 +169,12 @@ def unsupported(
 
 
 def has_backward(x: Tensor) -> bool:
-    """Return whether to run the backward kernel: on cards before Hopper its registers spill."""
+    """Return whether to run the backward kernel, whose registers spill on GPUs before Hopper."""
     return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 def _sizes(a: Tensor, b: Tensor) -> dict[str, int]:
-    """Return the kernels' constants for factors (O1, I1) and (O2, I2)."""
+    """Return the kernels' constants, and the number of warps, for factors (O1, I1) and (O2, I2)."""
     sides = dict(zip(("O1", "I1", "O2", "I2"), (*a.shape, *b.shape), strict=True))
     tiles = zip(("P1", "U1", "P2", "U2"), sides.values(), strict=True)
     sides |= {name: triton.next_power_of_2(side) for name, side in tiles}
@@ -194,8 +194,8 @@ def launch_forward(x: Tensor, a: Tensor, b: Tensor) -> Tensor:  # (N, I), (O1, I
     return out
 
 
-# An operator for torch.compile. Calling one costs more than the launch itself, so all
-# other code calls the launch directly.
+# An operator for torch.compile. Calling the operator costs more than the launch itself, so eager
+# code calls `launch_forward` directly.
 forward = torch.library.custom_op("kronecker::balanced", launch_forward, mutates_args=())
 
 

@@ -13,8 +13,9 @@ LowRankInit = Literal["sequential", "svd"]
 Method = Literal["best", "fast", "blocks"]
 Allocation = Literal["uniform", "influence"]
 Shape = Annotated[tuple[int, int] | None, Range(least=1)]
-"""Rows and columns, both 1 or more."""
-# size from which the default is `fast`; on SmolLM2 it lost .003 nats to `best` at .93, .12 at .70
+"""The numbers of rows and columns, both 1 or more."""
+# from this `size` on, the default method is `fast`; on SmolLM2 its loss was higher than that of
+# `best` by .003 nats at size .93, and by .12 nats at size .70
 _LIGHT = 0.8
 
 
@@ -22,25 +23,26 @@ _LIGHT = 0.8
 class KroneckerConfig(CheckedConfig):
     """Settings to replace a weight by Σ_r s_r A_r ⊗ B_r, and to initialize the factors.
 
-    Give one of the two shapes; the other is the layer's shape divided by it.
+    Give one of the two shapes. The other follows from the shape of the weight.
 
     Args:
-        a_shape: (O1, I1) of every A.
-        b_shape: (O2, I2) of every B.
+        a_shape: Shape (O1, I1) of every A.
+        b_shape: Shape (O2, I2) of every B.
         rank: Number of terms r.
-        scales: Whether each term has a trainable number s_r.
+        scales: Whether each term has a trainable scale s_r.
         init: ``"sequential"`` fits the factors to calibration data, block by block, on the layer's
-            inputs in the smaller model. The others need no data: ``"van_loan"`` gives the nearest
-            weight, ``"van_loan_normalized"`` the same with the norm of the original, ``"prune"``
-            some rows and columns of the weight, ``"random"`` new factors.
+            inputs in the smaller model. The other methods need no data. ``"van_loan"`` gives the
+            sum nearest to the weight, and ``"van_loan_normalized"`` rescales that sum to the norm
+            of the weight. ``"prune"`` takes selected rows and columns of the weight. ``"random"``
+            draws new factors.
         keep: The rows and columns that ``"prune"`` keeps: ``"even"``, ``"odd"``, ``"energy"``, or
             the position (row, column) within B.
         rounds: The number of rounds of alternating least squares in a sequential fit.
-        epochs: The number of epochs of gradient descent after that, over the calibration tokens, on
-            all matrices of an MLP together; 0 for none.
+        epochs: The number of epochs of gradient descent that follow in a sequential fit, over the
+            calibration tokens, on all matrices of an MLP together. 0 skips gradient descent.
 
     Raises:
-        ValueError: Neither or both shapes, sizes below 1, an unknown init.
+        ValueError: Neither or both of the shapes are given, a size is below 1, or init is unknown.
 
     >>> KroneckerConfig(b_shape=(2, 1)).shapes(3072, 768)
     ((1536, 768), (2, 1))
@@ -60,12 +62,15 @@ class KroneckerConfig(CheckedConfig):
     def problems(self) -> Iterator[str]:
         """Yield a problem unless exactly one of the two shapes is given."""
         if (self.a_shape is None) == (self.b_shape is None):
-            yield f"a_shape is {self.a_shape} and b_shape is {self.b_shape}, expected one of them"
+            yield (
+                f"a_shape is {self.a_shape} and b_shape is {self.b_shape}, expected exactly one of "
+                "them"
+            )
 
     def shapes(
         self, out_features: int, in_features: int, *, operation: str = "KroneckerConfig"
     ) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the shapes of A and B for a weight of (out_features, in_features)."""
+        """Return the shapes of A and B for a weight of shape (out_features, in_features)."""
         known = self.a_shape or self.b_shape
         assert known is not None
         weight = (out_features, in_features)
@@ -73,8 +78,8 @@ class KroneckerConfig(CheckedConfig):
             near = " and ".join(f"{_near(n, g)} of {n}" for n, g in zip(weight, known, strict=True))
             name = "a_shape" if self.a_shape else "b_shape"
             raise ValueError(
-                f"{operation}: {name} {known} does not divide a weight of {weight}; the nearest "
-                f"divisors are {near}"
+                f"{operation}: {name} {known} does not divide a weight of shape {weight}; the "
+                f"nearest divisors are {near}"
             )
         other = (out_features // known[0], in_features // known[1])
         a, b = (known, other) if self.a_shape else (other, known)
@@ -87,7 +92,7 @@ class KroneckerConfig(CheckedConfig):
         return a, b
 
     def sizes(self) -> dict[str, Any]:
-        """Return the sizes as arguments for a layer's constructor."""
+        """Return the sizes as keyword arguments of `KroneckerLinear`."""
         return {
             "rank": self.rank,
             "a_shape": self.a_shape,
@@ -96,10 +101,10 @@ class KroneckerConfig(CheckedConfig):
         }
 
     def opposite(self) -> Self:
-        """Return the config for a layer of transposed shape: for c_proj when this is for c_fc."""
+        """Return the config for a weight of transposed shape, such as an MLP's other matrix."""
         a_shape = self.a_shape and self.a_shape[::-1]
         b_shape = self.b_shape and self.b_shape[::-1]
-        # both layers of an MLP then keep the same hidden neurons
+        # transposed, too, so that both layers of an MLP keep the same hidden neurons
         keep = self.keep if isinstance(self.keep, str) else self.keep[::-1]
         return replace(self, a_shape=a_shape, b_shape=b_shape, keep=keep)
 
@@ -118,17 +123,18 @@ class LowRankConfig(CheckedConfig):
     """Settings to replace a weight (O, I) by two thin matrices, (O, r) and (r, I).
 
     Args:
-        keep: Fraction of a weight's parameters to keep, which sets r; default: 0.5.
-        rank: r; give it instead of ``keep``.
-        init: ``"sequential"`` minimizes the error on calibration data, block by block, on the
-            layer's inputs in the smaller model: a truncated SVD of the weight times the root of its
-            inputs' second moments (SVD-LLM, arXiv 2403.07378). ``"svd"`` gives the nearest weight,
-            without data.
-        epochs: Epochs of gradient descent after that, on all matrices of an MLP together; 0 for
-            none.
+        keep: Fraction of a weight's parameters to keep, which sets r. The default is 0.5 if rank is
+            not given either.
+        rank: The rank r, which can be given instead of ``keep``.
+        init: ``"sequential"`` minimizes the error of the outputs on calibration data, block by
+            block, on the layer's inputs in the smaller model. It takes a truncated SVD of the
+            weight times the root of the inputs' second moments (SVD-LLM, arXiv 2403.07378).
+            ``"svd"`` gives the low-rank weight nearest to the original, without data.
+        epochs: The number of epochs of gradient descent that follow in a sequential fit, on all
+            matrices of an MLP together. 0 skips gradient descent.
 
     Raises:
-        ValueError: A value out of range.
+        ValueError: A value is out of range, or both ``keep`` and ``rank`` are given.
 
     >>> LowRankConfig(keep=0.5).rank_of(3072, 768), LowRankConfig(rank=8).count(3072, 768)
     (307, 30720)
@@ -140,12 +146,12 @@ class LowRankConfig(CheckedConfig):
     epochs: Annotated[int, Range(least=0)] = 3
 
     def problems(self) -> Iterator[str]:
-        """Yield a problem if there are both a share and a rank."""
+        """Yield a problem if both ``keep`` and ``rank`` are given."""
         if self.keep is not None and self.rank is not None:
-            yield f"keep is {self.keep} and rank {self.rank}, expected one of them"
+            yield f"keep is {self.keep} and rank is {self.rank}, expected only one of them"
 
     def sizes(self) -> dict[str, Any]:
-        """Return the sizes as arguments for a layer's constructor."""
+        """Return the sizes as keyword arguments of a low-rank layer's constructor."""
         return {"rank": self.share if self.rank is None else self.rank}
 
     def opposite(self) -> Self:
@@ -154,21 +160,22 @@ class LowRankConfig(CheckedConfig):
 
     @property
     def share(self) -> float:
-        """Return the share of a weight's parameters to keep if no rank is given."""
+        """The fraction of a weight's parameters to keep if no rank is given."""
         return 0.5 if self.keep is None else self.keep
 
     def rank_of(
         self, out_features: int, in_features: int, *, operation: str = "LowRankConfig"
     ) -> int:
-        """Return the rank r for a weight (out_features, in_features)."""
-        # each rank costs O + I parameters; at least 1, since a tiny share of a small weight gives 0
+        """Return the rank r for a weight of shape (out_features, in_features)."""
+        # each unit of rank costs O + I parameters; for a tiny share of a small weight, the quotient
+        # rounds to 0, so the rank is at least 1
         rank = self.rank or max(
             1, int(self.share * out_features * in_features / (out_features + in_features))
         )
         if rank > min(out_features, in_features):
             raise ValueError(
                 f"{operation}: rank is {rank}, expected at most {min(out_features, in_features)} "
-                f"for a weight of {(out_features, in_features)}"
+                f"for a weight of shape {(out_features, in_features)}"
             )
         return rank
 
@@ -179,28 +186,30 @@ class LowRankConfig(CheckedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PruneConfig(CheckedConfig):
-    """Settings of pruning: how much to drop, and how to fit the rest to make up for it.
+    """Settings of pruning: how much to drop, and how to fit the rest to compensate.
 
     Args:
-        keep: Fraction of the hidden neurons of the MLPs, or of the blocks, to keep; default: 0.5.
-        size: Fraction of all parameters of the model to keep; give it instead of keep.
-        method: best fits every MLP in turn, on its inputs in the smaller model, in closed form and
-            by gradient descent. fast fits all MLPs in closed form, on their inputs in the original
-            model, in one pass. blocks drops whole blocks, and fits the MLPs of the remaining blocks
-            as best does. Default: fast if size is 0.8 or more, else best.
-        epochs: Passes over the calibration tokens in the gradient descent of best and blocks; 0
-            fits the last matrix of each MLP in closed form alone.
+        keep: Fraction of the hidden neurons of the MLPs to keep or, with method=blocks, of the
+            blocks. Default: 0.5.
+        size: Fraction of all parameters of the model to keep. Give either keep or size.
+        method: best fits the MLPs one after another, each on its inputs in the smaller model, in
+            closed form and by gradient descent. fast fits all MLPs in closed form, on their inputs
+            in the original model, in one pass. blocks drops whole blocks, and fits the MLPs of the
+            remaining blocks as best does. Default: fast if size is 0.8 or more, else best.
+        epochs: Passes over the calibration tokens in the gradient descent of best and blocks. With
+            0, only the last matrix of each MLP is fitted, in closed form.
         allocate: uniform keeps the same share of neurons in every MLP, so transformers can load the
-            result without this library. influence keeps more where a block changes the hidden
-            states more. The MLPs then differ in size, so load the result with
-            kronecker.from_pretrained. Not for method=blocks.
-        multiple_of: Round the number of neurons to a multiple of this. The neurons of experts are
-            also rounded to a multiple of 8.
+            result without this library. influence keeps more neurons in blocks that change the
+            hidden states more. The MLPs then differ in size, so load the result with
+            kronecker.from_pretrained. Not available with method=blocks.
+        multiple_of: Round the number of neurons to a multiple of this number. The neurons of
+            experts are also rounded to a multiple of 8.
         ridge: Ridge penalty of the least squares, as a fraction of the inputs' mean second moment.
-            It pulls the fit toward the original matrix.
+            The penalty pulls the fit toward the original matrix.
 
     Raises:
-        ValueError: A value out of range.
+        ValueError: A value is out of range, keep and size are both given, or multiple_of or
+            allocate does not fit method=blocks.
 
     >>> PruneConfig.from_dict({"keep": 0.3}).neurons(1000)
     300
@@ -213,20 +222,20 @@ class PruneConfig(CheckedConfig):
     allocate: Allocation = "uniform"
     multiple_of: Whole = 1
     ridge: Annotated[float, Range(above=0, below=1)] = 3e-2
-    init: ClassVar[str] = "sequential"  # always; the other configs have a field of this name
+    init: ClassVar[str] = "sequential"  # a constant here, but a field of the other configs
 
     def problems(self) -> Iterator[str]:
-        """Yield messages about blocks with multiple_of or allocate, and about keep with size."""
+        """Yield a problem for each pair of fields that cannot be combined."""
         if self.multiple_of > 1 and self.method == "blocks":
             yield problem(self, "multiple_of", "1 for blocks")
         if self.allocate != "uniform" and self.method == "blocks":
             yield problem(self, "allocate", "uniform for blocks")
         if self.keep is not None and self.size is not None:
-            yield f"keep is {self.keep} and size {self.size}, expected one of them"
+            yield f"keep is {self.keep} and size is {self.size}, expected only one of them"
 
     @property
     def chosen_method(self) -> Method:
-        """Return the method, or the default for the size if no method is given."""
+        """The method, or the default for the size if no method is given."""
         if self.method is not None:
             return self.method
         # only size is a share of the whole model; keep is a share of the MLPs alone
@@ -234,7 +243,7 @@ class PruneConfig(CheckedConfig):
 
     @property
     def descends(self) -> bool:
-        """Return whether all matrices of an MLP are fitted by gradient descent."""
+        """Whether all matrices of an MLP are fitted by gradient descent."""
         return self.chosen_method != "fast" and self.epochs > 0
 
     def opposite(self) -> Self:
@@ -243,22 +252,23 @@ class PruneConfig(CheckedConfig):
 
     @property
     def share(self) -> float:
-        """Return the share of the neurons to keep if no target size is given."""
+        """The fraction of the neurons, or blocks, to keep if no target size is given."""
         return 0.5 if self.keep is None else self.keep
 
     def neurons(self, count: int, multiple_of: int | None = None) -> int:
-        """Return how many of ``count`` hidden neurons stay.
+        """Return how many of ``count`` hidden neurons to keep.
 
         >>> PruneConfig(keep=0.5, multiple_of=64).neurons(1000)
         512
         """
         unit = multiple_of or self.multiple_of
-        # at least one unit, so that no layer is empty; a unit may be above count in a small layer
+        # keep at least one unit, so that no layer is empty, and at most all neurons, since a small
+        # layer may have fewer than one unit
         return min(count, max(1, round(self.share * count / unit)) * unit)
 
 
 def _near(total: int, wanted: int) -> str:
-    """Return the divisors of ``total`` nearest to ``wanted``."""
+    """Return the divisors of ``total`` nearest to ``wanted``, separated by commas."""
     nearest = sorted(_divisors(total), key=lambda d: abs(d - wanted))[:5]
     return ", ".join(map(str, sorted(nearest)))
 
@@ -279,20 +289,21 @@ def kronecker_sizes(
     """Return the config of one layer.
 
     Args:
-        out_features: O.
-        in_features: I.
-        rank: Number of terms, or a share of the dense weight's parameters between 0 and 1.
-        a_shape: (O1, I1), or None.
-        b_shape: (O2, I2), or None. Without both shapes, A's sizes are the divisors of O and I
-            nearest to their square roots, so that A and B have about the same size.
-        **options: More fields of `KroneckerConfig`.
+        out_features: The number of outputs, O.
+        in_features: The number of inputs, I.
+        rank: Number of terms, or the share of the dense weight's parameters to use, between 0 and
+            1.
+        a_shape: Shape (O1, I1) of A, or None.
+        b_shape: Shape (O2, I2) of B, or None. If neither shape is given, A's sizes are the divisors
+            of O and I nearest to their square roots, so that A and B have about the same size.
+        **options: Other fields of `KroneckerConfig`.
 
     >>> config = kronecker_sizes(3072, 768, rank=0.5)
     >>> config.a_shape, config.rank
     ((48, 24), 368)
     """
     if a_shape is None and b_shape is None:
-        # near the square roots a term is smallest, so that a share can be met in small steps
+        # a term has the fewest parameters near the square roots, so a share can be met closely
         a_shape = (_divisor(out_features), _divisor(in_features))
     terms = rank if isinstance(rank, int) else 1
     config = KroneckerConfig(a_shape=a_shape, b_shape=b_shape, rank=terms, **options)
@@ -301,20 +312,21 @@ def kronecker_sizes(
     share = _checked_share("kronecker", rank)
     each = config.count(out_features, in_features)
     terms = int(share * out_features * in_features / each)
-    # two prime sizes leave only the shapes (1, 1) and (O, I): nothing becomes smaller
+    # for example, two prime sizes leave only factors of shapes (1, 1) and (O, I)
     if terms < 1 and each >= out_features * in_features:
         raise ValueError(
-            f"kronecker: expected factors smaller than the weight of {out_features} x "
-            f"{in_features}, got {config.shapes(out_features, in_features)}; prime sizes have no "
-            "smaller factors"
+            f"kronecker: expected factors smaller than the weight of shape "
+            f"{(out_features, in_features)}, got factors of shapes "
+            f"{config.shapes(out_features, in_features)}; prime sizes have no smaller factors"
         )
     if terms < 1:
         raise ValueError(
-            f"kronecker: rank is {rank}, expected {each / out_features / in_features:.2f} or more: "
-            f"one term has that share of the parameters of a {out_features} x {in_features} weight"
+            f"kronecker: rank is {rank}, expected {each / out_features / in_features:.2f} or more, "
+            f"which is one term's share of the parameters of a weight of shape "
+            f"{(out_features, in_features)}"
         )
     a, b = config.shapes(out_features, in_features)
-    # the rearranged weight has at most this rank, so more terms add nothing
+    # this many terms represent any weight exactly, so more terms add nothing
     most = min(a[0] * a[1], b[0] * b[1])
     return replace(config, rank=min(terms, most))
 
@@ -333,20 +345,20 @@ def low_rank_sizes(rank: int | float, **options: Any) -> LowRankConfig:
 def _checked_share(what: str, rank: object) -> float:
     if not isinstance(rank, float) or not 0 < rank < 1:
         raise ValueError(
-            f"{what}: expected rank as a whole number from 1, or as a share of the weight's "
+            f"{what}: expected rank to be a whole number of 1 or more, or a share of the weight's "
             f"parameters between 0 and 1, got {rank!r}"
         )
     return rank
 
 
 def _divisor(size: int) -> int:
-    """Return the divisor of a size nearest to its square root; on a tie, the smaller one."""
+    """Return the divisor of a size nearest to its square root, the smaller one on a tie."""
     root = size**0.5
     return min(_divisors(size), key=lambda d: abs(d - root))
 
 
 Config = KroneckerConfig | LowRankConfig | PruneConfig
-"""The config of an MLP. Single layers take the first two, stacks of experts the last."""
+"""A config for an MLP. Single layers take only the first two types, stacks of experts the last."""
 
 STRUCTURES: dict[str, type[Config]] = {
     "kronecker": KroneckerConfig,
@@ -356,12 +368,12 @@ STRUCTURES: dict[str, type[Config]] = {
 
 
 def structure_of(config: Config) -> str:
-    """Return ``"kronecker"``, ``"low_rank"`` or ``"prune"``."""
+    """Return the name of a config's structure: ``"kronecker"``, ``"low_rank"`` or ``"prune"``."""
     return next(name for name, cls in STRUCTURES.items() if isinstance(config, cls))
 
 
 def to_dict(config: Config) -> dict:
-    """Return the fields of a config and the name of its structure, as values for JSON."""
+    """Return the fields of a config and the name of its structure, as a JSON-serializable dict."""
     return {"structure": structure_of(config)} | config.to_dict()
 
 
@@ -371,6 +383,6 @@ def from_dict(values: Mapping) -> Config:
     name = rest.pop("structure", "kronecker")
     if name not in STRUCTURES:
         raise ValueError(
-            f"kronecker: structure must be one of {', '.join(STRUCTURES)}, got {name!r}"
+            f"kronecker: expected structure to be one of {', '.join(STRUCTURES)}, got {name!r}"
         )
     return STRUCTURES[name].from_dict(rest)

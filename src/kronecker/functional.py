@@ -1,9 +1,9 @@
 """`kron_linear`: a linear layer whose weight is a sum of Kronecker products.
 
-The weight is rarely built.
+The dense weight is built only if that is the cheapest way to compute the output.
 
 Letters: r terms; A is (r, O1, I1), B is (r, O2, I2); out_features O = O1 O2, in_features I = I1 I2;
-*B any shape.
+*B any leading dimensions.
 """
 
 from __future__ import annotations
@@ -31,25 +31,27 @@ from ._eager import (
 
 BALANCED = "kronecker.kron_linear"
 IMPLS = ("reference", "eager", "fused", "auto")
-_BALANCED = 16  # smallest side of factors that count as balanced
-_TRACED_TOKENS = 1024  # tokens that a graph's order is chosen for; one graph serves any number
+_BALANCED = 16  # factors whose sides are all at least this long count as balanced
+# number of tokens for which a traced graph's order is chosen; the graph then runs on any number
+_TRACED_TOKENS = 1024
 
 
 def check_factors(operation: str, a: Tensor, b: Tensor, scales: Tensor | None) -> None:
-    """Refuse factors that do not belong together."""
+    """Raise a ValueError if shapes or dtypes of the factors and scales do not fit together."""
     if a.dim() != 3 or b.dim() != 3 or a.shape[0] != b.shape[0] or not a.shape[0]:
         raise ValueError(
-            f"{operation}: a is {list(a.shape)} and b {list(b.shape)}, expected (r, O1, I1) and "
-            "(r, O2, I2), r >= 1"
+            f"{operation}: a has shape {list(a.shape)} and b has shape {list(b.shape)}, expected "
+            "(r, O1, I1) and (r, O2, I2) with r >= 1"
         )
     if a.dtype != b.dtype or not a.is_floating_point():
         raise ValueError(
-            f"{operation}: a is {a.dtype} and b is {b.dtype}, expected one float dtype"
+            f"{operation}: a has dtype {a.dtype} and b has dtype {b.dtype}, expected one "
+            "floating-point dtype for both"
         )
     if scales is not None and tuple(scales.shape) != (a.shape[0],):
         raise ValueError(
-            f"{operation}: scales have shape {list(scales.shape)}, expected ({a.shape[0]},), one "
-            "per term"
+            f"{operation}: scales has shape {list(scales.shape)}, expected ({a.shape[0]},), one "
+            "number per term"
         )
 
 
@@ -65,31 +67,36 @@ def kron_linear(
 ) -> Tensor:
     """Apply a linear layer with the weight Σ_r s_r A_r ⊗ B_r: ``x @ (Σ s A ⊗ B).T + bias``.
 
-    ``order`` chooses the path: contract B first, A first, or rebuild the weight for one dense
-    product. ``"auto"`` takes the one with the fewest multiply-adds per token: r(I O2 + I1 O),
-    r(I O1 + I2 O) or O I. B first and rebuild keep x and the factors until backward; A first also
-    keeps x Aᵀ, (tokens, r I2 O1). Plain torch operations, which keep all intermediate results, run
-    in three cases: if torch traces (`torch.compile`, `torch.export`), if it transforms
-    (`torch.func`), and with ``order="auto"`` for one term whose sides are all 16 or more. For a
-    traced graph, ``"auto"`` chooses the order that is cheapest for many tokens.
+    ``order`` chooses how the product is computed: ``"b_first"`` multiplies by B and then by A,
+    ``"a_first"`` by A and then by B, and ``"rebuild"`` by the dense weight. These cost
+    r(I O2 + I1 O), r(I O1 + I2 O) and O I multiply-adds per token. ``"auto"`` takes the cheapest
+    order, and also counts the cost of building the weight.
+
+    For the backward pass, ``"b_first"`` and ``"rebuild"`` save x and the factors, and ``"a_first"``
+    also saves x Aᵀ, (tokens, r I2 O1). Plain torch operations, which save all intermediate results,
+    run in three cases: if torch traces the call (`torch.compile`, `torch.export`), if it transforms
+    the call (`torch.func`), and with ``order="auto"`` for one term whose sides are all 16 or more.
+    For a traced graph, ``"auto"`` chooses the order that is cheapest for many tokens.
 
     Args:
         x: Input, (*B, I1 I2).
-        a: The large factors, (r, O1, I1).
-        b: The small factors, (r, O2, I2). Either may be the larger one: only the speed differs.
-        bias: (O1 O2,) or None.
-        scales: One number for each term, or None for ones.
+        a: The factors A, (r, O1, I1), usually the larger ones.
+        b: The factors B, (r, O2, I2). They may also be the larger ones: only the speed differs.
+        bias: Bias (O1 O2,) or None.
+        scales: One number for each term; None for a scale of 1.
         order: ``"b_first"``, ``"a_first"``, ``"rebuild"`` or ``"auto"``.
-        impl: ``"reference"`` (`torch.kron`), ``"eager"``, ``"fused"`` (Triton; compute
-            capability 8.0 or more, one term, sides from 16 to 128, float16 or bfloat16; below 9.0
-            its backward is eager) or ``"auto"``: fused if `model_components.measure_kernels` found
-            it correct and faster on this kind of device, else eager.
+        impl: ``"reference"`` builds the weight with `torch.kron`. ``"eager"`` runs torch
+            operations. ``"fused"`` runs a Triton kernel, which needs a GPU of compute capability
+            8.0 or higher, one term, sides from 16 to 128, and float16 or bfloat16. Below 9.0 its
+            backward pass is eager. ``"auto"`` is fused if `model_components.measure_kernels` found
+            the kernel correct and faster on this kind of device, else eager.
 
     Returns:
-        (*B, O1 O2), in x's dtype.
+        The output (*B, O1 O2), in the dtype of x, or in autocast's dtype.
 
     Raises:
-        ValueError: Shapes or dtypes do not fit, or ``impl="fused"`` cannot run.
+        ValueError: Shapes or dtypes do not fit together, ``order`` or ``impl`` is unknown, or
+            ``impl="fused"`` cannot run.
 
     Source: Van Loan, "The ubiquitous Kronecker product", 2000: (A ⊗ B) vec(X) = vec(B X Aᵀ).
 
@@ -108,7 +115,8 @@ def kron_linear(
         b = b.to(autocast)
     elif x.dtype != a.dtype:
         raise ValueError(
-            f"kron_linear: x is {x.dtype} and the factors are {a.dtype}, expected one dtype"
+            f"kron_linear: x has dtype {x.dtype} and the factors have dtype {a.dtype}, expected "
+            "one dtype"
         )
     # a float32 bias would promote the output of half-precision products to float32
     if bias is not None:
@@ -120,7 +128,7 @@ def kron_linear(
             return reference.kron_linear(x, a, b, bias, scales)
         fused = _uses_fused(impl, order, a, b)
         flat = x.reshape(-1, i1 * i2)
-        if not torch.is_grad_enabled():  # save nothing, since no backward follows
+        if not torch.is_grad_enabled():  # save nothing, since there is no backward pass
             flat = flat.detach()
             a = a.detach()
             b = b.detach()
@@ -135,7 +143,7 @@ def kron_linear(
         shape = (*x.shape[:-1], o1 * o2)
         if traced:
             return y.reshape(shape)
-        # no view, since autograd forbids in-place changes of views from custom functions
+        # not a view: autograd forbids in-place changes to views that custom functions return
         return torch.ops.aten._unsafe_view(y, shape)
 
 
@@ -147,12 +155,12 @@ def _product(
     order: str,
     fused: bool,
 ) -> Tensor:  # (N, O)
-    """Multiply by the weight, along the chosen path."""
+    """Multiply x by the weight, in the chosen order or by the fused kernel."""
     if fused:
         return Balanced.apply(x, a, b, scales)
     _, o1, i1 = a.shape
     _, o2, i2 = b.shape
-    # plain products of balanced factors are as fast as einsum (docs/performance.md)
+    # with balanced factors, plain products are as fast as einsum (docs/performance.md)
     balanced = len(a) == 1 and min(o1, i1, o2, i2) >= _BALANCED and order == "auto"
     takes_plain = needs_plain(x) or balanced
     if order == "auto":
@@ -164,7 +172,7 @@ def _product(
 
 
 def _uses_fused(impl: str, order: str, a: Tensor, b: Tensor) -> bool:
-    """Return whether the Triton path runs; raise if an explicit choice cannot run."""
+    """Return whether to run the Triton kernel; raise if ``impl="fused"`` cannot run."""
 
     def unsupported() -> str | None:
         if order not in ("auto", "a_first"):
@@ -179,15 +187,15 @@ def _uses_fused(impl: str, order: str, a: Tensor, b: Tensor) -> bool:
 def _check_linear(
     x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, impl: str, order: str
 ) -> None:
-    """Refuse an unknown path or order, and an input or a bias that does not fit the factors."""
+    """Raise a ValueError for an unknown impl or order, or if x or the bias does not fit."""
     _, o1, i1 = a.shape
     _, o2, i2 = b.shape
     check_choice("kron_linear", "impl", impl, IMPLS)
     check_choice("kron_linear", "order", order, (*ORDERS, "auto"))
     if not x.dim() or x.shape[-1] != i1 * i2:
         raise ValueError(
-            f"kron_linear: last dim of x is {x.shape[-1] if x.dim() else 'missing'}, but a "
-            f"{(o1, i1)} and b {(o2, i2)} need {i1} * {i2} = {i1 * i2}"
+            f"kron_linear: the last dimension of x is {x.shape[-1] if x.dim() else 'missing'}, but "
+            f"factors of shapes {(o1, i1)} and {(o2, i2)} need {i1} * {i2} = {i1 * i2}"
         )
     if bias is not None and tuple(bias.shape) != (o1 * o2,):
         raise ValueError(f"kron_linear: bias has shape {list(bias.shape)}, expected ({o1 * o2},)")

@@ -12,8 +12,8 @@ from .functional import BALANCED, kron_linear
 
 
 def paths() -> list[FusedPath]:
-    """Return the fused path of balanced factors."""
-    # with these sizes A is (17, 30) and B (33, 32): the kernel pads three sides with zeros
+    """Return the fused path for balanced factors, as the only element of a list."""
+    # with this odd shape, A is (17, 30) and B is (33, 32): the kernel pads three sides with zeros
     return [FusedPath(BALANCED, _problem, _trial, odd=(33 * 17, 48 * 20))]
 
 
@@ -26,7 +26,7 @@ def _sides(shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def _problem(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why the kernel cannot run for a weight of this shape, or None if it can."""
-    # checked before `_triton` is imported, which raises an ImportError without triton
+    # checked before the import of `_triton`, which fails if triton is not installed
     problem = kernel_problem(device, dtype)
     if problem is not None:
         return problem

@@ -1,10 +1,11 @@
 """Initial factors, from a weight alone or from a layer's inputs and target outputs.
 
-`random`, `van_loan`, `prune` and `als` return `Factors` with their error. `van_loan` uses the
-weight alone, `als` the inputs and outputs (`Moments`). A model's quality depends on the error of
-the outputs, not on the error of the weight.
+`random`, `van_loan`, `prune` and `als` return `Factors` with their error. `van_loan` and `prune`
+use the weight alone. `als` uses inputs and target outputs (`Moments`), because a model's quality
+depends on the error of the outputs, not on the error of the weight.
 
-Letters: r terms; p, u index A's rows and columns, q, v those of B; O = O1 O2, I = I1 I2.
+Letters: r terms; p and u index A's rows and columns; q and v index B's rows and columns;
+O = O1 O2, I = I1 I2.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Factors(NamedTuple):
 
     a: Tensor  # (r, O1, I1)
     b: Tensor  # (r, O2, I2)
-    error: float  # relative error of the weight, or for `als` of the outputs
+    error: float  # relative error of the weight or, from `als`, of the outputs
 
     def weight(self) -> Tensor:
         """Return the dense weight."""
@@ -31,7 +32,7 @@ class Factors(NamedTuple):
 
 
 def relative_error(weight: Tensor, built: Tensor) -> float:
-    """Return ‖W - Ŵ‖ / ‖W‖."""
+    """Return the relative error ‖W - Ŵ‖ / ‖W‖ of ``built``, Ŵ."""
     w = weight.double()
     return float((built.double() - w).norm() / w.norm().clamp_min(1e-300))
 
@@ -40,7 +41,8 @@ def _blocks(weight: Tensor, b_shape: tuple[int, int]) -> tuple[int, int, int, in
     (o2, i2), (o, i) = b_shape, weight.shape
     if o % o2 or i % i2:
         raise ValueError(
-            f"kronecker.init: b_shape {b_shape} does not divide a weight of {tuple(weight.shape)}"
+            f"kronecker.init: b_shape {b_shape} does not divide a weight of shape "
+            f"{tuple(weight.shape)}"
         )
     return o // o2, i // i2, o2, i2
 
@@ -48,8 +50,8 @@ def _blocks(weight: Tensor, b_shape: tuple[int, int]) -> tuple[int, int, int, in
 def _check(operation: str, weight: Tensor, rank: int, most: int) -> None:
     if not torch.isfinite(weight).all() or not weight.any():
         raise ValueError(
-            f"{operation}: the weight {list(weight.shape)} is zero or not finite, expected finite "
-            "numbers that are not all zero"
+            f"{operation}: the weight of shape {list(weight.shape)} is all zeros or not finite, "
+            "expected finite numbers that are not all zero"
         )
     if not 1 <= rank <= most:
         raise ValueError(f"{operation}: rank is {rank}, expected 1 to {most}")
@@ -62,15 +64,16 @@ def random(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Factors:
-    """Draw normal factors whose product keeps the scale of activations.
+    """Draw factors from normal distributions, so that their product keeps the activations' scale.
 
-    Factor k has the standard deviation min(1, √(O_k / I_k)) / √I_k, and the sum over r has the
-    standard deviation of one term ("Compute Better Spent", arXiv 2406.06248, section 3).
+    The factors A (k = 1) and B (k = 2) have the standard deviation min(1, √(O_k / I_k)) / √I_k. B
+    is then divided by √r, so that the sum over r terms has the standard deviation of one term
+    ("Compute Better Spent", arXiv 2406.06248, section 3).
 
     Args:
-        shape: (O, I) of the weight.
-        b_shape: (O2, I2).
-        rank: Number of terms.
+        shape: The weight's shape (O, I).
+        b_shape: The shape (O2, I2) of every B.
+        rank: Number of terms, r.
         dtype: The dtype of the factors.
 
     >>> random((8, 6), (2, 3), 2).a.shape
@@ -90,22 +93,23 @@ def random(
 def van_loan(
     weight: Tensor, b_shape: tuple[int, int], rank: int = 1, *, normalize: bool = False
 ) -> Factors:
-    """Return the nearest sum of ``rank`` Kronecker products.
+    """Return the sum of ``rank`` Kronecker products that is nearest to a weight.
 
-    It is the truncated SVD of the rearranged weight, computed in float64 from the eigenvectors of
-    the smaller Gram matrix. For a B of (1, 2) this matrix is 2 x 2, whatever the weight's size.
+    The sum is the truncated SVD of the rearranged weight, computed in float64 from the eigenvectors
+    of the smaller Gram matrix. For a B of shape (1, 2) this matrix is 2 x 2, whatever the weight's
+    size.
 
     Args:
-        weight: (O, I).
-        b_shape: (O2, I2).
-        rank: Number of terms, at most the number of elements of the smaller factor. With that many,
-            the result is exact.
-        normalize: Multiply by ‖W‖ / ‖Ŵ‖, so that the norm of the weight is kept (Krony-PT, arXiv
-            2412.12351).
+        weight: The weight W, (O, I).
+        b_shape: The shape (O2, I2) of every B.
+        rank: Number of terms, at most the number of elements of the smaller factor. With that many
+            terms, the result is exact.
+        normalize: Multiply the result Ŵ by ‖W‖ / ‖Ŵ‖, so that the norm of the weight is kept
+            (Krony-PT, arXiv 2412.12351).
 
     Raises:
-        ValueError: A shape that does not divide, a rank out of range, a weight that is zero or not
-            finite.
+        ValueError: ``b_shape`` does not divide the weight's shape, ``rank`` is out of range, or the
+            weight is all zeros or not finite.
 
     Source: Van Loan and Pitsianis, "Approximation with Kronecker products", 1993.
 
@@ -118,8 +122,8 @@ def van_loan(
     rows = (
         weight.detach().double().view(o1, o2, i1, i2).permute(0, 2, 1, 3).reshape(o1 * i1, o2 * i2)
     )
-    # eigh sorts in ascending order, so flip(1) puts the largest first; the other factor carries the
-    # scale
+    # eigh sorts eigenvalues in ascending order, so flip(1) puts the largest first; eigenvectors
+    # have norm 1, so the other factor carries the scale
     if o2 * i2 <= o1 * i1:
         b = torch.linalg.eigh(rows.T @ rows).eigenvectors.flip(1)[:, :rank]
         a = rows @ b
@@ -128,7 +132,8 @@ def van_loan(
         b = rows.T @ a
     a = a.T.reshape(rank, o1, i1)
     b = b.T.reshape(rank, o2, i2)
-    # an eigenvector's sign is arbitrary: make B's largest entry positive, the same on every machine
+    # an eigenvector's sign is arbitrary: make B's largest entry positive, so that all machines give
+    # the same factors
     sign = torch.where(
         b.flatten(1).gather(1, b.flatten(1).abs().argmax(1, True)) < 0, -1.0, 1.0
     ).view(-1, 1, 1)
@@ -142,18 +147,20 @@ def van_loan(
 def prune(
     weight: Tensor, b_shape: tuple[int, int], *, keep: str | tuple[int, int] = "even"
 ) -> Factors:
-    """Keep one of every O2 rows and one of every I2 columns as A; B has a single 1.
+    """Keep one of every O2 rows and one of every I2 columns as A; B is zero except for a single 1.
 
     If I2 is 1, the kept outputs are exact.
 
     Args:
-        weight: (O, I).
-        b_shape: (O2, I2).
-        keep: ``"even"`` keeps the first of each group, ``"odd"`` the second, ``"energy"`` the
-            position with the largest sum of squares; or a position (row, column) within B.
+        weight: The weight, (O, I).
+        b_shape: The shape (O2, I2) of B.
+        keep: ``"even"`` keeps the first row and column of each group, and ``"odd"`` the second.
+            ``"energy"`` keeps the position with the largest sum of squares. A pair is a position
+            (row, column) within B.
 
     Raises:
-        ValueError: As for `van_loan`, or a position outside B.
+        ValueError: ``b_shape`` does not divide the weight's shape, the weight is all zeros or not
+            finite, or the position is outside B.
 
     >>> prune(torch.tensor([[1.0], [2.0], [3.0], [4.0]]), (2, 1), keep="odd").a
     tensor([[[2.],
@@ -161,7 +168,7 @@ def prune(
     """
     o1, i1, o2, i2 = _blocks(weight, b_shape)
     _check("prune", weight, 1, 1)
-    # row p O2 + q and column u I2 + v: q and v are the position within B
+    # the weight's row p O2 + q and column u I2 + v have the position (q, v) within B
     parts = weight.detach().view(o1, o2, i1, i2)
     if keep == "energy":
         q, v = divmod(int(parts.double().square().sum((0, 2)).argmax()), i2)
@@ -172,7 +179,10 @@ def prune(
             else keep
         )
     if not (0 <= q < o2 and 0 <= v < i2):
-        raise ValueError(f"prune: keep is {(q, v)}, expected a position within B {b_shape}")
+        raise ValueError(
+            f"prune: keep is {(q, v)}, expected a position (row, column) within B of shape "
+            f"{b_shape}"
+        )
     a = parts[:, q, :, v].clone()[None]
     b = torch.zeros(1, o2, i2, dtype=weight.dtype, device=weight.device)
     b[0, q, v] = 1
@@ -182,10 +192,10 @@ def prune(
 def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
     """Return activation-aware factors, by alternating least squares over calibration tokens.
 
-    The factors minimize Σ |Σ_r (A_r ⊗ B_r) x - y|². For a given B, the best A takes one linear
-    solve with r I1 unknowns, shared by all rows of A; for a given A, the best B takes one with r I2
-    unknowns. For target outputs y = W x, the factors minimize ‖(W - Σ A ⊗ B) C^½‖, where C is the
-    inputs' second moment.
+    The factors minimize Σ |Σ_r (A_r ⊗ B_r) x - y|² over the inputs x and target outputs y of all
+    tokens. For a given B, the best A takes one linear solve with r I1 unknowns, shared by all rows
+    of A. For a given A, the best B takes one linear solve with r I2 unknowns. For target outputs
+    y = W x, the factors minimize ‖(W - Σ A ⊗ B) C^½‖, where C is the inputs' second moment.
 
     Args:
         moments: The moments of the layer's inputs and target outputs.
@@ -193,10 +203,10 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
         rounds: The number of rounds. Each round updates A once and B once.
 
     Returns:
-        Factors in the start's dtype; ``error`` is the relative error of the outputs.
+        Factors in the dtype of ``start``, whose ``error`` is the relative error of the outputs.
 
     Raises:
-        ValueError: No tokens, or shapes that do not fit.
+        ValueError: The moments hold no tokens, or their shapes do not fit the initial factors.
 
     >>> x, w = torch.randn(50, 4), torch.randn(6, 4)
     >>> start = van_loan(w, (2, 1))
@@ -209,8 +219,8 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
         raise ValueError("als: expected moments of one or more tokens, got no calibration tokens")
     if tuple(moments.cross.shape) != (o1 * o2, i1 * i2):
         raise ValueError(
-            f"als: moments are of a weight {list(moments.cross.shape)}, expected "
-            f"{[o1 * o2, i1 * i2]}"
+            f"als: expected moments for a weight of shape {[o1 * o2, i1 * i2]}, got moments for a "
+            f"weight of shape {list(moments.cross.shape)}"
         )
     damped = moments.damped()
     begin = Factors(start.a.double(), start.b.double(), start.error)
@@ -220,7 +230,7 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
     # [u, v, x, w]: the second moments of input columns u I2 + v and x I2 + w
     seen = damped.view(i1, i2, i1, i2)
     solved = None
-    if i2 == 1:  # the solve for A is the same in every round
+    if i2 == 1:  # A's normal equations are then the same in every round
         solved = _solve(damped, wanted.reshape(o1 * o2, i1).T).T.view(o1, o2, i1)
     a = begin.a
     b = begin.b
@@ -238,7 +248,7 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
         normal = torch.einsum("rusx,uvxw->rvsw", large, seen).reshape(r * i2, r * i2)
         right = torch.einsum("rpu,pquv->rvq", a, wanted).reshape(r * i2, o2)
         b = _solve(normal, right).view(r, i2, o2).transpose(1, 2)
-        # the scales of A and B could drift apart without limit, so B is rescaled to norm 1
+        # only the product of the norms of A and B is determined, so B is rescaled to norm 1
         norm = b.flatten(1).norm(dim=1).clamp_min(1e-30).view(-1, 1, 1)
         a = a * norm
         b = b / norm
@@ -249,7 +259,8 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
 def _solve(normal: Tensor, right: Tensor) -> Tensor:
     """Solve a symmetric positive (semi)definite system.
 
-    A tiny diagonal makes it solvable when terms are dependent.
+    A tiny multiple of the identity is added, so that the system can be solved if terms are linearly
+    dependent.
     """
     scale = normal.diagonal().mean().clamp_min(1e-300)
     factor, info = torch.linalg.cholesky_ex(
@@ -264,7 +275,7 @@ def _solve(normal: Tensor, right: Tensor) -> Tensor:
 
 
 def correct_bias(moments: Moments, weight: Tensor) -> Tensor:
-    """Return the bias that gives the layer's outputs the mean of the targets: E[y] - Ŵ E[x]."""
+    """Return the bias that makes the mean of the outputs equal the targets': E[y] - Ŵ E[x]."""
     n = max(1, moments.count)
     return (moments.sum_y - weight.double() @ moments.sum_x) / n
 
@@ -272,19 +283,20 @@ def correct_bias(moments: Moments, weight: Tensor) -> Tensor:
 def low_rank(weight: Tensor, rank: int, moments: Moments | None = None) -> tuple[Tensor, Tensor]:
     """Return the best approximation of a weight by two factors of rank r.
 
-    Without ``moments`` it is the truncated SVD of the weight. With ``moments`` it minimizes the
-    error of the outputs on calibration data: it is the truncated SVD of W L, multiplied by L⁻¹ from
-    the right, where W is the best full weight and L Lᵀ = C is the inputs' second moment.
+    Without ``moments``, the result is the truncated SVD of the weight. With ``moments``, the
+    approximation minimizes the error of the outputs on calibration data. It is then the truncated
+    SVD of W L, multiplied by L⁻¹ from the right, where W is the best full weight and L Lᵀ = C is
+    the inputs' second moment.
 
     Args:
-        weight: (O, I).
-        rank: r.
+        weight: The weight, (O, I).
+        rank: The rank r.
         moments: The moments of the layer's inputs and target outputs.
 
     Returns:
         A (r, I) and B (O, r) in the weight's dtype, for the weight B A.
 
-    Source: SVD-LLM (arXiv 2403.07378), section 3; with target outputs other than W x it is
+    Source: SVD-LLM (arXiv 2403.07378), section 3. For target outputs other than W x, this is
     reduced-rank regression.
 
     >>> a, b = low_rank(torch.eye(4), 2)

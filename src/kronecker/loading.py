@@ -1,4 +1,4 @@
-"""Load the inputs of the commands: models, compressed or not, and tokenizers."""
+"""Load what the commands read: models, compressed or not, and tokenizers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from model_components._model_folders import load_tokenizer
 from .data.batches import positions_of
 from .storage.checkpoints import from_pretrained, is_compressed, model_class
 
-_COMPARED = 20_000  # characters of a text that tokenizers are compared on
+_COMPARED = 20_000  # tokenizers are compared on this many characters of a text
 
 
 class ModelFolder(NamedTuple):
     """A model's folder and the name of its class.
 
     Attributes:
-        path: The folder.
-        architecture: The class; an empty string if the model is compressed.
+        path: The path of the folder.
+        architecture: The name of the class, or an empty string if the model is compressed.
     """
 
     path: str
@@ -33,38 +33,41 @@ class ModelFolder(NamedTuple):
 
 
 def find_model(name: str) -> ModelFolder:
-    """Find the folder and the architecture of a model. Only its config is read.
+    """Find the folder and the architecture of a model, without loading its weights.
 
     Args:
-        name: Folder or hub id.
+        name: The model's folder or hub id.
 
     Raises:
-        ValueError: There is no model, or only an adapter.
+        ValueError: There is no model, only an adapter, or a config without an architecture.
     """
     folder = str(find_folder(name, operation="kronecker"))
     if is_compressed(folder):
         return ModelFolder(folder, "")
     if Path(folder, "adapter_config.json").is_file() and not Path(folder, "config.json").is_file():
         raise ValueError(
-            f"kronecker: {folder} is an adapter, expected a whole model: merge it first with "
-            "model-components lora merge"
+            f"kronecker: expected a whole model, got the adapter {folder}; merge the adapter first "
+            "with model-components lora merge"
         )
     config = read_config(folder, "kronecker")
     architectures = config.architectures or []
     if not architectures:
-        raise ValueError(f"kronecker: {folder}/config.json names no architecture, expected one")
+        raise ValueError(
+            f"kronecker: expected the name of a model class in the field architectures, got none "
+            f"in {folder}/config.json"
+        )
     return ModelFolder(folder, architectures[0])
 
 
 def load(found: ModelFolder, device: str = "cpu") -> PreTrainedModel:
-    """Load a model, compressed or not, in evaluation mode and its own dtype.
+    """Load a model, compressed or not, in its own dtype, and set it to evaluation mode.
 
     Args:
-        found: The folder, as `find_model` returns it.
-        device: The device to load it on.
+        found: The folder and the architecture, as `find_model` returns them.
+        device: The device of the loaded model.
 
     Raises:
-        ValueError: No whole model can be loaded from the folder.
+        ValueError: The files cannot be read, or weights are missing or have another shape.
     """
     name, architecture = found
     if not architecture:
@@ -79,28 +82,28 @@ def load(found: ModelFolder, device: str = "cpu") -> PreTrainedModel:
         raise ValueError(
             f"kronecker: {name} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
-    # transformers initializes missing weights at random and only warns
+    # transformers initializes missing weights at random and only logs a warning
     for what in ("missing_keys", "mismatched_keys"):
         if loading_info[what]:
             names = sorted(map(str, loading_info[what]))
             raise ValueError(
-                f"kronecker: {name} has no {names[0]} that fits its config "
-                f"({len(names)} weights are missing or have another shape)"
+                f"kronecker: expected the weights that the config of {name} describes, got "
+                f"{len(names)} missing or of another shape, such as {names[0]}"
             )
-    # an old checkpoint may carry a buffer or a head that its class no longer has
+    # an old checkpoint may hold a buffer or a head that its class no longer has
     if unexpected := loading_info["unexpected_keys"]:
         print(
-            f"kronecker: {len(unexpected)} weights in {name} are not used by the model",
+            f"kronecker: the model does not use {len(unexpected)} of the weights in {name}",
             file=sys.stderr,
         )
     return model.eval().to(device)
 
 
 def encoder_of(tokenizer: str) -> Callable[[str], list[int]]:
-    """Return a tokenizer's function from text to token ids.
+    """Load a tokenizer, and return a function from text to token ids.
 
     Args:
-        tokenizer: Folder or hub id.
+        tokenizer: The tokenizer's folder or hub id.
 
     Raises:
         ValueError: There is no tokenizer.
@@ -108,18 +111,20 @@ def encoder_of(tokenizer: str) -> Callable[[str], list[int]]:
     found: Any = load_tokenizer(tokenizer)
     if found is None:
         raise ValueError(f"kronecker: {tokenizer} has no tokenizer, expected --tokenizer FOLDER")
-    # verbose=False: a whole text is longer than the context, and the tokenizer would warn
+    # verbose=False, since the tokenizer would warn that a whole text is longer than the context
     return lambda text: found(text, verbose=False)["input_ids"]
 
 
 def check_tokenizers(
     names: Sequence[str], encode: Callable[[str], list[int]], texts: Iterable[str]
 ) -> None:
-    """Raise if a model's own tokenizer splits a text differently; losses are per token.
+    """Raise a ValueError if a model's own tokenizer splits a text differently from ``encode``.
+
+    Losses are per token, so they are comparable only with the same tokens.
 
     Args:
-        names: Folders or hub ids of the models; those without a tokenizer pass.
-        encode: The function from text to token ids that all models are measured with.
+        names: Folders or hub ids of the models. Models without a tokenizer are not checked.
+        encode: The function from text to token ids that is used for all models.
         texts: The texts.
     """
     starts = [text[:_COMPARED] for text in texts]
@@ -127,22 +132,23 @@ def check_tokenizers(
         own: Any = load_tokenizer(name)
         if own is not None and any(own(text)["input_ids"] != encode(text) for text in starts):
             raise ValueError(
-                "compare: expected models with one tokenizer, since losses are per token, but that "
-                f"of {name} splits the text differently; compare it with models of its tokenizer"
+                "compare: expected models that share one tokenizer, since losses are per token, "
+                f"but the tokenizer of {name} splits the text differently; compare {name} only "
+                "with models that use its tokenizer"
             )
 
 
 def calibration_of(rows: list[Tensor], model: PreTrainedModel) -> list[object]:
-    """Return calibration inputs of a model. An encoder-decoder gets the text on both sides."""
+    """Return calibration batches for a model; an encoder-decoder gets the text on both sides."""
     if model.config.is_encoder_decoder:
         return [{"input_ids": ids, "decoder_input_ids": ids} for ids in rows]
     return list(rows)
 
 
 def context_of(models: Sequence[PreTrainedModel], context: int) -> int:
-    """Return ``context``, but at most the maximum length of each model."""
+    """Return ``context``, limited to the smallest number of positions of the models."""
     for model in models:
-        # one context for all models, so that they are compared on the same rows
+        # one context for all models, so that they are compared on the same sequences
         limit = positions_of(model)
         if limit:
             context = min(context, limit)

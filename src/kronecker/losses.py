@@ -1,6 +1,6 @@
 """Distillation: the losses between a student and its teacher, and their weights.
 
-Letters: N tokens; V vocabulary; F features; *B any leading shape.
+Letters: N tokens; V vocabulary size; F features; *B any leading dimensions.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class DistillConfig(CheckedConfig):
     labels, over all tokens that are not padding.
 
     Args:
-        labels: Weight of the model's own loss.
+        labels: Weight of the cross-entropy with the labels.
         logits: Weight of T² KL(teacher ‖ student) over the vocabulary.
-        temperature: T of both distributions.
-        hidden: Weight of the squared error of hidden states, ‖s - t‖² / ‖t‖² of each token,
-            averaged over layers.
+        temperature: The temperature T of both distributions.
+        hidden: Weight of the relative squared error of hidden states. For the student's state s and
+            the teacher's t, it is ‖s - t‖² / ‖t‖² for each token, averaged over layers.
 
     Raises:
-        ValueError: A negative weight, all of them zero, a temperature that is not positive.
+        ValueError: A weight is negative, all weights are 0, or the temperature is not positive.
 
     >>> DistillConfig(logits=1.0, labels=0.5).temperature
     2.0
@@ -47,7 +47,7 @@ class DistillConfig(CheckedConfig):
     def problems(self) -> Iterator[str]:
         """Yield a problem if the weights of all losses are 0."""
         if not any((self.labels, self.logits, self.hidden)):
-            yield "all weights are 0, expected one above 0"
+            yield "all weights are 0, expected at least one above 0"
 
 
 def targets_of(
@@ -58,15 +58,16 @@ def targets_of(
     shifted: bool,
     device: torch.device | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a mask of the tokens that the losses count, and the labels of these tokens.
+    """Return a mask of the tokens that count in the losses, and the labels of these tokens.
 
     Args:
-        shape: (B, T) of the tokens.
-        labels: Labels of the same shape, with -100 where there is none; labels of another shape
-            (one per row) are returned as they are.
-        mask: Attention mask.
+        shape: The shape (B, T) of the tokens.
+        labels: Labels of the same shape, with -100 for tokens without a label. Labels of another
+            shape, such as one for each sequence, are returned unchanged.
+        mask: Attention mask, used if there is no label for each token.
         shifted: Whether the label at t + 1 belongs to token t.
-        device: The device of the mask.
+        device: The device of the returned mask if there are neither labels nor an attention mask of
+            the shape ``shape``.
 
     >>> keep, labels = targets_of((1, 3), torch.tensor([[-100, 5, 6]]), None, shifted=True)
     >>> keep, labels
@@ -74,35 +75,36 @@ def targets_of(
     """
     if labels is not None and tuple(labels.shape) == shape:
         if shifted:
-            # the last token predicts nothing, so it gets -100
+            # the last token has no next token to predict, so its label is -100
             labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
         keep = labels != -100
         return keep, labels[keep]
     if mask is not None and tuple(mask.shape) == shape:
         return mask.bool(), labels
-    # labels of another shape belong to whole rows: every token counts for hidden states
+    # labels of another shape belong to whole sequences, so every token counts for hidden states
     return torch.ones(shape, dtype=torch.bool, device=device), labels
 
 
 def token_loss(
     config: DistillConfig, student: Tensor, teacher: Tensor, labels: Tensor | None
 ) -> Tensor:
-    """Return the mean over rows of logits * T² KL + labels * cross-entropy, for logits (N, V)."""
-    # a micro-batch of prompts alone has no token that counts
+    """Return the mean over tokens of logits * T² KL + labels * cross-entropy, for logits (N, V)."""
+    # a micro-batch of only prompts has no token that counts
     student, count = student.float(), max(1, len(student))
     total = torch.zeros((), device=student.device)
     if config.logits:
         t = config.temperature
         log_p = F.log_softmax(teacher.float() / t, -1)
         log_q = F.log_softmax(student / t, -1)
-        # gradients of softened logits shrink as 1 / T²; the factor keeps their size
+        # the gradients of softened logits shrink as 1 / T², and the factor T² undoes this
         total = total + config.logits * t * t * F.kl_div(
             log_q, log_p, log_target=True, reduction="sum"
         )
     if config.labels:
         if labels is None:
             raise ValueError(
-                "KroneckerTrainer: DistillConfig has labels > 0, but the batch has none"
+                "KroneckerTrainer: expected a batch with labels for a DistillConfig with labels "
+                "above 0, got one without labels"
             )
         total = total + config.labels * F.cross_entropy(
             student, labels.reshape(-1), reduction="sum"
@@ -111,10 +113,10 @@ def token_loss(
 
 
 def token_errors(student: Tensor, teacher: Tensor, keep: Tensor) -> Tensor:
-    """Return the mean over kept tokens of ‖s - t‖² / ‖t‖², for activations (*B, F)."""
+    """Return the mean of ‖s - t‖² / ‖t‖² over the tokens in ``keep``, for activations (*B, F)."""
     rows = keep.reshape(-1)
     s = student.reshape(-1, student.shape[-1])[rows].float()
     t = teacher.reshape(-1, teacher.shape[-1])[rows].float()
-    # relative to each token's own norm, because a few tokens have much larger states than the rest
+    # relative to each token's norm, because a few tokens have much larger states than the others
     errors = (s - t).square().sum(-1) / t.square().sum(-1).clamp_min(1e-12)
     return errors.sum() / max(1, len(errors))

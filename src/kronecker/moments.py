@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 RIDGE = 3e-2
-"""Ridge on the diagonal of the inputs' second moments, as a share of its mean. In directions that
-no input has, it keeps the weight as it was."""
+"""The ridge added to the diagonal of the inputs' second moments, as a fraction of the diagonal's
+mean. In directions in which the inputs do not vary, the ridge keeps the weight as it was."""
 
 
 @dataclass
 class Moments:
     """Sums over tokens of a layer's inputs x and target outputs y, accumulated in float64.
 
-    Least squares needs nothing else.
+    Least-squares fits need no other statistics.
     """
 
     inputs: Tensor  # Σ x xᵀ, (I, I)
@@ -25,8 +25,9 @@ class Moments:
     sum_x: Tensor  # Σ x, (I,)
     sum_y: Tensor  # Σ y, (O,)
     count: int = 0
-    # a single token, or equal tokens, have no variance; the ridge is then relative to this size
-    size: float = 0.0  # of the inputs before they were centered: the mean of Σ x²
+    # the mean of Σ x² before centering; the ridge is relative to it if the inputs have no variance,
+    # as with a single token or with equal tokens
+    size: float = 0.0
     sizes: list[Tensor] = field(default_factory=list)  # |y|² of each token, (N,) per call of `add`
 
     @classmethod
@@ -43,11 +44,10 @@ class Moments:
         return cls(square, cross, zeros(), zeros(in_features), zeros(out_features))
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Add tokens: inputs (N, I) and target outputs (N, O)."""
+        """Add the inputs (N, I) and target outputs (N, O) of N tokens."""
         if len(x) != len(y):
             raise ValueError(
-                f"Moments: expected an output for each input, got {len(x)} inputs and {len(y)} "
-                "outputs"
+                f"Moments: expected one output per input, got {len(x)} inputs and {len(y)} outputs"
             )
         x = x.detach().float()
         y = y.detach().float()
@@ -76,7 +76,8 @@ class Moments:
         return Moments(
             self.inputs - torch.outer(self.sum_x, self.sum_x) / n,
             self.cross - torch.outer(self.sum_y, self.sum_x) / n,
-            # with equal outputs only rounding is left, and a relative error would be meaningless
+            # if all outputs are equal, only rounding errors are left, and an error relative to them
+            # would be meaningless
             energy if energy > 1e-12 * self.energy else torch.zeros_like(energy),
             torch.zeros_like(self.sum_x),
             torch.zeros_like(self.sum_y),
@@ -85,18 +86,19 @@ class Moments:
         )
 
     def damped(self) -> Tensor:
-        """Return the inputs' second moments plus the ridge, which is always above 0."""
+        """Return the inputs' second moments with the ridge, always above 0, on the diagonal."""
         ridge = RIDGE * (max(float(self.inputs.diagonal().mean()), 1e-4 * self.size) or 1.0)
         return self.inputs + ridge * torch.eye(
             len(self.inputs), dtype=self.inputs.dtype, device=self.inputs.device
         )
 
     def is_of_few_tokens(self) -> bool:
-        """Return whether a hundredth of the tokens has over half of Σ |y|², the divisor of errors.
+        """Return whether the largest 1% of the tokens have over half of Σ |y|².
 
-        Such tokens are attention sinks, whose hidden states are hundreds of times as large.
+        Relative errors, which are divided by this sum, then say little about the other tokens.
+        Attention sinks, whose hidden states are hundreds of times as large, are such tokens.
         """
-        # with few tokens, a single one may dominate by chance
+        # among few tokens, a single one may dominate by chance
         if self.count < 16:
             return False
         sizes = torch.cat(self.sizes)
@@ -117,7 +119,7 @@ class Moments:
         if not float(self.energy):
             return 0.0
         w = weight.double()
-        # |W x - y|² multiplied out; it may come out below 0 by rounding if the fit is exact
+        # the expanded form of |W x - y|²; if the fit is exact, rounding may make it negative
         left = ((w @ self.inputs) * w).sum() - 2 * (w * self.cross).sum() + self.energy
         if bias is not None:
             b = bias.double()
@@ -128,8 +130,9 @@ class Moments:
 def positive(moment: Tensor) -> tuple[Tensor, Tensor]:
     """Return a second moment, made positive definite, and its Cholesky factor.
 
-    A ridge is added only if the factorization fails. It starts at 1e-8 of the mean diagonal and
-    grows tenfold, since rounding errors of centered moments can be larger than a small ridge.
+    A ridge is added only if the factorization fails. The ridge starts at 1e-8 of the diagonal's
+    mean and grows tenfold until the factorization succeeds, since rounding errors of centered
+    moments can be larger than a small ridge.
 
     Raises:
         ValueError: The moment is not finite.
@@ -144,6 +147,7 @@ def positive(moment: Tensor) -> tuple[Tensor, Tensor]:
             return damped, root
         if ridge > 1:
             raise ValueError(
-                "kronecker: second moments are not finite, expected calibration without inf or nan"
+                "kronecker: expected calibration data with finite activations, got second moments "
+                "with inf or NaN"
             )
         ridge = max(1e-8, 10 * ridge)

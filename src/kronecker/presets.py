@@ -1,4 +1,4 @@
-"""Presets for GPT-2 124M, named by the number of parameters that they leave.
+"""Presets for GPT-2 124M, each named by the number of parameters of the model that results.
 
 Each preset maps patterns of layer names to configs.
 """
@@ -23,10 +23,10 @@ PRESETS: Mapping[str, Mapping[str, Config]] = {
     "gpt2-96m": _neurons(1536),
     "gpt2-96m-model-dim": _kronecker((3072, 384)),
     "gpt2-85m": _neurons(933),
-    # for c_fc, a weight of (3072, 768), this is B (4, 1); c_proj has B (1, 4)
+    # c_fc's weight is (3072, 768), so its B is (4, 1), and c_proj's is (1, 4)
     "gpt2-82m": _kronecker((768, 768)),
     "gpt2-80m": _kronecker((1024, 256), 2),
     "gpt2-68m": _kronecker((256, 64)),
 }
-"""The first and third drop hidden neurons, the second halves the model's width, the others have
-Krony-PT's shapes."""
+"""``"gpt2-96m"`` and ``"gpt2-85m"`` drop hidden neurons. ``"gpt2-96m-model-dim"`` has factors A of
+half the model's width. The others have the shapes of Krony-PT (arXiv 2412.12351)."""

@@ -1,7 +1,7 @@
 """Reference definitions: dense, slow and obvious, in any float dtype.
 
 Letters: r terms; A is (r, O1, I1), B is (r, O2, I2); out_features O = O1 O2, in_features I = I1 I2;
-*B any shape.
+*B any leading dimensions.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def kron_linear(
 
 
 def rearranged(weight: Tensor, b_shape: tuple[int, int]) -> Tensor:
-    """Return R(W), (O1 I1, O2 I2), whose row (p, u) is the block of W at A[p, u] B.
+    """Return the rearranged weight R(W), (O1 I1, O2 I2).
 
-    R of a Kronecker product is a matrix of rank one.
+    Its row (p, u) is the block of W in which A ⊗ B is A[p, u] B. So R(A ⊗ B) has rank one.
     """
     o2, i2 = b_shape
     return rearrange(weight, "(p o2) (u i2) -> (p u) (o2 i2)", o2=o2, i2=i2)
@@ -39,13 +39,13 @@ def rearranged(weight: Tensor, b_shape: tuple[int, int]) -> Tensor:
 def van_loan(
     weight: Tensor, b_shape: tuple[int, int], rank: int, normalize: bool = False
 ) -> Tensor:
-    """Return the nearest sum of ``rank`` Kronecker products, as a dense weight.
+    """Return the sum of ``rank`` Kronecker products nearest to a weight, as a dense weight.
 
     Source: Van Loan and Pitsianis 1993.
     """
     (o2, i2), (o, i) = b_shape, weight.shape
     u, s, v = torch.linalg.svd(rearranged(weight, b_shape), full_matrices=False)
-    # a singular pair of R(W) is one term: its left vector is A, its right one is B
+    # each pair of singular vectors of R(W) is one term: the left vector is A, the right one is B
     a = (u[:, :rank] * s[:rank]).T.reshape(rank, o // o2, i // i2)
     nearest = kron_weight(a, v[:rank].reshape(rank, o2, i2))
     if normalize:
@@ -54,9 +54,9 @@ def van_loan(
 
 
 def prune(weight: Tensor, b_shape: tuple[int, int], keep: tuple[int, int]) -> Tensor:
-    """Zero all but one of every ``b_shape[0]`` rows and one of every ``b_shape[1]`` columns.
+    """Keep one of every ``b_shape[0]`` rows and one of every ``b_shape[1]`` columns; zero the rest.
 
-    ``keep`` is the position (row, column) of the ones that stay.
+    ``keep`` is the position (row, column) of the kept element within each block of ``b_shape``.
     """
     pruned = torch.zeros_like(weight)
     rows = slice(keep[0], None, b_shape[0])
@@ -68,9 +68,9 @@ def prune(weight: Tensor, b_shape: tuple[int, int], keep: tuple[int, int]) -> Te
 def als(cross: Tensor, moment: Tensor, a: Tensor, b: Tensor, rounds: int) -> Tensor:
     """Return the dense weight after alternating least squares on ‖(W - Σ A ⊗ B) C^½‖.
 
-    ``cross`` is W C, and ``moment`` is C. The weight is linear in A for a given B, and in B for a
-    given A. Each half step builds the whole design matrix of that linear map and solves its normal
-    equations.
+    ``cross`` is W C, and ``moment`` is C. The weight is linear in A for a given B, and linear in B
+    for a given A. Each half of a round builds the design matrix of one of these linear maps and
+    solves its normal equations.
     """
     for _ in range(rounds):
         for which in (0, 1):

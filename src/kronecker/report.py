@@ -1,4 +1,4 @@
-"""`compare`: parameters, quality and speed of models, side by side."""
+"""`compare`: measure parameters, quality and speed of models, side by side."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from model_components._report import Axes, Figure, Report, Table, axes_for
 from .data.batches import check_vocabulary, positions_of, without_labels
 from .discovery.finding import num_parameters
 
-_PROMPT = 8  # tokens that generation starts from
+_PROMPT = 8  # number of prompt tokens when generation is timed
 
 Batches = Sequence[Tensor | Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class ModelFigures:
-    """One model's figures.
+    """One model's metrics.
 
     Attributes:
         name: The name of the model.
-        parameters: The number of parameters, tied ones once.
-        perplexities: The perplexities of a language model, by text.
-        cosines: For an encoder, by text: the mean cosine between its embeddings of rows and those
-            of the first model.
+        parameters: The number of parameters, with tied parameters counted once.
+        perplexities: A language model's perplexity on each text, by the text's name; empty for an
+            encoder.
+        cosines: An encoder's mean cosine similarity, on each text, of its embeddings to those of
+            the first model; empty for a language model.
         forward_tokens_per_second: The tokens per second of a forward pass.
-        generated_tokens_per_second: The tokens per second that a language model generates.
+        generated_tokens_per_second: The tokens per second that a language model generates; None for
+            an encoder.
     """
 
     name: str
@@ -46,7 +48,7 @@ class ModelFigures:
 
     @property
     def perplexity(self) -> float:
-        """Return the perplexity of the first text."""
+        """The perplexity on the first text."""
         if not self.perplexities:
             raise ValueError(f"compare: {self.name} has no perplexity, since it is an encoder")
         return next(iter(self.perplexities.values()))
@@ -54,16 +56,16 @@ class ModelFigures:
 
 @dataclass(frozen=True)
 class Comparison(Report):
-    """Models side by side.
+    """A comparison of models, side by side.
 
     Attributes:
-        models: One entry a model, in the order given.
+        models: One entry per model, in the order given.
     """
 
     models: tuple[ModelFigures, ...]
 
     def table(self) -> Table:
-        """Return a row for each model."""
+        """Return a table with a row for each model."""
         rows = []
         for m in self.models:
             quality = []
@@ -86,9 +88,9 @@ class Comparison(Report):
         return Table(("model", "parameters", *names, *speeds), rows)
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Plot perplexity, or an encoder's cosine, against parameters (extra ``plot``).
+        """Plot perplexity, or an encoder's cosine similarity, against the number of parameters.
 
-        It is drawn on ``ax`` or in a new figure.
+        The plot is drawn on ``ax`` or in a new figure. It needs the extra ``plot``.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -108,15 +110,15 @@ class Comparison(Report):
 
 @torch.no_grad()
 def perplexity(model: nn.Module, batches: Batches) -> float:
-    """Return the perplexity: exp of the mean cross-entropy of the next tokens.
+    """Return the perplexity: the exponential of the mean cross-entropy of the next tokens.
 
     Args:
         model: A causal language model in evaluation mode.
-        batches: Token ids (B, T), or dicts of ``input_ids`` and ``labels``, -100 where a token does
-            not count, as `strided` makes them.
+        batches: Tensors of token ids (B, T), or dicts of ``input_ids`` and ``labels`` as `strided`
+            returns them. Labels are -100 for tokens that do not count.
 
     Returns:
-        A number of at least 1; its logarithm is the loss in nats.
+        A number of at least 1, whose logarithm is the loss in nats.
 
     Raises:
         ValueError: There is no token to predict, or a token is not in the model's vocabulary.
@@ -134,21 +136,25 @@ def perplexity(model: nn.Module, batches: Batches) -> float:
             (batch["input_ids"], batch["labels"]) if isinstance(batch, Mapping) else (batch, batch)
         )
         check_vocabulary("perplexity", ids, getattr(model, "config", None))
-        # without labels: the model's own loss is a mean, and batches differ in size
+        # computed here, since the model's own loss is a mean over a batch, and batches differ in
+        # size
         logits = model(input_ids=ids.to(device)).logits[:, :-1].float()
         labels = labels[:, 1:].reshape(-1).to(device)
         loss += float(nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum"))
         count += int((labels != -100).sum())
     if not count:
         raise ValueError(
-            "perplexity: there is no token to predict, expected rows of two or more tokens"
+            "perplexity: expected sequences of two or more tokens, got no token to predict"
         )
     # above 709 nats the perplexity exceeds the largest float
     return math.inf if loss / count > 709 else math.exp(loss / count)
 
 
 def embeddings(model: nn.Module, batches: Batches) -> Tensor:  # (rows, width)
-    """Return the mean of each row's last hidden states without padding, float32 on the CPU."""
+    """Return the mean of each sequence's last hidden states, without padding.
+
+    The result is in float32, on the CPU.
+    """
     parts = []
     device = next(model.parameters()).device
     for batch in batches:
@@ -157,14 +163,14 @@ def embeddings(model: nn.Module, batches: Batches) -> Tensor:  # (rows, width)
         else:
             arguments = {"input_ids": batch}
         if isinstance(ids := arguments.get("input_ids"), Tensor):
-            # torch would raise an IndexError that names no token
+            # checked here, since torch's IndexError would not name the token
             check_vocabulary("compare", ids, getattr(model, "config", None))
         arguments = on_device(without_labels(arguments), device)
         states = getattr(model(**arguments), "last_hidden_state", None)
         if states is None:
             raise ValueError(
-                f"compare: {type(model).__name__} returns no last_hidden_state, expected an "
-                "encoder without a head"
+                f"compare: expected an encoder without a head, got {type(model).__name__}, which "
+                "returns no last_hidden_state"
             )
         states = states.float()
         mask = arguments.get("attention_mask", torch.ones(states.shape[:2], device=device))[
@@ -182,46 +188,49 @@ def compare(
     runs: int = 5,
     new: int = 32,
 ) -> Comparison:
-    """Measure language models, or encoders, in turn within one process; times are medians.
+    """Measure language models, or encoders, side by side: parameters, quality and speed.
 
-    For a language model it computes the perplexity. For an encoder it computes the mean cosine
-    between its embeddings (means of last hidden states) and those of the first model.
+    The quality of a language model is its perplexity. The quality of an encoder is the mean cosine
+    similarity between its embeddings (means of last hidden states) and those of the first model.
+    The models are timed alternately in one process, and times are medians.
 
     Args:
-        models: The models by name, in evaluation mode, on one device; if they are encoders, the
-            original first.
+        models: The models by name, in evaluation mode, on one device. With encoders, the original
+            comes first.
         texts: Batches as for `perplexity`, or a mapping from names of texts to their batches. Speed
             is measured on the first batch of the first text.
-        runs: Number of timed runs of each model, after one run that is not counted.
-        new: Number of tokens to generate, at most as many as the models have positions for.
+        runs: Number of timed runs of each model, after one warm-up run.
+        new: Number of tokens to generate. It is reduced to what the models have positions for.
 
     Returns:
-        A report with each model's parameters, perplexities or cosines, and tokens per second. It
-        prints as a table and can be plotted.
+        A report with each model's parameters, perplexities or cosine similarities, and tokens per
+        second. It prints as a table and can be plotted.
 
     Raises:
-        ValueError: No models or texts, language models together with other models, too few
-            positions to generate, tokens that are not in a model's vocabulary, or models that are
-            neither language models nor text encoders.
+        ValueError: There are no models or no texts, ``runs`` or ``new`` is below 1, language models
+            are mixed with other models, the models have too few positions to generate, a token is
+            not in a model's vocabulary, or models are neither language models nor text encoders.
     """
     if not models or not texts:
         raise ValueError(
-            f"compare: {len(models)} models and {len(texts)} texts, expected one or more of each"
+            f"compare: got {len(models)} models and {len(texts)} texts, expected one or more of "
+            "each"
         )
     generates = _all_generate(models)
     if runs < 1 or (generates and new < 1):
-        raise ValueError(f"compare: runs is {runs} and new {new}, expected 1 or more")
+        raise ValueError(f"compare: runs is {runs} and new is {new}, expected 1 or more for both")
     positions = [p for p in map(positions_of, models.values()) if p]
     # all models generate the same number of tokens, so that their speeds can be compared
     new = min([new, *(p - _PROMPT for p in positions)])
     if generates and new < 1:
         raise ValueError(
-            f"compare: the models have {min(positions)} positions, expected over {_PROMPT}"
+            f"compare: a model has {min(positions)} positions, expected more than the {_PROMPT} of "
+            "the prompt"
         )
     named = texts if isinstance(texts, Mapping) else {"": texts}
     first = next(iter(models.values()))
     ids = _first_ids(next(iter(named.values()))).to(next(first.parameters()).device)
-    # before the timing, because these refuse what a model cannot read
+    # before the timing, because these raise an error for batches that a model cannot read
     if generates:
         perplexities = _perplexities(models, named)
         cosines = {name: {} for name in models}
@@ -249,7 +258,7 @@ def compare(
 def _perplexities(
     models: Mapping[str, Any], texts: Mapping[str, Batches]
 ) -> dict[str, dict[str, float]]:
-    """Return the perplexity of each text under each model."""
+    """Return each model's perplexity on each text."""
     found = {}
     for name, model in models.items():
         found[name] = {text: perplexity(model, batches) for text, batches in texts.items()}
@@ -259,7 +268,7 @@ def _perplexities(
 def _cosines(
     models: Mapping[str, Any], texts: Mapping[str, Batches]
 ) -> dict[str, dict[str, float]]:
-    """Return, for each encoder and text, the mean cosine of its embeddings to the first's."""
+    """Return the mean cosine similarity to the first model's embeddings, by encoder and text."""
     first = next(iter(models.values()))
     originals = {text: embeddings(first, batches) for text, batches in texts.items()}
     found = {}
@@ -274,9 +283,9 @@ def _cosines(
 def _median_seconds(
     models: Mapping[str, nn.Module], ids: Tensor, new: int, runs: int
 ) -> dict[str, tuple[float, float]]:
-    """Return each model's median seconds of a forward pass and of generation, timed in turn."""
+    """Return each model's median seconds for a forward pass and for generation."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
-    # models take turns, so that a slow phase of the machine affects all of them
+    # the models alternate, so that a slow phase of the machine affects all of them
     for run in range(runs + 1):
         for name, model in models.items():
             seconds = _seconds(model, ids, new)
@@ -290,7 +299,7 @@ def _median_seconds(
 
 
 def _all_generate(models: Mapping[str, nn.Module]) -> bool:
-    """Return whether the models are language models; refuse a mixture of kinds."""
+    """Return whether the models are language models; raise a ValueError if only some are."""
     others = []
     for name, model in models.items():
         if not getattr(model, "can_generate", lambda: False)():
@@ -318,8 +327,8 @@ def _first_ids(batches: Sequence[object]) -> Tensor:
 def _cosine(ours: Tensor, original: Tensor, name: str) -> float:
     if ours.shape != original.shape:
         raise ValueError(
-            f"compare: embeddings of {name} are {list(ours.shape)}, the first model's "
-            f"{list(original.shape)}; expected the same width"
+            f"compare: expected embeddings of the same shape, got {list(ours.shape)} from {name} "
+            f"and {list(original.shape)} from the first model"
         )
     return float(nn.functional.cosine_similarity(ours, original).mean())
 
@@ -328,12 +337,12 @@ def _seconds(model: Any, ids: Tensor, new: int) -> tuple[float, float]:
     """Return the seconds of one forward pass, and of generating ``new`` tokens."""
     begin = time.perf_counter()
     model(input_ids=ids)
-    # a GPU works on after the call has returned
+    # a GPU may still be computing after the call has returned
     _finish(ids.device)
     middle = time.perf_counter()
     if new:
         prompt = ids[:1, :_PROMPT]
-        # a model that ends early would look fast
+        # a fixed length, since a model that stops early would look fast
         length = {"min_new_tokens": new, "max_new_tokens": new}
         model.generate(
             prompt,

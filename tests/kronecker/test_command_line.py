@@ -65,7 +65,7 @@ def test_models_of_other_tokenizers_are_not_compared(place, capsys):
     files = ["--text", str(place / "text.txt"), *COMMON]
     assert main(["compare", str(place / "model"), str(place / "other"), *files]) == 1
     message = capsys.readouterr().err
-    assert "expected models with one tokenizer" in message
+    assert "expected models that share one tokenizer" in message
     assert "other splits the text differently" in message
     assert main(["compare", str(place / "model"), str(place / "small"), *files]) == 1
     assert "expected 0 to 49" in capsys.readouterr().err
@@ -97,7 +97,7 @@ def test_shapes_in_the_command(place, capsys):
     assert "calibration" in capsys.readouterr().err
     (place / "text.txt").write_text("")
     assert main(["compare", str(place / "model"), "--text", str(place / "text.txt")]) == 1
-    assert "has no text, expected some" in capsys.readouterr().err
+    assert "has no text, expected a file with text" in capsys.readouterr().err
     assert main(["compare", str(place / "model"), "--text", str(place / "absent.txt")]) == 1
     assert "absent.txt, which is not a file" in capsys.readouterr().err
     (place / "bad.json").write_text("{")
@@ -353,7 +353,8 @@ def test_what_a_preset_sets_is_not_given_beside_it(options, place, capsys):
         )
         == 1
     )
-    assert "--rank and --init belong to --b-shape, got --preset" in capsys.readouterr().err
+    message = "expected --rank and --init only with --b-shape, got them with --preset"
+    assert message in capsys.readouterr().err
 
 
 def test_several_texts_are_compared_in_windows_that_overlap(place, capsys):
@@ -378,7 +379,7 @@ def test_several_texts_are_compared_in_windows_that_overlap(place, capsys):
     )
     assert f"{perplexity(model, windows):.2f}" in row
     assert main(["compare", str(place / "model"), *files[:2], files[1]]) == 1
-    assert "expected text files whose names differ" in capsys.readouterr().err
+    assert "expected --text files with different names" in capsys.readouterr().err
     assert main(["compare", str(place / "model"), *files, "--context", "8", "--stride", "9"]) == 1
     assert "stride is 9, expected 1 to 7" in capsys.readouterr().err
 
@@ -397,7 +398,7 @@ def test_a_checkpoint_without_all_weights_is_refused(place, capsys):
     save_file(lost, place / "model" / "model.safetensors", {"format": "pt"})
     assert main(command) == 1
     assert (
-        "has no transformer.h.1.mlp.c_proj.weight that fits its config (1 weights"
+        "got 1 missing or of another shape, such as transformer.h.1.mlp.c_proj.weight"
         in capsys.readouterr().err
     )
     save_file(
@@ -405,7 +406,7 @@ def test_a_checkpoint_without_all_weights_is_refused(place, capsys):
     )
     config = json.loads((place / "model" / "config.json").read_text())
     for changes, said in (
-        ({"n_layer": config["n_layer"] + 1}, "has no transformer.h."),
+        ({"n_layer": config["n_layer"] + 1}, "of another shape, such as transformer.h."),
         ({"n_head": 0}, "cannot be loaded: "),
     ):
         (place / "model" / "config.json").write_text(json.dumps(config | changes))
@@ -414,7 +415,7 @@ def test_a_checkpoint_without_all_weights_is_refused(place, capsys):
     (place / "model" / "config.json").write_text(json.dumps(config))
     assert main([*command, "--no-progress"]) == 0
     # said, and gone on: some checkpoints carry more
-    assert "1 weights in" in capsys.readouterr().err
+    assert "does not use 1 of the weights in" in capsys.readouterr().err
     (place / "model" / "model.safetensors").write_bytes(b"cut")
     assert main([*command[:2], str(place / "again"), *command[3:]]) == 1
     assert "cannot be loaded: " in capsys.readouterr().err
@@ -456,5 +457,6 @@ def test_an_adapter_is_no_model(place, capsys):
     ]
     assert main(given) == 1
     assert (
-        "adapter is an adapter, expected a whole model: merge it first" in capsys.readouterr().err
+        "adapter; merge the adapter first with model-components lora merge"
+        in capsys.readouterr().err
     )

@@ -476,7 +476,7 @@ def test_weights_that_cannot_be_converted_are_refused():
     )
     attempt(lambda m: m.get_submodule(last).weight.data.zero_(), r"convert_:.*finite")
     attempt(lambda m: m.to("meta"), r"kronecker:.*device")
-    attempt(lambda m: convert_(m, VAN_LOAN, progress=False), "is compressed already")
+    attempt(lambda m: convert_(m, VAN_LOAN, progress=False), "is already compressed")
     attempt(lambda m: setattr(m.get_submodule(last), "quant_state", 1), "quantized Conv1D")
 
 
@@ -529,7 +529,7 @@ def test_a_filter_reaches_attention_and_a_report_says_what_was_left():
         filter_fn=lambda m, n: n.endswith("q_proj"),
     )
     assert [r.name.rpartition(".")[2] for r in report.layers] == ["q_proj"] * 4
-    assert report.skipped["lm_head"] == "not asked for"
+    assert report.skipped["lm_head"] == "not selected"
 
 
 def test_bad_files_are_refused(tmp_path):
@@ -589,10 +589,10 @@ def test_bad_configs_are_refused(fields, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PruneConfig(keep=0.5, size=0.9), "keep is 0.5 and size 0.9"),
+        (lambda: PruneConfig(keep=0.5, size=0.9), "keep is 0.5 and size is 0.9"),
         (lambda: PruneConfig(keep=True), "keep is True"),
         (lambda: PruneConfig(size=True), "size is True"),
-        (lambda: LowRankConfig(keep=0.5, rank=3), "keep is 0.5 and rank 3"),
+        (lambda: LowRankConfig(keep=0.5, rank=3), "keep is 0.5 and rank is 3"),
         (lambda: KroneckerConfig(b_shape=3), "b_shape is 3"),
         (lambda: KroneckerConfig(b_shape=(2, 1), scales=3), r"KroneckerConfig:.*scales.*3"),
         (lambda: LowRankConfig(rank=True), "rank is True"),
@@ -683,7 +683,7 @@ def test_what_was_left_alone_is_said():
         == report.skipped["transformer.h.0.attn.c_attn"]
         == "not part of an MLP"
     )
-    assert "left alone, not part of an MLP: 9" in str(report)
+    assert "layers not converted, not part of an MLP: 9" in str(report)
     assert any("van_loan" in line for line in str(report).splitlines())
 
 
@@ -1267,7 +1267,7 @@ def test_a_model_within_a_converted_one_is_saved_with_its_factors(tmp_path):
         (
             {"*.c_fc": PruneConfig(keep=0.25), "*.mlp.c_proj": PruneConfig(keep=0.75)},
             {},
-            "PruneConfigs that differ",
+            "expected one PruneConfig for all layers of an MLP, got different ones",
         ),
     ],
 )

@@ -515,7 +515,7 @@ def loss_of(model, teacher, out):
         (lambda out: DistillConfig(logits=float("nan")), r"DistillConfig: logits is nan"),
         (
             lambda out: loss_of(student("bert"), tiny("bert"), out),
-            r"KroneckerTrainer:.*DistillConfig\(logits=0\)",
+            r"KroneckerTrainer:.*DistillConfig\(logits=0, labels=0\)",
         ),
     ],
 )
@@ -527,7 +527,7 @@ def test_bad_input_is_refused(call, message, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_that_learn_in_half_precision_are_warned_of(dtype, tmp_path):
     with pytest.warns(
-        UserWarning, match=f"weights that learn are {dtype}, in which small steps are lost"
+        UserWarning, match=f"trainable weights have dtype {dtype}, in which small updates are lost"
     ):
         KroneckerTrainer(tiny("gpt2").to(dtype), arguments(tmp_path), teacher=tiny("gpt2"))
 
@@ -546,7 +546,7 @@ def test_what_a_pruned_model_cannot_learn_from_is_refused(tmp_path):
     trainer = KroneckerTrainer(
         model, arguments(tmp_path), teacher=teacher, train_dataset=rows, callbacks=freeze
     )
-    with pytest.raises(ValueError, match="FreezePretrained: GPT2LMHeadModel"):
+    with pytest.raises(ValueError, match=r"FreezePretrained: .* got GPT2LMHeadModel"):
         trainer.train()
 
 

@@ -1,1 +1,1 @@
-"""Calibration batches, from texts or from given arguments of a model."""
+"""Calibration batches, made from texts or from a model's arguments."""

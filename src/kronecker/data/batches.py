@@ -1,4 +1,4 @@
-"""Batches of a model's arguments for calibration, checked before any work starts."""
+"""Calibration batches of a model's arguments, which are checked before any work begins."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _LABELS = ("labels", "label")
 def batches(
     calibration: Iterable[object], model: nn.Module, operation: str
 ) -> list[dict[str, Any]]:
-    """Return calibration data as keyword arguments of the model, on its device.
+    """Return calibration data as keyword arguments of the model, on the model's device.
 
-    Each item is a dict, or a tensor of token ids. Rows of a tokenized data set are dicts, too:
-    their lists become tensors, and their texts are left out.
+    Each item is a dict of arguments, or a tensor of token ids. The examples of a tokenized data set
+    are dicts, too: their lists become tensors, and their strings are left out.
 
     Raises:
-        ValueError: No batch, or one that the model cannot run on: text, token ids that are not
-            integers or not in the vocabulary, rows longer than the model's positions, only labels,
-            or padding for an encoder-decoder.
+        ValueError: There is no batch, or the model cannot run on a batch: text, token ids that are
+            not integers or not in the vocabulary, sequences longer than the model's positions, only
+            labels, or padding for an encoder-decoder.
     """
     check_model(operation, model)
     if not isinstance(calibration, Iterable):
         raise ValueError(
-            f"{operation}: calibration is {calibration!r}, expected batches of token ids"
+            f"{operation}: expected batches of token ids as calibration, got {calibration!r}"
         )
     device = next(model.parameters()).device
     checked = []
@@ -53,7 +53,7 @@ def batches(
 
 
 def _as_model_arguments(item: object, operation: str) -> dict[str, Any]:
-    """Return a batch as keyword arguments; a single row of token ids becomes a batch of one."""
+    """Return a batch as keyword arguments; a single sequence becomes a batch of one."""
     if isinstance(item, Tensor):
         batch: dict[str, Any] = {"input_ids": item}
     elif isinstance(item, Mapping):
@@ -61,31 +61,33 @@ def _as_model_arguments(item: object, operation: str) -> dict[str, Any]:
     else:
         raise ValueError(
             f"{operation}: a calibration batch is a {type(item).__name__}, expected a tensor of "
-            "token ids (B, T) or a dict of the model's arguments; use a tokenizer to turn text "
-            "into token ids"
+            "token ids of shape (B, T) or a dict of the model's arguments; use a tokenizer to turn "
+            "text into token ids"
         )
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     if not any(value.numel() for name, value in tensors.items() if name not in _LABELS):
         raise ValueError(
-            f"{operation}: a calibration batch has {sorted(batch)}, expected token ids, or "
-            "another tensor that is not empty"
+            f"{operation}: a calibration batch has the arguments {sorted(batch)}, expected token "
+            "ids or another tensor that is neither empty nor a label"
         )
     for name, value in tensors.items():
         if name.endswith("input_ids") and not value.dim():
-            raise ValueError(f"{operation}: {name} is a single number, expected (B, T) or (T,)")
-        # a row of a tokenized data set is one list of numbers
+            raise ValueError(
+                f"{operation}: {name} is a single number, expected a tensor of shape (B, T) or (T,)"
+            )
+        # an example of a tokenized data set has a single list of numbers
         if name in _OF_TOKENS and value.dim() == 1:
             batch[name] = value[None]
     return batch
 
 
 def _check_batch(batch: Mapping[str, Any], model: nn.Module, operation: str) -> None:
-    """Check that the model can run on a batch."""
+    """Check that a batch has the arguments and token ids that the model can run on."""
     main = getattr(model, "main_input_name", "input_ids")
     if main != "input_ids" and main not in batch:
         raise ValueError(
-            f"{operation}: a calibration batch has {sorted(batch)}, expected dicts with "
-            f"{main!r} for {type(model).__name__}"
+            f"{operation}: a calibration batch has the arguments {sorted(batch)}, expected a dict "
+            f"with {main!r} for {type(model).__name__}"
         )
     for name in ("input_ids", "decoder_input_ids"):
         _check_ids(operation, batch.get(name), model)
@@ -95,11 +97,12 @@ def _check_batch(batch: Mapping[str, Any], model: nn.Module, operation: str) -> 
 
 
 def _as_tensors(row: Mapping[str, object]) -> dict[str, Any]:
-    """Convert lists of numbers to tensors, and leave out texts, which no model takes."""
+    """Convert lists of numbers to tensors, and leave out strings, which no model takes."""
     batch = {}
     for name, value in row.items():
         if isinstance(value, list):
-            with contextlib.suppress(ValueError, TypeError):  # ragged, or of words: left as it is
+            # a ragged list, or a list of words, stays as it is
+            with contextlib.suppress(ValueError, TypeError):
                 value = torch.tensor(value)
         if not isinstance(value, str):
             batch[name] = value
@@ -107,41 +110,49 @@ def _as_tensors(row: Mapping[str, object]) -> dict[str, Any]:
 
 
 def check_model(operation: str, model: object) -> None:
-    """Check that the model is a module, not a folder's name, and has no peft adapters.
+    """Raise a ValueError if the model is not a loaded module, or has peft adapters.
 
     Adapters must be merged first.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"{operation}: model is a {type(model).__name__}, expected a loaded model")
     for name, module in model.named_modules():
-        # by the name of the module, so that peft need not be imported
+        # recognized by the module's name, so that peft need not be imported
         if type(module).__module__.startswith("peft."):
             raise ValueError(
-                f"{operation}: {name or type(module).__name__} belongs to an adapter; merge "
-                "adapters first"
+                f"{operation}: expected a model without peft adapters, got the adapter module "
+                f"{name or type(module).__name__}; merge adapters first"
             )
 
 
 def check_float64(operation: str, model: nn.Module) -> None:
-    """Refuse a model on a device without float64, such as mps, since weights are fitted in it."""
+    """Raise a ValueError if the model's device, such as mps, has no float64.
+
+    Weights are fitted in float64.
+    """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     try:
         torch.empty(1, dtype=torch.float64, device=device)
     except (TypeError, RuntimeError) as error:
         raise ValueError(
-            f"{operation}: the device {device} has no float64, in which weights are fitted; "
-            "expected a model on the CPU"
+            f"{operation}: the device {device} has no float64, in which weights are fitted, "
+            "expected a model on another device, such as the CPU"
         ) from error
 
 
 def tokens_seen(data: Sequence[Batch], least: int) -> list[str]:
-    """Return a note on how many tokens errors are measured on, and whether these are too few."""
+    """Return a note with the number of calibration tokens, and a warning if they are too few.
+
+    Args:
+        data: The calibration batches. Without token ids, as for images, there is no note.
+        least: The number of unknowns of the fit, below which there are too few tokens.
+    """
     count = 0
     for batch in data:
         ids = batch.get("input_ids")
         mask = batch.get("attention_mask")
         if not isinstance(ids, Tensor):
-            return []  # such as images
+            return []  # other inputs, such as images, have no tokens to count
         count += (
             int(mask.sum()) if isinstance(mask, Tensor) and mask.shape == ids.shape else ids.numel()
         )
@@ -154,7 +165,7 @@ def tokens_seen(data: Sequence[Batch], least: int) -> list[str]:
 
 @torch.no_grad()
 def first_output(model: nn.Module, batch: Batch) -> Tensor:
-    """Return a model's first output in float32: logits or hidden states."""
+    """Return the first tensor among a model's outputs, logits or hidden states, in float32."""
     out = model(**without_labels(batch))
     if isinstance(out, Mapping):
         values = out.values()
@@ -174,32 +185,32 @@ def _check_two_sides(operation: str, batch: Batch) -> None:
     """Check that a batch for an encoder-decoder has decoder inputs and no padding."""
     if not any(name.startswith("decoder_input") for name in batch):
         raise ValueError(
-            f"{operation}: a batch has {sorted(batch)}, expected decoder_input_ids for an "
-            "encoder-decoder"
+            f"{operation}: a batch has the arguments {sorted(batch)}, expected decoder_input_ids "
+            "as well for an encoder-decoder"
         )
-    # `not_padding` reads one mask, and would apply it to the tokens of the other side, too
+    # `not_padding` reads only one mask, which it would also apply to the tokens of the other side
     for name in ("attention_mask", "decoder_attention_mask"):
         mask = batch.get(name)
         if isinstance(mask, Tensor) and not mask.all():
             raise ValueError(
-                f"{operation}: {name} has padding, expected batches without any for an "
+                f"{operation}: {name} marks padding, expected batches without padding for an "
                 "encoder-decoder"
             )
 
 
 def positions_of(model: nn.Module) -> int | None:
-    """Return how many tokens a row may have, or None if no limit is known."""
+    """Return the maximum length of a sequence in tokens, or None if no limit is known."""
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig):
         return None
-    # GPT-2's n_positions can be read by this name, too
+    # GPT-2's config gives n_positions under this name, too
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
             if isinstance(positions, int) and module.padding_idx is not None:
                 positions -= module.padding_idx + 1  # RoBERTa counts positions from padding_idx + 1
             break
-    # XLNet has -1, since it has no limit
+    # XLNet has the value -1, since it has no limit
     if isinstance(positions, int) and positions > 0:
         return positions
     return None
@@ -211,23 +222,24 @@ def _check_ids(operation: str, ids: object, model: nn.Module) -> None:
         return
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"{operation}: token ids are {ids.dtype}, expected integers of 32 or 64 bits"
+            f"{operation}: token ids have dtype {ids.dtype}, expected torch.int32 or torch.int64"
         )
     if not ids.numel():
         raise ValueError(
-            f"{operation}: a batch has no token, {list(ids.shape)}; expected one or more"
+            f"{operation}: expected one or more tokens in a batch, got token ids of shape "
+            f"{list(ids.shape)}"
         )
     check_vocabulary(operation, ids, config)
     positions = positions_of(model)
     if positions is not None and positions < ids.shape[-1]:
         raise ValueError(
             f"{operation}: rows have {ids.shape[-1]} tokens, expected at most the model's "
-            f"{positions}"
+            f"{positions} positions"
         )
 
 
 def check_vocabulary(operation: str, ids: Tensor, config: object) -> None:
-    """Check that all token ids are in the vocabulary of a model's config, if it names a size."""
+    """Check that all token ids are below the vocabulary size of a model's config, if it has one."""
     if not isinstance(config, PretrainedConfig) or not ids.numel():
         return
     count = getattr(config.get_text_config(), "vocab_size", None)
@@ -235,5 +247,6 @@ def check_vocabulary(operation: str, ids: Tensor, config: object) -> None:
     most = int(ids.max())
     if isinstance(count, int) and not 0 <= least <= most < count:
         raise ValueError(
-            f"{operation}: token ids go from {least} to {most}, expected 0 to {count - 1}"
+            f"{operation}: token ids go from {least} to {most}, expected 0 to {count - 1}, the "
+            "model's vocabulary"
         )

@@ -10,28 +10,29 @@ from torch import Tensor
 
 from model_components._rows import SUFFIXES, each_row, kind_of, read_text
 
-_LABELS = ("role", "from", "type")  # fields of a chat's turns that hold no text
+_LABELS = ("role", "from", "type")  # fields of a chat's messages that hold no text
 
 
 def text_of(path: str | Path) -> str:
     """Return the text of a file.
 
-    For a file of rows, this is every string in the rows, with a blank line between rows. Numbers in
-    columns of CSV are left out. If the rows are chats, it is the text of each turn.
+    For a file of records, the text consists of all strings in the records, with a blank line
+    between records. Numbers in CSV and TSV files are left out. If the records are chats, the text
+    consists of the texts of their messages.
 
     Args:
         path: A text, JSON, JSON lines, CSV or TSV file, which may be gzipped, or a parquet file.
 
     Returns:
-        One text.
+        The whole text as one string.
 
     Raises:
-        ValueError: There is no such file, or it has no text.
+        ValueError: There is no such file, or the file cannot be read or has no text.
     """
     path = Path(path)
     if not path.is_file():
         raise ValueError(
-            f"text_of: expected a file of text or of rows, got {path}, which is not a file"
+            f"text_of: expected a file of text or of records, got {path}, which is not a file"
         )
     kind = kind_of(path)
     if kind in SUFFIXES:
@@ -41,13 +42,13 @@ def text_of(path: str | Path) -> str:
         text = "\n\n".join("\n".join(row) for row in rows)
     else:
         text = read_text(path, "text_of")
-    # JSON may contain unpaired surrogates, which UTF-8 cannot encode: they are replaced
+    # replace unpaired surrogates, which JSON may contain and UTF-8 cannot encode
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    # UTF-16 without a byte order mark, or a binary file, decodes to text with null characters
+    # UTF-16 without a byte order mark, and binary files, decode to text with null characters
     if "\0" in text:
         raise ValueError(f"text_of: expected text in UTF-8 or UTF-16, got null bytes in {path}")
     if not text.strip():
-        raise ValueError(f"text_of: {path} has no text, expected some")
+        raise ValueError(f"text_of: {path} has no text, expected a file with text")
     return text
 
 
@@ -62,7 +63,7 @@ def _strings(record: object) -> list[str]:
     if isinstance(record, str):
         return [record] if record else []
     if isinstance(record, Mapping):
-        # `role: user` would otherwise be in every turn
+        # otherwise a value such as "user" would be in the text of every message
         record = [value for name, value in record.items() if name not in _LABELS]
     if isinstance(record, list):
         return [text for value in record for text in _strings(value)]
@@ -89,18 +90,21 @@ def text_batches(
     """Return batches of token ids, (rows, context), from running text.
 
     Args:
-        text: The text; only as much as needed is encoded.
-        encode: A tokenizer's ``encode``, or any function from text to token ids.
-        tokens: The number of tokens to take.
-        context: Tokens in a row. An incomplete last row is left out, unless it is the only row.
-        rows: The number of rows of a batch.
-        skip: Tokens to leave out at the start, such as the tokens that a model was fitted on.
+        text: The text, of which only as much as needed is encoded.
+        encode: A tokenizer's ``encode``, or any function from text to a list of token ids.
+        tokens: The number of tokens to take, at most.
+        context: The number of tokens in a row. An incomplete last row is left out, unless it is the
+            only row.
+        rows: The number of rows in a batch.
+        skip: The number of tokens to leave out at the beginning of the text, such as those that a
+            model was fitted on.
 
     Returns:
         Tensors of int64 token ids.
 
     Raises:
-        ValueError: Fewer than two tokens, or sizes below 1.
+        ValueError: The text is a file's name or has fewer than two tokens, a number is too small,
+            or ``encode`` does not return token ids.
 
     >>> [
     ...     b.shape
@@ -113,17 +117,17 @@ def text_batches(
     # file names have at most 255 bytes; asking for a longer one raises an OSError
     if len(text.encode(errors="replace")) < 250 and "\n" not in text and Path(text).is_file():
         raise ValueError(
-            f"text_batches: text is the name of a file, {text!r}; expected its text: "
+            f"text_batches: expected text, got the name of a file, {text!r}; read the file with "
             f"text_of({text!r})"
         )
     numbers = {"tokens": (tokens, 2), "context": (context, 1), "rows": (rows, 1), "skip": (skip, 0)}
     for name, (number, least) in numbers.items():
         if number < least:
             raise ValueError(f"text_batches: {name} is {number}, expected {least} or more")
-    # a guess of 20 characters a token, so that a whole book need not be encoded
+    # a generous 20 characters per token, so that a whole book need not be encoded
     size = 20 * (tokens + skip)
     encoded = encode(text[:size])
-    # one more than needed, because the last token of a cut text may be half a word
+    # encode one token more than needed, because the last token of a cut text may be part of a word
     while isinstance(encoded, list) and len(encoded) <= tokens + skip and size < len(text):
         size *= 2
         encoded = encode(text[:size])
@@ -134,8 +138,8 @@ def text_batches(
         )
     if text and not encoded:
         raise ValueError(
-            "text_batches: the tokenizer returns no tokens for the text; expected the tokenizer of "
-            "the model"
+            "text_batches: expected the model's tokenizer, got one that returns no tokens for the "
+            "text"
         )
     ids = torch.tensor(encoded[skip : skip + tokens])
     if len(ids) < 2:
@@ -148,40 +152,40 @@ def text_batches(
 
 
 def strided(batches: Iterable[Tensor], *, context: int, stride: int) -> list[dict[str, Tensor]]:
-    """Return overlapping windows, for `perplexity`.
+    """Return overlapping windows of tokens, for `perplexity`.
 
-    Every token counts once, and every token but the first has context before it.
+    Every token counts in one window, and every token except the first has context before it.
 
     Args:
         batches: Token ids, (B, T) each, as `text_batches` returns them: one text's rows in order.
-        context: Tokens in a window.
+        context: The number of tokens in a window.
         stride: The number of tokens from the start of one window to the start of the next. In each
             window after the first, at most this many tokens count.
 
     Returns:
-        Dicts of ``input_ids`` and ``labels``, both (1, T), T at most ``context``.
+        Dicts of ``input_ids`` and ``labels``, both (1, T) with T at most ``context``.
 
     Raises:
-        ValueError: A stride below 1, or not below the context: nothing in a window predicts its
-            first token.
+        ValueError: There is no batch, ``stride`` is below 1, or it is not below ``context``.
+            Windows must overlap, because no token in a window predicts the window's first token.
 
     >>> [w["labels"].tolist() for w in strided([torch.arange(6)[None]], context=4, stride=2)]
     [[[0, 1, 2, 3]], [[-100, -100, 4, 5]]]
     """
     if not 1 <= stride < context:
         raise ValueError(
-            f"strided: stride is {stride}, expected 1 to {context - 1}, below the context of "
-            f"{context}"
+            f"strided: stride is {stride}, expected 1 to {context - 1}, below the context, which "
+            f"is {context}"
         )
     rows = [batch.reshape(-1) for batch in batches]
     if not rows:
-        raise ValueError("strided: there is no batch of tokens to make windows of, expected some")
+        raise ValueError("strided: expected one or more batches of tokens, got none")
     ids = torch.cat(rows)
     windows = []
     done = 0
     for begin in range(0, len(ids), stride):
         row = ids[begin : begin + context]
-        # a window that ends where the last one did has nothing new; one token predicts nothing
+        # stop at a window without new tokens, or with one token, which predicts nothing
         if begin + len(row) <= done or len(row) < 2:
             break
         labels = row.clone()

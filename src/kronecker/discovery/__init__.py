@@ -1,1 +1,1 @@
-"""Find a model's MLPs and blocks, and the stock config that describes a smaller model."""
+"""Find a model's MLPs and blocks, and the stock config of a smaller model."""

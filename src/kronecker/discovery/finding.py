@@ -1,4 +1,4 @@
-"""Find layers: which can be compressed, the MLPs they belong to, and the blocks they run in."""
+"""Find the layers that can be compressed, and the blocks in which they run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMPRESSED = (SmallerLinear, LowRankEmbedding)
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Return whether a module is a plain `nn.Embedding`; one that scales rows is not."""
+    """Return whether a module is a plain `nn.Embedding`, without scaled rows and ``max_norm``."""
     return type(module).forward is nn.Embedding.forward and module.max_norm is None
 
 
@@ -33,12 +33,12 @@ def convertible(module: nn.Module) -> bool:
 
 
 def _refuse_own_forward(name: str, module: nn.Module) -> None:
-    """Refuse a linear layer or an embedding whose forward is not the stock one."""
+    """Raise a ValueError for a linear layer or embedding that is not a plain one."""
     if isinstance(module, (nn.Linear, nn.Embedding)) and not convertible(module):
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         raise ValueError(
-            f"convert_: {name} is a {kind} that is quantized, has max_norm or overrides forward; "
-            "expected a plain linear layer or embedding"
+            f"convert_: expected {name} to be a plain linear layer or embedding, got a {kind} that "
+            "is quantized, has max_norm or overrides forward"
         )
 
 
@@ -56,12 +56,12 @@ def resolve(
     filter_fn: Callable[[nn.Module, str], bool] | None,
     batch: Mapping[str, object] | None = None,
 ) -> dict[str, Config]:
-    """Return the layers to compress, by name in the model's order, each with its config.
+    """Return the config of each layer to compress, by name and in the model's order.
 
-    A single config applies to the MLPs and experts or, with a ``filter_fn``, to the layers that
-    this accepts. The layer that writes an MLP's output gets opposite shapes. In a map, the first
-    pattern (`fnmatch`) that fits a layer's name gives its config. ``batch`` holds arguments to run
-    a model that reads neither tokens nor images, to find its MLPs.
+    A single config applies to the layers of MLPs and to stacks of experts or, with a ``filter_fn``,
+    to the layers that this function accepts. The last layer of each MLP gets the transposed shapes.
+    In a map, the first pattern (`fnmatch`) that matches a layer's name gives its config. ``batch``
+    holds arguments with which the MLPs of a model that reads neither tokens nor images are found.
     """
     if isinstance(config, Config):
         return _resolve_one(model, config, filter_fn, batch)
@@ -74,12 +74,12 @@ def _resolve_one(
     filter_fn: Callable[[nn.Module, str], bool] | None,
     batch: Mapping[str, object] | None,
 ) -> dict[str, Config]:
-    """Resolve a single config."""
+    """Return the config of each layer for `resolve`, given a single config."""
     modules = dict(model.named_modules())
     if filter_fn is None:
         mlps = find_mlps(model, batch)
     else:
-        # with a filter, the MLPs only decide which layers get the opposite shape
+        # with a filter, the MLPs only decide which layers get the transposed shapes
         mlps = mlps_if_any(model, batch)
     downs = {mlp.down for mlp in mlps}
     members = names_of(mlps)
@@ -95,12 +95,13 @@ def _resolve_one(
         if convertible(module) or isinstance(module, COMPRESSED):
             resolved[name] = config.opposite() if name in downs else config
     if not resolved:
-        # nothing was found: a layer with its own forward may be the reason, and is named
+        # nothing was found; if a layer that is not plain may be the reason, the error names it
         for name, module in modules.items():
             _refuse_own_forward(name, module)
         near = ", ".join(_convertible_names(modules)[:6])
         raise ValueError(
-            f"convert_: nothing to convert in {type(model).__name__}; convertible layers: {near}"
+            f"convert_: found nothing to convert in {type(model).__name__}, expected at least one "
+            f"layer; layers that can be converted: {near}"
         )
     return resolved
 
@@ -110,7 +111,7 @@ def _resolve_map(
     config: Mapping[str, Config],
     filter_fn: Callable[[nn.Module, str], bool] | None,
 ) -> dict[str, Config]:
-    """Resolve a map from patterns to configs."""
+    """Return the config of each layer for `resolve`, given a map from patterns to configs."""
     modules = dict(model.named_modules())
     resolved: dict[str, Config] = {}
     unused = set(config)
@@ -131,8 +132,8 @@ def _resolve_map(
     if unused & shadowed:
         first = sorted(unused & shadowed)[0]
         raise ValueError(
-            f"convert_: {first!r} fits only layers that an earlier pattern takes; put it before "
-            "that one"
+            f"convert_: the pattern {first!r} matches only layers that an earlier pattern already "
+            "matches; put it before that pattern"
         )
     if unused:
         names = _convertible_names(modules)
@@ -147,20 +148,20 @@ def _convertible_names(modules: Mapping[str, nn.Module]) -> list[str]:
 def _no_match(pattern: str, names: list[str]) -> str:
     near = difflib.get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.3)
     if near:
-        layers = f"near it: {', '.join(near)}"
+        layers = f"names near it: {', '.join(near)}"
     else:
-        layers = f"there are {', '.join(names[:4])}, ..."
-    return f"{pattern!r} fits no layer that can be converted; {layers}"
+        layers = f"such layers are {', '.join(names[:4])}, ..."
+    return f"the pattern {pattern!r} matches no layer that can be converted; {layers}"
 
 
 def blocks_of(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Module, list[str]]]:
-    """Return the model's repeated blocks that hold these layers, in order.
+    """Return all repeated blocks of the list of modules that holds these layers, in order.
 
     Each block is (name, module, names of its layers). If the layers are not within one list of
-    modules, the whole model is one block.
+    modules, the whole model is one block, with an empty name.
     """
     names = list(names)
-    # lists within lists are experts or sublayers of one block
+    # a list within a list holds experts or sublayers of one block
     outermost: list[str] = []
     # named_modules yields a module before its submodules
     for name, module in model.named_modules():
@@ -187,7 +188,7 @@ HOOKS = [
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Count the parameters of a model, tied ones once.
+    """Count the parameters of a model, each tied parameter once.
 
     Args:
         model: A module of any kind.
@@ -204,28 +205,28 @@ def submodules(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
 
 
 def prefixed(name: str, tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a submodule's tensors, or their shapes, by their names in the model."""
+    """Return a submodule's tensors, or their shapes, by their names in the whole model."""
     return {f"{name}.{key}": tensor for key, tensor in tensors}
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Set a submodule by its dotted name, and keep the hooks of the module that was there."""
+    """Replace a submodule by its dotted name; the new module gets the old module's hooks."""
     parent, _, last = name.rpartition(".")
-    for hooks in HOOKS:  # the same dictionaries, so that the hooks' handles still work
+    for hooks in HOOKS:  # the same dictionaries, so that the handles of the hooks still work
         setattr(module, hooks, getattr(model.get_submodule(name), hooks))
     setattr(model.get_submodule(parent), last, module)
 
 
 def set_parameters_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Set parameters of other sizes in a model's layers, by name; frozen ones stay frozen."""
+    """Replace parameters of a model's layers by name, with any sizes; frozen ones stay frozen."""
     for name, tensor in state.items():
         owner, _, key = name.rpartition(".")
         module = model.get_submodule(owner)
         old = model.get_parameter(name)
-        # a cached part comes from the disk, on the CPU
+        # a tensor that was cached on disk is on the CPU
         new = nn.Parameter(tensor.to(old.device).contiguous(), requires_grad=old.requires_grad)
         module.register_parameter(key, new)
-        # peft and repr read these sizes and not the weight's shape
+        # peft and repr read these attributes instead of the weight's shape
         if key == "weight" and (isinstance(module, nn.Linear) or is_conv1d(module)):
             if is_conv1d(module):
                 names = ("nx", "nf")
@@ -237,19 +238,20 @@ def set_parameters_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def all_or_nothing(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Undo all changes to these submodules if the block raises.
+    """Undo all changes to these submodules if the body of the ``with`` statement raises.
 
-    Restores the modules, their parameters and attributes, and ``requires_grad`` of the whole model.
+    This restores the modules, their parameters and attributes, and ``requires_grad`` of all
+    parameters of the model.
     """
     modules = submodules(model, names)
-    # copies of the dictionaries: the fit puts new parameters into the modules' own
+    # copies, since a fit puts new parameters into the modules' own dictionaries
     contents = {name: (dict(m._parameters), dict(vars(m))) for name, m in modules.items()}
-    # fading in freezes originals, which come back after an error
+    # fading in freezes the original layers, which are restored after an error
     trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         yield
     except BaseException:
-        # also after Ctrl-C, which is not an Exception
+        # also after Ctrl-C, which raises no Exception but a BaseException
         for name, module in modules.items():
             parameters, attributes = contents[name]
             vars(module).update(attributes)

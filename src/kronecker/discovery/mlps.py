@@ -1,10 +1,10 @@
-"""Find the MLPs of a model by running it, not by the names of its layers.
+"""Find the MLPs of a model by running the model, not by the names of its layers.
 
-A layer is the last of an MLP if each of its inputs depends on one output (or on one pair of
+A layer is the last layer of an MLP if each of its inputs depends on one output (or on one pair of
 outputs) of the layers that ran just before it, at the same token, and on nothing else. These inputs
-are the hidden neurons, which can be permuted, dropped and fitted one by one. Attention fails that
-test (its values reach later tokens, its queries all features of a head), and so does an MLP with a
-norm between its matrices.
+are the hidden neurons, which can be permuted, dropped and fitted one by one. Attention fails this
+test: its values affect later tokens, and its queries affect all features of a head. An MLP with a
+norm between its matrices fails the test, too.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from ..data.batches import first_output, positions_of
 from ..layers.linear import SmallerLinear
 from ..layers.weights import is_linear
 
-# size of a probe batch: this many synthetic tokens, or rows of a given batch, twice
+# a probe batch holds two copies of a row of this many synthetic tokens, or of this many rows of a
+# given batch
 _TOKENS = 8
 _ROWS = 4
-# tolerance, relative to a layer's input: far above the rounding differences of two equal rows, far
-# below the change that is made to one of them
+# tolerance, relative to a layer's input: far above the rounding differences between two equal rows,
+# and far below the change that a test makes to one of them
 _NEAR = 1e-2
 
-# indices of the outputs of an up layer that belong to given neurons
+# functions of neurons and their count: the indices of the outputs of an up layer that belong to the
+# neurons
 LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "plain": lambda neurons, count: neurons,
     "halves": lambda neurons, count: torch.cat([neurons, neurons + count]),
@@ -43,17 +45,23 @@ LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 @dataclass(frozen=True)
 class Mlp:
-    """Names of the layers of an MLP: those that write its hidden neurons, and the one that reads.
+    """The layers of an MLP, as names of the model's submodules.
 
-    The names are those of the model's submodules.
+    Attributes:
+        ups: The layers that write the hidden neurons: an up layer, or a gate and an up layer.
+        down: The layer that reads the hidden neurons, which is the MLP's last layer.
+        layout: Where an up layer's outputs for a neuron are. ``"plain"`` means one output per
+            neuron. If gate and up are in one matrix, it is ``"halves"`` or ``"interleaved"``.
     """
 
     ups: tuple[str, ...]
     down: str
-    layout: str = "plain"  # or gate and up in one matrix: "halves", "interleaved"
+    layout: str = "plain"
 
     def rows(self, neurons: Tensor, count: int) -> Tensor:
-        """Return which outputs of an up layer belong to ``neurons``, out of ``count`` neurons.
+        """Return the indices of the outputs of an up layer that belong to ``neurons``.
+
+        ``count`` is the number of all neurons of the MLP.
 
         >>> Mlp(("gate_up_proj",), "down_proj", "halves").rows(torch.tensor([0, 2]), 3)
         tensor([0, 2, 3, 5])
@@ -70,7 +78,7 @@ class _Run:
     inputs: Tensor
     in_features: int
     out_features: int
-    hypotheses: list[Mlp] = field(default_factory=list)  # MLPs that it may be the last layer of
+    hypotheses: list[Mlp] = field(default_factory=list)  # MLPs of which it may be the last layer
 
     @property
     def square(self) -> bool:
@@ -79,15 +87,16 @@ class _Run:
 
 @torch.no_grad()
 def find_mlps(model: nn.Module, batch: Mapping[str, object] | None = None) -> list[Mlp]:
-    """Return the MLPs of a model, in the order they run.
+    """Return the MLPs of a model, in the order in which they run.
 
     Args:
-        model: The model. It is run a few times, on two rows of at most eight tokens, or on the
-            first four rows of ``batch``, each twice.
-        batch: Arguments to run the model with, if it reads neither tokens nor images.
+        model: The model. It runs a few times, on two equal rows of at most eight tokens, or on two
+            copies of the first four rows of ``batch``.
+        batch: Arguments to run the model with, needed if it reads neither tokens nor images.
 
     Raises:
-        ValueError: A model on the meta device, or one that cannot be run without ``batch``.
+        ValueError: Weights are on the meta device, the model cannot be run, a layer returns NaN or
+            infinity, or a forward hook changes a layer's output.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> find_mlps(GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1)))
@@ -108,14 +117,15 @@ def find_mlps(model: nn.Module, batch: Mapping[str, object] | None = None) -> li
         for index, run in enumerate(runs):
             run.hypotheses = _hypotheses(runs[:index], run)
         confirmed: list[Mlp] = []
-        # the best guess of every layer, then all second guesses, and so on
+        # try the likeliest hypothesis of every layer, then the second of every layer, and so on
         for guesses in zip_longest(*(run.hypotheses for run in runs if not run.square)):
             trials = [mlp for mlp in guesses if mlp is not None]
             while trials:
                 trials, now = _apart(trials, taken=names_of(confirmed))
                 confirmed += _tried(model, now, runs, rows)[0]
         kinds = {_kind(m) for m in confirmed}
-        # Square matrices are nearly always part of attention, where a change affects many layers.
+        # Square matrices are tried last and one by one: they are nearly always part of attention,
+        # where a change affects many layers.
         for mlp in chain.from_iterable(run.hypotheses for run in runs if run.square):
             alike = _kind(mlp) in kinds or not kinds
             if alike and names_of(confirmed).isdisjoint((*mlp.ups, mlp.down)):
@@ -126,8 +136,8 @@ def find_mlps(model: nn.Module, batch: Mapping[str, object] | None = None) -> li
 
 
 def _kind(mlp: Mlp) -> tuple[str, ...]:
-    """Return the names of an MLP's layers without numbers, the same in all blocks."""
-    # layers.3.fc1 and layers.7.fc1 are one kind
+    """Return the names of an MLP's layers without numbers, which are the same in all blocks."""
+    # layers.3.fc1 and layers.7.fc1 are of one kind
     return tuple(re.sub(r"\d+", "#", name) for name in (*mlp.ups, mlp.down))
 
 
@@ -137,9 +147,9 @@ def names_of(mlps: Iterable[Mlp]) -> set[str]:
 
 
 def _apart(trials: Sequence[Mlp], taken: set[str]) -> tuple[list[Mlp], list[Mlp]]:
-    """Split trials into those for later and those for now, which share no layer.
+    """Split trials into those to test later and those to test now, which share no layer.
 
-    A trial with a layer in ``taken`` is dropped.
+    Trials with a layer in ``taken`` are dropped.
     """
     later: list[Mlp] = []
     now: list[Mlp] = []
@@ -153,7 +163,7 @@ def _apart(trials: Sequence[Mlp], taken: set[str]) -> tuple[list[Mlp], list[Mlp]
 def _equal_halves(model: nn.Module, batch: Mapping[str, object] | None) -> dict[str, object]:
     """Return a probe batch whose two halves are equal.
 
-    Each half is a synthetic row if the model accepts it, else the first rows of ``batch``.
+    Each half is a synthetic row if the model can run on one, else the first rows of ``batch``.
     """
     device = next(model.parameters()).device
     if isinstance(model, PreTrainedModel):
@@ -193,7 +203,7 @@ def _simple_arguments(model: PreTrainedModel, device: torch.device) -> dict[str,
         if not isinstance(count, int):  # CANINE hashes ids
             return {}
         length = min(_TOKENS, positions_of(model) or _TOKENS)
-        # from 3: the first ids are padding, start and end in many vocabularies
+        # from 3, since the first ids are special tokens in many vocabularies
         ids = (torch.arange(3, 3 + length, device=device) % count).expand(2, -1)
         simple: dict[str, object] = {"input_ids": ids}
         if config.is_encoder_decoder:
@@ -206,7 +216,7 @@ def _simple_arguments(model: PreTrainedModel, device: torch.device) -> dict[str,
             if isinstance(config.image_size, (tuple, list))
             else [config.image_size] * 2
         )
-        # noise: in a flat picture all patches would be equal
+        # noise, since all patches of a uniform image would be equal
         picture = torch.randn(
             1, config.num_channels, height, width, generator=torch.Generator().manual_seed(0)
         )
@@ -223,18 +233,18 @@ def _doubled(value: object, device: torch.device) -> Any:
 def _runs(
     model: nn.Module, layers: Mapping[str, nn.Module], rows: Mapping[str, object]
 ) -> list[_Run]:
-    """Run the model, and return its linear layers in the order of their first run."""
+    """Run the model, and return the first run of each linear layer, in the order they ran."""
     runs: dict[str, _Run] = {}
 
     def see(name: str, given: Tensor, out: Tensor) -> None:
         module = layers[name]
-        # one hook is `watched`'s own
+        # one of the hooks is that of `watched`
         if len(module._forward_hooks) > 1 and not torch.equal(module.forward(given), out):
             raise ValueError(
                 f"kronecker: a forward hook changes the output of {name}, expected a model without "
-                "it"
+                "such hooks; remove the hook"
             )
-        # with NaN no test below can pass, and the layer would be skipped silently
+        # no test below can pass with NaN, so the layer would be skipped silently
         if not torch.isfinite(out).all():
             raise ValueError(
                 f"kronecker: {name} returns NaN or infinity, expected finite outputs; check its "
@@ -249,16 +259,16 @@ def _runs(
 
 
 def _hypotheses(before: Sequence[_Run], run: _Run) -> list[Mlp]:
-    """Return the MLPs that a layer may be the last of, the likeliest first.
+    """Return the MLPs of which a layer may be the last layer, the likeliest first.
 
-    Their other layers are the one or two that ran just before it.
+    Their other layers are the one or two that ran just before this layer.
     """
     # gate and up read one tensor and run one after the other, just before the last layer
     ups = []
     for up in before[-2:]:
         if up.in_features == run.out_features and up.inputs is before[-1].inputs:
             ups.append(up)
-    # a layer that reads the same input runs in parallel and not after, as k and v do with q
+    # a layer with the same input as the layer before is parallel to it, as k and v are to q
     if not ups or ups[-1] is not before[-1] or run.inputs is before[-1].inputs:
         return []
     sizes = [r.out_features for r in ups]
@@ -276,7 +286,7 @@ def _read_once(
     model: nn.Module, mlps: list[Mlp], runs: Sequence[_Run], rows: Mapping[str, object]
 ) -> list[Mlp]:
     """Return the MLPs whose hidden neurons only the last layer reads."""
-    # one pass for all MLPs; only if something else reads a neuron is each tried alone
+    # one pass for all MLPs; each is tried alone only if another layer reads a neuron
     if not mlps or _tried(model, mlps, runs, rows)[1]:
         return mlps
     return [mlp for mlp in mlps if _tried(model, [mlp], runs, rows)[1]]
@@ -285,13 +295,14 @@ def _read_once(
 def _tried(
     model: nn.Module, trials: Sequence[Mlp], runs: Sequence[_Run], rows: Mapping[str, object]
 ) -> tuple[list[Mlp], bool]:
-    """Test several MLPs in one forward pass. Return those confirmed, and whether halves agree.
+    """Test several MLPs in one forward pass; return those confirmed, and whether halves agree.
 
-    The batch has two equal halves. In the second half, some neurons get another value at the first
-    token: the last layer's input must change at these neurons and nowhere else. At the last token,
-    all neurons get the values of the first half's second token: the last layer's input must then be
-    the same as at that token (with a residual connection it is not). Afterwards the output's second
-    half is replaced by the first, so that the layers that follow see equal halves again.
+    The batch has two equal halves, and each MLP is tested in the second one. At the first token,
+    some outputs of the up layers are changed: the last layer's input must change at their neurons
+    and nowhere else. At the last token, the up layers' outputs are replaced by those of the first
+    half's second token: the last layer's input must then equal its input at that token (with a
+    residual connection, it does not). Finally, the second half of the last layer's output is
+    replaced by the first half, so that the layers that follow get equal halves again.
 
     If the model's outputs for the two halves still differ, another layer has read hidden neurons.
     """
@@ -306,7 +317,7 @@ def _tried(
         def changed(name: str, given: Tensor, out: Tensor) -> Tensor:
             out = out.clone()
             parts = out.view(2, -1, out.shape[-1])
-            # several times the usual values, so that a change shows behind a ReLU or a gate
+            # several times larger than usual, so that the change is visible after a ReLU or a gate
             other = torch.randn(len(rows), generator=generator).to(out) * (
                 1 + 3 * parts.float().std().to(out)
             )
@@ -327,7 +338,7 @@ def _tried(
         alone = bool(changed[0].any()) and not bool(changed[1:].any())
         # the neurons that were changed may differ; all others must not
         changed[0, chosen[name].to(changed.device)] = False
-        # a layer that runs several times has to pass every time
+        # a layer that runs several times has to pass the test every time
         right[name] = right.get(name, True) and copied and alone and not bool(changed.any())
         parts = out.clone().view(2, -1, out.shape[-1])
         parts[1] = parts[0]
@@ -335,7 +346,7 @@ def _tried(
 
     for mlp in trials:
         count = sizes[mlp.down]
-        # half of the neurons: the other half must not depend on these
+        # half of the neurons are changed; the other half must not depend on them
         chosen[mlp.down] = torch.randperm(count, generator=generator)[: (count + 1) // 2]
         changes |= dict.fromkeys(mlp.ups, disturb(mlp.rows(chosen[mlp.down], count)))
     changes |= dict.fromkeys((mlp.down for mlp in trials), compare)
@@ -350,7 +361,7 @@ def _tried(
 def _same_halves(out: Tensor) -> bool:
     """Return whether the outputs for two equal halves are the same."""
     if len(out) % 2:
-        return True  # the output is not row by row
+        return True  # the output does not have one entry per row of the batch
     first, second = out.reshape(2, -1)
     return bool(((second - first).abs() <= _NEAR * first.square().mean().sqrt()).all())
 
@@ -367,7 +378,7 @@ def watched(
         for name, module in modules.items():
             hooks.enter_context(
                 module.register_forward_hook(
-                    # name as a default: a loop's lambdas would all see the last name
+                    # name is bound as a default value, or all lambdas would see the last name
                     lambda module, given, out, name=name: see(name, given[0], out)
                 )
             )

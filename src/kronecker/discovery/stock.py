@@ -1,4 +1,4 @@
-"""Find the config that makes a smaller model a stock model of its family."""
+"""Find the config with which a smaller model is a stock model of its family."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-_UNSET = ("n_inner",)  # None means a multiple of the width
+_UNSET = ("n_inner",)  # fields that may be None, which means a multiple of the width
 
 Shapes = Mapping[str, torch.Size]
 
@@ -18,21 +18,22 @@ Shapes = Mapping[str, torch.Size]
 def stock_config(
     cls: type[PreTrainedModel], before: PretrainedConfig, wanted: Shapes, sizes: Mapping[int, int]
 ) -> PretrainedConfig:
-    """Return a copy of a config with which a class builds parameters of these shapes.
+    """Return a copy of a config, changed so that the class builds parameters of given shapes.
 
-    The fields to change are found by trying the fields that hold an old size, and n_inner.
+    The function tries to change each field that holds an old size, and ``n_inner``, alone and in
+    combination.
 
     Args:
         cls: The model's class.
         before: The model's config.
-        wanted: Shapes of all parameters, by name.
+        wanted: The shapes of all parameters, by name.
         sizes: The new size or count for each old one.
 
     Raises:
-        ValueError: No field of the config, or no set of fields, gives these shapes.
+        ValueError: No field of the config, and no set of fields, gives these shapes.
     """
     places = list(_places(before, sizes))
-    # fewest fields first, so that a field that only happens to have the same value stays as it is
+    # the fewest fields first, so that a field with the same value by chance stays as it is
     for count in range(1, len(places) + 1):
         for chosen in itertools.combinations(places, count):
             config = copy.deepcopy(before)
@@ -43,7 +44,8 @@ def stock_config(
                 setattr(holder, name, new)
             try:
                 shapes = parameter_shapes(empty(cls, config))
-            except Exception:  # families raise different errors if fields do not fit together
+            # if fields do not fit together, the error depends on the model family
+            except Exception:
                 continue
             if shapes == wanted:
                 return config
@@ -57,21 +59,21 @@ def stock_config(
             break
     raise ValueError(
         f"prune_: no field of {type(before).__name__} gives {name} the shape {list(shape)} (fields "
-        f"of that size: {fields}); expected a family whose config has such a field; neurons can "
-        "also go with allocate='influence'"
+        f"that hold the old size: {fields}); expected a model family whose config has such a "
+        "field; allocate='influence' drops neurons without one"
     )
 
 
 def _places(
     config: PretrainedConfig, sizes: Mapping[int, int], path: tuple[str, ...] = ()
 ) -> Iterator[tuple]:
-    """Yield the fields of a config, and of configs within it, that hold one of the sizes.
+    """Yield the fields of a config, and of configs within it, that hold one of the old sizes.
 
-    Each field is (path, name, new value).
+    Each field is a tuple (path, name, new value).
     """
     for name, value in config.to_dict().items():
         inner = getattr(config, name, None)
-        # models of images and text keep the language model's settings in a config of its own
+        # models of images and text have a nested config for the language model
         if isinstance(inner, PretrainedConfig):
             yield from _places(inner, sizes, (*path, name))
         elif name in _UNSET and value is None:
@@ -81,7 +83,7 @@ def _places(
 
 
 def parameter_shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Return all shapes by name; tied parameters are listed under each of their names."""
+    """Return the shapes of all parameters by name, of tied ones under each of their names."""
     return {n: p.shape for n, p in model.named_parameters(remove_duplicate=False)}
 
 
@@ -91,11 +93,11 @@ def empty(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedMod
         return cls._from_config(config)
 
 
-Changes = list[tuple[nn.Module, str, object]]  # module, name of its attribute, value
+Changes = list[tuple[nn.Module, str, object]]  # a module, the name of an attribute, a value
 
 
 def set_attributes_(changes: Changes) -> Changes:
-    """Apply changes, and return the changes that undo them."""
+    """Set attributes of modules, and return the changes that restore the old values."""
     before = [(module, name, vars(module).get(name)) for module, name, _ in changes]
     for module, name, value in changes:
         vars(module)[name] = value
@@ -105,7 +107,7 @@ def set_attributes_(changes: Changes) -> Changes:
 def empty_modules(
     model: PreTrainedModel, config: PretrainedConfig
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """Return the modules, by name, of two empty models: one of the old config, one of the new."""
+    """Return the modules by name of two empty models, built from the old and the new config."""
     # a copy, because building a model may write into its config
     old = empty(type(model), copy.deepcopy(model.config))
     new = empty(type(model), config)
@@ -113,16 +115,16 @@ def empty_modules(
 
 
 def attribute_changes(model: PreTrainedModel, config: PretrainedConfig) -> Changes:
-    """Return the attributes to set on a model's modules so that they match this config.
+    """Return the attributes to set on a model's modules so that they match a new config.
 
-    These are the config itself, and plain attributes (sizes, counts) that differ between a model of
-    the old config and one of the new config. Attributes that a user has set stay.
+    The changes cover the config itself, and plain attributes (sizes, counts) that differ between a
+    model of the old config and a model of the new config. Attributes that a user has set stay.
     """
-    # attributes that differ between the empty models depend on the config
+    # only attributes that depend on the config differ between the empty models
     old, new = empty_modules(model, config)
     changes: Changes = []
     for name, module in model.named_modules():
-        # a module that a user has added is in neither
+        # a module that a user has added is in neither empty model
         if name not in new or name not in old:
             continue
         before = vars(old[name])

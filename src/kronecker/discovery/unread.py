@@ -1,7 +1,8 @@
-"""Find the smallest stock model with the same function.
+"""Find the smallest stock model that computes the same function as a given model.
 
-It has no hidden neurons that nothing reads. A stock config has one size for all layers, so the
-layer that needs the most neurons sets the size, and the others are padded with zeros.
+The smallest model drops the hidden neurons that no weight reads. A stock config has one size for
+all layers, so the layer that needs the most neurons sets the size, and the other layers are padded
+with zeros.
 """
 
 from __future__ import annotations
@@ -25,36 +26,36 @@ from .stock import empty, parameter_shapes, stock_config
 
 @dataclass(frozen=True)
 class _Hidden:
-    """The parameters that write and read an MLP's hidden neurons, and along which dimension."""
+    """The parameters that write and read an MLP's hidden neurons, with the neurons' dimension."""
 
     writes: tuple[tuple[str, int], ...]
     reads: tuple[str, int]
     layout: str
-    unit: int = 1  # its size is a multiple of this
+    unit: int = 1  # the number of neurons must be a multiple of this
 
     def read_neurons(self, state: Mapping[str, Tensor]) -> Tensor:
-        """Return the neurons whose column is not zero, in their order."""
+        """Return the neurons whose column in the reading weight is not zero, in their order."""
         name, dim = self.reads
-        # experts of a stack have one size: a neuron is read if any expert reads it
+        # all experts of a stack have one size, so a neuron is read if any expert reads it
         return torch.nonzero(state[name].movedim(dim, 0).flatten(1).any(1)).flatten()
 
     def count(self, tensors: Mapping[str, Tensor] | Mapping[str, torch.Size]) -> int:
-        """Count its hidden neurons."""
+        """Return the number of hidden neurons."""
         name, dim = self.reads
         weight = tensors[name]
         return (weight.shape if isinstance(weight, Tensor) else weight)[dim]
 
     def resized(self, state: Mapping[str, Tensor], keep: int) -> dict[str, Tensor]:
-        """Return its parameters with ``keep`` hidden neurons.
+        """Return the parameters resized to ``keep`` hidden neurons.
 
-        It keeps the neurons that are read, then adds others, then zeros.
+        Neurons that are read come first, then other neurons, then zeros, until there are ``keep``.
         """
         count = self.count(state)
         read = self.read_neurons(state)
         unread = torch.ones(count, dtype=torch.bool, device=read.device)
         unread[read] = False
         spare = torch.nonzero(unread).flatten()[: max(0, keep - len(read))]
-        # in their old order, so that a model that loses nothing keeps its weights unchanged
+        # in their old order, so that a model that loses no neuron keeps its weights unchanged
         neurons = torch.cat([read, spare]).sort().values
         # neuron 0 stands in for missing neurons, and its copies are set to zero below
         filled = torch.cat([neurons, neurons.new_zeros(keep - len(neurons))])
@@ -76,12 +77,12 @@ class _Hidden:
 def smallest_stock(
     model: PreTrainedModel, mlps: Sequence[Mlp], state: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], PretrainedConfig]:
-    """Return the state and the config of the smallest stock model with the same function.
+    """Return the state dict and config of the smallest stock model with the same function.
 
     Args:
         model: The model. Its layers may be smaller than its config says.
         mlps: The model's MLPs.
-        state: The model's weights, dense, by their stock names.
+        state: The model's dense weights, by their names in a stock model.
 
     Raises:
         ValueError: A layer that is in none of the MLPs is smaller than the config says.
@@ -99,8 +100,8 @@ def smallest_stock(
                 shapes[name] = tensor.shape
         try:
             config = stock_config(type(model), model.config, shapes, smaller)
-        except ValueError:  # its config has no field for this size
-            # Bloom's hidden size is fixed at 4 times its width: its layers are padded instead
+        except ValueError:  # the config has no field for this size
+            # such as Bloom, whose hidden size is always 4 times the width: pad its layers instead
             sizes = dict(zip(sizes, sizes, strict=True))
     for part in hidden:
         state = {**state, **part.resized(state, sizes[part.count(stock)])}
@@ -110,8 +111,8 @@ def smallest_stock(
         shapes = parameter_shapes(empty(type(model), config))
     if wrong := next((n for n, s in shapes.items() if n in state and state[n].shape != s), None):
         raise ValueError(
-            f"fold: {wrong} has lost neurons, and its MLP is not found without data; expected "
-            f"batch= with arguments to run {type(model).__name__}"
+            f"fold: {wrong} has lost neurons, and its MLP cannot be found without running the "
+            f"model; expected batch= with arguments to run {type(model).__name__}"
         )
     return dict(state), config
 
@@ -119,9 +120,9 @@ def smallest_stock(
 def _smallest_sizes(
     hidden: Sequence[_Hidden], stock: Mapping[str, torch.Size], state: Mapping[str, Tensor]
 ) -> dict[int, int]:
-    """Map each hidden size of the config to the smallest that suffices for all its layers."""
+    """Map each hidden size of the stock model to the smallest size that all its layers can have."""
     sizes: dict[int, int] = {}
-    for before in {part.count(stock) for part in hidden}:  # one field of the config
+    for before in {part.count(stock) for part in hidden}:  # layers of one size share a config field
         alike = [part for part in hidden if part.count(stock) == before]
         unit = math.lcm(*(part.unit for part in alike))
         needed = max(1, *(len(part.read_neurons(state)) for part in alike))
@@ -130,7 +131,7 @@ def _smallest_sizes(
 
 
 def _of_mlp(model: nn.Module, mlp: Mlp) -> _Hidden:
-    # the dimension of a weight's outputs: GPT-2's Conv1D stores (in, out)
+    # the dimension of a weight that holds its outputs: GPT-2's Conv1D stores (in, out)
     def rows(name: str) -> int:
         if is_conv1d(model.get_submodule(name)):
             return 1

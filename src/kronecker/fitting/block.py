@@ -1,8 +1,8 @@
 """One block: the inputs of its layers in the smaller model, and their target outputs.
 
-Two copies of the hidden states go through the blocks, the original model's and the smaller one's. A
-layer's target is its output in the original model. An MLP's target also includes the error that the
-residual stream has accumulated so far, if the stream can be read.
+The blocks run on two sets of hidden states, those of the original model and those of the smaller
+model. A layer's target is its output in the original model. An MLP's target also includes the error
+that the residual stream has accumulated so far, if the stream can be read.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from .stream import stream_kind
 
 
 class Block:
-    """One block of the model and the layers in it that become smaller.
+    """One block of the model, and the layers in it that are fitted.
 
     Args:
         model: The whole model.
         name: The name of the block in the model; empty if the whole model is one block.
         mlps: The MLPs in the block.
-        singles: The names of layers that are fitted one by one: linear layers, stacks of experts.
+        singles: The names of layers that are fitted one by one: linear layers and stacks of
+            experts.
         calls: The block's recorded calls, one for each batch.
     """
 
@@ -51,24 +52,25 @@ class Block:
         self.singles = singles
         self.calls = calls
         self.module = model.get_submodule(name)
-        # where the residual stream that each MLP adds to can be read
+        # where the residual stream that each MLP adds to can be read: a result of `stream_kind`
         self.kinds: dict[str, str | None] = {}
-        # the layers that write an MLP's output, and the singles, in the order they run
+        # the last layers of MLPs, and the singles, in the order they run
         self.ran: list[str] = []
-        self.said: dict[str, list[Tensor]] = {}  # outputs of the original's singles, batch by batch
-        # statistics of each MLP in the original, if all MLPs are fitted in one pass
+        # outputs of the singles in the original model, one tensor per batch
+        self.said: dict[str, list[Tensor]] = {}
+        # statistics of each MLP in the original model, if all MLPs are fitted in one pass
         self.seen: dict[str, Seen] = {}
-        # target of each MLP, plus the residual stream if it can be read
+        # the target of each MLP, plus the residual stream if it can be read, one tensor per batch
         self.wanted: dict[str, list[Tensor]] = {}
 
     @contextmanager
     def computing_in_float32(self) -> Iterator[None]:
-        """Compute in float32, in a context, if the block's weights are of half precision."""
+        """Compute in float32 within a context, if the block's weights have half precision."""
         if not has_half(self.module):
             yield
             return
         recorded = self.calls
-        # cast here, for one block at a time: all blocks share the tensors that were recorded
+        # cast for one block at a time, since all blocks share the recorded tensors
         self.calls = [call.mapped(as_float32) for call in recorded]
         try:
             with in_float32(self.module):
@@ -77,24 +79,25 @@ class Block:
             self.calls = recorded
 
     def outputs(self, states: Sequence[Tensor]) -> list[Tensor]:
-        """Return the hidden states after the block, batch by batch."""
+        """Return the hidden states after the block, one tensor per batch."""
         with self.computing_in_float32():
             return outputs_of(self.module, self.calls, states)
 
     def original(self, states: Sequence[Tensor], *, one_pass: bool = False) -> list[Tensor]:
-        """Run the unchanged block on the original's states.
+        """Run the unchanged block on the original model's hidden states.
 
-        Return its outputs, and store the targets of its layers.
+        Return the block's outputs, and store the targets of its layers.
 
         Args:
-            states: Hidden states before the block, batch by batch.
-            one_pass: Also store statistics of its MLPs, so that `smaller` need not run.
+            states: Hidden states before the block, one tensor per batch.
+            one_pass: Store statistics of the block's MLPs instead of their targets, so that
+                `smaller` need not run.
         """
         with self.computing_in_float32():
             return self._original(states, one_pass)
 
     def _original(self, states: Sequence[Tensor], one_pass: bool) -> list[Tensor]:
-        if one_pass:  # a fit to the original alone: errors of earlier blocks are ignored
+        if one_pass:  # the targets then ignore errors of earlier blocks, so no stream is read
             self.kinds = dict.fromkeys((m.down for m in self.mlps), None)
             self.seen = {m.down: self._nothing_seen(m) for m in self.mlps}
         else:
@@ -115,7 +118,8 @@ class Block:
                 if one_pass:
                     self.seen[mlp.down].add(h, y)
                 else:
-                    # `smaller` subtracts its own stream, whose error the target makes up for
+                    # `smaller` subtracts the smaller model's stream, so that the target includes
+                    # the error of that stream
                     self.wanted[mlp.down].append(y + self._stream(mlp, x, y, out, call))
             for name in self.singles:
                 if name in seen:
@@ -123,13 +127,13 @@ class Block:
         return outputs
 
     def look_ahead(self, outputs: Sequence[Tensor], later: Sequence[Tensor]) -> None:
-        """Add the output of the dropped blocks after this one to the targets of its MLPs.
+        """Add the contribution of the dropped blocks after this block to its MLPs' targets.
 
-        Only MLPs whose output is added to the block's output get this.
+        This changes only the targets of MLPs whose output is added to the block's output.
 
         Args:
-            outputs: The original's hidden states after this block.
-            later: The original's hidden states after the dropped blocks.
+            outputs: The original model's hidden states after this block.
+            later: The original model's hidden states after the dropped blocks.
         """
         for mlp in self.mlps:
             if self.kinds[mlp.down] != "output":
@@ -140,9 +144,9 @@ class Block:
                 wanted[number] = wanted[number] + tokens(added, call.keep)
 
     def smaller(self, mlp: Mlp, states: Sequence[Tensor], *, keep_inputs: bool) -> Seen:
-        """Run the block on the smaller model's states.
+        """Run the block on the smaller model's hidden states.
 
-        Return the statistics of an MLP's hidden neurons there, and of its targets.
+        Return the statistics of an MLP's hidden neurons in the smaller model, and of its targets.
         """
         total = self._nothing_seen(mlp)
         with self.computing_in_float32():
@@ -158,7 +162,7 @@ class Block:
         return Seen(Moments.zeros(*matrix.shape, device=matrix.device))
 
     def inputs(self, name: str, states: Sequence[Tensor]) -> list[Tensor]:
-        """Return a layer's inputs in the smaller model, batch by batch.
+        """Return a layer's inputs in the smaller model, one tensor for each batch that reaches it.
 
         The block runs only up to this layer.
         """
@@ -178,12 +182,12 @@ class Block:
         return inputs
 
     def routed(self, name: str, states: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return the tokens of a stack in the smaller model and their experts, batch by batch."""
+        """Return the tokens that reach a stack of experts, and their experts, for each call."""
         seen: list[tuple[Tensor, Tensor]] = []
         keep: list[Tensor | None] = [None]
 
         def see(module: nn.Module, given: tuple, named: dict) -> None:
-            # transformers calls a stack with states, indices of experts and their weights
+            # transformers calls a stack with hidden states, the experts' indices and their weights
             hidden, experts = (*given, *named.values())[:2]
             seen.append((tokens(hidden, keep[0]), tokens(experts, keep[0])))
 
@@ -216,21 +220,21 @@ class Block:
     def _run(
         self, call: Call, hidden: Tensor, singles: Sequence[str] = ()
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor, Tensor]]]:
-        """Return the block's output and, by name of an MLP or single layer, three tensors.
+        """Run the block; return its output, and three tensors for each MLP and single layer.
 
-        These are the input, the last layer's input and the output. For a single layer the first two
-        are the same.
+        By the name of an MLP's last layer, or of a single layer, the three tensors are the input,
+        the last layer's input and the output. For a single layer, the first two are the same.
         """
         inputs: dict[str, Tensor] = {}
         seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-        # the first up layer is enough: gate and up read the same input
+        # the first up layer is enough, since gate and up read the same input
         first = {m.ups[0]: m.down for m in self.mlps}
 
         def see(name: str, x: Tensor, y: Tensor) -> None:
             if name in first:
                 inputs[first[name]] = tokens(x, call.keep)
                 return
-            # a layer that runs again is fitted to its first run
+            # a layer that runs several times is fitted to its first run
             if name in seen and name in singles:
                 return
             if name not in self.ran:
@@ -257,11 +261,11 @@ class Block:
             return stream_kind(self.module, up, down, self.calls[0], own)
 
     def _full_precision(self) -> AbstractContextManager[object]:
-        """Return a context without autocast, since comparing values takes full precision."""
+        """Return a context manager that turns autocast off, for comparisons of values."""
         return torch.autocast(next(self.module.parameters()).device.type, enabled=False)
 
     def _in_own_dtype(self, states: Tensor) -> Tensor:
-        """Return hidden states in the block's dtype; autocast may have given them another."""
+        """Return hidden states in the block's dtype, from which autocast may have changed them."""
         return states.to(next(self.module.parameters()).dtype)
 
     def _stream(self, mlp: Mlp, x: Tensor, y: Tensor, out: Tensor, call: Call) -> Tensor:
@@ -281,10 +285,10 @@ def blocks_with(
     singles: Sequence[str],
     data: Sequence[Batch],
 ) -> tuple[list[Block], list[Tensor]]:
-    """Return the model's blocks in order, and the hidden states before the first, batch by batch.
+    """Return the model's blocks in order, and the hidden states before the first block.
 
-    If the input of a block is not the output of the block before it, the whole model is one
-    block.
+    If the input of a block is not the output of the block before it, the whole model is one block.
+    There is one tensor of hidden states per batch.
     """
     names = [*(m.down for m in mlps), *singles]
     blocks = blocks_of(model, names)
@@ -300,5 +304,5 @@ def blocks_with(
         block_mlps = [m for m in mlps if m.down in layer_names]
         block_singles = [n for n in singles if n in layer_names]
         result.append(Block(model, block_name, block_mlps, block_singles, calls))
-    # the blocks compute in float32
+    # in float32, in which the blocks compute
     return result, as_float32(states)

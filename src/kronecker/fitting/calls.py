@@ -1,4 +1,4 @@
-"""Record the arguments that a model calls its blocks with, batch by batch."""
+"""Record the arguments with which a model calls its blocks, batch by batch."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ..data.batches import without_labels
 from .precision import blocks_in_float32
 
 Calls = list[list[Call]]
-"""The calls of each block, batch by batch."""
+"""A list for each block, with the block's call for each batch."""
 
 
 class _NoStatesError(Exception):
-    """A block is called without hidden states."""
+    """Raised when a block is called without hidden states."""
 
 
 def calls_of(
@@ -36,12 +36,12 @@ def calls_of(
 ) -> tuple[Calls, list[Tensor]] | None:
     """Return the arguments that each block gets in the original model.
 
-    If on the first batch the arguments are the same when blocks return their inputs unchanged, the
-    other batches are run that way, without computing the blocks.
+    The blocks are computed for the first batch. If their arguments are the same when blocks return
+    their inputs unchanged, the other batches run in this way, without computing the blocks.
 
     Returns:
         One list of calls for each block, and the hidden states before the first block; None if a
-        block's input is not the output of the one before it.
+        block's input is not the output of the block before it.
     """
     # without the head, whose product with a large vocabulary is not needed
     body = _body(model, blocks, data[0])
@@ -50,12 +50,12 @@ def calls_of(
         return None
     first, inputs, outputs = watched
     states = [out[0] if isinstance(out, tuple) else out for out in outputs]
-    # one output more than there are pairs: no block reads the last block's output
+    # no block reads the output of the last block, so there is one more output than pairs
     if not all(map(torch.equal, inputs[1:], states)):
         return None
     rest = data[1:]
-    # a block that also returns attentions or a position bias passes them on, so it has to run;
-    # so does a block that runs several times, such as ALBERT's, since it reads its own output
+    # a block has to run if it passes on more than hidden states, such as a position bias, or if it
+    # runs several times, as in ALBERT, since it then reads its own output
     once = len(outputs) == len(blocks)
     if rest and once and _is_one_tensor(outputs[-1]):
         with _passed_by(blocks, outputs[-1]):
@@ -71,8 +71,8 @@ def _watched_run(
     """Run the model on a batch, with every block computed.
 
     Returns:
-        The calls and the first hidden states, what each block was given, and what it returned; None
-        if a block is called without hidden states.
+        The calls with the hidden states before the first block, the hidden states that each block
+        got, and each block's outputs; None if a block is called without hidden states.
     """
     inputs: list[Tensor] = []
     outputs: list[Any] = []
@@ -90,12 +90,12 @@ def _watched_run(
             )
         try:
             return _captured(body, blocks, batch), inputs, outputs
-        except _NoStatesError:  # the argument has another name in PatchTST's blocks
+        except _NoStatesError:  # for example, the argument has another name in PatchTST's blocks
             return None
 
 
 def _body(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) -> nn.Module:
-    """Return the model without its head if that takes the same arguments, else the model."""
+    """Return the model without its head if it then takes the same arguments, else the model."""
     body = getattr(model, "base_model", model)
     if not isinstance(body, nn.Module) or not any(m is blocks[0] for m in body.modules()):
         return model
@@ -107,7 +107,7 @@ def _body(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) -> nn.Mod
 def _captured(
     model: nn.Module, blocks: Sequence[nn.Module], batch: Batch
 ) -> tuple[Calls, list[Tensor]]:
-    """Return each block's calls in one forward, and the first block's hidden states."""
+    """Return each block's calls in one forward pass, and the states before the first block."""
     keep = not_padding(batch)
     calls: Calls = [[] for _ in blocks]
     first: list[Tensor] = []
@@ -129,14 +129,15 @@ def _captured(
 
 
 def _is_one_tensor(out: object) -> bool:
-    """Return whether a block's output is hidden states and nothing else."""
+    """Return whether a block's output consists of hidden states and nothing else."""
     return isinstance(out, Tensor) or (isinstance(out, tuple) and all(o is None for o in out[1:]))
 
 
 def _passed_by(blocks: Sequence[nn.Module], out: Tensor | tuple) -> AbstractContextManager[None]:
-    """Make blocks return their hidden states unchanged, in a context.
+    """Return a context manager in which blocks return their hidden states unchanged.
 
-    If a block's output ``out`` is a tuple, they return one too, with None after the first element.
+    If ``out``, an output of a block, is a tuple, the blocks return tuples too, with None after the
+    first element.
     """
 
     def unchanged(number: int, arguments: tuple, named: Mapping[str, Any]) -> object:
@@ -146,14 +147,14 @@ def _passed_by(blocks: Sequence[nn.Module], out: Tensor | tuple) -> AbstractCont
 
 
 def _same_arguments(calls: Calls, others: Calls) -> bool:
-    """Return whether two forwards gave their blocks the same arguments but for hidden states."""
+    """Return whether blocks got the same arguments, hidden states aside, in two forward passes."""
     values, structure = _flattened(calls)
     other_values, other_structure = _flattened(others)
     return structure == other_structure and all(map(_equal, values, other_values))
 
 
 def _flattened(calls: Calls) -> tuple[list[Any], TreeSpec]:
-    """Return all arguments of all calls in one list, and how they are nested."""
+    """Return all arguments of all calls in one list, and the structure of their nesting."""
     return tree_flatten([[(call.arguments, call.named) for call in block] for block in calls])
 
 
@@ -169,7 +170,7 @@ def _joined(
     blocks: Sequence[nn.Module],
     rest: Sequence[Batch],
 ) -> tuple[Calls, list[Tensor]]:
-    """Add the calls and the first hidden states of the other batches to those of the first."""
+    """Add the calls and first hidden states of the other batches to those of the first batch."""
     calls, states = first
     for batch in rest:
         calls_of_batch, states_of_batch = _captured(body, blocks, batch)
@@ -180,15 +181,15 @@ def _joined(
 
 
 class WholeModel(Call):
-    """A whole model as one block. It has no hidden states, so they stay as they are."""
+    """The call of a whole model as one block, which passes its hidden states on unchanged."""
 
     @classmethod
     def of(cls, batch: Batch) -> WholeModel:
-        """Return the call of a batch."""
+        """Return the call for a batch."""
         return cls((), without_labels(batch), not_padding(batch))
 
     def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        """Run the model on the batch."""
-        # its output is not needed: hooks record its layers' inputs and outputs
+        """Run the model on the batch, and return ``hidden`` unchanged."""
+        # the model's output is not needed: hooks record its layers' inputs and outputs
         block(**self.named)
         return hidden

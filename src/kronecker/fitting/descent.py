@@ -1,4 +1,4 @@
-"""Gradient descent on one MLP's error, for all of its matrices together."""
+"""Gradient descent on the error of one MLP, for all of its matrices together."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from .mlp import MlpWeights
 
-_SIZED = 2048  # tokens from which step sizes are computed
-_BATCH = 512  # tokens of a step
-_STEP = 0.015  # size of a step, as a share of a matrix's standard deviation
+_SIZED = 2048  # number of tokens from which step sizes are computed
+_BATCH = 512  # number of tokens per step
+_STEP = 0.015  # size of a step, as a fraction of a matrix's standard deviation
 
 
 def descended(
@@ -19,13 +19,14 @@ def descended(
 ) -> tuple[MlpWeights, float]:
     """Return the MLP's weights after descent on |target - y|², and their squared relative error.
 
-    If the error does not fall below ``before``, the error of the given weights, these are returned.
+    If the error does not fall below ``before``, which is the error of the given weights, return the
+    given weights and this error.
     """
     if not epochs:
         return weights, before
     moved = _moved(weights, x, target, epochs)
     after = moved.error(x, target)
-    # a loss that became NaN compares as false, so the closed form stays
+    # if the error became NaN, the comparison is false, so the given weights are kept
     if after < before:
         return (moved, after)
     return (weights, before)
@@ -33,26 +34,26 @@ def descended(
 
 @torch.enable_grad()
 def _moved(weights: MlpWeights, x: Tensor, target: Tensor, epochs: int) -> MlpWeights:
-    """Train all weights of an MLP (Adam, with a rate that falls to zero) and return them.
+    """Train all weights of an MLP with Adam, with a rate that falls to zero, and return them.
 
-    A step moves a matrix by a share of its standard deviation, and a bias by a share of the
-    standard deviation of the outputs that it is added to, so that no rate has to be chosen for a
-    model. The order of tokens comes from a separate generator with a fixed seed: the same calls
-    give the same weights.
+    A step moves a matrix by a fraction of its standard deviation, and a bias by a fraction of the
+    standard deviation of the outputs to which it is added, so that no learning rate has to be
+    chosen for each model. The order of tokens comes from a separate generator with a fixed seed, so
+    that equal calls give equal weights.
     """
     sizes = weights.sizes(x[:_SIZED])
     parameters = [t.clone().requires_grad_() for t in weights.parameters()]
     weights = weights.with_parameters(parameters)
     groups = [{"params": [t], "lr": 0.0, "size": s} for t, s in zip(parameters, sizes, strict=True)]
-    # rates are set in every step below; the groups only hold the sizes
-    # fused: the plain loop over tensors takes four times as long on a CPU
+    # the learning rates are set in every step below, from the sizes that the groups hold;
+    # fused=True, since the loop over tensors takes four times as long on a CPU
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95), fused=True)
     generator = torch.Generator().manual_seed(0)
     batch = min(_BATCH, len(x))
     chunks: list[Tensor] = []
     for _ in range(epochs):
         order = torch.randperm(len(x), generator=generator).to(x.device)
-        # a short last batch is left out: its few tokens would count more than the others
+        # a short last batch is left out, since its few tokens would count more than others
         chunks += order[: len(x) // batch * batch].split(batch)
     for step, rows in enumerate(chunks):
         loss = (weights(x[rows]) - target[rows]).square().mean()

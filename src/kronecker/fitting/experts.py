@@ -1,8 +1,8 @@
 """Fit the experts of a mixture.
 
-Each expert is an MLP that is fitted on the tokens routed to it in the smaller model.
+Each expert is an MLP, and is fitted on the tokens that are routed to it in the smaller model.
 
-Letters: E experts; I hidden neurons of each; H the block's width; N tokens; k experts of a token.
+Letters: E experts; I hidden neurons per expert; H the model's width; N tokens; k experts per token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..moments import Moments
 from .mlp import MlpWeights, Seen
 from .neurons import fit_neurons
 
-# for each batch the tokens (N, H) and the experts of each (N, k)
+# for each batch, the tokens (N, H) and the indices of each token's experts (N, k)
 Routed = Sequence[tuple[Tensor, Tensor]]
 
 
@@ -29,7 +29,7 @@ def experts_shapes(module: nn.Module, keep: int) -> dict[str, torch.Size]:
     shapes = {n: list(p.shape) for n, p in module.named_parameters(recurse=False)}
     count = layout.neurons(torch.Size(shapes["down_proj"]))
     for name, dim in layout.neuron_dims.items():
-        # gate and up in one matrix have two rows for each neuron
+        # a matrix that holds gate and up has two rows for each neuron
         shapes[name][dim] = shapes[name][dim] // count * keep
     return {n: torch.Size(shape) for n, shape in shapes.items()}
 
@@ -37,17 +37,18 @@ def experts_shapes(module: nn.Module, keep: int) -> dict[str, torch.Size]:
 def fit_expert_neurons(
     module: nn.Module, routed: Routed, keep: int, config: PruneConfig
 ) -> tuple[dict[str, Tensor], float, bool]:
-    """Keep the best ``keep`` hidden neurons of each expert.
+    """Choose the best ``keep`` hidden neurons of each expert, and fit their weights.
 
     Args:
         module: A stack of experts.
-        routed: The tokens that it gets in the smaller model, with their experts.
-        keep: Number of hidden neurons that stay in each expert.
+        routed: The tokens that the stack gets in the smaller model, with their experts.
+        keep: Number of hidden neurons to keep in each expert.
         config: The settings, as for an MLP.
 
     Returns:
-        The stack's new parameters; the squared relative error of all experts together;
-        whether a few tokens of some expert have most of the energy that this error is relative to.
+        The stack's new parameters by name, the squared relative error of all experts together, and
+        whether for some expert a few tokens have most of the squared outputs by which the error is
+        divided.
     """
     layout = layout_of(module)
     new: dict[str, list[Tensor]] = {name: [] for name in (*layout.matrices, *layout.biases)}
@@ -70,7 +71,7 @@ def fit_expert_neurons(
 
 
 def _mlp(layout: ExpertsLayout) -> Mlp:
-    """Return an expert as an MLP."""
+    """Return an `Mlp` that describes one expert of a stack with this layout."""
     return Mlp((layout.up,), "down_proj", layout.canonical_rows)
 
 
@@ -81,7 +82,7 @@ def _biases(weights: MlpWeights) -> list[Tensor]:
 def _experts(
     module: nn.Module, routed: Routed, *, keep_inputs: bool
 ) -> Iterator[tuple[MlpWeights, Seen]]:
-    """Yield each expert's weights, its inputs and the outputs that it should keep."""
+    """Yield each expert's weights, and statistics of its inputs and target outputs."""
     layout = layout_of(module)
     stack = canonical_parameters(module)
 
@@ -96,7 +97,7 @@ def _experts(
         weights = MlpWeights([(up,)], [up_bias], (down,), down_bias, middle)
         seen = Seen(Moments.zeros(*down.shape, device=down.device))
         for tokens, experts in routed:
-            # the router's weights are left out: a token counts once for each of its experts
+            # the router's weights are ignored, so that a token counts once for each of its experts
             x = tokens[(experts == expert).any(-1)].float()
             seen.add(weights.hidden(x), weights(x), x if keep_inputs else None)
         yield weights, seen

@@ -1,8 +1,8 @@
 """Fit one MLP's matrices together, as Kronecker sums or as products of thin matrices.
 
-The matrices that read the block's width are initialized on their inputs in the smaller model. The
-matrix that writes it is then initialized on the hidden neurons that these matrices give, toward the
-MLP's target. Last, all matrices are fitted together by gradient descent.
+First, the matrices that read the MLP's input are initialized on their inputs in the smaller model.
+Then the last matrix is initialized to give the MLP's target outputs from the hidden neurons that
+the first matrices give. Finally, all matrices are fitted together by gradient descent.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ Configs = Mapping[str, Factored]  # by the names of an MLP's layers
 
 
 class FactorFit(NamedTuple):
-    """An MLP's weights as factors."""
+    """An MLP's weights as factors, with their error and the order of its hidden neurons."""
 
     weights: MlpWeights
-    error: float  # relative, squared
-    order: Tensor | None  # the new order of its hidden neurons; None: unchanged
+    error: float  # the squared relative error
+    order: Tensor | None  # the new order of the MLP's hidden neurons; None if unchanged
 
 
 def fit_factors(mlp: Mlp, weights: MlpWeights, seen: Seen, configs: Configs) -> FactorFit:
-    """Fit the factors of an MLP, with one config for each layer, all of one kind.
+    """Fit the factors of an MLP.
 
     Args:
         mlp: The MLP's layers.
-        weights: The MLP's weights before, with neurons in their original order.
-        seen: Statistics over calibration tokens, with inputs and targets.
-        configs: The settings of each layer, by its name.
+        weights: The MLP's original weights, with neurons in their original order.
+        seen: Statistics of the MLP on calibration tokens, with inputs and targets.
+        configs: The settings of each layer by name, all of one type.
     """
     x = torch.cat(seen.inputs)
     target = torch.cat(seen.targets)
@@ -53,7 +53,7 @@ def fit_factors(mlp: Mlp, weights: MlpWeights, seen: Seen, configs: Configs) -> 
         weights = weights.on(mlp, order)
         moments = moments.of_inputs(order)
     started = _started(mlp, weights, moments, x, target, configs, sorted_neurons=order is not None)
-    # the matrices descend together, so the largest number of epochs counts for all
+    # all matrices are fitted by one descent, so the largest number of epochs applies
     epochs = max(c.epochs for c in configs.values())
     if started.middle is None:
         return FactorFit(started, moments.error(started.down_weight, started.down_bias) ** 2, order)
@@ -71,7 +71,7 @@ def _started(
     *,
     sorted_neurons: bool,
 ) -> MlpWeights:
-    """Initialize the factors of each matrix, the last matrix after the others."""
+    """Return initial factors of each matrix, those of the last matrix computed after the others."""
     is_kronecker = any(isinstance(c, KroneckerConfig) for c in configs.values())
     small = replace(
         weights, ups=[], up_biases=[], build=build if is_kronecker else lambda a, b: b @ a
@@ -99,11 +99,11 @@ def _started(
 
 
 def _factors(config: Factored, weight: Tensor, moments: Moments, *, sorted_neurons: bool) -> Matrix:
-    """Fit the factors of a weight to the moments of its inputs and targets."""
+    """Return factors of a weight, fitted to the moments of its inputs and targets."""
     if isinstance(config, LowRankConfig):
         return init.low_rank(weight, config.rank_of(*weight.shape), moments)
     b_shape = config.shapes(*weight.shape)[1]
-    # keep the important neurons unchanged
+    # pruning keeps the weights of the important neurons, which come first, unchanged
     if sorted_neurons and config.rank == 1 and b_shape[1] == 1:
         return init.prune(weight, b_shape)[:2]
     return start(weight, b_shape, replace(config, keep="even"), moments)[:2]
@@ -112,11 +112,10 @@ def _factors(config: Factored, weight: Tensor, moments: Moments, *, sorted_neuro
 def neuron_order(
     mlp: Mlp, weights: MlpWeights, moments: Moments, configs: Configs
 ) -> Tensor | None:
-    """Return an order of hidden neurons in which each row of A begins with an important one.
+    """Return an order of hidden neurons with an important neuron first in each row of A.
 
-    Return None to keep the current order.
-
-    With the new order all matrices drop the same neurons, and nothing else changes.
+    With this order, pruning drops the same neurons from all matrices. The order alone does not
+    change the MLP's function. Return None if the matrices do not group neurons in the same way.
     """
     group = _group(mlp, weights, configs)
     if group == 1:
@@ -125,26 +124,26 @@ def neuron_order(
     leaders = most_important(weights, moments, count // group)
     others = torch.ones(count, dtype=torch.bool, device=leaders.device)
     others[leaders] = False
-    # each leader is followed by neurons that share its row of A, in their old order
+    # each leader is followed by the neurons that share its row of A, in their old order
     rest = torch.arange(count, device=leaders.device)[others].view(-1, group - 1)
     return torch.cat([leaders[:, None], rest], 1).flatten()
 
 
 def _group(mlp: Mlp, weights: MlpWeights, configs: Configs) -> int:
-    """Return how many hidden neurons share a row of A, in all of an MLP's matrices.
+    """Return how many hidden neurons share a row (in the last matrix, a column) of A.
 
-    Return 1 if the matrices do not agree.
+    Return 1 if this number is not the same in all of an MLP's matrices.
     """
     sizes: set[int] = set()
     matrices: Sequence[Tensor] = [*(w for (w,) in weights.ups), weights.down_weight]
     count = weights.down_weight.shape[1]
     for name, weight in zip((*mlp.ups, mlp.down), matrices, strict=True):
         config = configs[name]
-        # if gate and up alternate, a row of A is shared by both rows of one neuron
+        # if gate and up rows alternate, a row of A is shared by the two rows of one neuron
         if not isinstance(config, KroneckerConfig) or mlp.layout == "interleaved":
             return 1
         b_shape = config.shapes(*weight.shape)[1]
-        # hidden neurons are rows of the matrices before and columns of the last one
+        # hidden neurons are columns of the last matrix and rows of the others
         sizes.add(b_shape[1] if name == mlp.down else b_shape[0])
     group = sizes.pop()
     if not sizes and count % group == 0:

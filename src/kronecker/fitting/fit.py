@@ -30,11 +30,12 @@ from .factors import fit_factors
 from .mlp import MlpWeights, Seen
 from .neurons import fit_neurons
 
-# remarks on a fit for the user, by the name of a note
+# remarks for the user on a fit, by the name of a note
 _REMARKS = {
-    "unknown": "fitted in closed form only, since the function between its matrices is not known",
-    "few": "a few tokens (attention sinks) hold more than half of the squared outputs that the "
-    "relative error is divided by, so the error says little about the other tokens",
+    "unknown": "fitted in closed form only, since the function between the MLP's matrices is not "
+    "known",
+    "few": "a few tokens (attention sinks) have more than half of the squared outputs by which "
+    "the relative error is divided, so the error says little about the other tokens",
 }
 
 
@@ -42,14 +43,14 @@ _REMARKS = {
 class Part:
     """Layers that are fitted together: an MLP, a stack of experts, or a single linear layer."""
 
-    name: str  # of the layer that writes the block's width, of the stack, or of the single layer
-    configs: Mapping[str, Config]  # by name of its layers
+    name: str  # of the MLP's last layer, of the stack of experts, or of the single layer
+    configs: Mapping[str, Config]  # the config of each layer of the part, by name
     mlp: Mlp | None = None
-    neurons: int = 0  # number of neurons that stay, if some are dropped
+    neurons: int = 0  # number of neurons to keep, if some are dropped
 
     @property
     def prune(self) -> PruneConfig | None:
-        """Return the config that drops this part's neurons, or None if no neuron is dropped."""
+        """The `PruneConfig` of this part, or None if the part has another config."""
         config = self.configs[self.name]
         if isinstance(config, PruneConfig):
             return config
@@ -61,13 +62,13 @@ class Fitted:
     """A part's new parameters by name, and its relative error."""
 
     tensors: dict[str, Tensor]
-    error: float  # relative, squared
-    order: Tensor | None = None  # new order of an MLP's hidden neurons; None: unchanged
+    error: float  # the squared relative error
+    order: Tensor | None = None  # the new order of an MLP's hidden neurons; None if unchanged
     notes: tuple[str, ...] = field(default=())
 
 
 def remarks_of(done: Mapping[str, Fitted]) -> list[str]:
-    """Return a line for each note, with the first part that has it and how many others do."""
+    """Return a line for each kind of note, which names the first part and counts the others."""
     lines = []
     for note, text in _REMARKS.items():
         names = [name for name, fitted in done.items() if note in fitted.notes]
@@ -88,30 +89,32 @@ def fit_(
     progress: tqdm,
     dropped: Collection[str] = (),
 ) -> dict[str, Fitted]:
-    """Make the parts of a model smaller, in place. Return each `Fitted` part, without tensors.
+    """Fit the parts of a model, in place, and return each `Fitted` part without its tensors.
 
     Args:
         model: A model in evaluation mode.
-        parts: The parts that become smaller.
+        parts: The parts to fit.
         data: Batches, as `batches` returns them.
-        operation: The name that error messages begin with.
-        cache: The store of parts that were fitted before.
+        operation: The name with which error messages begin.
+        cache: The store of parts that an earlier call has fitted.
         progress: A progress bar, which advances by one after each part.
         dropped: Names of blocks that the smaller model does not have.
     """
-    # fit each part on its inputs in the original, so that only one copy of the states runs
+    # in one pass, each part is fitted on its inputs in the original, so that only the original's
+    # hidden states are needed
     one_pass = all(p.prune is not None and p.prune.chosen_method == "fast" for p in parts)
     done: dict[str, Fitted] = {}
     by_name = {p.name: p for p in parts}
     mlps = [p.mlp for p in parts if p.mlp]
     singles = [p.name for p in parts if not p.mlp]
-    # recorded without autocast, since the arguments are used with and without it
+    # without autocast, since the recorded arguments are used with and without autocast
     with torch.autocast(next(model.parameters()).device.type, enabled=False):
         blocks, theirs = blocks_with(model, mlps, singles, data)
     ours = list(theirs)
     for index, block in enumerate(blocks):
         if block.name in dropped:
-            # dropped blocks at the model's start: the blocks that follow make up for them
+            # no earlier block can compensate for dropped blocks at the beginning of the model, so
+            # the blocks that follow do
             if all(b.name in dropped for b in blocks[:index]):
                 theirs = block.outputs(theirs)
             continue
@@ -122,15 +125,15 @@ def fit_(
         silent = [n for n in block.singles if n not in block.ran]
         if silent:
             raise ValueError(
-                f"{operation}: expected calibration data that {silent[0]} runs on, but no token "
-                "reached it"
+                f"{operation}: expected calibration data with tokens that reach {silent[0]}, got "
+                "none"
             )
         given = before if one_pass else ours
-        # in the order they run, so that later parts of a block see the earlier ones' new weights
+        # in the order they run, so that later parts of a block get inputs from refitted parts
         for part in map(by_name.__getitem__, block.ran):
             fitted = _fitted_or_stored(model, block, part, given, operation, cache)
             place_(model, part, fitted.tensors)
-            # the tensors are in the model now; a second copy of all would be the model's size
+            # without tensors, which are now in the model: keeping them could double the memory
             done[part.name] = Fitted({}, fitted.error, fitted.order, fitted.notes)
             progress.update(1)
         if not one_pass:
@@ -143,7 +146,7 @@ def _run_originals(
 ) -> list[Tensor]:
     """Run the original block and the dropped blocks after it; store the targets of its parts.
 
-    Return the original's hidden states after these blocks, batch by batch.
+    Return the original model's hidden states after these blocks, one tensor per batch.
     """
     outputs = block.original(states, one_pass=one_pass)
     if not gone:
@@ -163,13 +166,14 @@ def _fitted_or_stored(
     operation: str,
     cache: Stage,
 ) -> Fitted:
-    """Return a part as an earlier call has stored it; else fit it and store it."""
+    """Return a part from the cache or, if it is not there, fit and store it."""
     name = part.name or "model"
     stored = cache.load(name)
     if stored is None:
         fitted = fit_part(model, block, part, given, operation)
         cache.store(name, fitted.tensors, {"error": fitted.error, "notes": fitted.notes})
-        # from the cache, whose mapped tensors the system can drop: all parts may not fit in memory
+        # read again from the cache, whose memory-mapped tensors the system can evict from memory,
+        # since all parts together may not fit
         stored = cache.load(name)
         if stored is None:
             return fitted
@@ -180,7 +184,7 @@ def _fitted_or_stored(
 def fit_part(
     model: nn.Module, block: Block, part: Part, states: Sequence[Tensor], operation: str
 ) -> Fitted:
-    """Return a part's new parameters, from the smaller model's states before its block."""
+    """Return a part's new parameters, fitted on the given hidden states before its block."""
     if is_experts(module := model.get_submodule(part.name)):
         assert part.prune is not None
         tensors, error, is_of_few = fit_expert_neurons(
@@ -224,11 +228,11 @@ def _fitted_mlp(
     else:
         descends = prune.descends
     middle = None
-    # the closed form of pruning needs only hidden neurons, which a run of the block gives
+    # pruning in closed form needs only the values of hidden neurons, which a run of the block gives
     if prune is None or descends:
         middle = block.middle(mlp, states[0], getattr(model, "config", None))
     weights = MlpWeights.of(modules, middle)
-    seen = block.seen.pop(mlp.down, None)  # moments of all blocks would fill the memory
+    seen = block.seen.pop(mlp.down, None)  # removed, since moments of all blocks would fill memory
     if seen is None:
         seen = block.smaller(mlp, states, keep_inputs=prune is None or descends)
     _check_seen(seen, part, operation)
@@ -263,7 +267,7 @@ def _factors_as_parameters(
 def _check_seen(seen: Seen, part: Part, operation: str) -> None:
     if not seen.moments.count:
         raise ValueError(
-            f"{operation}: {part.name} saw no calibration token, expected data that is not all "
+            f"{operation}: expected calibration data with tokens that reach {part.name}, got only "
             "padding"
         )
 
@@ -275,7 +279,7 @@ def _factored(part: Part) -> dict[str, KroneckerConfig | LowRankConfig]:
 def _stock_parameters(
     mlp: Mlp, modules: Sequence[nn.Module], weights: MlpWeights
 ) -> dict[str, Tensor]:
-    """Return an MLP's parameters with fewer neurons, by name, in their dtypes and layouts."""
+    """Return an MLP's parameters by name, in the dtypes and layouts of its modules."""
     state: dict[str, Tensor] = {}
     matrices = (*weights.ups, weights.down)
     biases = (*weights.up_biases, weights.down_bias)
@@ -290,7 +294,7 @@ def _stock_parameters(
 
 
 def place_(model: nn.Module, part: Part, tensors: Mapping[str, Tensor]) -> None:
-    """Put a part's new parameters into its layers, or into smaller layers in their place."""
+    """Put a part's new parameters into its layers, or into smaller layers that replace them."""
     if part.prune is not None:
         set_parameters_(model, tensors)
         return

@@ -1,6 +1,6 @@
-"""One MLP apart from its model: its weights, its statistics and the function between matrices.
+"""An MLP outside its model: its weights, its statistics and the function between its matrices.
 
-Letters: N tokens; H the block's width; I hidden neurons; O outputs.
+Letters: N tokens; H the model's width; I hidden neurons; O outputs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..discovery.mlps import Mlp
 from ..layers.weights import bias_of, dense
 from ..moments import Moments
 
-_CHUNK = 2048  # tokens at a time
+_CHUNK = 2048  # number of tokens at a time
 _ACTIVATIONS = (
     "hidden_act",
     "hidden_activation",
@@ -37,7 +37,7 @@ def _itself(weight: Tensor) -> Tensor:
 
 @dataclass
 class MlpWeights:
-    """An MLP's weights, (out, in), in float32 while they are fitted.
+    """An MLP's weights (out, in) in float32, for the time of a fit.
 
     A weight is stored as its factors or as a dense matrix.
     """
@@ -46,12 +46,12 @@ class MlpWeights:
     up_biases: list[Tensor | None]
     down: Matrix
     down_bias: Tensor | None
-    middle: Middle | None  # None: not known, so that the MLP cannot be run apart from its block
-    build: Callable[..., Tensor] = _itself  # makes a dense weight of a `Matrix`
+    middle: Middle | None  # None if unknown: the MLP then cannot be run outside its block
+    build: Callable[..., Tensor] = _itself  # returns the dense weight, given a `Matrix`
 
     @classmethod
     def of(cls, modules: Sequence[nn.Module], middle: Middle | None) -> MlpWeights:
-        """Return the weights of an MLP's modules, which end with the down projection."""
+        """Return the weights of an MLP's modules, the last of which is the down projection."""
         matrices = [(dense(m).float().contiguous(),) for m in modules]
         biases = [None if (b := bias_of(m)) is None else b.float() for m in modules]
         # pyrefly: ignore[bad-argument-type]: lists are not changed
@@ -59,7 +59,7 @@ class MlpWeights:
 
     @property
     def down_weight(self) -> Tensor:
-        """The weight of the MLP's last layer (the down projection), (O, I)."""
+        """The dense weight of the MLP's last layer (the down projection), (O, I)."""
         return self.build(*self.down)
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class MlpWeights:
         return replace(self, ups=ups, up_biases=biases, down=(self.down_weight[:, neurons],))
 
     def parameters(self) -> list[Tensor]:
-        """Return the tensors that the weights are built from."""
+        """Return the tensors from which the weights are built: matrices or factors, and biases."""
         biases = [b for b in (*self.up_biases, self.down_bias) if b is not None]
         return [*chain.from_iterable((*self.ups, self.down)), *biases]
 
@@ -96,22 +96,23 @@ class MlpWeights:
         return replace(self, ups=ups, up_biases=biases, down=down, down_bias=bias)
 
     def sizes(self, x: Tensor) -> list[float]:
-        """Return the standard deviation of each of `parameters`.
+        """Return a standard deviation for each of `parameters`, which sets its step size.
 
-        For a bias, it is the standard deviation of the outputs that the bias is added to.
+        For a bias, this is the standard deviation of the outputs to which the bias is added.
         """
         said = [F.linear(x, self.build(*m)) for m in self.ups]
         biases = [y for y, b in zip(said, self.up_biases, strict=True) if b is not None]
         if self.down_bias is not None:
             biases.append(F.linear(self.hidden(x), self.down_weight))
         tensors = (*chain.from_iterable((*self.ups, self.down)), *biases)
-        # correction=0, as a factor may be one number; 1e-8, so that a tensor of zeros moves, too
+        # correction=0, since a factor may be a single number; at least 1e-8, so that a tensor of
+        # zeros changes, too
         return [float(t.std(correction=0).clamp_min(1e-8)) for t in tensors]
 
     def error(self, x: Tensor, target: Tensor) -> float:
         """Return the squared relative error of the outputs: Σ |t - y|² / Σ |t|²."""
-        # summed in float32, whose rounding is far below the difference of two errors; in pieces,
-        # because the hidden neurons of all tokens take many times the memory of the inputs
+        # float32 sums are precise enough to compare two errors; computed in pieces, because the
+        # hidden neurons of all tokens take many times the memory of the inputs
         apart = 0.0
         for rows, wanted in zip(x.split(_CHUNK), target.split(_CHUNK), strict=True):
             apart += float((wanted - self(rows)).float().square().sum())
@@ -120,17 +121,18 @@ class MlpWeights:
 
 @dataclass
 class Seen:
-    """Statistics of an MLP's hidden neurons and inputs, and of its targets."""
+    """Statistics of an MLP on calibration tokens: its hidden neurons, targets and inputs."""
 
     moments: Moments  # of hidden neurons (N, I) and target outputs (N, O)
-    # inputs (N, H), only if the up layers are fitted, too
+    # inputs (N, H) and targets (N, O) of each call of `add`, stored only if the up layers are
+    # fitted, too
     inputs: list[Tensor] = field(default_factory=list)
-    targets: list[Tensor] = field(default_factory=list)  # (N, O)
+    targets: list[Tensor] = field(default_factory=list)
 
     def add(self, hidden: Tensor, target: Tensor, inputs: Tensor | None = None) -> None:
-        """Add tokens: hidden neurons (N, I), target outputs (N, O) and the MLP's inputs (N, H).
+        """Add the hidden neurons (N, I), target outputs (N, O) and inputs (N, H) of N tokens.
 
-        With inputs, the inputs and targets are stored, too.
+        If inputs are given, the inputs and targets are also stored.
         """
         self.moments.add(hidden, target)
         if inputs is not None:
@@ -153,7 +155,7 @@ def middle_of(
         hidden: The inputs of the MLP's last layer for the same tokens, (N, I).
     """
     activations: list[Any] = []
-    # the config's activation first, because this test cannot tell variants of gelu apart
+    # the config's activation first, because the test below cannot tell variants of GELU apart
     for field_name in _ACTIVATIONS:
         name = getattr(config, field_name, None)
         if isinstance(name, str) and name in ACT2FN:
@@ -165,7 +167,7 @@ def middle_of(
     for activation in (*activations, F.silu, F.gelu, F.relu):
         for middle in _middles(mlp, activation, len(said)):
             try:
-                # a module nearby may be no activation at all, and raise
+                # a nearby module may not be an activation at all, and may raise an error
                 apart = (middle(said).float() - hidden.float()).abs().mean()
             except (TypeError, RuntimeError, ValueError):
                 continue
@@ -196,5 +198,5 @@ def _middles(mlp: Mlp, activation: Callable[[Tensor], Tensor], ups: int) -> list
         first, second = pair(said)
         return first * activation(second)
 
-    # which half goes through the activation differs by family, so both are tried
+    # model families differ in which of the two goes through the activation, so both are tried
     return [first_gates, second_gates]

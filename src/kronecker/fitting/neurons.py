@@ -1,6 +1,6 @@
-"""Choose which hidden neurons of one MLP stay, and fit their weights to make up for the rest.
+"""Choose which hidden neurons of one MLP to keep, and fit their weights to compensate for the rest.
 
-Letters: H the block's width; I hidden neurons; O outputs.
+Letters: H the model's width; I hidden neurons; O outputs.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from .descent import descended
 from .elimination import eliminate, refitted
 from .mlp import MlpWeights, Seen
 
-# for the choice of neurons; the fit's larger ridge would keep neurons that others could replace
+# the ridge for choosing neurons; with the larger ridge of the fit, neurons that others could
+# replace would be kept
 _RIDGE = 1e-3
 
 
 def normal_equations(weights: MlpWeights, moments: Moments, ridge: float) -> tuple[Tensor, Tensor]:
-    """Return E[h hᵀ] and E[t hᵀ] of hidden neurons and targets, centered if there is a bias.
+    """Return E[h hᵀ] and E[t hᵀ] of hidden neurons h and targets t, centered if there is a bias.
 
-    Both include a ridge, a share of the mean second moment, that pulls toward the old weight.
+    Both include a ridge that pulls toward the old weight. ``ridge`` is a fraction of the mean
+    second moment of the hidden neurons.
     """
     n = max(1, moments.count)
-    # relative to the inputs before centering; 1.0 if there was no token
+    # relative to the second moments before centering, or to 1.0 if these are 0
     ridge = ridge * (float(moments.inputs.diagonal().mean()) / n or 1.0)
-    if weights.down_bias is not None:  # the bias takes care of means
+    if weights.down_bias is not None:  # the bias corrects the mean
         moments = moments.centered()
     moment = moments.inputs / n
     moment.diagonal().add_(ridge)
@@ -38,27 +40,28 @@ def normal_equations(weights: MlpWeights, moments: Moments, ridge: float) -> tup
 
 
 def most_important(weights: MlpWeights, moments: Moments, keep: int) -> Tensor:
-    """Return the ``keep`` most important hidden neurons, in their order.
+    """Return the indices of the ``keep`` most important hidden neurons, in ascending order.
 
-    These are the neurons whose loss the others could make up for least.
+    These are the neurons for whose loss the others could compensate least.
     """
     moment, cross = normal_equations(weights, moments, _RIDGE)
-    # tried once: twice as many a step, or half as many, moved SmolLM2's loss by .003 and .012 nats
+    # measured once: twice or half as many neurons per step changed SmolLM2's loss by .003 or .012
+    # nats
     return eliminate(cross, moment, keep, step=max(1, len(moment) // 24))
 
 
 def fit_neurons(
     mlp: Mlp, weights: MlpWeights, seen: Seen, keep: int, config: PruneConfig
 ) -> tuple[MlpWeights, float]:
-    """Return an MLP's weights with the best ``keep`` hidden neurons, and the error.
+    """Return an MLP's weights with the best ``keep`` hidden neurons, and its squared error.
 
-    The error is relative and squared.
+    The error is relative to the squared targets.
 
     Args:
         mlp: The MLP's layers.
-        weights: The MLP's weights before.
-        seen: Statistics over calibration tokens.
-        keep: Number of hidden neurons that stay.
+        weights: The MLP's original weights.
+        seen: Statistics of the MLP on calibration tokens.
+        keep: Number of hidden neurons to keep.
         config: The settings, of which the method, ``epochs`` and ``ridge`` are used.
     """
     chosen = most_important(weights, seen.moments, keep)
@@ -73,8 +76,8 @@ def fit_neurons(
 def _with_writing_matrix(
     small: MlpWeights, weights: MlpWeights, moments: Moments, kept: Tensor, config: PruneConfig
 ) -> MlpWeights:
-    """Fit the matrix and bias that read the kept neurons, in closed form."""
-    # an expert that no token reached keeps its largest neurons as they are
+    """Return the weights after a fit of the last matrix and its bias, in closed form."""
+    # an expert that no token has reached keeps the weights of the chosen neurons unchanged
     if not moments.count:
         return small
     moment, cross = normal_equations(weights, moments, config.ridge)

@@ -1,7 +1,7 @@
 """Run a half-precision model in float32, one block at a time.
 
-Weights loaded from files are memory-mapped and take no memory of their own. A float32 copy of all
-weights would take twice the model's size.
+Weights that are loaded from files are memory-mapped, so they need not fit into memory. A float32
+copy of all weights would need memory of twice the model's size.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def as_float32(value: Any) -> Any:
-    """Return a value with each tensor of half precision in it cast to float32."""
+    """Return a nested value, with its half-precision tensors cast to float32."""
     return tree_map(lambda leaf: leaf.float() if _is_half(leaf) else leaf, value)
 
 
 def has_half(module: nn.Module) -> bool:
-    """Return whether a parameter or buffer of a module is of half precision."""
+    """Return whether any parameter or buffer of a module has half precision."""
     return any(map(_is_half, chain(module.parameters(), module.buffers())))
 
 
 @contextmanager
 def in_float32(module: nn.Module) -> Iterator[None]:
-    """Cast a module's half-precision parameters and buffers to float32, in a context.
+    """Cast a module's half-precision parameters and buffers to float32 within a context.
 
-    On exit the old tensors come back, and changes made inside are lost.
+    On exit, the old values are restored, and changes made within the context are lost.
     """
     tensors = filter(_is_half, chain(module.parameters(), module.buffers()))
     originals = [(tensor, tensor.data) for tensor in tensors]
@@ -49,9 +49,9 @@ def in_float32(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def blocks_in_float32(blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Make half-precision blocks compute in float32, in a context, while the whole model runs.
+    """Make half-precision blocks compute in float32 within a context, in which the model runs.
 
-    Inputs of the blocks are cast, and their outputs are cast back.
+    The blocks' inputs are cast to float32, and their outputs are cast back.
     """
     half = [block for block in dict.fromkeys(blocks) if has_half(block)]
     originals: list[Callable[..., Any]] = [block.forward for block in half]
@@ -60,7 +60,7 @@ def blocks_in_float32(blocks: Sequence[nn.Module]) -> Iterator[None]:
         given = [leaf.dtype for leaf in tree_leaves((arguments, named)) if _is_half(leaf)]
         with in_float32(half[number]):
             out = originals[number](*as_float32(arguments), **as_float32(named))
-        # what comes after the blocks, a norm and a head, computes in the model's own dtype
+        # the layers after the blocks, a norm and a head, compute in the model's own dtype
         return tree_map(lambda leaf: _cast_back(leaf, given[0]), out) if given else out
 
     with forwards_replaced(half, forward):

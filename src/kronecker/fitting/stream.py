@@ -10,18 +10,15 @@ from model_components._walk import Call
 
 from .calls import WholeModel
 
-# relative tolerance: far above any dtype's rounding, far below differences by architecture
+# relative tolerance: far above any dtype's rounding errors, and far below the differences between
+# architectures
 _NEAR = 0.02
 
 
 def stream_kind(
     block: nn.Module, up: nn.Module, down: nn.Module, call: Call, states: Tensor
 ) -> str | None:
-    """Return where the stream that an MLP adds to can be read, found out by running the block.
-
-    ``"output"``: the block's output is the stream plus the MLP's output (pre-norm). ``"read"``: the
-    stream is the MLP's input, and a norm takes the sum of the MLP's input and output (post-norm).
-    None: neither, or the whole model is one block.
+    """Run the block to find out where the residual stream that its MLP adds to can be read.
 
     Args:
         block: The block.
@@ -29,6 +26,11 @@ def stream_kind(
         down: The layer that writes the MLP's output.
         call: The block's call for one batch.
         states: The hidden states of that batch.
+
+    Returns:
+        ``"output"`` if the block's output is the stream plus the MLP's output (pre-norm).
+        ``"read"`` if the stream is the MLP's input, and a norm reads the sum of the MLP's input and
+        output (post-norm). None if neither is so, or if the whole model is one block.
     """
     if isinstance(call, WholeModel):
         return None
@@ -40,9 +42,9 @@ def stream_kind(
 
 
 def _adds_to_output(block: nn.Module, down: nn.Module, call: Call, states: Tensor) -> bool:
-    """Return whether a layer's output is added to the block's output and changes nothing else."""
+    """Return whether a change of a layer's output changes the block's output by the same amount."""
     plain = call.run(block, states).float()
-    # as large as the stream itself, so that rounding in bfloat16 does not hide it
+    # a change as large as the stream itself, so that rounding in bfloat16 does not hide it
     step = float(plain.square().mean().sqrt()) or 1.0
     with down.register_forward_hook(lambda module, given, out: out + step):
         moved = call.run(block, states).float()
@@ -57,7 +59,7 @@ def _norm_takes_sum(
     takes = [False]
 
     def norm(module: nn.Module, given: tuple) -> None:
-        # norms that run before the MLP find nothing to compare with yet
+        # before the MLP has run, there is nothing to compare with
         if not given or len(seen) < 2:
             return
         shapes = {given[0].shape, seen["read"].shape, seen["said"].shape}
@@ -71,7 +73,7 @@ def _norm_takes_sum(
         )
         hooks.enter_context(down.register_forward_hook(lambda m, given, out: seen.update(said=out)))
         for module in block.modules():
-            # by name: families have norm classes of their own, such as LlamaRMSNorm
+            # recognized by name, since model families have their own classes, such as LlamaRMSNorm
             if "Norm" in type(module).__name__:
                 hooks.enter_context(module.register_forward_pre_hook(norm))
         call.run(block, states)

@@ -1,7 +1,7 @@
 """Fit low-rank embedding tables.
 
-Rows count by how often they are looked up and, if a head is tied to the table, by the error of the
-logits.
+Rows are weighted by how often they are looked up. If a head is tied to the table, the fit mostly
+minimizes the error of the logits.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from ..discovery.mlps import watched
 from ..layers.weights import dense
 
 READ_IN = 0.03
-"""The weight of the rows' own error in a table that is tied to a head; the error of the logits has
-the rest."""
-_ROWS = 8192  # rows in float64 at once
+"""The weight of the error of the rows in a table that is tied to a head. The error of the logits
+has the remaining weight."""
+_ROWS = 8192  # number of rows that are converted to float64 at a time
 
 
 @dataclass
 class TableUse:
-    """Statistics of a table (V, H) on calibration tokens: sums, accumulated in float64."""
+    """Statistics of how calibration tokens use a table (V, H), accumulated in float64."""
 
     counts: Tensor  # (V,), how often each row is looked up
-    inputs: Tensor | None  # Σ x xᵀ, (H, H), of the inputs x of tied layers
+    inputs: Tensor | None  # Σ x xᵀ, (H, H), over the inputs x of tied layers; None without any
 
     @property
     def looked_up(self) -> int:
-        """The number of rows that are looked up at all."""
+        """The number of rows that are looked up at least once."""
         return int((self.counts > 0).sum())
 
 
@@ -47,9 +47,9 @@ def uses_of(
 
     Args:
         model: The model.
-        tables: For each table's name, the names of the layers that share its weight.
+        tables: The names of the layers that share each table's weight, by the table's name.
         data: Batches of calibration tokens.
-        operation: The name that error messages begin with.
+        operation: The name with which error messages begin.
 
     Raises:
         ValueError: No calibration token is looked up in a table.
@@ -79,7 +79,8 @@ def uses_of(
     for name, use in uses.items():
         if not float(use.counts.sum()):
             raise ValueError(
-                f"{operation}: {name} looked up no calibration token, expected token ids for it"
+                f"{operation}: expected calibration data with token ids that {name} looks up, got "
+                "none"
             )
     return uses
 
@@ -88,19 +89,20 @@ def uses_of(
 def low_rank_table(weight: Tensor, rank: int, use: TableUse) -> tuple[Tensor, Tensor, float]:
     """Return the best low-rank factors of a table, weighted by how often tokens occur.
 
-    The weight of row v is the mean of its share of the tokens and 1 / V, so that rare tokens
-    count, too. If a tied layer multiplies the rows by x, an error e of a row costs mostly
-    (e · x)² and a little e · e. With this metric M = L Lᵀ and the rows' weights D, the best factors
-    are the truncated SVD of D^½ W L, times D^-½ from the left and L⁻¹ from the right.
+    The weight of row v is the mean of its share of the tokens and 1 / V, so that rare tokens also
+    count. If a tied layer multiplies the rows by inputs x, the cost of an error e of a row is
+    mostly (e · x)², plus a small part e · e. In matrix form, the cost is eᵀ M e with M = L Lᵀ. With
+    the rows' weights D, the best factors are the truncated SVD of D^½ W L, multiplied by D^-½ from
+    the left and by L⁻¹ from the right.
 
     Args:
-        weight: W, (V, H).
-        rank: r.
+        weight: The table W, (V, H).
+        rank: The rank r.
         use: How the tokens use the table.
 
     Returns:
-        A (r, H) and B (V, r) in the weight's dtype, for the weight B A, and the squared
-        relative error in this metric.
+        A (r, H) and B (V, r) in the weight's dtype, for the weight B A, and the squared relative
+        error, weighted as above.
     """
     width = weight.shape[1]
     shares = (use.counts / use.counts.sum() + 1 / len(weight)) / 2
@@ -116,7 +118,7 @@ def low_rank_table(weight: Tensor, rank: int, use: TableUse) -> tuple[Tensor, Te
     kept = vectors[:, -rank:]
     a = torch.linalg.solve_triangular(root, kept.T, upper=False, left=False)
     b = torch.cat([rows.double() @ (root @ kept) for rows in weight.split(_ROWS)])
-    # columns of B and rows of A get equal norms, for an optimizer with one learning rate
+    # columns of B and rows of A get equal norms, which suits one learning rate for both
     balance = (b.norm(dim=0) / a.norm(dim=1)).clamp_min(1e-30).sqrt()
     if rank < width:
         error = float((values[:-rank].sum() / values.sum().clamp_min(1e-300)).clamp_min(0))

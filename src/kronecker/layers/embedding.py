@@ -1,6 +1,6 @@
 """`LowRankEmbedding`: an embedding table of low rank.
 
-Letters: V rows of width H; A is (r, H) and B (V, r).
+Letters: V rows; H their width; A is (r, H) and B is (V, r).
 """
 
 from __future__ import annotations
@@ -17,28 +17,30 @@ from .weights import LowRankLayer
 
 
 def _check_plain(embedding: nn.Module, operation: str) -> None:
-    """Refuse an embedding that does more than gather rows."""
-    # Gemma scales its rows, and max_norm changes the table in forward: factors do neither
+    """Raise a ValueError if an embedding does more than look up rows."""
+    # Gemma scales rows, and max_norm changes the table in the forward pass: factors do neither
     if type(embedding).forward is not nn.Embedding.forward or embedding.max_norm is not None:
-        raise ValueError(f"{operation}: expected an nn.Embedding without max_norm, got {embedding}")
+        raise ValueError(
+            f"{operation}: expected a plain nn.Embedding without max_norm, got {embedding}"
+        )
 
 
 class LowRankEmbedding(LowRankLayer):
     """An embedding whose table is the product of B (V, r) and A (r, H).
 
-    Its parameters are ``a`` and ``b``. A head that is tied to the table becomes a `LowRankLinear`
-    that shares both.
+    Its parameters are ``a`` and ``b``. `convert_` replaces a head that is tied to the table by a
+    `LowRankLinear` that shares both parameters.
 
     Args:
-        num_embeddings: V.
-        embedding_dim: H.
-        rank: r, or a share of the dense table's parameters between 0 and 1.
-        padding_idx: Kept for `to_embedding`; its row is not forced to zero.
+        num_embeddings: The number of rows, V.
+        embedding_dim: The width of a row, H.
+        rank: The rank r, or the share of the dense table's parameters to use, between 0 and 1.
+        padding_idx: The index that `to_embedding` passes on. Its row is not forced to zero.
         dtype: Dtype of the parameters.
         device: Device of the parameters.
 
     Raises:
-        ValueError: A rank above the smaller of the two sizes.
+        ValueError: The rank is below 1 or above the smaller of the two sizes.
 
     Source: ALBERT's factorized table (arXiv 1909.11942, section 3.1).
 
@@ -68,7 +70,10 @@ class LowRankEmbedding(LowRankLayer):
 
     @classmethod
     def like(cls, embedding: nn.Embedding, config: LowRankConfig) -> Self:
-        """Return a layer with a dense table's sizes, dtype and device, and unset factors."""
+        """Return a layer with uninitialized factors that can replace a dense table.
+
+        Sizes, dtype and device are those of the dense table.
+        """
         weight = embedding.weight
         layer = cls(
             *weight.shape,
@@ -85,7 +90,8 @@ class LowRankEmbedding(LowRankLayer):
         """Return the closest embedding of the given rank, by a truncated SVD.
 
         Raises:
-            ValueError: A rank out of range, a table that is zero or not finite.
+            ValueError: The rank is out of range, or the table is not a plain one, all zeros or not
+                finite.
 
         >>> LowRankEmbedding.from_embedding(nn.Embedding(8, 6), rank=2)
         LowRankEmbedding(8, 6, rank 2, 58.3% of the dense weight)
@@ -97,18 +103,18 @@ class LowRankEmbedding(LowRankLayer):
         return layer
 
     def _fresh_stds(self, rank: int, columns: int) -> tuple[float, float]:
-        """Return standard deviations that make rows as large as those of a new `nn.Embedding`."""
+        """Return standard deviations of A and B that give rows the scale of `nn.Embedding`'s."""
         return rank**-0.5, 1.0
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up the rows (*B, embedding_dim) of ids (*B,)."""
-        # only the rows of B that occur are multiplied with A
+        # only the rows of B that are looked up are multiplied by A
         return F.embedding(ids, self.b) @ self.a
 
     @torch.no_grad()
     def to_embedding(self) -> nn.Embedding:
         """Return the dense `nn.Embedding` with the same rows."""
-        # on the meta device no numbers are drawn that would be overwritten
+        # on the meta device, so that no random numbers are drawn only to be overwritten
         table = nn.Embedding(
             self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta"
         )
@@ -116,5 +122,5 @@ class LowRankEmbedding(LowRankLayer):
         return table
 
     def extra_repr(self) -> str:
-        """Return sizes, structure and compression, for printing."""
+        """Return the sizes, structure and compression for the module's repr."""
         return f"{self.num_embeddings}, {self.embedding_dim}, {super().extra_repr()}"

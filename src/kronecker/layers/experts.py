@@ -1,6 +1,6 @@
 """Stacks of experts, as transformers stores them.
 
-Letters: E experts; H the block's width; I hidden neurons of each; N tokens, k experts of each.
+Letters: E experts; H the model's width; I hidden neurons per expert; N tokens; k experts per token.
 """
 
 from __future__ import annotations
@@ -11,51 +11,53 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# sizes of experts are multiples of this: transformers runs a stack as one grouped product
+# numbers of hidden neurons of experts must be multiples of this, since transformers runs a stack as
+# one grouped product
 GROUPED = 8
 
 
 @dataclass(frozen=True)
 class ExpertsLayout:
-    """The layout of a stack of experts' weights, read from attributes that transformers 5 sets.
+    """The layout of the weights of a stack of experts.
 
-    The other modules use the canonical form: matrices (E, out, in). With a gate, the first matrix
-    is (2 I, H), the gate's rows before the rows that it gates; without one it is (I, H).
+    Other modules of this package use the canonical form, in which matrices are (E, out, in). With a
+    gate, an expert's first matrix is (2 I, H), with all rows of the gate before the rows that they
+    gate. Without a gate, it is (I, H).
     """
 
-    up: str = "gate_up_proj"  # the matrices that read the block's width
-    rows: str = "halves"  # where the rows of a neuron are in them: halves, interleaved or plain
-    transposed: bool = False  # (E, in, out)
+    up: str = "gate_up_proj"  # the name of the experts' first matrices
+    rows: str = "halves"  # where a neuron's rows are in these: "halves", "interleaved" or "plain"
+    transposed: bool = False  # whether matrices are stored as (E, in, out)
     biased: bool = False
 
     @property
     def matrices(self) -> tuple[str, str]:
-        """Return the names of the matrices: one writes the hidden neurons, one reads them."""
+        """The names of the matrices: the first writes the hidden neurons, the second reads them."""
         return self.up, "down_proj"
 
     @property
     def biases(self) -> tuple[str, ...]:
-        """The names of the biases, in the same order."""
+        """The names of the biases, in the order of `matrices`; empty if there are none."""
         if self.biased:
             return (f"{self.up}_bias", "down_proj_bias")
         return ()
 
     @property
     def neuron_dims(self) -> dict[str, int]:
-        """Return the dimension of hidden neurons, by name of the parameters that have one.
+        """The dimension of hidden neurons in each parameter that has one, by name.
 
-        Dimensions are those of the stack's own layout.
+        Dimensions are those of the stack's layout, not of the canonical form.
         """
         up, down = (2, 1) if self.transposed else (1, 2)
         return {self.up: up, "down_proj": down} | ({f"{self.up}_bias": 1} if self.biased else {})
 
     def neurons(self, shape: torch.Size) -> int:
-        """Return how many hidden neurons each expert has, by the shape of ``down_proj``."""
+        """Return how many hidden neurons each expert has, given the shape of ``down_proj``."""
         return shape[self.neuron_dims["down_proj"]]
 
     @property
     def canonical_rows(self) -> str:
-        """Return where a neuron's rows are in canonical form: halves or plain."""
+        """Where a neuron's rows are in canonical form: ``"halves"`` or ``"plain"``."""
         if self.rows == "plain":
             return "plain"
         return "halves"
@@ -64,22 +66,22 @@ class ExpertsLayout:
         """Return a stack's parameter in canonical form."""
         if self.transposed and name in self.matrices:
             tensor = tensor.mT
-        # GPT-OSS alternates rows of gate and up; its bias has the same order, hence startswith
+        # GPT-OSS alternates rows of gate and up; startswith includes the bias, which has this order
         if self.rows == "interleaved" and name.startswith(self.up):
             tensor = torch.cat([tensor[:, ::2], tensor[:, 1::2]], 1)
         return tensor.contiguous()
 
     def stock(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a parameter in the stack's own layout, from the canonical form."""
+        """Return a parameter in the stack's layout, given its canonical form."""
         if self.rows == "interleaved" and name.startswith(self.up):
             tensor = torch.stack(tensor.chunk(2, dim=1), 2).flatten(1, 2)
         return (tensor.mT if self.transposed and name in self.matrices else tensor).contiguous()
 
 
 def experts_layout(module: nn.Module) -> ExpertsLayout | None:
-    """Return the layout of a module's experts.
+    """Return the layout of a stack of experts, from attributes that transformers 5 sets.
 
-    Return None if the module is not a stack of experts, or one of an unsupported layout.
+    Return None if the module is not a stack of experts, or has an unsupported layout.
     """
     gated = getattr(module, "has_gate", True)
     concatenated = getattr(module, "is_concatenated", True)
@@ -89,7 +91,7 @@ def experts_layout(module: nn.Module) -> ExpertsLayout | None:
         transposed=getattr(module, "is_transposed", False),
         biased=getattr(module, "has_bias", False),
     )
-    # exactly these parameters: one that is not known here might change the function
+    # exactly these parameters, since an unknown parameter might change the function
     parameters = dict(module.named_parameters(recurse=False))
     if set(parameters) != {*layout.matrices, *layout.biases} or getattr(
         module, "has_post_expert_norm", False
@@ -110,12 +112,12 @@ def experts_layout(module: nn.Module) -> ExpertsLayout | None:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether a module is a stack of experts, as transformers 5 stores them."""
+    """Return whether a module is a stack of experts with a supported layout."""
     return experts_layout(module) is not None
 
 
 def layout_of(module: nn.Module) -> ExpertsLayout:
-    """Return the layout of a stack of experts."""
+    """Return the layout of a module that is known to be a stack of experts."""
     layout = experts_layout(module)
     assert layout is not None
     return layout
@@ -130,13 +132,13 @@ def canonical_parameters(experts: nn.Module) -> dict[str, Tensor]:
 def between(experts: nn.Module, layout: ExpertsLayout, said: Tensor) -> Tensor:
     """Compute the hidden neurons of an expert, (N, I), from the outputs of its first matrix.
 
-    The outputs are (N, 2 I) in canonical form, or (N, I) without a gate.
+    The outputs ``said`` are (N, 2 I) in canonical form, or (N, I) without a gate.
     """
     act_fn: Any = getattr(experts, "act_fn", None)
     if layout.rows == "plain":
         return act_fn(said)
     first, second = said.chunk(2, dim=-1)
-    # transformers' own gate, since some families compute it in another way
+    # the module's own gate function if it has one, since some families compute the gate differently
     if (gate := getattr(experts, "_apply_gate", None)) is None:
         return act_fn(first) * second
     return gate(

@@ -1,6 +1,6 @@
-"""`KroneckerLinear` and `LowRankLinear`: linear layers whose weight is made of smaller ones.
+"""`KroneckerLinear` and `LowRankLinear`: linear layers whose weight is made of smaller factors.
 
-Letters: as in `weights`; for low rank A is (r, I) and B (O, r).
+Letters: as in `weights`. For low rank, A is (r, I) and B is (O, r).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .weights import (
 
 
 class SmallerLinear(SmallerWeight):
-    """The base of linear layers with a smaller weight, which can become stock layers again."""
+    """The base class of linear layers with a smaller weight, which can be made dense again."""
 
     in_features: int
     out_features: int
@@ -52,15 +52,18 @@ class SmallerLinear(SmallerWeight):
         else:
             zeros = None
         self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros))
-        # set here and changed by `like`: a layer made by its constructor becomes an nn.Linear
-        self.conv1d = False  # whether `to_linear` returns a `Conv1D`
+        # whether `to_linear` returns a `Conv1D`; `like` sets this to the original layer's kind
+        self.conv1d = False
         self.original: nn.Module | None = None
         self.share = 1.0
         self.reset_parameters()
 
     @classmethod
     def like(cls, linear: nn.Module, config: KroneckerConfig | LowRankConfig) -> Self:
-        """Return a layer with a dense one's sizes, dtype, device and bias, and unset factors."""
+        """Return a layer with uninitialized factors that can replace a dense layer.
+
+        Sizes, dtype, device, bias and training mode are those of the dense layer.
+        """
         out_features, in_features = dense(linear).shape
         bias = getattr(linear, "bias", None)
         weight = linear.weight
@@ -82,19 +85,20 @@ class SmallerLinear(SmallerWeight):
 
     @torch.no_grad()
     def to_linear(self) -> nn.Module:
-        """Return the dense layer of the same kind, `nn.Linear` or `Conv1D`, with the same function.
+        """Return an `nn.Linear` or `Conv1D`, as the original was, that computes the same function.
 
         Raises:
-            ValueError: The original layer still runs, see `fade_in_`.
+            ValueError: The original layer still runs beside the factors; see `fade_in_`.
         """
         if self.original is not None:
             raise ValueError(
-                f"{type(self).__name__}.to_linear: the original layer still runs; call "
-                "fade_in_(None) first"
+                f"{type(self).__name__}.to_linear: the original layer still runs beside the "
+                "factors; call fade_in_(None) first"
             )
         weight = self.dense_weight()
         if self.conv1d:
-            from transformers.pytorch_utils import Conv1D  # heavy, and only GPT-2's family has it
+            # imported here, since the import is slow and only GPT-2's family needs it
+            from transformers.pytorch_utils import Conv1D
 
             linear: nn.Module = Conv1D(self.out_features, self.in_features)
             linear.weight = nn.Parameter(weight.T.contiguous())
@@ -108,21 +112,26 @@ class SmallerLinear(SmallerWeight):
         return linear.train(self.training)
 
     def _apply(self, fn: object, recurse: bool = True) -> Self:
-        # the original is not a child module, so model.to(device) would leave it behind
+        # the original is not a child module, so model.to(device) would not move it
         if self.original is not None:
             self.original._apply(fn)
         return super()._apply(fn, recurse)
 
     def fade_in_(self, original: nn.Module | None, share: float = 0.0) -> None:
-        """Mix (1 - share) of the original layer and share of the smaller weights; None ends it."""
+        """Run the original layer beside the factors, or stop running it.
+
+        Args:
+            original: The original layer, which is frozen, or None to run the factors alone.
+            share: The weight of the factors' output. The original's output has the rest.
+        """
         if original is not None:
-            # it is dropped at the end, and anything that it learned would be lost
+            # frozen, since the original is dropped at the end, with anything that it has learned
             original.requires_grad_(False)
-        object.__setattr__(self, "original", original)  # not a child: it is not saved
+        object.__setattr__(self, "original", original)  # not as a child, so that it is not saved
         self.share = share if original is not None else 1.0
 
     def product(self, x: Tensor) -> Tensor:
-        """Compute the output (*B, out_features) of x (*B, in_features) from the smaller weights."""
+        """Compute the output (*B, out_features) of x (*B, in_features) from the factors."""
         raise NotImplementedError  # each structure has its own
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,33 +139,33 @@ class SmallerLinear(SmallerWeight):
         if self.original is None:
             return self.product(x)
         before = self.original(x)
-        # before a layer's turn in FadeIn its factors need not run
+        # before FadeIn begins with this layer, its factors need not run
         if self.share == 0.0:
             return before
         return torch.lerp(before, self.product(x), self.share)
 
     def extra_repr(self) -> str:
-        """Return sizes, structure and compression, for printing."""
+        """Return the sizes, structure and compression for the module's repr."""
         bias = "" if self.bias is not None else ", no bias"
         return f"{self.in_features} to {self.out_features}, {super().extra_repr()}{bias}"
 
 
 def _checked_init(operation: str, init: str, known: Sequence[str], inputs: Tensor | None) -> Any:
-    """Return the config's name of an initializer, and check that ``inputs`` fit it."""
-    # one layer alone has no sequence of blocks, so from_linear calls the fit `fitted`
+    """Return a config's ``init`` for an ``init`` of from_linear, and check that ``inputs`` fit."""
+    # a single layer has no sequence of blocks, so from_linear has "fitted" instead of "sequential"
     names = ["fitted" if name == "sequential" else name for name in known]
     check_choice(f"{operation}.from_linear", "init", init, names)
     if (init == "fitted") != (inputs is not None):
         given = "without" if inputs is None else "with"
         raise ValueError(
             f"{operation}.from_linear: expected init='fitted' with inputs, or another init "
-            f"without, got init={init!r} {given} inputs"
+            f"without inputs, got init={init!r} {given} inputs"
         )
     return "sequential" if init == "fitted" else init
 
 
 def _sizes_of(linear: nn.Module, operation: str) -> tuple[int, int]:
-    """Return (O, I) of a linear layer; refuse any other layer."""
+    """Return the sizes (O, I) of a linear layer; raise a ValueError for any other layer."""
     weight = getattr(linear, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not is_linear(linear):
         raise ValueError(f"{operation}: expected nn.Linear or Conv1D, got {type(linear).__name__}")
@@ -165,7 +174,7 @@ def _sizes_of(linear: nn.Module, operation: str) -> tuple[int, int]:
 
 
 def _moments(linear: nn.Module, inputs: Tensor | None) -> Moments | None:
-    """Return the moments of a layer's inputs (*B, I)."""
+    """Return the moments of a layer's inputs (*B, I) and outputs, or None without inputs."""
     if inputs is None:
         return None
     flat = inputs.detach().flatten(0, -2)
@@ -175,23 +184,25 @@ def _moments(linear: nn.Module, inputs: Tensor | None) -> Moments | None:
 class KroneckerLinear(SmallerLinear, KroneckerLayer):
     """A linear layer ``x @ (Σ_r s_r A_r ⊗ B_r).T + bias``.
 
-    Its parameters are ``a``, ``b``, ``scales`` (when asked for) and ``bias``.
+    Its parameters are ``a``, ``b``, ``scales`` (optional) and ``bias``.
 
     Args:
-        in_features: I.
-        out_features: O.
-        rank: Number of terms r, or a share of the dense weight's parameters between 0 and 1.
-        a_shape: (O1, I1) of every A.
-        b_shape: (O2, I2) of every B; give one of the two shapes. Without either, A's sizes are the
-            divisors nearest to the square roots of O and I.
-        scales: Whether there is a trainable number s_r for each term.
+        in_features: The number of inputs, I.
+        out_features: The number of outputs, O.
+        rank: Number of terms r, or the share of the dense weight's parameters to use, between 0 and
+            1.
+        a_shape: Shape (O1, I1) of every A.
+        b_shape: Shape (O2, I2) of every B. Give one of the two shapes, or neither: A's sizes are
+            then the divisors nearest to the square roots of O and I.
+        scales: Whether there is a trainable scale s_r for each term.
         bias: Whether there is a bias.
         dtype: Dtype of the parameters.
         device: Device of the parameters.
-        impl: Path of `kron_linear`.
+        impl: The implementation, as for `kron_linear`.
 
     Raises:
-        ValueError: Shapes that do not divide the layer's, a rank out of range.
+        ValueError: A shape does not divide the weight's shape, the rank is out of range, or
+            ``impl`` is unknown.
 
     >>> layer = KroneckerLinear(768, 3072, a_shape=(1024, 256), rank=2)
     >>> layer
@@ -238,27 +249,28 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
         inputs: Tensor | None = None,
         impl: str = "auto",
     ) -> Self:
-        """Return a smaller layer for an `nn.Linear` or transformers' `Conv1D`.
+        """Return a smaller layer that replaces an `nn.Linear` or transformers' `Conv1D`.
 
         Args:
-            linear: The layer, left as it is.
-            init: ``"van_loan"``: the Kronecker sum closest to the weight, in the Frobenius norm.
-                ``"van_loan_normalized"``: the same, rescaled to the norm of the weight.
-                ``"prune"``: selected rows and columns of the weight. ``"random"``. ``"fitted"``:
-                the best outputs on ``inputs``; the bias is corrected as well.
+            linear: The layer, which is not changed.
+            init: ``"van_loan"`` gives the Kronecker sum closest to the weight, in the Frobenius
+                norm. ``"van_loan_normalized"`` rescales this sum to the norm of the weight.
+                ``"prune"`` takes selected rows and columns of the weight. ``"random"`` draws new
+                factors. ``"fitted"`` minimizes the error of the outputs on ``inputs``, and also
+                corrects the bias.
             rank: Number of terms, or a share of the weight's parameters, as in the class.
-            a_shape: (O1, I1) of every A.
-            b_shape: (O2, I2) of every B.
-            scales: Whether there is a trainable number for each term.
+            a_shape: Shape (O1, I1) of every A.
+            b_shape: Shape (O2, I2) of every B.
+            scales: Whether there is a trainable scale for each term.
             keep: Rows and columns that ``"prune"`` keeps: ``"even"``, ``"odd"``, ``"energy"``, or
                 the position (row, column) within B.
             inputs: Inputs of the layer, (*B, I), for ``"fitted"``.
-            impl: Path of `kron_linear`.
+            impl: The implementation, as for `kron_linear`.
 
         Raises:
-            ValueError: Another kind of layer, shapes that do not divide the layer's, a rank out of
-                range, ``inputs`` without ``"fitted"``, ``"fitted"`` without ``inputs``, a weight
-                that is zero or not finite.
+            ValueError: The layer is of another kind, a shape does not divide the weight's shape,
+                the rank is out of range, ``init`` or ``impl`` is unknown, only one of ``inputs``
+                and ``"fitted"`` is given, or the weight is all zeros or not finite.
 
         >>> KroneckerLinear.from_linear(nn.Linear(4, 6), init="van_loan", b_shape=(2, 1))
         KroneckerLinear(4 to 6, 1 x (3, 4) ⊗ (2, 1), 58.3% of the dense weight)
@@ -281,10 +293,10 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
     def from_config(
         cls, linear: nn.Module, config: KroneckerConfig, moments: Moments | None = None
     ) -> Self:
-        """Return a smaller layer, initialized by a config and the moments of its inputs."""
+        """Return a smaller layer, initialized as a config says from the moments of its inputs."""
         layer = cls.like(linear, config)
         if moments is not None and layer.bias is not None:
-            # the bias takes care of means, so the weight is fitted to centered moments
+            # the bias corrects the mean, so the weight is fitted to centered moments
             centered = moments.centered()
         else:
             centered = moments
@@ -297,26 +309,26 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
     def product(self, x: Tensor) -> Tensor:
         """Compute the output (*B, out_features) of x (*B, in_features).
 
-        The weight is built only if that costs less.
+        The dense weight is built only if that is cheaper.
         """
         return kron_linear(x, self.a, self.b, self.bias, self.scales, impl=self.impl)
 
 
 class LowRankLinear(SmallerLinear, LowRankLayer):
-    """A linear layer ``x @ A.T @ B.T + bias`` of thin A (r, in_features) and B (out_features, r).
+    """A linear layer ``x @ A.T @ B.T + bias`` with thin A (r, in_features), B (out_features, r).
 
     Its parameters are ``a``, ``b`` and ``bias``.
 
     Args:
-        in_features: I.
-        out_features: O.
-        rank: r, or a share of the dense weight's parameters between 0 and 1.
+        in_features: The number of inputs, I.
+        out_features: The number of outputs, O.
+        rank: The rank r, or the share of the dense weight's parameters to use, between 0 and 1.
         bias: Whether there is a bias.
         dtype: Dtype of the parameters.
         device: Device of the parameters.
 
     Raises:
-        ValueError: A rank above the smaller of the two sizes.
+        ValueError: The rank is below 1 or above the smaller of the two sizes.
 
     >>> LowRankLinear(768, 3072, rank=0.5)
     LowRankLinear(768 to 3072, rank 307, 50.0% of the dense weight)
@@ -345,17 +357,19 @@ class LowRankLinear(SmallerLinear, LowRankLayer):
         init: str = "svd",
         inputs: Tensor | None = None,
     ) -> Self:
-        """Return a smaller layer for an `nn.Linear` or transformers' `Conv1D`.
+        """Return a smaller layer that replaces an `nn.Linear` or transformers' `Conv1D`.
 
         Args:
-            linear: The layer, left as it is.
-            rank: r, or a share of the weight's parameters.
-            init: ``"svd"``, the nearest weight, or ``"fitted"``, the best outputs on ``inputs``.
-            inputs: Inputs of the layer, (*B, I), for ``"fitted"``; the bias is then corrected.
+            linear: The layer, which is not changed.
+            rank: The rank r, or a share of the weight's parameters.
+            init: ``"svd"`` gives the low-rank weight nearest to the original. ``"fitted"``
+                minimizes the error of the outputs on ``inputs``, and also corrects the bias.
+            inputs: Inputs of the layer, (*B, I), for ``"fitted"``.
 
         Raises:
-            ValueError: Another kind of layer, a rank out of range, ``inputs`` without ``"fitted"``,
-                ``"fitted"`` without ``inputs``.
+            ValueError: The layer is of another kind, the rank is out of range, ``init`` is unknown,
+                only one of ``inputs`` and ``"fitted"`` is given, or the weight is all zeros or not
+                finite.
 
         >>> LowRankLinear.from_linear(nn.Linear(4, 6), rank=2)
         LowRankLinear(4 to 6, rank 2, 83.3% of the dense weight)
@@ -370,11 +384,11 @@ class LowRankLinear(SmallerLinear, LowRankLayer):
     def from_config(
         cls, linear: nn.Module, config: LowRankConfig, moments: Moments | None = None
     ) -> Self:
-        """Return a smaller layer, initialized by a config and the moments of its inputs."""
+        """Return a smaller layer, initialized as a config says from the moments of its inputs."""
         if config.init != "svd" and moments is None:
             raise ValueError(
-                f"kronecker: expected calibration data for init {config.init!r}, since it uses a "
-                "layer's inputs, got none"
+                f"kronecker: expected calibration data for init={config.init!r}, which is computed "
+                "from a layer's inputs, got none"
             )
         layer = cls.like(linear, config)
         seen = None if moments is None or config.init == "svd" else moments
@@ -385,7 +399,7 @@ class LowRankLinear(SmallerLinear, LowRankLayer):
         a, b = init.low_rank(dense(linear), len(layer.a), centered)
         layer.set_factors_(init.Factors(a, b, 0.0))
         if moments is not None and layer.bias is not None:
-            # with the original moments, because centered ones have lost the means
+            # with the original moments, because centered moments have means of zero
             layer.bias.data.copy_(init.correct_bias(moments, b @ a))
         return layer
 

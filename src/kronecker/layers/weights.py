@@ -1,4 +1,4 @@
-"""Weights that are made of smaller ones, and the initialization of Kronecker factors.
+"""Weights that are made of smaller factors, and the initialization of Kronecker factors.
 
 Letters: r terms; A is (r, O1, I1), B is (r, O2, I2), for a weight (O, I) = (O1 O2, I1 I2). For low
 rank, A is (r, I) and B is (O, r).
@@ -23,34 +23,34 @@ Device = torch.device | str | None
 
 
 class SmallerWeight(nn.Module):
-    """A weight that is made of two smaller parameters, or several of each."""
+    """The base class of modules whose weight is made of smaller factors ``a`` and ``b``."""
 
     a: nn.Parameter
     b: nn.Parameter
     config: Any  # sizes and initializer of this layer
 
     def reset_parameters(self) -> None:
-        """Draw new factors that keep the scale of activations, and set the bias to zero."""
+        """Draw new factors that keep the activations' scale, and set the bias, if any, to zero."""
         raise NotImplementedError  # each structure has its own
 
     def dense_weight(self) -> Tensor:
-        """Return the weight, (rows, columns), differentiable."""
+        """Return the dense weight (rows, columns), through which gradients reach the factors."""
         raise NotImplementedError  # each structure has its own
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, read-only. Some models read it: T5 reads its dtype."""
+        """The dense weight, read-only, for models that read a weight: T5 reads its dtype."""
         return ReadOnlyWeight.of(self.dense_weight())
 
     @property
     def structure(self) -> str:
-        """The number and shapes of the parts."""
+        """The number and shapes of the factors, as text."""
         raise NotImplementedError  # each structure has its own
 
     @property
     def compression(self) -> float:
-        """The number of parameters divided by that of the dense weight."""
-        # the bias is as large as before, so only what replaces the weight is compared
+        """The number of parameters of the factors, divided by that of the dense weight."""
+        # without the bias, which is as large as before
         rows, columns = self._sizes()
         return sum(p.numel() for n, p in self.named_parameters(recurse=False) if n != "bias") / (
             rows * columns
@@ -60,14 +60,14 @@ class SmallerWeight(nn.Module):
         raise NotImplementedError  # each structure has its own
 
     def extra_repr(self) -> str:
-        """Return structure and compression, for printing."""
+        """Return the structure and compression for the module's repr."""
         return f"{self.structure}, {self.compression:.1%} of the dense weight"
 
 
 class KroneckerLayer(SmallerWeight):
-    """A weight (rows, columns) held as factors ``a``, ``b`` and ``scales``.
+    """A weight (rows, columns) held as a sum of Kronecker products.
 
-    All are ordinary parameters.
+    The factors ``a`` and ``b``, and the optional ``scales``, are ordinary parameters.
     """
 
     scales: nn.Parameter | None
@@ -92,8 +92,9 @@ class KroneckerLayer(SmallerWeight):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw new factors; see `SmallerWeight`."""
-        # `like` makes meta layers, where random draws would cost time and advance the generator
+        """Draw new factors that keep the activations' scale, and set the bias, if any, to zero."""
+        # `like` builds layers on the meta device, for which random draws would cost time and change
+        # the state of the generator
         if self.a.is_meta:
             return
         factors = init.random(self._sizes(), self.b_shape, len(self.a), dtype=self.a.dtype)
@@ -102,14 +103,15 @@ class KroneckerLayer(SmallerWeight):
 
     @torch.no_grad()
     def set_factors_(self, factors: init.Factors) -> None:
-        """Set the factors; with ``scales``, the norm of each term goes into its scale."""
+        """Set the factors; with ``scales``, move the norm of each term into the term's scale."""
         a = factors.a
         b = factors.b
         if self.scales is not None:
             size = (
                 a.double().flatten(1).norm(dim=1) * b.double().flatten(1).norm(dim=1)
             ).clamp_min(1e-30)
-            unit = (self.a_shape[0] * self.b_shape[0]) ** 0.5  # a weight whose rows have norm 1
+            # the norm of a weight whose rows have norm 1
+            unit = (self.a_shape[0] * self.b_shape[0]) ** 0.5
             self.scales.copy_(size / unit)
             a = a / (size / unit).view(-1, 1, 1).to(a.dtype)
         self.a.copy_(a)
@@ -119,12 +121,12 @@ class KroneckerLayer(SmallerWeight):
         return self.a_shape[0] * self.b_shape[0], self.a_shape[1] * self.b_shape[1]
 
     def dense_weight(self) -> Tensor:
-        """Return Σ s A ⊗ B, (rows, columns), differentiable."""
+        """Return the dense weight Σ s A ⊗ B, (rows, columns); gradients reach the factors."""
         return build(self.a, scaled(self.b, self.scales))
 
     @property
     def structure(self) -> str:
-        """The number and shapes of the terms."""
+        """The number and shapes of the terms, as text."""
         return f"{self.config.rank} x {self.a_shape} ⊗ {self.b_shape}"
 
 
@@ -148,19 +150,19 @@ class LowRankLayer(SmallerWeight):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw new factors; see `SmallerWeight`."""
+        """Draw new factors that keep the activations' scale, and set the bias, if any, to zero."""
         rank, columns = self.a.shape
         for matrix, std in zip((self.a, self.b), self._fresh_stds(rank, columns), strict=True):
             nn.init.normal_(matrix, std=std)
         _zero_bias_(self)
 
     def _fresh_stds(self, rank: int, columns: int) -> tuple[float, float]:
-        """Return standard deviations of A and B that keep the scale of a linear layer's inputs."""
+        """Return standard deviations of A and B with which outputs keep the scale of the inputs."""
         return columns**-0.5, rank**-0.5
 
     @torch.no_grad()
     def set_factors_(self, factors: init.Factors) -> None:
-        """Set the factors."""
+        """Copy the factors into the parameters."""
         self.a.copy_(factors.a)
         self.b.copy_(factors.b)
 
@@ -168,12 +170,12 @@ class LowRankLayer(SmallerWeight):
         return len(self.b), self.a.shape[1]
 
     def dense_weight(self) -> Tensor:
-        """Return the weight B A, (rows, columns), differentiable."""
+        """Return the dense weight B A, (rows, columns); gradients reach the factors."""
         return self.b @ self.a
 
     @property
     def structure(self) -> str:
-        """The rank."""
+        """The rank, as text."""
         return f"rank {len(self.a)}"
 
 
@@ -184,7 +186,7 @@ def _zero_bias_(layer: nn.Module) -> None:
 
 
 def dense(linear: nn.Module) -> Tensor:
-    """Return the weight of an `nn.Linear` or `Conv1D` as (O, I)."""
+    """Return the weight of an `nn.Linear`, `Conv1D` or embedding as (O, I), without gradients."""
     weight = linear.weight
     assert isinstance(weight, Tensor)
     if is_conv1d(linear):
@@ -194,7 +196,7 @@ def dense(linear: nn.Module) -> Tensor:
 
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module computes the same as `nn.Linear` or transformers' `Conv1D`."""
-    # compare the forward, not the class: quantized or scaled subclasses have another forward
+    # compare the forward method, not the class: quantized or scaled subclasses override it
     if type(module).forward is nn.Linear.forward or is_conv1d(module):
         return True
     return isinstance(module, nn.Linear) and _computes_a_product(module)
@@ -202,14 +204,14 @@ def is_linear(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _computes_a_product(linear: nn.Linear) -> bool:
-    """Return whether a subclass of `nn.Linear`, such as Falcon's, computes what its parent does.
+    """Return whether a subclass of `nn.Linear`, such as Falcon's, computes what `nn.Linear` does.
 
-    Both are run on the same numbers.
+    The function compares the outputs of both for the same inputs.
     """
-    # nothing can be tried on the meta device or with packed integers
+    # layers on the meta device, or with packed integers, cannot be run
     if linear.weight.is_meta or not linear.weight.is_floating_point():
         return False
-    # two correct ways to multiply differ by a few roundings
+    # two correct ways to multiply differ by a few rounding errors
     near = 100 * torch.finfo(linear.weight.dtype).eps
     x = torch.linspace(
         -1, 1, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device
@@ -223,7 +225,7 @@ def _computes_a_product(linear: nn.Linear) -> bool:
 
 
 def bias_of(linear: nn.Module) -> Tensor | None:
-    """Return the bias of an `nn.Linear` or `Conv1D`, or None."""
+    """Return the bias of an `nn.Linear` or `Conv1D`, or None if there is none."""
     bias = getattr(linear, "bias", None)
     if isinstance(bias, Tensor):
         return bias.detach()
@@ -236,10 +238,10 @@ def start(
     config: KroneckerConfig,
     moments: Moments | None,
 ) -> init.Factors:
-    """Return the initial factors of a weight, by a config's ``init``.
+    """Return the initial factors of a weight, by the method that a config's ``init`` names.
 
-    ``"sequential"`` starts from pruning (one term) or Van Loan (several terms), and continues with
-    alternating least squares on the layer's moments.
+    ``"sequential"`` begins with the factors of ``"prune"`` (one term) or ``"van_loan"`` (several
+    terms), and continues with alternating least squares on the layer's moments.
     """
     weight = weight.contiguous()
     name = config.init
@@ -252,12 +254,12 @@ def start(
         )
     else:
         factors = init.prune(weight, b_shape, keep=config.keep)
-        if config.rank > 1:  # further terms fit what pruning leaves
+        if config.rank > 1:  # the other terms approximate what the first term leaves of the weight
             left = weight - factors.weight()
             if left.any():
                 rest = init.van_loan(left, b_shape, config.rank - 1)
             else:
-                # nothing is left to fit: A is zero and B is not, so that A receives gradients
+                # nothing is left to approximate: A is zero, and B is not, so that A gets gradients
                 rest = init.van_loan(weight, b_shape, config.rank - 1)
                 rest = init.Factors(torch.zeros_like(rest.a), rest.b, rest.error)
             a = torch.cat([factors.a, rest.a])
@@ -267,7 +269,7 @@ def start(
         return factors
     if moments is None:
         raise ValueError(
-            f"kronecker: expected calibration data for init {config.init!r}, since it uses a "
-            "layer's inputs, got none"
+            f"kronecker: expected calibration data for init={config.init!r}, which is computed "
+            "from a layer's inputs, got none"
         )
     return init.als(moments, factors, rounds=config.rounds)

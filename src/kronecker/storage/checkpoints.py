@@ -1,6 +1,7 @@
 """Save and load compressed models.
 
-Factors are saved in safetensors next to the stock config. `fold` writes dense stock checkpoints.
+Factors are saved in a safetensors file beside the stock config. `fold` writes dense stock
+checkpoints.
 """
 
 from __future__ import annotations
@@ -49,21 +50,22 @@ WEIGHTS = "model.safetensors"
 
 
 def compressed(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the compressed layers by name."""
+    """Return a model's compressed layers by name."""
     return {n: m for n, m in model.named_modules() if isinstance(m, COMPRESSED)}
 
 
 def resized(model: nn.Module) -> dict[str, list[int]]:
     """Return the shapes of stock layers' parameters that differ from the model's config.
 
-    They differ if neurons were dropped layer by layer.
+    The shapes differ if MLPs have lost different numbers of neurons.
     """
     if not isinstance(model, PreTrainedModel):
-        return {}  # it has no config to differ from
+        return {}  # other models have no config to differ from
     try:
         # a copy, because building a model may write into its config
         shapes = parameter_shapes(empty(type(model), copy.deepcopy(model.config)))
-    except TypeError:  # a part of a model, made with more than a config, as PatchTST's encoder
+    # the constructor of a part of a model may need more than a config, such as PatchTST's encoder
+    except TypeError:
         return {}
     parameters = model.named_parameters(remove_duplicate=False)
     return {n: list(p.shape) for n, p in parameters if n in shapes and p.shape != shapes[n]}
@@ -82,15 +84,16 @@ def is_compressed(folder: str | Path) -> bool:
 def save_pretrained(model: nn.Module, out: str | Path) -> None:
     """Write a compressed model: ``config.json``, ``kronecker.json`` and ``model.safetensors``.
 
-    The folder loads without the original model. It also gets a card, and the tokenizer and the
-    generation config of the folder that the model was loaded from.
+    The folder can be loaded without the original model. It also gets a model card, the generation
+    config, and the tokenizer from the folder that the model was loaded from.
 
     Args:
         model: A transformers model with compressed layers.
         out: A folder that does not exist or is empty.
 
     Raises:
-        ValueError: Not a transformers model, nothing compressed, or a folder that is not empty.
+        ValueError: The model is not a transformers model, has no compressed layers or still runs
+            original layers, or the folder is not empty.
 
     >>> save_pretrained(nn.Linear(2, 2), "out")
     Traceback (most recent call last):
@@ -115,7 +118,7 @@ def save_pretrained(model: nn.Module, out: str | Path) -> None:
 
 
 def compressed_card(model: nn.Module, call: str) -> str:
-    """Return the card of a model with compressed layers, which transformers cannot load."""
+    """Return the model card of a compressed model, which transformers alone cannot load."""
     load = 'Load it with `kronecker.from_pretrained("this folder")`; transformers alone cannot.'
     return smaller_card(source_of(model), model, call, [load], library_name="model-components")
 
@@ -123,14 +126,14 @@ def compressed_card(model: nn.Module, call: str) -> str:
 def smaller_card(
     base: str, model: nn.Module, call: str, notes: Sequence[str] = (), **header: Any
 ) -> str:
-    """Return the card of a smaller model.
+    """Return the model card of a smaller model.
 
     Args:
-        base: Folder or hub id of the model that it comes from.
+        base: Folder or hub id of the original model.
         model: The smaller model.
-        call: The call that wrote it.
-        notes: More paragraphs.
-        **header: More fields of the card's header.
+        call: The Python call that made the smaller model.
+        notes: Other paragraphs of the card.
+        **header: Other fields of the card's header.
     """
     parts = [
         f"A smaller {shown_name(base)}: {num_parameters(model):,} parameters.",
@@ -144,10 +147,10 @@ def smaller_card(
 def own_saving_(model: nn.Module) -> None:
     """Override ``save_pretrained`` of each transformers model in ``model`` that has smaller layers.
 
-    Restore the original method of models without smaller layers.
+    Models without smaller layers get their original method back.
     """
     models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-    # all are checked before any is changed, so that an interrupt leaves nothing half done
+    # all models are checked before any is changed, so that an interrupt changes none
     for module, is_smaller in zip(models, list(map(has_smaller_layers, models)), strict=True):
         if is_smaller:
             module.save_pretrained = partial(_save_compressed, module)
@@ -160,18 +163,18 @@ def own_saving_(model: nn.Module) -> None:
 
 
 def _add_markers(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """Add an empty ``weight`` for each compressed layer to a state.
+    """Add an empty ``weight`` for each compressed layer to a state dict.
 
-    A model that contains this one may write its state with transformers' own ``save_pretrained``.
-    Transformers would load such a state with random values for missing weights, but it refuses
-    weights of another shape.
+    A model that contains ``module`` may write its state dict with transformers' own
+    ``save_pretrained``. If weights are missing when transformers loads such a state dict, it draws
+    random values. For weights of another shape, it raises an error.
     """
     for name in compressed(module):
         state[f"{prefix}{name}.weight"] = torch.empty(0)
 
 
 def _drop_markers(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """Remove the weights that `_add_markers` added, before a state is loaded."""
+    """Remove the weights that `_add_markers` added, before a state dict is loaded."""
     for name in compressed(module):
         state.pop(f"{prefix}{name}.weight", None)
 
@@ -179,9 +182,9 @@ def _drop_markers(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: 
 def _save_compressed(
     model: PreTrainedModel, save_directory: str | Path, is_main_process: bool = True, **options: Any
 ) -> None:
-    """Save a model with compressed layers, in the place of ``model.save_pretrained``.
+    """Save a model with compressed layers; this replaces ``model.save_pretrained``.
 
-    It writes into any folder, like the stock one.
+    Like the original method, it also writes into a folder that is not empty.
     """
     refuse_fading(model, "save_pretrained")
     if options.get("push_to_hub"):
@@ -196,15 +199,15 @@ def _save_compressed(
 
 
 def refuse_fading(model: nn.Module, operation: str) -> None:
-    """Refuse a model that still runs original layers along with its factors.
+    """Raise a ValueError if a model still runs original layers beside its factors.
 
-    The factors alone compute something else.
+    The factors alone would compute another function.
     """
     for name, layer in compressed(model).items():
         if isinstance(layer, SmallerLinear) and layer.original is not None:
             raise ValueError(
-                f"{operation}: {name} still runs its original layer; continue training, or "
-                "call its fade_in_(None)"
+                f"{operation}: {name} still runs its original layer beside the factors; continue "
+                "training until FadeIn has ended, or call fade_in_(None) on the layer"
             )
 
 
@@ -216,12 +219,12 @@ def write_files(
     ``state``, such as one gathered from several ranks, replaces the model's own tensors.
     """
     layers = compressed(model)
-    # empty tensors, so that plain transformers raises instead of initializing at random
+    # empty tensors, so that transformers alone raises an error instead of drawing random values
     markers = {f"{name}.weight": torch.empty(0) for name in layers}
     tensors = {}
     aliases = {}
     first: dict[int, str] = {}
-    # keep_vars gives the parameters themselves, and tied ones are then one object
+    # keep_vars gives the parameters themselves, so that tied parameters are one object
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in markers:
             continue
@@ -229,7 +232,7 @@ def write_files(
             aliases[name] = first[id(tensor)]
         else:
             first[id(tensor)] = name
-            # a sharded model has only parts of its weights; a trainer gathers them into `state`
+            # a sharded model holds only parts of its weights, which a trainer gathers in `state`
             tensors[name] = (tensor if state is None else state[name]).detach().contiguous()
     # pyrefly: ignore[bad-argument-type]: a layer's config, though nn.Module says Module
     configs = {name: to_dict(layer.config) for name, layer in layers.items()}
@@ -249,7 +252,7 @@ def write_files(
 
 
 def read_files(folder: Path) -> tuple[dict, dict[str, Tensor]]:
-    """Read what `write_files` wrote: the list of layers, and all tensors.
+    """Read what `write_files` wrote: the contents of ``kronecker.json``, and all tensors.
 
     Tied tensors are returned under each of their names.
     """
@@ -263,17 +266,19 @@ def read_files(folder: Path) -> tuple[dict, dict[str, Tensor]]:
 
 
 def model_class(name: str, operation: str) -> type[PreTrainedModel]:
-    """Return a model class of transformers by its name."""
+    """Return the model class of transformers that has a given name."""
     cls = getattr(transformers, name, None)
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
-        raise ValueError(f"{operation}: {name!r} is not a model class of transformers")
+        raise ValueError(
+            f"{operation}: {name!r} is not a model class of transformers, expected one"
+        )
     return cls
 
 
 def _stock(
     cls: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Return a dense model whose buffers are initialized and whose weights are not."""
+    """Return a dense model with initialized buffers and uninitialized weights."""
     with no_init_weights():
         return cls._from_config(config, dtype=dtype).eval()
 
@@ -281,12 +286,12 @@ def _stock(
 def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedModel:
     """Load a compressed model that `save_pretrained` wrote, and set it to evaluation mode.
 
-    The original is not needed.
+    The original model is not needed.
 
     Args:
         folder: A folder that `save_pretrained` wrote, or a hub id of such a model, ``owner/name``
             or ``owner/name@revision``.
-        device: The device to load it on.
+        device: The device of the loaded model.
 
     Returns:
         The model.
@@ -314,24 +319,27 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
     state = model.state_dict()
     for name, tensor in state.items():
         if name not in tensors or tensors[name].shape != tensor.shape:
-            stored = list(tensors[name].shape) if name in tensors else "nothing"
+            stored = list(tensors[name].shape) if name in tensors else "no such tensor"
             raise ValueError(
-                f"from_pretrained: {name} is {stored} in {folder}, expected {list(tensor.shape)}"
+                f"from_pretrained: the shape of {name} does not fit the model, expected "
+                f"{list(tensor.shape)}, got {stored} in {folder}"
             )
         if tensors[name].is_floating_point() != tensor.is_floating_point():
             raise ValueError(
-                f"from_pretrained: {name} is {tensors[name].dtype} in {folder}, expected "
+                f"from_pretrained: {name} has dtype {tensors[name].dtype} in {folder}, expected "
                 f"{tensor.dtype}"
             )
         if not tensors[name].isfinite().all():
-            raise ValueError(f"from_pretrained: {name} has NaN or infinity in {folder}")
+            raise ValueError(
+                f"from_pretrained: {name} has NaN or infinity in {folder}, expected finite numbers"
+            )
     if unknown := sorted(set(tensors) - set(state)):
         raise ValueError(
-            f"from_pretrained: {folder} has tensors that are not in the model: "
+            f"from_pretrained: expected only tensors of the model, got others in {folder}, such as "
             f"{', '.join(unknown[:3])}"
         )
     model.load_state_dict(tensors, assign=True)
-    # load_state_dict(assign=True) gave each name a parameter of its own, which broke the ties
+    # load_state_dict(assign=True) gave each name a separate parameter, which untied the weights
     for name, first in mark["aliases"].items():
         place, _, key = name.rpartition(".")
         model.get_submodule(place)._parameters[key] = model.get_parameter(first)
@@ -342,7 +350,7 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
 
 
 def _make_smaller_(model: PreTrainedModel, mark: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Give a stock model the layers and the sizes that ``kronecker.json`` lists."""
+    """Replace layers and parameters of a stock model as ``kronecker.json`` lists them, in place."""
     for name, values in mark["layers"].items():
         layer_config = from_dict(values)
         if isinstance(layer_config, PruneConfig):
@@ -359,9 +367,9 @@ def _make_smaller_(model: PreTrainedModel, mark: Mapping[str, Any], dtype: torch
 
 @torch.no_grad()
 def dense_again(layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield, for each compressed layer, its name and a stock layer of the same function.
+    """Yield the name of each compressed layer, and a dense layer that computes the same function.
 
-    Tied layers share their weight.
+    Tied layers share their dense weight.
     """
     weights: dict[int, nn.Parameter] = {}
     for name, layer in layers.items():
@@ -382,20 +390,20 @@ def fold(
     tokenizer: PreTrainedTokenizerBase | None = None,
     batch: Mapping[str, object] | None = None,
 ) -> None:
-    """Write the smallest stock dense checkpoint with the same function.
+    """Write the smallest stock dense checkpoint that computes the same function as a model.
 
-    Transformers loads it without this library.
+    Transformers loads the checkpoint without this library.
 
-    Hidden neurons that nothing reads are dropped (as with a B of ``[1, 0]``) if all MLPs have some.
-    If MLPs have lost different shares of their neurons, the smaller ones are padded with zeros to
-    the size of the largest.
+    If all MLPs have hidden neurons that no weight reads, as with a B of ``[1, 0]``, such neurons
+    are dropped. If MLPs have lost different shares of their neurons, the smaller MLPs are padded
+    with zeros to the size of the largest.
 
     Args:
-        model: A compressed transformers model, left as it is.
+        model: A compressed transformers model, which is not changed.
         out: A folder that does not exist or is empty.
-        tokenizer: A tokenizer to write with the weights; default: the one that the model was loaded
-            with.
-        batch: Arguments to run the model with. Needed if neurons were dropped and the model reads
+        tokenizer: A tokenizer to write with the weights; default: the one in the folder that the
+            model was loaded from.
+        batch: Arguments to run the model with, needed if neurons were dropped and the model reads
             neither tokens nor images.
 
     Raises:
@@ -408,7 +416,8 @@ def fold(
     layers = compressed(model)
     if not layers and not resized(model):
         raise ValueError(
-            "fold: expected a model with compressed layers, got none; call model.save_pretrained"
+            "fold: expected a model with compressed layers, got none; call model.save_pretrained "
+            "instead"
         )
     refuse_fading(model, "fold")
     state: dict[str, Tensor] = {}
@@ -420,7 +429,7 @@ def fold(
     state, config = smallest_stock(model, mlps_if_any(model, batch), state)
     stock = _stock(type(model), config, next(model.parameters()).dtype)
     stock.load_state_dict(state, assign=True)
-    # assign=True gave every name a parameter of its own, which broke the ties
+    # assign=True gave every name a separate parameter, which untied the weights
     stock.tie_weights()
     if model.can_generate() and model.generation_config is not None:
         stock.generation_config = model.generation_config

@@ -16,16 +16,16 @@ from ..layers.weights import bias_of, dense
 def beside(
     linear: nn.Module, name: str, mlp: Mlp | None = None, order: Tensor | None = None
 ) -> nn.Module:
-    """Return a copy of a linear layer, without hooks, to run along with its replacement.
+    """Return a copy of a linear layer, without hooks, to run beside its replacement.
 
-    Its hidden neurons are in the order of the replacement.
+    The copy's hidden neurons are in the same order as the replacement's.
     """
     alone = copy.copy(linear)
     if mlp is not None and order is not None:
-        # the replacement's hidden neurons may be sorted; mixing outputs takes one order for both
+        # the replacement's hidden neurons may be reordered; outputs can be mixed only in one order
         rows = name != mlp.down
         alone = permuted(linear, mlp.rows(order, len(order)) if rows else order, rows=rows)
-    for hooks in HOOKS:  # the hooks run on the replacement
+    for hooks in HOOKS:  # no hooks, since they already run on the replacement
         setattr(alone, hooks, type(getattr(linear, hooks))())
     return alone
 
@@ -36,7 +36,7 @@ def permuted(linear: nn.Module, order: Tensor, *, rows: bool) -> nn.Module:
     bias = bias_of(linear)
     weight = weight[order] if rows else weight[:, order]
     other = copy.copy(linear)
-    # copy.copy shares the dictionary, so a new weight would replace the original's, too
+    # copy.copy shares this dictionary, so a new weight would also replace the original's weight
     other._parameters = dict(linear._parameters)
     other.weight = nn.Parameter((weight.T if is_conv1d(linear) else weight).contiguous())
     if bias is not None and rows:

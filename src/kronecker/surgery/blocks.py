@@ -1,4 +1,4 @@
-"""Drop whole blocks: choose those that change the hidden states least, and remove them."""
+"""Drop whole blocks: choose the blocks that change the hidden states least, and remove them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ..discovery.stock import (
 from ..fitting.block import Block
 from .neurons import rounded_up
 
-_PLACES = ("layer_idx", "layer_id")
+_PLACES = ("layer_idx", "layer_id")  # attributes in which blocks store their index
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A model's repeated blocks: a list of modules."""
+    """The name and the length of the list of modules that holds a model's repeated blocks."""
 
     name: str
     count: int
@@ -43,17 +43,20 @@ class Stack:
             ValueError: The layers are not within one list of modules.
         """
         blocks = blocks_of(model, layers)
-        # T5 has a list for its encoder and one for its decoder, so neither holds all MLPs
+        # for example, T5 has two lists, for encoder and decoder, so neither holds all MLPs
         if len(blocks) < 2 or not blocks[0][0]:
             kind = type(model).__name__
             raise ValueError(
-                f"prune_: expected the blocks of {kind} in one list of modules; drop neurons "
-                "instead"
+                f"prune_: expected a model with all blocks in one list of modules, got {kind}, "
+                "whose blocks are not; drop neurons instead"
             )
         return cls(blocks[0][0].rpartition(".")[0], len(blocks))
 
     def index(self, name: str) -> int | None:
-        """Return the index of the block that a module or parameter is in, or None."""
+        """Return the index of the block that contains a module or parameter, by name.
+
+        Return None if no block contains it.
+        """
         first = name.removeprefix(f"{self.name}.").partition(".")[0]
         if name.startswith(f"{self.name}."):
             return int(first)
@@ -73,21 +76,22 @@ class Stack:
 
 
 def blocks_to_keep(model: nn.Module, stack: Stack, config: PruneConfig) -> int:
-    """Return how many blocks stay."""
+    """Return how many blocks to keep."""
     if config.size is None:
         return max(1, round(config.share * stack.count))
     if config.size == 1:
         return stack.count
     sizes = list(map(num_parameters, model.get_submodule(stack.name).children()))
     total = num_parameters(model)
-    # what the size leaves for blocks, after embeddings, head and norms
+    # the number of parameters that the blocks may have, after embeddings, head and norms
     room = round(config.size * total) - (total - sum(sizes))
-    # assume the largest block: it is not yet known which blocks stay, and size is an upper limit
+    # count every block as the largest: it is not yet known which blocks stay, and size is an upper
+    # limit
     keep = min(stack.count, room // max(sizes))
     if keep < 1:
         least = rounded_up((total - sum(sizes) + max(sizes)) / total)
         raise ValueError(
-            f"prune_: size is {config.size}, expected {least} or more with one block left"
+            f"prune_: size is {config.size}, expected {least} or more, which leaves one block"
         )
     return keep
 
@@ -100,7 +104,7 @@ def block_influences(blocks: Sequence[Block], states: Sequence[Tensor]) -> list[
 
     Args:
         blocks: All blocks, in order.
-        states: The hidden states before the first block, batch by batch.
+        states: The hidden states before the first block, one tensor per batch.
     """
     influences = []
     for block in blocks:
@@ -109,8 +113,9 @@ def block_influences(blocks: Sequence[Block], states: Sequence[Tensor]) -> list[
         for call, before, after in zip(block.calls, states, outputs, strict=True):
             if before.shape != after.shape:
                 raise ValueError(
-                    f"prune_: {block.name} makes hidden states of shape {list(after.shape)} from "
-                    f"{list(before.shape)}, expected one shape to measure its influence"
+                    f"prune_: {block.name} changes the shape of hidden states to "
+                    f"{list(after.shape)} from {list(before.shape)}, expected the same shape to "
+                    "measure the block's influence"
                 )
             first = tokens(before, call.keep).float()
             last = tokens(after, call.keep).float()
@@ -129,10 +134,10 @@ def block_influences(blocks: Sequence[Block], states: Sequence[Tensor]) -> list[
 def config_with_blocks(
     model: PreTrainedModel, stack: Stack, stay: Sequence[int]
 ) -> PretrainedConfig:
-    """Return the model's config with only these blocks, also in lists with an entry per block."""
+    """Return the model's config for the blocks ``stay``, with their entries of per-block lists."""
     config = copy.deepcopy(model.config)
     for name, value in model.config.to_dict().items():
-        # Gemma 3's layer_types, say: kinds of attention, one for each block
+        # such as Gemma 3's layer_types, which lists the kind of attention of each block
         if isinstance(value, list) and len(value) == stack.count:
             setattr(config, name, [value[i] for i in stay])
     shapes: dict[str, torch.Size] = {}
@@ -146,19 +151,19 @@ def config_with_blocks(
 def new_places(
     model: nn.Module, stack: Stack, stay: Sequence[int], config: PretrainedConfig | None
 ) -> Changes:
-    """Return changes to attributes in which blocks store their index, when only ``stay`` are left.
+    """Return changes to attributes, such as ``layer_idx``, in which blocks store their index.
 
-    ``layer_idx`` is such an attribute.
+    The changes give each block in ``stay`` its new index.
 
     Raises:
         ValueError: Blocks of this family depend on their index in another way, so that the model
-            would compute something else after it is loaded again.
+            would compute something else after loading.
     """
     changes: Changes = []
     modules = model.named_modules()
     if config is None or not isinstance(model, PreTrainedModel):
         for name, module in modules:
-            # without a config, only the two names in `_PLACES` are known to store an index
+            # without a config, only the names in `_PLACES` are known to store an index
             if (index := stack.index(name)) not in stay:
                 continue
             for place in _PLACES:
@@ -175,12 +180,13 @@ def new_places(
             after = vars(new[renamed]).get(key)
             if not isinstance(before, (int, float, str, tuple)) or before == after:
                 continue
-            # a block's own number may change; GPT-2's scale by that number may not
+            # a stored index may change, but not a value that depends on the index, such as GPT-2's
+            # scale of attention
             if (before, after) != (index, stay.index(index)):
                 raise ValueError(
-                    f"prune_: {key} of {name} is {before}, and would be {after} as "
-                    f"{renamed}; expected blocks that do not depend on their index; drop neurons "
-                    "instead"
+                    f"prune_: {key} of {name} is {before}, and would become {after} when the block "
+                    f"becomes {renamed}, expected blocks that do not depend on their index; drop "
+                    "neurons instead"
                 )
             changes.append((module, key, after))
     return changes
@@ -193,9 +199,9 @@ def keep_blocks_(
     config: PretrainedConfig | None,
     places: Changes,
 ) -> None:
-    """Keep only these blocks, and update the indices that they store."""
+    """Keep only the blocks ``stay``, and update the indices that these blocks store."""
     parent, _, last = stack.name.rpartition(".")
-    # the modules themselves, so that a user's references and hooks stay valid
+    # the modules themselves and not copies, so that a user's references and hooks stay valid
     blocks = list(model.get_submodule(stack.name).children())
     set_attributes_(places)
     setattr(model.get_submodule(parent), last, nn.ModuleList(blocks[i] for i in stay))
@@ -204,6 +210,6 @@ def keep_blocks_(
 
 
 def least_influential(influences: Sequence[float], keep: int) -> Mapping[int, float]:
-    """Return the blocks to drop, by index, with their influence."""
+    """Return the influence of each block to drop, by the block's index."""
     order = sorted(range(len(influences)), key=lambda i: influences[i])
     return {i: influences[i] for i in sorted(order[: len(influences) - keep])}

@@ -1,4 +1,4 @@
-"""Checks that refuse layers and configs before anything is changed."""
+"""Checks of layers and configs, which raise errors before anything is changed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..layers.weights import dense, is_linear
 
 
 def tied_modules(model: nn.Module) -> dict[str, list[str]]:
-    """Return, for each module with a shared weight, the names of the others that share it."""
+    """Return, for each module with a shared weight, the names of the modules that also have it."""
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():
-        # from _parameters: `weight` of a compressed layer is computed, and new each time
+        # from _parameters, since the property `weight` of a compressed layer computes a new tensor
         weight = module._parameters.get("weight")
         if weight is not None:
             holders.setdefault(id(weight), []).append(name)
@@ -30,17 +30,17 @@ def tied_modules(model: nn.Module) -> dict[str, list[str]]:
 
 
 def check_layer(operation: str, name: str, module: nn.Module) -> None:
-    """Refuse a layer that cannot be converted."""
+    """Raise a ValueError if a layer cannot be converted, whatever its config."""
     if isinstance(module, COMPRESSED):
         raise ValueError(
-            f"{operation}: {name} is compressed already; expected the original model, loaded again"
+            f"{operation}: {name} is already compressed; expected the original model, loaded again"
         )
     parameters = list(module.parameters())
     if any(p.is_meta for p in parameters):
         raise ValueError(f"{operation}: {name} is on the meta device, expected loaded weights")
     if (
         not all(p.is_floating_point() for p in parameters)
-        # by names, since the packages that quantize are not imported here
+        # recognized by names, since packages for quantization are not imported here
         or hasattr(module, "quant_state")
         or "quant" in type(module).__module__
         or "bnb" in type(module).__module__
@@ -52,29 +52,29 @@ def check_layer(operation: str, name: str, module: nn.Module) -> None:
         # a bias may be zero; a matrix of zeros has no best approximation
         if not torch.isfinite(p).all() or (p.dim() > 1 and not p.any()):
             raise ValueError(
-                f"{operation}: {name} has a weight that is zero or not finite, expected finite "
-                "numbers that are not all zero"
+                f"{operation}: {name} has a weight that is all zeros or not finite, expected "
+                "finite numbers that are not all zero"
             )
 
 
 def check_own(operation: str, model: nn.Module, names: Collection[str]) -> None:
-    """Refuse layers that cannot be converted, or that share a weight."""
+    """Raise a ValueError if one of the layers cannot be converted, or shares a weight."""
     holders: dict[int, str] = {}
-    # every name of a shared weight; by default named_parameters lists only the first
+    # with every name of a shared weight; by default, named_parameters lists only the first
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = holders.setdefault(id(parameter), name)
-        # a tied embedding and head are fine: only layers that change must not share weights
+        # a tied embedding and head are allowed: only layers that change must not share weights
         if first != name and any(n.rpartition(".")[0] in names for n in (name, first)):
             raise ValueError(
-                f"{operation}: {name} and {first} are one weight; expected layers that share no "
-                "weight"
+                f"{operation}: {name} and {first} are the same parameter, expected layers that "
+                "share no weight"
             )
     for name in names:
         check_layer(operation, name, model.get_submodule(name))
 
 
 def check_config(name: str, module: nn.Module, config: Config, tied: bool) -> None:
-    """Refuse a layer that cannot be converted with its config."""
+    """Raise a ValueError if a layer cannot be converted with its config."""
     if is_experts(module) and not isinstance(config, PruneConfig):
         raise ValueError(
             f"convert_: expected PruneConfig for {name}, a stack of experts, got "
@@ -83,24 +83,24 @@ def check_config(name: str, module: nn.Module, config: Config, tied: bool) -> No
     if isinstance(config, PruneConfig):
         if tied or not (is_linear(module) or is_experts(module)):
             raise ValueError(
-                f"convert_: {name} is tied or not a linear layer; expected PruneConfig for all "
-                "layers of an MLP, or a stack of experts"
+                f"convert_: expected PruneConfig only for all layers of an MLP or for a stack of "
+                f"experts, got it for {name}, which is tied or not a linear layer"
             )
         if config.chosen_method != "best" or config.size is not None:
             raise ValueError(
                 f"convert_: PruneConfig has method {config.chosen_method!r} and size "
-                f"{config.size}, expected method 'best' and no size; prune_ takes the others"
+                f"{config.size}, expected method 'best' and no size; call prune_ to use others"
             )
         if config.allocate != "uniform":
             raise ValueError(
-                f"convert_: allocate is {config.allocate!r}, expected 'uniform'; prune_ allocates "
-                "by influence"
+                f"convert_: allocate is {config.allocate!r}, expected 'uniform'; call prune_ to "
+                "allocate by influence"
             )
         return
     if isinstance(config, KroneckerConfig) and (tied or not is_linear(module)):
         raise ValueError(
-            f"convert_: {name}: expected LowRankConfig for a tied layer or an embedding table, got "
-            "KroneckerConfig"
+            f"convert_: expected LowRankConfig for {name}, which is tied or an embedding table, "
+            "got KroneckerConfig"
         )
     if isinstance(config, KroneckerConfig):
         config.shapes(*dense(module).shape, operation=f"convert_: {name}")

@@ -1,4 +1,4 @@
-"""`convert_`: replace layers of a model by smaller ones."""
+"""`convert_`: replace layers of a model by smaller layers."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ from .checks import check_config, check_layer, tied_modules
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer that was converted.
+    """A layer that was converted.
 
     Attributes:
         name: The name of the layer.
-        structure: Number and shapes of its parts.
-        before: Number of parameters before.
-        after: Number of parameters after.
+        structure: The number and shapes of the layer's factors.
+        before: Number of parameters before the conversion.
+        after: Number of parameters after the conversion.
         init: The initializer that was used.
         error: Relative error of the weight or, if it was fitted to data, of the outputs of the
-            layer or its MLP.
+            layer or of its MLP.
     """
 
     name: str
@@ -69,13 +69,13 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ConversionReport(Report):
-    """Report of the layers that `convert_` changed and of those that it skipped.
+    """A report of the layers that `convert_` changed and of those that it skipped.
 
     Attributes:
         layers: The layers that were converted.
-        skipped: The layers that were skipped, with the reasons.
-        before: Number of parameters of the model before.
-        after: Number of parameters of the model after.
+        skipped: The reason why each other convertible layer was skipped, by the layer's name.
+        before: Number of parameters of the model before the conversion.
+        after: Number of parameters of the model after the conversion.
         notes: Notes for the user.
     """
 
@@ -93,25 +93,27 @@ class ConversionReport(Report):
         ]
 
     def table(self) -> Table:
-        """Return a row for each layer."""
+        """Return a table with a row for each converted layer."""
         rows = []
         for row in self.layers:
             size = f"{row.after / row.before:.1%}"
             rows.append((row.name, row.structure, size, row.init, f"{row.error:.3f}"))
-        return Table(("layer", "structure", "size", "start", "error"), rows)
+        return Table(("layer", "structure", "size", "init", "error"), rows)
 
     def remarks(self) -> list[str]:
         """Return notes, a warning about layers that became larger, and the skipped layers."""
         larger = [r.name for r in self.layers if r.after > r.before]
         lines = list(self.notes)
         if larger:
-            lines.append(f"{len(larger)} layers are larger than they were: {larger[0]}, ...")
+            lines.append(f"{len(larger)} layers are larger than before, such as {larger[0]}")
         for why, count in Counter(self.skipped.values()).items():
-            lines.append(f"left alone, {why}: {count}")
+            lines.append(f"layers not converted, {why}: {count}")
         return lines
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Plot each layer's relative error as a bar (extra ``plot``), on ``ax`` or in a new figure.
+        """Plot each layer's relative error as a bar, on ``ax`` or in a new figure.
+
+        The plot needs the extra ``plot``.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -131,43 +133,43 @@ def convert_(
     cache: str | Path | None = None,
     progress: bool = True,
 ) -> ConversionReport:
-    """Replace layers of any Hugging Face model by smaller ones, in place.
+    """Replace layers of any Hugging Face model by smaller layers, in place.
 
-    On any error no layer is changed.
+    If an error occurs, the model is left unchanged.
 
     The type of the config sets the replacement: `KroneckerConfig` gives sums of Kronecker products,
-    `LowRankConfig` two thin matrices, `PruneConfig` fewer hidden neurons. A single config applies
-    to the MLPs (and stacks of experts), with opposite shapes for the layer that writes the block's
-    width; attention, embeddings and head are left alone. With ``filter_fn`` it applies to the
-    layers that the function accepts. A map from name patterns (``"*.mlp.c_fc"``) to configs chooses
-    layer by layer; `PRESETS` has such maps. Tied weights stay tied. Afterwards
-    ``model.save_pretrained`` writes the smaller weights, which `kronecker.from_pretrained` loads.
-    For a stock model use `prune_`.
+    `LowRankConfig` gives two thin matrices, and `PruneConfig` gives fewer hidden neurons. A single
+    config applies to the MLPs and to stacks of experts. The last layer of each MLP gets the
+    transposed shapes. Attention, embeddings and head are not converted. With ``filter_fn``, the
+    config applies to the layers that the function accepts. A map from name patterns, such as
+    ``"*.mlp.c_fc"``, to configs chooses a config for each layer; `PRESETS` has such maps. Tied
+    weights stay tied. Afterwards ``model.save_pretrained`` writes the smaller weights, which
+    `kronecker.from_pretrained` loads. To get a stock model, use `prune_`.
 
     The matrices of an MLP are fitted together, block by block, on their inputs in the smaller
     model. A low-rank embedding table is fitted to how often tokens are looked up and, if a head is
-    tied to it, to the inputs of the head.
+    tied to the table, to the inputs of the head.
 
     Args:
-        model: Changed in place.
+        model: The model, which is changed in place.
         config: One config, or a map from patterns to configs.
         filter_fn: Function of (module, name) that returns whether to convert the module.
-        calibration: Batches for ``init="sequential"`` and for `PruneConfig`: dicts of the model's
-            arguments (a tokenized `datasets.Dataset`'s rows, too), or tensors of token ids (B, T).
-            Use 50,000 tokens of the kind of text that the model is for; 12,000 will do.
-        fade_in: Keep each original linear layer beside its factors and run it alone at first, for
-            `FadeIn`.
-        cache: A folder that stores each fitted part, so that an interrupted call can be repeated to
-            continue. Ignored with ``fade_in``.
+        calibration: Batches for ``init="sequential"`` and for `PruneConfig`. A batch is a dict of
+            the model's arguments, such as a row of a tokenized `datasets.Dataset`, or a tensor of
+            token ids (B, T). Use 12,000 to 50,000 tokens of the kind of text that the model is for.
+        fade_in: Keep each original linear layer beside its factors for `FadeIn`. Only the original
+            runs until `FadeIn` changes this.
+        cache: A folder that stores each fitted part. Repeat an interrupted call to continue from
+            these parts. Ignored with ``fade_in``.
         progress: Show a progress bar.
 
     Returns:
-        A report of the converted layers, with errors, and of the skipped ones, with reasons.
+        A report of the converted layers, with errors, and of the skipped layers, with reasons.
 
     Raises:
-        ValueError: A pattern or filter that fits nothing, shapes that do not divide, a rank out of
-            range, missing calibration data, weights that are zero, not finite, quantized or on the
-            meta device, a layer that is compressed already. Nothing has changed then.
+        ValueError: A pattern or filter matches nothing, shapes do not divide a weight's shape, a
+            rank is out of range, calibration data is missing or bad, a layer is already compressed,
+            or weights are all zeros, not finite, quantized or on the meta device.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1))
@@ -187,9 +189,10 @@ def convert_(
     before = num_parameters(model)
     converted = {*configs, *chain.from_iterable(tied.values())}
     original = {n: m for n, m in model.named_modules() if n in converted}
-    # recorded now, since `fade_in` freezes the originals; parameters that a user froze stay frozen
+    # recorded before the fit, since `fade_in` freezes the originals; parameters that a user has
+    # frozen stay frozen
     trains: dict[str, dict[str, bool]] = {}
-    # recorded now, since pruned layers keep their module, with smaller parameters
+    # recorded before the fit, since pruned layers keep their module and get smaller parameters
     sizes: dict[str, int] = {}
     for name, module in original.items():
         parameters = module.named_parameters(recurse=False)
@@ -197,16 +200,16 @@ def convert_(
         sizes[name] = num_parameters(module)
     with all_or_nothing(model, original):
         with evaluating(model):
-            # before anything is replaced: a head is fitted to its inputs in the original
+            # before any layer is replaced, since a head is fitted to its inputs in the original
             uses = uses_of(model, tables, data, "convert_") if tables else {}
-            # a stored part has no order of neurons, which `fade_in` needs for the originals
+            # the cache does not store the order of neurons, which `fade_in` needs
             where = None if fade_in else cache
             errors, notes = _fit_parts(model, parts, configs, data, where, fade_in, progress)
             fitted = set(errors)
             for name, use in uses.items():
                 looked_up = f"{use.looked_up:,} of {len(use.counts):,} rows"
-                notes.append(f"{name}: calibration tokens look up {looked_up}")
-            # last, because fitting starts from the original layers
+                notes.append(f"{name}: the calibration tokens look up {looked_up}")
+            # last, because the fit above reads the original layers
             for name in configs:
                 if name in fitted:
                     continue
@@ -222,24 +225,24 @@ def convert_(
         rows.append(_row(name, layer, layer_config, sizes[name], errors[name]))
     one_for_mlps = isinstance(config, Config) and filter_fn is None
     skipped = _skipped_layers(
-        model, configs, "not part of an MLP" if one_for_mlps else "not asked for"
+        model, configs, "not part of an MLP" if one_for_mlps else "not selected"
     )
     return ConversionReport(tuple(rows), skipped, before, num_parameters(model), tuple(notes))
 
 
 def _check_convertible(model: nn.Module) -> None:
-    """Refuse inference mode, and a model whose layers cannot be replaced."""
+    """Raise a ValueError in inference mode, or for a model whose layers cannot be replaced."""
     if torch.is_inference_mode_enabled():
         raise ValueError(
-            "convert_: torch.inference_mode is on, and weights made in it cannot be trained; "
-            "expected a call outside of it"
+            "convert_: expected a call outside torch.inference_mode, in which new weights could "
+            "not be trained later"
         )
     check_model("convert_", model)
     check_float64("convert_", model)
     if convertible(model) or isinstance(model, COMPRESSED):
         raise ValueError(
-            f"convert_: the model is a single {type(model).__name__}, expected one that has it as "
-            "a submodule; or use from_linear or from_embedding"
+            f"convert_: the model is a single {type(model).__name__}, expected a model that "
+            "contains the layer; for one layer, use from_linear or from_embedding"
         )
 
 
@@ -258,7 +261,7 @@ def _set_training(layer: nn.Module, training: bool, trains: Mapping[str, bool]) 
 
 
 def _skipped_layers(model: nn.Module, converted: Iterable[str], why: str) -> dict[str, str]:
-    """Return the layers that could have been converted, with the reason why they were not."""
+    """Return the reason ``why`` for each convertible layer that was not converted, by name."""
     skipped = {}
     for name, module in model.named_modules():
         if convertible(module) and name not in converted:
@@ -267,13 +270,13 @@ def _skipped_layers(model: nn.Module, converted: Iterable[str], why: str) -> dic
 
 
 def _check_nothing_needs_data(parts: Sequence[Part], of_tables: Iterable[Config]) -> None:
-    """Raise if a layer or a table is to be fitted, since there are no calibration data."""
+    """Raise a ValueError if a layer or table has to be fitted, which takes calibration data."""
     of_parts = chain.from_iterable(part.configs.values() for part in parts)
     fitted = next(chain(of_parts, of_tables), None)
     if fitted is not None:
         raise ValueError(
-            f"convert_: {fitted} is fitted to data, expected calibration= (batches of token "
-            "ids), got None; or choose another init"
+            f"convert_: {fitted} is fitted to data, expected calibration= with batches of token "
+            "ids, got None; give batches, or choose another init"
         )
 
 
@@ -284,7 +287,7 @@ def _attach_original(
     mlp: Mlp | None = None,
     order: Tensor | None = None,
 ) -> None:
-    """Keep a linear layer beside the factors that have taken its place."""
+    """Keep a copy of a linear layer beside the factors that have replaced it."""
     layer = model.get_submodule(name)
     if isinstance(layer, SmallerLinear):
         layer.fade_in_(beside(before, name, mlp, order))
@@ -299,7 +302,7 @@ def _fit_parts(
     fade_in: bool,
     progress: bool,
 ) -> tuple[dict[str, float], list[str]]:
-    """Fit MLPs and layers block by block; return relative errors by layer, and remarks."""
+    """Fit MLPs and layers block by block; return relative errors by layer, and notes."""
     if not parts:
         return {}, []
     modules = submodules(model, chain.from_iterable(part.configs for part in parts))
@@ -308,7 +311,7 @@ def _fit_parts(
     with tqdm(total=len(parts), desc="fitting", unit="part", disable=not progress) as bar:
         done = fit_(model, parts, data, operation="convert_", cache=fits, progress=bar)
     if fade_in:
-        # only now, so that later parts are fitted on the outputs of the factors, not the originals
+        # after the fit, so that later parts are fitted on outputs of the factors, not the originals
         for part in parts:
             for name in part.configs:
                 _attach_original(model, name, modules[name], part.mlp, done[part.name].order)
@@ -324,7 +327,8 @@ def _check_each(
     model: nn.Module, configs: Mapping[str, Config], tied: Iterable[str], fade_in: bool
 ) -> None:
     """Check that each layer can be converted with its config."""
-    # with factors, `resized` could not find lost neurons, and a checkpoint would not record them
+    # if such a layer got factors, `resized` could no longer find that it has lost neurons, and a
+    # checkpoint would not record its size
     other_sizes = {n.rpartition(".")[0] for n in resized(model)}
     for name, config in configs.items():
         module = model.get_submodule(name)
@@ -332,27 +336,28 @@ def _check_each(
         check_config(name, module, config, name in tied)
         if name in other_sizes:
             raise ValueError(
-                f"convert_: {name} has lost neurons already, expected all of a layer's changes in "
-                "one call"
+                f"convert_: {name} has lost neurons in an earlier call, expected all changes to a "
+                "layer in one call"
             )
         if fade_in and isinstance(config, PruneConfig):
             raise ValueError(
-                f"convert_: expected no fade_in for {name}, since PruneConfig has no factors"
+                f"convert_: expected fade_in=False for {name}, since a PruneConfig makes no "
+                "factors to fade in"
             )
 
 
 def _row(name: str, layer: nn.Module, config: Config, before: int, error: float) -> LayerReport:
-    """Return the report of one layer."""
+    """Return the report's row for one layer."""
     return LayerReport(name, _structure(layer), before, num_parameters(layer), config.init, error)
 
 
 def _fitted_tables(
     model: nn.Module, configs: Mapping[str, Config], tied: Mapping[str, list[str]]
 ) -> dict[str, list[str]]:
-    """Return low-rank tables that are fitted to how tokens use them, with the layers tied to each.
+    """Return the names of the low-rank tables to fit, and of the layers tied to each.
 
     Raises:
-        ValueError: Tied layers without an embedding among them, whose rows nothing looks up.
+        ValueError: Tied layers have no embedding among them, so that no rows are looked up.
     """
     found: dict[str, list[str]] = {}
     for name, config in configs.items():
@@ -366,16 +371,17 @@ def _fitted_tables(
             continue
         if not any(is_embedding(model.get_submodule(n)) for n in (name, *others)):
             raise ValueError(
-                f"convert_: {name} is tied to {others[0]} and to no embedding; expected init='svd'"
+                f"convert_: expected init='svd' for {name}, which is tied to {others[0]} and to no "
+                "embedding"
             )
-        # a pattern may name both a table and its head: they are one weight, fitted once
+        # patterns may match both a table and its head, which share one weight that is fitted once
         if not any(n in found for n in others):
             found[name] = others
     return found
 
 
 def _is_fitted(module: nn.Module, config: Config) -> bool:
-    """Return whether a layer is fitted on calibration data."""
+    """Return whether a linear layer or a stack of experts is fitted to calibration data."""
     return config.init == "sequential" and (is_linear(module) or is_experts(module))
 
 
@@ -384,7 +390,7 @@ def _parts(
 ) -> list[Part]:
     """Return the parts to fit.
 
-    These are MLPs whose layers all have configs of one kind, and single layers.
+    A part is an MLP whose layers all have configs of one type, or a single layer.
     """
     left = {}
     for name, config in configs.items():
@@ -396,13 +402,13 @@ def _parts(
         names = (*mlp.ups, mlp.down)
         chosen = {name: left[name] for name in names if name in left}
         kinds = set(map(type, chosen.values()))
-        # an MLP of two structures falls apart into layers that are fitted one by one
+        # if the configs differ in type, the layers of the MLP are fitted one by one
         if len(chosen) < len(names) or len(kinds) > 1:
             continue
         if kinds == {PruneConfig} and len(set(chosen.values())) > 1:
             raise ValueError(
-                f"convert_: {mlp.down} and its MLP's other layers have PruneConfigs that "
-                "differ, expected one"
+                f"convert_: expected one PruneConfig for all layers of an MLP, got different ones "
+                f"for {mlp.down} and the other layers of its MLP"
             )
         neurons = _neurons(chosen[mlp.down], model.get_submodule(mlp.down))
         parts.append(Part(mlp.down, chosen, mlp, neurons))
@@ -413,7 +419,7 @@ def _parts(
         if isinstance(config, PruneConfig) and not is_experts(module):
             raise ValueError(
                 f"convert_: expected the same PruneConfig for all layers of an MLP, got one for "
-                f"{name} alone"
+                f"{name} but not for all layers of its MLP"
             )
         parts.append(Part(name, {name: config}, None, _neurons(config, module)))
     return parts
@@ -433,7 +439,7 @@ def _neurons(config: Config, module: nn.Module) -> int:
 
 
 def _structure(layer: nn.Module) -> str:
-    """Describe what a converted layer is now."""
+    """Return a description of a converted layer's structure, for the report."""
     if isinstance(layer, SmallerWeight):
         return layer.structure
     if is_linear(layer):
@@ -444,18 +450,18 @@ def _structure(layer: nn.Module) -> str:
 def _convert_alone(
     model: nn.Module, name: str, config: Config, tied: Mapping[str, list[str]], use: TableUse | None
 ) -> float:
-    """Convert one layer by itself; layers tied to it get the same factors.
+    """Convert one layer by itself, and return the relative error.
 
-    Returns the relative error.
+    Layers tied to it get the same factors.
     """
     module = model.get_submodule(name)
     if isinstance(module, COMPRESSED):
-        return float("nan")  # converted already, with the layer that it is tied to
+        return float("nan")  # already converted, together with a layer that it is tied to
     assert not isinstance(config, PruneConfig)
     others = tied.get(name, [])
     layer, error = _converted(module, config, use)
     if isinstance(layer, SmallerLinear):
-        # the bias itself and not a copy: BERT ties its decoder's bias to another module's
+        # the bias itself and not a copy, since BERT ties its decoder's bias to another module's
         layer.register_parameter("bias", module._parameters.get("bias"))
     put(model, name, layer)
     for other in others:
@@ -472,15 +478,15 @@ def _convert_alone(
 def _converted(
     module: nn.Module, config: KroneckerConfig | LowRankConfig, use: TableUse | None
 ) -> tuple[nn.Module, float]:
-    """Return the smaller layer for a single layer, and its relative error.
+    """Return the smaller layer that replaces a single layer, and its relative error.
 
-    Its factors are computed from the weight, or from how tokens use a table.
+    The factors are computed from the weight and, for a fitted table, from how tokens use the table.
     """
     weight = dense(module)
     layer = empty_layer(module, config)
     if isinstance(layer, KroneckerLayer):
         layer.set_factors_(start(weight, layer.b_shape, layer.config, None))
-        # the error of the factors as they are stored: half precision has rounded them
+        # the error of the factors as they are stored, since half precision rounds them
         return layer, relative_error(
             weight, build(layer.a.double(), scaled(layer.b, layer.scales).double())
         )

@@ -22,30 +22,31 @@ from ..layers.weights import bias_of, dense
 from .checks import check_own
 
 _SMOOTHING = 0.1
-"""Temperature of the softmax of influences. 0.1 is MoDeGPT's."""
+"""The temperature of the softmax over influences, as in MoDeGPT."""
 _MOST_GONE = 0.8
-"""Largest share of its neurons that an MLP may lose, unless the whole cut is larger. With 0.8, as
-in our implementation of MoDeGPT, no MLP of SmolLM2 reached this limit."""
+"""The largest share of its neurons that an MLP may lose, unless all MLPs together lose a larger
+share. With 0.8, as in our implementation of MoDeGPT, no MLP of SmolLM2 reached this limit."""
 
 
 @dataclass(frozen=True)
 class PrunablePart:
     """An MLP, or a stack of experts, whose hidden neurons are dropped."""
 
-    name: str  # of the layer that writes the block's width, or of the stack
+    name: str  # of the MLP's last layer, or of the stack of experts
     modules: tuple[str, ...]
-    count: int  # hidden neurons
-    shapes: Callable[[int], dict[str, torch.Size]]  # of its parameters, by the number of neurons
-    mlp: Mlp | None  # None: experts
+    count: int  # number of hidden neurons
+    # returns the shapes of the part's parameters with a given number of hidden neurons
+    shapes: Callable[[int], dict[str, torch.Size]]
+    mlp: Mlp | None  # None for experts
 
     def parameters(self, keep: int) -> int:
-        """Count its parameters with ``keep`` hidden neurons."""
+        """Return the number of the part's parameters with ``keep`` hidden neurons."""
         return sum(shape.numel() for shape in self.shapes(keep).values())
 
     @property
     def per_neuron(self) -> int:
         """The number of parameters of one hidden neuron."""
-        # a difference: biases of the block's width do not depend on the number of neurons
+        # a difference, since the last layer's bias does not depend on the number of neurons
         return self.parameters(2) - self.parameters(1)
 
 
@@ -83,7 +84,7 @@ def _experts_part(name: str, module: nn.Module) -> PrunablePart:
 def neurons_to_keep(
     model: nn.Module, parts: Sequence[PrunablePart], config: PruneConfig
 ) -> dict[str, int]:
-    """Return how many hidden neurons each part keeps."""
+    """Return how many hidden neurons each part keeps, at equal shares."""
     units = _units(parts, config)
     if config.size is None:
         return {p.name: config.neurons(p.count, units[p.name]) for p in parts}
@@ -92,24 +93,24 @@ def neurons_to_keep(
     total = num_parameters(model)
     budget = round(config.size * total)
     neurons = sum(p.per_neuron * p.count for p in parts)
-    # with one neuron in every part
+    # the share of parameters that is left with one neuron in every part
     least = (total - neurons + sum(p.per_neuron for p in parts)) / total
     if config.size < least:
         raise ValueError(
             f"prune_: size is {config.size}, expected {rounded_up(least)} to 1 for "
-            f"{type(model).__name__}, of which {neurons / total:.0%} are neurons of MLPs; the rest "
-            "stays, but convert_ also takes LowRankConfig for embeddings"
+            f"{type(model).__name__}, of whose parameters {neurons / total:.0%} belong to neurons "
+            "of MLPs and can be dropped; to shrink embeddings, call convert_ with LowRankConfig"
         )
     # only hidden neurons are dropped, and every part keeps the same share of them
     share = 1 - (total - budget) / neurons
     keep = {p.name: _rounded_down(share * p.count, p.count, units[p.name]) for p in parts}
-    # a part of one unit cannot go lower, so the size may still be missed
+    # no part can keep less than one unit, so the size may still be exceeded
     gone = parameters_gone(parts, keep)
     if total - gone > budget:
         least = rounded_up((total - gone) / total)
         raise ValueError(
-            f"prune_: size is {config.size}, expected {least} or more, because neurons are rounded "
-            "to multiples"
+            f"prune_: size is {config.size}, expected {least} or more, because numbers of neurons "
+            "are rounded to multiples"
         )
     return keep
 
@@ -122,15 +123,15 @@ def neurons_by_influence(
 ) -> dict[str, int]:
     """Return how many hidden neurons each part keeps, with larger cuts in blocks of low influence.
 
-    The share that a part loses is proportional to softmax(-influence), up to a limit (MoDeGPT,
-    arXiv 2408.09632).
+    The share that a part loses is proportional to the softmax of the negative influences, up to a
+    limit (MoDeGPT, arXiv 2408.09632).
 
     Args:
         parts: The MLPs and stacks of experts.
-        keep: The neurons that each part would keep at equal shares. It sets the number of
-            parameters to drop, before rounding.
-        influences: The influence of each part's block.
-        config: The settings that say how to round.
+        keep: The number of neurons that each part would keep at equal shares. Together, these
+            numbers set how many parameters to drop.
+        influences: The influence of each part's block, by the part's name.
+        config: The settings, of which the one for rounding is used.
     """
     units = _units(parts, config)
     sizes = torch.tensor([p.per_neuron * p.count for p in parts], dtype=torch.float64)
@@ -138,9 +139,9 @@ def neurons_by_influence(
     most = max(_MOST_GONE, budget / float(sizes.sum()))
     weights = torch.tensor([-influences[p.name] for p in parts], dtype=torch.float64)
     weights = (weights / _SMOOTHING).softmax(0)
-    full = torch.zeros(len(parts), dtype=torch.bool)  # parts that lose the most they may
+    full = torch.zeros(len(parts), dtype=torch.bool)  # parts that have reached the limit
     gone = torch.zeros_like(weights)
-    # each round brings a part to its limit, or is the last
+    # each round brings at least one part to the limit, or is the last round
     for _ in parts:
         left = budget - most * sizes[full].sum()
         gone = weights * left / (weights * sizes)[~full].sum()
@@ -163,7 +164,7 @@ def _rounded_to_budget(
     """Round numbers of neurons so that ``budget`` parameters are dropped, or a few more."""
     found = {p.name: _rounded_down(wanted[p.name], p.count, units[p.name]) for p in parts}
     spare = parameters_gone(parts, found) - budget
-    # a part cannot go below its first unit, so others may have to lose more
+    # no part can keep less than one unit, so others may have to lose more
     while spare < 0:
         fewer = {p.name: _rounded_down(found[p.name] - 1, p.count, units[p.name]) for p in parts}
         part = max(
@@ -172,7 +173,7 @@ def _rounded_to_budget(
         )
         found[part.name] = fewer[part.name]
         spare = parameters_gone(parts, found) - budget
-    # give back what was dropped beyond the budget, first to parts that rounding cut most
+    # restore what was dropped beyond the budget, first in the parts that rounding cut most
     for part in sorted(parts, key=lambda p: found[p.name] - wanted[p.name]):
         step = min(units[part.name], part.count - found[part.name])
         if step * part.per_neuron <= spare:
@@ -182,13 +183,13 @@ def _rounded_to_budget(
 
 
 def parameters_gone(parts: Sequence[PrunablePart], keep: Mapping[str, int]) -> int:
-    """Count the parameters that are dropped if each part keeps ``keep[name]`` neurons."""
+    """Return how many parameters are dropped if each part keeps ``keep[name]`` neurons."""
     return sum(p.per_neuron * (p.count - keep[p.name]) for p in parts)
 
 
 def _units(parts: Sequence[PrunablePart], config: PruneConfig) -> dict[str, int]:
     """Return, for each part, the multiple to which its neurons are rounded."""
-    # MLPs and experts of one size share a field of the config, so they are rounded alike
+    # MLPs and experts of one size share a field of the config, so they need the same rounding
     grouped = {p.count for p in parts if p.mlp is None}
     units = {}
     for part in parts:
@@ -199,12 +200,12 @@ def _units(parts: Sequence[PrunablePart], config: PruneConfig) -> dict[str, int]
 
 def _rounded_down(neurons: float, count: int, unit: int) -> int:
     """Round down to a multiple of ``unit``, but never below ``min(count, unit)``."""
-    # 1e-9 is for whole numbers that rounding errors put just below
+    # 1e-9 is for quotients that rounding errors put just below a whole number
     return max(min(count, unit), int(neurons / unit + 1e-9) * unit)
 
 
 def rounded_up(share: float) -> float:
-    """Return a share with three digits that is not below it.
+    """Return a share rounded up to three digits.
 
     >>> rounded_up(0.70401)
     0.705

@@ -45,35 +45,36 @@ from .neurons import PrunablePart, neurons_by_influence, neurons_to_keep, prunab
 
 _NEURONS = "neurons"
 _UNEQUAL = (
-    "the config does not describe the new sizes of the MLPs: save_pretrained writes a folder for "
-    "kronecker.from_pretrained, and fold pads them to one size"
+    "the config does not describe the new sizes of the MLPs: save_pretrained writes a folder that "
+    "kronecker.from_pretrained loads, and fold pads the MLPs to one size"
 )
-_NEAR = 0.01  # share of all parameters; smaller differences are not reported
-_LARGE = 1 << 18  # parameters of a layer; in smaller layers, casts cost the time that products save
+_NEAR = 0.01  # smaller differences from the target size, as a share of all parameters, get no note
+# number of parameters of a layer; in smaller layers, casts to bfloat16 take the time that they save
+_LARGE = 1 << 18
 
 
 @dataclass(frozen=True)
 class PrunedLayer:
-    """A layer that became smaller or was fitted to make up for others, or a dropped block."""
+    """A layer that became smaller or was fitted to compensate for others, or a dropped block."""
 
     name: str
-    unit: str  # of `before` and `after`: neurons, or parameters for a dropped block
+    unit: str  # of `before` and `after`: neurons or, for a dropped block, parameters
     before: int
     after: int
-    # relative error of its outputs on calibration tokens; None for a dropped block
+    # relative error of the layer's outputs on calibration tokens; None for a dropped block
     error: float | None
-    # of a dropped block: 1 - cos of the hidden states before and after it, mean over tokens
+    # of a dropped block: 1 - the mean cosine, over tokens, of the states before and after it
     influence: float | None = None
 
 
 @dataclass(frozen=True)
 class PruneReport(Report):
-    """Report of what `prune_` dropped.
+    """A report of what `prune_` dropped.
 
     Attributes:
-        layers: The layers that became smaller, or were fitted.
-        before: Number of parameters of the model before.
-        after: Number of parameters of the model after.
+        layers: The layers that became smaller or were fitted, and the blocks that were dropped.
+        before: Number of parameters of the model before pruning.
+        after: Number of parameters of the model after pruning.
         notes: Notes for the user.
     """
 
@@ -83,14 +84,14 @@ class PruneReport(Report):
     notes: tuple[str, ...] = ()
 
     def summary(self) -> list[str]:
-        """Return the numbers of parameters before and after."""
+        """Return a line with the number of parameters before and after pruning."""
         share = f"{self.after / self.before:.1%}"
         return [
             f"{self.before:,} to {self.after:,} parameters ({share}), {len(self.layers)} layers"
         ]
 
     def table(self) -> Table:
-        """Return a row for each layer, with the influence of blocks if some were dropped."""
+        """Return a table with a row for each layer and dropped block."""
         columns = ["layer", "unit", "before", "after", "error"]
         has_blocks = any(layer.influence is not None for layer in self.layers)
         if has_blocks:
@@ -108,7 +109,9 @@ class PruneReport(Report):
         return list(self.notes)
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Plot each layer's relative error as a bar (extra ``plot``), on ``ax`` or in a new figure.
+        """Plot each layer's relative error as a bar, on ``ax`` or in a new figure.
+
+        The plot needs the extra ``plot``.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -129,50 +132,50 @@ def prune_(
     cache: str | Path | None = None,
     progress: bool = True,
 ) -> PruneReport:
-    """Drop hidden neurons of every MLP, or whole blocks, and fit the rest.
+    """Drop hidden neurons of every MLP, or whole blocks, and fit the rest, in place.
 
-    On any error the model is left unchanged.
+    If an error occurs, the model is left unchanged.
 
     The result is a stock model: its config has the new size, ``model.save_pretrained`` writes it,
-    and plain ``from_pretrained`` loads it. With ``allocate="influence"`` MLPs have different sizes,
-    and only `kronecker.from_pretrained` loads the model.
+    and transformers' ``from_pretrained`` loads it. With ``allocate="influence"``, MLPs have
+    different sizes, and only `kronecker.from_pretrained` loads the model.
 
     ``method="best"`` works block by block, on each MLP's inputs in the smaller model. It drops the
-    neurons that cost least when all others make up for them (optimal brain surgeon). Then it fits
-    the matrix that writes the block's width in closed form, and last all of the MLP's matrices by
-    gradient descent on the same error. The target is the original MLP's output plus the error that
-    the residual stream has accumulated so far. ``method="fast"`` chooses and fits in closed form,
-    on each MLP's inputs in the original, so that the data run through the model once (as MoDeGPT
-    does, arXiv 2408.09632). ``method="blocks"`` drops the blocks that change the hidden states
-    least (arXiv 2403.03853), and fits the MLPs of the other blocks as ``"best"`` does, to make up
-    for the dropped blocks.
+    neurons whose loss the other neurons can best compensate (optimal brain surgeon). Then it fits
+    the MLP's last matrix in closed form, and finally all of the MLP's matrices by gradient descent
+    on the same error. The target is the original MLP's output plus the error that the residual
+    stream has accumulated so far. ``method="fast"`` chooses neurons and fits in closed form, on
+    each MLP's inputs in the original model, so that the data run through the model once (as in
+    MoDeGPT, arXiv 2408.09632). ``method="blocks"`` drops the blocks that change the hidden states
+    least (arXiv 2403.03853), and fits the MLPs of the other blocks as ``"best"`` does, to
+    compensate for the dropped blocks.
 
     Models in half precision are cast to float32 one block at a time, so hooks in a block get
-    float32. In models with large layers, matrix products run in bfloat16 if that is faster on the
-    device. Statistics and solves stay in float32 or float64.
+    float32 tensors. In models with large layers, matrix products run in bfloat16 if that is faster
+    on the device. Statistics and solves stay in float32 or float64.
 
-    On a CPU a model can be larger than memory: ``from_pretrained`` maps its weights from the files,
-    and with ``cache`` the new MLPs are mapped, too. Only one block in float32, its statistics and
-    the hidden states must fit into memory.
+    On a CPU, a model can be larger than memory: transformers memory-maps its weights from the
+    files, and with ``cache`` the new MLPs are memory-mapped, too. Only one block in float32, its
+    statistics and the hidden states must fit into memory.
 
     Args:
         model: A transformers model, or any model whose MLPs can be found; changed in place.
-        config: The settings; default: half of the hidden neurons.
-        calibration: Batches: dicts of the model's arguments (a tokenized `datasets.Dataset`'s rows,
-            too), or tensors of token ids (B, T). Use 50,000 tokens of the kind of text that the
-            model is for; 12,000 will do.
-        cache: A folder that stores each fitted MLP, so that an interrupted call can be repeated to
-            continue.
+        config: The settings; default: keep half of the hidden neurons.
+        calibration: Batches. A batch is a dict of the model's arguments, such as a row of a
+            tokenized `datasets.Dataset`, or a tensor of token ids (B, T). Use 12,000 to 50,000
+            tokens of the kind of text that the model is for.
+        cache: A folder that stores each fitted MLP. Repeat an interrupted call to continue from
+            these MLPs.
         progress: Show a progress bar.
 
     Returns:
         A report of what was dropped, with each layer's error.
 
     Raises:
-        ValueError: No MLP; weights that are shared, quantized, zero, not finite or on the meta
-            device; a family whose config has no field for the size (except with
-            ``allocate="influence"``); blocks that are not one list (with ``allocate="influence"``
-            or ``method="blocks"``); or bad calibration data. Nothing has changed then.
+        ValueError: The model has no MLPs, its weights cannot be pruned (shared, quantized, all
+            zeros, not finite or on the meta device), the config of its family has no field for the
+            size (except with ``allocate="influence"``), its blocks are not in one list (with
+            ``allocate="influence"`` or ``method="blocks"``), or the calibration data is bad.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(
@@ -197,20 +200,23 @@ def prune_(
     if config.allocate == "uniform" and (smaller := resized(model)):
         raise ValueError(
             f"prune_: {next(iter(smaller))} has lost neurons already, expected "
-            "allocate='influence' for a model whose MLPs have different sizes"
+            "allocate='influence' for a model whose config does not describe its MLPs' sizes"
         )
     prune = _drop_blocks if config.chosen_method == "blocks" else _drop_neurons
     before = num_parameters(model)
     rows, notes = prune(walk, prunable_parts(model, walk.data))
     after = num_parameters(model)
     if config.size is not None and after / before < config.size - _NEAR:
-        notes.append(f"{after / before:.1%} of the parameters stay, asked for {config.size:.1%}")
+        notes.append(
+            f"{after / before:.1%} of the parameters are kept, instead of {config.size:.1%} as "
+            "requested"
+        )
     return PruneReport(tuple(rows), before, after, (*walk.notes, *notes))
 
 
 @dataclass
 class _Walk:
-    """One call of `prune_`."""
+    """The model, settings and data of one call of `prune_`, and the notes on its fit."""
 
     model: nn.Module
     config: PruneConfig
@@ -222,8 +228,8 @@ class _Walk:
     def fit(
         self, parts: Sequence[Part], settings: object, dropped: Collection[str] = ()
     ) -> dict[str, Fitted]:
-        """Fit parts in place."""
-        # part of the cache's key, because parts that are fitted in bfloat16 differ
+        """Fit the parts in place, and keep notes on the fit."""
+        # part of the cache's key, because a fit in bfloat16 gives other weights
         in_bfloat16 = self._gains_by_bfloat16(parts)
         cache = fit_stage(
             self.cache,
@@ -246,25 +252,26 @@ class _Walk:
                 progress=bar,
                 dropped=dropped,
             )
-        # with fewer tokens than neurons, the fit is perfect on these tokens only
+        # with fewer tokens than neurons, the fit is exact on these tokens but not on others
         fits = tokens_seen(self.data, max((p.neurons for p in parts), default=0))
         self.notes = (*fits, *remarks_of(done))
         return done
 
     def influences(self, parts: Sequence[PrunablePart]) -> tuple[list[Block], list[float]]:
-        """Return the blocks and the influence of each."""
+        """Return the model's blocks, and the influence of each block."""
         with torch.no_grad(), evaluating(self.model):
             blocks, states = blocks_with(self.model, [], [p.name for p in parts], self.data)
             if len(blocks) < 2:
                 raise ValueError(
-                    "prune_: influence takes two or more blocks in one list, each reading the "
-                    f"output of the block before; got {type(self.model).__name__}"
+                    "prune_: influence takes two or more blocks in one list, each of which reads "
+                    f"the output of the block before it, got {type(self.model).__name__} without "
+                    "such a list"
                 )
             with self._products(parts):
                 return blocks, block_influences(blocks, states)
 
     def fitting(self, parts: Sequence[PrunablePart], keep: Mapping[str, int]) -> list[Part]:
-        """Return parts as `fit_` takes them, each with the number of neurons that it keeps."""
+        """Return the parts for `fit_`, each with the number of neurons that it keeps."""
         fitting = []
         for part in parts:
             configs = dict.fromkeys(part.modules, self.config)
@@ -272,37 +279,38 @@ class _Walk:
         return fitting
 
     def _gains_by_bfloat16(self, parts: Sequence[Part | PrunablePart]) -> bool:
-        """Return whether products of the model's layers are faster in bfloat16."""
+        """Return whether the layers are large enough for products to be faster in bfloat16."""
         sizes = [num_parameters(self.model.get_submodule(p.name)) for p in parts]
         device = next(self.model.parameters()).device
         return max(sizes, default=0) >= _LARGE and is_faster_in_bfloat16(device)
 
     def _products(self, parts: Sequence[Part | PrunablePart]) -> AbstractContextManager[object]:
-        """Return a context in which products run in bfloat16 if that is faster."""
+        """Return a context manager in which products run in bfloat16 if that is faster."""
         if not self._gains_by_bfloat16(parts):
             return nullcontext()
         device = next(self.model.parameters()).device
-        # a cache of casts would miss that the weights change within the context
+        # autocast's cache would hold old weights, since weights change within the context
         return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
 
-Outcome = tuple[list[PrunedLayer], list[str]]  # a row for each layer, and remarks
+Outcome = tuple[list[PrunedLayer], list[str]]  # a row for each layer, and notes
 
 
 def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
-    """Drop hidden neurons of every MLP."""
+    """Drop hidden neurons of every MLP, and fit the others."""
     model = walk.model
     keep = neurons_to_keep(walk.model, parts, walk.config)
     first = parts[0]
     if all(keep[p.name] == p.count for p in parts):
         _refuse_nothing(walk.config, first.count, f"neurons of {first.name}")
-    # near=1.0: a share of neurons is seldom whole, and less than one neuron is not reported
+    # near=1.0, since a share of neurons is rarely a whole number: a difference of less than one
+    # neuron is not reported
     remarks = _rounded(
         walk.config, first.count, keep[first.name], f"neurons of {first.name}", near=1.0
     )
     if walk.config.allocate == "influence":
         if isinstance(model, PreTrainedModel):
-            # from_pretrained would not find a user's own class
+            # raises for a user's own class, which from_pretrained would not find
             model_class(type(model).__name__, "prune_")
         keep = neurons_by_influence(parts, keep, _influence_of_each(walk, parts), walk.config)
         # each part may be off by less than one neuron
@@ -312,13 +320,13 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
             remarks.append(_UNEQUAL)
     changes: Changes = []
     if isinstance(model, PreTrainedModel) and walk.config.allocate == "uniform":
-        # before the fit: a family whose config has no field for the size is refused early
+        # before the fit, so that a family whose config has no field for the size fails early
         changes = _stock_changes(model, parts, keep)
     with all_or_nothing(model, chain.from_iterable(p.modules for p in parts)):
         done = walk.fit(walk.fitting(parts, keep), keep)
         if walk.config.allocate == "influence":
             own_saving_(model)
-    # only now: until the fit is done an error leaves the model as it was
+    # after the fit, so that an error during the fit leaves the model unchanged
     set_attributes_(changes)
     return _rows(done, parts, keep), remarks
 
@@ -357,11 +365,11 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
         size = num_parameters(model.get_submodule(name))
         rows.append(PrunedLayer(name, "parameters", size, 0, None, influence))
     left = [p for p in parts if stack.index(p.name) in stay]
-    # the remaining MLPs keep all neurons, and make up for the dropped blocks
+    # the remaining MLPs keep all neurons, and are fitted to compensate for the dropped blocks
     counts = {p.name: p.count for p in left}
     dropped = {f"{stack.name}.{i}" for i in gone}
     with all_or_nothing(model, chain.from_iterable(p.modules for p in left)):
-        # blocks leave the model after the fit, which runs the original as a whole
+        # blocks are removed only after the fit, which runs the whole original model
         done = walk.fit(walk.fitting(left, counts), stay, dropped)
     if gone:
         keep_blocks_(model, stack, stay, new_config, places)
@@ -382,7 +390,7 @@ def _rows(
 
 
 def _influence_of_each(walk: _Walk, parts: Sequence[PrunablePart]) -> dict[str, float]:
-    """Return the influence of the block of each part."""
+    """Return the influence of each part's block, by the part's name."""
     blocks, influences = walk.influences(parts)
     by_name: dict[str, float] = {}
     for block, influence in zip(blocks, influences, strict=True):
@@ -391,42 +399,50 @@ def _influence_of_each(walk: _Walk, parts: Sequence[PrunablePart]) -> dict[str, 
 
 
 def _refuse_nothing(config: PruneConfig, count: int, what: str) -> None:
-    """Refuse a share below 1 that, after rounding, drops nothing."""
+    """Raise a ValueError if the share to keep is below 1, but rounding would keep everything."""
     if config.size is None and config.share < 1:
         if config.multiple_of > 1:
             sizes = f" or multiple_of below {config.multiple_of}"
         else:
             sizes = ""
         raise ValueError(
-            f"prune_: all {count} {what} would stay at {config.share:.1%}; expected a smaller "
-            f"keep{sizes}"
+            f"prune_: all {count} {what} would stay at a keep of {config.share:.1%}, expected a "
+            f"smaller keep{sizes}"
         )
 
 
 def _rounded(
     config: PruneConfig, count: int, keep: int, what: str, *, near: float = 1e-9
 ) -> list[str]:
-    """Return a remark if the share that stays is not the one that was asked for."""
+    """Return a note if the share that is kept is not the requested share."""
     exact = config.size is not None or abs(config.share * count - keep) < near
     if exact:
         return []
-    return [f"{keep} of {count} {what} stay, {keep / count:.1%}, asked for {config.share:.1%}"]
+    return [
+        f"{keep} of {count} {what} are kept, {keep / count:.1%} instead of {config.share:.1%} as "
+        "requested"
+    ]
 
 
 def _refuse(model: nn.Module) -> None:
-    """Refuse inference mode, a compressed model, and a transformers model inside another module."""
+    """Raise a ValueError if the model cannot be pruned.
+
+    This is so in inference mode, for a compressed model, and for a module that contains a
+    transformers model without being one.
+    """
     if torch.is_inference_mode_enabled():
         raise ValueError(
-            "prune_: expected torch.inference_mode to be off, since gradients are computed, got on"
+            "prune_: expected a call outside torch.inference_mode, in which no gradients can be "
+            "computed"
         )
     for name, module in model.named_modules():
         if isinstance(module, COMPRESSED):
             raise ValueError(
-                f"prune_: {name} is compressed already; expected a stock model: call prune_ "
+                f"prune_: {name} is already compressed, expected a stock model; call prune_ "
                 "before convert_"
             )
         if name and isinstance(module, PreTrainedModel) and not isinstance(model, PreTrainedModel):
             raise ValueError(
-                f"prune_: {name} within {type(model).__name__} has a config of its own; call "
-                "prune_ on that model"
+                f"prune_: expected the transformers model itself, got {type(model).__name__}, "
+                f"which contains it as {name}; call prune_ on {name}"
             )

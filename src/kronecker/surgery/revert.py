@@ -1,4 +1,4 @@
-"""`revert_`: compressed layers become dense layers again."""
+"""`revert_`: turn compressed layers into dense layers again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..storage.checkpoints import compressed, dense_again, own_saving_, refuse_f
 
 @torch.no_grad()
 def revert_(model: nn.Module) -> list[str]:
-    """Replace compressed layers by dense ones of the stock kind, with the same function, in place.
+    """Replace compressed layers by stock dense layers that compute the same function, in place.
 
     This does not restore the original weights. Tied layers stay tied.
 
@@ -23,8 +23,8 @@ def revert_(model: nn.Module) -> list[str]:
         The names of the replaced layers.
 
     Raises:
-        ValueError: No layer is compressed, the model itself is the layer, or an original still
-            runs.
+        ValueError: No layer is compressed, the model itself is a compressed layer, or an original
+            layer still runs beside its factors.
 
     >>> from kronecker import KroneckerConfig, convert_
     >>> model = nn.Sequential(nn.Linear(4, 6))
@@ -40,8 +40,8 @@ def revert_(model: nn.Module) -> list[str]:
         )
     if "" in layers:
         raise ValueError(
-            f"revert_: the model is a single {type(model).__name__}, expected one that has it as a "
-            "submodule; or call its to_linear or to_embedding"
+            f"revert_: the model is a single {type(model).__name__}, expected a model that "
+            "contains the layer; for one layer, call its to_linear or to_embedding"
         )
     # before the first layer is replaced, so that an error leaves the model as it was
     refuse_fading(model, "revert_")
@@ -49,7 +49,7 @@ def revert_(model: nn.Module) -> list[str]:
         old = layers[name]
         layer.train(old.training)
         if isinstance(old, SmallerLinear):
-            # the bias itself and not a copy: BERT ties its decoder's bias to another module's
+            # the bias itself and not a copy, since BERT ties its decoder's bias to another module's
             layer.register_parameter("bias", old.bias)
         factors = [p for n, p in old.named_parameters(recurse=False) if n != "bias"]
         trains = any(factor.requires_grad for factor in factors)

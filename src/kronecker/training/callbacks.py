@@ -1,4 +1,4 @@
-"""Callbacks that decide which parameters are trained when: `FreezePretrained` and `FadeIn`."""
+"""Callbacks that schedule training: `FreezePretrained` and `FadeIn`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ..layers.linear import SmallerLinear
 from .parameters import factor_parameters
 
-_MARK = "_frozen_by_callback"  # an attribute of parameters
+_MARK = "_frozen_by_callback"  # name of an attribute that is set on parameters
 
 
 def _model_in(arguments: Mapping[str, object]) -> nn.Module:
@@ -21,16 +21,16 @@ def _model_in(arguments: Mapping[str, object]) -> nn.Module:
 
 
 class FreezePretrained(TrainerCallback):
-    """Train only the factors for the first ``steps`` steps, then everything.
+    """A callback that trains only the factors for the first ``steps`` steps, then all parameters.
 
-    With ``repeat``, the two phases take turns.
+    With ``repeat``, the two phases alternate.
 
     Args:
-        steps: Optimizer steps of each phase.
+        steps: Number of optimizer steps in each phase.
         repeat: Whether to freeze again after ``steps`` more steps, and so on.
 
     Raises:
-        ValueError: Fewer steps than 1.
+        ValueError: ``steps`` is below 1.
 
     >>> [FreezePretrained(2, repeat=True).frozen_at(step) for step in range(6)]
     [True, True, False, False, True, True]
@@ -44,7 +44,7 @@ class FreezePretrained(TrainerCallback):
         self._kept: set[int] = set()  # ids of parameters that were frozen before and stay frozen
 
     def frozen_at(self, step: int) -> bool:
-        """Return whether the pretrained parameters are frozen in this step."""
+        """Return whether the pretrained parameters are frozen in a step, counted from 0."""
         phase = step // self.steps
         if self.repeat:
             return phase % 2 == 0
@@ -57,17 +57,17 @@ class FreezePretrained(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Record which parameters are frozen already."""
+        """Record which parameters are already frozen, so that they stay frozen."""
         model = _model_in(kwargs)
         if not factor_parameters(model):
             kind = type(model).__name__
             raise ValueError(
-                f"FreezePretrained: {kind} has no factors, so nothing would be trained; remove "
-                "the callback"
+                f"FreezePretrained: expected a model with factors, got {kind}, in which nothing "
+                "would be trained; remove the callback"
             )
         self._kept = set()
         for parameter in model.parameters():
-            # the mark is on parameters that an interrupted run froze and did not release
+            # marked parameters were frozen by an interrupted run, which could not unfreeze them
             if not parameter.requires_grad and not getattr(parameter, _MARK, False):
                 self._kept.add(id(parameter))
 
@@ -78,8 +78,8 @@ class FreezePretrained(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Freeze or release the pretrained parameters."""
-        # by the number of the step, so that a resumed run is in the right phase
+        """Freeze or unfreeze the pretrained parameters."""
+        # the phase depends on the global step, so that a resumed run is in the right phase
         self._set(_model_in(kwargs), self.frozen_at(state.global_step))
 
     def on_train_end(
@@ -89,7 +89,7 @@ class FreezePretrained(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Release the parameters that this callback froze."""
+        """Unfreeze the parameters that this callback froze."""
         self._set(_model_in(kwargs), frozen=False)
 
     def _set(self, model: nn.Module, frozen: bool) -> None:
@@ -101,21 +101,24 @@ class FreezePretrained(TrainerCallback):
 
 
 class FadeIn(TrainerCallback):
-    """Fade in the factors while the original layers fade out.
+    """A callback that fades in the factors while the original layers fade out.
 
-    A layer computes ``(1 - α) W x + α (Σ A ⊗ B) x``, with α from 0 to 1.
+    While it fades in, a layer computes ``(1 - α) W x + α Ŵ x`` from the original weight W and the
+    smaller weight Ŵ, with α from 0 to 1.
 
-    The model must be converted with ``convert_(..., fade_in=True)``. Layers start one by one,
-    ``every`` steps apart, or all together with ``every=0``. The originals are not saved: to resume,
-    convert the original model again, then load the checkpoint.
+    The model must be converted with ``convert_(..., fade_in=True)``. Layers begin to fade in one
+    after another, ``every`` steps apart, or all together with ``every=0``. The original layers are
+    not saved: to resume, convert the original model again, then load the checkpoint.
 
     Args:
-        every: Steps from one layer's start to the next's.
-        over: Steps in which a layer's α rises evenly between 0 and 1; 0 switches at once.
-        order: ``"low_to_high"``: the first layer of the model first, or ``"high_to_low"``.
+        every: Number of steps after which the next layer begins to fade in.
+        over: Number of steps in which a layer's α rises evenly between 0 and 1. With 0, α changes
+            from 0 to 1 at once.
+        order: ``"low_to_high"`` begins with the first layer of the model, and ``"high_to_low"``
+            with the last.
 
     Raises:
-        ValueError: Negative steps or an unknown order.
+        ValueError: ``every`` or ``over`` is negative, or ``order`` is unknown.
 
     >>> fade = FadeIn(every=10, over=5)
     >>> [fade.share(layer, step=12) for layer in (0, 1, 2)]
@@ -133,13 +136,13 @@ class FadeIn(TrainerCallback):
         self.order = order
 
     def share(self, layer: int, step: int) -> float:
-        """Return the share α, at this step, of the ``layer``-th layer to come in."""
+        """Return α at a step, for the layer at index ``layer`` in the order of fading in."""
         since = step - layer * self.every
         if since < 0:
             return 0.0
         if since >= self.over:
             return 1.0
-        # neither 0 nor 1: all of the `over` steps run both layers
+        # never 0 or 1, so that both layers run in each of the `over` steps
         return (since + 1) / (self.over + 1)
 
     def on_train_begin(
@@ -149,19 +152,24 @@ class FadeIn(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Refuse a model without the originals that it still needs; set the shares of a resume."""
+        """Check that the original layers are there; in a resumed run, set every layer's α.
+
+        Raises:
+            ValueError: The original layers are missing, and not all layers have faded in.
+        """
         layers = [m for m in _model_in(kwargs).modules() if isinstance(m, SmallerLinear)]
-        # a run that is resumed at its end takes no step, and ends as the last step left it
+        # a run that is resumed at its end takes no step, so the last step sets α
         step = state.global_step
         if step == state.max_steps:
             step -= 1
-        # a run that resumes after the last layer came in needs no originals any more
+        # a run that is resumed after all layers have faded in no longer needs the originals
         over = all(self.share(i, step) == 1.0 for i in range(len(layers)))
         if not any(layer.original is not None for layer in layers) and (
             not state.global_step or not over
         ):
             raise ValueError(
-                "FadeIn: no layer has its original; convert with convert_(..., fade_in=True)"
+                "FadeIn: no layer has its original beside it; convert the model with "
+                "convert_(..., fade_in=True)"
             )
         if state.global_step:
             self._set_shares(layers, step)
@@ -173,12 +181,12 @@ class FadeIn(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Set every layer's share, and drop the original of a layer whose share reaches 1."""
+        """Set every layer's α, and drop the original of a layer whose α reaches 1."""
         layers = [m for m in _model_in(kwargs).modules() if isinstance(m, SmallerLinear)]
         self._set_shares(layers, state.global_step)
 
     def _set_shares(self, layers: list[SmallerLinear], step: int) -> None:
-        # layers that are done count, too, so that the schedule of the others does not change
+        # layers that have faded in keep their place, so that the others' schedule does not change
         for place, layer in enumerate(layers if self.order == "low_to_high" else reversed(layers)):
             if layer.original is not None:
                 layer.share = self.share(place, step)

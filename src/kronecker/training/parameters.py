@@ -1,4 +1,4 @@
-"""Groups of parameters: new factors, their scales, and the pretrained rest."""
+"""Parameter groups: the factors, their scales, and the other (pretrained) parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Group = dict[str, Any]
 
 
 def factor_parameters(model: nn.Module) -> set[int]:
-    """Return the ids of all factors and scales."""
+    """Return the ``id()`` of each factor and each scale parameter."""
     ids = set()
     for module in model.modules():
         if isinstance(module, COMPRESSED):
@@ -34,10 +34,11 @@ def parameter_groups(
     Weight decay applies to factors only.
 
     Args:
-        model: If it has no compressed layers, all parameters are in the group "pretrained".
-        learning_rate: The rate of factors and scales.
-        pretrained_learning_rate: The rate of the other parameters; default: ``learning_rate``. 0
-            leaves them out.
+        model: A model. If it has no compressed layers, all parameters are in the group
+            "pretrained".
+        learning_rate: The learning rate of factors and scales.
+        pretrained_learning_rate: The learning rate of the other parameters; default:
+            ``learning_rate``. With 0, there is no group for the other parameters.
         weight_decay: The weight decay of the factors.
 
     Returns:
@@ -58,7 +59,7 @@ def parameter_groups(
                 continue
             if name.endswith("scales"):
                 key = "scales"
-                # a scale is a size: decay would pull the whole term towards zero
+                # a scale sets the norm of a term: decay would pull the whole term toward zero
                 decay = 0.0
             else:
                 key = "factors"
@@ -66,7 +67,7 @@ def parameter_groups(
             group = groups.setdefault(
                 key, {"name": key, "params": [], "lr": learning_rate, "weight_decay": decay}
             )
-            # tied factors come twice; `in` would compare values
+            # tied factors occur twice; `in` would compare values instead of identities
             if not any(parameter is p for p in group["params"]):
                 group["params"].append(parameter)
     filled = list(groups.values())
@@ -81,6 +82,6 @@ def parameter_groups(
 
 
 def group_kind(group: Group) -> str:
-    """Return ``factors``, ``scales`` or ``pretrained``."""
-    # an optimizer that a user passes has groups without names
+    """Return the kind of an optimizer's group: ``factors``, ``scales`` or ``pretrained``."""
+    # the groups of an optimizer that the user passes have no names
     return group.get("name", "pretrained")

@@ -1,6 +1,6 @@
 """`KroneckerTrainer`, a trainer for smaller models.
 
-It has parameter groups, distillation, and norms in its logs.
+The trainer adds parameter groups, distillation, and norms in the logs.
 """
 
 from __future__ import annotations
@@ -29,25 +29,28 @@ from .parameters import group_kind, parameter_groups
 class KroneckerTrainer(StepTrainer):
     """A `transformers.Trainer` for smaller models, compressed or pruned.
 
-    It adds learning rates by group (`parameter_groups`), distillation from a teacher in the same
-    process, and logs of the norms of factors, other parameters and their gradients. Schedules are
-    callbacks: `FreezePretrained`, `FadeIn`. `TrainingArguments` sets everything else (learning rate
-    schedule, accumulation, mixed precision, resuming, DDP). Its ``learning_rate`` and
-    ``weight_decay`` apply to the factors.
+    The trainer adds a learning rate for each parameter group (`parameter_groups`), distillation
+    from a teacher in the same process, and logs of the norms of factors, other parameters and their
+    gradients. The callbacks `FreezePretrained` and `FadeIn` add schedules. `TrainingArguments` sets
+    everything else (learning rate schedule, accumulation, mixed precision, resuming, DDP). Its
+    ``learning_rate`` and ``weight_decay`` apply to the factors.
 
     Args:
-        model: A model with compressed layers; with a teacher, any model of its vocabulary, such as
-            a pruned one.
-        args: `TrainingArguments`.
-        train_dataset: Rows with ``input_ids``, and ``labels`` if the loss uses them.
-        teacher: The original model, which is frozen and put into evaluation mode.
-        distill: The targets to learn from; default with a teacher: its logits at temperature 2.
-        pretrained_learning_rate: The learning rate of all parameters but factors and scales;
-            default: the same rate.
-        **options: Passed to `Trainer`.
+        model: A model with compressed layers. With a teacher, the model can be any with the
+            teacher's vocabulary, such as a pruned one.
+        args: The `TrainingArguments`.
+        train_dataset: Examples with ``input_ids``, and with ``labels`` if the loss uses them.
+        teacher: The original model, which is frozen and set to evaluation mode.
+        distill: The weights of the losses. The default with a teacher is to learn from its logits
+            at temperature 2.
+        pretrained_learning_rate: The learning rate of all parameters except factors and scales;
+            default: the learning rate of the factors.
+        **options: Other arguments of `Trainer`.
 
     Raises:
-        ValueError: Neither a compressed layer nor a teacher, or ``distill`` without a teacher.
+        ValueError: There is neither a compressed layer nor a teacher, ``distill`` is given without
+            a teacher, the teacher is the model itself, or ``distill`` compares hidden states that
+            do not correspond.
 
     >>> KroneckerTrainer(nn.Linear(2, 2), None)
     Traceback (most recent call last):
@@ -69,9 +72,9 @@ class KroneckerTrainer(StepTrainer):
         learning = {p.dtype for p in model.parameters() if p.requires_grad}
         if half := next((d for d in learning if d in (torch.bfloat16, torch.float16)), None):
             warnings.warn(
-                f"KroneckerTrainer: weights that learn are {half}, in which small steps are lost; "
-                "load the model with dtype=torch.float32 (TrainingArguments(bf16=True) still "
-                "computes in bfloat16)",
+                f"KroneckerTrainer: trainable weights have dtype {half}, in which small updates "
+                "are lost; load the model with dtype=torch.float32 (TrainingArguments(bf16=True) "
+                "still computes in bfloat16)",
                 stacklevel=2,
             )
         self.teacher = None
@@ -86,17 +89,17 @@ class KroneckerTrainer(StepTrainer):
             args.ddp_find_unused_parameters = True  # the set of trained parameters changes
         self._gradients: dict[str, float] = {}
         super().__init__(model=model, args=args, train_dataset=train_dataset, **options)
-        # after super, which chooses the device and moves only the model
+        # after super().__init__, which chooses the device and moves only the model
         if self.teacher is not None:
             self.teacher.to(self.args.device)
-        # kept for evaluation, where the model's own loss runs
+        # kept for evaluation, which computes the model's own loss
         self._accepts = self.model_accepts_loss_kwargs
         if self.distill is not None:
-            self.model_accepts_loss_kwargs = True  # losses are over the tokens of a whole step
+            self.model_accepts_loss_kwargs = True  # losses are means over the tokens of a step
         self.add_callback(_GradientNorms(self._gradients))
 
     def optimizer_groups(self) -> list[dict[str, object]]:
-        """Return `parameter_groups` with the rate and decay of the training arguments."""
+        """Return `parameter_groups` with the learning rate and decay of the training arguments."""
         assert self.model is not None
         return parameter_groups(
             self.model,
@@ -112,8 +115,11 @@ class KroneckerTrainer(StepTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Loss:
-        """Return the weighted sum of `DistillConfig`, or without a teacher the model's own loss."""
-        # evaluation is without the teacher, so that its loss can be compared with other runs
+        """Return the distillation loss that `DistillConfig` sets.
+
+        Without a teacher, and in evaluation, return the model's own loss.
+        """
+        # evaluation does not use the teacher, so that losses can be compared with other runs
         if self.distill is None or self.teacher is None or not model.training:
             return self._own_loss(model, inputs, return_outputs, num_items_in_batch)
         config = self.distill
@@ -126,7 +132,8 @@ class KroneckerTrainer(StepTrainer):
         keep, labels = targets_of(
             _shape_of_tokens(unlabeled, ours, two_sides),
             inputs.get("labels"),
-            # logits are the decoder's, so the encoder's mask does not apply to them
+            # an encoder-decoder's logits are for the decoder's tokens, so the encoder's mask does
+            # not apply
             inputs.get("decoder_attention_mask" if two_sides else "attention_mask"),
             # a decoder's labels are already aligned with its positions
             shifted=self.unwrapped().can_generate() and not two_sides,
@@ -136,7 +143,7 @@ class KroneckerTrainer(StepTrainer):
         answers = keep.sum()
         given = inputs.get("labels")
         if given is not None and given.shape != keep.shape:
-            answers = len(given)  # one a row
+            answers = len(given)  # one label per sequence
         if config.logits or config.labels:
             student = self._logits(ours)
             teacher = self._logits(theirs)
@@ -155,7 +162,10 @@ class KroneckerTrainer(StepTrainer):
         return (loss, ours) if return_outputs else loss
 
     def _without_labels(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the inputs without labels; a decoder's input is derived from the labels."""
+        """Return the inputs without labels, plus decoder inputs derived from the labels.
+
+        Decoder inputs are added only if they are missing and the model can derive them.
+        """
         unlabeled = without_labels(inputs)
         has_decoder_input = any(name.startswith("decoder_input") for name in unlabeled)
         if "labels" in inputs and not has_decoder_input:
@@ -169,8 +179,8 @@ class KroneckerTrainer(StepTrainer):
         logits = getattr(outputs, "logits", None)
         if logits is None:
             raise ValueError(
-                f"KroneckerTrainer: {type(self.unwrapped()).__name__} has no logits; expected "
-                f"DistillConfig(logits=0) with hidden above 0"
+                f"KroneckerTrainer: {type(self.unwrapped()).__name__} returns no logits; expected "
+                f"DistillConfig(logits=0, labels=0) with hidden above 0"
             )
         return logits
 
@@ -181,7 +191,7 @@ class KroneckerTrainer(StepTrainer):
         return_outputs: bool,
         items: Tensor | int | None,
     ) -> Loss:
-        """Return the stock trainer's loss, with the original ``model_accepts_loss_kwargs``."""
+        """Return `Trainer`'s loss, computed with the original ``model_accepts_loss_kwargs``."""
         before = self.model_accepts_loss_kwargs
         self.model_accepts_loss_kwargs = self._accepts
         try:
@@ -192,7 +202,7 @@ class KroneckerTrainer(StepTrainer):
             self.model_accepts_loss_kwargs = before
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Write the logs, with the norms of each group's parameters and gradients in training."""
+        """Write the logs; in training, add norms of each kind of parameters and their gradients."""
         if "loss" in logs and self.optimizer is not None:
             for group in bare_optimizer(self.optimizer).param_groups:
                 kind = group_kind(group)
@@ -202,7 +212,7 @@ class KroneckerTrainer(StepTrainer):
         super().log(logs, start_time)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Write a checkpoint that `from_pretrained` loads; tied factors are written once."""
+        """Write a checkpoint, for a compressed model in the format that `from_pretrained` loads."""
         folder = make_folder(output_dir or self.args.output_dir or ".", "KroneckerTrainer")
         if has_smaller_layers(self.unwrapped()):
             write_files(self.unwrapped(), folder)
@@ -231,17 +241,17 @@ def _has_two_sides(model: nn.Module) -> bool:
 def _shape_of_tokens(
     inputs: Mapping[str, Tensor], outputs: ModelOutput, two_sides: bool
 ) -> tuple[int, int]:
-    """Return the number of rows and of tokens in each row that the losses are computed over."""
+    """Return the numbers of sequences and of tokens per sequence that the losses cover."""
     if two_sides:
         names = ("decoder_input_ids", "decoder_inputs_embeds")
     else:
         names = ("input_ids", "inputs_embeds")
     states = [inputs[name] for name in names if name in inputs]
-    # for images, the tokens are patches
+    # for images, the tokens are patches, which the hidden states count
     states += getattr(outputs, "hidden_states", None) or ()
     if states:
         return states[0].shape[0], states[0].shape[1]
-    # images with one label per row
+    # images with one label each, without hidden states
     return len(outputs[0]), 1
 
 
@@ -252,22 +262,23 @@ def _check_models(model: nn.Module, teacher: nn.Module | None, distill: object) 
             "(convert_) or a teacher to learn from"
         )
     if distill is not None and teacher is None:
-        raise ValueError("KroneckerTrainer: distill needs a teacher, got None")
+        raise ValueError("KroneckerTrainer: expected a teacher for distill, got None")
     if teacher is model:
         raise ValueError(
-            "KroneckerTrainer: teacher is the model itself, expected the original, loaded again"
+            "KroneckerTrainer: expected the original model, loaded again, as the teacher, got the "
+            "model itself"
         )
 
 
 def _check_distillation(distill: DistillConfig, model: nn.Module, teacher: nn.Module) -> None:
-    """Check that hidden states of model and teacher can be compared."""
+    """Check that hidden states can be compared, if the config gives their loss a weight."""
     if not distill.hidden:
         return
     _check_depth(model, teacher)
     if _has_two_sides(model):
         raise ValueError(
-            f"KroneckerTrainer: expected hidden=0 for an encoder-decoder, got {distill} for "
-            f"{type(model).__name__}; its encoder and decoder have different tokens"
+            f"KroneckerTrainer: expected hidden=0 for an encoder-decoder, whose encoder and "
+            f"decoder have different tokens, got {distill} for {type(model).__name__}"
         )
 
 
@@ -277,18 +288,18 @@ def _check_depth(model: nn.Module, teacher: nn.Module) -> None:
     theirs = _depth(teacher)
     if ours != theirs:
         raise ValueError(
-            f"KroneckerTrainer: the model has {ours} blocks and its teacher {theirs}, expected the "
-            "same number for hidden > 0; use only logits and labels in DistillConfig"
+            f"KroneckerTrainer: the model has {ours} blocks and its teacher has {theirs}, expected "
+            "the same number for hidden above 0; use only logits and labels in DistillConfig"
         )
 
 
 def _depth(model: nn.Module) -> int | None:
-    """Return the number of a model's blocks, or None if its config does not have it."""
+    """Return the number of a model's blocks, or None if the config does not name the number."""
     return getattr(getattr(model, "config", None), "num_hidden_layers", None)
 
 
 class _GradientNorms(TrainerCallback):
-    """Record the norms of each group's gradients, after clipping, in steps that are logged."""
+    """A callback that records the norms of gradients, after clipping, in steps that are logged."""
 
     def __init__(self, norms: dict[str, float]):
         self.norms = norms
@@ -303,7 +314,7 @@ class _GradientNorms(TrainerCallback):
         every = 1
         if args.logging_strategy == "steps":
             every = max(1, int(state.logging_steps or 1))
-        # the step is counted after this hook, hence + 1; the first one is always measured
+        # the step is counted after this hook, hence + 1; the first step is always measured
         if (state.global_step + 1) % every and state.global_step:
             return
         self.norms.clear()
@@ -315,5 +326,5 @@ class _GradientNorms(TrainerCallback):
 
 def _norm(tensors: list[Tensor], before: float | None) -> float:
     total = sum(float(t.float().square().sum()) for t in tensors)
-    # groups of one kind, such as factors of several rates, make one norm
+    # groups of one kind, such as factors with several learning rates, share one norm
     return (total + (before or 0.0) ** 2) ** 0.5
